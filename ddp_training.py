@@ -1,0 +1,304 @@
+#!/usr/bin/env python3
+"""Train a PyTorch model with DistributedDataParallel (DDP): the whole run as one page.
+
+    torchrun --nproc_per_node=2 ddp_training.py     one process (rank) per GPU; 2 on the CPU
+    python ddp_training.py --single_gpu             one process, no DDP
+    python ddp_training.py doctor                   what is wrong with this machine?
+
+Read from main() down, in the order of the run: settings, launch, process group, run folder, data,
+model, DDP, the loop, the end. Every rank runs this same page; rank 0 also writes files. A line
+marked "# collective" is reached by all ranks, in the same order, or the run hangs.
+The machinery is in hardened_ddp/; README.md has a reading order.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+# WHY so few imports here: these need no torch, so --help and wrong flags answer at once.
+from hardened_ddp.errors import HardenedError
+from hardened_ddp.ranks.launch import Launch, environment, prepare_environment, read_launch
+from hardened_ddp.settings.cli import parse
+from hardened_ddp.settings.layers import Resolved, resolve
+from hardened_ddp.settings.manual import help_text
+
+if TYPE_CHECKING:
+    from hardened_ddp.data.datasets import TaskData
+    from hardened_ddp.data.loader import TrainLoader
+    from hardened_ddp.guard.stop import StopRequest
+    from hardened_ddp.model.objective import Objective
+    from hardened_ddp.model.precision import Precision
+    from hardened_ddp.model.replica import Replica
+    from hardened_ddp.ranks.group import Group
+    from hardened_ddp.training.journal import Journal
+    from hardened_ddp.training.parts import Parts, Progress
+    from hardened_ddp.training.saving import Saver
+    from hardened_ddp.training.state import Saved
+    from hardened_ddp.training.step import Stepper
+
+log = logging.getLogger("hardened_ddp")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit status. A user's mistake gives one line, no traceback."""
+    try:
+        request = parse(sys.argv[1:] if argv is None else argv)
+        if request.command == "help":
+            print(help_text(request.options["topic"]))
+            return 0
+        if request.command == "doctor":
+            from hardened_ddp.diagnosis.doctor import run_doctor
+
+            return run_doctor(output=sys.stdout, env=environment())
+        if request.command == "export":
+            from hardened_ddp.checkpoint.export import export_safetensors
+
+            source = Path(request.options["run"])
+            output = Path(request.options["output"] or f"exports/{source.name}")
+            print(f"exported to {export_safetensors(source, output=output)}")
+            return 0
+        # Who launched us? torchrun sets RANK, WORLD_SIZE and more for each process.
+        launch = read_launch(environment())
+        return run_ranks(resolve(request, world_size=launch.world_size), launch)
+    except HardenedError as error:
+        print(f"ddp_training.py: error {error}", file=sys.stderr)
+        return error.exit_status
+
+
+def run_ranks(settings: Resolved, launch: Launch) -> int:
+    """Choose the device, meet the other ranks, train, and leave nothing behind."""
+    prepare_environment(launch, environment())
+    # WHY here: importing torch takes a second, and everything above answers without it.
+    from hardened_ddp.ranks.group import open_group, pick_device
+    from hardened_ddp.ranks.seeding import seed_run
+    from hardened_ddp.reporting.log import start_logging, stop_logging
+
+    config = settings.config.device
+    start_logging(rank=launch.rank, world_size=launch.world_size, debug=settings.config.loop.debug)
+    try:
+        device = pick_device(launch, cpu_only=config.cpu_only, backend=config.backend)
+        if config.single_gpu and device.type == "cpu":
+            log.warning("--single_gpu: torch sees no GPU on this machine; training on the CPU")
+        seed_run(config.seed, deterministic=config.deterministic)
+        # The process group: NCCL between GPUs, gloo between CPUs. None with a single rank.
+        group = open_group(  # collective: all ranks meet here
+            launch, device=device, backend=config.backend, timeout_s=config.timeout_s
+        )
+        try:
+            return train(settings, group)
+        except HardenedError as error:
+            # The other ranks only see a closed connection: this tells them the cause.
+            group.publish_failure(error.message)
+            raise
+        finally:
+            group.close()
+    except HardenedError as error:
+        log.error("%s", error)
+        return error.exit_status
+    finally:
+        stop_logging()
+
+
+def train(settings: Resolved, group: Group) -> int:
+    """Open the run folder, build every part, train from where the run stands, say how it ended."""
+    from hardened_ddp.guard.stop import StopRequest
+    from hardened_ddp.reporting.log import add_log_file
+    from hardened_ddp.settings.record import dump
+    from hardened_ddp.training.journal import Journal
+    from hardened_ddp.training.parts import Progress
+    from hardened_ddp.training.resume import open_run, read_checkpoint
+    from hardened_ddp.training.saving import Saver
+    from hardened_ddp.training.state import restore
+
+    # From here on a signal means: save, then leave.
+    with StopRequest(group) as stop, open_run(settings.config, group) as run:  # collective
+        settings_text = dump(settings.config, settings.sources)
+        if group.launch.is_main:
+            run.write_settings(settings_text)
+        add_log_file(run.folder / "logs", rank=group.launch.rank)
+        saved = read_checkpoint(run, group)  # collective: rank 0 reads, all get it
+        parts = build(settings, group, saved)  # collective
+        progress = Progress() if saved is None else restore(parts, saved)
+        if progress.step >= parts.total_steps:
+            log.info("%s is finished: %d steps are done", run.folder, progress.step)
+            return 0
+        stop.watch(run.folder, step=progress.step)
+        parts.call_when_workers_start(stop.leave_children_alone)
+        saver = Saver(parts, run.store)
+        journal = Journal(parts, run.folder, settings_text=settings_text, step=progress.step)
+        status = "failed"
+        try:
+            status = fit(parts, progress, saver, journal, stop)  # collective
+            saver.save_last(progress)
+            stop.finish()  # collective
+        finally:
+            # On every path: what is on its way to the disk gets there.
+            saver.close()
+            parts.close()
+            journal.close(progress, status=status)
+        journal.say_what_next(status)
+    return 0
+
+
+def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
+    """Put together data, model, DDP and optimizer. Collective: all ranks."""
+    from hardened_ddp.data.datasets import build_data, prepare_data
+    from hardened_ddp.data.feeding import build_eval_loader, build_train_loader
+    from hardened_ddp.data.sampler import WindowSampler
+    from hardened_ddp.model.optimizer import build_optimizer
+    from hardened_ddp.model.precision import Precision
+    from hardened_ddp.settings.record import config_hash
+    from hardened_ddp.training.parts import Parts
+    from hardened_ddp.training.plan import choose_global_batch, count_steps, facts_of_rank
+
+    config, launch = settings.config, group.launch
+    # Data. Each node downloads once; then every rank opens the same files.
+    group.run_on_local_main(lambda: prepare_data(config.data), what="the download")  # collective
+    data = build_data(config.data)
+    group.check_equal(  # collective: do all ranks mean the same run?
+        facts_of_rank(settings_hash=config_hash(config), dataset_fingerprint=data.fingerprint)
+    )
+    # A DistributedSampler: each rank gets its share of every window of global_batch samples.
+    global_batch = choose_global_batch(
+        config,
+        world_size=group.world_size,
+        saved=None if saved is None else saved.meta,
+        sources=settings.sources,
+    )
+    sampler = WindowSampler(
+        data.train,
+        num_replicas=group.world_size,
+        rank=launch.rank,
+        seed=config.device.seed,
+        global_batch=global_batch,
+        batch_size=config.data.batch_size,
+        drop_last=config.data.drop_last,
+    )
+    loader = build_train_loader(data, sampler, config.data, launch=launch, device=group.device)
+    precision = Precision(config.optimizer.amp, group.device)  # autocast; a GradScaler for fp16
+    replica, objective = build_replica(settings, group, data, loader, precision)  # collective
+    return Parts(
+        config=config,
+        group=group,
+        device=group.device,
+        data=data,
+        sampler=sampler,
+        train_loader=loader,
+        eval_loader=build_eval_loader(data, config.data, launch=launch, device=group.device),
+        replica=replica,
+        objective=objective,
+        precision=precision,
+        optimizer=build_optimizer(replica.module.parameters(), config.optimizer),
+        global_batch=global_batch,
+        total_steps=count_steps(config.loop, steps_per_epoch=sampler.num_windows),
+    )
+
+
+def build_replica(
+    settings: Resolved, group: Group, data: TaskData, loader: TrainLoader, precision: Precision
+) -> tuple[Replica, Objective]:
+    """Build the model and wrap it in DDP. Collective: all ranks."""
+    from hardened_ddp.model.objective import Objective
+    from hardened_ddp.model.probe import choose_find_unused, probe, warm_up
+    from hardened_ddp.model.replica import wrap
+    from hardened_ddp.model.zoo import build_model, place_model
+
+    config = settings.config
+    # The same model on every rank: seeded alike, and DDP sends rank 0's weights to all.
+    model = build_model(config.model, num_classes=data.num_classes, input_shape=data.input_shape)
+    model = place_model(model, config.model, device=group.device, world_size=group.world_size)
+    objective = Objective(model, label_smoothing=config.optimizer.label_smoothing)
+    # Try it on a few samples without DDP: which parameters get no gradient, and on which rank?
+    # DDP would wait for those for ever, unless find_unused_parameters is on.
+    samples = loader.sample_batches(group.device, channels_last=config.model.channels_last)
+    findings = probe(  # collective
+        model,
+        samples,
+        objective=objective,
+        precision=precision,
+        group=group,
+        num_classes=data.num_classes,
+    )
+    find_unused = choose_find_unused(config.ddp.find_unused_parameters, findings)
+    # DDP averages the gradients over the ranks by all-reduce, bucket by bucket, while backward
+    # still runs.
+    replica = wrap(  # collective
+        model, group, config.ddp, find_unused=find_unused, moving_buffers=findings.moving_buffers
+    )
+    times = 2 if config.ddp.static_graph else 1
+    warm_up(
+        replica, samples[0], objective=objective, precision=precision, times=times
+    )  # collective
+    return replica, objective
+
+
+def fit(parts: Parts, progress: Progress, saver: Saver, journal: Journal, stop: StopRequest) -> str:
+    """Train from where progress stands to the end, or to an agreed stop; say which. Collective."""
+    from hardened_ddp.training.plan import is_due
+    from hardened_ddp.training.step import Stepper
+
+    config = parts.config
+    stepper = Stepper(parts, clock=journal.clock, before_update=saver.before_update)
+    while progress.step < parts.total_steps:
+        # A window: the samples of one optimizer step over all ranks. batches: this rank's share
+        # of it, in micro-batches.
+        for window, batches in parts.train_loader.windows(progress.epoch, progress.cursor):
+            if reason := stop.reason_at(progress.step):  # collective: all ranks stop here, or none
+                log.warning("%s: stopping at step %d, saving first", reason, progress.step)
+                return "stopped"
+            journal.clock.mark("data")
+            is_logged = is_due(progress.step + 1, config.loop.log_interval)
+            stepper.wants_grad_norm = is_logged and config.run.tensorboard
+            # Forward, backward, all-reduce, update; no_sync covers all micro-batches but the last.
+            stepper.do(window, batches, progress)  # collective
+            journal.bar.update(progress.step)
+            if is_logged:
+                report(parts, progress, stepper, journal)  # collective
+            if is_due(progress.step, config.run.checkpoint_every_steps):
+                saver.save(progress)
+            saver.catch_up(progress)
+            if progress.step >= parts.total_steps:
+                break
+        if stepper.has_unread_totals:
+            report(parts, progress, stepper, journal)  # collective
+        if progress.cursor >= parts.sampler.end:
+            progress.epoch, progress.cursor = progress.epoch + 1, 0
+        finish_epoch(parts, progress, saver, journal)  # collective
+    return "finished"
+
+
+def report(parts: Parts, progress: Progress, stepper: Stepper, journal: Journal) -> None:
+    """Add up the ranks' losses since the last report, and write them down. Collective."""
+    from hardened_ddp.training.saving import refuse_non_finite
+
+    sums = stepper.read_totals()  # collective
+    refuse_non_finite(sums["loss"], step=progress.step)
+    journal.log_training(progress, stepper, sums)
+
+
+def finish_epoch(parts: Parts, progress: Progress, saver: Saver, journal: Journal) -> None:
+    """Evaluate and save as often as asked, and after the last step. Collective: all ranks."""
+    from hardened_ddp.training.evaluation import evaluate
+    from hardened_ddp.training.plan import is_due
+
+    config = parts.config
+    is_last = progress.step >= parts.total_steps
+    best_metric = None
+    journal.pause_time()
+    every = config.loop.eval_every
+    if parts.eval_loader is not None and every and (is_last or is_due(progress.epoch, every)):
+        evaluation = evaluate(parts, parts.eval_loader)  # collective
+        journal.log_evaluation(progress, evaluation)
+        if evaluation.accuracy > progress.best_accuracy:
+            progress.best_accuracy = best_metric = evaluation.accuracy
+    if is_due(progress.epoch, config.run.checkpoint_every_epochs) or best_metric is not None:
+        saver.save(progress, best_metric=best_metric)
+    journal.skip_time()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

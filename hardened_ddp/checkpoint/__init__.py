@@ -1,0 +1,1 @@
+"""State on disk: complete or absent, verified, never executed."""

@@ -1,0 +1,300 @@
+"""Checkpoints of one run: complete or absent, verified, never executed.
+
+Owns: CheckpointStore, which writes, finds, loads and removes the folders step-000000123 of a run.
+Does not own: the check of one folder (verify.py), the background write (snapshot.py), what the
+tensors mean (training/). It has no lock: whoever writes holds the run's lock (lock.py).
+What goes wrong here: a crash between any two calls, and a full disk. So everything is written
+aside, the manifest last, then renamed into place; what is taken away is renamed out of sight first.
+Read next: verify.py, then stream.py.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hardened_ddp.checkpoint.disk import (
+    DISK_FULL_ERRORS,
+    Disk,
+    Retry,
+    is_real_folder,
+    make_folders,
+    replace_file,
+    write_file,
+)
+from hardened_ddp.checkpoint.listing import (
+    BEST_NAME,
+    find_newest,
+    list_steps,
+    read_best_step,
+)
+from hardened_ddp.checkpoint.manifest import (
+    JSON,
+    MANIFEST_NAME,
+    SCHEMA,
+    STATE_NAME,
+    FileRecord,
+    Manifest,
+    encode_manifest,
+    plain_meta,
+    step_folder_name,
+)
+from hardened_ddp.checkpoint.retention import (
+    aside_path,
+    choose_drops,
+    discard_folder,
+    drop_folder,
+    list_discarded,
+    remove_aside,
+    sweep_leftovers,
+)
+from hardened_ddp.checkpoint.stream import TensorStream, write_stream_to
+from hardened_ddp.checkpoint.tensors import differences, plan_file, read_tensors, specs_of
+from hardened_ddp.checkpoint.verify import Found, Rejected, stamp_of, verify_checkpoint
+from hardened_ddp.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class CheckpointStore:
+    """The checkpoints under one folder. One thread of one process writes at a time."""
+
+    def __init__(self, root: Path, *, keep_last: int, disk: Disk | None = None) -> None:
+        self.root = root
+        self._keep_last = keep_last
+        self._disk = Disk() if disk is None else disk
+
+    def write(
+        self,
+        step: int,
+        *,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, JSON],
+        best_metric: float | None = None,
+    ) -> Path:
+        """Write the checkpoint of step and return its folder. Rank-local: one rank calls it.
+
+        With best_metric it becomes the best one, in the same go. A valid checkpoint of this step
+        that is there already is kept as it is. Raises CheckpointError; then the older ones are
+        untouched, but for the oldest one if that was dropped to make room on a full disk.
+        """
+        stream = TensorStream(tensors, plan=plan_file(tensors))
+        return self.write_stream(step, stream=stream, meta=meta, best_metric=best_metric)
+
+    def write_stream(
+        self,
+        step: int,
+        *,
+        stream: TensorStream,
+        meta: Mapping[str, JSON],
+        best_metric: float | None = None,
+    ) -> Path:
+        """Do what write does, with tensors that somebody else may freeze meanwhile."""
+        final = self.root / step_folder_name(step)
+        plain = plain_meta(meta)
+        try:
+            self._prepare_root()
+            if not isinstance(self.verify(final), Found):
+                self._write_folder(final, step=step, stream=stream, meta=plain)
+        # WHY RuntimeError: copying from a GPU that is in trouble raises it
+        except (OSError, RuntimeError) as error:
+            raise self._write_error(step, error, stream.plan.size_bytes) from error
+        if best_metric is not None:
+            self.mark_best(step, best_metric)
+        self._prune(written=step)
+        return final
+
+    def mark_best(self, step: int, metric: float) -> None:
+        """Make step's checkpoint the best one, which is never pruned. Raises CheckpointError."""
+        if step not in list_steps(self.root):
+            raise CheckpointError(f"step {step} has no checkpoint under {self.root}")
+        content = json.dumps({"schema": SCHEMA, "step": step, "metric": metric}) + "\n"
+        try:
+            replace_file(self.root / BEST_NAME, content.encode(), disk=self._disk)
+        except OSError as error:
+            raise self._write_error(step, error, len(content)) from error
+
+    def best_step(self) -> int | None:
+        """Return the step of the best checkpoint, if one was marked and is there."""
+        return read_best_step(self.root)
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a folder, newest first, valid or not."""
+        return list_steps(self.root)
+
+    def find_valid(self) -> tuple[Found | None, list[Rejected]]:
+        """Return the newest valid checkpoint, and the newer ones that were passed over."""
+        return find_newest(self.root)
+
+    def verify(self, path: Path) -> Found | Rejected:
+        """Check one checkpoint's folder and every byte in it."""
+        return verify_checkpoint(path)
+
+    def load(
+        self, found: Found, *, device: torch.device | str = "cpu"
+    ) -> tuple[dict[str, Tensor], dict[str, JSON]]:
+        """Read a verified checkpoint: tensors that own their memory, and meta.
+
+        Raises CheckpointError.
+        """
+        return load_checkpoint(found, device=device)
+
+    def discard_newer(self, step: int) -> list[Path]:
+        """Set aside the checkpoints of steps after step: those of a course that the run left.
+
+        For a run that goes back, or is resumed from an older checkpoint: otherwise the next start
+        would find the newer ones. They are renamed to discarded-step-..., and removed when the
+        disk is full. Returns where they were. Raises CheckpointError.
+        """
+        newer = [self.root / step_folder_name(other) for other in self.steps() if other > step]
+        try:
+            for path in newer:
+                discard_folder(path, disk=self._disk)
+        except OSError as error:
+            raise CheckpointError(f"{path} can't be set aside: {error}") from error
+        return newer
+
+    def _prepare_root(self) -> None:
+        if not os.path.lexists(self.root):
+            make_folders(self.root, disk=self._disk)
+        for folder in (self.root, self.root.parent):
+            if not is_real_folder(folder):
+                raise CheckpointError(
+                    f"{folder} is not a folder but a link or a file, put there by somebody else: "
+                    "nothing is written through it",
+                    fix=f"look at it: ls -ld {folder}",
+                )
+        sweep_leftovers(self.root, disk=self._disk)
+
+    def _write_folder(
+        self, final: Path, *, step: int, stream: TensorStream, meta: dict[str, JSON]
+    ) -> None:
+        partial = aside_path(final, what="partial")
+        try:
+            self._fill(partial, step=step, stream=stream, meta=meta)
+            self._commit(partial, final)
+        finally:
+            self._abandon(partial)
+
+    def _fill(
+        self, partial: Path, *, step: int, stream: TensorStream, meta: dict[str, JSON]
+    ) -> None:
+        """Write the state, then the manifest, and bring both to the disk."""
+        disk, retry = self._disk, self._retry_with_room()
+        retry(lambda: disk.make_folder(partial, 0o700))
+        sha256 = write_stream_to(partial / STATE_NAME, stream, disk=disk, retry=retry)
+        state = FileRecord(size_bytes=stream.plan.size_bytes, sha256=sha256)
+        manifest = Manifest(step=step, meta=meta, state=state, tensors=stream.plan.specs)
+        content = encode_manifest(manifest)
+        write_file(partial / MANIFEST_NAME, content, disk=disk, retry=retry)
+        disk.sync_folder(partial)
+
+    def _commit(self, partial: Path, final: Path) -> None:
+        """Rename a complete checkpoint into place: before that a reader sees nothing of it."""
+        if os.path.lexists(final):
+            log.warning("%s is not valid and is written again", final)
+            drop_folder(final, disk=self._disk)
+        try:
+            self._disk.rename(partial, final)
+        except OSError:
+            # WHY look: NFS can lose the reply to a rename that it did, and of two survivors that
+            # save the same step one comes second
+            if not isinstance(self.verify(final), Found):
+                raise
+        self._disk.sync_folder(self.root)
+
+    def _abandon(self, partial: Path) -> None:
+        if not os.path.lexists(partial):
+            return
+        try:
+            remove_aside(partial, disk=self._disk)
+        except OSError as error:
+            log.warning("%s, an unfinished checkpoint, can't be removed: %s", partial, error)
+
+    def _prune(self, *, written: int) -> None:
+        protected = (written, self.best_step())
+        for step in choose_drops(self.steps(), keep_last=self._keep_last, protected=protected):
+            path = self.root / step_folder_name(step)
+            try:
+                drop_folder(path, disk=self._disk)
+            except OSError as error:
+                log.warning("%s, an old checkpoint, can't be removed: %s", path, error)
+
+    def _retry_with_room(self) -> Retry:
+        """Return a Retry that, once, drops the oldest checkpoint if the disk is full."""
+        is_used = False
+
+        def retry(act: Callable[[], T], /) -> T:
+            nonlocal is_used
+            try:
+                return act()
+            except OSError as error:
+                if is_used or error.errno not in DISK_FULL_ERRORS:
+                    raise
+                is_used = True
+                if not self._make_room():
+                    raise
+                return act()
+
+        return retry
+
+    def _make_room(self) -> bool:
+        newest, _ = self.find_valid()
+        protected = (newest.step if newest else None, self.best_step())
+        drops = choose_drops(self.steps(), keep_last=0, protected=protected)
+        candidates = list_discarded(self.root)
+        candidates += [self.root / step_folder_name(step) for step in reversed(drops)]
+        if not candidates:
+            return False
+        path = candidates[0]
+        log.warning("the disk is full: %s, an old checkpoint, is dropped to make room", path)
+        drop_folder(path, disk=self._disk)
+        return True
+
+    def _write_error(self, step: int, error: Exception, needed_bytes: int) -> CheckpointError:
+        why = f"{type(error).__name__}: {error}"
+        fix = "look at the folder and the disk; the run goes on, older checkpoints are as they were"
+        if isinstance(error, OSError) and error.errno in DISK_FULL_ERRORS:
+            why = (
+                f"{error.strerror}: {needed_bytes} bytes are needed, {self._free_bytes()} are free"
+            )
+            fix = (
+                f"free space under {self.root}, or lower keep_last; check quotas and ulimit -f too"
+            )
+        return CheckpointError(
+            f"the checkpoint of step {step} was not written to {self.root}: {why}", fix=fix
+        )
+
+    def _free_bytes(self) -> int:
+        try:
+            status = os.statvfs(self.root)
+        except OSError:
+            return 0
+        return status.f_bavail * status.f_frsize
+
+
+def load_checkpoint(
+    found: Found, *, device: torch.device | str = "cpu"
+) -> tuple[dict[str, Tensor], dict[str, JSON]]:
+    """Read a verified checkpoint: tensors that own their memory, and meta.
+
+    Rank-local. Raises CheckpointError if the file is not the one that was verified any more.
+    """
+    try:
+        is_same = stamp_of(found.state_path.lstat()) == found.stamp
+    except OSError:
+        is_same = False
+    if not is_same:
+        raise CheckpointError(f"{found.state_path} changed since it was verified")
+    tensors = read_tensors(found.state_path, device=device)
+    lines = differences(found.manifest.tensors, specs_of(tensors))
+    if lines:
+        text = "\n  ".join(lines)
+        raise CheckpointError(f"{found.path}: its file and its manifest differ\n  {text}")
+    return tensors, found.manifest.meta

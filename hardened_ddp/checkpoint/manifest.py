@@ -1,0 +1,158 @@
+"""What a checkpoint says about itself: manifest.json.
+
+Owns: the manifest, its JSON, and its own digest, so that no byte of it can change unseen.
+Does not own: comparing it with the files it names (verify.py).
+What goes wrong here: anything may stand in the file, because a disk or a stranger changed it. So
+each field is checked for its type before it is used, and a problem is a ValueError whose text names
+it; verify.py turns that into the reason why a checkpoint was passed over.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, TypeAlias, cast
+
+from hardened_ddp.checkpoint.tensors import TensorSpec
+from hardened_ddp.errors import CheckpointError
+
+JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
+
+SCHEMA = 1
+MANIFEST_NAME = "manifest.json"
+STATE_NAME = "state.safetensors"
+# A manifest needs about 100 bytes per tensor: this is room for half a million of them.
+MAX_MANIFEST_BYTES = 64 * 2**20
+# More than any file system holds in one file: a size above this was never written.
+_MAX_FILE_BYTES = 2**60
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRecord:
+    """What a file of the checkpoint must look like."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """The content of manifest.json."""
+
+    step: int
+    meta: dict[str, JSON]
+    """What the caller gave, such as the epoch and the cursor."""
+    state: FileRecord
+    tensors: dict[str, TensorSpec]
+
+
+def plain_meta(meta: Mapping[str, JSON]) -> dict[str, JSON]:
+    """Return a copy of meta as it will be read back. Raises CheckpointError if it is no JSON."""
+    try:
+        return cast(dict[str, JSON], json.loads(json.dumps(meta)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"meta can't be stored in a checkpoint: {error}") from error
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the bytes of manifest.json."""
+    body: dict[str, object] = {
+        "schema": SCHEMA,
+        "step": manifest.step,
+        "meta": manifest.meta,
+        "files": {
+            STATE_NAME: {
+                "size_bytes": manifest.state.size_bytes,
+                "sha256": manifest.state.sha256,
+            }
+        },
+        "tensors": {
+            name: {"shape": list(spec.shape), "dtype": spec.dtype}
+            for name, spec in manifest.tensors.items()
+        },
+    }
+    body["digest"] = _digest(body)
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items()]
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def decode_manifest(raw: bytes) -> Manifest:
+    """Read manifest.json. Raises ValueError that says what is wrong with it."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{MANIFEST_NAME} is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        _refuse(f"holds a {type(body).__name__} and not an object")
+    schema = body.get("schema")
+    if type(schema) is not int or schema < 1:
+        _refuse(f"has no usable schema number ({schema!r:.40})")
+    if schema > SCHEMA:
+        _refuse(f"has schema {schema}, newer than {SCHEMA}, which this version reads: update it")
+    digest = body.pop("digest", None)
+    if digest != _digest(body):
+        _refuse("was changed after it was written (its digest differs)")
+    step, meta = body.get("step"), body.get("meta")
+    if not _is_count(step) or not isinstance(meta, dict):
+        _refuse("has no usable step or meta")
+    return Manifest(
+        step=cast(int, step),
+        meta=meta,
+        state=_read_files(body.get("files")),
+        tensors=_read_tensors(body.get("tensors")),
+    )
+
+
+def step_folder_name(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint."""
+    return f"step-{step:09d}"  # WHY fixed width: sorting by name is sorting by step
+
+
+def _read_files(files: object) -> FileRecord:
+    if not isinstance(files, dict):
+        _refuse("has no list of files")
+    for name in files:
+        if "/" in name or "\\" in name or name in ("", ".", ".."):
+            _refuse(f"names the file {name!r:.80}, outside the checkpoint's folder")
+    if set(files) != {STATE_NAME}:
+        _refuse(f"names the files {sorted(files)!r:.80} and not {STATE_NAME}")
+    record = files[STATE_NAME]
+    size_bytes = record.get("size_bytes") if isinstance(record, dict) else None
+    sha256 = record.get("sha256") if isinstance(record, dict) else None
+    if not _is_count(size_bytes) or not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+        _refuse(f"has no usable size and sha256 for {STATE_NAME}")
+    return FileRecord(size_bytes=cast(int, size_bytes), sha256=sha256)
+
+
+def _read_tensors(tensors: object) -> dict[str, TensorSpec]:
+    if not isinstance(tensors, dict):
+        _refuse("has no list of tensors")
+    specs = {}
+    for name, entry in tensors.items():
+        shape = entry.get("shape") if isinstance(entry, dict) else None
+        dtype = entry.get("dtype") if isinstance(entry, dict) else None
+        if (
+            not isinstance(shape, list)
+            or not all(map(_is_count, shape))
+            or not isinstance(dtype, str)
+        ):
+            _refuse(f"has no usable shape and dtype for the tensor {name!r:.80}")
+        specs[name] = TensorSpec(tuple(shape), dtype)
+    return specs
+
+
+def _is_count(value: object) -> bool:
+    # WHY type and not isinstance: True is an int, and no size
+    return type(value) is int and 0 <= value <= _MAX_FILE_BYTES
+
+
+def _digest(body: Mapping[str, object]) -> str:
+    # WHY sorted and compact: the digest is one of the content, and not of blanks and line ends
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise ValueError(f"{MANIFEST_NAME} {problem}")

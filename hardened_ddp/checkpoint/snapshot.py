@@ -1,0 +1,229 @@
+"""Checkpoints written in the background, without a copy where none is needed.
+
+Owns: the writer thread (one, one checkpoint in flight), the rule when live tensors are copied, and
+the copies from a GPU.
+Does not own: the bytes (stream.py), the files (files.py), when a checkpoint is due (training/).
+Between two optimizer steps parameters and optimizer state don't change, so the thread reads them
+where they are. before_update comes right before a change and copies what is not read yet. On a GPU
+all is copied at submit, by a stream of its own; before_update makes the update wait for it there.
+What goes wrong here: a change that before_update wasn't told of: an update in place, a load of
+other weights, buffers that a forward changes (name these in `volatile`: they are copied at submit).
+"""
+
+import logging
+import threading
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hardened_ddp.checkpoint.files import CheckpointStore
+from hardened_ddp.checkpoint.manifest import JSON, plain_meta
+from hardened_ddp.checkpoint.stream import HostArena, TensorStream
+from hardened_ddp.checkpoint.tensors import FilePlan, plan_file, specs_of
+from hardened_ddp.errors import CheckpointError
+
+# Longer than any disk that works needs for any state; a network disk that hangs needs for ever.
+_WAIT_S = 1800.0
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _InFlight:
+    """One checkpoint on its way."""
+
+    stream: TensorStream
+    copied: list[tuple[torch.device, torch.cuda.Event]]
+    """For each GPU, what happens when the copies from it are done."""
+    tensors: Mapping[str, Tensor]
+    """Held until then: memory that is freed while it is copied would be used again."""
+
+
+class BackgroundWriter:
+    """Writes checkpoints beside training. All methods are for the training thread."""
+
+    def __init__(self, store: CheckpointStore) -> None:
+        self._store = store
+        self._arena = HostArena()
+        self._plan: FilePlan | None = None
+        self._lock = threading.Lock()
+        self._copy_streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._thread: threading.Thread | None = None
+        self._unfrozen: _InFlight | None = None
+        self._error: CheckpointError | None = None
+        self._was_refused = False
+
+    @property
+    def is_busy(self) -> bool:
+        """A checkpoint is in flight."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_wanted(self) -> bool:
+        """A submit was refused, and the writer is free now: submit the state of this step."""
+        return self._was_refused and not self.is_busy
+
+    def submit(
+        self,
+        step: int,
+        *,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, JSON],
+        volatile: Collection[str] = (),
+        best_metric: float | None = None,
+    ) -> bool:
+        """Start to write a checkpoint; False if one is still in flight, see is_wanted.
+
+        Tensors are read until the write is done: call before_update before each change. Those
+        named in volatile are copied here. Raises CheckpointError if something can't be stored.
+        """
+        if self.is_busy:
+            self._was_refused = True
+            return False
+        plain = plain_meta(meta)
+        # WHY kept: the layout is the same each time, and takes longest of all that is done here
+        if self._plan is None or self._plan.specs != specs_of(tensors):
+            self._plan = plan_file(tensors)
+        stream = TensorStream(tensors, plan=self._plan, arena=self._arena, lock=self._lock)
+        copied = self._copy_from_gpus(stream, tensors, volatile)
+        stream.freeze_only(
+            # WHY other devices too: only CUDA has streams to copy beside the training
+            [name for name, tensor in tensors.items() if name in volatile or not tensor.is_cpu]
+        )
+        flight = _InFlight(stream=stream, copied=copied, tensors=dict(tensors))
+        self._unfrozen = flight
+        self._was_refused = False
+        # WHY a daemon: a disk that hangs must not keep the process from leaving. Each write has a
+        # thread of its own, so none is left when nothing is written.
+        self._thread = threading.Thread(
+            target=self._write,
+            args=(step, flight, plain, best_metric),
+            name=f"checkpoint-{step}",
+            daemon=True,
+        )
+        self._thread.start()
+        return True
+
+    def before_update(self) -> None:
+        """Make the tensors free to change. Call right before every optimizer step.
+
+        Costs nothing when no checkpoint is in flight; else it copies what is not read yet.
+        """
+        flight = self._unfrozen
+        if flight is None:
+            return
+        self._unfrozen = None
+        flight.stream.freeze()
+        for device, event in flight.copied:
+            # WHY no synchronize: the update waits on the GPU, and this thread goes on
+            torch.cuda.current_stream(device).wait_event(event)
+
+    def poll(self) -> CheckpointError | None:
+        """Return the error of a write that failed since the last poll. Training can go on."""
+        error, self._error = self._error, None
+        return error
+
+    def write_now(
+        self,
+        step: int,
+        *,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, JSON],
+        best_metric: float | None = None,
+        timeout_s: float = _WAIT_S,
+    ) -> Path:
+        """Wait for the write in flight, then write this checkpoint and return its folder.
+
+        For the last checkpoint and for emergencies. Raises CheckpointError.
+        """
+        self._wait(timeout_s)
+        return self._store.write(step, tensors=tensors, meta=meta, best_metric=best_metric)
+
+    def close(self, *, timeout_s: float = _WAIT_S) -> None:
+        """Wait for the write in flight. Raises CheckpointError if it takes longer; poll after."""
+        self._wait(timeout_s)
+
+    def _wait(self, timeout_s: float) -> None:
+        if self._thread is None:
+            return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise CheckpointError(
+                f"the checkpoint in flight ({self._thread.name}) is not written after "
+                f"{timeout_s:.0f} s: the disk under {self._store.root} hangs",
+                fix=f"look at the disk: df {self._store.root}; older checkpoints are as they were",
+            )
+        self._thread = None
+
+    def _write(
+        self,
+        step: int,
+        flight: _InFlight,
+        meta: dict[str, JSON],
+        best_metric: float | None,
+    ) -> None:
+        try:
+            for _, event in flight.copied:
+                event.synchronize()
+            self._store.write_stream(step, stream=flight.stream, meta=meta, best_metric=best_metric)
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:  # WHY broad: nobody else sees what a thread raises
+            log.exception("the checkpoint of step %d failed", step)
+            self._error = CheckpointError(f"the checkpoint of step {step} failed: {error!r}")
+        finally:
+            # WHY: a write that failed needs no copies, and one that is done needs no tensors
+            self._unfrozen = None
+
+    def _copy_from_gpus(
+        self, stream: TensorStream, tensors: Mapping[str, Tensor], volatile: Collection[str]
+    ) -> list[tuple[torch.device, torch.cuda.Event]]:
+        """Start the copies to pinned memory; return, for each GPU, what happens after them."""
+        on_gpu = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda}
+        if not on_gpu:
+            return []
+        self._reserve_pinned(stream.plan.data_bytes)
+        # WHY in the stream that computes: these copies must come before the next forward; the
+        # others run beside it
+        for name in on_gpu.keys() & set(volatile):
+            _start_copy(name, on_gpu[name], stream)
+        copied = []
+        for device in {tensor.device for tensor in on_gpu.values()}:
+            if device not in self._copy_streams:
+                side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+                self._copy_streams[device] = side
+            side = self._copy_streams[device]
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                for name, tensor in on_gpu.items():
+                    if name not in volatile and tensor.device == device:
+                        _start_copy(name, tensor, stream)
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
+                event.record(side)
+            copied.append((device, event))
+        return copied
+
+    def _reserve_pinned(self, size_bytes: int) -> None:
+        try:
+            self._arena.reserve(size_bytes, pinned=True)
+        except RuntimeError as error:
+            log.warning(
+                "%d bytes of host memory can't be pinned (%s): ordinary memory is used, and "
+                "training stops while a checkpoint is copied from the GPU",
+                size_bytes,
+                error,
+            )
+            self._arena.reserve(size_bytes, pinned=False)
+
+
+def _start_copy(name: str, tensor: Tensor, stream: TensorStream) -> None:
+    """Start the copy of a GPU's tensor to the memory that the stream will read it from."""
+    source = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    data = source.reshape(-1).view(torch.uint8)
+    taken = 0
+    for piece in stream.hand_over(name):
+        piece.copy_(data[taken : taken + piece.numel()], non_blocking=True)
+        taken += piece.numel()

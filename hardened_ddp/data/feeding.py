@@ -1,0 +1,72 @@
+"""The loaders of a run, put together from its data, its settings and this machine."""
+
+import torch
+
+from hardened_ddp.data.datasets import TaskData
+from hardened_ddp.data.fetch import Fetcher
+from hardened_ddp.data.loader import BatchStream, EvalLoader, TrainLoader
+from hardened_ddp.data.sampler import WindowSampler
+from hardened_ddp.data.workers import plan_workers
+from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.settings.config import DataConfig
+
+
+def build_train_loader(
+    data: TaskData,
+    sampler: WindowSampler,
+    config: DataConfig,
+    *,
+    launch: Launch,
+    device: torch.device,
+) -> TrainLoader:
+    """Build the loader of this rank's training windows. Rank-local; reads one sample."""
+    fetcher = Fetcher(data.train, seed=sampler.seed)
+    stream = _build_stream(
+        fetcher, data, config, launch=launch, device=device, batch_size=config.batch_size
+    )
+    return TrainLoader(sampler, stream)
+
+
+def build_eval_loader(
+    data: TaskData, config: DataConfig, *, launch: Launch, device: torch.device
+) -> EvalLoader | None:
+    """Build the loader of this rank's share of the test set; None without one. Rank-local."""
+    if data.test is None:
+        return None
+    stream = _build_stream(
+        Fetcher(data.test, seed=0),
+        data,
+        config,
+        launch=launch,
+        device=device,
+        batch_size=config.eval_batch_size,
+    )
+    return EvalLoader(
+        len(data.test),  # type: ignore[arg-type]  # map-style: it has a length
+        stream,
+        batch_size=config.eval_batch_size,
+        rank=launch.rank,
+        world_size=launch.world_size,
+    )
+
+
+def _build_stream(
+    fetcher: Fetcher,
+    data: TaskData,
+    config: DataConfig,
+    *,
+    launch: Launch,
+    device: torch.device,
+    batch_size: int,
+) -> BatchStream:
+    uses_gpu = device.type == "cuda"
+    sample_bytes = fetcher[(0, torch.zeros(1, dtype=torch.int64))].size_bytes()
+    plan = plan_workers(
+        config,
+        in_memory=data.in_memory,
+        local_world_size=launch.local_world_size,
+        uses_gpu=uses_gpu,
+        batch_bytes=sample_bytes * batch_size,
+    )
+    pin_memory = uses_gpu if config.pin_memory is None else config.pin_memory and uses_gpu
+    return BatchStream(fetcher, plan, config, pin_memory=pin_memory)

@@ -1,0 +1,126 @@
+"""How many loader workers, and how they start: decided from what the machine really has.
+
+Owns the decision, and says what was asked and what runs wherever the two differ.
+WHY not os.cpu_count(): in a container it counts the host's CPUs; and every rank has workers.
+"""
+
+import logging
+import multiprocessing
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+from hardened_ddp.settings.config import DataConfig
+
+log = logging.getLogger(__name__)
+
+MOST_WORKERS = 8
+WANTED_OPEN_FILES = 65536
+SHARED_MEMORY = Path("/dev/shm")
+_CGROUP_V2_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+_CGROUP_V1 = Path("/sys/fs/cgroup/cpu")
+# Batches wait in shared memory; half as much again is for what others put there.
+_SHM_MARGIN = 1.5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerPlan:
+    """How loading is done on this rank."""
+
+    num_workers: int
+    prefetch_factor: int
+    start_method: str
+    reasons: tuple[str, ...] = ()
+    """Where this is not what was asked, and why."""
+
+
+def plan_workers(
+    config: DataConfig,
+    *,
+    in_memory: bool,
+    local_world_size: int,
+    uses_gpu: bool,
+    batch_bytes: int,
+) -> WorkerPlan:
+    """Decide workers, prefetching and start method for this rank. Reads the machine's limits."""
+    budget = max(1, cpu_budget() // local_world_size)
+    reasons: list[str] = []
+    if config.num_workers is None:
+        # A GPU leaves the rank's CPU free for loading; on the CPU one core trains.
+        spare = budget if uses_gpu else budget - 1
+        workers = 0 if in_memory else min(MOST_WORKERS, spare)
+    else:
+        workers = config.num_workers
+        if workers > budget:
+            reasons.append(
+                f"num_workers {workers} as asked, but each of {local_world_size} ranks has "
+                f"{budget} CPUs: expect it to be slower than {budget}"
+            )
+    workers, prefetch = _fit_shared_memory(
+        workers, config.prefetch_factor, batch_bytes * local_world_size, reasons
+    )
+    return WorkerPlan(
+        num_workers=workers,
+        prefetch_factor=prefetch,
+        start_method=choose_start_method(config.multiprocessing_context),
+        reasons=tuple(reasons),
+    )
+
+
+def choose_start_method(wanted: str) -> str:
+    """Choose how workers start. WHY not fork: beside gloo's or CUDA's threads, a forked child can
+    wait for ever for a lock that no thread holds any more; seen once in 500 forks."""
+    if wanted != "auto":
+        return wanted
+    return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+
+
+def cpu_budget() -> int:
+    """Count the CPUs that this process may use: affinity, cut by the container's quota."""
+    allowed = len(os.sched_getaffinity(0))
+    quota = read_cpu_quota(v2=_CGROUP_V2_LIMIT, v1=_CGROUP_V1)
+    return allowed if quota is None else max(1, min(allowed, int(quota)))
+
+
+def read_cpu_quota(*, v2: Path, v1: Path) -> float | None:
+    """Read the container's quota in CPUs, from cgroup v2 or v1; None: unlimited or unknown."""
+    try:
+        if v2.is_file():
+            quota, period = v2.read_text(encoding="ascii").split()
+        else:
+            quota = (v1 / "cpu.cfs_quota_us").read_text(encoding="ascii").strip()
+            period = (v1 / "cpu.cfs_period_us").read_text(encoding="ascii").strip()
+        return None if quota in ("max", "-1") else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def raise_open_file_limit() -> None:
+    """Raise this process's limit of open files as far as it may: each batch in flight is a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_OPEN_FILES)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _fit_shared_memory(
+    workers: int, prefetch: int, bytes_per_batch: int, reasons: list[str]
+) -> tuple[int, int]:
+    """Cut prefetching, then workers, until the batches in flight fit into /dev/shm."""
+    if workers == 0:
+        return 0, prefetch
+    try:
+        status = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return workers, prefetch
+    room = int(status.f_bavail * status.f_frsize / (_SHM_MARGIN * max(1, bytes_per_batch)))
+    if workers * prefetch <= room:
+        return workers, prefetch
+    fitted_prefetch = max(1, min(prefetch, room // workers))
+    fitted_workers = min(workers, room // fitted_prefetch)
+    reasons.append(
+        f"num_workers {workers} with prefetch_factor {prefetch} would need more shared memory than "
+        f"{SHARED_MEMORY} has free; running {fitted_workers} with {fitted_prefetch}"
+    )
+    return fitted_workers, fitted_prefetch

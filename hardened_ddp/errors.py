@@ -1,0 +1,146 @@
+"""The failures that a user, a file or a machine can cause.
+
+Owns the tree of exceptions. A class says what kind of failure it is (code, exit status, whether
+starting again can help); the message of an instance says what was found, where, and why that
+matters; `fix` says what to type next. Each code is a section of DDP_TROUBLESHOOTING.md.
+
+Does not own: printing (ddp_training.py prints one of these, without a traceback).
+Imports the standard library only, so that every room can use it.
+"""
+
+from typing import ClassVar
+
+
+class HardenedError(Exception):
+    """Base of all our errors: a failure that has a known cause and a next step."""
+
+    code: ClassVar[str] = "DDP-X01"
+    exit_status: ClassVar[int] = 1
+    is_retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, fix: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.fix = fix
+
+    def __str__(self) -> str:
+        text = f"[{self.code}] {self.message}"
+        return f"{text}\n  next: {self.fix}" if self.fix else text
+
+
+class ConfigError(HardenedError):
+    """A setting is unknown, of the wrong type, out of range, or contradicts another one."""
+
+    code = "DDP-C01"
+    exit_status = 2
+
+
+class LaunchError(HardenedError):
+    """The environment that the launcher left is incomplete or contradicts itself."""
+
+    code = "DDP-L01"
+    exit_status = 2
+
+
+class GroupError(HardenedError):
+    """The process group could not be formed: a rank is missing, a port is taken, no route."""
+
+    code = "DDP-G01"
+    is_retryable = True
+
+
+class RankMismatchError(HardenedError):
+    """Ranks run other code, other settings or other data than rank 0."""
+
+    code = "DDP-G02"
+    exit_status = 2
+
+
+class MainRankError(HardenedError):
+    """Work that one rank does for all of them failed there."""
+
+    code = "DDP-G03"
+
+
+class PeerLostError(HardenedError):
+    """Another rank died, or did not answer within the timeout."""
+
+    code = "DDP-G04"
+    is_retryable = True
+
+
+class DataError(HardenedError):
+    """The dataset is unknown, missing, unreadable or empty."""
+
+    code = "DDP-D01"
+    exit_status = 2
+
+
+class SampleError(HardenedError):
+    """A sample could not be read or has a value that the model can't take."""
+
+    code = "DDP-D02"
+
+
+class LoaderError(HardenedError):
+    """A DataLoader worker died, hung or ran out of shared memory."""
+
+    code = "DDP-D03"
+    is_retryable = True
+
+
+class TooManyErrors(HardenedError):
+    """More samples or windows were left out than max_errors allows."""
+
+    code = "DDP-D04"
+
+
+class ModelError(HardenedError):
+    """The model is unknown, can't be built, or does not fit the data."""
+
+    code = "DDP-M01"
+    exit_status = 2
+
+
+class UnusedParameterError(HardenedError):
+    """Parameters got no gradient on some rank, so the gradient all-reduce can't finish."""
+
+    code = "DDP-M02"
+
+
+class StepError(HardenedError):
+    """Forward, loss or backward raised on this rank."""
+
+    code = "DDP-S01"
+
+
+class OutOfMemoryError(HardenedError):
+    """The GPU or the host had no memory for this step."""
+
+    code = "DDP-S02"
+
+
+class NonFiniteError(HardenedError):
+    """The loss or the gradient is NaN or infinite."""
+
+    code = "DDP-S03"
+
+
+class CheckpointError(HardenedError):
+    """No checkpoint can be used, or one can't be written."""
+
+    code = "DDP-K01"
+
+
+class CheckpointMismatchError(HardenedError):
+    """The checkpoint belongs to another model, optimizer or dataset."""
+
+    code = "DDP-K02"
+    exit_status = 2
+
+
+class RunFolderError(HardenedError):
+    """The run folder can't be made, written or used."""
+
+    code = "DDP-K03"
+    exit_status = 2

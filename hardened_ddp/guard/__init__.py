@@ -1,0 +1,1 @@
+"""What watches over a step: signals now, failing ranks and hangs later."""

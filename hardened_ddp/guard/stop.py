@@ -1,0 +1,130 @@
+"""Stopping on request: a signal or a file seen by any rank ends the run at one agreed step.
+
+Owns the signal handlers. A handler only takes a note; nothing is saved or sent inside it. The note
+rides in a small all-reduce (a maximum) over the control group that is started at one step boundary
+and read at a later one, so nobody waits for it: all ranks learn of the stop at the same step, and
+save together. WHY not at every step: ranks agree, in the same all-reduce, on an interval that keeps
+it to about CHECK_EVERY_S, so that even steps of a millisecond pay nothing.
+A second signal gets torch's and Python's own handling back: it ends this process at once.
+"""
+
+import logging
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from hardened_ddp.ranks.group import Group
+
+log = logging.getLogger(__name__)
+
+CHECK_EVERY_S = 0.05
+MAX_INTERVAL = 1000
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+STOP_FILE = "stop.request"
+_FILE_CODE = 1000  # above every signal number
+# WHY: on Ctrl-C torchrun sends its workers SIGINT and, at once, SIGTERM: that is one request.
+_SAME_REQUEST_S = 3.0
+
+
+class StopRequest:
+    """Collects this rank's reasons to stop, and agrees on them with the other ranks."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.folder: Path | None = None
+        self.code = 0
+        self._noted_at = 0.0
+        self._word = torch.zeros(2, dtype=torch.int64)
+        self._pending: dist.Work | None = None
+        self._interval = 1
+        self._started_step = 0
+        self._started_at = time.perf_counter()
+        self._previous = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def __enter__(self) -> "StopRequest":
+        """Take over the signals that mean: save and stop. Rank-local, main thread."""
+        for number in SIGNALS:
+            signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+    def watch(self, folder: Path, *, step: int) -> None:
+        """Look for the stop file in folder; count steps from step on. Rank-local."""
+        self.folder, self._started_step = folder, step
+        self._started_at = time.perf_counter()
+
+    def leave_children_alone(self) -> None:
+        """Take SIGCHLD back from torch's DataLoader. Rank-local.
+
+        WHY: its handler raises in the main thread at any bytecode when a worker dies, even inside
+        an optimizer step. Without it the death shows where the next batch is asked for.
+        """
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+    def reason_at(self, step: int) -> str:
+        """Say why all ranks stop before this step; empty: go on. Collective: same step, all ranks.
+
+        Costs a comparison at most steps.
+        """
+        if self.group.world_size == 1:
+            now = time.perf_counter()
+            if now - self._started_at > CHECK_EVERY_S:
+                self._look_for_file()
+                self._started_at = now
+            return _describe(self.code)
+        if step - self._started_step < self._interval and self._pending is not None:
+            return ""
+        code = 0
+        if self._pending is not None:
+            self._pending.wait()
+            code, self._interval = int(self._word[0]), max(1, int(self._word[1]))
+            self._pending = None
+        if not code:
+            self._start(step)
+        return _describe(code)
+
+    def finish(self) -> None:
+        """Wait for the all-reduce under way. Collective: all ranks."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    def release(self) -> None:
+        """Give the signals back to whoever had them. Rank-local."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _start(self, step: int) -> None:
+        """Send this rank's word: its code, and how many steps make up CHECK_EVERY_S here."""
+        now = time.perf_counter()
+        steps = max(1, step - self._started_step)
+        step_time = max(1e-6, (now - self._started_at) / steps)
+        self._look_for_file()
+        self._word[0] = self.code
+        self._word[1] = min(MAX_INTERVAL, max(1, int(CHECK_EVERY_S / step_time)))
+        self._pending = self.group.start_max(self._word)  # collective
+        self._started_step, self._started_at = step, now
+
+    def _look_for_file(self) -> None:
+        if self.code == 0 and self.folder is not None and (self.folder / STOP_FILE).exists():
+            self.code = _FILE_CODE
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.code == 0:
+            self.code, self._noted_at = number, now
+        elif now - self._noted_at > _SAME_REQUEST_S:
+            self.release()
+            signal.raise_signal(number)
+
+
+def _describe(code: int) -> str:
+    if code == 0:
+        return ""
+    return STOP_FILE if code == _FILE_CODE else signal.Signals(code).name

@@ -1,0 +1,1 @@
+"""The network, its DDP replica, its precision and its optimizer."""

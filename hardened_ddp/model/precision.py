@@ -1,0 +1,76 @@
+"""Mixed precision: what runs in 16 bits, and how fp16's small gradients survive.
+
+Owns autocast and the gradient scaler, and the order unscale -> clip -> step -> update.
+bf16 has the range of fp32 and needs no scaler; fp16 does. The scaler skips a step whose gradients
+overflowed: all ranks see the same averaged gradients, so all ranks skip alike, without a vote.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+
+class Precision:
+    """How one run computes: fp32, bf16 or fp16 with a scaler."""
+
+    def __init__(self, amp: str, device: torch.device) -> None:
+        self.name = _choose(amp, device)
+        self.device_type = device.type
+        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.name)
+        self.scaler = torch.amp.GradScaler(device.type) if self.name == "fp16" else None
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Run matrix work in 16 bits inside; a context for forward and loss."""
+        if self.dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device_type, dtype=self.dtype)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Start backward from a scalar loss, scaled if fp16."""
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]  # torch
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the gradients their true size back. WHY before clipping: it compares sizes."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update the weights; with fp16, skip it on all ranks alike if gradients overflowed."""
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+
+    def state(self) -> dict[str, Any]:  # Any: JSON numbers
+        """Give the scaler's numbers for a checkpoint."""
+        return {} if self.scaler is None else dict(self.scaler.state_dict())
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take the scaler's numbers from a checkpoint."""
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(state)
+
+
+def clip(parameters: Iterable[torch.nn.Parameter], *, max_norm: float) -> torch.Tensor:
+    """Shorten the gradient to max_norm and return its length before: sqrt of the sum of squares."""
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm if max_norm > 0 else float("inf"))
+
+
+def _choose(amp: str, device: torch.device) -> str:
+    """Decide the precision; a GPU without bf16 gets fp16, and says so."""
+    if device.type == "cpu":
+        return "bf16" if amp == "bf16" else "off"
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    if amp == "auto":
+        return "bf16" if has_bf16 else "fp16"
+    if amp == "bf16" and not has_bf16:
+        log.warning("amp: asked for bf16, this GPU can't do it; running fp16 with a scaler")
+        return "fp16"
+    return amp

@@ -1,0 +1,164 @@
+"""A look at the model before training: a few samples forward and backward, then forgotten.
+
+Owns what is learned from it: which parameters get no gradient (by name, on each rank), which
+buffers a forward changes, whether logits and labels fit; and DDP's warm-up. The probe runs without
+DDP, so a model that is wrong on one rank ends in one message on all, not in a hang.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hardened_ddp.data.fetch import Batch
+from hardened_ddp.errors import HardenedError, ModelError, UnusedParameterError
+from hardened_ddp.model.objective import Objective, check_fit
+from hardened_ddp.model.precision import Precision
+from hardened_ddp.model.replica import Replica
+from hardened_ddp.ranks.group import Group
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What the probe saw over all ranks."""
+
+    unused: tuple[str, ...]
+    """Parameters that got no gradient on some rank in some probe batch."""
+
+    is_varying: bool
+    """Ranks or batches differ in which they use."""
+
+    where: str
+    """The same per rank, for people."""
+
+    moving_buffers: tuple[str, ...]
+
+
+def probe(
+    module: nn.Module,
+    samples: Sequence[Batch],
+    *,
+    objective: Objective,
+    precision: Precision,
+    group: Group,
+    num_classes: int,
+) -> Findings:
+    """Run samples through module, locally, and compare what ranks saw. Collective: all ranks.
+
+    Raises ModelError on every rank if the model failed on any.
+    """
+    mine: dict[str, Any] = {"unused": [], "moving": [], "error": ""}
+    try:
+        for batch in samples:
+            inputs, targets = batch.inputs, batch.targets
+            with _untouched_buffers(module) as moving:
+                with precision.autocast():
+                    logits, loss = objective.run(module, inputs, targets)
+                    # WHY before the loss: a wrong label would raise there, or worse on a GPU.
+                    check_fit(logits, targets, num_classes=num_classes)
+                    scored = objective.score(logits, loss, targets)
+                scored.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
+            mine["unused"].append(
+                [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
+            )
+            mine["moving"] = sorted({*mine["moving"], *moving})
+            module.zero_grad(set_to_none=True)
+    except HardenedError as error:
+        mine["error"] = f"{error.message}|{error.fix}"
+    except Exception as error:  # WHY broad: it is the user's model, and the other ranks wait
+        log.debug("the probe failed", exc_info=True)
+        mine["error"] = f"{type(error).__name__}: {error}|the whole traceback is in this rank's log"
+    return _compare(group.gather_json(mine))  # collective
+
+
+def choose_find_unused(wanted: str, findings: Findings) -> bool:
+    """Decide find_unused_parameters from the setting and the probe, and say so. Rank-local.
+
+    Raises UnusedParameterError if it is switched off but needed.
+    """
+    if not findings.unused:
+        if wanted == "on":
+            log.info(
+                "find_unused_parameters: on as asked; every parameter got a gradient in the probe, "
+                "so 'auto' would save its search of the graph in each step"
+            )
+        return wanted == "on"
+    kind = "on some ranks or batches" if findings.is_varying else "on all ranks"
+    text = f"{len(findings.unused)} parameters get no gradient {kind}: {findings.where}"
+    if wanted == "off":
+        raise UnusedParameterError(
+            f"{text}. DDP would wait for their gradients for ever",
+            fix="--find_unused_parameters auto, or use them in forward, or freeze them "
+            "(requires_grad=False)",
+        )
+    log.warning("find_unused_parameters: on, because %s", text)
+    return True
+
+
+def warm_up(
+    replica: Replica, sample: Batch, *, objective: Objective, precision: Precision, times: int
+) -> None:
+    """Do synced forward and backward passes and forget them. Collective: all ranks.
+
+    WHY: DDP lays its buckets out anew after the first backward; from 3 ranks on that changes the
+    order of additions. Done before the first step of every start, a resumed run adds in the same
+    order as the unbroken one, so it is bitwise equal. A static graph needs two.
+    WHY the last forward: the new layout is agreed on there, by a collective; a rank that has no
+    sample in the next window would not come to it.
+    """
+    if replica.ddp is None:
+        return
+    for _ in range(times):
+        with _untouched_buffers(replica.module):
+            with precision.autocast():
+                scored = objective(replica.call, sample.inputs, sample.targets)
+            scored.loss_sum.backward()  # type: ignore[no-untyped-call]  # collective
+        replica.module.zero_grad(set_to_none=True)
+    with _untouched_buffers(replica.module), replica.no_sync(), precision.autocast():
+        objective(replica.call, sample.inputs, sample.targets)  # collective: DDP's new buckets
+
+
+@contextlib.contextmanager
+def _untouched_buffers(module: nn.Module) -> Iterator[list[str]]:
+    """Put all buffers back at the end; the list then names those that had changed."""
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    moving: list[str] = []
+    yield moving
+    with torch.no_grad():
+        for name, buffer in module.named_buffers():
+            if not torch.equal(buffer, before[name]):
+                moving.append(name)
+                buffer.copy_(before[name])
+
+
+def _compare(everyone: Sequence[dict[str, Any]]) -> Findings:
+    """Turn the ranks' notes into findings, the same on each rank."""
+    failed = [(rank, notes["error"]) for rank, notes in enumerate(everyone) if notes["error"]]
+    if failed:
+        rank, error = failed[0]
+        message, _, fix = error.partition("|")
+        others = f" (and on {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+        raise ModelError(
+            f"the model failed on a first batch, rank {rank}{others}: {message}", fix=fix
+        )
+    unions = [sorted({name for names in notes["unused"] for name in names}) for notes in everyone]
+    different = {tuple(names) for notes in everyone for names in notes["unused"]}
+    union = sorted({name for names in unions for name in names})
+    if all(names == union for names in unions):
+        where = ", ".join(union[:8]) + (f" and {len(union) - 8} more" if len(union) > 8 else "")
+    else:
+        where = "; ".join(
+            f"rank {rank}: {', '.join(names[:8]) or 'none'}" for rank, names in enumerate(unions)
+        )
+    return Findings(
+        unused=tuple(union),
+        is_varying=len(different) > 1,
+        where=where,
+        moving_buffers=tuple(sorted({name for notes in everyone for name in notes["moving"]})),
+    )

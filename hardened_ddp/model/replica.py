@@ -1,0 +1,150 @@
+"""The model on this rank: one of world_size equal replicas, kept equal by DDP.
+
+Owns the DDP wrapper, the choice of find_unused_parameters, and the buffers that a forward changes
+(BatchNorm statistics), which are averaged after each step so that all replicas, and so any one
+survivor's state, are the whole truth. WHY not DDP's own buffer broadcast: it is a collective inside
+forward, where one rank's exception would leave the others waiting.
+
+Evaluate and save replica.module: calling the DDP object on one rank alone is how runs hang.
+Read next: probe.py (what is learned before wrapping), training/step.py (who calls this).
+"""
+
+import contextlib
+import inspect
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.settings.config import DdpConfig
+
+log = logging.getLogger(__name__)
+
+
+class Replica:
+    """A module and, with more than one rank, its DDP wrapper."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Group,
+        *,
+        ddp: DistributedDataParallel | None,
+        moving_buffers: Sequence[str],
+    ) -> None:
+        self.module = module
+        self.ddp = ddp
+        self.group = group
+        self.trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        self._parameters = list(self.trainable.values())
+        buffers = dict(module.named_buffers())
+        self.moving_buffers = [buffers[name] for name in moving_buffers]
+        self.call: nn.Module = module if ddp is None else ddp
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Keep gradients on this rank inside. WHY forward too: DDP decides in forward."""
+        return contextlib.nullcontext() if self.ddp is None else self.ddp.no_sync()
+
+    def parameters_without_gradient(self) -> list[str]:
+        """Name the parameters that the last backward gave nothing. Rank-local."""
+        if all(parameter.grad is not None for parameter in self._parameters):
+            return []
+        return [name for name, parameter in self.trainable.items() if parameter.grad is None]
+
+    def sum_gradients(self) -> None:
+        """Average gradients that were kept local, as one flat all-reduce. Collective: all ranks.
+
+        The safe form of DDP's own all-reduces: no hook waits for a backward that never comes, so
+        a rank without samples, or one that failed, takes part with zeros. As DDP does, it divides
+        by world_size.
+        """
+        if self.group.world_size == 1:
+            return
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        self.group.sum_(flat.div_(self.group.world_size))  # collective
+        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+    @torch.no_grad()
+    def sync_buffers(self) -> None:
+        """Make the moving buffers equal: float ones averaged, whole numbers rank 0's. Collective.
+
+        Rank 0 has the largest share of each window, so its step counters are never behind.
+        """
+        if not self.moving_buffers or self.group.world_size == 1:
+            return
+        world_size, is_main = self.group.world_size, self.group.launch.is_main
+        # WHY float64: it holds counters exactly and averages float32 without a rounding of its own.
+        flat = torch.cat([buffer.reshape(-1).double() for buffer in self.moving_buffers])
+        position = 0
+        for buffer in self.moving_buffers:
+            part = flat[position : position + buffer.numel()]
+            part.mul_(1 / world_size if buffer.is_floating_point() else float(is_main))
+            position += buffer.numel()
+        self.group.sum_(flat)  # collective
+        parts = torch.split(flat, [buffer.numel() for buffer in self.moving_buffers])
+        for buffer, part in zip(self.moving_buffers, parts, strict=True):
+            buffer.copy_(part.view_as(buffer))
+
+
+def wrap(
+    module: nn.Module,
+    group: Group,
+    config: DdpConfig,
+    *,
+    find_unused: bool,
+    moving_buffers: Sequence[str],
+) -> Replica:
+    """Wrap module in DDP, which also gives every rank rank 0's weights. Collective: all ranks."""
+    if group.world_size == 1:
+        return Replica(module, group, ddp=None, moving_buffers=moving_buffers)
+    arguments: dict[str, Any] = {
+        "device_ids": [group.device.index] if group.device.type == "cuda" else None,
+        "find_unused_parameters": find_unused,
+        "static_graph": config.static_graph,
+        "gradient_as_bucket_view": config.gradient_as_bucket_view,
+        "bucket_cap_mb": config.bucket_cap_mb,
+    }
+    # torch 2.13 renamed it; see the module docstring for why it is off.
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    arguments[
+        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    ] = False
+    ddp = DistributedDataParallel(module, **arguments)  # collective
+    _register_comm_hook(ddp, config.comm_hook)
+    return Replica(module, group, ddp=ddp, moving_buffers=moving_buffers)
+
+
+def _register_comm_hook(ddp: DistributedDataParallel, name: str) -> None:
+    """Compress gradients on their way, as asked. The averaging stays DDP's."""
+    if name == "none":
+        return
+    # WHY here: the import takes a tenth of a second that most runs need not wait for.
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    match name:
+        case "bf16":
+            ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        case "fp16":
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        case "powersgd":
+            # PowerSGD (Vogels, Karimireddy, Jaggi, 2019); the first steps go uncompressed because
+            # early gradients change too fast for its error feedback.
+            state = powerSGD_hook.PowerSGDState(
+                process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10
+            )
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            log.warning(
+                "comm_hook powersgd keeps an error memory on each rank that is not in checkpoints: "
+                "a resumed run is close to the unbroken one, not bitwise equal"
+            )

@@ -1,0 +1,256 @@
+"""Models by name or by import path, with their head fitted to the classes.
+
+Owns building a plain nn.Module. Does not own: DDP (replica.py), the data that says how many
+channels and classes there are, the checkpoint that may overwrite the weights.
+What goes wrong here: a misspelled name, arguments that the model does not take, weights that can't
+be downloaded; each is a ModelError before any training.
+"""
+
+import difflib
+import importlib
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hardened_ddp.data.vision import import_torchvision
+from hardened_ddp.errors import ModelError
+from hardened_ddp.settings.config import ModelConfig
+
+log = logging.getLogger(__name__)
+
+
+class SimpleCNN(nn.Module):
+    """Two convolutions and two linear layers: (N, C, H, W) float -> (N, num_classes) logits."""
+
+    def __init__(self, *, num_classes: int, input_shape: tuple[int, int, int]) -> None:
+        super().__init__()
+        channels, height, width = input_shape
+        if min(height, width) < 4:
+            raise ModelError(
+                f"simple_cnn halves the image twice and needs at least 4x4, not {height}x{width}",
+                fix="choose --model mlp for images this small",
+            )
+        self.conv1 = nn.Conv2d(channels, 32, 3, padding=1)
+        self.conv2 = nn.Conv2d(32, 64, 3, padding=1)
+        self.pool = nn.MaxPool2d(2)
+        self.hidden = nn.Linear(64 * (height // 4) * (width // 4), 128)
+        self.head = nn.Linear(128, num_classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        features = self.pool(self.conv1(images).relu())
+        features = self.pool(self.conv2(features).relu())
+        logits: torch.Tensor = self.head(self.hidden(features.flatten(1)).relu())
+        return logits
+
+
+class MLP(nn.Module):
+    """Linear layers with ReLU between: any (N, ...) float -> (N, num_classes) logits."""
+
+    def __init__(
+        self, *, num_classes: int, input_shape: tuple[int, ...], hidden: int = 128, depth: int = 1
+    ) -> None:
+        super().__init__()
+        widths = [int(torch.Size(input_shape).numel()), *[hidden] * depth]
+        layers: list[nn.Module] = [nn.Flatten()]
+        for width, next_width in pairwise(widths):
+            layers += [nn.Linear(width, next_width), nn.ReLU()]
+        self.layers = nn.Sequential(*layers, nn.Linear(widths[-1], num_classes))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.layers(inputs)
+        return logits
+
+
+BUILT_IN: Mapping[str, Callable[..., nn.Module]] = {"simple_cnn": SimpleCNN, "mlp": MLP}
+
+
+def build_model(
+    config: ModelConfig, *, num_classes: int, input_shape: tuple[int, ...]
+) -> nn.Module:
+    """Build the model that config names, on the CPU. Rank-local.
+
+    Raises ModelError for an unknown name, arguments that it does not take, missing weights.
+    """
+    facts = {"num_classes": num_classes, "input_shape": input_shape}
+    if ":" in config.model:
+        model = _call(_import(config.model), facts, config)
+    elif config.model in BUILT_IN:
+        if config.pretrained:
+            raise ModelError(
+                f"there are no pretrained weights for {config.model}",
+                fix="leave --pretrained out, or choose a torchvision model such as resnet18",
+            )
+        model = _call(BUILT_IN[config.model], facts, config)
+    else:
+        model = _torchvision_model(config, num_classes, input_shape[0])
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(f"{config.model} has no parameter to train", fix="unfreeze some of it")
+    if config.gradient_checkpointing:
+        _checkpoint_blocks(model, config.model)
+    return model
+
+
+def place_model(
+    model: nn.Module, config: ModelConfig, *, device: torch.device, world_size: int
+) -> nn.Module:
+    """Move the model to its device and make it as config wants it there. Rank-local."""
+    if config.sync_batchnorm and world_size > 1:
+        if device.type == "cpu":
+            raise ModelError(
+                "sync_batchnorm needs a GPU on every rank: torch has no CPU form of it",
+                fix="leave --sync_batchnorm out",
+            )
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch
+        log.warning("sync_batchnorm: a rank that fails in forward leaves the others waiting there")
+    model = model.to(device)
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch
+    if config.compile:
+        model.compile()  # WHY not torch.compile(model): that would rename all parameters
+    return model
+
+
+def _call(build: Callable[..., Any], facts: Mapping[str, Any], config: ModelConfig) -> nn.Module:
+    """Call build with model_args, and with those facts of the data that it asks for."""
+    try:
+        wanted = inspect.signature(build).parameters
+        known = {name: value for name, value in facts.items() if name in wanted}
+        model = build(**{**known, **config.model_args})
+    except TypeError as error:
+        raise ModelError(
+            f"{config.model} can't be built with model_args {dict(config.model_args)}: {error}",
+            fix="check --model_args against the model's constructor",
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"{config.model} gave a {type(model).__name__}, not a torch.nn.Module",
+            fix="name a class or function that returns an nn.Module",
+        )
+    return model
+
+
+def _import(path: str) -> Callable[..., Any]:
+    """Find package.module:callable."""
+    module_name, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ModelError(
+            f"--model {path} can't be imported: {error}",
+            fix="start in the folder that holds the package, and write package.module:callable",
+        ) from error
+    if not callable(found):
+        raise ModelError(f"--model {path} is a {type(found).__name__}, not a class or function")
+    return found  # type: ignore[no-any-return]  # callable() proves what getattr can't
+
+
+def _torchvision_model(config: ModelConfig, num_classes: int, channels: int) -> nn.Module:
+    """Build a torchvision classifier with num_classes outputs and the data's channels."""
+    models = import_torchvision().models
+    names = models.list_models(module=models)
+    if config.model not in names:
+        near = difflib.get_close_matches(config.model, [*BUILT_IN, *names], n=3)
+        raise ModelError(
+            f"no model is called {config.model!r}"
+            + (f" (did you mean {' or '.join(near)}?)" if near else ""),
+            fix=f"--model {' | '.join(BUILT_IN)} | a torchvision classifier | package.module:name",
+        )
+    arguments: dict[str, Any] = {}
+    if config.model in ("googlenet", "inception_v3") and not config.pretrained:
+        # WHY: their extra outputs are neither logits nor a loss
+        arguments = {"init_weights": True, "aux_logits": False}
+    try:
+        if config.pretrained:
+            model = models.get_model(config.model, weights="DEFAULT", **config.model_args)
+            _fit_head(model, num_classes, config.model)
+        else:
+            arguments |= {"num_classes": num_classes, **config.model_args}
+            model = models.get_model(config.model, weights=None, **arguments)
+    except TypeError as error:
+        raise ModelError(
+            f"{config.model} can't be built with model_args {dict(config.model_args)}: {error}",
+            fix="check --model_args against the torchvision documentation of the model",
+        ) from error
+    except OSError as error:
+        raise ModelError(
+            f"the pretrained weights of {config.model} can't be downloaded: {error}",
+            fix="fetch them once on a machine with internet (TORCH_HOME names the folder), or "
+            "leave --pretrained out",
+        ) from error
+    _fit_channels(model, channels)
+    return model  # type: ignore[no-any-return]  # torchvision is untyped here
+
+
+def _fit_head(model: nn.Module, num_classes: int, name: str) -> None:
+    """Replace the last layer, which gives ImageNet's 1000 classes, by one for num_classes."""
+    for path, layer in reversed(list(model.named_modules())):
+        if isinstance(layer, nn.Linear) and layer.out_features == 1000:
+            head: nn.Module = nn.Linear(layer.in_features, num_classes)
+        elif isinstance(layer, nn.Conv2d) and layer.out_channels == 1000:
+            head = nn.Conv2d(layer.in_channels, num_classes, layer.kernel_size)  # type: ignore[arg-type]  # a pair, typed as any tuple
+        else:
+            continue
+        model.set_submodule(path, head)
+        return
+    raise ModelError(f"{name} has no layer with 1000 outputs to replace by {num_classes}")
+
+
+def _fit_channels(model: nn.Module, channels: int) -> None:
+    """Let the first convolution take the data's channels; RGB weights are summed over colour."""
+    found = next(
+        (item for item in model.named_modules() if isinstance(item[1], nn.Conv2d)), (None, None)
+    )
+    path, first = found
+    if path is None or not isinstance(first, nn.Conv2d) or first.in_channels == channels:
+        return
+    fitted = nn.Conv2d(
+        channels,
+        first.out_channels,
+        first.kernel_size,  # type: ignore[arg-type]  # a pair, typed as any tuple
+        stride=first.stride,  # type: ignore[arg-type]
+        padding=first.padding,  # type: ignore[arg-type]
+        bias=first.bias is not None,
+    )
+    with torch.no_grad():
+        # WHY: a grey image with three equal channels would have given this same sum.
+        mean_weight = first.weight.sum(dim=1, keepdim=True) / channels
+        fitted.weight.copy_(mean_weight.expand_as(fitted.weight))
+        if first.bias is not None and fitted.bias is not None:
+            fitted.bias.copy_(first.bias)
+    model.set_submodule(path, fitted)
+
+
+def _checkpoint_blocks(model: nn.Module, name: str) -> None:
+    """Recompute each block's activations in backward instead of keeping them."""
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if callable(enable):  # transformers' models know their own blocks
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    blocks = [
+        block
+        for parent in model.modules()
+        if isinstance(parent, nn.Sequential | nn.ModuleList)
+        for block in parent
+        if len(list(block.children())) > 0 and any(True for _ in block.parameters())
+    ] or [child for child in model.children() if any(True for _ in child.parameters())]
+    outermost = [
+        b for b in blocks if not any(b in other.modules() for other in blocks if other is not b)
+    ]
+    for block in outermost:
+        block.forward = _recomputing(block.forward)
+    log.info(
+        "gradient checkpointing: %d blocks of %s are recomputed in backward", len(outermost), name
+    )
+
+
+def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return recomputed

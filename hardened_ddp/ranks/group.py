@@ -1,0 +1,261 @@
+"""The process group: how the ranks of a run meet, agree and share.
+
+Owns the life of the process group and every collective that is not DDP's own. With one rank there
+is no group and each method returns what one rank would agree on with itself.
+
+Rules: all ranks reach every collective, in the same order (calls are marked # collective); work
+that only rank 0 does goes through run_on_main, so that its error reaches all ranks; values travel
+as JSON bytes, never as pickles. When a peer is lost, torch raises a plain RuntimeError at the next
+collective: lost_peer() turns it into PeerLostError.
+Read next: model/replica.py, the DDP wrapper that averages gradients over this group.
+"""
+
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from hardened_ddp.errors import (
+    GroupError,
+    HardenedError,
+    LaunchError,
+    MainRankError,
+    PeerLostError,
+    RankMismatchError,
+)
+from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.ranks.meeting import open_store, wait_for_all
+
+log = logging.getLogger(__name__)
+
+# What gloo and NCCL say when another rank died, left or no longer answers.
+_LOST_PEER = re.compile(
+    r"Connection (closed|reset) by peer|Timed out waiting|Application timeout caused|"
+    r"Socket closed|Broken pipe|NCCL|connectFullMesh failed|Read error|Connection refused|"
+    r"wait timeout|recvValue failed|sendBytes failed|recvVector failed"
+)
+
+
+def pick_device(launch: Launch, *, cpu_only: bool, backend: str) -> torch.device:
+    """Choose this rank's device: its own GPU, else the CPU. Rank-local.
+
+    Raises LaunchError if the node has fewer GPUs than ranks (but gloo ranks may share a GPU).
+    """
+    if cpu_only or not torch.cuda.is_available():
+        return torch.device("cpu")
+    num_gpus = torch.cuda.device_count()
+    if launch.local_rank >= num_gpus and backend != "gloo":
+        raise LaunchError(
+            f"local rank {launch.local_rank} has no GPU: this node has {num_gpus} and was given "
+            f"{launch.local_world_size} ranks",
+            fix=f"torchrun --nproc_per_node={num_gpus} ddp_training.py   (or add --backend gloo)",
+        )
+    device = torch.device("cuda", launch.local_rank % num_gpus)
+    # WHY first: NCCL and every .cuda() without an index use the current device.
+    torch.cuda.set_device(device)
+    return device
+
+
+class Group:
+    """All ranks of the run. Made by open_group; close it on every normal path."""
+
+    def __init__(self, launch: Launch, device: torch.device) -> None:
+        self.launch = launch
+        self.device = device
+        self.world_size = launch.world_size
+        self.store: dist.Store | None = None
+        self.control: dist.ProcessGroup | None = None
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add tensor up over the ranks, in place, and return it. Collective: all ranks."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor, group=self._group_of(tensor))  # collective
+        return tensor
+
+    def start_max(self, tensor: torch.Tensor) -> "dist.Work | None":
+        """Start the element-wise maximum over the ranks of a CPU tensor, in place; wait() later.
+
+        Collective: all ranks. Uses the control group, so it runs beside DDP's all-reduces.
+        """
+        if self.world_size == 1:
+            return None
+        work: dist.Work = dist.all_reduce(  # collective
+            tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True
+        )
+        return work
+
+    def broadcast_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give every rank the tensor of rank 0, in place. Collective: all ranks."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, src=0, group=self._group_of(tensor))  # collective
+        return tensor
+
+    def gather_json(self, value: Any) -> list[Any]:  # Any: JSON
+        """Give every rank the values of all ranks, in rank order. Collective: all ranks."""
+        if self.world_size == 1:
+            return [value]
+        mine = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(lengths, torch.tensor([len(mine)]), group=self.control)  # collective
+        longest = max(int(length) for length in lengths)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(mine)] = mine
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        dist.all_gather(parts, padded, group=self.control)  # collective
+        texts = (bytes(part[: int(n)].tolist()) for part, n in zip(parts, lengths, strict=True))
+        return [json.loads(text) for text in texts]
+
+    def run_on_main(self, work: Callable[[], Any], *, what: str) -> Any:  # Any: JSON
+        """Run work on rank 0 and give its JSON result, or its error, to all. Collective."""
+        return self._run_on(self.launch.is_main, work, what=what)[0]
+
+    def run_on_local_main(self, work: Callable[[], Any], *, what: str) -> None:
+        """Run work once on each node; an error there is an error everywhere. Collective."""
+        self._run_on(self.launch.is_local_main, work, what=what)
+
+    def check_equal(self, facts: Mapping[str, str]) -> None:
+        """Raise RankMismatchError where a rank's facts differ from rank 0's. Collective."""
+        everyone = self.gather_json(dict(facts))  # collective
+        problems = [
+            f"rank {rank}: {name} is {theirs.get(name)!r}, rank 0 has {value!r}"
+            for rank, theirs in enumerate(everyone)
+            for name, value in everyone[0].items()
+            if theirs.get(name) != value
+        ]
+        if problems:
+            raise RankMismatchError(
+                "the ranks would not train the same model: " + "; ".join(problems),
+                fix="give every node the same code, settings and data, then start again",
+            )
+
+    def publish_failure(self, text: str) -> None:
+        """Leave the reason for this rank's failure where its peers look. Rank-local."""
+        if self.store is not None:
+            try:
+                self.store.set(f"failure/{self.launch.rank}", text)
+            except RuntimeError as error:  # the store may have died with the rank that served it
+                log.debug("could not publish the failure: %s", error)
+
+    def published_failures(self) -> dict[int, str]:
+        """Read which ranks said that they failed, and why. Rank-local, does not wait."""
+        found: dict[int, str] = {}
+        if self.store is None:
+            return found
+        try:
+            for rank in range(self.world_size):
+                if rank != self.launch.rank and self.store.check([f"failure/{rank}"]):
+                    found[rank] = self.store.get(f"failure/{rank}").decode()
+        except RuntimeError as error:
+            log.debug("the store is gone: %s", error)
+        return found
+
+    def close(self) -> None:
+        """Leave the process group. Rank-local for gloo; all ranks for NCCL. Safe to call twice."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self.store = self.control = None
+
+    def _group_of(self, tensor: torch.Tensor) -> "dist.ProcessGroup | None":
+        """NCCL moves only CUDA tensors: CPU ones go over the control group."""
+        return None if tensor.device.type == self.device.type else self.control
+
+    def _run_on(self, is_worker: bool, work: Callable[[], Any], *, what: str) -> list[Any]:
+        outcome: dict[str, Any] = {}
+        if is_worker:
+            try:
+                outcome = {"value": work()}
+            except HardenedError as error:
+                outcome = {"code": type(error).__name__, "error": error.message, "fix": error.fix}
+                if self.world_size == 1:
+                    raise
+            except Exception as error:  # WHY broad: any failure must reach the ranks that wait
+                if self.world_size == 1:
+                    raise
+                log.exception("%s failed", what)
+                outcome = {"error": f"{type(error).__name__}: {error}"}
+        outcomes = self.gather_json(outcome)  # collective
+        for rank, other in enumerate(outcomes):
+            if "error" in other:
+                raise MainRankError(
+                    f"{what} failed on rank {rank}: {other['error']}",
+                    fix=other.get("fix", "") or f"read the traceback in the log of rank {rank}",
+                )
+        return [other.get("value") for other in outcomes]
+
+
+def open_group(launch: Launch, *, device: torch.device, backend: str, timeout_s: float) -> Group:
+    """Meet all ranks and form the process group. Collective: all ranks.
+
+    Raises GroupError naming the ranks that did not come within timeout_s, or what is wrong with
+    the master address.
+    """
+    group = Group(launch, device)
+    if launch.world_size == 1:
+        return group
+    name = _backend_for(device, backend)
+    timeout = timedelta(seconds=timeout_s)
+    where = f"{launch.master_addr}:{launch.master_port}"
+    try:
+        group.store = open_store(launch, timeout)
+        wait_for_all(group.store, launch, timeout_s)
+        dist.init_process_group(
+            name,
+            store=group.store,
+            rank=launch.rank,
+            world_size=launch.world_size,
+            timeout=timeout,
+            device_id=device if name == "nccl" else None,
+        )
+        group.control = dist.new_group(backend="gloo", timeout=timeout)  # collective
+    except RuntimeError as error:
+        raise GroupError(
+            f"rank {launch.rank} could not meet the other {launch.world_size - 1} ranks at "
+            f"{where}: {_first_line(error)}",
+            fix="check that this port is free and reachable from every node, or let torchrun "
+            "choose: torchrun --standalone --nproc_per_node=N ddp_training.py",
+        ) from error
+    return group
+
+
+def lost_peer(error: BaseException, group: Group) -> PeerLostError | None:
+    """Say whether error means that another rank is gone, with what that rank said of it."""
+    if group.world_size == 1 or not isinstance(error, RuntimeError):
+        return None
+    if not _LOST_PEER.search(str(error)):
+        return None
+    failures = _await_failures(group)
+    causes = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
+    return PeerLostError(
+        f"rank {group.launch.rank} lost another rank ({_first_line(error)})"
+        + (f". Cause: {causes}" if causes else ". It left no message: killed from outside?"),
+        fix="read the log of the rank that failed first",
+    )
+
+
+def _await_failures(group: Group, *, limit_s: float = 1.0) -> dict[int, str]:
+    """Read the peers' failures, giving a peer that is just failing a moment to write its own."""
+    end = time.monotonic() + limit_s
+    while not (found := group.published_failures()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return found
+
+
+def _backend_for(device: torch.device, backend: str) -> Literal["nccl", "gloo"]:
+    if backend == "auto":
+        return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise LaunchError(
+            "backend nccl needs a GPU on every rank, and this rank has none",
+            fix="leave --backend out: gloo is chosen on the CPU",
+        )
+    return "nccl" if backend == "nccl" else "gloo"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,246 @@
+"""The command line: which command, and which settings with which values.
+
+Owns: the commands beside training, and how words become flags and values. A flag is --name, with
+dashes or underscores, never shortened; a switch is --flag, --flag true|false or --no_flag; of two
+equal flags the last one holds, so that a command can be continued by hand.
+
+WHY not argparse: it stops at the first mistake, while we tell all of them, those in the file
+included; and it reads -1e-3 as a flag.
+
+Does not own: what --help says (manual.py); the other sources of values (layers.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hardened_ddp.errors import ConfigError
+from hardened_ddp.settings.schema import SETTINGS, Misfit, fit, from_text, needs
+from hardened_ddp.settings.wording import advice, as_word, nearest, shown
+
+TRAIN = "train"
+HELP = "help"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Option:
+    """A flag with a value, or a bare word, of a command other than training."""
+
+    name: str
+    text: str
+    default: str = ""
+    choices: tuple[str, ...] = ()
+    is_word: bool = False
+    """Given by its place, without a flag; such an option must be given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """A command other than training."""
+
+    text: str
+    options: tuple[Option, ...] = ()
+
+
+COMMANDS: Mapping[str, Command] = {
+    "doctor": Command(text="Check this machine: Python, torch, GPUs, network, disk, memory."),
+    "export": Command(
+        text="Write the weights of a run to a file that other programs read.",
+        options=(
+            Option(name="run", text="Run folder or checkpoint folder.", is_word=True),
+            Option(
+                name="format",
+                text="Format of the file.",
+                default="safetensors",
+                choices=("safetensors",),
+            ),
+            Option(
+                name="output", text="New folder to write to. Left out: exports/ and the run's name."
+            ),
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What the command line asks for. For train, its problems are told by layers.resolve."""
+
+    command: str = TRAIN
+    """train, help, or a key of COMMANDS."""
+
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Options of a command of COMMANDS; for help the topic: train, or a key of COMMANDS."""
+
+    settings: Mapping[str, Any] = field(default_factory=dict)  # Any: the type of the setting
+    config_file: str = ""
+    problems: tuple[str, ...] = ()
+    bad_names: frozenset[str] = frozenset()
+    """Settings whose value on the command line can't be used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Flag:
+    given: str
+    """As typed, without its value; empty for the words before the first flag."""
+
+    words: list[str]
+    """What follows: the text after =, then the words up to the next flag."""
+
+    @property
+    def name(self) -> str:
+        return self.given.removeprefix("--").replace("-", "_")
+
+
+def parse(argv: Sequence[str]) -> Request:
+    """Read the arguments behind the script's name. Rank-local.
+
+    Raises ConfigError for an unknown command and for wrong options of a command.
+    """
+    is_named = bool(argv) and not argv[0].startswith("-")
+    command = argv[0] if is_named else TRAIN
+    flags = _split(argv[1:] if is_named else argv)
+    if command not in (TRAIN, HELP, *COMMANDS):
+        near = nearest(command, (TRAIN, HELP, *COMMANDS))
+        known = f"did you mean {near}?" if near else f"known: {', '.join((TRAIN, *COMMANDS))}"
+        raise _command_error([f"{shown(command)}: no such command; {known}"], "")
+    if command == HELP or any(flag.given in ("-h", "--help") for flag in flags):
+        words = [word for flag in flags for word in flag.words] if command == HELP else [command]
+        topic = words[0] if words and words[0] in COMMANDS else TRAIN
+        return Request(command=HELP, options={"topic": topic})
+    if command == TRAIN:
+        return _train_request(flags)
+    return Request(command=command, options=_read_options(command, flags))
+
+
+def _split(argv: Sequence[str]) -> list[_Flag]:
+    """Group words behind the flag that they follow."""
+    flags: list[_Flag] = []
+    for word in argv:
+        if _is_flag(word):
+            given, has_value, value = word.partition("=")
+            flags.append(_Flag(given=given, words=[value] if has_value else []))
+        elif flags:
+            flags[-1].words.append(word)
+        else:
+            flags.append(_Flag(given="", words=[word]))
+    return flags
+
+
+def _is_flag(word: str) -> bool:
+    """Tell a flag from a value such as -1, -1e-3, -.5, -inf."""
+    is_number = word.lower() in ("-inf", "-nan")
+    return word.startswith("--") or (word[:1] == "-" and word[1:2].isalpha() and not is_number)
+
+
+def _train_request(flags: Sequence[_Flag]) -> Request:
+    """Read settings, collecting problems: those in the file are told along with them."""
+    settings: dict[str, Any] = {}
+    problems: list[str] = []
+    bad_names: set[str] = set()
+    files: list[str] = []
+    for flag in flags:
+        name = _setting_name(flag.name)
+        try:
+            if flag.given.startswith("--") and flag.name == "config":
+                files.append(_only_word(flag))
+            elif flag.given.startswith("--") and name:
+                settings[name] = _read_flag(flag, name)
+            else:
+                problems.append(_unknown(flag))
+        except Misfit as misfit:
+            problems.append(f"--{flag.name}: {misfit}")
+            bad_names |= {name} & SETTINGS.keys()
+    if len(files) > 1:
+        problems.append(f"--config: found {len(files)} files, needs one: {', '.join(files)}")
+    return Request(
+        settings=settings,
+        config_file=files[-1] if files else "",
+        problems=tuple(problems),
+        bad_names=frozenset(bad_names),
+    )
+
+
+def _setting_name(flag_name: str) -> str:
+    """Give the setting that --name or --no_name sets; empty if there is none."""
+    if flag_name in SETTINGS:
+        return flag_name
+    switch = flag_name.removeprefix("no_")
+    return switch if switch in SETTINGS and SETTINGS[switch].is_switch else ""
+
+
+def _read_flag(flag: _Flag, name: str) -> Any:  # Any: the type of the setting
+    """Give the value that a flag sets. Raises Misfit."""
+    setting = SETTINGS[name]
+    if flag.name != name:
+        if flag.words:
+            raise Misfit(f"found {shown(flag.words[0])}, needs no value: it turns {name} off")
+        return fit(setting, "off" if setting.facts.bare else False)
+    if setting.is_switch and not flag.words:
+        return fit(setting, setting.facts.bare or True)
+    return from_text(setting, _only_word(flag))
+
+
+def _only_word(flag: _Flag) -> str:
+    """Give the one value of a flag. Raises Misfit if there is none, or more than one."""
+    if not flag.words:
+        setting = SETTINGS.get(flag.name)
+        raise Misfit("has no value, needs " + (needs(setting) if setting else "a file"))
+    if len(flag.words) > 1:
+        extra = shown(" ".join(flag.words[1:]))
+        raise Misfit(f"found {extra} after its value {shown(flag.words[0])}, needs one value")
+    return flag.words[0]
+
+
+def _unknown(flag: _Flag) -> str:
+    if not flag.given:
+        return f"{shown(flag.words[0])}: unexpected; a setting is written --name value"
+    known = [*SETTINGS, "config"]
+    meant = advice(flag.name.lstrip("_"), known, prefix="--")
+    return f"{as_word(flag.given)}: no such setting; {meant}"
+
+
+def _read_options(command: str, flags: Sequence[_Flag]) -> dict[str, str]:
+    """Read the options of a command of COMMANDS. Raises ConfigError."""
+    options = {option.name: option for option in COMMANDS[command].options}
+    by_flag = [option.name for option in options.values() if not option.is_word]
+    values: dict[str, str] = {}
+    problems: list[str] = []
+    words: list[str] = []
+    for flag in flags:
+        if not flag.given:
+            words += flag.words
+        elif not flag.given.startswith("--") or flag.name not in by_flag:
+            problems.append(
+                f"{as_word(flag.given)}: no such option of {command}; {_known(by_flag)}"
+            )
+        elif not flag.words or not flag.words[0]:
+            problems.append(f"{as_word(flag.given)}: has no value, needs {options[flag.name].text}")
+        else:
+            values[flag.name] = flag.words[0]
+            words += flag.words[1:]
+    by_place = [option.name for option in options.values() if option.is_word]
+    values |= dict(zip(by_place, words, strict=False))
+    problems += [f"{shown(word)}: unexpected behind {command}" for word in words[len(by_place) :]]
+    for name, option in options.items():
+        value = values.setdefault(name, option.default)
+        if option.is_word and not value:
+            problems.append(f"{name.upper()}: is missing: {option.text}")
+        if option.choices and value not in option.choices:
+            problems.append(
+                f"--{name}: found {shown(value)}, needs one of {', '.join(option.choices)}"
+            )
+    if problems:
+        raise _command_error(problems, f" {command}")
+    return values
+
+
+def _command_error(problems: Sequence[str], words: str) -> ConfigError:
+    return ConfigError(
+        "\n  ".join(["the command can't be carried out", *problems]),
+        fix=f"python ddp_training.py{words} --help",
+    )
+
+
+def _known(names: Sequence[str]) -> str:
+    return f"known: {', '.join(f'--{name}' for name in names)}" if names else "it takes none"

@@ -1,0 +1,159 @@
+"""The settings of this run, put together from all places, and where each one came from.
+
+Owns the order: default < settings saved with the run that is continued < --config FILE < command
+line; a later one wins. All problems of all places are told in one ConfigError, before anything is
+started. Sources read "default", "run", "FILE:LINE" or "command line".
+
+Does not own: reading a file (document.py), the command line (cli.py), one value (schema.py).
+Read next: record.py, which writes the result beside the run.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hardened_ddp.settings.cli import Request
+from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.document import Document, Entry, read_file
+from hardened_ddp.settings.earlier_run import (
+    NOT_INHERITED,
+    SAVED_SETTINGS,
+    WHICH_RUN,
+    NoSuchRun,
+    find_run,
+)
+from hardened_ddp.settings.rules import (
+    COMMAND_LINE,
+    DEFAULT,
+    broken_rules,
+    place,
+    problems_error,
+)
+from hardened_ddp.settings.schema import SETTINGS, TITLES, Misfit, assemble, fit, flatten
+from hardened_ddp.settings.wording import advice, as_word
+
+RUN = "run"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resolved:
+    """The settings of this run, and where they came from."""
+
+    config: Config
+    sources: Mapping[str, str]
+    """For each setting: default, run, FILE:LINE or command line."""
+
+    run_folder: Path | None
+    """The earlier run that is continued, whose saved settings were taken; None: a new one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Layer:
+    """The values of one place."""
+
+    values: dict[str, Any] = field(default_factory=dict)  # Any: the type of the setting
+    sources: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    bad_names: set[str] = field(default_factory=set)
+    is_complete: bool = True
+    """False: a part could not be read at all, so that nobody knows what it sets."""
+
+
+def resolve(request: Request, *, world_size: int = 1) -> Resolved:
+    """Put the settings together. Rank-local: reads the --config file and the earlier run's.
+
+    Raises ConfigError with all problems: of the command line, the files, and across settings.
+    """
+    command_line = _Layer(
+        values=dict(request.settings),
+        sources=dict.fromkeys(request.settings, COMMAND_LINE),
+        problems=list(request.problems),
+        bad_names=set(request.bad_names),
+    )
+    file = _Layer()
+    if request.config_file:
+        file = _layer(read_file(request.config_file), request.config_file)
+    folder, run = _earlier_run(_merge(_default_layer(), file, command_line))
+    merged = _merge(_default_layer(), run, file, command_line)
+    config = assemble(merged.values)
+    problems = merged.problems
+    problems += broken_rules(
+        config,
+        world_size=world_size,
+        sources=merged.sources,
+        apart_from=merged.bad_names | _unsure_names(merged),
+    )
+    if problems:
+        raise problems_error(problems)
+    return Resolved(config=config, sources=merged.sources, run_folder=folder)
+
+
+def _default_layer() -> _Layer:
+    values = flatten(Config())
+    return _Layer(values=values, sources=dict.fromkeys(values, DEFAULT))
+
+
+def _merge(*layers: _Layer) -> _Layer:
+    """Lay layers over each other; the last one wins."""
+    merged = _Layer(is_complete=all(layer.is_complete for layer in layers))
+    for layer in layers:
+        merged.values.update(layer.values)
+        merged.sources.update(layer.sources)
+        merged.problems.extend(layer.problems)
+        merged.bad_names.update(layer.bad_names)
+    return merged
+
+
+def _unsure_names(merged: _Layer) -> set[str]:
+    """Name the settings that a place which can't be read may have set otherwise."""
+    if merged.is_complete:
+        return set()
+    return {name for name, source in merged.sources.items() if source in (DEFAULT, RUN)}
+
+
+def _earlier_run(chosen: _Layer) -> tuple[Path | None, _Layer]:
+    """Find the run to continue, and give what is inherited from its saved settings."""
+    if not chosen.is_complete or chosen.bad_names.intersection(WHICH_RUN):
+        return None, _Layer(is_complete=False)
+    where = place("resume", chosen.sources["resume"])
+    try:
+        folder = find_run(**{name: chosen.values[name] for name in WHICH_RUN})
+    except NoSuchRun as error:
+        return None, _Layer(problems=[f"{where}: {error}"], is_complete=False)
+    except OSError as error:
+        problem = f"{where}: {error.filename} can't be read: {error.strerror}"
+        return None, _Layer(problems=[problem], is_complete=False)
+    if folder is None:
+        return None, _Layer()
+    path = str(folder / SAVED_SETTINGS)
+    layer = _layer(read_file(path), path)
+    values = {name: value for name, value in layer.values.items() if name not in NOT_INHERITED}
+    return folder, replace(layer, values=values, sources=dict.fromkeys(values, RUN))
+
+
+def _layer(document: Document, path: str) -> _Layer:
+    """Check each entry of a document against its setting."""
+    layer = _Layer(
+        problems=list(document.problems),
+        bad_names=set(document.bad_keys),
+        is_complete=document.is_whole,
+    )
+    for entry in document.entries:
+        where = f"{path}:{entry.line}: {as_word(entry.key)}"
+        try:
+            if entry.key in SETTINGS:
+                layer.values[entry.key] = fit(SETTINGS[entry.key], entry.value)
+                layer.sources[entry.key] = f"{path}:{entry.line}"
+            else:
+                layer.problems.append(f"{where}: {_unknown_key(entry)}")
+        except Misfit as misfit:
+            layer.problems.append(f"{where}: {misfit}")
+            layer.bad_names.add(entry.key)
+    return layer
+
+
+def _unknown_key(entry: Entry) -> str:
+    if entry.key in TITLES and isinstance(entry.value, dict):
+        return "no such setting; settings have no sections here: write them without indentation"
+    return f"no such setting; {advice(entry.key.lstrip('-').replace('-', '_'), SETTINGS)}"

@@ -1,0 +1,94 @@
+"""What --help says: every setting by section, its default and what it takes.
+
+Owns the layout; the texts are those of config.py, the commands those of cli.py.
+Does not own: printing.
+"""
+
+from hardened_ddp.settings.cli import COMMANDS, TRAIN, Command
+from hardened_ddp.settings.record import WIDTH, names_of, yaml_word
+from hardened_ddp.settings.schema import AUTO, SETTINGS, TITLES, Setting, limits
+from hardened_ddp.settings.wording import unbroken, wrapped
+
+_TEXT_COLUMN = 34
+_VALUE_NAMES = {int: "N", float: "NUMBER", str: "TEXT", dict: "MAPPING"}
+_HEAD = """\
+usage: torchrun --nproc_per_node=N ddp_training.py [--config FILE] [--SETTING VALUE ...]
+       python ddp_training.py [--config FILE] [--SETTING VALUE ...]
+       python ddp_training.py COMMAND ...
+
+Train a model with DistributedDataParallel on one process, one node or many.
+
+Examples
+  python ddp_training.py --single_gpu --batch_size 128
+  python ddp_training.py --cpu_only --epochs 1 --no_tensorboard
+  torchrun --standalone --nproc_per_node=2 ddp_training.py --cpu_only --run_name first
+  torchrun --standalone --nproc_per_node=8 ddp_training.py --config my.yaml --learning_rate 3e-4
+  torchrun --standalone --nproc_per_node=2 ddp_training.py --resume newest --epochs 20
+  python ddp_training.py --single_gpu --model mlp --model_args '{hidden: 256, depth: 2}'
+"""
+_NOTES = """\
+How values are given
+  Names take underscores or dashes and are never shortened. A switch is --flag, --flag false or
+  --no_flag. Of two equal flags the last one holds. Numbers may be written 1e-4. A MAPPING is JSON
+  or YAML: '{size: 28}'.
+  Order: default < settings of the run that is continued < --config FILE < command line.
+"""
+
+
+def help_text(topic: str = TRAIN) -> str:
+    """Give the help of training, or of one of the other commands."""
+    return _command_help(topic, COMMANDS[topic]) if topic in COMMANDS else _train_help()
+
+
+def _train_help() -> str:
+    commands = [_entry(name, command.text) for name, command in COMMANDS.items()]
+    commands += [_entry("help [COMMAND]", "Say this, or what a command takes.")]
+    common = [
+        _entry("--config FILE", "YAML file of settings; config.yaml shows all of them."),
+        _entry("--help, -h", "Say this."),
+    ]
+    blocks = [_HEAD, "Commands\n" + "".join(commands), _NOTES, "Common\n" + "".join(common)]
+    for section, title in TITLES.items():
+        entries = (_setting_entry(SETTINGS[name]) for name in names_of(section))
+        blocks.append(f"{title}\n" + "".join(entries))
+    return "\n".join(blocks)
+
+
+def _command_help(name: str, command: Command) -> str:
+    usage = [f"usage: python ddp_training.py {name}"]
+    entries = []
+    for option in command.options:
+        value = "|".join(option.choices) or option.name.upper()
+        form = option.name.upper() if option.is_word else f"--{option.name} {value}"
+        usage.append(form if option.is_word else f"[{form}]")
+        default = f" (default: {option.default})" if option.default else ""
+        entries.append(_entry(form, option.text + default))
+    blocks = [" ".join(usage) + "\n", command.text + "\n"]
+    return "\n".join([*blocks, "".join(entries)] if entries else blocks)
+
+
+def _setting_entry(setting: Setting) -> str:
+    if setting.choices:
+        value = "|".join(setting.choices)
+    elif setting.type is bool:
+        value = f"{AUTO}|true|false" if setting.has_auto else "true|false"
+    else:
+        value = f"{AUTO}|N" if setting.has_auto else _VALUE_NAMES[setting.type]
+    form = f"--{setting.name} [{value}]" if setting.is_switch else f"--{setting.name} {value}"
+    # WHY not for choices: they stand in the flag's form already
+    taken = limits(setting).removeprefix(f"{AUTO} | ") if setting.facts.bounds else ""
+    told = [taken, f"default: {yaml_word(setting.default)}"]
+    return _entry(
+        form, f"{setting.facts.text} ({'; '.join(unbroken(part) for part in told if part)})"
+    )
+
+
+def _entry(form: str, text: str) -> str:
+    """Write one entry in two columns; a long form has the first line for itself."""
+    lines = wrapped(text, width=WIDTH - _TEXT_COLUMN)
+    indented = [f"{'':{_TEXT_COLUMN}}{line}" for line in lines]
+    if len(form) + 4 <= _TEXT_COLUMN:
+        indented[0] = f"  {form:<{_TEXT_COLUMN - 2}}{lines[0]}"
+    else:
+        indented.insert(0, f"  {form}")
+    return "\n".join(indented) + "\n"

@@ -1,0 +1,149 @@
+"""Settings written down: beside a run, in config.yaml, and as a short hash.
+
+Owns the YAML that we write. It reads back to the same values with document.py, and with any other
+YAML reader: words that YAML 1.1 takes for truth values are quoted.
+
+Does not own: where the text is saved (checkpoint/ owns the run folder).
+config.yaml at the top is template(). A test keeps it so; after a change of config.py write it with
+  python -c "from hardened_ddp.settings import record; print(record.template(), end='')"
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+
+from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.document import plain_value
+from hardened_ddp.settings.rules import DEFAULT
+from hardened_ddp.settings.schema import AUTO, SETTINGS, TITLES, Setting, flatten, limits
+from hardened_ddp.settings.wording import unbroken, wrapped
+
+WIDTH = 100
+_SOURCE_COLUMN = 40
+_PLAIN_WORD = re.compile(r"[A-Za-z_./][A-Za-z0-9_./-]*")
+_YAML_1_1_BOOLS = frozenset({"y", "n", "yes", "no", "on", "off"})
+_TEMPLATE_HEAD = """\
+# Every setting of ddp_training.py, with its default.
+#
+# Copy this file, change what you need, leave out the rest, and start with
+#   python ddp_training.py --config my.yaml
+# A setting of the command line wins over this file: --batch_size 64, --augment, --no_download.
+# An unknown name, a wrong type or a value out of range stops the run before it starts.
+# auto, where a setting takes it, means: choose for me.
+"""
+_DUMP_HEAD = """\
+# All settings of this run, and where each value came from: default, run (the run that was
+# continued), a line of a file, or the command line.
+
+"""
+
+
+def dump(config: Config, sources: Mapping[str, str]) -> str:
+    """Write all settings as YAML, each with its source as a comment."""
+    values = flatten(config)
+    lines = [_DUMP_HEAD]
+    for section, title in TITLES.items():
+        lines.append(f"# {title}\n")
+        for name in names_of(section):
+            line = f"{name}: {yaml_word(values[name])}"
+            source = sources.get(name, DEFAULT)
+            # WHY ascii: a file name may hold a line break, which would end the comment
+            safe = source if source.isprintable() else ascii(source)
+            lines.append(f"{line:<{_SOURCE_COLUMN}}  # {safe}\n")
+        lines.append("\n")
+    return "".join(lines).rstrip("\n") + "\n"
+
+
+def template() -> str:
+    """Write config.yaml: every setting with its default and what it does."""
+    values = flatten(Config())
+    blocks = [_TEMPLATE_HEAD]
+    for section, title in TITLES.items():
+        rule = "-" * (WIDTH - len(title) - len("# ---  "))
+        blocks.append(f"# --- {title} {rule}\n")
+        for name in names_of(section):
+            blocks.append(f"{_comment(SETTINGS[name])}{name}: {yaml_word(values[name])}\n")
+    return "\n".join(blocks)
+
+
+def config_hash(config: Config) -> str:
+    """Give a short hash of what all ranks must agree on.
+
+    Left out is what may differ between nodes without changing what a run computes or when its
+    ranks meet: paths (data_dir, output_dir), how batches are loaded (num_workers and its kin,
+    pin_memory, download), and what is shown (tensorboard, progress). In config.py these have
+    may_differ. All else is in, also what is no number of the model: a rank with another
+    checkpoint_every_steps or eval_every would wait for ranks that never come.
+    """
+    values = flatten(config)
+    agreed = {
+        name: values[name] for name, setting in SETTINGS.items() if not setting.facts.may_differ
+    }
+    text = json.dumps(agreed, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
+
+
+def yaml_word(value: object) -> str:
+    """Write a value in one line of YAML. At the top of a setting None reads auto."""
+    return AUTO if value is None else _flow(value)
+
+
+def _flow(value: object) -> str:
+    """Write any value that document.py reads, in flow style."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case float():
+            return _number(value)
+        case int():
+            return str(value)
+        case list():
+            return "[" + ", ".join(_flow(item) for item in value) + "]"
+        case Mapping():
+            pairs = (f"{_flow(key)}: {_flow(item)}" for key, item in value.items())
+            return "{" + ", ".join(pairs) + "}"
+    return _text(str(value))
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return ".nan"
+    if math.isinf(value):
+        return ".inf" if value > 0 else "-.inf"
+    mantissa, has_exponent, exponent = repr(value).partition("e")
+    # WHY the point: YAML 1.1 reads 1e-05 as text
+    if has_exponent and "." not in mantissa:
+        mantissa += ".0"
+    return mantissa + has_exponent + exponent
+
+
+def _text(value: str) -> str:
+    is_plain = (
+        _PLAIN_WORD.fullmatch(value)
+        and isinstance(plain_value(value), str)
+        and value.lower() not in _YAML_1_1_BOOLS
+    )
+    if is_plain:
+        return value
+    quoted = json.dumps(value, ensure_ascii=False)
+    return "".join(char if char.isprintable() else _escaped(char) for char in quoted)
+
+
+def _escaped(char: str) -> str:
+    return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"
+
+
+def names_of(section: str) -> list[str]:
+    return [name for name, setting in SETTINGS.items() if setting.section == section]
+
+
+def _comment(setting: Setting) -> str:
+    """Write what a setting does and takes, as comment lines."""
+    # WHY unbroken: a list of choices over two lines is hard to read
+    taken = unbroken(limits(setting))
+    text = f"{setting.facts.text} ({taken})" if taken else setting.facts.text
+    return "".join(f"# {line}\n" for line in wrapped(text, width=WIDTH - len("# ")))

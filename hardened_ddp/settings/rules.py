@@ -1,0 +1,120 @@
+"""Rules that tie settings to each other and to the number of ranks.
+
+Owns every check across settings; schema.py owns those of one setting. A rule is a row of RULES.
+What goes wrong here: two settings, each fine by itself, contradict each other, perhaps from two
+places: so the message says where each came from.
+
+Does not own: what depends on the machine (GPUs, memory) or on the disk.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from hardened_ddp.errors import ConfigError
+from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.schema import AUTO, flatten
+from hardened_ddp.settings.wording import shown
+
+COMMAND_LINE = "command line"
+DEFAULT = "default"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """One rule: the settings that it ties, when it is broken, and why that can't run."""
+
+    names: tuple[str, ...]
+    is_broken: Callable[[Config, int], bool]
+    """Given the settings and world_size."""
+
+    why: str
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        names=("single_gpu", "cpu_only"),
+        is_broken=lambda config, _: config.device.single_gpu and config.device.cpu_only,
+        why="leave one of them out: they ask for a GPU and for none",
+    ),
+    Rule(
+        names=("single_gpu",),
+        is_broken=lambda config, world_size: config.device.single_gpu and world_size > 1,
+        why="a launcher started several processes; leave it out, or start with python",
+    ),
+    Rule(
+        names=("backend", "cpu_only"),
+        is_broken=lambda config, _: config.device.backend == "nccl" and config.device.cpu_only,
+        why="nccl works between GPUs only; choose backend auto or gloo",
+    ),
+    Rule(
+        names=("amp", "cpu_only"),
+        is_broken=lambda config, _: config.optimizer.amp == "fp16" and config.device.cpu_only,
+        why="fp16 training needs a GPU; choose amp off or bf16",
+    ),
+    Rule(
+        names=("sync_batchnorm", "cpu_only"),
+        is_broken=lambda config, _: config.model.sync_batchnorm and config.device.cpu_only,
+        why="torch's SyncBatchNorm has no CPU form; leave it out",
+    ),
+    Rule(
+        names=("static_graph", "find_unused_parameters"),
+        is_broken=lambda config, _: (
+            config.ddp.static_graph and config.ddp.find_unused_parameters == "on"
+        ),
+        why="the one promises that nothing changes, the other looks for changes in each step; "
+        "leave one of them out",
+    ),
+    Rule(
+        names=("warmup_steps", "max_steps"),
+        is_broken=lambda config, _: 0 < config.loop.max_steps <= config.optimizer.warmup_steps,
+        why="the run would end before the learning rate is at its peak; needs warmup_steps below "
+        "max_steps",
+    ),
+)
+
+
+def validate(config: Config, *, world_size: int) -> None:
+    """Check the rules across settings. Rank-local. Raises ConfigError with all broken rules."""
+    problems = broken_rules(config, world_size=world_size, sources={})
+    if problems:
+        raise problems_error(problems)
+
+
+def broken_rules(
+    config: Config,
+    *,
+    world_size: int,
+    sources: Mapping[str, str],
+    apart_from: Collection[str] = (),
+) -> list[str]:
+    """Say which rules are broken; a rule about a name in apart_from is not asked."""
+    values = flatten(config)
+    problems = []
+    for rule in RULES:
+        is_known = not any(name in apart_from for name in rule.names)
+        if is_known and rule.is_broken(config, world_size):
+            found = " with ".join(
+                f"{place(name, sources.get(name, COMMAND_LINE))} {_word(values[name])}"
+                for name in rule.names
+            )
+            ranks = f" with {world_size} ranks" if len(rule.names) == 1 else ""
+            problems.append(f"{found}{ranks}: {rule.why}")
+    return problems
+
+
+def place(name: str, source: str) -> str:
+    """Name a setting by where its value came from: a flag, or a line of a file."""
+    return f"--{name}" if source == COMMAND_LINE else f"{source}: {name}"
+
+
+def problems_error(problems: Sequence[str]) -> ConfigError:
+    """Make the one error that tells all problems."""
+    count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
+    return ConfigError(
+        "\n  ".join([f"{count} in the settings; nothing has been started", *problems]),
+        fix="correct the above; python ddp_training.py --help lists every setting",
+    )
+
+
+def _word(value: object) -> str:
+    return AUTO if value is None else shown(value).strip("'")

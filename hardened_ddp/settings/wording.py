@@ -1,0 +1,106 @@
+"""How messages name a value, and the name that was probably meant.
+
+Does not own: what is wrong (document.py, schema.py, cli.py, rules.py).
+"""
+
+import textwrap
+from collections.abc import Iterable
+
+LONGEST_VALUE = 60
+_NO_BREAK = "\0"  # stands for a space that stays inside its line
+# How other programs call a setting of ours, where the letters are too far apart to guess it.
+OTHER_NAMES = {
+    "lr": "learning_rate",
+    "wd": "weight_decay",
+    "bs": "batch_size",
+    "bsz": "batch_size",
+    "batch": "batch_size",
+    "per_device_train_batch_size": "batch_size",
+    "per_device_eval_batch_size": "eval_batch_size",
+    "workers": "num_workers",
+    "grad_accum": "accumulation_steps",
+    "gradient_accumulation_steps": "accumulation_steps",
+    "max_grad_norm": "clip_grad_norm",
+    "max_norm": "clip_grad_norm",
+    "scheduler": "lr_schedule",
+    "warmup": "warmup_steps",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "arch": "model",
+    "precision": "amp",
+    "mixed_precision": "amp",
+    "fp16": "amp",
+    "bf16": "amp",
+    "device": "cpu_only",
+    "cpu": "cpu_only",
+    "no_cuda": "cpu_only",
+    "gpu": "single_gpu",
+    "name": "run_name",
+    "checkpoint": "resume",
+    "resume_from_checkpoint": "resume",
+    "save_every": "checkpoint_every_steps",
+    "save_steps": "checkpoint_every_steps",
+    "log_every": "log_interval",
+    "logging_steps": "log_interval",
+    "timeout": "timeout_s",
+}
+_LAUNCHER_NAMES = frozenset(
+    {
+        "standalone",
+        "nnodes",
+        "nproc_per_node",
+        "node_rank",
+        "master_addr",
+        "master_port",
+        "rdzv_backend",
+        "rdzv_endpoint",
+        "rdzv_id",
+        "max_restarts",
+        "log_dir",
+    }
+)
+
+
+def shown(value: object) -> str:
+    """Write a value as it was given, cut short if it is long."""
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
+
+
+def as_word(name: str) -> str:
+    """Write a key or a flag as it was typed, unless that would garble the message."""
+    return name if name.isprintable() and len(name) <= LONGEST_VALUE else shown(name)
+
+
+def unbroken(text: str) -> str:
+    """Mark text so that wrapped() keeps it in one line."""
+    return text.replace(" ", _NO_BREAK)
+
+
+def wrapped(text: str, *, width: int) -> list[str]:
+    """Break text into lines, but not inside what unbroken() marked."""
+    return [line.replace(_NO_BREAK, " ") for line in textwrap.wrap(text, width)]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Give the known name that was probably meant; empty if none is near."""
+    import difflib  # WHY here: only a mistake needs it, and --help need not wait for it
+
+    known = list(known)
+    meant = OTHER_NAMES.get(name.lower(), "")
+    if meant in known:
+        return meant
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)
+    return near[0] if near else ""
+
+
+def advice(name: str, known: Iterable[str], *, prefix: str = "") -> str:
+    """Say what to write instead of a name that does not exist."""
+    if name in _LAUNCHER_NAMES:
+        return "it belongs to torchrun: write it before ddp_training.py"
+    if name == "local_rank":
+        return "torch.distributed.launch gives it; start with torchrun instead"
+    near = nearest(name, known)
+    if near:
+        return f"did you mean {prefix}{near}?"
+    return "python ddp_training.py --help lists all of them"

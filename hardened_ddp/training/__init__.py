@@ -1,0 +1,1 @@
+"""One optimizer step, one evaluation, one resume: what the script calls in its loop."""

@@ -1,0 +1,76 @@
+"""Evaluation: every test sample once, over all ranks, whatever the sizes.
+
+Owns the sums behind test loss and accuracy. Runs the plain module, never the DDP wrapper: ranks may
+do different numbers of batches, and only the sums at the end are exchanged.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from hardened_ddp.data.loader import Batch, EvalLoader
+from hardened_ddp.errors import SampleError, StepError
+from hardened_ddp.ranks.group import lost_peer
+from hardened_ddp.training.parts import Parts
+from hardened_ddp.training.totals import Totals
+
+MAX_PICTURES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """A test sample that the model got wrong, for the report."""
+
+    image: torch.Tensor
+    label: int
+    prediction: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The outcome over the whole test set."""
+
+    loss: float
+    accuracy: float
+    num_samples: int
+    mistakes: tuple[Mistake, ...]
+    """The first few of this rank's share."""
+
+
+@torch.no_grad()
+def evaluate(parts: Parts, loader: EvalLoader) -> Evaluation:
+    """Measure loss and accuracy on the test set. Collective: all ranks."""
+    module = parts.replica.module
+    module.eval()
+    totals = Totals(parts.device)
+    mistakes: list[Mistake] = []
+    try:
+        for batch in loader:
+            if batch.bad and not parts.config.loop.continue_on_error:
+                raise SampleError(
+                    f"test sample {batch.bad[0].index} can't be read: {batch.bad[0].error}",
+                    fix="mend it, or leave such samples out with --continue_on_error",
+                )
+            if batch.num_samples:
+                _score(parts, batch, totals, mistakes)
+        sums = totals.read(parts.group)  # collective
+    except RuntimeError as error:
+        lost = lost_peer(error, parts.group)
+        raise lost or StepError(f"evaluation failed: {error}") from error
+    finally:
+        module.train()
+    return Evaluation(sums["loss"], sums["accuracy"], int(sums["samples"]), tuple(mistakes))
+
+
+def _score(parts: Parts, batch: Batch, totals: Totals, mistakes: list[Mistake]) -> None:
+    batch = batch.to(parts.device, channels_last=parts.config.model.channels_last)
+    with parts.precision.autocast():
+        scored = parts.objective(parts.replica.module, batch.inputs, batch.targets)
+    totals.add(scored, batch.targets)
+    if len(mistakes) < MAX_PICTURES and isinstance(batch.inputs, torch.Tensor):
+        predictions = scored.logits.argmax(dim=1)
+        wrong = predictions.ne(batch.targets).nonzero().flatten()[: MAX_PICTURES - len(mistakes)]
+        mistakes += [
+            Mistake(batch.inputs[i].cpu(), int(batch.targets[i]), int(predictions[i]))
+            for i in wrong.tolist()
+        ]

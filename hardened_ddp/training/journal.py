@@ -1,0 +1,165 @@
+"""What a run tells about itself while it goes: log lines, metrics.jsonl, TensorBoard, summary.
+
+Owns which numbers are reported, and when. Rank 0 writes; the other ranks keep their own log file.
+Does not own: how they are written (reporting/), which never stops training.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hardened_ddp.reporting.metrics import MetricsLog
+from hardened_ddp.reporting.progress import ProgressBar
+from hardened_ddp.reporting.resources import ResourceMonitor
+from hardened_ddp.reporting.step_clock import StepClock
+from hardened_ddp.reporting.summary import closing_lines, write_summary
+from hardened_ddp.training.evaluation import Evaluation
+from hardened_ddp.training.parts import Parts, Progress
+from hardened_ddp.training.step import Stepper
+
+log = logging.getLogger(__name__)
+
+
+class Journal:
+    """The reports of one run on this rank."""
+
+    def __init__(self, parts: Parts, folder: Path, *, settings_text: str, step: int) -> None:
+        self.parts = parts
+        self.folder = folder
+        self.is_main = parts.group.launch.is_main
+        run = parts.config.run
+        self.metrics = MetricsLog(folder, tensorboard=run.tensorboard, is_main=self.is_main)
+        self.bar = ProgressBar(
+            total_steps=parts.total_steps,
+            initial_step=step,
+            enabled=run.progress if self.is_main else False,
+        )
+        self.clock = StepClock(parts.device)
+        self.resources = ResourceMonitor(parts.device)
+        self.last_train: Mapping[str, float] = {}
+        self.last_evaluation: Evaluation | None = None
+        self._settings_text = settings_text
+        self._last_time = self._paused_at = time.monotonic()
+        self._num_left_out = 0
+
+    def log_training(self, progress: Progress, stepper: Stepper, sums: Mapping[str, float]) -> None:
+        """Report loss, accuracy, rate, times and memory since the last report. Rank-local."""
+        now = time.monotonic()
+        speed = sums["samples"] / max(1e-9, now - self._last_time)
+        self._last_time = now
+        self.last_train = sums
+        times = self.clock.read_and_reset()
+        if not self.is_main:
+            return
+        self._note_left_out(stepper)
+        self.bar.clear()
+        log.info(
+            "epoch %d/%d step %d/%d  loss %.4f  accuracy %.2f%%  lr %.2e  %.0f samples/s",
+            progress.epoch + 1,
+            self.parts.config.loop.epochs,
+            progress.step,
+            self.parts.total_steps,
+            sums["loss"],
+            100 * sums["accuracy"],
+            stepper.rate,
+            speed,
+        )
+        values = {
+            "train/loss": sums["loss"],
+            "train/accuracy": sums["accuracy"],
+            "train/learning_rate": stepper.rate,
+            "speed/samples_per_s": speed,
+            **{f"step_time/{phase}_s": seconds for phase, seconds in times.items()},
+            **self.resources.sample(),
+        }
+        if stepper.grad_norm is not None:
+            values["train/gradient_norm"] = float(stepper.grad_norm)
+        self.metrics.scalars(progress.step, values)
+        if self._settings_text:
+            self.metrics.text("settings", self._settings_text)
+            self._settings_text = ""
+
+    def log_evaluation(self, progress: Progress, evaluation: Evaluation) -> None:
+        """Report the test set's loss and accuracy, and pictures of mistakes. Rank-local."""
+        self.last_evaluation = evaluation
+        if not self.is_main:
+            return
+        self.bar.clear()
+        log.info(
+            "epoch %d done: test loss %.4f  test accuracy %.2f%% (%d samples)",
+            progress.epoch,
+            evaluation.loss,
+            100 * evaluation.accuracy,
+            evaluation.num_samples,
+        )
+        self.metrics.scalars(
+            progress.step,
+            {"test/loss": evaluation.loss, "test/accuracy": evaluation.accuracy},
+        )
+        mistakes = evaluation.mistakes
+        if mistakes and mistakes[0].image.dim() == 3:
+            names = self.parts.data.class_names
+            self.metrics.images(
+                progress.step,
+                "test/mistakes",
+                torch.stack([mistake.image for mistake in mistakes]),
+                [f"true {names[m.label]}, said {names[m.prediction]}" for m in mistakes],
+            )
+
+    def skip_time(self) -> None:
+        """Leave the time since the last step out of the speeds: it was not spent on training."""
+        self._last_time += time.monotonic() - self._paused_at
+        self.clock.skip()
+
+    def pause_time(self) -> None:
+        """Remember that something else than training begins here."""
+        self._paused_at = time.monotonic()
+
+    def close(self, progress: Progress, *, status: str) -> None:
+        """Write the summary and close all files. Rank-local."""
+        self.bar.close()
+        if self.is_main:
+            evaluation = self.last_evaluation
+            write_summary(
+                self.folder,
+                {
+                    "status": status,
+                    "step": progress.step,
+                    "epoch": progress.epoch,
+                    "test_accuracy": evaluation.accuracy if evaluation else None,
+                    "test_loss": evaluation.loss if evaluation else None,
+                    "train_loss": self.last_train.get("loss"),
+                    "world_size": self.parts.group.world_size,
+                    "num_left_out": progress.num_errors,
+                    "run_folder": str(self.folder),
+                },
+            )
+        self.metrics.close()
+
+    def say_what_next(self, status: str) -> None:
+        """Tell on rank 0 how the run ended and what to type next."""
+        if self.is_main:
+            evaluation = self.last_evaluation
+            for line in closing_lines(
+                self.folder,
+                status=status,
+                test_accuracy=evaluation.accuracy if evaluation else None,
+                has_tensorboard=self.parts.config.run.tensorboard,
+            ):
+                log.info("%s", line)
+
+    def _note_left_out(self, stepper: Stepper) -> None:
+        """Add what was left out since the last report to skipped_samples.jsonl."""
+        new: list[dict[str, Any]] = stepper.left_out[self._num_left_out :]
+        if new:
+            self._num_left_out = len(stepper.left_out)
+            try:
+                with (self.folder / "skipped_samples.jsonl").open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(entry) + "\n" for entry in new)
+            except OSError as error:
+                log.warning("skipped_samples.jsonl can't be written: %s", error)

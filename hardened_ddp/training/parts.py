@@ -1,0 +1,68 @@
+"""What a run is made of, put together once and handed around.
+
+Owns nothing but the grouping: each part is owned by its room.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from hardened_ddp.data.datasets import TaskData
+from hardened_ddp.data.loader import EvalLoader, TrainLoader
+from hardened_ddp.data.sampler import WindowSampler
+from hardened_ddp.model.objective import Objective
+from hardened_ddp.model.precision import Precision
+from hardened_ddp.model.replica import Replica
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.settings.config import Config
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where the run stands. Equal on all ranks at every step boundary."""
+
+    step: int = 0
+    """Optimizer steps done."""
+
+    epoch: int = 0
+    cursor: int = 0
+    """Samples of this epoch that are consumed, over all ranks."""
+
+    best_accuracy: float = -1.0
+    num_errors: int = 0
+    """Samples and windows left out so far."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """The parts of one run on this rank."""
+
+    config: Config
+    group: Group
+    device: torch.device
+    data: TaskData
+    sampler: WindowSampler
+    train_loader: TrainLoader
+    eval_loader: EvalLoader | None
+    replica: Replica
+    objective: Objective
+    precision: Precision
+    optimizer: torch.optim.Optimizer
+    global_batch: int
+    """Samples of one window, over all ranks."""
+
+    total_steps: int
+    """Optimizer steps of the whole run."""
+
+    def close(self) -> None:
+        """End the loaders' workers."""
+        self.train_loader.close()
+        if self.eval_loader is not None:
+            self.eval_loader.close()
+
+    def call_when_workers_start(self, call: Callable[[], None]) -> None:
+        """Have the loaders call back each time that they have started workers."""
+        self.train_loader.stream.after_start = call
+        if self.eval_loader is not None:
+            self.eval_loader.stream.after_start = call

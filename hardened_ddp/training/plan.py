@@ -1,0 +1,84 @@
+"""How long a run is, how big its windows are, and whether all ranks mean the same run.
+
+Owns the numbers that follow from settings, data and the checkpoint, before the first step.
+"""
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hardened_ddp
+from hardened_ddp.settings.config import Config, LoopConfig
+
+log = logging.getLogger(__name__)
+
+
+def choose_global_batch(
+    config: Config,
+    *,
+    world_size: int,
+    saved: Mapping[str, Any] | None,  # Any: the numbers of a checkpoint
+    sources: Mapping[str, str],
+) -> int:
+    """Give the number of samples of one window. Pure but for a line in the log.
+
+    batch_size x world_size x accumulation_steps; a resumed run keeps its own on any number of
+    ranks, so that each step takes the same samples, unless a batch setting was given anew.
+    """
+    asked = config.data.batch_size * world_size * config.optimizer.accumulation_steps
+    if saved is None or saved["global_batch"] == asked:
+        return asked
+    given = [n for n in ("batch_size", "accumulation_steps") if sources.get(n) == "command line"]
+    if given:
+        log.warning(
+            "the global batch changes from %d to %d, because %s was given",
+            saved["global_batch"],
+            asked,
+            " and ".join(f"--{name}" for name in given),
+        )
+        return asked
+    kept = int(saved["global_batch"])
+    log.warning(
+        "the global batch stays %d, as in the %d ranks before: each of %d ranks takes about %d "
+        "samples of every step",
+        kept,
+        saved["world_size"],
+        world_size,
+        -(-kept // world_size),
+    )
+    return kept
+
+
+def count_steps(config: LoopConfig, *, steps_per_epoch: int) -> int:
+    """Give the optimizer steps of the whole run."""
+    steps = config.epochs * steps_per_epoch
+    return min(steps, config.max_steps) if config.max_steps else steps
+
+
+def facts_of_rank(*, settings_hash: str, dataset_fingerprint: str) -> dict[str, str]:
+    """Tell what must be equal on all ranks before they may train together. Rank-local."""
+    return {
+        "code": _code_hash(),
+        "torch": torch.__version__,
+        "settings": settings_hash,
+        "dataset": dataset_fingerprint,
+    }
+
+
+def is_due(count: int, every: int) -> bool:
+    """Say whether something that happens every so often happens at count; every 0: never."""
+    return every > 0 and count % every == 0
+
+
+def _code_hash() -> str:
+    """Hash this program's own source files."""
+    digest = hashlib.sha256()
+    root = Path(hardened_ddp.__file__).parent
+    for path in [root.parent / "ddp_training.py", *sorted(root.rglob("*.py"))]:
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

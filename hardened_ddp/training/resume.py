@@ -1,0 +1,184 @@
+"""Which run folder, and which checkpoint in it: decided by rank 0, followed by all.
+
+Owns the meaning of --resume. A fresh start by hand makes a new run folder; a restart by the
+launcher, the same --run_name, or --resume PATH goes on in the old one, from its newest checkpoint
+that proves valid. What is passed over is named with its reason.
+Does not own: verification and folders (checkpoint/), loading into the parts (state.py).
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from hardened_ddp.checkpoint.files import CheckpointStore
+from hardened_ddp.checkpoint.folder import create_run_folder, newest_run, probe_folder
+from hardened_ddp.checkpoint.listing import CHECKPOINTS_NAME, open_checkpoint
+from hardened_ddp.checkpoint.lock import RunLock
+from hardened_ddp.checkpoint.verify import Found
+from hardened_ddp.errors import CheckpointError, RunFolderError
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.settings.config import Config
+from hardened_ddp.training.state import Saved, share_state
+
+log = logging.getLogger(__name__)
+
+_JOBS = ".jobs"
+
+
+@dataclass(slots=True)
+class Run:
+    """The folder of a run, and what rank 0 holds of it."""
+
+    folder: Path
+    store: CheckpointStore
+    checkpoint: Found | None = None
+    """What to start from; None: from the beginning. Rank 0 only."""
+
+    lock: RunLock | None = None
+    """Rank 0 only: no second run writes here."""
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Give the folder free."""
+        if self.lock is not None:
+            self.lock.release()
+
+    def write_settings(self, text: str) -> None:
+        """Write the resolved settings beside the run; a resume takes them up. On rank 0 only."""
+        try:
+            (self.folder / "config.yaml").write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise RunFolderError(
+                f"the settings can't be written to {self.folder}: {error}",
+                fix="look at the disk, or choose another --output_dir",
+            ) from error
+
+
+def open_run(config: Config, group: Group) -> Run:
+    """Find or make the run folder, lock it, and choose the checkpoint. Collective: all ranks.
+
+    Raises MainRankError on every rank if rank 0 can't use the folder or found nothing to resume.
+    """
+    mine: list[Run] = []
+
+    def choose() -> str:
+        folder, checkpoint = find_place(config, group.launch)
+        lock = RunLock.acquire(folder, job=group.launch.job_key, restart=group.launch.attempt)
+        try:
+            probe_folder(folder)
+        except RunFolderError:
+            lock.release()
+            raise
+        store = CheckpointStore(folder / CHECKPOINTS_NAME, keep_last=config.run.keep_last)
+        mine.append(Run(folder, store, checkpoint, lock))
+        return str(folder)
+
+    folder = Path(group.run_on_main(choose, what="opening the run folder"))  # collective
+    if mine:
+        return mine[0]
+    return Run(folder, CheckpointStore(folder / CHECKPOINTS_NAME, keep_last=config.run.keep_last))
+
+
+def read_checkpoint(run: Run, group: Group) -> Saved | None:
+    """Read the chosen checkpoint on rank 0 and give it to all ranks. Collective: all ranks.
+
+    Returns None to start from the beginning.
+    """
+    loaded: list[Saved] = []
+
+    def load() -> bool:
+        if run.checkpoint is None:
+            return False
+        loaded.append(Saved(*run.store.load(run.checkpoint)))
+        # WHY: newer ones, passed over or not wanted, would be taken by the next start.
+        for path in run.store.discard_newer(run.checkpoint.step):
+            log.warning("removed %s, which is newer than the checkpoint resumed from", path)
+        return True
+
+    if not group.run_on_main(load, what="reading the checkpoint"):  # collective
+        return None
+    log.info("going on in %s", run.folder)
+    return share_state(group, loaded[0] if loaded else Saved({}, {}))  # collective
+
+
+def find_place(config: Config, launch: Launch) -> tuple[Path, Found | None]:
+    """Decide the run folder and the checkpoint to start from. On rank 0 only.
+
+    Raises CheckpointError if a resume was asked for and no checkpoint there is valid;
+    RunFolderError if the folder can't be used.
+    """
+    output, wanted = Path(config.run.output_dir), config.run.resume
+    if wanted == "newest":
+        newest = newest_run(output)
+        if newest is None:
+            raise CheckpointError(
+                f"there is no run with a checkpoint in {output}",
+                fix="start one: ./launch_examples.sh 1   (or name its folder: --resume PATH)",
+            )
+        return _place_at(newest, config)
+    if wanted not in ("auto", "never"):
+        return _place_at(Path(wanted), config)
+    named = output / config.run.run_name if config.run.run_name else None
+    if wanted == "never" and named is not None and (named / CHECKPOINTS_NAME).exists():
+        raise RunFolderError(
+            f"{named} holds a run already, and --resume never forbids going on with it",
+            fix="choose another --run_name, or --resume auto",
+        )
+    if wanted == "auto":
+        folder = _folder_of_job(output, launch) if launch.is_restart else None
+        if folder is None and named is not None and named.is_dir():
+            folder = named
+        if folder is not None:
+            return folder, _newest_valid(folder, config)
+    folder = create_run_folder(
+        output,
+        model=config.model.model,
+        dataset=config.data.dataset,
+        run_name=config.run.run_name,
+    )
+    _remember_job(output, launch, folder)
+    return folder, None
+
+
+def _place_at(path: Path, config: Config) -> tuple[Path, Found | None]:
+    """Take a run folder, or one checkpoint inside of it, that the user named."""
+    if path.parent.name == CHECKPOINTS_NAME:
+        return path.parent.parent, open_checkpoint(path)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"--resume {path}: there is no such folder",
+            fix=f"name one of {config.run.output_dir}/*, or --resume newest",
+        )
+    found = _newest_valid(path, config)
+    if found is None:
+        raise CheckpointError(
+            f"{path} holds no valid checkpoint",
+            fix="the log says why each was passed over; start afresh with --resume never",
+        )
+    return path, found
+
+
+def _newest_valid(folder: Path, config: Config) -> Found | None:
+    store = CheckpointStore(folder / CHECKPOINTS_NAME, keep_last=config.run.keep_last)
+    found, rejected = store.find_valid()
+    for checkpoint in rejected:
+        log.warning("passed over the checkpoint %s", checkpoint)
+    return found
+
+
+def _remember_job(output: Path, launch: Launch, folder: Path) -> None:
+    """Leave a note by which a restart of this job finds its folder again."""
+    if launch.job_key:
+        (output / _JOBS).mkdir(exist_ok=True)
+        (output / _JOBS / launch.job_key).write_text(folder.name + "\n", encoding="utf-8")
+
+
+def _folder_of_job(output: Path, launch: Launch) -> Path | None:
+    note = output / _JOBS / launch.job_key
+    if not launch.job_key or not note.is_file():
+        return None
+    folder = output / note.read_text(encoding="utf-8").strip()
+    return folder if folder.is_dir() else None

@@ -1,0 +1,101 @@
+"""Saving the state of a run: from which rank, and what if it fails.
+
+Owns the calls into checkpoint/ during training. Rank 0 writes, in the background. A failed write is
+a warning: training goes on and older checkpoints stay.
+Does not own: when a checkpoint is due (the script), how it gets to disk (checkpoint/), what is in
+it (state.py).
+"""
+
+import logging
+import math
+
+from hardened_ddp.checkpoint.files import CheckpointStore
+from hardened_ddp.checkpoint.snapshot import BackgroundWriter
+from hardened_ddp.errors import CheckpointError, NonFiniteError
+from hardened_ddp.training.parts import Parts, Progress
+from hardened_ddp.training.state import collect_meta, collect_tensors, volatile_names
+
+log = logging.getLogger(__name__)
+
+
+class Saver:
+    """Writes checkpoints of one run. On ranks other than 0 every call is cheap and does nothing."""
+
+    def __init__(self, parts: Parts, store: CheckpointStore) -> None:
+        self.parts = parts
+        self.writer = BackgroundWriter(store) if parts.group.launch.is_main else None
+        self._saved_step = -1
+        self._is_owed = False
+
+    def save(self, progress: Progress, *, best_metric: float | None = None) -> None:
+        """Start writing the state of this step boundary; training goes on beside it. Rank-local."""
+        if self.writer is None:
+            return
+        try:
+            if best_metric is not None:
+                self.writer.close()  # WHY: a best state must not be passed over as busy
+            was_started = self.writer.submit(
+                progress.step,
+                tensors=collect_tensors(self.parts),
+                meta=collect_meta(self.parts, progress),
+                volatile=volatile_names(self.parts),
+                best_metric=best_metric,
+            )
+            if was_started:
+                self._saved_step = progress.step
+        except CheckpointError as error:
+            self._warn(error)
+
+    def save_last(self, progress: Progress, *, best_metric: float | None = None) -> None:
+        """Write the state and wait until it is on the disk. Rank-local. Raises CheckpointError."""
+        if self.writer is None or self._saved_step == progress.step:
+            return
+        self.writer.write_now(
+            progress.step,
+            tensors=collect_tensors(self.parts),
+            meta=collect_meta(self.parts, progress),
+            best_metric=best_metric,
+        )
+        self._saved_step = progress.step
+
+    def before_update(self) -> None:
+        """Let a write under way finish with the old weights. Rank-local, before each update."""
+        if self.writer is not None:
+            self.writer.before_update()
+
+    def catch_up(self, progress: Progress) -> None:
+        """Report a write that failed; start one that was due while the writer was busy."""
+        if self.writer is None:
+            return
+        if (error := self.writer.poll()) is not None:
+            self._saved_step = -1
+            self._warn(error)
+        elif self.writer.is_wanted:
+            self.save(progress)
+
+    def close(self) -> None:
+        """Wait for the write under way. Rank-local."""
+        if self.writer is None:
+            return
+        try:
+            self.writer.close()
+            if (error := self.writer.poll()) is not None:
+                self._warn(error)
+        except CheckpointError as error:
+            self._warn(error)
+
+    def _warn(self, error: CheckpointError) -> None:
+        log.warning("no new checkpoint, training goes on with the older ones: %s", error)
+
+
+def refuse_non_finite(loss: float, *, step: int) -> None:
+    """Raise NonFiniteError if the mean loss up to step is not a number. The same on all ranks.
+
+    WHY before saving: a checkpoint of poisoned weights would push out the good ones.
+    """
+    if not math.isfinite(loss):
+        raise NonFiniteError(
+            f"the training loss became {loss} by step {step}; the checkpoints before it are kept",
+            fix="lower --learning_rate, set --clip_grad_norm 1, or --amp off; then --resume the "
+            "run. --continue_on_error leaves such windows out",
+        )

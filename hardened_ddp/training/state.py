@@ -1,0 +1,145 @@
+"""The state of a run as named tensors and numbers, and back.
+
+Owns the names inside a checkpoint: model.NAME, optimizer.PARAMETER.KEY. There is nothing of a
+single rank in it, no random state and no sampler state: those follow from seed, step and cursor.
+Does not own: how it gets to disk (checkpoint/), which checkpoint is taken (resume.py).
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from hardened_ddp.checkpoint.tensors import differences, specs_of
+from hardened_ddp.errors import CheckpointMismatchError
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.training.parts import Parts, Progress
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that was read: tensors by name, and the numbers that belong to them."""
+
+    tensors: Tensors
+    meta: Mapping[str, Any]  # Any: JSON
+
+
+def collect_tensors(parts: Parts) -> Tensors:
+    """Name the live tensors of model and optimizer; nothing is copied. Rank-local."""
+    tensors = {f"model.{name}": t for name, t in parts.replica.module.state_dict().items()}
+    for name, parameter in parts.replica.trainable.items():
+        for key, value in parts.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optimizer.{name}.{key}"] = value
+    return tensors
+
+
+def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
+    """Give the numbers that belong to the tensors, as JSON. Rank-local."""
+    return {
+        **asdict(progress),
+        "global_batch": parts.global_batch,
+        "total_steps": parts.total_steps,
+        "world_size": parts.group.world_size,
+        "seed": parts.config.device.seed,
+        "optimizer": type(parts.optimizer).__name__,
+        "precision": parts.precision.state(),
+        "dataset": parts.config.data.dataset,
+        "dataset_fingerprint": parts.data.fingerprint,
+        "model": parts.config.model.model,
+        "model_args": dict(parts.config.model.model_args),
+        "num_classes": parts.data.num_classes,
+        "input_shape": list(parts.data.input_shape),
+        "class_names": list(parts.data.class_names),
+        "torch": torch.__version__,
+    }
+
+
+def volatile_names(parts: Parts) -> set[str]:
+    """Name the tensors that a forward changes: they must be copied at once when saving."""
+    moving = {id(buffer) for buffer in parts.replica.moving_buffers}
+    return {f"model.{n}" for n, b in parts.replica.module.named_buffers() if id(b) in moving}
+
+
+def share_state(group: Group, saved: Saved) -> Saved:
+    """Give every rank what rank 0 has read. Collective: all ranks.
+
+    WHY not let every rank read: then each node would need the file, and a network file system may
+    show them different versions of it.
+    """
+    if group.world_size == 1:
+        return saved
+    layout = {
+        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        for name, tensor in saved.tensors.items()
+    }
+    layout, meta = group.gather_json([layout, dict(saved.meta)])[0]  # collective
+    shared: Tensors = {}
+    for name, (dtype, shape) in layout.items():
+        tensor = saved.tensors.get(name)
+        if tensor is None:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        # WHY bytes: gloo does not move every dtype.
+        group.broadcast_(tensor.reshape(-1).view(torch.uint8))  # collective
+        shared[name] = tensor
+    return Saved(shared, meta)
+
+
+def check_fits(parts: Parts, saved: Saved) -> None:
+    """Raise CheckpointMismatchError listing how the checkpoint differs. Rank-local."""
+    tensors, meta = saved.tensors, saved.meta
+    live = parts.replica.module.state_dict()
+    problems = differences(
+        specs_of({f"model.{name}": tensor for name, tensor in live.items()}),
+        specs_of({n: t for n, t in tensors.items() if n.startswith("model.")}),
+    )
+    if meta["optimizer"] != type(parts.optimizer).__name__:
+        problems.append(
+            f"optimizer: checkpoint has {meta['optimizer']}, this run uses "
+            f"{type(parts.optimizer).__name__}"
+        )
+    if meta["dataset_fingerprint"] != parts.data.fingerprint:
+        problems.append(
+            f"dataset: the checkpoint saw {meta['dataset']} {meta['dataset_fingerprint'][:12]}, "
+            f"now it is {parts.config.data.dataset} {parts.data.fingerprint[:12]}: the order of "
+            "samples would not go on"
+        )
+    if problems:
+        raise CheckpointMismatchError(
+            f"the checkpoint of step {meta['step']} belongs to another run: " + "; ".join(problems),
+            fix="resume with the settings of that run (its config.yaml), or start afresh with "
+            "--resume never",
+        )
+
+
+@torch.no_grad()
+def restore(parts: Parts, saved: Saved) -> Progress:
+    """Load a state. Rank-local, on all ranks with the same tensors.
+
+    Raises CheckpointMismatchError; then nothing was loaded.
+    """
+    check_fits(parts, saved)
+    tensors, meta = saved.tensors, saved.meta
+    model = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
+    parts.replica.module.load_state_dict(model)
+    for name, parameter in parts.replica.trainable.items():
+        prefix = f"optimizer.{name}."
+        state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        for key, value in state.items():
+            if value.shape == parameter.shape:
+                # WHY: the same device and memory layout as the parameter (channels_last).
+                live = torch.empty_like(parameter, dtype=value.dtype)
+                state[key] = live.copy_(value)
+        if state:
+            parts.optimizer.state[parameter] = state
+    parts.precision.restore(dict(meta["precision"]))
+    return Progress(
+        step=int(meta["step"]),
+        epoch=int(meta["epoch"]),
+        cursor=int(meta["cursor"]),
+        best_accuracy=float(meta["best_accuracy"]),
+        num_errors=int(meta["num_errors"]),
+    )

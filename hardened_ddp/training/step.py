@@ -1,0 +1,265 @@
+"""One optimizer step: the window's samples forward and backward, gradients averaged, weights moved.
+
+Owns the order forward, backward, all-reduce, unscale, clip, update, and the weighting: losses are
+sums, divided by the samples of the whole window, so accumulation, a short last window and uneven
+shares all give the gradient of one big batch.
+
+Two forms. The fast one lets DDP average inside the last backward, overlapped with it. The safe one
+keeps gradients local and averages them afterwards in one all-reduce; it serves windows in which
+some rank has no sample, and every window under --continue_on_error, where the ranks first vote.
+"""
+
+import contextlib
+import logging
+import math
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hardened_ddp.data.loader import Batch
+from hardened_ddp.data.sampler import Window
+from hardened_ddp.errors import (
+    HardenedError,
+    OutOfMemoryError,
+    SampleError,
+    StepError,
+    TooManyErrors,
+    UnusedParameterError,
+)
+from hardened_ddp.model.optimizer import learning_rate, set_learning_rate
+from hardened_ddp.model.precision import clip
+from hardened_ddp.ranks.group import lost_peer
+from hardened_ddp.ranks.seeding import seed_step
+from hardened_ddp.reporting.step_clock import StepClock
+from hardened_ddp.training.parts import Parts, Progress
+from hardened_ddp.training.totals import Totals
+
+log = logging.getLogger(__name__)
+
+
+class Stepper:
+    """Does optimizer steps with the parts of a run, and adds up their losses."""
+
+    def __init__(
+        self, parts: Parts, *, clock: StepClock, before_update: Callable[[], None]
+    ) -> None:
+        self.parts = parts
+        self.clock = clock
+        self.before_update = before_update
+        self.totals = Totals(parts.device)
+        self.grad_norm: torch.Tensor | None = None
+        self.wants_grad_norm = False
+        """Set it before a step to have grad_norm measured in it; clipping measures always."""
+
+        self.left_out: list[dict[str, Any]] = []
+        """What was left out and why, for the report; rank 0's list is complete."""
+
+        self.has_unread_totals = False
+        """Steps were done since read_totals. The same on all ranks."""
+
+        self._phase = "forward"
+        config = parts.config
+        self._has_schedule = (
+            config.optimizer.lr_schedule != "constant" or config.optimizer.warmup_steps > 0
+        )
+        set_learning_rate(parts.optimizer, config.optimizer.learning_rate)
+        self._checks_unused = (
+            parts.replica.ddp is not None and not parts.replica.ddp.find_unused_parameters
+        )
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the last step."""
+        return float(self.parts.optimizer.param_groups[0]["lr"])
+
+    def read_totals(self) -> dict[str, float]:
+        """Give mean loss and accuracy since the last reading, and start anew. Collective."""
+        sums = self.totals.read(self.parts.group)  # collective
+        self.totals = Totals(self.parts.device)
+        self.has_unread_totals = False
+        return sums
+
+    def do(self, window: Window, batches: Sequence[Batch], progress: Progress) -> None:
+        """Train on this rank's batches of window, and commit it. Collective: all ranks.
+
+        Raises SampleError, OutOfMemoryError, StepError or PeerLostError, each naming rank, step,
+        phase and samples; then nothing of the window is committed.
+        """
+        parts = self.parts
+        seed_step(
+            parts.config.device.seed,
+            step=progress.step,
+            rank=parts.group.launch.rank,
+            device_type=parts.device.type,
+        )
+        if self._has_schedule:
+            set_learning_rate(
+                parts.optimizer,
+                learning_rate(
+                    parts.config.optimizer, step=progress.step, total_steps=parts.total_steps
+                ),
+            )
+        try:
+            if parts.config.loop.continue_on_error:
+                did_agree = self._voted(window, batches, progress)  # collective
+            else:
+                did_agree = True
+                self._unvoted(window, batches)  # collective
+            if did_agree:
+                self._update()
+        except HardenedError:
+            raise
+        except Exception as error:
+            raise self._explain(error, batches, progress) from error
+        parts.optimizer.zero_grad(set_to_none=True)
+        self.has_unread_totals = True
+        progress.step += 1
+        progress.cursor = window.stop
+        self.clock.mark("optimizer")
+
+    def _unvoted(self, window: Window, batches: Sequence[Batch]) -> None:
+        """Forward and backward in the fast form, if every rank has samples."""
+        for batch in batches:
+            if batch.bad:
+                raise SampleError(
+                    f"rank {self.parts.group.launch.rank} can't read sample {batch.bad[0].index}: "
+                    f"{batch.bad[0].error}",
+                    fix="mend it, or leave such samples out with --continue_on_error",
+                )
+        has_empty_share = window.size < self.parts.group.world_size
+        self._accumulate(window, batches, keep_local=has_empty_share)
+        if has_empty_share:
+            self.parts.replica.sum_gradients()  # collective
+        elif self._checks_unused and (names := self.parts.replica.parameters_without_gradient()):
+            raise UnusedParameterError(
+                f"rank {self.parts.group.launch.rank}: no gradient came for {', '.join(names[:8])} "
+                f"({len(names)} in all), which other ranks wait for",
+                fix="--find_unused_parameters, or use them in every forward, or freeze them",
+            )
+        self.parts.replica.sync_buffers()  # collective
+
+    def _accumulate(self, window: Window, batches: Sequence[Batch], *, keep_local: bool) -> None:
+        """Run all batches forward and backward; the last backward averages unless keep_local."""
+        parts = self.parts
+        # DDP divides by world_size, and the mean is over the window: this undoes the one and does
+        # the other.
+        scale = parts.group.world_size / window.size
+        memory_format = parts.config.model.channels_last
+        for index, batch in enumerate(batches):
+            batch = batch.to(parts.device, channels_last=memory_format)
+            is_synced = index == len(batches) - 1 and not keep_local
+            self._phase = "forward"
+            with contextlib.nullcontext() if is_synced else parts.replica.no_sync():
+                with parts.precision.autocast():
+                    scored = parts.objective(parts.replica.call, batch.inputs, batch.targets)
+                self.clock.mark("forward")
+                self._phase = "backward"
+                parts.precision.backward(scored.loss_sum * scale)  # collective if is_synced
+            self.totals.add(scored, batch.targets)
+            self.clock.mark("backward")
+
+    def _voted(self, window: Window, batches: Sequence[Batch], progress: Progress) -> bool:
+        """Do the safe form with a vote; say whether there is a gradient to apply. Collective.
+
+        A window that failed on some rank is left out on all; samples that can't be read are left
+        out alone, and the gradient is that of the samples that remain.
+        """
+        parts, failure = self.parts, ""
+        buffers = [buffer.clone() for buffer in parts.replica.moving_buffers]
+        readable = [batch for batch in batches if batch.num_samples > 0]
+        before = self.totals.copy()
+        try:
+            self._accumulate(window, readable, keep_local=True)
+            if not math.isfinite(self.totals.loss_since(before)):
+                failure = "the loss is not finite"
+        except Exception as error:  # WHY broad: whatever it is, the other ranks must hear of it
+            log.warning(
+                "step %d: this rank failed in %s", progress.step, self._phase, exc_info=True
+            )
+            failure = f"{self._phase}: {type(error).__name__}: {error}"
+        num_valid = sum(batch.num_samples for batch in readable)
+        votes = torch.tensor([num_valid, int(bool(failure))])
+        total_valid, num_failed = parts.group.sum_(votes).tolist()  # collective
+        if total_valid < window.size or num_failed:
+            self._report_left_out(batches, failure, progress)  # collective
+        if num_failed or total_valid == 0:
+            parts.optimizer.zero_grad(set_to_none=True)
+            for buffer, old in zip(parts.replica.moving_buffers, buffers, strict=True):
+                buffer.copy_(old)
+            self.totals = before
+            return False
+        parts.replica.sum_gradients()  # collective
+        if total_valid < window.size:
+            for parameter in parts.replica.trainable.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(window.size / total_valid)
+        parts.replica.sync_buffers()  # collective
+        return True
+
+    def _report_left_out(self, batches: Sequence[Batch], failure: str, progress: Progress) -> None:
+        """Count what is left out; stop all ranks above max_errors. Collective: all ranks."""
+        mine = [
+            {"step": progress.step, "epoch": progress.epoch, "index": bad.index, "error": bad.error}
+            for batch in batches
+            for bad in batch.bad
+        ]
+        if failure:
+            samples = [int(index) for batch in batches for index in batch.indices]
+            mine.append(
+                {
+                    "step": progress.step,
+                    "epoch": progress.epoch,
+                    "window": samples,
+                    "error": failure,
+                }
+            )
+        for rank, entries in enumerate(self.parts.group.gather_json(mine)):  # collective
+            for entry in entries:
+                what = f"sample {entry['index']}" if "index" in entry else "the whole window"
+                log.warning(
+                    "step %d left out %s: rank %d, %s", progress.step, what, rank, entry["error"]
+                )
+                self.left_out.append({"rank": rank, **entry})
+                progress.num_errors += 1
+        limit = self.parts.config.loop.max_errors
+        if progress.num_errors > limit:
+            raise TooManyErrors(
+                f"{progress.num_errors} samples or windows were left out by step {progress.step}, "
+                f"more than max_errors {limit}; the last: {self.left_out[-1]['error']}",
+                fix="see skipped_samples.jsonl in the run folder; mend the cause or raise "
+                "--max_errors",
+            )
+
+    def _update(self) -> None:
+        """Unscale, clip, update the weights. Every rank has the same gradients: no vote."""
+        parts = self.parts
+        self._phase = "optimizer"
+        max_norm = parts.config.optimizer.clip_grad_norm
+        if max_norm > 0 or self.wants_grad_norm:
+            parts.precision.unscale(parts.optimizer)
+            self.grad_norm = clip(parts.replica.trainable.values(), max_norm=max_norm)
+        # WHY here: a checkpoint that is being written still reads the old weights.
+        self.before_update()
+        parts.precision.step(parts.optimizer)
+
+    def _explain(
+        self, error: Exception, batches: Sequence[Batch], progress: Progress
+    ) -> HardenedError:
+        """Say which rank, step, phase and samples an exception belongs to."""
+        if (lost := lost_peer(error, self.parts.group)) is not None:
+            return lost
+        samples = [int(index) for batch in batches for index in batch.indices]
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = (
+            f"rank {self.parts.group.launch.rank}, step {progress.step}, {self._phase}, samples "
+            f"{samples[:8]}{' ...' if len(samples) > 8 else ''}: {type(error).__name__}: {error} "
+            f"({frame.filename}:{frame.lineno})"
+        )
+        log.debug("the step failed", exc_info=error)
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            return OutOfMemoryError(
+                text, fix="halve --batch_size and double --accumulation_steps: the same gradient"
+            )
+        return StepError(text, fix="the traceback is in this rank's log file")

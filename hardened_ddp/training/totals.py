@@ -1,0 +1,47 @@
+"""Sums over training samples, kept on the device so that adding to them never waits for it."""
+
+import torch
+
+from hardened_ddp.model.objective import Scored
+from hardened_ddp.ranks.group import Group
+
+
+class Totals:
+    """Loss, correct predictions and samples since the last reading."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss_sum = torch.zeros((), device=device)
+        self.num_correct = torch.zeros((), dtype=torch.int64, device=device)
+        self.num_samples = 0
+
+    def add(self, scored: Scored, targets: torch.Tensor) -> None:
+        """Add one forward, scored against targets of shape (num_samples,)."""
+        # WHY not in place: copy() shares the old tensors.
+        self.loss_sum = self.loss_sum + scored.loss_sum.detach()
+        hits = scored.logits.detach().argmax(dim=1).eq(targets)
+        self.num_correct = self.num_correct + hits.sum()
+        self.num_samples += targets.shape[0]
+
+    def copy(self) -> "Totals":
+        """Remember this moment, to go back to it or to compare."""
+        other = Totals.__new__(Totals)
+        other.loss_sum, other.num_correct = self.loss_sum, self.num_correct
+        other.num_samples = self.num_samples
+        return other
+
+    def loss_since(self, before: "Totals") -> float:
+        """Give the loss added since before. Waits for the device."""
+        return float(self.loss_sum - before.loss_sum)
+
+    def read(self, group: Group) -> dict[str, float]:
+        """Give mean loss, accuracy and the number of samples over all ranks. Collective."""
+        sums = torch.stack(
+            [
+                self.loss_sum.double(),
+                self.num_correct.double(),
+                torch.tensor(float(self.num_samples), dtype=torch.float64).to(self.loss_sum.device),
+            ]
+        )
+        loss, correct, samples = group.sum_(sums).tolist()  # collective
+        count = max(1.0, samples)
+        return {"loss": loss / count, "accuracy": correct / count, "samples": samples}

@@ -1,0 +1,305 @@
+#!/usr/bin/env python3
+"""The contract with the user: the commands as they are typed, and the faults that they survive.
+
+    python test_ddp_training.py [--quick] [pytest's own arguments]     this file and tests/
+
+Commands run as real torchrun and python where those are the point, and on forked ranks
+(tests/ranks.py) where only the script is. Everything is written under pytest's temporary folder.
+"""
+
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.leftovers import leaves_nothing_behind
+from tests.processes import ROOT, kill
+from tests.ranks import (
+    Completed,
+    Finished,
+    free_port,
+    run_command,
+    start_command,
+    start_training,
+    train,
+)
+from tests.run_folder import (
+    find_checkpoints,
+    find_runs,
+    fingerprints,
+    last_tensors,
+    only_run,
+    printed_command,
+    read_summary,
+    step_of,
+)
+
+__all__ = ["leaves_nothing_behind"]  # WHY: conftest.py of tests/ does not reach up to this file
+
+LEARNED = 0.97  # test accuracy on digits after 5 epochs with the defaults
+# 3 epochs are 135 steps on 2 ranks, and a fault finds its place between two of many checkpoints.
+STEADY: list[str | Path] = ["--cpu_only", "--batch_size", "16", "--epochs", "3"]
+STEADY += ["--num_workers", "0", "--checkpoint_every_steps", "5"]
+
+
+# What the README tells to type, and the accuracy that must come of it.
+TYPED = {
+    "python ddp_training.py --single_gpu --batch_size 32 --epochs 5": LEARNED,
+    "torchrun --nproc_per_node=2 ddp_training.py --batch_size 16 --epochs 5": LEARNED,
+    "torchrun --nproc_per_node=2 ddp_training.py --batch_size 32 --epochs 10"
+    " --learning_rate 1e-4": 0.85,
+    "torchrun --nproc_per_node=4 ddp_training.py --batch_size 16 --epochs 10": LEARNED,
+    "torchrun --nproc_per_node=2 ddp_training.py --debug --log_interval 10"
+    " --batch_size 16": LEARNED,
+    "torchrun --nproc_per_node=2 ddp_training.py --find_unused_parameters --num_workers 0"
+    " --batch_size 8 --continue_on_error": LEARNED,
+    "python ddp_training.py --cpu_only --batch_size 8 --epochs 2": 0.9,
+    "torchrun --standalone --nproc_per_node=4 ddp_training.py": 0.9,
+    "torchrun --nnodes=1 --node_rank=0 --nproc_per_node=2 --master_addr=localhost"
+    " --master_port=12355 ddp_training.py": LEARNED,
+}
+QUICK = 2  # of these, so many run with --quick too
+
+
+@pytest.mark.parametrize(
+    ("command", "accuracy"),
+    [
+        pytest.param(*typed, id=typed[0], marks=[pytest.mark.slow] if index >= QUICK else [])
+        for index, typed in enumerate(TYPED.items())
+    ],
+)
+def test_a_command_as_typed_trains_and_leaves_a_whole_run_folder(
+    command: str, accuracy: float, tmp_path: Path
+) -> None:
+    command = command.replace("12355", str(free_port(prefer=12355)))
+    argv = [*command.split(), "--output_dir", str(tmp_path)]
+    completed = run_command(argv, timeout_s=120).ok()
+    assert "Traceback" not in completed.output
+    run = only_run(tmp_path)
+    _check_run_folder(run, command)
+    assert read_summary(run)["test_accuracy"] >= accuracy
+    for words in (f"tensorboard --logdir {run}", "--resume", "export"):
+        assert words in completed.output.replace("'", "")
+
+
+def test_the_printed_resume_command_says_that_the_run_is_finished(tmp_path: Path) -> None:
+    finished = _train_shortly(tmp_path)
+    before = last_tensors(tmp_path)
+    completed = run_command(printed_command(finished.outputs[0], "--resume"), timeout_s=60).ok()
+    assert "finished" in completed.output
+    assert "Traceback" not in completed.output
+    assert last_tensors(tmp_path) == before
+    assert len(find_runs(tmp_path)) == 1
+
+
+def test_the_printed_export_command_writes_the_trained_weights(tmp_path: Path) -> None:
+    finished = _train_shortly(tmp_path / "runs")
+    output = tmp_path / "export"
+    argv = [
+        *printed_command(finished.outputs[0], "ddp_training.py export"),
+        "--output",
+        str(output),
+    ]
+    run_command(argv, timeout_s=60).ok()
+    exported = fingerprints(output / "model.safetensors")
+    trained = last_tensors(tmp_path / "runs")
+    assert exported
+    assert exported == {name: trained[f"model.{name}"] for name in exported}
+
+
+@pytest.mark.slow
+def test_the_printed_tensorboard_command_finds_curves(tmp_path: Path) -> None:
+    finished = _train_shortly(tmp_path)
+    argv = printed_command(finished.outputs[0], "tensorboard --logdir")
+    completed = run_command([*argv, "--inspect"], timeout_s=60).ok()
+    assert "scalars" in completed.stdout
+    assert "last_step" in completed.stdout
+
+
+def test_half_an_environment_is_one_clear_error() -> None:
+    completed = run_command(["python", "ddp_training.py"], timeout_s=20, env={"RANK": "0"})
+    assert completed.status != 0
+    for name in ("LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "torchrun"):
+        assert name in completed.stderr
+    _check_one_error(completed)
+
+
+def test_an_unknown_flag_is_named_with_the_nearest_one_and_nothing_is_made(tmp_path: Path) -> None:
+    output = tmp_path / "runs"
+    argv = ["python", "ddp_training.py", "--batchsize", "32", "--output_dir", str(output)]
+    completed = run_command(argv, timeout_s=20)
+    assert completed.status == 2
+    assert "--batchsize" in completed.stderr
+    assert "--batch_size" in completed.stderr
+    assert not output.exists()
+    _check_one_error(completed)
+
+
+def test_help_answers_without_importing_torch() -> None:
+    argv = ["python", "-X", "importtime", "ddp_training.py", "--help"]
+    completed = run_command(argv, timeout_s=20).ok()
+    assert "--batch_size" in completed.stdout
+    assert not re.search(r"\|\s+torch\b", completed.stderr)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_run_killed_in_mid_epoch_resumes_to_the_same_weights(
+    world_size: int, tmp_path: Path, undisturbed: Callable[[int], dict[str, str]]
+) -> None:
+    run = _kill_in_mid_run(tmp_path, world_size)
+    finished = train([*STEADY, "--output_dir", tmp_path, "--resume", run], world_size).ok()
+    assert "Traceback" not in finished.output
+    assert read_summary(run)["status"] == "finished"
+    assert last_tensors(tmp_path) == undisturbed(world_size)
+
+
+def test_a_corrupt_checkpoint_is_passed_over_with_its_reason(
+    tmp_path: Path, undisturbed: Callable[[int], dict[str, str]]
+) -> None:
+    run = _kill_in_mid_run(tmp_path, 2)
+    older, newest = find_checkpoints(tmp_path)[-2:]
+    state = newest / "state.safetensors"
+    raw = bytearray(state.read_bytes())
+    raw[-1] ^= 1
+    state.write_bytes(raw)
+    finished = train([*STEADY, "--output_dir", tmp_path, "--resume", run], 2).ok()
+    [reason] = [line for line in finished.outputs[0].splitlines() if "passed over" in line]
+    assert newest.name in reason
+    assert "sha256" in reason
+    assert f"step {step_of(older)}" in finished.outputs[0]
+    assert "passed over" in (run / "logs" / "rank-0.log").read_text(encoding="utf-8")
+    assert last_tensors(tmp_path) == undisturbed(2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint_to_go_on_from(
+    number: signal.Signals,
+    world_size: int,
+    tmp_path: Path,
+    undisturbed: Callable[[int], dict[str, str]],
+) -> None:
+    argv = [*STEADY, "--output_dir", tmp_path]
+    with start_training(argv, world_size) as running:
+        running.wait_for(lambda: find_checkpoints(tmp_path), timeout_s=60, what="a checkpoint")
+        running.kill(world_size - 1, number)
+        finished = running.wait(60).ok()
+    run = only_run(tmp_path)
+    summary = read_summary(run)
+    assert summary["status"] == "stopped"
+    assert step_of(find_checkpoints(tmp_path)[-1]) == summary["step"]
+    assert number.name in finished.outputs[0]
+    assert "Traceback" not in finished.output
+    train([*argv, "--resume", run], world_size).ok()
+    assert last_tensors(tmp_path) == undisturbed(world_size)
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_after_a_killed_worker_to_the_same_weights(
+    tmp_path: Path, undisturbed: Callable[[int], dict[str, str]]
+) -> None:
+    argv = ["torchrun", "--nproc_per_node=2", "--max_restarts=2", "ddp_training.py"]
+    with start_command([*argv, *STEADY, "--output_dir", str(tmp_path)]) as command:
+        command.wait_for(lambda: find_checkpoints(tmp_path), timeout_s=60, what="a checkpoint")
+        pid = command.pid_of_rank(1)
+        assert pid is not None
+        kill(pid)
+        command.wait(timeout_s=100).ok()
+    assert read_summary(only_run(tmp_path))["status"] == "finished"
+    assert last_tensors(tmp_path) == undisturbed(2)
+
+
+@pytest.mark.slow
+def test_sigterm_to_torchrun_saves_a_checkpoint_and_leaves_no_worker(tmp_path: Path) -> None:
+    argv = ["torchrun", "--nproc_per_node=2", "ddp_training.py", "--epochs", "1000"]
+    with start_command([*argv, "--output_dir", str(tmp_path)]) as command:
+        command.wait_for(lambda: find_checkpoints(tmp_path), timeout_s=60, what="a checkpoint")
+        command.signal(signal.SIGTERM)
+        command.wait(timeout_s=40)  # its status is torchrun's own: always 1 after a signal
+    summary = read_summary(only_run(tmp_path))
+    assert summary["status"] == "stopped"
+    assert step_of(find_checkpoints(tmp_path)[-1]) == summary["step"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, str]]:
+    """Give the final tensors of the STEADY run that nothing happens to, per number of ranks."""
+
+    @cache
+    def final_tensors(world_size: int) -> dict[str, str]:
+        output = tmp_path_factory.mktemp("undisturbed")
+        train([*STEADY, "--output_dir", output], world_size).ok()
+        return last_tensors(output)
+
+    return final_tensors
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run this file and tests/ under pytest, and return its exit status."""
+    here = [str(ROOT / "test_ddp_training.py"), str(ROOT / "tests")]
+    return int(pytest.main(["-c", str(ROOT / "pyproject.toml"), *here, *argv]))
+
+
+def _check_run_folder(run: Path, command: str) -> None:
+    num_ranks = int(_typed_value(command, "nproc_per_node", "1"))
+    summary = read_summary(run)
+    assert summary["status"] == "finished"
+    assert summary["epoch"] == int(_typed_value(command, "epochs", "5"))
+    assert summary["world_size"] == num_ranks
+    assert step_of(find_checkpoints(run.parent)[-1]) == summary["step"]
+    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        assert isinstance(json.loads(line), dict)
+    assert list((run / "tensorboard").glob("events*"))
+    logs = sorted(path.name for path in (run / "logs").glob("rank-*.log"))
+    assert logs == [f"rank-{rank}.log" for rank in range(num_ranks)]
+    settings = (run / "config.yaml").read_text(encoding="utf-8")
+    batch_size = _typed_value(command, "batch_size", "32")
+    assert re.search(rf"^batch_size: {batch_size}\b", settings, re.MULTILINE)
+
+
+def _typed_value(command: str, name: str, default: str) -> str:
+    found = re.search(rf"--{name}[ =](\S+)", command)
+    return found[1] if found else default
+
+
+def _check_one_error(completed: Completed) -> None:
+    assert completed.stderr.count("error") == 1
+    assert "Traceback" not in completed.output
+    assert completed.stdout == ""
+
+
+def _train_shortly(output_dir: Path) -> Finished:
+    """Train a few steps without a launcher."""
+    argv: list[str | Path] = [
+        "--cpu_only",
+        "--max_steps",
+        "5",
+        "--epochs",
+        "1",
+        "--output_dir",
+        output_dir,
+    ]
+    return train(argv, launcher="none").ok()
+
+
+def _kill_in_mid_run(output_dir: Path, world_size: int) -> Path:
+    """Kill all ranks of a STEADY run that has two checkpoints or more; return its folder."""
+    with start_training([*STEADY, "--output_dir", output_dir], world_size) as running:
+        running.wait_for(
+            lambda: len(find_checkpoints(output_dir)) > 1,
+            timeout_s=60,
+            what="two checkpoints",
+        )
+        for rank in range(world_size):
+            running.kill(rank)
+        assert running.wait(20).statuses == (-signal.SIGKILL,) * world_size
+    return only_run(output_dir)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,19 @@
+"""Every test is checked for what it leaves behind; --quick leaves out the slow ones."""
+
+import pytest
+
+from tests.leftovers import leaves_nothing_behind
+
+__all__ = ["leaves_nothing_behind"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--quick"):
+        return
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="slow, and --quick was given"))

@@ -1,0 +1,182 @@
+"""The process that ranks of tests are forked from: torch is imported once, and not per rank.
+
+Owns: the imports, the fork, and the news of how a child ended. ranks.py starts it and talks to it
+over a socket: a request names a folder with job-RANK.json files, the answer holds the pids.
+It has one thread, starts no GPU and runs no tensor code, so that a fork of it is a clean process.
+A script ends as it always does, through the interpreter's own end; a test's function ends after
+threads and atexit, without the 0.3 s that taking 3000 modules down would cost each rank.
+When the socket closes, because pytest ended in whatever way, all children are killed and the
+folder of jobs, our second argument, is removed.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import pickle
+import pkgutil
+import random
+import select
+import shutil
+import signal
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+STACK_SIGNAL = signal.SIGRTMIN + 7  # used by no library that we know
+MAX_MESSAGE_BYTES = 64 * 1024
+_PR_SET_PDEATHSIG = 1
+_HEAVY = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "torch._dynamo",  # DDP and the optimizers import it at their first use
+    "torch.utils.tensorboard",
+    "sklearn.datasets",
+    "safetensors.torch",
+    "psutil",
+    "yaml",
+    "tqdm",
+    "pytest",
+    "tests.ranks",
+)
+
+
+def main() -> int:
+    """Import, fork on request; return in the server at its end, in a child after its job."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    preload()
+    job = serve(channel)
+    return run_job(*job) if job else 0
+
+
+def preload() -> None:
+    """Import what ranks need. What can't be imported here fails in the test that needs it."""
+    for name in _HEAVY:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    # WHY broad: a room that is broken must not take the tests of the other rooms with it
+    with contextlib.suppress(Exception):
+        rooms = importlib.import_module("hardened_ddp")
+        for module in pkgutil.walk_packages(
+            rooms.__path__, "hardened_ddp.", onerror=lambda _: None
+        ):
+            with contextlib.suppress(Exception):
+                importlib.import_module(module.name)
+    gc.collect()
+    gc.freeze()  # WHY: a collection in a child would write to, and so copy, all those pages
+
+
+def serve(channel: socket.socket) -> tuple[Path, int] | None:
+    """Fork until the socket closes. Returns (folder, rank) in a child, None in the server."""
+    waiter = select.poll()
+    waiter.register(channel, select.POLLIN)
+    children: dict[int, int] = {}  # pidfd -> pid
+    while True:
+        for fd, _ in waiter.poll():
+            if fd in children:
+                pid = children.pop(fd)
+                waiter.unregister(fd)
+                os.close(fd)
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                with contextlib.suppress(OSError):
+                    channel.send(json.dumps({"pid": pid, "status": status}).encode())
+                continue
+            raw = channel.recv(MAX_MESSAGE_BYTES)
+            if not raw:
+                for pid in children.values():
+                    os.kill(pid, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
+                shutil.rmtree(sys.argv[2], ignore_errors=True)
+                return None
+            request = json.loads(raw)
+            pids = []
+            for rank in range(request["world_size"]):
+                pid = os.fork()
+                if pid == 0:
+                    for inherited in (channel.detach(), *children):
+                        os.close(inherited)
+                    return Path(request["folder"]), rank
+                pids.append(pid)
+                fd = os.pidfd_open(pid)
+                children[fd] = pid
+                waiter.register(fd, select.POLLIN)
+            channel.send(json.dumps({"pids": pids}).encode())
+
+
+def run_job(folder: Path, rank: int) -> int:
+    """Become the rank that the job describes, do it, and return the exit status."""
+    job = json.loads((folder / f"job-{rank}.json").read_text(encoding="utf-8"))
+    os.setsid()
+    # WHY: a rank must not outlive the server, however that ends
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _redirect(folder / f"output-{rank}.txt")
+    stack = (folder / f"stack-{rank}.txt").open("w", encoding="utf-8")
+    faulthandler.register(STACK_SIGNAL, file=stack)
+    faulthandler.enable()
+    os.environ.clear()
+    os.environ.update(job["env"])
+    os.chdir(job["cwd"])
+    sys.path[:] = job["sys_path"]
+    random.seed()
+    sys.modules["numpy"].random.seed()
+    if job["kind"] == "script":
+        return run_script(job["argv"])
+    status = run_target(job, folder, rank)
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter does
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def run_script(argv: list[str]) -> int:
+    """Run ddp_training.py as if it had been typed."""
+    sys.argv = ["ddp_training.py", *argv]
+    status: int = importlib.import_module("ddp_training").main(argv)
+    return status
+
+
+def run_target(job: dict[str, Any], folder: Path, rank: int) -> int:
+    """Call a test's function and leave its result, or its traceback, in a file."""
+    status = 0
+    try:
+        target: Any = importlib.import_module(job["module"])
+        for name in job["name"].split("."):
+            target = getattr(target, name)
+        arguments = pickle.loads((folder / "arguments.pickle").read_bytes())
+        raw = pickle.dumps({"value": target(*arguments)})
+    except SystemExit as leaving:
+        status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        raw = pickle.dumps({"error": traceback.format_exc()})
+    except BaseException:  # WHY broad: whatever a test raises is its result
+        status = 1
+        raw = pickle.dumps({"error": traceback.format_exc()})
+    (folder / f"result-{rank}.pickle").write_bytes(raw)
+    return status
+
+
+def _redirect(path: Path) -> None:
+    """Send stdout and stderr to one file, line by line as to a terminal; no input."""
+    output = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(nothing)
+    os.close(output)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a text file
+
+
+if __name__ == "__main__":
+    sys.exit(main())

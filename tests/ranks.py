@@ -1,0 +1,195 @@
+"""Ranks for tests: real processes that talk over gloo, forked from one server that has torch.
+
+    results = run_ranks(target, 2, "argument")             a function on each of 2 ranks
+    finished = train(["--epochs", "1"], 2).ok()            ddp_training.py on 2 ranks
+    with start_training([...], 2) as running: ...          the same, to be signalled and killed
+    completed = run_command(["torchrun", ...], timeout_s=60)
+
+Owns: starting ranks, torchrun's environment for them, and the one fork server of the session.
+Does not own: the server (rank_server.py, rank_link.py), ranks under way (running.py), real commands
+(commands.py), what a test leaves behind (leftovers.py).
+What goes wrong here: a rank hangs. Then all are asked for their stacks, killed, and shown.
+"""
+
+import atexit
+import contextlib
+import pickle
+import random
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from tests.commands import Completed, run_command, start_command
+from tests.processes import ROOT, clean_environment
+from tests.rank_link import RankLink
+from tests.running import Finished, RankFailure, Running
+
+__all__ = [
+    "Completed",
+    "Finished",
+    "RankFailure",
+    "Running",
+    "free_port",
+    "run_command",
+    "run_ranks",
+    "start_command",
+    "start_ranks",
+    "start_training",
+    "train",
+]
+
+_PORTS = range(20000, 32000)  # WHY: below the ports that the kernel gives to whoever asks for any
+_link: RankLink | None = None
+_all_running: list[Running] = []
+
+
+def run_ranks(
+    target: Callable[..., Any],  # Any: a test's own function
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Call target(*args) on each rank, and return what they returned, in rank order.
+
+    Raises RankFailure if a rank raises, leaves with another status than 0, or hangs.
+    """
+    with start_ranks(target, world_size, *args, env=env) as running:
+        return list(running.wait(timeout_s).ok().values)
+
+
+def start_ranks(
+    target: Callable[..., Any],  # Any: a test's own function
+    world_size: int,
+    *args: Any,
+    env: Mapping[str, str] | None = None,
+) -> Running:
+    """Start target(*args) on each rank, with torchrun's variables in os.environ.
+
+    target is a function at the top level of a test module.
+    """
+    port = free_port()
+    jobs = [
+        {
+            "kind": "call",
+            "module": target.__module__,
+            "name": target.__qualname__,
+            # WHY loopback: gloo would look for the address of the host's name, and may find none
+            "env": clean_environment(
+                {"GLOO_SOCKET_IFNAME": "lo", **_launch(rank, world_size, port), **(env or {})}
+            ),
+            "cwd": str(Path.cwd()),
+            "sys_path": [str(ROOT), *sys.path],
+        }
+        for rank in range(world_size)
+    ]
+    return _start(jobs, pickle.dumps(args))
+
+
+def start_training(
+    argv: Sequence[str | Path],
+    world_size: int = 1,
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    attempt: int = 0,
+    launcher: Literal["torchrun", "none"] = "torchrun",
+) -> Running:
+    """Start ddp_training.py with these arguments on each rank, as the given launcher would."""
+    if launcher == "none" and world_size != 1:
+        raise ValueError(f"without a launcher there is one rank, and not {world_size}")
+    port = free_port()
+    jobs = []
+    for rank in range(world_size):
+        variables = _launch(rank, world_size, port, attempt) if launcher != "none" else {}
+        jobs.append(
+            {
+                "kind": "script",
+                "argv": [str(word) for word in argv],
+                "env": clean_environment({**variables, **(env or {})}),
+                "cwd": str(cwd or ROOT),
+                "sys_path": [str(ROOT), *sys.path],
+            }
+        )
+    return _start(jobs)
+
+
+def train(
+    argv: Sequence[str | Path], world_size: int = 1, *, timeout_s: float = 120.0, **how: Any
+) -> Finished:
+    """Run ddp_training.py to its end; how: see start_training. Does not raise if a rank fails."""
+    with start_training(argv, world_size, **how) as running:
+        return running.wait(timeout_s)
+
+
+def free_port(*, prefer: int = 0) -> int:
+    """Return a TCP port that nobody listens on; the preferred one if that is so."""
+    port = prefer
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port or _random_port()))
+            found: int = probe.getsockname()[1]
+            return found
+        port = 0
+
+
+def kill_running() -> list[int]:
+    """Kill the ranks that a test left running. Returns their process ids."""
+    left = [running for running in _all_running if running.living()]
+    _all_running.clear()
+    pids = [running.pids[rank] for running in left for rank in running.living()]
+    for running in left:
+        running.kill_all()
+    return pids
+
+
+def server_pid() -> int | None:
+    """Return the process id of the fork server, if it runs."""
+    return _link.process.pid if _link else None
+
+
+def close_server() -> None:
+    """End the fork server with all its ranks."""
+    global _link
+    if _link is not None:
+        _link.close()
+        _link = None
+
+
+def _start(jobs: Sequence[Mapping[str, Any]], arguments: bytes = b"") -> Running:
+    global _link
+    if _link is None:
+        _link = RankLink()
+        atexit.register(close_server)
+    running = Running(_link, *_link.start_ranks(jobs, arguments))
+    _all_running.append(running)
+    return running
+
+
+def _random_port() -> int:
+    # WHY the system's own randomness: tests that set a seed must not get the same ports
+    return random.SystemRandom().choice(_PORTS)
+
+
+def _launch(rank: int, world_size: int, port: int, attempt: int = 0) -> dict[str, str]:
+    """Return what torchrun puts into the environment of a rank on its one node."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RUN_ID": "tests",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }

@@ -1,0 +1,67 @@
+"""What a run left in its folder, read without torch and without the code under test.
+
+Owns: the places of a run folder as its users know them, and fingerprints of saved tensors.
+A checkpoint that is being written or removed while this looks is no checkpoint.
+"""
+
+import hashlib
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+
+def only_run(output_dir: Path) -> Path:
+    """Return the one run folder under output_dir. Raises AssertionError if there are others."""
+    runs = find_runs(output_dir)
+    assert len(runs) == 1, f"{output_dir} holds {[run.name for run in runs]}, and not one run"
+    return runs[0]
+
+
+def find_runs(output_dir: Path) -> list[Path]:
+    """List the run folders under output_dir; there may be no such folder yet."""
+    return sorted(output_dir.glob("[!.]*/")) if output_dir.is_dir() else []
+
+
+def read_summary(run: Path) -> dict[str, Any]:  # Any: JSON
+    """Read how a run ended."""
+    summary: dict[str, Any] = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    return summary
+
+
+def find_checkpoints(output_dir: Path) -> list[Path]:
+    """List the complete checkpoints of the one run under output_dir, oldest first."""
+    return sorted(path.parent for path in output_dir.glob("[!.]*/checkpoints/step-*/manifest.json"))
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step that a checkpoint was written after."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def last_tensors(output_dir: Path) -> dict[str, str]:
+    """Fingerprint each tensor, of model and optimizer, in the newest checkpoint of a run."""
+    return fingerprints(find_checkpoints(output_dir)[-1] / "state.safetensors")
+
+
+def fingerprints(path: Path) -> dict[str, str]:
+    """Return for each tensor of a safetensors file the sha256 of its type, shape and bytes."""
+    raw = path.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    found = {}
+    for name, entry in json.loads(raw[8:start]).items():
+        if name == "__metadata__":
+            continue
+        begin, end = entry["data_offsets"]
+        content = f"{entry['dtype']}{entry['shape']}".encode() + raw[start + begin : start + end]
+        found[name] = hashlib.sha256(content).hexdigest()
+    return found
+
+
+def printed_command(output: str, words: str) -> list[str]:
+    """Return the one command with these words that a run printed, as a shell would split it."""
+    [line] = [line for line in output.splitlines() if words in line]
+    command = re.search(r"(python3?|torchrun|tensorboard) .*", line)
+    assert command, line
+    return shlex.split(command[0])

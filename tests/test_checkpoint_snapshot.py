@@ -1,0 +1,358 @@
+"""Checkpoints written beside training: what is written is the state at submit, and nobody waits."""
+
+import errno
+import os
+import threading
+import timeit
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hardened_ddp.checkpoint import snapshot as snapshot_module
+from hardened_ddp.checkpoint import stream as stream_module
+from hardened_ddp.checkpoint.disk import Disk
+from hardened_ddp.checkpoint.files import CheckpointStore
+from hardened_ddp.checkpoint.snapshot import BackgroundWriter
+from hardened_ddp.checkpoint.stream import HostArena, TensorStream, flat_bytes
+from hardened_ddp.checkpoint.tensors import plan_file
+from hardened_ddp.errors import CheckpointError
+
+LIMIT_S = 20
+
+
+class GatedDisk:
+    """A disk that lets only as many writes through as the test allows."""
+
+    def __init__(self) -> None:
+        self._allowed = threading.Semaphore(0)
+        self._is_open = False
+        self._arrived = threading.Semaphore(0)
+        self.error: OSError | None = None
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        self._arrived.release()
+        if not self._is_open:
+            assert self._allowed.acquire(timeout=LIMIT_S)
+        if self.error is not None:
+            raise self.error
+        return Disk().write(descriptor, data)
+
+    def wait_for_write(self) -> None:
+        """Return when the writer stands at the gate."""
+        assert self._arrived.acquire(timeout=LIMIT_S)
+
+    def allow(self) -> None:
+        """Let one write through."""
+        self._allowed.release()
+
+    def open(self) -> None:
+        """Let all writes through."""
+        self._is_open = True
+        self._allowed.release(1000)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(Disk(), name)
+
+
+class Bench:
+    """A writer on a gated disk."""
+
+    def __init__(self, root: Path) -> None:
+        self.disk = GatedDisk()
+        disk: Any = self.disk
+        self.store = CheckpointStore(root, keep_last=5, disk=disk)
+        self.writer = BackgroundWriter(self.store)
+
+    def loaded(self, step: int) -> dict[str, Tensor]:
+        found, rejected = self.store.find_valid()
+        assert found is not None
+        assert rejected == []
+        assert found.step == step
+        return self.store.load(found)[0]
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Any:
+    bench = Bench(tmp_path / "checkpoints")
+    yield bench
+    bench.disk.open()
+    bench.writer.close(timeout_s=LIMIT_S)
+
+
+def some_state() -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    return {
+        "model.w": torch.randn(40, 30),
+        "model.conv": torch.randn(8, 3, 3, 3).to(memory_format=torch.channels_last),
+        "model.half": torch.randn(64).bfloat16(),
+        "model.flag": torch.tensor(True),
+        "model.none": torch.empty(0),
+        "optimizer.exp_avg": torch.randn(500),
+        "optimizer.step": torch.tensor(7.0),
+    }
+
+
+def copy_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def change(state: dict[str, Tensor]) -> None:
+    for tensor in state.values():
+        tensor.zero_()
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name].dtype == expected[name].dtype
+        assert np.array_equal(flat_bytes(found[name]), flat_bytes(expected[name])), name
+
+
+@pytest.mark.parametrize("num_writes", [0, 1, 2, 5, 20, 60, 200])
+def test_the_state_written_is_that_of_submit_however_far_the_writer_was(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, num_writes: int
+) -> None:
+    monkeypatch.setattr(stream_module, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(stream_module, "_BLOCK_BYTES", 256)
+    state = some_state()
+    expected = copy_of(state)
+    assert bench.writer.submit(5, tensors=state, meta={"epoch": 1})
+    for _ in range(num_writes):
+        if not bench.writer.is_busy:
+            break
+        bench.disk.allow()
+    if num_writes < 60:  # the file has about 90 chunks
+        for _ in range(num_writes + 1):
+            bench.disk.wait_for_write()  # WHY: now it is known where the writer stands
+    bench.writer.before_update()  # returns although the disk takes nothing
+    change(state)
+    bench.disk.open()
+    bench.writer.close(timeout_s=LIMIT_S)
+    assert bench.writer.poll() is None
+    assert_same(bench.loaded(5), expected)
+
+
+def test_without_before_update_the_change_would_be_in_the_file(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Show that the test above sees what it is for: the writer does read live tensors."""
+    monkeypatch.setattr(stream_module, "CHUNK_BYTES", 100)
+    state = some_state()
+    bench.writer.submit(5, tensors=state, meta={})
+    bench.disk.wait_for_write()
+    change(state)
+    bench.disk.open()
+    bench.writer.close(timeout_s=LIMIT_S)
+    assert not bench.loaded(5)["optimizer.exp_avg"].any()
+
+
+def test_an_undisturbed_write_copies_nothing(bench: Bench) -> None:
+    bench.disk.open()
+    bench.writer.submit(5, tensors=some_state(), meta={})
+    bench.writer.close(timeout_s=LIMIT_S)
+    bench.writer.before_update()
+    assert bench.writer._arena._blocks == []
+
+
+def test_volatile_tensors_are_copied_at_submit(bench: Bench) -> None:
+    state = some_state()
+    expected = copy_of(state)
+    bench.writer.submit(
+        5, tensors=state, meta={}, volatile={"model.half", "model.conv", "not.there"}
+    )
+    state["model.half"].zero_()  # a forward, long before the update
+    state["model.conv"].zero_()
+    bench.disk.open()
+    bench.writer.close(timeout_s=LIMIT_S)
+    assert_same(bench.loaded(5), expected)
+
+
+def test_training_beside_the_writer_saves_each_step_as_it_was(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "CHUNK_BYTES", 256)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Linear(32, 2)
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    buffers = {f"model.{name}" for name, _ in model.named_buffers()}
+    saved: dict[int, dict[str, Tensor]] = {}
+    for step in range(12):
+        model(torch.randn(16, 8)).square().mean().backward()
+        bench.writer.before_update()
+        optimizer.step()
+        optimizer.zero_grad()
+        state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+        for index, entry in optimizer.state_dict()["state"].items():
+            state |= {f"optimizer.{index}.{name}": tensor for name, tensor in entry.items()}
+        if bench.writer.submit(step, tensors=state, meta={}, volatile=buffers):
+            saved[step] = copy_of(state)
+        for _ in range(10):
+            bench.disk.allow()
+    bench.disk.open()
+    bench.writer.close(timeout_s=LIMIT_S)
+    assert bench.writer.poll() is None
+    assert len(saved) >= 2
+    for step in bench.store.steps():
+        found: Any = bench.store.verify(bench.store.root / f"step-{step:09d}")
+        assert_same(bench.store.load(found)[0], saved[step])
+
+
+def test_a_submit_while_busy_is_refused_and_wanted_later_and_never_queued(bench: Bench) -> None:
+    assert bench.writer.submit(1, tensors=some_state(), meta={})
+    assert not bench.writer.submit(2, tensors=some_state(), meta={})
+    assert not bench.writer.submit(3, tensors=some_state(), meta={})
+    assert bench.writer.is_busy
+    assert not bench.writer.is_wanted
+    bench.disk.open()
+    bench.writer.close(timeout_s=LIMIT_S)
+    assert bench.store.steps() == [1]
+    assert bench.writer.is_wanted
+    assert bench.writer.submit(4, tensors=some_state(), meta={})
+    assert not bench.writer.is_wanted
+    bench.writer.close(timeout_s=LIMIT_S)
+    assert bench.store.steps() == [4, 1]
+
+
+def test_a_failed_write_is_told_once_and_the_older_checkpoint_stays(bench: Bench) -> None:
+    bench.disk.open()
+    bench.writer.write_now(1, tensors=some_state(), meta={})
+    bench.disk.error = OSError(errno.EIO, os.strerror(errno.EIO))
+    bench.writer.submit(2, tensors=some_state(), meta={})
+    bench.writer.close(timeout_s=LIMIT_S)
+    error = bench.writer.poll()
+    assert isinstance(error, CheckpointError)
+    assert "step 2" in error.message
+    assert "Input/output error" in error.message
+    assert bench.writer.poll() is None
+    assert bench.store.steps() == [1]
+    bench.disk.error = None
+    assert bench.writer.submit(3, tensors=some_state(), meta={})
+    bench.writer.close(timeout_s=LIMIT_S)
+    assert bench.writer.poll() is None
+    assert bench.store.steps() == [3, 1]
+
+
+def test_an_error_that_nobody_thought_of_surfaces_too(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(*_: Any, **__: Any) -> None:
+        raise KeyError("surprise")
+
+    monkeypatch.setattr(bench.store, "write_stream", explode)
+    bench.writer.submit(2, tensors=some_state(), meta={})
+    bench.writer.close(timeout_s=LIMIT_S)
+    error = bench.writer.poll()
+    assert error is not None
+    assert "surprise" in error.message
+
+
+def test_a_mistake_of_the_caller_is_raised_at_submit(bench: Bench) -> None:
+    odd: Any = {"x": object()}
+    with pytest.raises(CheckpointError, match="object"):
+        bench.writer.submit(1, tensors=some_state(), meta=odd)
+    with pytest.raises(CheckpointError, match=r"model\.odd"):
+        bench.writer.submit(1, tensors={"model.odd": torch.eye(2).to_sparse()}, meta={})
+    assert not bench.writer.is_busy
+
+
+def test_the_meta_written_is_that_of_submit(bench: Bench) -> None:
+    meta: dict[str, Any] = {"cursor": 1, "nested": {"a": [1]}}
+    bench.writer.submit(1, tensors=some_state(), meta=meta)
+    meta["nested"]["a"].append(2)
+    meta["cursor"] = 2
+    bench.disk.open()
+    bench.writer.close(timeout_s=LIMIT_S)
+    found, _ = bench.store.find_valid()
+    assert found is not None
+    assert found.manifest.meta == {"cursor": 1, "nested": {"a": [1]}}
+
+
+def test_a_state_of_another_shape_is_laid_out_anew(bench: Bench) -> None:
+    bench.disk.open()
+    for step, size in enumerate((3, 3, 5)):
+        state = {"model.w": torch.full((size,), float(step))}
+        assert bench.writer.submit(step, tensors=state, meta={}, best_metric=float(step))
+        bench.writer.close(timeout_s=LIMIT_S)
+        assert_same(bench.loaded(step), state)
+    assert bench.store.best_step() == 2
+
+
+def test_write_now_waits_for_the_write_in_flight_and_then_writes(bench: Bench) -> None:
+    bench.writer.submit(1, tensors=some_state(), meta={})
+    threading.Timer(0.05, bench.disk.open).start()
+    path = bench.writer.write_now(2, tensors=some_state(), meta={}, best_metric=1.0)
+    assert path.name == "step-000000002"
+    assert bench.store.steps() == [2, 1]
+    assert bench.store.best_step() == 2
+
+
+def test_a_disk_that_hangs_does_not_hold_the_last_save_for_ever(bench: Bench) -> None:
+    bench.writer.submit(1, tensors=some_state(), meta={})
+    with pytest.raises(CheckpointError, match=r"checkpoint-1.*not written after"):
+        bench.writer.write_now(2, tensors=some_state(), meta={}, timeout_s=0.05)
+    with pytest.raises(CheckpointError, match="hangs"):
+        bench.writer.close(timeout_s=0.05)
+
+
+def test_the_writer_is_one_thread_that_ends_with_its_write(bench: Bench) -> None:
+    def writers() -> list[str]:
+        names = (thread.name for thread in threading.enumerate())
+        return [name for name in names if name.startswith("checkpoint-")]
+
+    assert writers() == []
+    bench.writer.submit(1, tensors=some_state(), meta={})
+    assert writers() == ["checkpoint-1"]
+    bench.disk.open()
+    bench.writer.close(timeout_s=LIMIT_S)
+    assert writers() == []
+
+
+def test_before_update_costs_less_than_a_microsecond_when_nothing_is_in_flight(
+    bench: Bench,
+) -> None:
+    seconds = min(timeit.repeat(bench.writer.before_update, number=10_000, repeat=5)) / 10_000
+    assert seconds < 1e-6
+
+
+def test_the_copies_of_a_gpu_land_where_the_writer_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the way of a GPU's tensors with tensors of the host; a GPU has a test of its own."""
+    monkeypatch.setattr(stream_module, "_BLOCK_BYTES", 128)
+    state = some_state()
+    plan = plan_file(state)
+    arena = HostArena()
+    arena.reserve(plan.data_bytes, pinned=False)
+    stream = TensorStream(state, plan=plan, arena=arena)
+    for name, tensor in state.items():
+        snapshot_module._start_copy(name, tensor, stream)
+    expected = b"".join(flat_bytes(state[slot.name]).tobytes() for slot in plan.slots)
+    change(state)
+    buffer = np.empty(plan.data_bytes, dtype=np.uint8)
+    assert stream.read_into(buffer) == plan.data_bytes
+    assert buffer.tobytes() == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_state_on_a_gpu_is_written_as_it_was_at_submit(bench: Bench) -> None:
+    state = {name: tensor.cuda() for name, tensor in some_state().items()}
+    state["model.big"] = torch.randn(2**24, device="cuda")
+    expected = {name: tensor.cpu() for name, tensor in state.items()}
+    for step in (1, 2):
+        bench.writer.submit(step, tensors=state, meta={}, volatile={"model.conv"})
+        state["model.conv"].add_(1)
+        bench.writer.before_update()
+        for tensor in state.values():
+            tensor.zero_()
+        bench.disk.open()
+        bench.writer.close(timeout_s=LIMIT_S)
+        assert_same(bench.loaded(step), expected)
+        for name, tensor in state.items():
+            tensor.copy_(expected[name])
+    bench.writer.write_now(3, tensors=state, meta={})
+    assert_same(bench.loaded(3), expected)

@@ -1,0 +1,191 @@
+"""The model's replicas: equal weights, equal buffers, and parameters without gradient by name."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+from hardened_ddp.data.fetch import Batch
+from hardened_ddp.errors import HardenedError, ModelError, UnusedParameterError
+from hardened_ddp.model.objective import Objective
+from hardened_ddp.model.precision import Precision
+from hardened_ddp.model.probe import Findings, choose_find_unused, probe, warm_up
+from hardened_ddp.model.replica import Replica, wrap
+from hardened_ddp.ranks.group import Group, open_group
+from hardened_ddp.ranks.launch import read_launch
+from hardened_ddp.settings.config import DdpConfig
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+class Branching(nn.Module):
+    """Uses its second layer only if told to."""
+
+    def __init__(self, uses_second: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(3, 3)
+        self.uses_second = uses_second
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        return self.second(hidden) if self.uses_second else hidden
+
+
+def meet() -> Group:
+    return open_group(read_launch(os.environ), device=CPU, backend="gloo", timeout_s=30)
+
+
+def look_at(model: nn.Module, group: Group) -> Findings:
+    samples = [Batch(torch.randn(2, 4), torch.tensor([0, 2]), torch.arange(2)) for _ in range(2)]
+    return probe(
+        model,
+        samples,
+        objective=Objective(model),
+        precision=Precision("off", CPU),
+        group=group,
+        num_classes=3,
+    )
+
+
+def probe_branching() -> tuple[tuple[str, ...], bool, str]:
+    group = meet()
+    findings = look_at(Branching(uses_second=group.launch.rank == 0), group)
+    group.close()
+    return findings.unused, findings.is_varying, findings.where
+
+
+def test_probe_names_parameters_that_are_unused_on_one_rank_only() -> None:
+    for unused, is_varying, where in run_ranks(probe_branching, 2):
+        assert unused == ("second.bias", "second.weight")
+        assert is_varying
+        assert "rank 0: none" in where
+        assert "rank 1: second.bias, second.weight" in where
+
+
+def train_branching() -> list[float]:
+    """Train with find_unused_parameters chosen by the probe; return the second layer's weights."""
+    group = meet()
+    torch.manual_seed(0)
+    model = Branching(uses_second=group.launch.rank == 0)
+    findings = look_at(model, group)
+    on = choose_find_unused("auto", findings)
+    replica = wrap(model, group, DdpConfig(), find_unused=on, moving_buffers=())
+    for _ in range(3):
+        loss = replica.call(torch.ones(2, 4)).sum()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    group.close()
+    return model.second.weight.flatten().tolist() + model.first.weight.flatten().tolist()
+
+
+def test_auto_trains_a_model_that_uses_parameters_on_one_rank_only() -> None:
+    first, second = run_ranks(train_branching, 2)
+    assert first == second
+
+
+@pytest.mark.parametrize("wanted", ["auto", "on"])
+def test_find_unused_is_on_where_needed(wanted: str) -> None:
+    assert choose_find_unused(wanted, Findings(("a",), False, "a", ()))
+
+
+def test_find_unused_off_refuses_unused_parameters_by_name() -> None:
+    with pytest.raises(UnusedParameterError, match=r"second\.weight"):
+        choose_find_unused("off", Findings(("second.weight",), False, "second.weight", ()))
+
+
+def test_find_unused_auto_stays_off_when_all_are_used() -> None:
+    assert not choose_find_unused("auto", Findings((), False, "", ()))
+
+
+def probe_failing() -> str:
+    group = meet()
+    model = nn.Linear(4, 3 if group.launch.rank == 0 else 2)
+    try:
+        look_at(model, group)
+    except HardenedError as error:
+        return f"{type(error).__name__}: {error.message}"
+    finally:
+        group.close()
+    return "no error"
+
+
+def test_a_model_that_fails_on_one_rank_fails_on_all_with_one_message() -> None:
+    for message in run_ranks(probe_failing, 2):
+        assert message.startswith("ModelError")
+        assert "rank 1" in message
+        assert "(2, 2)" in message
+
+
+def test_probe_leaves_weights_buffers_and_gradients_as_they_were() -> None:
+    group = Group(read_launch({}), CPU)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    findings = look_at(model, group)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert findings.moving_buffers == ("1.num_batches_tracked", "1.running_mean", "1.running_var")
+
+
+def test_labels_beyond_the_classes_are_named() -> None:
+    group = Group(read_launch({}), CPU)
+    model = nn.Linear(4, 3)
+    with pytest.raises(ModelError, match="labels run from 0 to 7"):
+        probe(
+            model,
+            [Batch(torch.randn(2, 4), torch.tensor([0, 7]), torch.arange(2))],
+            objective=Objective(model),
+            precision=Precision("off", CPU),
+            group=group,
+            num_classes=3,
+        )
+
+
+def average_buffers() -> dict[str, list[float]]:
+    group = meet()
+    model = nn.BatchNorm1d(2)
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    replica = Replica(model, group, ddp=None, moving_buffers=names)
+    model(torch.full((4, 2), float(group.launch.rank)) + torch.arange(8.0).view(4, 2))
+    if group.launch.rank == 0:
+        model(torch.ones(4, 2))
+    own = model.running_mean.tolist()
+    replica.sync_buffers()
+    group.close()
+    return {"own": own, **{name: getattr(model, name).flatten().tolist() for name in names}}
+
+
+def test_moving_buffers_become_the_mean_over_ranks() -> None:
+    first, second, third = run_ranks(average_buffers, 3)
+    assert first["own"] != second["own"]
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        assert first[name] == second[name] == third[name]
+    expected = sum(rank["own"][0] for rank in (first, second, third)) / 3
+    assert first["running_mean"][0] == pytest.approx(expected, rel=1e-6)
+    assert first["num_batches_tracked"] == [2.0]
+
+
+def sum_without_samples() -> list[float]:
+    """Only rank 1 has a gradient; the safe form must average it with zeros."""
+    group = meet()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    replica = wrap(model, group, DdpConfig(), find_unused=False, moving_buffers=())
+    sample = Batch(torch.ones(2, 4), torch.tensor([0, 1]), torch.arange(2))
+    warm_up(replica, sample, objective=Objective(model), precision=Precision("off", CPU), times=1)
+    if group.launch.rank == 1:
+        with replica.no_sync():
+            replica.call(torch.ones(1, 4)).sum().backward()
+    replica.sum_gradients()
+    group.close()
+    assert model.weight.grad is not None
+    return model.weight.grad.flatten().tolist()
+
+
+def test_a_rank_without_samples_takes_part_with_zeros() -> None:
+    for gradient in run_ranks(sum_without_samples, 2):
+        assert gradient == [0.5] * 12
