@@ -8,7 +8,9 @@ Commands run as real torchrun and python where those are the point, and on forke
 """
 
 import json
+import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -52,7 +54,7 @@ TYPED = {
     "python ddp_training.py --single_gpu --batch_size 32 --epochs 5": LEARNED,
     "torchrun --nproc_per_node=2 ddp_training.py --batch_size 16 --epochs 5": LEARNED,
     "torchrun --nproc_per_node=2 ddp_training.py --batch_size 32 --epochs 10"
-    " --learning_rate 1e-4": 0.85,
+    " --learning_rate 1e-4": 0.75,
     "torchrun --nproc_per_node=4 ddp_training.py --batch_size 16 --epochs 10": LEARNED,
     "torchrun --nproc_per_node=2 ddp_training.py --debug --log_interval 10"
     " --batch_size 16": LEARNED,
@@ -83,8 +85,9 @@ def test_a_command_as_typed_trains_and_leaves_a_whole_run_folder(
     run = only_run(tmp_path)
     _check_run_folder(run, command)
     assert read_summary(run)["test_accuracy"] >= accuracy
-    for words in (f"tensorboard --logdir {run}", "--resume", "export"):
-        assert words in completed.output.replace("'", "")
+    shown = shlex.quote(os.path.relpath(run, ROOT))
+    for words in (f"tensorboard --logdir {shown}", f"--resume {shown}", f"export {shown}"):
+        assert words in completed.output
 
 
 def test_the_printed_resume_command_says_that_the_run_is_finished(tmp_path: Path) -> None:
@@ -100,12 +103,8 @@ def test_the_printed_resume_command_says_that_the_run_is_finished(tmp_path: Path
 def test_the_printed_export_command_writes_the_trained_weights(tmp_path: Path) -> None:
     finished = _train_shortly(tmp_path / "runs")
     output = tmp_path / "export"
-    argv = [
-        *printed_command(finished.outputs[0], "ddp_training.py export"),
-        "--output",
-        str(output),
-    ]
-    run_command(argv, timeout_s=60).ok()
+    argv = printed_command(finished.outputs[0], "ddp_training.py export")
+    run_command([*argv, "--output", output], timeout_s=60).ok()
     exported = fingerprints(output / "model.safetensors")
     trained = last_tensors(tmp_path / "runs")
     assert exported

@@ -67,8 +67,8 @@ class RunLock:
             raise RunFolderError(
                 f"{path} can't be written: {error}", fix=f"look at it: ls -l {folder}"
             ) from error
-        # WHY this too: see _is_dead. WHY flock: a lock of the other kind (lockf) is lost when anything in this process closes
-        # the file. WHY no error: a file system without locks is no reason to stop, see is_gone.
+        # WHY this too: see _is_dead. WHY flock: lockf's lock is lost when anything in this process
+        # closes the file. WHY no error: a file system without locks is no reason to stop.
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return cls(path, content=content, descriptor=descriptor)

@@ -249,7 +249,7 @@ class DdpConfig:
 class OptimizerConfig:
     optimizer: Literal["adamw", "adam", "sgd"] = setting("adamw", "What updates the weights.")
     learning_rate: float = setting(
-        1e-3,
+        3e-3,
         "Peak learning rate. Too high: the loss becomes NaN; too low: it hardly falls.",
         bounds=NOT_NEGATIVE,
     )

@@ -100,8 +100,9 @@ def read_checkpoint(run: Run, group: Group) -> Saved | None:
 
     if not group.run_on_main(load, what="reading the checkpoint"):  # collective
         return None
-    log.info("going on in %s", run.folder)
-    return share_state(group, loaded[0] if loaded else Saved({}, {}))  # collective
+    saved = share_state(group, loaded[0] if loaded else Saved({}, {}))  # collective
+    log.info("going on in %s from step %d", run.folder, saved.meta["step"])
+    return saved
 
 
 def find_place(config: Config, launch: Launch) -> tuple[Path, Found | None]:
