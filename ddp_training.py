@@ -94,6 +94,10 @@ def run_ranks(settings: Resolved, launch: Launch) -> int:
             # The other ranks only see a closed connection: this tells them the cause.
             group.publish_failure(error.message)
             raise
+        except Exception as error:
+            group.publish_failure(f"{type(error).__name__}: {error}")
+            log.exception("[DDP-X01] an error that this program does not know; its traceback:")
+            return HardenedError.exit_status
         finally:
             group.close()
     except HardenedError as error:

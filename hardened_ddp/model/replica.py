@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hardened_ddp.errors import ModelError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import DdpConfig
 
@@ -121,11 +122,11 @@ def wrap(
         "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     ] = False
     ddp = DistributedDataParallel(module, **arguments)  # collective
-    _register_comm_hook(ddp, config.comm_hook)
+    _register_comm_hook(ddp, config.comm_hook, dist_backend=group.backend)
     return Replica(module, group, ddp=ddp, moving_buffers=moving_buffers)
 
 
-def _register_comm_hook(ddp: DistributedDataParallel, name: str) -> None:
+def _register_comm_hook(ddp: DistributedDataParallel, name: str, *, dist_backend: str) -> None:
     """Compress gradients on their way, as asked. The averaging stays DDP's."""
     if name == "none":
         return
@@ -134,6 +135,11 @@ def _register_comm_hook(ddp: DistributedDataParallel, name: str) -> None:
 
     match name:
         case "bf16":
+            if dist_backend != "nccl":
+                raise ModelError(
+                    f"comm_hook bf16 needs NCCL between GPUs, and this run uses {dist_backend}",
+                    fix="--comm_hook fp16, which works everywhere",
+                )
             ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
         case "fp16":
             ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)

@@ -34,6 +34,9 @@ from hardened_ddp.ranks.meeting import open_store, wait_for_all
 
 log = logging.getLogger(__name__)
 
+LISTEN_LIMIT_S = 2.0
+"""How long a rank that lost a peer asks for the reason, and one that failed waits to be heard."""
+
 # What gloo and NCCL say when another rank died, left or no longer answers.
 _LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Timed out waiting|Application timeout caused|"
@@ -71,6 +74,12 @@ class Group:
         self.world_size = launch.world_size
         self.store: dist.Store | None = None
         self.control: dist.ProcessGroup | None = None
+        self._has_published = False
+
+    @property
+    def backend(self) -> str:
+        """nccl or gloo; none with one rank."""
+        return str(dist.get_backend()) if self.world_size > 1 else "none"
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add tensor up over the ranks, in place, and return it. Collective: all ranks."""
@@ -139,6 +148,7 @@ class Group:
         if self.store is not None:
             try:
                 self.store.set(f"failure/{self.launch.rank}", text)
+                self._has_published = True
             except RuntimeError as error:  # the store may have died with the rank that served it
                 log.debug("could not publish the failure: %s", error)
 
@@ -151,6 +161,8 @@ class Group:
             for rank in range(self.world_size):
                 if rank != self.launch.rank and self.store.check([f"failure/{rank}"]):
                     found[rank] = self.store.get(f"failure/{rank}").decode()
+            if found:
+                self.store.set(f"heard/{self.launch.rank}", "")
         except RuntimeError as error:
             log.debug("the store is gone: %s", error)
         return found
@@ -159,7 +171,18 @@ class Group:
         """Leave the process group. Rank-local for gloo; all ranks for NCCL. Safe to call twice."""
         if dist.is_initialized():
             dist.destroy_process_group()
+        if self._has_published and self.launch.is_main and not self.launch.agent_owns_store:
+            self._await_listeners()
         self.store = self.control = None
+
+    def _await_listeners(self) -> None:
+        """Stay until the others have read why this rank failed: the store dies with rank 0."""
+        others = [f"heard/{rank}" for rank in range(1, self.world_size)]
+        try:
+            if self.store is not None:
+                self.store.wait(others, timedelta(seconds=LISTEN_LIMIT_S))
+        except RuntimeError as error:
+            log.debug("not every rank has heard of the failure: %s", error)
 
     def _group_of(self, tensor: torch.Tensor) -> "dist.ProcessGroup | None":
         """NCCL moves only CUDA tensors: CPU ones go over the control group."""
@@ -238,7 +261,7 @@ def lost_peer(error: BaseException, group: Group) -> PeerLostError | None:
     )
 
 
-def _await_failures(group: Group, *, limit_s: float = 1.0) -> dict[int, str]:
+def _await_failures(group: Group, *, limit_s: float = LISTEN_LIMIT_S) -> dict[int, str]:
     """Read the peers' failures, giving a peer that is just failing a moment to write its own."""
     end = time.monotonic() + limit_s
     while not (found := group.published_failures()) and time.monotonic() < end:

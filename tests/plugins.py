@@ -1,0 +1,76 @@
+"""Datasets and models that tests plug in by import path, as a user would."""
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+
+class Points(Dataset[tuple[torch.Tensor, int]]):
+    """size points in a plane, of 2 classes; those listed in broken can't be read."""
+
+    num_classes = 2
+
+    def __init__(self, size: int, broken: tuple[int, ...] = ()) -> None:
+        self.size, self.broken = size, broken
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index in self.broken:
+            raise ValueError(f"broken file {index}")
+        generator = torch.Generator().manual_seed(index)
+        point = torch.randn(3, generator=generator)
+        return point, int(point[0] > 0)
+
+
+def points(train: bool, size: int = 40, broken: tuple[int, ...] = ()) -> Points:
+    return Points(size, tuple(broken)) if train else Points(17)
+
+
+class Poisoned(nn.Module):
+    """Gives NaN from its forward number nan_from on."""
+
+    def __init__(self, num_classes: int, nan_from: int = 10**9) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+        self.nan_from, self.num_forwards = nan_from, 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        logits: torch.Tensor = self.layer(inputs)
+        return logits * float("nan") if self.num_forwards > self.nan_from else logits
+
+
+class OwnLoss(nn.Module):
+    """Computes its loss itself when it gets labels."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+
+    def forward(
+        self, inputs: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        logits = self.layer(inputs)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Fading(nn.Module):
+    """Stops using its second layer after a number of forwards, on one rank only."""
+
+    def __init__(self, num_classes: int, last: int = 8) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, num_classes), nn.Linear(num_classes, num_classes)
+        self.last, self.num_forwards = last, 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        is_main = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        hidden: torch.Tensor = self.first(inputs)
+        if self.num_forwards > self.last and not is_main:
+            return hidden
+        logits: torch.Tensor = self.second(hidden)
+        return logits
