@@ -13,6 +13,7 @@ The machinery is in hardened_ddp/; README.md has a reading order.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import sys
 from collections.abc import Sequence
@@ -71,14 +72,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_ranks(settings: Resolved, launch: Launch) -> int:
     """Choose the device, meet the other ranks, train, and leave nothing behind."""
-    prepare_environment(launch, environment())
+    debug = settings.config.loop.debug
+    prepare_environment(launch, environment(), debug=debug)
     # WHY here: importing torch takes a second, and everything above answers without it.
+    import torch
+
     from hardened_ddp.ranks.group import open_group, pick_device
     from hardened_ddp.ranks.seeding import seed_run
     from hardened_ddp.reporting.log import start_logging, stop_logging
 
     config = settings.config.device
-    start_logging(rank=launch.rank, world_size=launch.world_size, debug=settings.config.loop.debug)
+    start_logging(rank=launch.rank, world_size=launch.world_size, debug=debug)
+    if debug:
+        # An error in backward then names the forward line that it belongs to; a crash, the Python
+        # lines of all threads.
+        torch.autograd.set_detect_anomaly(True, check_nan=False)
+        faulthandler.enable()
     try:
         device = pick_device(launch, cpu_only=config.cpu_only, backend=config.backend)
         if config.single_gpu and device.type == "cpu":
@@ -247,6 +256,7 @@ def fit(parts: Parts, progress: Progress, saver: Saver, journal: Journal, stop: 
 
     config = parts.config
     stepper = Stepper(parts, clock=journal.clock, before_update=saver.before_update)
+    profile_step = journal.start_profile() if config.run.profile else None
     while progress.step < parts.total_steps:
         # A window: the samples of one optimizer step over all ranks. batches: this rank's share
         # of it, in micro-batches.
@@ -256,10 +266,12 @@ def fit(parts: Parts, progress: Progress, saver: Saver, journal: Journal, stop: 
                 return "stopped"
             journal.clock.mark("data")
             is_logged = is_due(progress.step + 1, config.loop.log_interval)
-            stepper.wants_grad_norm = is_logged and config.run.tensorboard
+            stepper.looks_closely = is_logged
             # Forward, backward, all-reduce, update; no_sync covers all micro-batches but the last.
             stepper.do(window, batches, progress)  # collective
             journal.bar.update(progress.step)
+            if profile_step is not None:
+                profile_step()
             if is_logged:
                 report(parts, progress, stepper, journal)  # collective
             if is_due(progress.step, config.run.checkpoint_every_steps):

@@ -1,5 +1,7 @@
 """Datasets and models that tests plug in by import path, as a user would."""
 
+import os
+
 import torch
 from torch import nn
 from torch.utils.data import Dataset
@@ -26,6 +28,10 @@ class Points(Dataset[tuple[torch.Tensor, int]]):
 
 def points(train: bool, size: int = 40, broken: tuple[int, ...] = ()) -> Points:
     return Points(size, tuple(broken)) if train else Points(17)
+
+
+def other_points_on_rank_1(train: bool) -> Points:
+    return Points(40 + (os.environ.get("RANK") == "1"))
 
 
 class Poisoned(nn.Module):

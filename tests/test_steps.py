@@ -186,6 +186,21 @@ def test_parameters_that_lose_their_gradient_on_one_rank_are_named(tmp_path: Pat
     assert "second.weight" in finished.outputs[0]
 
 
+def test_ranks_with_different_data_are_refused_by_name(tmp_path: Path) -> None:
+    argv = [*POINTS, "--dataset", "tests.plugins:other_points_on_rank_1"]
+    finished = train([*argv, "--output_dir", str(tmp_path)], 2)
+    assert finished.statuses == (2, 2)
+    for output in finished.outputs:
+        assert "rank 1: dataset is" in output
+
+
+def test_a_profile_of_some_steps_is_written(tmp_path: Path) -> None:
+    argv = [*POINTS, "--profile", "--batch_size", "2", "--output_dir", str(tmp_path)]
+    train([*argv, "--epochs", "1"], 1, launcher="none").ok()
+    [trace] = tmp_path.glob("*/profile-rank-0.json")
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
 VARIANTS = [
     ["--amp", "bf16"],
     ["--comm_hook", "fp16"],
@@ -208,7 +223,6 @@ VARIANTS = [
     ["--augment", "--label_smoothing", "0.1"],
     ["--num_workers", "1", "--prefetch_factor", "1"],
     ["--drop_last", "--deterministic"],
-    ["--profile"],
 ]
 
 

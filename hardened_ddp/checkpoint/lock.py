@@ -100,16 +100,21 @@ def _alone_in(folder: Path) -> Iterator[None]:
     """Keep other processes of this host out of acquire. Raises RunFolderError if one is in it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise _taken_now(folder) from error
-    except OSError:
-        pass  # WHY: a file system without locks; the rename in _take_over has to do
-    try:
+        if _is_busy(descriptor):
+            raise _taken_now(folder)
         yield
     finally:
         os.close(descriptor)
+
+
+def _is_busy(descriptor: int) -> bool:
+    """Try to lock an open file; False too on a file system that has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # WHY only this one: without locks, the rename in _take_over has to do
+        return isinstance(error, BlockingIOError)
+    return False
 
 
 def _taken_now(folder: Path) -> RunFolderError:

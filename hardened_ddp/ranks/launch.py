@@ -89,8 +89,13 @@ def read_launch(env: Mapping[str, str]) -> Launch:
     )
 
 
-def prepare_environment(launch: Launch, env: MutableMapping[str, str]) -> None:
+def prepare_environment(
+    launch: Launch, env: MutableMapping[str, str], *, debug: bool = False
+) -> None:
     """Set what torch reads later, where the user has not set it. Rank-local, before torch."""
+    if debug:
+        # WHY not DETAIL: on torch 2.13 with gloo, DDP's constructor crashes under it.
+        env.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
     if launch.num_nodes == 1 and launch.world_size > 1:
         # WHY: ranks of one node need no network card; loopback also keeps the sockets private.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")

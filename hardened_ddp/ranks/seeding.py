@@ -30,7 +30,7 @@ def mix(*values: int) -> int:
     return state >> 1
 
 
-def seed_run(seed: int, *, deterministic: bool) -> None:
+def seed_run(seed: int, *, deterministic: bool = False) -> None:
     """Seed all generators before the model is built: every rank builds the same one. Rank-local."""
     random.seed(seed)
     np.random.seed(mix(seed) & 0xFFFFFFFF)

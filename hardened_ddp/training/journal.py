@@ -7,7 +7,7 @@ Does not own: how they are written (reporting/), which never stops training.
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from hardened_ddp.reporting.step_clock import StepClock
 from hardened_ddp.reporting.summary import closing_lines, write_summary
 from hardened_ddp.training.evaluation import Evaluation
 from hardened_ddp.training.parts import Parts, Progress
+from hardened_ddp.training.profiling import start_profile
 from hardened_ddp.training.step import Stepper
 
 log = logging.getLogger(__name__)
@@ -119,6 +120,11 @@ class Journal:
     def pause_time(self) -> None:
         """Remember that something else than training begins here."""
         self._paused_at = time.monotonic()
+
+    def start_profile(self) -> Callable[[], None]:
+        """Profile a few steps; call the result after each step. Rank-local."""
+        rank = self.parts.group.launch.rank
+        return start_profile(self.folder, rank=rank, device=self.parts.device)
 
     def close(self, progress: Progress, *, status: str) -> None:
         """Write the summary and close all files. Rank-local."""

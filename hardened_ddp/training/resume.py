@@ -95,7 +95,7 @@ def read_checkpoint(run: Run, group: Group) -> Saved | None:
         loaded.append(Saved(*run.store.load(run.checkpoint)))
         # WHY: newer ones, passed over or not wanted, would be taken by the next start.
         for path in run.store.discard_newer(run.checkpoint.step):
-            log.warning("removed %s, which is newer than the checkpoint resumed from", path)
+            log.warning("set aside %s, which is newer than the checkpoint resumed from", path)
         return True
 
     if not group.run_on_main(load, what="reading the checkpoint"):  # collective
@@ -167,6 +167,11 @@ def _newest_valid(folder: Path, config: Config) -> Found | None:
     found, rejected = store.find_valid()
     for checkpoint in rejected:
         log.warning("passed over the checkpoint %s", checkpoint)
+    if found is None and rejected:
+        raise CheckpointError(
+            f"none of the {len(rejected)} checkpoints in {folder} is valid",
+            fix="the log says what is wrong with each; start afresh with --resume never",
+        )
     return found
 
 

@@ -59,9 +59,8 @@ def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
 
 
 def volatile_names(parts: Parts) -> set[str]:
-    """Name the tensors that a forward changes: they must be copied at once when saving."""
-    moving = {id(buffer) for buffer in parts.replica.moving_buffers}
-    return {f"model.{n}" for n, b in parts.replica.module.named_buffers() if id(b) in moving}
+    """Name the tensors that a forward may change: they must be copied at once when saving."""
+    return {f"model.{name}" for name, _ in parts.replica.module.named_buffers()}
 
 
 def share_state(group: Group, saved: Saved) -> Saved:

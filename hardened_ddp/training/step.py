@@ -50,8 +50,10 @@ class Stepper:
         self.before_update = before_update
         self.totals = Totals(parts.device)
         self.grad_norm: torch.Tensor | None = None
-        self.wants_grad_norm = False
-        """Set it before a step to have grad_norm measured in it; clipping measures always."""
+        self.looks_closely = False
+        """Set it before a step to have grad_norm measured in it and missing gradients named."""
+
+        self._known_unused: set[str] = set()
 
         self.left_out: list[dict[str, Any]] = []
         """What was left out and why, for the report; rank 0's list is complete."""
@@ -237,12 +239,21 @@ class Stepper:
         parts = self.parts
         self._phase = "optimizer"
         max_norm = parts.config.optimizer.clip_grad_norm
-        if max_norm > 0 or self.wants_grad_norm:
+        if self.looks_closely:
+            self._name_unused()
+        if max_norm > 0 or self.looks_closely:
             parts.precision.unscale(parts.optimizer)
             self.grad_norm = clip(parts.replica.trainable.values(), max_norm=max_norm)
         # WHY here: a checkpoint that is being written still reads the old weights.
         self.before_update()
         parts.precision.step(parts.optimizer)
+
+    def _name_unused(self) -> None:
+        """Say which parameters get no gradient any more: they stay as they are. Rank-local."""
+        new = set(self.parts.replica.parameters_without_gradient()) - self._known_unused
+        if new:
+            self._known_unused |= new
+            log.warning("no gradient comes any more for: %s", ", ".join(sorted(new)))
 
     def _explain(
         self, error: Exception, batches: Sequence[Batch], progress: Progress

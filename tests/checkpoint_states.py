@@ -1,0 +1,87 @@
+"""States for tests of checkpoints: of every kind, and small ones that say which step they are of.
+
+path = write_step(store, 4)          assert_holds(store, found)
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hardened_ddp.checkpoint.files import CheckpointStore
+from hardened_ddp.checkpoint.stream import flat_bytes
+from hardened_ddp.checkpoint.tensors import specs_of
+from hardened_ddp.checkpoint.verify import Found
+
+DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint16, torch.uint32, torch.uint64, torch.float16, torch.bfloat16, torch.float32),
+    *(torch.float64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2),
+)
+
+
+def every_kind() -> dict[str, Tensor]:
+    """Make a tensor of every dtype and every layout that a state can hold."""
+    generator = torch.Generator().manual_seed(7)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    raw = torch.randint(0, 255, (3, 5, 8), dtype=torch.uint8, generator=generator)
+    kinds = {
+        f"dtype.{dtype}": raw.ne(0) if dtype is torch.bool else raw.view(dtype) for dtype in DTYPES
+    }
+    tied = torch.nn.Parameter(noise(7, 3))
+    wide = noise(6, 10)
+    return kinds | {
+        "model.conv.weight": noise(8, 3, 3, 3).to(memory_format=torch.channels_last),
+        "model.conv.half": noise(8, 3, 3, 3).bfloat16().to(memory_format=torch.channels_last),
+        "model.transposed": wide.t(),
+        "model.columns": wide[:, ::3],
+        "model.expanded": noise(4, 1).expand(4, 6),
+        "model.scalar": torch.tensor(2.5),
+        "model.count": torch.tensor(17),
+        "model.flag": torch.tensor(True),
+        "model.half_scalar": torch.tensor(0.3).bfloat16(),
+        "model.empty": torch.empty(0, 3),
+        "model.no_columns": torch.empty(5, 0, dtype=torch.int64),
+        "model.tied_in": tied,
+        "model.tied_out": tied,
+        "model.nan": torch.tensor([float("nan"), float("inf"), -0.0]),
+        "model.conjugate": torch.complex(noise(2, 3), noise(2, 3)).conj(),
+        "model.negative": torch.complex(noise(2, 3), noise(2, 3)).conj().imag,
+        "optimizer.state.0.exp_avg": noise(1000),
+        'odd "name" \\ \u00e9': noise(3),
+    }
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Compare bit for bit: NaN equals NaN, and 0.0 is not -0.0."""
+    assert specs_of(found) == specs_of(expected)
+    for name in expected:
+        assert np.array_equal(flat_bytes(found[name]), flat_bytes(expected[name])), name
+
+
+def small_state(step: int, *, size: int = 300) -> dict[str, Tensor]:
+    """Make a state that no other step has."""
+    return {
+        "model.w": torch.arange(size, dtype=torch.float32) + step,
+        "model.b": torch.full((3,), step).bfloat16(),
+        "optimizer.step": torch.tensor(step),
+    }
+
+
+def write_step(
+    store: CheckpointStore, step: int, *, size: int = 300, best: float | None = None
+) -> Path:
+    """Write the small state of a step."""
+    state = small_state(step, size=size)
+    return store.write(step, tensors=state, meta={"step": step}, best_metric=best)
+
+
+def assert_holds(store: CheckpointStore, found: Found, *, size: int = 300) -> None:
+    """Compare a checkpoint with the small state of its step."""
+    tensors, meta = store.load(found)
+    assert_same(tensors, small_state(found.step, size=size))
+    assert meta == {"step": found.step}

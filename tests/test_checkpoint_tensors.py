@@ -1,0 +1,138 @@
+"""The file of tensors: what is written comes back bit for bit, whatever it is."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hardened_ddp.checkpoint import stream as stream_module
+from hardened_ddp.checkpoint.files import CheckpointStore
+from hardened_ddp.checkpoint.stream import TensorStream
+from hardened_ddp.checkpoint.tensors import differences, plan_file, specs_of
+from hardened_ddp.checkpoint.verify import Found
+from hardened_ddp.errors import CheckpointError
+from tests.checkpoint_states import assert_same, every_kind
+
+META = {
+    "epoch": 3,
+    "cursor": 4096,
+    "names": ["a", "b"],
+    "loss": 0.1,
+    "none": None,
+    "deep": {"x": 1},
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=3)
+
+
+def found_in(store: CheckpointStore) -> Found:
+    found, rejected = store.find_valid()
+    assert found is not None, rejected
+    return found
+
+
+def test_every_dtype_and_layout_comes_back_bit_for_bit(store: CheckpointStore) -> None:
+    kinds = every_kind()
+    path = store.write(123, tensors=kinds, meta=META)
+    assert path.name == "step-000000123"
+    tensors, meta = store.load(found_in(store))
+    assert_same(tensors, kinds)
+    assert meta == META
+    assert all(tensor.is_contiguous() for tensor in tensors.values())
+
+
+def test_the_library_of_the_format_reads_our_file(store: CheckpointStore) -> None:
+    kinds = every_kind()
+    path = store.write(1, tensors=kinds, meta={})
+    assert_same(load_file(path / "state.safetensors"), kinds)
+
+
+def test_a_state_without_tensors_is_a_state(store: CheckpointStore) -> None:
+    path = store.write(1, tensors={}, meta=META)
+    assert store.load(found_in(store)) == ({}, META)
+    assert load_file(path / "state.safetensors") == {}
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 64, 1000])
+def test_chunks_and_blocks_of_any_size_give_the_same_file(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    kinds = every_kind()
+    whole = store.write(1, tensors=kinds, meta={}) / "state.safetensors"
+    monkeypatch.setattr(stream_module, "CHUNK_BYTES", chunk_bytes)
+    pieces = store.write(2, tensors=kinds, meta={}) / "state.safetensors"
+    assert pieces.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.parametrize("frozen_after", range(0, 4000, 97))
+def test_a_stream_frozen_anywhere_gives_the_state_before_the_change(
+    monkeypatch: pytest.MonkeyPatch, frozen_after: int
+) -> None:
+    monkeypatch.setattr(stream_module, "_BLOCK_BYTES", 256)
+    kinds = {
+        name: tensor.detach().clone(memory_format=torch.preserve_format)
+        for name, tensor in every_kind().items()
+    }
+    expected = read_all(TensorStream(kinds, plan=plan_file(kinds)), chunk_bytes=50)
+    stream = TensorStream(kinds, plan=plan_file(kinds))
+    head = read_all(stream, chunk_bytes=50, at_most=frozen_after)
+    stream.freeze()
+    for tensor in kinds.values():
+        tensor.zero_()
+    assert head + read_all(stream, chunk_bytes=50) == expected
+
+
+def read_all(stream: TensorStream, *, chunk_bytes: int, at_most: int = 10**9) -> bytes:
+    parts = []
+    buffer = np.empty(chunk_bytes, dtype=np.uint8)
+    while at_most > 0 and (size := stream.read_into(buffer[:at_most])):
+        parts.append(buffer[:size].tobytes())
+        at_most -= size
+    return b"".join(parts)
+
+
+def test_loaded_tensors_outlive_their_file(store: CheckpointStore) -> None:
+    kinds = every_kind()
+    store.write(1, tensors=kinds, meta={})
+    found = found_in(store)
+    tensors, _ = store.load(found)
+    os.truncate(found.state_path, 0)  # a mapped tensor would now end the process with SIGBUS
+    assert_same(tensors, kinds)
+    assert str(found.path) not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(2, dtype=torch.complex128),
+        torch.eye(3).to_sparse(),
+        torch.empty(3, device="meta"),
+    ],
+    ids=["dtype", "sparse", "meta"],
+)
+def test_a_tensor_that_has_no_place_is_named(store: CheckpointStore, tensor: torch.Tensor) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.odd"):
+        store.write(1, tensors={"model.odd": tensor}, meta={})
+    assert store.find_valid() == (None, [])
+
+
+def test_differences_are_listed_by_kind_and_capped() -> None:
+    expected = specs_of({"a": torch.zeros(2, 3), "b": torch.zeros(4), "c": torch.zeros(1)})
+    found = specs_of({"a": torch.zeros(2, 4), "c": torch.zeros(1).half(), "d": torch.tensor(1)})
+    assert differences(expected, expected) == []
+    assert differences(expected, found) == [
+        "missing in the checkpoint: b (4 float32)",
+        "only in the checkpoint: d (scalar int64)",
+        "differs: a is 2x4 float32 in the checkpoint, 2x3 float32 in this run",
+        "differs: c is 1 float16 in the checkpoint, 1 float32 in this run",
+    ]
+    many = specs_of({f"w{index}": torch.zeros(1) for index in range(50)})
+    lines = differences(many, {})
+    assert len(lines) == 11
+    assert lines[-1] == "and 40 more"
