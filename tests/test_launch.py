@@ -1,0 +1,198 @@
+"""Who launched us, and how the ranks meet: bad environments end in one clear error."""
+
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hardened_ddp.errors import GroupError, HardenedError, LaunchError, RankMismatchError
+from hardened_ddp.guard.stop import STOP_FILE, StopRequest
+from hardened_ddp.ranks.group import Group, open_group, pick_device
+from hardened_ddp.ranks.launch import Launch, prepare_environment, read_launch
+from tests.ranks import free_port, run_ranks, start_training
+
+CPU = torch.device("cpu")
+WHOLE = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_no_launcher_is_one_rank() -> None:
+    launch = read_launch({"HOME": "/root", "MASTER_ADDR": "left over"})
+    assert (launch.launcher, launch.rank, launch.world_size) == ("none", 0, 1)
+    assert launch.is_main
+
+
+def test_torchrun_is_recognised() -> None:
+    launch = read_launch({**WHOLE, "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "3"})
+    assert (launch.launcher, launch.rank, launch.local_rank) == ("torchrun", 1, 1)
+    assert (launch.world_size, launch.local_world_size, launch.num_nodes) == (4, 2, 2)
+    assert launch.is_restart
+    assert launch.attempt == 3
+    assert not launch.is_main
+
+
+def test_a_requeued_slurm_job_keeps_its_name() -> None:
+    first = read_launch({"SLURM_JOB_ID": "77"})
+    second = read_launch({"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"})
+    assert first.job_key == second.job_key == "slurm-77"
+    assert not first.is_restart
+    assert second.is_restart
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"RANK": None}, "but not RANK"),
+        ({"WORLD_SIZE": None, "MASTER_PORT": None}, "but not WORLD_SIZE, MASTER_PORT"),
+        ({"LOCAL_RANK": None}, "but not LOCAL_RANK"),
+        ({"RANK": "one"}, "RANK='one'"),
+        ({"RANK": "-1"}, "RANK='-1'"),
+        ({"WORLD_SIZE": "2.5"}, "WORLD_SIZE='2.5'"),
+        ({"RANK": "4"}, "RANK=4 must be below WORLD_SIZE=4"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2"),
+        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 can't be above WORLD_SIZE=4"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT=0"),
+        ({"WORLD_SIZE": "0"}, "RANK=1 must be below WORLD_SIZE=0"),
+    ],
+    ids=str,
+)
+def test_a_bad_environment_is_one_clear_error(change: dict[str, str | None], text: str) -> None:
+    env = {name: value for name, value in {**WHOLE, **change}.items() if value is not None}
+    with pytest.raises(LaunchError) as caught:
+        read_launch(env)
+    assert text in caught.value.message
+    assert "torchrun" in caught.value.fix
+    assert caught.value.exit_status == 2
+
+
+def test_one_node_talks_over_loopback_unless_told_otherwise() -> None:
+    env = {"NCCL_SOCKET_IFNAME": "eth7"}
+    prepare_environment(Launch(world_size=2, num_nodes=1), env)
+    assert env == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "eth7"}
+    env = {}
+    prepare_environment(Launch(world_size=4, num_nodes=2), env)
+    assert env == {}
+
+
+def test_without_a_gpu_every_rank_gets_the_cpu() -> None:
+    assert pick_device(Launch(local_rank=5), cpu_only=True, backend="auto") == CPU
+
+
+def meet(timeout_s: float = 30) -> Group:
+    return open_group(read_launch(os.environ), device=CPU, backend="auto", timeout_s=timeout_s)
+
+
+def meet_without_rank_2() -> tuple[str, float]:
+    if os.environ["RANK"] == "2":
+        return "", 0.0
+    started = time.monotonic()
+    with pytest.raises(GroupError) as caught:
+        meet(timeout_s=3)
+    return caught.value.message, time.monotonic() - started
+
+
+def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
+    message, seconds = run_ranks(meet_without_rank_2, 3)[0]
+    assert "never came: [2]" in message
+    assert seconds < 15
+
+
+def meet_at_taken_port(port: int) -> str:
+    if os.environ["RANK"] != "0":
+        return ""  # WHY: rank 0 serves the store; without it nobody else gets anywhere
+    os.environ["MASTER_PORT"] = str(port)
+    with pytest.raises(GroupError) as caught:
+        meet(timeout_s=2)
+    return caught.value.message
+
+
+def test_a_taken_port_is_named() -> None:
+    port = free_port()
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", port))
+        holder.listen()
+        messages = run_ranks(meet_at_taken_port, 2, port)
+    assert f"port {port} of this machine is taken" in messages[0]
+
+
+def share_values() -> tuple[object, ...]:
+    group = meet()
+    rank = group.launch.rank
+    values = group.gather_json({"rank": rank, "text": "x" * rank})
+    total = group.sum_(torch.tensor([float(rank)])).item()
+    first = group.broadcast_(torch.tensor([rank + 5])).item()
+    answer = group.run_on_main(lambda: {"from": rank}, what="asking")
+    try:
+        group.run_on_main(lambda: 1 // 0, what="dividing")
+    except HardenedError as error:
+        failure = error.message
+    try:
+        group.check_equal({"code": "a", "data": "b" if rank else "c"})
+    except RankMismatchError as error:
+        mismatch = error.message
+    group.close()
+    return values, total, first, answer, failure, mismatch
+
+
+def test_ranks_share_values_results_and_errors_of_rank_0() -> None:
+    results = run_ranks(share_values, 3)
+    assert results[0] == results[1] == results[2]
+    values, total, first, answer, failure, mismatch = results[0]
+    assert values == [{"rank": rank, "text": "x" * rank} for rank in range(3)]
+    assert (total, first, answer) == (3.0, 5, {"from": 0})
+    assert (
+        failure
+        == "dividing failed on rank 0: ZeroDivisionError: integer division or modulo by zero"
+    )
+    assert mismatch.count("data is 'b', rank 0 has 'c'") == 2
+
+
+def stop_one_rank(number: int) -> tuple[int, str]:
+    group = meet()
+    with StopRequest(group) as stop:
+        stop.watch(Path("."), step=0)
+        step = 0
+        while not (reason := stop.reason_at(step)) and step < 10_000:
+            if group.launch.rank == 1 and step == 50:
+                os.kill(os.getpid(), number)
+            group.sum_(torch.ones(100))  # what a step does: all ranks wait for each other
+            step += 1
+        stop.finish()
+    group.close()
+    return step, reason
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+def test_a_signal_to_one_rank_stops_all_before_the_same_step(number: int) -> None:
+    results = run_ranks(stop_one_rank, 3, number)
+    assert len(set(results)) == 1
+    step, reason = results[0]
+    assert 50 < step < 10_000
+    assert reason == signal.Signals(number).name
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_stop_file_ends_the_run_with_a_checkpoint(tmp_path: Path, world_size: int) -> None:
+    argv = ["--cpu_only", "--epochs", "1000", "--output_dir", str(tmp_path), "--log_interval", "1"]
+    with start_training(argv, world_size) as running:
+        metrics = running.wait_for(
+            lambda: next(tmp_path.glob("*/metrics.jsonl"), None), timeout_s=60, what="a step"
+        )
+        (metrics.parent / STOP_FILE).touch()
+        running.wait(60).ok()
+    summary = json.loads((metrics.parent / "summary.json").read_text())
+    assert summary["status"] == "stopped"
+    saved = sorted((metrics.parent / "checkpoints").glob("step-*"))
+    assert int(saved[-1].name.removeprefix("step-")) == summary["step"]
