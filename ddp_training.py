@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         # Who launched us? torchrun sets RANK, WORLD_SIZE and more for each process.
         launch = read_launch(environment())
+        sys.path.append(str(Path.cwd()))  # for models and datasets named package.module:callable
         return run_ranks(resolve(request, world_size=launch.world_size), launch)
     except HardenedError as error:
         print(f"ddp_training.py: error {error}", file=sys.stderr)
@@ -77,7 +78,7 @@ def run_ranks(settings: Resolved, launch: Launch) -> int:
     # WHY here: importing torch takes a second, and everything above answers without it.
     import torch
 
-    from hardened_ddp.ranks.group import open_group, pick_device
+    from hardened_ddp.ranks.group import lost_peer, open_group, pick_device
     from hardened_ddp.ranks.seeding import seed_run
     from hardened_ddp.reporting.log import start_logging, stop_logging
 
@@ -104,6 +105,8 @@ def run_ranks(settings: Resolved, launch: Launch) -> int:
             group.publish_failure(error.message)
             raise
         except Exception as error:
+            if (lost := lost_peer(error, group)) is not None:
+                raise lost from error
             group.publish_failure(f"{type(error).__name__}: {error}")
             log.exception("[DDP-X01] an error that this program does not know; its traceback:")
             return HardenedError.exit_status
@@ -164,7 +167,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     from hardened_ddp.data.sampler import WindowSampler
     from hardened_ddp.model.optimizer import build_optimizer
     from hardened_ddp.model.precision import Precision
-    from hardened_ddp.settings.record import config_hash
+    from hardened_ddp.settings.record import agreed_settings
     from hardened_ddp.training.parts import Parts
     from hardened_ddp.training.plan import choose_global_batch, count_steps, facts_of_rank
 
@@ -173,7 +176,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     group.run_on_local_main(lambda: prepare_data(config.data), what="the download")  # collective
     data = build_data(config.data)
     group.check_equal(  # collective: do all ranks mean the same run?
-        facts_of_rank(settings_hash=config_hash(config), dataset_fingerprint=data.fingerprint)
+        facts_of_rank(agreed_settings(config), dataset_fingerprint=data.fingerprint)
     )
     # A DistributedSampler: each rank gets its share of every window of global_batch samples.
     global_batch = choose_global_batch(

@@ -247,3 +247,17 @@ def test_a_model_with_a_loss_of_its_own_trains_alike(tmp_path: Path) -> None:
     [[first]] = run_ranks(window_gradients, 1, own, [0])
     [[second]] = run_ranks(window_gradients, 1, ours, [0])
     assert_close(first, second)
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """The global batch and so the samples of each step stay; the end is close to the unbroken."""
+    argv = ["--cpu_only", "--batch_size", "12", "--epochs", "2", "--run_name", "one"]
+    train([*argv, "--output_dir", str(tmp_path / "a")], 2).ok()
+    argv = [*argv, "--output_dir", str(tmp_path / "b")]
+    train([*argv, "--max_steps", "70", "--lr_schedule", "constant"], 2).ok()
+    run = str(tmp_path / "b" / "one")
+    finished = train(["--resume", run, "--max_steps", "0"], 3).ok()
+    assert "global batch stays 24" in finished.outputs[0]
+    summary = json.loads((tmp_path / "b" / "one" / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["step"] == 120  # 60 windows of 24 in each of 2 epochs

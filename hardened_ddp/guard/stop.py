@@ -94,6 +94,9 @@ class StopRequest:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+        if self.folder is not None and self.group.launch.is_main:
+            # WHY: the run that continues here must not stop at once.
+            (self.folder / STOP_FILE).unlink(missing_ok=True)
 
     def release(self) -> None:
         """Give the signals back to whoever had them. Rank-local."""

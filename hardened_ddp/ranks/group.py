@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from hardened_ddp import errors
 from hardened_ddp.errors import (
     GroupError,
     HardenedError,
@@ -194,7 +195,7 @@ class Group:
             try:
                 outcome = {"value": work()}
             except HardenedError as error:
-                outcome = {"code": type(error).__name__, "error": error.message, "fix": error.fix}
+                outcome = {"kind": type(error).__name__, "error": error.message, "fix": error.fix}
                 if self.world_size == 1:
                     raise
             except Exception as error:  # WHY broad: any failure must reach the ranks that wait
@@ -205,7 +206,9 @@ class Group:
         outcomes = self.gather_json(outcome)  # collective
         for rank, other in enumerate(outcomes):
             if "error" in other:
-                raise MainRankError(
+                # WHY by name: what travels between ranks is JSON, never a pickled exception.
+                kind = getattr(errors, other.get("kind", ""), MainRankError)
+                raise kind(
                     f"{what} failed on rank {rank}: {other['error']}",
                     fix=other.get("fix", "") or f"read the traceback in the log of rank {rank}",
                 )
@@ -256,7 +259,11 @@ def lost_peer(error: BaseException, group: Group) -> PeerLostError | None:
     causes = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
     return PeerLostError(
         f"rank {group.launch.rank} lost another rank ({_first_line(error)})"
-        + (f". Cause: {causes}" if causes else ". It left no message: killed from outside?"),
+        + (
+            f". Cause: {causes}"
+            if causes
+            else ". It left no message: killed from outside, or it hangs"
+        ),
         fix="read the log of the rank that failed first",
     )
 

@@ -295,13 +295,14 @@ class LoopConfig:
         1, "Evaluate after every so many epochs. 0: never.", bounds=COUNT_OR_ZERO
     )
     log_interval: int = setting(
-        20,
+        50,
         "Steps from one progress report to the next. Each one waits for the GPU once.",
         bounds=COUNT,
     )
     debug: bool = setting(
         False,
-        "Check more and say more: anomaly detection, collectives compared between ranks. Slow.",
+        "Check more and say more: an error in backward names its forward line, torch's "
+        "distributed checks, every rank's log. Slow.",
     )
     continue_on_error: bool = setting(
         False,

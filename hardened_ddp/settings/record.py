@@ -68,8 +68,8 @@ def template() -> str:
     return "\n".join(blocks)
 
 
-def config_hash(config: Config) -> str:
-    """Give a short hash of what all ranks must agree on.
+def agreed_settings(config: Config) -> dict[str, str]:
+    """Give the settings, as text, that all ranks must agree on.
 
     Left out is what may differ between nodes without changing what a run computes or when its
     ranks meet: paths (data_dir, output_dir), how batches are loaded (num_workers and its kin,
@@ -78,10 +78,16 @@ def config_hash(config: Config) -> str:
     checkpoint_every_steps or eval_every would wait for ranks that never come.
     """
     values = flatten(config)
-    agreed = {
-        name: values[name] for name, setting in SETTINGS.items() if not setting.facts.may_differ
+    return {
+        f"--{name}": json.dumps(values[name], sort_keys=True)
+        for name, setting in SETTINGS.items()
+        if not setting.facts.may_differ
     }
-    text = json.dumps(agreed, sort_keys=True, ensure_ascii=True)
+
+
+def config_hash(config: Config) -> str:
+    """Give a short hash of agreed_settings."""
+    text = json.dumps(agreed_settings(config), sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hardened_ddp.data.loader import Batch, EvalLoader
-from hardened_ddp.errors import SampleError, StepError
+from hardened_ddp.errors import OutOfMemoryError, SampleError, StepError
 from hardened_ddp.ranks.group import lost_peer
 from hardened_ddp.training.parts import Parts
 from hardened_ddp.training.totals import Totals
@@ -55,6 +55,11 @@ def evaluate(parts: Parts, loader: EvalLoader) -> Evaluation:
                 _score(parts, batch, totals, mistakes)
         sums = totals.read(parts.group)  # collective
     except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise OutOfMemoryError(
+                f"rank {parts.group.launch.rank}, evaluation: {error}",
+                fix="lower --eval_batch_size, then --resume the run",
+            ) from error
         lost = lost_peer(error, parts.group)
         raise lost or StepError(f"evaluation failed: {error}") from error
     finally:

@@ -59,12 +59,12 @@ def count_steps(config: LoopConfig, *, steps_per_epoch: int) -> int:
     return min(steps, config.max_steps) if config.max_steps else steps
 
 
-def facts_of_rank(*, settings_hash: str, dataset_fingerprint: str) -> dict[str, str]:
+def facts_of_rank(settings: Mapping[str, str], *, dataset_fingerprint: str) -> dict[str, str]:
     """Tell what must be equal on all ranks before they may train together. Rank-local."""
     return {
         "code": _code_hash(),
         "torch": torch.__version__,
-        "settings": settings_hash,
+        **settings,
         "dataset": dataset_fingerprint,
     }
 

@@ -132,6 +132,8 @@ def restore(parts: Parts, saved: Saved) -> Progress:
                 # WHY: the same device and memory layout as the parameter (channels_last).
                 live = torch.empty_like(parameter, dtype=value.dtype)
                 state[key] = live.copy_(value)
+            elif parts.optimizer.defaults.get("fused"):
+                state[key] = value.to(parameter.device)  # its kernels read the step count there
         if state:
             parts.optimizer.state[parameter] = state
     parts.precision.restore(dict(meta["precision"]))

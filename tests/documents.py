@@ -1,0 +1,163 @@
+"""The documents as text: their commands, tables, links, and the parts that are made from code.
+
+    python -m tests.documents      write the generated parts of README.md anew
+
+Owns: reading the documents, and the generated parts of README.md: settings (from config.py), layout
+(from the first line of each file), and the capture of the first run (from docs/first_run.txt).
+Does not own: whether what they say is true (test_docs.py).
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from hardened_ddp.settings.record import names_of, yaml_word
+from hardened_ddp.settings.schema import SETTINGS, TITLES, limits
+from tests.processes import ROOT
+
+README, TROUBLES = "README.md", "DDP_TROUBLESHOOTING.md"
+GLOSSARY, READING = "docs/GLOSSARY.md", "docs/READING_ORDER.md"
+DOCUMENTS = (README, TROUBLES, GLOSSARY, READING)
+
+# What the tree says of files that can't say it themselves.
+ONE_LINERS = {
+    "README.md": "What this is, and how it is used.",
+    "DDP_TROUBLESHOOTING.md": "Every error: symptom, cause, fix.",
+    "launch_examples.sh": "Numbered presets; without arguments it lists them.",
+    "setup.sh": "Installs what is missing, into .venv.",
+    "config.yaml": "Every setting with its default.",
+    "requirements.txt": "What training needs, with versions that fit together.",
+    "requirements-dev.txt": "What the tests need besides.",
+    "CONTRIBUTING.md": "The rules of the house.",
+    "pyproject.toml": "Settings of ruff, mypy and pytest.",
+    "Makefile": "make check, quick, test, format.",
+    ".ci/run": "What every change must pass: make check.",
+    "docs/GLOSSARY.md": "The words of DDP.",
+    "docs/READING_ORDER.md": "Which file to read first, and six exercises.",
+    "docs/first_run.txt": "What the first run prints.",
+    "docs/tensorboard.png": "What TensorBoard shows of it.",
+}
+ROOMS = ["settings", "ranks", "reporting", "data", "model", "checkpoint", "guard", "training"]
+ROOMS += ["diagnosis"]
+
+
+def settings_tables() -> str:
+    """Write every setting as a Markdown table for each section, from config.py."""
+    lines = []
+    for section, title in TITLES.items():
+        lines += [f"### {title}", "", "| setting | default | takes | what it does |"]
+        lines += ["| --- | --- | --- | --- |"]
+        for name in names_of(section):
+            setting = SETTINGS[name]
+            takes = limits(setting).replace(" | ", ", ")
+            if not takes:
+                takes = {bool: "true, false", dict: "a mapping"}.get(setting.type, "text")
+            default = yaml_word(setting.default)
+            lines.append(f"| `{name}` | `{default}` | {takes} | {setting.facts.text} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def layout_tree() -> str:
+    """Write what every file is for, in its own words, as a tree."""
+    in_docs = [name for name in ONE_LINERS if name.startswith("docs/")]
+    top = ["ddp_training.py", "test_ddp_training.py"]
+    top += [name for name in ONE_LINERS if name not in in_docs]
+    lines = ["```text", *(entry(name, purpose_of(ROOT / name), 0) for name in top)]
+    lines += ["hardened_ddp/", entry("errors.py", purpose_of(ROOT / "hardened_ddp/errors.py"), 1)]
+    for room in ROOMS:
+        folder = ROOT / "hardened_ddp" / room
+        lines.append(entry(f"{room}/", purpose_of(folder / "__init__.py"), 1))
+        files = [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
+        lines += [entry(path.name, purpose_of(path), 2) for path in files]
+    for folder in ("benchmarks", "tests"):
+        files = [p for p in sorted((ROOT / folder).rglob("*.py")) if p.name != "__init__.py"]
+        lines += [f"{folder}/"] * bool(files)
+        names = [str(path.relative_to(ROOT / folder)) for path in files]
+        lines += [entry(n, purpose_of(p), 1) for n, p in zip(names, files, strict=True)]
+    lines.append("docs/")
+    lines += [entry(name.removeprefix("docs/"), ONE_LINERS[name], 1) for name in in_docs]
+    return "\n".join([*lines, "```", ""])
+
+
+def rendered(readme: str, *, only: str = "") -> str:
+    """Give README.md with its generated parts made anew."""
+    makers = {"generated: settings": settings_tables, "generated: layout": layout_tree}
+
+    def part(match: re.Match[str]) -> str:
+        what = match[1]
+        if not what.startswith(only):
+            return match[0]
+        if what.startswith("capture: "):
+            path = ROOT / what.removeprefix("capture: ")
+            if not path.is_file():
+                return match[0]
+            made = f"```text\n{path.read_text(encoding='utf-8').strip()}\n```\n"
+        else:
+            made = f"\n{makers[what]()}\n"
+        return f"<!-- {what} -->\n{made}<!-- end -->"
+
+    return re.sub(
+        r"<!-- ((?:generated|capture): [^>]+?) -->\n.*?<!-- end -->", part, readme, flags=re.DOTALL
+    )
+
+
+def entry(name: str, purpose: str, depth: int) -> str:
+    return f"{'  ' * depth + name:<30} {purpose}"
+
+
+def purpose_of(path: Path) -> str:
+    """Give the first line of a Python file's docstring, or what ONE_LINERS says of the file."""
+    if path.suffix != ".py":
+        return ONE_LINERS[str(path.relative_to(ROOT))]
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return text.splitlines()[0] if text else ""
+
+
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+def prose_of(document: str) -> str:
+    """Give a document without its fenced blocks."""
+    return re.sub(r"^ *```.*?^ *```$", "", text_of(document), flags=re.DOTALL | re.MULTILINE)
+
+
+def table_rows(document: str, *, cells: int = 0) -> list[list[str]]:
+    """List the rows of all tables, or of those with so many cells."""
+    lines = [line for line in prose_of(document).splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [row for row in rows if not cells or len(row) == cells]
+
+
+def anchors_of(text: str) -> set[str]:
+    """Give the anchors that a Markdown reader makes of the headings."""
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def has_function(test: str) -> bool:
+    """Say whether FILE::NAME or FILE::CLASS::NAME is a function."""
+    name, *path = test.split("::")
+    if not (ROOT / name).is_file():
+        return False
+    nodes: list[ast.AST] = list(ast.parse(text_of(name)).body)
+    for part in path:
+        found = [node for node in nodes if getattr(node, "name", "") == part]
+        if not found:
+            return False
+        nodes = list(ast.iter_child_nodes(found[0]))
+    return isinstance(found[0], ast.FunctionDef)
+
+
+def commands_of(document: str) -> Iterator[str]:
+    """Give the commands of a document's bash blocks, one a line."""
+    for block in re.findall(
+        r"^ *```bash\n(.*?)^ *```$", text_of(document), re.DOTALL | re.MULTILINE
+    ):
+        yield from (line.strip() for line in block.splitlines() if line.strip())
+
+
+if __name__ == "__main__":
+    (ROOT / README).write_text(rendered(text_of(README)), encoding="utf-8")

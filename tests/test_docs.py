@@ -1,0 +1,298 @@
+"""The documents: what they name exists, and every command in them runs.
+
+A command stands in a bash block, one a line. It is run here, or by the test that ELSEWHERE names.
+What goes wrong here: README.md is older than the code; python -m tests.documents writes it anew.
+"""
+
+import ast
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from hardened_ddp.errors import HardenedError
+from hardened_ddp.settings.record import yaml_word
+from hardened_ddp.settings.schema import SETTINGS
+from tests.documents import (
+    DOCUMENTS,
+    ONE_LINERS,
+    READING,
+    README,
+    TROUBLES,
+    anchors_of,
+    commands_of,
+    has_function,
+    prose_of,
+    rendered,
+    table_rows,
+    text_of,
+)
+from tests.processes import ROOT
+from tests.ranks import free_port, run_command, start_command, train
+
+TYPED = "test_ddp_training.py::test_a_command_as_typed_trains_and_leaves_a_whole_run_folder"
+# Commands that are not run here, and the test that does run them. Those of its table TYPED, too.
+ELSEWHERE = {
+    "./launch_examples.sh test": "test_ddp_training.py::main",  # it runs all tests, this one too
+}
+# Run here, but not as they stand: what would take too long, or never ends, is shortened.
+INSTEAD = {
+    "./launch_examples.sh 1": "./launch_examples.sh 1 --dry-run",
+    "tensorboard --logdir runs": "tensorboard --logdir runs --inspect",
+}
+# Commands that end with another status than 0, because the text says so.
+STATUSES = {
+    'grep -h "DDP-" runs/first/logs/*.log | grep -v "DDP-G04"': 1,  # a good run has none
+    "torchrun --nproc_per_node=2 ddp_training.py --cpu_only --max_steps 5"
+    " --model forgetful:Forgetful --find_unused_parameters off": 1,
+}
+OTHER_PROGRAMS = {"shm-size", "ipc", "cap-add", "pid", "logdir", "local_addr", "shutdown-timeout"}
+OURS = {"config", "help", "format", "output", "dry-run"}
+
+
+class TestErrorCodes:
+    def test_every_code_has_its_section_and_every_section_its_code(self) -> None:
+        sections = re.findall(r"^### (DDP-[A-Z]\d\d) ", text_of(TROUBLES), re.MULTILINE)
+        assert len(set(sections)) == len(sections)
+        assert set(sections) == {error.code for error in error_classes()}
+
+    def test_no_two_errors_share_a_code(self) -> None:
+        codes = [error.code for error in error_classes()]
+        assert len(set(codes)) == len(codes)
+
+    def test_a_section_has_symptom_cause_fix_and_settings_that_exist(self) -> None:
+        found = re.split(r"^##+ ", text_of(TROUBLES), flags=re.MULTILINE)
+        sections = [part for part in found if re.match(r"DDP-|[1-5]\. ", part)]
+        assert len(sections) == len(error_classes()) + 5
+        for section in sections:
+            parts = re.findall(r"^\*\*(Symptom|Cause|Fix|Settings)\b", section, re.MULTILINE)
+            assert parts == ["Symptom", "Cause", "Fix", "Settings"], section.splitlines()[0]
+            names = re.findall(r"`(\w+)`", section.rpartition("**Settings:**")[2])
+            assert set(names) <= set(SETTINGS), section.splitlines()[0]
+
+    def test_a_symptom_has_words_that_the_program_really_says(self) -> None:
+        said = said_by_the_program()
+        sections = re.split(r"^### ", text_of(TROUBLES), flags=re.MULTILINE)
+        for section in sections:
+            # WHY but two: of these the words are those of torch, or of the user's code.
+            if section[:4] == "DDP-" and section[:7] not in ("DDP-S01", "DDP-S02"):
+                symptom = section.partition("**Symptom.**")[2].partition("**Cause.**")[0]
+                quotes = " ".join(re.findall(r"`([^`]+)`", symptom)).replace("\n", " ")
+                parts = re.split(r"\.\.\.|\d+|'[^']*'|[\[\]:;(),]", quotes)
+                words = [part.split() for part in parts]
+                threes = [" ".join(w[i : i + 3]) for w in words for i in range(len(w) - 2)]
+                assert any(three in said for three in threes), section.splitlines()[0]
+
+    def test_status_and_retry_are_those_of_the_classes(self) -> None:
+        rows = {row[0]: row[1:] for row in table_rows(TROUBLES) if row[0].startswith("DDP-")}
+        for error in error_classes():
+            again = "yes" if error.is_retryable else "no"
+            assert rows.pop(error.code) == [error.__name__, str(error.exit_status), again]
+        assert not rows
+
+
+class TestReadme:
+    @pytest.mark.parametrize("kind", ["generated: settings", "generated: layout", "capture"])
+    def test_a_generated_part_is_up_to_date(self, kind: str) -> None:
+        old, new = text_of(README), rendered(text_of(README), only=kind)
+        assert f"<!-- {kind}" in old
+        assert old == new, "write it anew with: python -m tests.documents"
+
+    @pytest.mark.parametrize("name", ONE_LINERS)
+    def test_a_file_of_the_layout_exists(self, name: str) -> None:
+        assert (ROOT / name).is_file()
+
+    def test_every_setting_is_there_with_its_default(self) -> None:
+        rows = {row[0].strip("`"): row for row in table_rows(README, cells=4)}
+        for name, setting in SETTINGS.items():
+            assert rows[name][1] == f"`{yaml_word(setting.default)}`"
+
+    def test_a_promise_is_kept_by_a_test_that_exists(self) -> None:
+        rows = [row for row in table_rows(README) if "::" in row[-1]]
+        assert len(rows) >= 10
+        for row in rows:
+            for test in re.findall(r"`([^`]+)`", row[-1]):
+                assert has_function(test), f"{test} does not exist: {row[0]}"
+
+    def test_a_preset_has_the_flags_that_the_table_says(self) -> None:
+        rows = [row for row in table_rows(README) if re.fullmatch(r"`(\d+|test)`", row[0])]
+        assert [row[0] for row in rows] == [f"`{n}`" for n in (*range(1, 11), "test")]
+        listed = run_command(["./launch_examples.sh"], timeout_s=20).ok().stdout
+        for preset, _, flags in rows:
+            argv = ["./launch_examples.sh", preset.strip("`"), "--dry-run"]
+            printed = run_command(argv, timeout_s=20).ok().stdout
+            assert all(flag in printed for flag in re.findall(r"--\w+", flags)), printed
+            assert re.search(rf"^\W*{preset.strip('`')}\b", listed, re.MULTILINE), listed
+
+
+class TestAllDocuments:
+    @pytest.mark.parametrize("document", DOCUMENTS)
+    def test_a_link_leads_somewhere(self, document: str) -> None:
+        for target in re.findall(r"\]\(([^)]+)\)", prose_of(document)):
+            name, _, anchor = target.partition("#")
+            path = (ROOT / document).parent / name if name else ROOT / document
+            assert path.exists(), target
+            if anchor:
+                assert anchor in anchors_of(path.read_text(encoding="utf-8")), target
+
+    @pytest.mark.parametrize("document", DOCUMENTS)
+    def test_a_file_that_is_named_exists(self, document: str) -> None:
+        made_by_a_run = {"manifest.json", "summary.json", "best.json", "my.yaml"}
+        for name in re.findall(
+            r"`((?:[\w.]+/)*[\w.]+\.(?:py|sh|yaml|txt|md))`", prose_of(document)
+        ):
+            is_made = name in made_by_a_run or f"Save this as `{name}`" in text_of(document)
+            assert is_made or (ROOT / name).exists(), name
+
+    @pytest.mark.parametrize("document", DOCUMENTS)
+    def test_a_flag_that_is_named_exists(self, document: str) -> None:
+        from torch.distributed.run import get_args_parser
+
+        torchrun = {
+            flag.lstrip("-")
+            for action in get_args_parser()._actions
+            for flag in action.option_strings
+        }
+        known = {*SETTINGS, *(f"no_{name}" for name in SETTINGS), *OURS, *OTHER_PROGRAMS, *torchrun}
+        words = prose_of(document) + "\n".join(commands_of(document))
+        for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", words):
+            assert flag in known, flag
+
+    @pytest.mark.parametrize("document", DOCUMENTS)
+    def test_a_document_is_plain_and_belongs_to_no_machine(self, document: str) -> None:
+        text = text_of(document)
+        assert text.isascii()
+        assert not re.search(r"https?://|/(?:work|home|root|tmp)/|pypi|index-url", text)
+        assert not re.search(r"#\d{3,}", text), "an issue's number says nothing to a reader"
+
+    def test_a_test_that_runs_a_command_elsewhere_exists(self) -> None:
+        for test in (TYPED, *ELSEWHERE.values()):
+            assert has_function(test), test
+
+
+class TestCommands:
+    @pytest.mark.parametrize("document", [pytest.param(README, marks=pytest.mark.slow), TROUBLES])
+    def test_the_commands_of_a_document_run_in_their_order(
+        self, document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write_examples(document, tmp_path, monkeypatch)
+        if document == TROUBLES:  # it speaks of a run that there is already
+            run_training("python ddp_training.py --run_name first", tmp_path, max_steps=1)
+        for index, command in enumerate(commands_of(document)):
+            if command not in typed_elsewhere() and command not in ELSEWHERE:
+                # WHY more each time: a command that continues a run must find something to do
+                run_documented(command, tmp_path, max_steps=2 + index)
+
+    @pytest.mark.slow
+    def test_the_exercises_come_out_as_their_answers_say(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write_examples(READING, tmp_path, monkeypatch)
+        outputs = [run_documented(line, tmp_path, max_steps=0) for line in commands_of(READING)]
+        ours, torchs, _, _, _, _, _, sums, auto, off, _, resumed = outputs
+        shares = ast.literal_eval(ours)
+        assert [len(share) for share in shares] == [5, 3, 2]
+        assert sorted(sample for share in shares for sample in share) == list(range(10))
+        assert sum(len(share) for share in ast.literal_eval(torchs)) == 12
+        losses = [read_losses(tmp_path / "runs" / name) for name in ("one", "two", "four")]
+        assert len(losses[0]) == 60
+        for other in losses[1:]:
+            assert other == pytest.approx(losses[0], rel=1e-5)
+        assert len({line.split()[0] for line in sums.splitlines()}) == 1
+        assert "spare.weight" in auto
+        assert "find_unused_parameters: on" in auto
+        assert "DDP-M02" in off
+        assert "passed over" in resumed
+        assert "sha256" in resumed
+
+    @pytest.mark.slow
+    def test_two_nodes_find_each_other_with_the_flags_of_torchrun(self, tmp_path: Path) -> None:
+        [command] = [line for line in text_of(TROUBLES).splitlines() if "--nnodes=2" in line]
+        command = command.replace("--nproc_per_node=8", "--nproc_per_node=1")
+        command = command.replace("node0:29500", f"127.0.0.1:{free_port()}")
+        command = command.replace("/shared/runs", str(tmp_path))
+        argv = [*shlex.split(command), "--cpu_only", "--max_steps", "3"]
+        env = {"GLOO_SOCKET_IFNAME": "lo"}
+        with start_command(argv, env=env) as first, start_command(argv, env=env) as second:
+            first.wait(timeout_s=90).ok()
+            second.wait(timeout_s=90).ok()
+        [run] = tmp_path.glob("[!.]*/")
+        assert (run / "logs" / "rank-1.log").is_file()
+
+
+def error_classes() -> list[type[HardenedError]]:
+    """List HardenedError and all classes below it."""
+    found = [HardenedError]
+    for error in found:  # WHY while it grows: classes below classes
+        found += error.__subclasses__()
+    return found
+
+
+def said_by_the_program() -> str:
+    """Give all texts in the program, with a line break where a value is filled in."""
+    texts = []
+    for path in (ROOT / "ddp_training.py", *(ROOT / "hardened_ddp").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts)
+
+
+def typed_elsewhere() -> set[str]:
+    """Give the commands that test_ddp_training.py runs as they are typed."""
+    from test_ddp_training import TYPED as commands
+
+    return set(commands)
+
+
+def write_examples(document: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save the document's Python files as it tells its reader to."""
+    pattern = r"Save this as `(\w+\.py)`.*?```python\n(.*?)^```$"
+    for name, code in re.findall(pattern, text_of(document), re.DOTALL | re.MULTILINE):
+        (folder / name).write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def run_documented(command: str, folder: Path, *, max_steps: int) -> str:
+    """Run a command as a reader would, in folder, and return what it printed."""
+    status = STATUSES.get(command, 0)
+    command = INSTEAD.get(command, command)
+    words = command.split()
+    is_training = words[0] == "torchrun" or words[:2] == ["python", "ddp_training.py"]
+    if is_training and not {"doctor", "export", "--help"} & set(words):
+        return run_training(command, folder, max_steps=max_steps)
+    for name in ("ddp_training.py", "launch_examples.sh", "setup.sh"):
+        command = re.sub(rf"(\./)?\b{re.escape(name)}", str(ROOT / name), command)
+    env = {"PYTHONPATH": str(ROOT)}
+    done = run_command(["bash", "-c", command], timeout_s=60, cwd=folder, env=env)
+    assert done.status == status, f"{command}\n{done.output}"
+    assert "Traceback" not in done.output, f"{command}\n{done.output}"
+    return done.stdout
+
+
+def run_training(command: str, folder: Path, *, max_steps: int) -> str:
+    """Run a training command on forked ranks, for max_steps unless that is 0."""
+    from torch.distributed.run import get_args_parser
+
+    program, *words = shlex.split(command)
+    world_size = 1
+    if program == "torchrun":
+        parsed = get_args_parser().parse_args(words)
+        world_size = int(parsed.nproc_per_node)
+        words = [parsed.training_script, *parsed.training_script_args]
+    assert words[0] == "ddp_training.py", command
+    argv = [*words[1:], *(["--max_steps", str(max_steps)] if max_steps else [])]
+    launcher = "torchrun" if program == "torchrun" else "none"
+    done = train(argv, world_size, cwd=folder, launcher=launcher)
+    status = STATUSES.get(command, 0)
+    assert done.statuses == (status,) * world_size, f"{command}\n{done.output}"
+    assert "Traceback" not in done.output, f"{command}\n{done.output}"
+    return done.output
+
+
+def read_losses(run: Path) -> list[float]:
+    """Read the training losses of a run, in the order of their steps."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [entry["train/loss"] for entry in map(json.loads, lines) if "train/loss" in entry]
