@@ -1,30 +1,26 @@
 """Batches for each step, in order, whatever happens to a worker.
 
-Owns the stream of micro-batches: read in this process, or by worker processes through torch's
-DataLoader. A stream is asked for by position, so a worker that dies costs nothing: the loader is
-built again, with fewer workers, at the first micro-batch that was not handed out.
+Owns the stream of micro-batches: read in this process, or by worker processes (crew.py). What was
+asked for and not handed out is remembered, so a worker that dies costs nothing: new workers, half
+as many, start at the first micro-batch that was not handed out.
 
 WHY no DataLoader without workers: it would cost a tiny model 8 % of each step.
-What goes wrong here: workers killed for memory, hung, or out of shared memory: see _degrade.
+What goes wrong here: workers killed for memory, hung, or out of shared memory: see _recover.
 """
 
-import ctypes
-import functools
-import itertools
 import logging
-import multiprocessing
 import pickle
-import signal
+from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
 
 import torch
-from torch.utils.data import DataLoader, Sampler
 
+from hardened_ddp.data.crew import Crew, CrewLost
 from hardened_ddp.data.fetch import BadSample, Batch, Fetcher, Request
 from hardened_ddp.data.sampler import Window, WindowSampler, share_of, split_micro_batches
 from hardened_ddp.data.workers import WorkerPlan, raise_open_file_limit
-from hardened_ddp.errors import SampleError
+from hardened_ddp.errors import LoaderError, SampleError
 from hardened_ddp.settings.config import DataConfig
 
 __all__ = ["BadSample", "Batch", "BatchStream", "EvalLoader", "TrainLoader", "Window"]
@@ -32,7 +28,8 @@ __all__ = ["BadSample", "Batch", "BatchStream", "EvalLoader", "TrainLoader", "Wi
 log = logging.getLogger(__name__)
 
 Requests = Callable[[], Iterator[Request]]
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+MAX_LOST_PER_BATCH = 3  # more than these, and the storage is to blame, not the samples
+_LOST = "its worker was lost"
 
 
 class BatchStream:
@@ -49,8 +46,9 @@ class BatchStream:
         self.after_start: Callable[[], None] | None = None
         """Called when workers have started: torch has then taken over SIGCHLD."""
 
-        self._loader: DataLoader[Batch] | None = None
-        self._requests = _RequestSampler()
+        self._crew: Crew | None = None
+        self._is_idle = True  # the crew has answered all requests of the last epoch
+        self._suspect: Request | None = None  # what was waited for when workers were lost
         for reason in plan.reasons:
             log.warning("%s", reason)
         if self.num_workers > 0:
@@ -58,62 +56,117 @@ class BatchStream:
             self._check_picklable()
 
     def batches(self, requests: Requests) -> Iterator[Batch]:
-        """Give the batch of each request, in order, none twice and none left out."""
-        num_given = 0
-        while True:
-            if self.num_workers == 0:
-                for request in _skip(requests, num_given):
-                    yield self.fetcher[request]
-                return
-            self._requests.make = functools.partial(_skip, requests, num_given)
+        """Give the batch of each request, in order, none twice and none left out.
+
+        Raises LoaderError if one sample after the other kills or hangs its reader.
+        """
+        tape = _Tape(requests())
+        while self.num_workers > 0:
             try:
-                for batch in self._start():
-                    num_given += 1
+                crew = self._start(tape.read())
+                while (batch := crew.receive()) is not None:
+                    if not (tape.unanswered and _answers(batch, tape.unanswered[0])):
+                        raise CrewLost("a batch came that was not asked for")
+                    tape.unanswered.popleft()
                     yield batch
+                if tape.unanswered:
+                    raise CrewLost("workers ended before they had answered all requests")
+                self._is_idle = True
+                if not self.config.persistent_workers:
+                    self.close()
                 return
-            except (RuntimeError, OSError, EOFError, pickle.PickleError) as error:
-                # WHY not next() again: torch would silently leave out the batch that was lost.
-                self._degrade(error)
+            except CrewLost as lost:
+                yield from self._recover(lost, tape.unanswered)
+        for request in tape.read():
+            tape.unanswered.popleft()
+            yield self.fetcher[request]
 
     def close(self) -> None:
         """End the workers."""
-        self._loader = None
+        if self._crew is not None:
+            self._crew.close(is_broken=not self._is_idle)
+            self._crew = None
 
-    def _start(self) -> Iterator[Batch]:
-        if self._loader is None:
-            context = multiprocessing.get_context(self.plan.start_method)
-            if self.plan.start_method == "forkserver":
-                context.set_forkserver_preload(["torch", "hardened_ddp.data.fetch"])
-            self._loader = DataLoader(
-                self.fetcher,  # type: ignore[arg-type]  # a Dataset but for the base class
-                batch_size=None,
-                sampler=self._requests,
-                num_workers=self.num_workers,
-                prefetch_factor=self.plan.prefetch_factor,
-                persistent_workers=self.config.persistent_workers,
-                pin_memory=self.pin_memory,
-                timeout=self.config.loader_timeout_s,
-                worker_init_fn=_prepare_worker,
-                multiprocessing_context=context,
+    def _start(self, requests: Iterator[Request], *, num_workers: int = 0) -> Crew:
+        """Set the workers to work: those of the last epoch if they are idle, or new ones."""
+        if self._crew is None or not self._is_idle:
+            self.close()
+            is_single = num_workers > 0
+            plan = replace(
+                self.plan,
+                num_workers=num_workers or self.num_workers,
+                # WHY: with one request under way, it is known which one a worker died of.
+                prefetch_factor=1 if is_single else self.plan.prefetch_factor,
             )
-        batches = iter(self._loader)
+            self._crew = Crew(
+                self.fetcher,
+                plan,
+                pin_memory=self.pin_memory,
+                timeout_s=self.config.loader_timeout_s,
+                is_lasting=self.config.persistent_workers and not is_single,
+            )
+        self._is_idle = False
+        self._crew.start(requests)
         if self.after_start is not None:
             self.after_start()
-        return batches
+        return self._crew
 
-    def _degrade(self, error: Exception) -> None:
-        """Go on with half the workers, at last without any."""
-        asked = self.num_workers
-        self._loader = None
-        self.num_workers = asked // 2
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        log.warning(
-            "DataLoader: %s. No sample is lost: going on at the same one with %s instead of %d "
-            "workers",
-            reason,
-            self.num_workers or "no",
-            asked,
-        )
+    def _recover(self, lost: CrewLost, unanswered: deque[Request]) -> Iterator[Batch]:
+        """Go on with half the workers, at last without any; give what had to be read singly.
+
+        WHY singly, before reading in this process: a sample that crashes its reader would take the
+        rank with it; one that hangs would cost a timeout for each halving.
+        """
+        self.close()
+        asked, self.num_workers = self.num_workers, self.num_workers // 2
+        is_again = bool(unanswered) and unanswered[0] is self._suspect
+        self._suspect = unanswered[0] if unanswered else None
+        batches: list[Batch] = []
+        if is_again and not lost.is_dangerous:
+            self.num_workers = 0  # fewer workers did not help; without any, the error has a name
+        elif unanswered and lost.is_dangerous and (asked == 1 or is_again):
+            log.warning("DataLoader: %s. Reading the next samples singly, to find the cause", lost)
+            batches = [self._read_singly(request) for request in unanswered]
+            if any(bad.error.startswith(_LOST) for batch in batches for bad in batch.bad):
+                self.num_workers = asked  # the workers were not to blame
+            unanswered.clear()
+        if self.num_workers < asked:
+            log.warning(
+                "DataLoader: %s. No sample is lost: going on at the same one with %s instead of %d "
+                "workers",
+                lost,
+                self.num_workers or "no",
+                asked,
+            )
+        yield from batches
+
+    def _read_singly(self, request: Request) -> Batch:
+        """Read one sample after the other in a worker; those that cost it its life are bad."""
+        epoch, indices = request
+        left, good, bad = indices.tolist(), [], []
+        while left:
+            singles = [(epoch, torch.tensor([index])) for index in left]
+            try:
+                crew = self._start(iter(singles), num_workers=1)
+                while left and crew.receive() is not None:
+                    good.append(left.pop(0))
+            except CrewLost as lost:
+                index = left.pop(0)
+                if lost.is_dangerous:
+                    bad.append(BadSample(index, f"{_LOST} ({lost})"))
+                else:
+                    good.append(index)
+            finally:
+                self.close()
+            if len(bad) > MAX_LOST_PER_BATCH:
+                raise LoaderError(
+                    f"reading samples {', '.join(str(b.index) for b in bad)} ended or hung the "
+                    f"worker each time: {bad[-1].error}",
+                    fix="look at the storage and the memory of this node; --num_workers 0 reads "
+                    "in the training process, and shows where it crashes",
+                )
+        batch = self.fetcher[(epoch, torch.tensor(good, dtype=torch.int64))]
+        return replace(batch, bad=batch.bad + tuple(bad))
 
     def _check_picklable(self) -> None:
         if self.plan.start_method == "fork":
@@ -151,6 +204,7 @@ class TrainLoader:
             first, last = share_of(window.size, rank=sampler.rank, world_size=sampler.num_replicas)
             num_micro_batches = -(-(last - first) // sampler.batch_size)
             yield window, [next(batches) for _ in range(num_micro_batches)]
+        next(batches, None)  # WHY: so that the stream sees its end, and keeps its idle workers
 
     def sample_batches(self, device: torch.device, *, channels_last: bool) -> list[Batch]:
         """Read two batches of two samples, other ones on each rank, for a look at the model.
@@ -158,7 +212,7 @@ class TrainLoader:
         Raises SampleError if none of the first samples can be read.
         """
         sampler, found = self.sampler, []
-        size = sampler.size
+        size = sampler.num_total
         for number in range(8):
             first = (sampler.rank * 2 + number * 2 * sampler.num_replicas) % size
             indices = sampler.order(0).take(first, first + min(2, size - first))
@@ -201,23 +255,23 @@ class EvalLoader:
         self.stream.close()
 
 
-class _RequestSampler(Sampler[Request]):
-    """What torch's DataLoader draws from: whatever requests are wanted at the moment."""
+class _Tape:
+    """Requests, and which of them have no answer yet."""
 
-    def __init__(self) -> None:
-        self.make: Callable[[], Iterator[Request]] = lambda: iter(())
+    def __init__(self, source: Iterator[Request]) -> None:
+        self.unanswered: deque[Request] = deque()
+        self._source = source
 
-    def __iter__(self) -> Iterator[Request]:
-        return self.make()
+    def read(self) -> Iterator[Request]:
+        """Give those without an answer once more, and then new ones."""
+        yield from tuple(self.unanswered)
+        for request in self._source:
+            self.unanswered.append(request)
+            yield request
 
 
-def _skip(requests: Requests, count: int) -> Iterator[Request]:
-    return itertools.islice(requests(), count, None)
-
-
-def _prepare_worker(worker_id: int) -> None:
-    """Make a worker die with its rank, leave Ctrl-C to the rank, and use one thread."""
-    libc: Any = ctypes.CDLL(None)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    torch.set_num_threads(1)
+def _answers(batch: Batch, request: Request) -> bool:
+    indices = request[1]
+    if batch.bad:
+        return batch.num_samples + len(batch.bad) == len(indices)
+    return torch.equal(batch.indices, indices)

@@ -88,10 +88,11 @@ def _augment(
     count, channels, height, width = images.shape
     padded = torch.nn.functional.pad(images, [max_shift] * 4)
     offsets = draws[:, :2] % (2 * max_shift + 1)
-    rows = (torch.arange(height) + offsets[:, :1]).view(count, 1, height, 1)
+    rows = torch.arange(height) + offsets[:, :1]
     columns = torch.arange(width) + offsets[:, 1:]
     if flips:
         columns = torch.where(draws[:, 2:] % 2 == 0, columns, columns.flip(1))
-    samples = torch.arange(count).view(count, 1, 1, 1)
-    planes = torch.arange(channels).view(1, channels, 1, 1)
-    return padded[samples, planes, rows, columns.view(count, 1, 1, width)]
+    # WHY one gather: indexing by four tensors is twice as slow.
+    places = (rows[:, :, None] * padded.shape[3] + columns[:, None, :]).view(count, 1, -1)
+    taken = padded.flatten(2).gather(2, places.expand(-1, channels, -1))
+    return taken.view(count, channels, height, width)

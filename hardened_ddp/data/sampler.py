@@ -1,13 +1,12 @@
-"""Which samples each step takes: every sample exactly once per epoch, on any number of ranks.
+"""Which samples each optimizer step takes, and which of them are this rank's.
 
-Owns the order of an epoch and how ranks share it. The order is a pure function of (seed, epoch,
-number of samples). Step by step it is cut into windows of global_batch samples; each rank takes its
-contiguous near-equal share of a window, which may be empty at the end. Nothing is padded, and
-nothing dropped unless drop_last is set. So W ranks together take what one rank would, in the same
-step, and a run can start at any cursor without reading what lies before it.
+Owns the order of an epoch: a pure function of (seed, epoch, number of samples), the same for any
+world size and worker count. A step takes the next window of it; a rank takes its contiguous share
+of the window. Nothing is padded, nothing is dropped unless drop_last says so.
 
-Does not own: reading the samples (loader.py). torch's DistributedSampler repeats samples to make
-shares equal, and builds the whole permutation as a Python list; this one does neither.
+Does not own: the cursor (it moves when a step is done, training/step.py), reading (loader.py).
+What goes wrong here: fewer samples than ranks. Then a share is empty, and that is no error.
+Read next: loader.py.
 """
 
 from collections.abc import Iterator
@@ -15,77 +14,112 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import Dataset, DistributedSampler
 
+from hardened_ddp.data.hashing import Words, hash_words
 from hardened_ddp.ranks.seeding import mix
 
-LARGEST_TABLE = 2**18
-"""Above this many samples the permutation is computed, not stored: 2 MiB of indices at most."""
-
-_ROUNDS = 8
-_Words = NDArray[np.uint64]
+# Up to here the whole order is kept (2 MiB); above it is computed by blocks, as it is asked for.
+MAX_KEPT_ORDER = 1 << 18
+_BLOCK = 1 << 15  # positions computed at once: large enough that numpy's call overhead vanishes
+_ROUNDS = 6
 
 
 class EpochOrder:
-    """The order of one epoch's samples, at any place of it without what lies before."""
+    """The order of one epoch's samples: a permutation of range(num_samples).
+
+    Small sets: the samples sorted by a hash of their index. Large sets: a keyed permutation, so
+    that neither memory nor the time to the first index grow with the set.
+    """
 
     def __init__(self, num_samples: int, *, seed: int, epoch: int) -> None:
         self.num_samples = num_samples
-        self._table: torch.Tensor | None = None
-        if num_samples <= LARGEST_TABLE:
-            generator = torch.Generator().manual_seed(mix(seed, epoch, num_samples))
-            self._table = torch.randperm(num_samples, generator=generator)
-        else:
-            self._cipher = _Feistel(num_samples, key=mix(seed, epoch, num_samples))
+        self.epoch = epoch
+        self._key = mix(seed, epoch)
+        self._kept: npt.NDArray[np.int64] | None = None
+        if num_samples <= MAX_KEPT_ORDER:
+            # WHY not torch.randperm: its algorithm is free to change between versions of torch,
+            # and a resumed run would go on in another order. Hashes of two samples never tie.
+            hashes = hash_words(np.arange(num_samples, dtype=np.uint64), key=self._key)
+            self._kept = np.argsort(hashes)
+        self._block_index = -1
+        self._block = np.empty(0, dtype=np.int64)
 
     def take(self, start: int, stop: int) -> torch.Tensor:
-        """Give the samples at positions start to stop - 1: int64, shape (stop - start,)."""
-        stop = min(stop, self.num_samples)
-        if self._table is not None:
-            return self._table[start:stop]
-        return torch.from_numpy(self._cipher.permute(start, stop))
+        """Return the samples at positions start to stop - 1, as int64."""
+        if not 0 <= start <= stop <= self.num_samples:
+            raise IndexError(f"positions {start} to {stop} of {self.num_samples} samples")
+        if self._kept is not None:
+            return torch.from_numpy(self._kept[start:stop])
+        if start == stop:
+            return torch.empty(0, dtype=torch.int64)
+        first, last = start // _BLOCK, (stop - 1) // _BLOCK
+        blocks = [self._get_block(index) for index in range(first, last + 1)]
+        joined = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        return torch.from_numpy(joined[start - first * _BLOCK : stop - first * _BLOCK])
+
+    def _get_block(self, index: int) -> npt.NDArray[np.int64]:
+        if index != self._block_index:
+            stop = min((index + 1) * _BLOCK, self.num_samples)
+            positions = np.arange(index * _BLOCK, stop, dtype=np.uint64)
+            permuted = permute(positions, num_samples=self.num_samples, key=self._key)
+            self._block_index, self._block = index, permuted.astype(np.int64)
+        return self._block
 
 
-class _Feistel:
-    """A keyed permutation of range(size), computed per element.
+def permute(positions: Words, *, num_samples: int, key: int) -> Words:
+    """Map each position to its sample: a bijection of range(num_samples), chosen by key.
 
-    A Feistel network over the smallest even number of bits that holds size (Luby and Rackoff: How
-    to construct pseudorandom permutations, 1988), with the SplitMix64 finaliser as round function.
-    Results outside of the range are permuted again until they fall inside (cycle walking; Black
-    and Rogaway: Ciphers with arbitrary finite domains, 2002): on average under 4 times.
+    A balanced Feistel network on the smallest even number of bits that holds num_samples is a
+    bijection of a power of four (Luby, Rackoff, SIAM J. Comput. 17(2), 1988; with 6 rounds it
+    can't be told from a random one cheaply: Patarin, CRYPTO 2004). Cycle walking makes it one of
+    range(num_samples): a value outside is mapped again until it falls inside (Black, Rogaway,
+    "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). On average that takes fewer than 4 turns,
+    because the power of four is less than 4 x num_samples.
     """
-
-    def __init__(self, size: int, *, key: int) -> None:
-        self.size = size
-        self.half_bits = np.uint64(max(1, -(-(size - 1).bit_length() // 2)))
-        self.mask = np.uint64((1 << int(self.half_bits)) - 1)
-        self.keys = [np.uint64(mix(key, index)) for index in range(_ROUNDS)]
-
-    def permute(self, start: int, stop: int) -> NDArray[np.int64]:
-        words = self._once(np.arange(start, stop, dtype=np.uint64))
-        while (outside := np.flatnonzero(words >= self.size)).size:
-            words[outside] = self._once(words[outside])
-        return words.astype(np.int64)
-
-    def _once(self, words: _Words) -> _Words:
-        left, right = words >> self.half_bits, words & self.mask
-        for key in self.keys:
-            left, right = right, left ^ (_scramble(right + key) & self.mask)
-        return (left << self.half_bits) | right
+    half_bits = max(1, -(-(num_samples - 1).bit_length() // 2))
+    round_keys = [mix(key, round_index) for round_index in range(_ROUNDS)]
+    values = _feistel(positions, half_bits=half_bits, round_keys=round_keys)
+    outside = np.flatnonzero(values >= num_samples)
+    while outside.size:
+        walked = _feistel(values[outside], half_bits=half_bits, round_keys=round_keys)
+        values[outside] = walked
+        outside = outside[walked >= num_samples]
+    return values
 
 
-def _scramble(words: _Words) -> _Words:
-    """Mix the bits of each word: see mix() in ranks/seeding.py for the source."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
+def _feistel(values: Words, *, half_bits: int, round_keys: list[int]) -> Words:
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = values >> shift, values & mask
+    for round_key in round_keys:
+        left, right = right, left ^ (hash_words(right, key=round_key) & mask)
+    joined: Words = (left << shift) | right
+    return joined
+
+
+def share_of(size: int, *, rank: int, world_size: int) -> tuple[int, int]:
+    """Return (start, stop) of a rank's contiguous part of size items; it may be empty.
+
+    Parts differ by one item at most; the lower ranks have the longer ones.
+    """
+    length, num_longer = divmod(size, world_size)
+    start = rank * length + min(rank, num_longer)
+    return start, start + length + (rank < num_longer)
+
+
+def split_micro_batches(size: int, batch_size: int) -> list[tuple[int, int]]:
+    """Cut size items into as few parts of at most batch_size as will do, of near-equal length."""
+    if size <= batch_size:  # the usual case, and the fast one
+        return [(0, size)] if size else []
+    num_parts = -(-size // batch_size)
+    return [share_of(size, rank=part, world_size=num_parts) for part in range(num_parts)]
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The samples of one optimizer step over all ranks: order[start : start + size]."""
+    """The samples of one optimizer step over all ranks: order[start:stop] of an epoch."""
 
     epoch: int
     start: int
@@ -96,31 +130,15 @@ class Window:
         return self.start + self.size
 
 
-def share_of(size: int, *, rank: int, world_size: int) -> tuple[int, int]:
-    """Give rank's part [start, stop) of size things; parts differ by one at most.
+class WindowSampler(DistributedSampler[Any]):
+    """A DistributedSampler that gives every sample exactly once, whatever the number of ranks.
 
-    The lower ranks get the larger parts; a part is empty if there are fewer things than ranks.
+    torch's own pads with repeated samples or drops some, and its order changes with the world size.
     """
-    small, extra = divmod(size, world_size)
-    start = rank * small + min(rank, extra)
-    return start, start + small + (rank < extra)
-
-
-def split_micro_batches(size: int, batch_size: int) -> list[tuple[int, int]]:
-    """Cut size samples into the fewest parts of at most batch_size, as [start, stop).
-
-    WHY near-equal: a last part of one sample is more than BatchNorm can take.
-    """
-    num_parts = -(-size // batch_size)
-    return [share_of(size, rank=part, world_size=num_parts) for part in range(num_parts)]
-
-
-class WindowSampler(DistributedSampler[int]):
-    """A DistributedSampler that gives each rank its share of every window, exactly once."""
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[Any],  # Any: whatever a sample is
         *,
         num_replicas: int,
         rank: int,
@@ -129,57 +147,77 @@ class WindowSampler(DistributedSampler[int]):
         batch_size: int,
         drop_last: bool = False,
     ) -> None:
-        # WHY drop_last=False for torch: what it drops is not what we mean by it.
-        super().__init__(dataset, num_replicas, rank, shuffle=True, seed=seed, drop_last=False)
-        self.size = len(dataset)  # type: ignore[arg-type]  # map-style: it has a length
+        # WHY drop_last stays False for torch: what it drops is not what we mean by it.
+        super().__init__(dataset, num_replicas=num_replicas, rank=rank, seed=seed)
         self.global_batch = global_batch
         self.batch_size = batch_size
-        self.drops_last = drop_last and self.size >= global_batch
-        self._order: tuple[int, EpochOrder] | None = None
+        self.num_total = len(dataset)  # type: ignore[arg-type]  # map-style: it has a length
+        # WHY the comparison: one short window is all there is, and an epoch needs a step.
+        self.drop_last = drop_last and self.num_total >= global_batch
+        self.end = self.num_total - (self.num_total % global_batch if self.drop_last else 0)
+        """Cursor at which an epoch is done. Under drop_last the short last window lies behind."""
+
+        # What DistributedSampler promises its users: this rank's samples, and those of all ranks.
+        self.num_samples, self.total_size = len(self), self.end
+        self._orders: dict[int, EpochOrder] = {}
+
+    @property
+    def size(self) -> int:
+        """Samples of the dataset."""
+        return self.num_total
 
     @property
     def num_windows(self) -> int:
-        """Optimizer steps of one epoch."""
-        if self.drops_last:
-            return self.size // self.global_batch
-        return -(-self.size // self.global_batch)
-
-    @property
-    def end(self) -> int:
-        """The cursor at which an epoch is done."""
-        return min(self.size, self.num_windows * self.global_batch)
+        """Optimizer steps of a whole epoch."""
+        return -(-self.end // self.global_batch)
 
     def windows(self, start: int = 0) -> Iterator[Window]:
-        """Give the epoch's windows from the cursor start on."""
-        while start < self.end:
-            window = Window(self.epoch, start, min(self.global_batch, self.end - start))
-            yield window
-            start = window.stop
+        """Give the windows of the current epoch (set_epoch) from cursor start on."""
+        return self.windows_of(self.epoch, start)
+
+    def windows_of(self, epoch: int, start: int = 0) -> Iterator[Window]:
+        """Give the windows of an epoch from cursor start on."""
+        for begin in range(start, self.end, self.global_batch):
+            yield Window(epoch, begin, min(self.global_batch, self.end - begin))
+
+    def micro_batch_sizes(self, window: Window) -> list[int]:
+        """Say how many samples each of this rank's micro-batches of window has."""
+        start, stop = share_of(window.size, rank=self.rank, world_size=self.num_replicas)
+        return [last - first for first, last in split_micro_batches(stop - start, self.batch_size)]
 
     def micro_batches(self, window: Window) -> list[torch.Tensor]:
-        """Give this rank's samples of window, a tensor of indices for each backward.
-
-        Empty if the window has no sample for this rank.
-        """
+        """Return the indices of this rank's micro-batches of window; none if its share is empty."""
         start, stop = share_of(window.size, rank=self.rank, world_size=self.num_replicas)
+        if start == stop:
+            return []
         share = self.order(window.epoch).take(window.start + start, window.start + stop)
-        parts = split_micro_batches(stop - start, self.batch_size)
-        return [share] if len(parts) == 1 else [share[first:last] for first, last in parts]
+        if stop - start <= self.batch_size:
+            return [share]
+        return [
+            share[first:last] for first, last in split_micro_batches(len(share), self.batch_size)
+        ]
 
     def order(self, epoch: int) -> EpochOrder:
-        """Give the order of an epoch; the last one asked for is kept."""
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, EpochOrder(self.size, seed=self.seed, epoch=epoch))
-        return self._order[1]
+        """Return the order of an epoch."""
+        order = self._orders.get(epoch)
+        if order is None:
+            order = EpochOrder(self.num_total, seed=self.seed, epoch=epoch)
+            # WHY two: workers fetch ahead into the next epoch while this one still ends.
+            latest = list(self._orders.items())[-1:]
+            self._orders = dict([*latest, (epoch, order)])
+        return order
 
     def __iter__(self) -> Iterator[int]:
+        """Give this rank's samples of the current epoch, in the order of the steps."""
         for window in self.windows():
             for indices in self.micro_batches(window):
                 yield from indices.tolist()
 
     def __len__(self) -> int:
-        return sum(
-            share_of(window.size, rank=self.rank, world_size=self.num_replicas)[1]
-            - share_of(window.size, rank=self.rank, world_size=self.num_replicas)[0]
-            for window in self.windows()
-        )
+        """Count this rank's samples of an epoch."""
+        num_full, rest = divmod(self.end, self.global_batch)
+        count = 0
+        for size, times in ((self.global_batch, num_full), (rest, 1)):
+            start, stop = share_of(size, rank=self.rank, world_size=self.num_replicas)
+            count += (stop - start) * times
+        return count

@@ -1,22 +1,37 @@
-"""torchvision, also where its binary does not match torch's.
+"""torchvision and its images, also where its binary does not match torch's.
 
-Owns the import of torchvision. Its wheel from the package index is built for CUDA; beside a CPU
-build of torch its compiled operators don't load, and then its import fails on registering their
-shapes. Datasets, transforms and classifiers need none of those operators: it is enough to declare
-the two that the import asks for.
+Owns the import of torchvision, and opening its sets: in memory, or a folder of pictures. Its wheel
+from the package index is built for CUDA; beside a CPU build of torch its compiled operators don't
+load, and then its import fails on registering their shapes. Datasets, transforms and classifiers
+need none of those operators: it is enough to declare the two that the import asks for.
 """
 
 import importlib
 import logging
+import sys
+from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import torch
+from torch.utils.data import Dataset
 
+from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.errors import DataError
+from hardened_ddp.settings.config import DataConfig
 
 log = logging.getLogger(__name__)
 
+# name here: (torchvision class, channel means, channel standard deviations of the training set)
+DOWNLOADABLE: Mapping[str, tuple[str, tuple[float, ...], tuple[float, ...]]] = {
+    "mnist": ("MNIST", (0.1307,), (0.3081,)),
+    "fashion_mnist": ("FashionMNIST", (0.2860,), (0.3530,)),
+    "cifar10": ("CIFAR10", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": ("CIFAR100", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+}
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _OPERATORS = ("torchvision::nms", "torchvision::qnms")
 
@@ -30,16 +45,18 @@ def import_torchvision() -> ModuleType:
         raise DataError(
             f"torchvision is not installed ({error})", fix="pip install -r requirements.txt"
         ) from error
-    except (RuntimeError, ImportError, AttributeError) as first_error:
-        for name in _OPERATORS:
-            torch.library.define(name, _SCHEMA)
+    except (RuntimeError, ImportError, AttributeError, OSError) as first_error:
+        if "operator torchvision::" not in str(first_error):
+            raise _misfit(first_error) from first_error
+        # WHY: what the failed import left half done would be taken for imported.
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
         try:
+            for name in _OPERATORS:
+                torch.library.define(name, _SCHEMA)
             module = _import()
-        except (RuntimeError, ImportError) as error:
-            raise DataError(
-                f"torchvision does not fit torch {torch.__version__}: {error}",
-                fix="pip install -r requirements.txt (it pins versions that fit together)",
-            ) from first_error
+        except (RuntimeError, ImportError, AttributeError, OSError) as error:
+            raise _misfit(error) from first_error
         log.warning(
             "torchvision %s is built for another torch than %s: its compiled operators (nms, roi "
             "pooling) are missing; datasets, transforms and classifiers work",
@@ -47,6 +64,75 @@ def import_torchvision() -> ModuleType:
             torch.__version__,
         )
         return module
+
+
+def open_downloadable(name: str, *, train: bool, data_dir: str, download: bool) -> MemoryImages:
+    """Open one of DOWNLOADABLE from data_dir. Raises DataError with what to do by hand."""
+    class_name, mean, deviation = DOWNLOADABLE[name]
+    dataset_class = getattr(import_torchvision().datasets, class_name)
+    root = Path(data_dir)
+    try:
+        source = dataset_class(str(root), train=train, download=download)
+    # WHY broad: no file is a RuntimeError there, half a file a ValueError, AssertionError or more
+    except Exception as error:
+        action = "downloaded" if download else "found whole"
+        raise DataError(
+            f"{class_name} can't be {action} in {root.resolve()}: {error}",
+            fix=f'on a machine with internet: python -c "from torchvision.datasets import '
+            f"{class_name}; {class_name}('data', download=True)\", and copy what is in its folder "
+            f"data to {root.resolve()} (remove what is there of {class_name} first); or choose "
+            "--dataset digits, which needs no download",
+        ) from error
+    images = torch.as_tensor(np.asarray(source.data))
+    images = images.unsqueeze(1) if images.dim() == 3 else images.permute(0, 3, 1, 2).contiguous()
+    labels = torch.as_tensor(source.targets, dtype=torch.int64)
+    return MemoryImages(images, labels, classes=source.classes, scale=(mean, deviation))
+
+
+def open_folder(
+    config: DataConfig, *, train: bool, root: str = "", image_size: int = 224
+) -> Dataset[Any] | None:
+    """Open ROOT/train and ROOT/val (or ROOT/test), one folder of pictures per class."""
+    vision = import_torchvision()
+    base = Path(root or config.data_dir)
+    folders = [base / name for name in (("train",) if train else ("val", "test"))]
+    folder = next((path for path in folders if path.is_dir()), None)
+    if folder is None:
+        if not train:
+            return None
+        raise DataError(
+            f"{folders[0]} is not there: image_folder needs ROOT/train/CLASS/*.jpg",
+            fix="--dataset image_folder --dataset_args '{root: /path/to/images}'",
+        )
+    steps = vision.transforms.v2
+    crop = (
+        [steps.RandomResizedCrop(image_size), steps.RandomHorizontalFlip()]
+        if train and config.augment
+        else [steps.Resize(image_size), steps.CenterCrop(image_size)]
+    )
+    transform = steps.Compose(
+        [
+            steps.ToImage(),
+            *crop,
+            steps.ToDtype(torch.float32, scale=True),
+            # ImageNet's means and standard deviations, which pretrained weights expect
+            steps.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+            steps.ToPureTensor(),
+        ]
+    )
+    try:
+        return vision.datasets.ImageFolder(str(folder), transform=transform)  # type: ignore[no-any-return]  # untyped
+    except (FileNotFoundError, OSError) as error:
+        raise DataError(
+            f"{folder} can't be read as one folder per class: {error}", fix=f"look: ls {folder}"
+        ) from error
+
+
+def _misfit(error: Exception) -> DataError:
+    return DataError(
+        f"torchvision does not fit torch {torch.__version__}: {error}",
+        fix="pip install -r requirements.txt (it pins versions that fit together)",
+    )
 
 
 def _import() -> ModuleType:

@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import resource
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from hardened_ddp.settings.config import DataConfig
 
@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 MOST_WORKERS = 8
 WANTED_OPEN_FILES = 65536
 SHARED_MEMORY = Path("/dev/shm")
-_CGROUP_V2_LIMIT = Path("/sys/fs/cgroup/cpu.max")
-_CGROUP_V1 = Path("/sys/fs/cgroup/cpu")
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 # Batches wait in shared memory; half as much again is for what others put there.
 _SHM_MARGIN = 1.5
 
@@ -79,20 +79,58 @@ def choose_start_method(wanted: str) -> str:
 def cpu_budget() -> int:
     """Count the CPUs that this process may use: affinity, cut by the container's quota."""
     allowed = len(os.sched_getaffinity(0))
-    quota = read_cpu_quota(v2=_CGROUP_V2_LIMIT, v1=_CGROUP_V1)
+    quota = read_cpu_quota(_CGROUPS, own=_OWN_CGROUPS)
     return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
-def read_cpu_quota(*, v2: Path, v1: Path) -> float | None:
-    """Read the container's quota in CPUs, from cgroup v2 or v1; None: unlimited or unknown."""
+def read_cpu_quota(root: Path, *, own: Path) -> float | None:
+    """Read the smallest quota, in CPUs, that holds for this process; None: unlimited or unknown.
+
+    root: where cgroups are mounted; own: the kernel's list of the groups that we are in. A limit of
+    any group above ours holds too. In a container only the mount's root may be visible.
+    """
+    quotas = [
+        quota
+        for folder in _own_folders(root, own)
+        for quota in (_read_v2(folder), _read_v1(folder))
+        if quota is not None
+    ]
+    return min(quotas, default=None)
+
+
+def _own_folders(root: Path, own: Path) -> list[Path]:
+    """List the folders of our groups and of those above, of cgroup v2 and of v1's cpu."""
     try:
-        if v2.is_file():
-            quota, period = v2.read_text(encoding="ascii").split()
-        else:
-            quota = (v1 / "cpu.cfs_quota_us").read_text(encoding="ascii").strip()
-            period = (v1 / "cpu.cfs_period_us").read_text(encoding="ascii").strip()
-        return None if quota in ("max", "-1") else int(quota) / int(period)
-    except (OSError, ValueError):
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    # A line is number:controllers:path; v2 has number 0 and no controllers.
+    found = [line.split(":", 2) for line in lines if line.count(":") >= 2]
+    paths = [(root, path) for _, controllers, path in found if not controllers]
+    for name in ("cpu", "cpu,cpuacct"):
+        paths += [(root / name, p) for _, names, p in found if "cpu" in names.split(",")]
+        paths.append((root / name, "/"))
+    folders: list[Path] = []
+    for base, path in [*paths, (root, "/")]:
+        inner = PurePosixPath(path.lstrip("/"))
+        folders += [base / part for part in (inner, *inner.parents)]
+    return folders
+
+
+def _read_v2(folder: Path) -> float | None:
+    try:
+        quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None
+
+
+def _read_v1(folder: Path) -> float | None:
+    try:
+        quota = int((folder / "cpu.cfs_quota_us").read_text(encoding="ascii"))
+        period = int((folder / "cpu.cfs_period_us").read_text(encoding="ascii"))
+        return None if quota < 0 else quota / period
+    except (OSError, ValueError, ZeroDivisionError):
         return None
 
 

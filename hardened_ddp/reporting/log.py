@@ -1,101 +1,164 @@
 """Logging: one console, one file per rank, and neither ever stops training.
 
 Owns the handlers of the program. A line that can't be written (disk full, terminal gone) is counted
-and dropped. WHY: a run of days must not die because somebody closed the window it was started in.
+and dropped, and told of when writing works again. WHY: a run of days must not die because somebody
+closed the window it was started in.
+
+Does not own: the writing itself (sinks.py), the progress bar that log lines must not break
+(progress.py asks for it with write_within).
 """
 
+import contextlib
 import logging
+import os
 import sys
-from logging.handlers import MemoryHandler
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TextIO
+
+from hardened_ddp.reporting.sinks import FileSink, TextSink
+
+log = logging.getLogger(__name__)
 
 _ROOT = logging.getLogger()
-_MAX_EARLY_RECORDS = 10_000
-
-
-class SteadyHandler(logging.Handler):
-    """Writes lines to a stream; counts those that can't be written instead of raising."""
-
-    def __init__(self, stream: TextIO, *, owns_stream: bool) -> None:
-        super().__init__()
-        self.stream = stream
-        self.owns_stream = owns_stream
-        self.num_lost = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            line = self.format(record).encode("ascii", "backslashreplace").decode("ascii")
-            if self.num_lost:
-                line = f"({self.num_lost} lines were lost before this one)\n{line}"
-            self.stream.write(line + "\n")
-            self.stream.flush()
-            self.num_lost = 0
-        except (OSError, ValueError):  # ValueError: the stream was closed by somebody
-            self.num_lost += 1
-
-    def close(self) -> None:
-        if self.owns_stream:
-            try:
-                self.stream.close()
-            except OSError:
-                self.num_lost += 1
-        super().close()
+_OURS = logging.getLogger("hardened_ddp")
+_MAX_EARLY_LINES = 2_000
+_KEEP_BYTES = 256 * 1024
+"""How much of a rank's log waits in memory while its disk is full."""
 
 
 def start_logging(*, rank: int, world_size: int, debug: bool) -> None:
-    """Log to stderr: everything of rank 0, warnings of the others; with debug all of all."""
+    """Log to stderr: everything of rank 0, warnings of the others; with debug all of all.
+
+    Lines are kept for the file of add_log_file from here on. Ends an earlier logging first.
+    """
     stop_logging()
     tag = f"[rank {rank}] " if world_size > 1 else ""
-    console = SteadyHandler(sys.stderr, owns_stream=False)
+    console = ConsoleHandler(TextSink(sys.stderr), tag=tag)
     console.setLevel(logging.DEBUG if debug else logging.INFO if rank == 0 else logging.WARNING)
-    console.setFormatter(_LevelFormatter(tag))
-    early = MemoryHandler(_MAX_EARLY_RECORDS, flushLevel=logging.CRITICAL + 1, flushOnClose=False)
-    _ROOT.setLevel(logging.INFO)
-    logging.getLogger("hardened_ddp").setLevel(logging.DEBUG)
-    for handler in (console, early):
+    for handler in (console, RankFileHandler()):
         _ROOT.addHandler(handler)
+    # WHY two levels: the debug lines of other libraries would bury ours.
+    _ROOT.setLevel(logging.INFO)
+    _OURS.setLevel(logging.DEBUG)
     logging.captureWarnings(True)
 
 
 def add_log_file(folder: Path, *, rank: int) -> None:
     """Write this rank's log to folder/rank-N.log as well, with all that was said before."""
-    early = next((h for h in _ROOT.handlers if isinstance(h, MemoryHandler)), None)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        stream = (folder / f"rank-{rank}.log").open("a", encoding="ascii")
-    except OSError as error:
-        logging.getLogger(__name__).warning("no log file for this rank: %s", error)
-        return
-    handler = SteadyHandler(stream, owns_stream=True)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    if early is not None:
-        early.setTarget(handler)
-        early.close()  # flushes nothing by itself: see flushOnClose
-        for record in early.buffer:
-            handler.handle(record)
-        _ROOT.removeHandler(early)
-    _ROOT.addHandler(handler)
+    for handler in _ROOT.handlers:
+        if isinstance(handler, RankFileHandler):
+            handler.open(folder / f"rank-{rank}.log")
+
+
+def write_within(guard: Callable[[], AbstractContextManager[object]] | None) -> None:
+    """Have each console line written within a guard() of its own, which hides a progress bar."""
+    for handler in _ROOT.handlers:
+        if isinstance(handler, ConsoleHandler):
+            handler.guard = guard or contextlib.nullcontext
 
 
 def stop_logging() -> None:
     """Close what start_logging and add_log_file opened. Safe to call twice."""
-    logging.captureWarnings(False)
-    for handler in [h for h in _ROOT.handlers if isinstance(h, SteadyHandler | MemoryHandler)]:
-        _ROOT.removeHandler(handler)
-        handler.close()
+    for handler in list(_ROOT.handlers):
+        if isinstance(handler, ConsoleHandler):
+            logging.captureWarnings(False)
+            _ROOT.setLevel(handler.levels_before[0])
+            _OURS.setLevel(handler.levels_before[1])
+        if isinstance(handler, ConsoleHandler | RankFileHandler):
+            _ROOT.removeHandler(handler)
+            handler.close()
 
 
-class _LevelFormatter(logging.Formatter):
-    """Short lines for people: the level is told only where something is wrong."""
+class ConsoleHandler(logging.Handler):
+    """Writes short lines for people: the level is told only where something is wrong."""
 
-    def __init__(self, tag: str) -> None:
-        super().__init__(f"%(asctime)s {tag}%(message)s", datefmt="%H:%M:%S")
+    def __init__(self, sink: TextSink, *, tag: str) -> None:
+        super().__init__()
+        self.sink = sink
+        self.guard: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        self.levels_before = (_ROOT.level, _OURS.level)
+        self._pid = os.getpid()
+        self._plain = logging.Formatter(f"%(asctime)s {tag}%(message)s", datefmt="%H:%M:%S")
         self._loud = logging.Formatter(
             f"%(asctime)s {tag}%(levelname)s %(message)s", datefmt="%H:%M:%S"
         )
 
-    def format(self, record: logging.LogRecord) -> str:
-        if record.levelno >= logging.WARNING:
-            return self._loud.format(record)
-        return super().format(record)
+    def emit(self, record: logging.LogRecord) -> None:
+        is_loud = record.levelno >= logging.WARNING
+        line = _format(self._loud if is_loud else self._plain, record)
+        if record.name == "py.warnings":  # its second line quotes the source: the file has it
+            line = line.partition("\n")[0]
+        num_lost = self.sink.num_lost
+        if num_lost:
+            line = f"{_notice(num_lost, self.sink.error)}\n{line}"
+        # WHY the pid: a forked loader worker must not wait for the bar's lock, held in its parent.
+        is_fork = os.getpid() != self._pid
+        with contextlib.nullcontext() if is_fork else self.guard():
+            if self.sink.write(line + "\n"):
+                self.sink.num_lost -= num_lost
+
+
+class RankFileHandler(logging.Handler):
+    """Writes all lines of one rank to its file; keeps the newest in memory until there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sink: FileSink | None = None
+        # WHY lines and not records: a record with an exception keeps that one's tensors alive.
+        self._early: deque[str] = deque(maxlen=_MAX_EARLY_LINES)
+        self._formatter = logging.Formatter(
+            "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
+            datefmt="%Y-%m-%d %H:%M:%S",
+        )
+
+    def open(self, path: Path) -> None:
+        """Write to path from here on, and first what was said before. Says if that fails."""
+        self.acquire()
+        try:
+            if self.sink is not None:
+                self.sink.close()
+            self.sink = FileSink(path, keep_bytes=_KEEP_BYTES)
+            while self._early:
+                self.sink.add(_encode(self._early.popleft()))
+            error = None if self.sink.flush() else self.sink.error
+        finally:
+            self.release()
+        if error is not None:
+            log.warning("this rank's log file can't be written, training goes on: %s", error)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = _format(self._formatter, record)
+        if self.sink is None:
+            self._early.append(line)
+            return
+        self.sink.add(_encode(line))
+        if self.sink.flush() and (num_lost := self.sink.num_lost):
+            self.sink.num_lost = 0
+            self.sink.add(_encode(_notice(num_lost, self.sink.error)))
+            self.sink.flush()
+
+    def close(self) -> None:
+        if self.sink is not None:
+            self.sink.close()
+        super().close()
+
+
+def _format(formatter: logging.Formatter, record: logging.LogRecord) -> str:
+    """Format a record, or say where it comes from if its %-arguments don't fit."""
+    try:
+        return formatter.format(record)
+    except Exception as error:  # WHY broad: it runs the __str__ of whatever was logged
+        kind = type(error).__name__
+        return f"{record.levelname} {record.pathname}:{record.lineno}: unreadable line ({kind})"
+
+
+def _notice(num_lost: int, error: BaseException | None) -> str:
+    clock = time.strftime("%H:%M:%S")
+    return f"{clock} WARNING {num_lost} older log lines could not be written and are lost: {error}"
+
+
+def _encode(line: str) -> bytes:
+    return (line + "\n").encode("ascii", "backslashreplace")

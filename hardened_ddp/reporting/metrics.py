@@ -1,104 +1,146 @@
 """Metrics on disk: metrics.jsonl and TensorBoard. A write that fails never stops training.
 
-Owns both formats. TensorBoard is imported at the first write, because it takes 0.15 s that the
-first step need not wait for; its writer has a thread of its own for the disk.
+Owns which files there are and what is said when one can't be written. After a restart from an
+earlier step both hold some steps twice: TensorBoard is told to forget the first, and a reader of
+metrics.jsonl takes the last line of a step.
+
+Does not own: the formats (event_file.py, pictures.py), the thread (background.py), the disk
+(sinks.py).
 """
 
 import json
 import logging
 import math
+import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
 
 import torch
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from hardened_ddp.reporting import event_file, pictures
+from hardened_ddp.reporting.background import BackgroundWriter
+from hardened_ddp.reporting.sinks import FileSink
 
 log = logging.getLogger(__name__)
 
-_FLUSH_S = 60
-"""TensorBoard's file is at most this far behind."""
+_KEEP_BYTES = 1024 * 1024
+"""How much of each file waits in memory while the disk is full."""
+
+_CLOSE_LIMIT_S = 10.0
 
 
 class MetricsLog:
     """Writes the numbers of one run. On ranks other than 0 every call does nothing."""
 
     def __init__(self, folder: Path, *, tensorboard: bool, is_main: bool) -> None:
-        self._folder = folder
+        """Touch no disk: the files are opened with the first write, on a thread of their own."""
         self._is_main = is_main
-        self._wants_tensorboard = tensorboard and is_main
-        self._file: TextIO | None = None
-        self._board: SummaryWriter | None = None
-        self._num_failed = 0
+        self._has_board = tensorboard and is_main
+        self._lines = FileSink(folder / "metrics.jsonl", keep_bytes=_KEEP_BYTES)
+        # WHY pid and time: each start of a run has a file, and all are shown as one curve.
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        path = folder / "tensorboard" / name
+        self._events = FileSink(path, keep_bytes=_KEEP_BYTES, has_lines=False)
+        self._writer = BackgroundWriter(flush=self._flush, name="metrics")
+        self._failing: set[Path] = set()
+        self._has_first_record = False
+        self._has_restart_record = False
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Write values at step: one line of metrics.jsonl, one curve each in TensorBoard."""
-        if not self._is_main:
-            return
-        finite = {
-            name: number if math.isfinite(number) else None for name, number in values.items()
-        }
-        line = json.dumps({"step": step, "time": round(time.time(), 3), **finite})
-        try:
-            if self._file is None:
-                self._file = (self._folder / "metrics.jsonl").open("a", encoding="utf-8")
-            self._file.write(line + "\n")
-            self._file.flush()
-            if (board := self._open_board()) is not None:
-                for name, number in values.items():
-                    board.add_scalar(name, number, step)
-        except OSError as error:
-            self._failed(error)
+        """Write values at step: one line of metrics.jsonl, one point each in TensorBoard.
+
+        A number that is not finite is null in the one and itself in the other.
+        """
+        if self._is_main:
+            numbers = {name: float(number) for name, number in values.items()}
+            self._writer.do(partial(self._add_scalars, step, numbers, time.time()))
 
     def images(self, step: int, tag: str, images: torch.Tensor, titles: Sequence[str]) -> None:
-        """Write images (N, C, H, W) of any range, scaled to [0, 1], with a title for each."""
-        try:
-            if (board := self._open_board()) is None:
-                return
-            flat = images.detach().float().cpu().flatten(1)
-            low, high = flat.min(dim=1).values, flat.max(dim=1).values
-            scaled = (flat - low[:, None]) / (high - low).clamp_min(1e-6)[:, None]
-            pictures = scaled.view_as(images)
-            if pictures.shape[1] not in (1, 3):
-                pictures = pictures[:, :1]
-            board.add_images(tag, pictures, step)
-            listing = "\n".join(f"{number}. {title}" for number, title in enumerate(titles, 1))
-            board.add_text(f"{tag}/titles", listing, step)
-        except OSError as error:
-            self._failed(error)
+        """Write up to 16 images (N, C, H, W) of any range as one grid, and their titles as text."""
+        if self._has_board and images.dim() == 4 and images.numel():
+            # WHY not on the thread: torch would start a second set of its threads for that one.
+            picture = pictures.draw_grid(images)
+            self._writer.do(partial(self._add_picture, step, tag, picture, time.time()))
+            self._add_text(step, f"{tag}/titles", _as_table(titles[: pictures.MAX_PICTURES]))
 
     def text(self, tag: str, text: str) -> None:
         """Write a text, shown as it is."""
-        try:
-            if (board := self._open_board()) is not None:
-                board.add_text(tag, "```\n" + text + "\n```", 0)
-        except OSError as error:
-            self._failed(error)
+        self._add_text(0, tag, f"```\n{text}\n```")
 
     def close(self) -> None:
-        """Write what is left and close."""
-        try:
-            if self._file is not None:
-                self._file.close()
-            if self._board is not None:
-                self._board.close()
-        except OSError as error:
-            self._failed(error)
-        self._file = self._board = None
+        """Write what is left and close. Takes a few seconds at most, whatever the disk does."""
+        if not self._writer.close(timeout_s=_CLOSE_LIMIT_S):
+            log.warning("the disk does not answer: the last metrics may be missing in the files")
+            return
+        sinks = self._sinks()
+        unwritten = [sink for sink in sinks if not sink.close()]
+        num_lost = sum(sink.num_lost for sink in sinks) + self._writer.num_refused
+        if unwritten or num_lost:
+            log.warning(
+                "%d records of metrics could not be written to %s: %s",
+                num_lost,
+                ", ".join(str(sink.path) for sink in unwritten or sinks),
+                next((sink.error for sink in sinks if sink.error), "the disk was too slow"),
+            )
 
-    def _open_board(self) -> "SummaryWriter | None":
-        if self._board is None and self._wants_tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+    def _sinks(self) -> list[FileSink]:
+        """List the files that have something in them."""
+        if not self._is_main:
+            return []
+        return [self._lines, self._events] if self._has_first_record else [self._lines]
 
-            folder = str(self._folder / "tensorboard")
-            self._board = SummaryWriter(folder, flush_secs=_FLUSH_S)
-        return self._board
+    def _add_scalars(self, step: int, numbers: Mapping[str, float], now: float) -> None:
+        finite = {
+            name: number if math.isfinite(number) else None for name, number in numbers.items()
+        }
+        line = json.dumps({"step": step, "time": round(now, 3), **finite})
+        self._lines.add(line.encode() + b"\n")
+        if self._has_board:
+            if step > 0 and not self._has_restart_record:
+                self._add_event(event_file.restart_record(step, wall_time=now))
+            self._has_restart_record = True
+            self._add_event(event_file.scalars_record(step, numbers, wall_time=now))
 
-    def _failed(self, error: OSError) -> None:
-        """Say it once; later failures are only counted."""
-        self._num_failed += 1
-        if self._num_failed == 1:
-            log.warning("metrics can't be written, training goes on: %s", error)
+    def _add_picture(self, step: int, tag: str, picture: pictures.Picture, now: float) -> None:
+        png = pictures.encode_png(picture)
+        width, height = picture.width, picture.height
+        record = event_file.image_record(step, tag, png, width=width, height=height, wall_time=now)
+        self._add_event(record)
+
+    def _add_text(self, step: int, tag: str, text: str) -> None:
+        if self._has_board:
+            job = partial(event_file.text_record, step, tag, text, wall_time=time.time())
+            self._writer.do(lambda: self._add_event(job()))
+
+    def _add_event(self, record: bytes) -> None:
+        if not self._has_first_record:
+            self._has_first_record = True
+            self._events.add(event_file.first_record(wall_time=time.time()))
+        self._events.add(record)
+
+    def _flush(self) -> bool:
+        """Write to all files; say once of each that it fails, and once that it works again."""
+        is_all_written = True
+        for sink in self._sinks():
+            if sink.flush():
+                if sink.path in self._failing:
+                    self._failing.remove(sink.path)
+                    log.warning("%s is written again, %d records lost", sink.path, sink.num_lost)
+                continue
+            is_all_written = False
+            if sink.path not in self._failing:
+                self._failing.add(sink.path)
+                log.warning("%s can't be written, training goes on: %s", sink.path, sink.error)
+        return is_all_written
+
+
+def _as_table(titles: Sequence[str]) -> str:
+    """Lay out titles as their pictures lie in the grid."""
+    columns = max(1, min(pictures.COLUMNS, len(titles)))
+    cells = [title.replace("|", "/") for title in titles]
+    rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([*lines[:1], "|" + "---|" * columns, *lines[1:]])

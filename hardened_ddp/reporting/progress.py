@@ -1,66 +1,144 @@
 """The progress bar: one, on rank 0, and only where a person looks at a terminal.
 
-Owns the bar and how often it is drawn. Elsewhere the log lines tell the same.
+Owns the bar, how often it is drawn, and that log lines appear above it. Elsewhere the log lines
+tell the same. A terminal that goes away ends the bar, not the run.
 """
 
+import logging
+import math
+import os
 import sys
-import time
-from typing import Any
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TextIO
 
-from tqdm import tqdm
+from hardened_ddp.reporting.log import write_within
+from hardened_ddp.reporting.sinks import TextSink
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+log = logging.getLogger(__name__)
 
 _REDRAW_S = 0.2
+_REDRAW_IN_FILE_S = 10.0
+"""Where the bar was asked for but no terminal is there, each drawing is a line in a file."""
+
+_COLUMNS_IF_UNKNOWN = 80
+_LAYOUT = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
 
 
 class ProgressBar:
-    """Shows how far a run is. Costs a comparison per step, and nothing when it is off."""
+    """Shows how far a run is. Costs a look at the clock per step, and nothing when it is off."""
 
-    def __init__(self, *, total_steps: int, initial_step: int, enabled: bool | None = None) -> None:
-        """enabled None: on if stderr is a terminal."""
-        is_on = sys.stderr.isatty() if enabled is None else enabled
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        initial_step: int,
+        enabled: bool | None = None,
+        stream: TextIO | None = None,
+    ) -> None:
+        """enabled None: on if stream, by default stderr, is a terminal."""
         self._bar: tqdm[Any] | None = None  # Any: it iterates over nothing
+        self._sink = TextSink(sys.stderr if stream is None else stream)
+        is_terminal = self._sink.isatty()
+        self._redraw_s = _REDRAW_S if is_terminal else _REDRAW_IN_FILE_S
         self._next_draw = 0.0
-        if is_on:
-            tqdm.monitor_interval = 0  # WHY: its watching thread would outlive the run
-            self._bar = tqdm(
-                total=total_steps,
-                initial=initial_step,
-                unit="step",
-                dynamic_ncols=True,
-                mininterval=0,
-                leave=False,
-            )
+        if is_terminal if enabled is None else enabled:
+            self._bar = _open_bar(self._sink, total=total_steps, initial=initial_step)
+            write_within(self._above)
+            self._end_if_gone()
 
-    def update(self, step: int, **numbers: float) -> None:
+    def update(self, step: int) -> None:
         """Move to step; draw if it is time. Never raises."""
+        if self._bar is None or monotonic() < self._next_draw:
+            return
+        self._next_draw = monotonic() + self._redraw_s
+        self._bar.n = step
+        self._bar.refresh()
+        self._end_if_gone()
+
+    def describe(
+        self,
+        *,
+        epoch: int,
+        num_epochs: int,
+        loss: float = math.nan,
+        accuracy: float = math.nan,
+        samples_per_s: float = math.nan,
+    ) -> None:
+        """Set what stands before the bar, epoch counted from 1; numbers that are NaN are left out.
+
+        It is drawn with the next update.
+        """
         if self._bar is None:
             return
-        now = time.monotonic()
-        if now >= self._next_draw:
-            self._next_draw = now + _REDRAW_S
-            try:
-                self._bar.n = step
-                if numbers:
-                    self._bar.set_postfix(
-                        {name: f"{number:.4g}" for name, number in numbers.items()}, refresh=False
-                    )
-                self._bar.refresh()
-            except OSError:  # the terminal is gone: so is whoever looked at it
-                self._bar = None
+        scores = [
+            f"{name} {shown}"
+            for name, number, shown in (
+                ("loss", loss, f"{loss:.3g}"),
+                ("acc", accuracy, f"{accuracy:.1%}"),
+            )
+            if not math.isnan(number)
+        ]
+        speed = [] if math.isnan(samples_per_s) else [f"{samples_per_s:,.0f} samples/s"]
+        parts = [f"epoch {epoch}/{num_epochs}", *filter(None, [" ".join(scores)]), *speed]
+        self._bar.set_description_str(" | ".join(parts) + " ", refresh=False)
 
     def clear(self) -> None:
-        """Take the bar away before a log line; the next update draws it again."""
+        """Take the bar off the screen; the next update draws it again. Log lines do that alone."""
         if self._bar is not None:
-            try:
-                self._bar.clear()
-                self._next_draw = 0.0
-            except OSError:
-                self._bar = None
+            self._bar.clear()
+            self._next_draw = 0.0
+            self._end_if_gone()
 
     def close(self) -> None:
-        """End the bar."""
+        """End the bar. Safe to call twice."""
         if self._bar is not None:
-            try:
-                self._bar.close()
-            except OSError:
-                self._bar = None
+            write_within(None)
+            self._bar.close()
+            self._bar = None
+
+    def _above(self) -> AbstractContextManager[None]:
+        """Take the bar away for as long as something else is written, then draw it again."""
+        bar = self._bar
+        if bar is None:  # a line from another thread, while the bar ends
+            return nullcontext()
+        return type(bar).external_write_mode(file=self._sink)
+
+    def _end_if_gone(self) -> None:
+        """End the bar for good if the terminal did not take it."""
+        if self._sink.num_lost:
+            log.debug("no progress bar any more, its terminal is gone: %s", self._sink.error)
+            self.close()
+
+
+def _open_bar(sink: TextSink, *, total: int, initial: int) -> "tqdm[Any]":
+    # WHY here: ranks without a bar need not load it.
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0  # WHY: its watching thread would outlive the run
+    # WHY a lock of our own: tqdm's also locks between processes, which costs a semaphore.
+    tqdm.set_lock(threading.RLock())
+    is_sized = _has_size(sink)
+    return tqdm(
+        total=total,
+        initial=initial,
+        file=sink,
+        bar_format=_LAYOUT,
+        ascii=True,
+        dynamic_ncols=is_sized,
+        ncols=None if is_sized else _COLUMNS_IF_UNKNOWN,
+        mininterval=0,
+        leave=False,
+    )
+
+
+def _has_size(sink: TextSink) -> bool:
+    """Say whether a terminal tells its width. WHY: tqdm draws nothing on one of 0 columns."""
+    try:
+        return os.get_terminal_size(sink.fileno()).columns > 0
+    except OSError:
+        return False

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import shlex
 from collections.abc import Mapping
@@ -16,25 +17,61 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     path = folder / "summary.json"
     aside = path.with_name(f".summary-{os.getpid()}.json")
     try:
-        aside.write_text(json.dumps(dict(summary), indent=2) + "\n", encoding="utf-8")
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(_plain(summary), indent=2, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         aside.replace(path)
     except OSError as error:
         log.warning("summary.json can't be written: %s", error)
+        _remove(aside)
 
 
 def closing_lines(
     folder: Path, *, status: str, test_accuracy: float | None, has_tensorboard: bool
 ) -> list[str]:
     """Say how the run ended and give the commands that go on from here."""
-    shown = shlex.quote(os.path.relpath(folder))
+    shown = _show(folder)
+    run = shlex.quote(shown)
     lines = [
-        f"{status}: test accuracy {100 * test_accuracy:.2f}%"
+        f"{status}: test accuracy {test_accuracy:.2%}"
         if test_accuracy is not None
         else f"{status}: no test was made",
-        f"run folder:  {shown}",
-        f"resume:      python ddp_training.py --resume {shown}",
-        f"export:      python ddp_training.py export {shown}",
+        f"run folder:  {run}",
     ]
     if has_tensorboard:
-        lines.insert(2, f"TensorBoard: tensorboard --logdir {shown}/tensorboard")
-    return lines
+        board = shlex.quote(os.path.join(shown, "tensorboard"))
+        lines.append(f"TensorBoard: tensorboard --logdir {board}")
+    return [
+        *lines,
+        f"resume:      python ddp_training.py --resume {run}",
+        f"export:      python ddp_training.py export {run}",
+    ]
+
+
+def _show(folder: Path) -> str:
+    """Name folder as it is typed from here: relative below the working folder, else in full."""
+    try:
+        full = os.path.abspath(folder)
+        shown = os.path.relpath(full)
+    except OSError:  # the working folder was removed meanwhile
+        return str(folder)
+    return full if shown.startswith(os.pardir) else shown
+
+
+def _plain(value: Any) -> Any:  # Any: JSON
+    """Turn what json can't write into what it can: NaN and infinity to null, the rest to text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.debug("%s stays behind: %s", path, error)

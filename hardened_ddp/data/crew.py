@@ -1,0 +1,216 @@
+"""Worker processes that read micro-batches for one rank, through torch's DataLoader.
+
+Owns their start, the wait for a batch, and their end; says what happened to them in CrewLost.
+Does not own: what follows from that (loader.py), how many there are (workers.py).
+
+What goes wrong here: a worker is killed for memory, crashes in a decoder, hangs on a disk. torch
+notices a dead worker only when a wait for data has timed out, so we wait in short turns.
+WHY never next() again after any other error: torch would silently leave out the lost batch.
+"""
+
+import contextlib
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import pickle
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from hardened_ddp.data.fetch import Batch, Fetcher, Request, map_tensors
+from hardened_ddp.data.workers import WorkerPlan
+
+POLL_S = 0.5  # how long a dead worker may go unnoticed while a batch is waited for
+END_S = 5.0  # how long workers may take to end before they are killed
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# For the rank, not for its workers; a scheduler sends them to every process of a job.
+_SIGNALS_OF_THE_RANK = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
+
+
+class CrewLost(Exception):
+    """The workers can't go on; they are to be closed, and nothing more asked of them.
+
+    is_dangerous: what ended or hung them may do the same to the process that reads it next.
+    """
+
+    def __init__(self, reason: str, *, is_dangerous: bool = False) -> None:
+        super().__init__(reason)
+        self.is_dangerous = is_dangerous
+
+
+class Crew:
+    """The workers of one rank. start() them on requests, receive() each batch in order."""
+
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        plan: WorkerPlan,
+        *,
+        pin_memory: bool,
+        timeout_s: float,
+        is_lasting: bool = False,
+    ) -> None:
+        """timeout_s: how long a batch may take, 0 for ever. is_lasting: start() may come again."""
+        self.timeout_s = timeout_s
+        self._requests = _Requests()
+        self._workers: list[BaseProcess] = []
+        self._iterator: Iterator[Any] | None = None  # Any: what _Reader sends
+        context = multiprocessing.get_context(plan.start_method)
+        if plan.start_method == "forkserver":
+            context.set_forkserver_preload(["torch", "hardened_ddp.data.crew"])
+        self._loader: DataLoader[Any] | None = DataLoader(
+            _Reader(fetcher),
+            batch_size=None,
+            sampler=self._requests,
+            num_workers=plan.num_workers,
+            prefetch_factor=plan.prefetch_factor,
+            collate_fn=_unchanged,
+            persistent_workers=is_lasting,
+            pin_memory=pin_memory,
+            timeout=POLL_S,
+            worker_init_fn=_prepare_worker,
+            multiprocessing_context=context,
+            # WHY: without one of its own, torch draws a seed from the generator of the run.
+            generator=torch.Generator(),
+        )
+
+    def start(self, requests: Iterator[Request]) -> None:
+        """Have the workers read requests. Raises CrewLost if they can't be started."""
+        assert self._loader is not None, "a closed crew was started"
+        self._requests.source = requests
+        before = set(multiprocessing.active_children())
+        try:
+            self._iterator = iter(self._loader)
+        except Exception as error:  # WHY broad: processes, pipes, and pickling the user's dataset
+            raise CrewLost(f"workers can't be started: {_summary(error)}") from None
+        finally:
+            self._workers += set(multiprocessing.active_children()) - before
+
+    def receive(self) -> Batch | None:
+        """Wait for the next batch; None if all requests are answered. Raises CrewLost."""
+        assert self._iterator is not None, "a crew that was not started has no batches"
+        end = time.monotonic() + self.timeout_s if self.timeout_s else float("inf")
+        while True:
+            try:
+                inputs, targets, numbers, bad = next(self._iterator)
+                return Batch(inputs, targets, torch.from_numpy(numbers), bad)
+            except StopIteration:
+                return None
+            except Exception as error:  # WHY broad: RuntimeError, OSError, EOFError, pickle's own
+                is_late = str(error).startswith("DataLoader timed out")
+                if is_late and time.monotonic() < end:
+                    continue
+                death = "" if is_late else self._find_death()
+                late = f"no batch in {self.timeout_s:g} s" if is_late else ""
+                reason, is_dangerous = death or late or _summary(error), bool(death or late)
+            # WHY outside of except: the traceback would keep torch's iterator, and so the workers.
+            raise CrewLost(reason, is_dangerous=is_dangerous)
+
+    def close(self, *, is_broken: bool = False) -> None:
+        """End the workers; at once if they are broken."""
+        if is_broken:
+            for worker in self._workers:
+                worker.kill()
+        # WHY suppress: without guard/stop.py, torch raises a worker's death wherever we are.
+        with contextlib.suppress(RuntimeError):
+            self._loader = self._iterator = None  # torch ends its workers when this is gone
+        end = time.monotonic() + END_S
+        for worker in self._workers:
+            worker.join(max(0.0, end - time.monotonic()))
+            if worker.is_alive():
+                worker.kill()
+                worker.join(END_S)
+        self._workers = []
+
+    def _find_death(self) -> str:
+        """Say how a worker ended; empty if all live."""
+        # WHY wait: its closed connection may be noticed before its end is.
+        multiprocessing.connection.wait([worker.sentinel for worker in self._workers], POLL_S)
+        for worker in self._workers:
+            if not worker.is_alive() and worker.exitcode:
+                code = worker.exitcode
+                how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+                hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+                return f"worker process {worker.pid} ended with {how}{hint}"
+        return ""
+
+
+class _Requests(Sampler[Any]):
+    """What torch draws from: the requests that are wanted at the moment."""
+
+    def __init__(self) -> None:
+        self.source: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        # WHY numpy: a tensor would be sent as an open file in shared memory, each time.
+        return ((epoch, indices.numpy()) for epoch, indices in self.source)
+
+
+class _Reader(Dataset[Any]):
+    """The dataset that a worker sees: a request in, a batch's parts out."""
+
+    def __init__(self, fetcher: Fetcher) -> None:
+        self.fetcher = fetcher
+
+    def __getitem__(self, request: Any) -> Any:  # Any: arrays, which torch sends without types
+        epoch, numbers = request
+        batch = self.fetcher[(epoch, torch.from_numpy(numbers))]
+        parts = map_tensors((batch.inputs, batch.targets), _share)
+        # WHY here: what can't be sent fails in torch's sender thread, and the rank waits in vain.
+        _check_sendable(parts)
+        return *parts, batch.indices.numpy(), batch.bad
+
+
+def _share(tensor: torch.Tensor) -> torch.Tensor:
+    """Move to shared memory. WHY here: running out of it is then an error with a name."""
+    tensor = tensor.detach()
+    if tensor.untyped_storage().nbytes() > tensor.nbytes:
+        tensor = tensor.clone()  # WHY: of a view, torch would send the whole tensor behind it
+    tensor.share_memory_()  # type: ignore[no-untyped-call]  # torch left it untyped
+    return tensor
+
+
+def _check_sendable(data: Any) -> None:
+    rest: list[Any] = []
+    _collect_others(data, rest)
+    if rest:
+        pickle.dumps(rest)
+
+
+def _collect_others(data: Any, found: list[Any]) -> None:
+    """Collect what is neither a tensor nor a container."""
+    if isinstance(data, dict):
+        data = list(data.values())
+    if isinstance(data, tuple | list):
+        for part in data:
+            _collect_others(part, found)
+    elif not isinstance(data, torch.Tensor):
+        found.append(data)
+
+
+def _unchanged(data: Any) -> Any:
+    return data  # WHY: torch's default would turn the sample numbers into tensors
+
+
+def _prepare_worker(worker_id: int) -> None:
+    """Make a worker die with its rank, and leave the rank's signals to the rank."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux only
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # it died before we asked to be told
+        signal.raise_signal(signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_THE_RANK)
+    torch.set_num_threads(1)
+
+
+def _summary(error: BaseException) -> str:
+    """Give the line that tells most: the last one of what torch brings from a worker."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # After a traceback, the error stands in the first line that is not indented.
+    after = [line for line in lines[1:] if not line.startswith((" ", "Original", "Traceback"))]
+    return (after or lines)[0].rstrip(".")

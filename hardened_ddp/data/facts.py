@@ -1,0 +1,132 @@
+"""What is found out of an opened dataset before training: classes, labels, shape, fingerprint.
+
+Owns looking at a dataset that may be anybody's, and saying what it lacks. Reading a few samples
+here finds a wrong dataset in a second, and leaves the run's random numbers where they were.
+Does not own: opening it (datasets.py).
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from hardened_ddp.data.fetch import Batch, Fetcher, map_tensors, unmoved_rng
+from hardened_ddp.data.memory import MemoryImages
+from hardened_ddp.errors import DataError, SampleError
+
+_MOST_TRIES = 8  # samples to look at for one that can be read
+_PLACES = ("root", "data_dir", "cache_dir")  # in dataset_args: where the data lies
+
+AnyDataset = Dataset[Any]  # Any: whatever a sample is
+
+
+def read_example(dataset: AnyDataset, name: str) -> Batch:
+    """Read the first sample that can be read. Raises DataError if it is of no use."""
+    fetcher = Fetcher(dataset, seed=0)
+    num_tries = min(_MOST_TRIES, len(dataset))  # type: ignore[arg-type]  # map-style: has a length
+    try:
+        with unmoved_rng():
+            batches = (fetcher[(0, torch.tensor([index]))] for index in range(num_tries))
+            batch = next((batch for batch in batches if batch.num_samples), None)
+            first = fetcher[(0, torch.tensor([0]))] if batch is None else batch
+    except SampleError as error:
+        raise DataError(f"dataset {name}: {error.message}", fix=error.fix) from error
+    if batch is None:
+        raise DataError(
+            f"dataset {name}: the first {num_tries} samples can't be read: {first.bad[0].error}",
+            fix="make dataset[0] return (input tensor, label), or a mapping with 'labels'",
+        )
+    return batch
+
+
+def count_classes(dataset: AnyDataset, name: str) -> int:
+    for found in (
+        getattr(dataset, "num_classes", None),
+        len(getattr(dataset, "classes", None) or ()) or None,
+    ):
+        if found is not None:
+            return int(found)
+    targets = getattr(dataset, "targets", None)
+    if targets is not None and len(targets):
+        return int(torch.as_tensor(targets).max()) + 1
+    raise DataError(
+        f"dataset {name} does not say how many classes it has",
+        fix="give it an attribute num_classes (a number) or classes (their names)",
+    )
+
+
+def check_classes(train: AnyDataset, test: AnyDataset | None, name: str) -> None:
+    """Raise DataError if both parts name their classes, and the same label means two things."""
+    names = [getattr(part, "classes", None) for part in (train, test)]
+    if names[0] is None or names[1] is None or list(names[0]) == list(names[1]):
+        return
+    differing = sorted(map(str, set(names[0]) ^ set(names[1])))
+    raise DataError(
+        f"dataset {name}: training and test part have different classes"
+        + (f" ({', '.join(differing[:5])} in one of them only)" if differing else "")
+        + ", so that one label would mean two things",
+        fix="give both the same classes in the same order (of folders: the same sub-folders)",
+    )
+
+
+def check_labels(dataset: AnyDataset | None, num_classes: int, name: str) -> None:
+    """Find a label out of range now: on a GPU it would end the process without a name."""
+    labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
+    try:
+        labels = torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError):  # none, or of a kind that only the model knows
+        return
+    if labels.dim() != 1 or labels.is_floating_point():
+        return
+    wrong = ((labels < 0) | (labels >= num_classes)).nonzero()
+    if len(wrong):
+        index = int(wrong[0])
+        raise DataError(
+            f"dataset {name}: sample {index} has label {int(labels[index])}, but there are "
+            f"{num_classes} classes, 0 to {num_classes - 1}",
+            fix="number the labels from 0, or correct num_classes",
+        )
+
+
+def is_in_memory(dataset: AnyDataset) -> bool:
+    """Say whether reading is so cheap that workers would only slow it down."""
+    if isinstance(dataset, Subset):
+        return is_in_memory(dataset.dataset)
+    return isinstance(dataset, MemoryImages | TensorDataset) or bool(
+        getattr(dataset, "in_memory", False)
+    )
+
+
+def fingerprint(
+    parts: Sequence[AnyDataset | None], *, name: str, arguments: Mapping[str, Any]
+) -> str:
+    """Hash name, arguments, and of each part its length and three samples."""
+    # WHY not the places: the same data may lie elsewhere on another node, or after a move.
+    told = {key: value for key, value in arguments.items() if key not in _PLACES}
+    text = json.dumps([name.lower(), told], sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode())
+    for part in parts:
+        size = 0 if part is None else len(part)  # type: ignore[arg-type]  # map-style: has a length
+        digest.update(f"|{size}".encode())
+        for index in {0, size // 2, size - 1} if size else ():
+            first, second = (_sample_bytes(part, index) for _ in range(2))
+            # WHY read twice: of one that is random in its own way, only the length can be trusted.
+            digest.update(first if first == second else b"random")
+    return digest.hexdigest()
+
+
+def _sample_bytes(dataset: Any, index: int) -> bytes:  # Any: a map-style dataset
+    """Read one sample; nothing if it can't be read."""
+    with unmoved_rng():
+        batch = Fetcher(dataset, seed=0)[(0, torch.tensor([index]))]
+    found: list[bytes] = []
+
+    def add(tensor: torch.Tensor) -> None:
+        found.append(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+        found.append(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+    map_tensors((batch.inputs, batch.targets), add)
+    return b"".join(found)

@@ -1,0 +1,113 @@
+"""Checks of Python, torch and the other packages."""
+
+import importlib.metadata
+import platform
+import re
+import sys
+
+from hardened_ddp.diagnosis.check import Check
+from hardened_ddp.errors import DataError
+
+OLDEST_PYTHON = (3, 11)
+NEWEST_TRIED_PYTHON = (3, 13)
+OLDEST_TORCH = (2, 11)
+NEWEST_TRIED_TORCH = (2, 13)
+_INSTALL = "pip install -r requirements.txt"
+# Without these nothing runs; the others are for one feature each.
+_NEEDED = ("numpy", "pyyaml", "safetensors", "psutil")
+_FEATURES = {
+    "tqdm": "the progress bar",
+    "tensorboard": "looking at the curves",
+    "scikit-learn": "the data set digits",
+}
+
+
+def check_python(version: tuple[int, ...] = sys.version_info[:2]) -> Check:
+    """Check that Python is new enough, and not newer than what was tried."""
+    detail = f"{platform.python_version()} ({sys.executable})"
+    if version < OLDEST_PYTHON:
+        return Check("python", "FAIL", detail, "install Python 3.11 or newer, then ./setup.sh")
+    if version > NEWEST_TRIED_PYTHON:
+        return Check("python", "warn", detail, "this version was not tried: if it fails, use 3.13")
+    return Check("python", "ok", detail)
+
+
+def check_torch() -> Check:
+    """Check that torch can be imported, and its version."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
+        return Check("torch", "FAIL", f"can't be imported: {error}", _INSTALL)
+    return judge_torch(torch.__version__)
+
+
+def judge_torch(version: str) -> Check:
+    """Say whether this version of torch is one that the project runs on."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    number = (int(found[1]), int(found[2])) if found else (0, 0)
+    if number < OLDEST_TORCH:
+        return Check("torch", "FAIL", f"{version} is older than 2.11", _INSTALL)
+    if number > NEWEST_TRIED_TORCH:
+        advice = f"this version was not tried: if it fails, {_INSTALL}"
+        return Check("torch", "warn", version, advice)
+    return Check("torch", "ok", version)
+
+
+def check_torchvision() -> Check:
+    """Check that torchvision fits torch. Only its own data sets and models need it."""
+    name = "torchvision"
+    # WHY here: it needs torch, and this room must answer without.
+    try:
+        from hardened_ddp.data.vision import import_torchvision
+    except (ImportError, OSError) as error:
+        return Check(name, "warn", f"can't be imported: {error}", _INSTALL)
+    try:
+        version = import_torchvision().__version__
+    except DataError as error:
+        advice = f"{error.fix}; without it there are no data sets and models of torchvision"
+        return Check(name, "warn", error.message, advice)
+    if not _has_compiled_operators():
+        detail = f"{version} is built for another torch; its detection models don't work"
+        return Check(name, "warn", detail, f"{_INSTALL}   (not needed for classifiers)")
+    return Check(name, "ok", version)
+
+
+def check_packages() -> Check:
+    """Check that the other packages are installed."""
+    versions = {name: _version_of(name) for name in (*_NEEDED, *_FEATURES)}
+    detail = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
+    missing = [name for name, version in versions.items() if version is None]
+    if set(missing) & set(_NEEDED):
+        return Check("packages", "FAIL", detail, _INSTALL)
+    if missing:
+        without = ", ".join(f"{name}: {_FEATURES[name]}" for name in missing)
+        return Check("packages", "warn", detail, f"{_INSTALL}   (needed for {without})")
+    return Check("packages", "ok", detail)
+
+
+def is_cpu_build() -> bool:
+    """Say whether torch was built without CUDA; False if there is no torch."""
+    try:
+        import torch
+    except (ImportError, OSError):
+        return False
+    return torch.version.cuda is None
+
+
+def _has_compiled_operators() -> bool:
+    """Try one of the operators that torchvision brings along compiled."""
+    import torch
+    from torchvision.ops import nms
+
+    try:
+        nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
+    except (RuntimeError, ImportError):  # NotImplementedError, a RuntimeError: no kernel for it
+        return False
+    return True
+
+
+def _version_of(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

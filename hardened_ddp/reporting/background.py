@@ -1,0 +1,80 @@
+"""One thread that writes, so that training never waits for a disk.
+
+Owns the thread and its queue. The queue is bounded: while a disk hangs, what is too much is counted
+and left out. The thread is a daemon: it can't keep the program from ending.
+
+What goes wrong here: the program ends without close(). Then what was said in the last second is
+lost, and nothing else.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from time import monotonic
+
+log = logging.getLogger(__name__)
+
+_FLUSH_EVERY_S = 1.0
+_RETRY_AFTER_S = 10.0
+_MAX_WAITING = 10_000
+
+
+class BackgroundWriter:
+    """Runs jobs one after the other, and flushes soon after them."""
+
+    def __init__(self, *, flush: Callable[[], bool], name: str) -> None:
+        """flush: writes what the jobs left; says whether all of it is written."""
+        self._flush = flush
+        self._name = name
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.num_refused = 0
+        """Jobs that were left out because too many waited."""
+
+    def do(self, job: Callable[[], None]) -> None:
+        """Have job done soon; never waits."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        if self._jobs.qsize() >= _MAX_WAITING:
+            self.num_refused += 1
+        else:
+            self._jobs.put(job)
+
+    def close(self, *, timeout_s: float) -> bool:
+        """Do what waits, flush and end the thread; False if that took longer than timeout_s."""
+        if self._thread is None:
+            return True
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        is_done = not self._thread.is_alive()
+        self._thread = None
+        return is_done
+
+    def _run(self) -> None:
+        due: float | None = None  # when to flush; None: all is written
+        last_flush = float("-inf")
+        while True:
+            if due is not None and monotonic() >= due:
+                is_written = self._do(self._flush)
+                last_flush = monotonic()
+                due = None if is_written else last_flush + _RETRY_AFTER_S
+            try:
+                job = self._jobs.get(timeout=None if due is None else max(0.0, due - monotonic()))
+            except queue.Empty:
+                continue
+            if job is None:
+                self._do(self._flush)
+                return
+            self._do(job)
+            if due is None:
+                # WHY at once after a pause: whoever watches the file sees each report as it comes.
+                due = max(monotonic(), last_flush + _FLUSH_EVERY_S)
+
+    def _do(self, work: Callable[[], object]) -> object:
+        try:
+            return work()
+        except Exception:  # WHY broad: it would end the thread, and all later reports with it
+            log.warning("a report is left out, training goes on", exc_info=True)
+            return None
