@@ -1,99 +1,122 @@
 #!/usr/bin/env bash
-# Numbered presets: each is one command, shown with --dry-run.
+# Numbered presets: each is one command, and --dry-run shows it.
 set -euo pipefail
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-cd "$here"
+cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")"
 
 usage() {
   cat <<'TEXT'
-usage: ./launch_examples.sh [--dry-run] PRESET [more arguments for the command]
+usage: ./launch_examples.sh [--dry-run] PRESET [more arguments for its command]
 
-   1     single GPU (the CPU if there is none)
-   2     all GPUs of this node (2 ranks on the CPU if there is none)
-   3     4 GPUs, smaller batch
-   4     debug: torch's safe checks, verbose logs of every rank
-   5     conservative: nothing clever, and errors of single samples are left out
-   6     CPU only
-   7     mixed precision with gradient accumulation
-   8     resume the newest run
-   9     TensorBoard over all runs
-  10     doctor: check this machine
-  test   install the test tools and run the tests
+   1    one GPU, one process (the CPU if there is no GPU)
+   2    all GPUs of this node (2 ranks on the CPU if there is none)
+   3    4 GPUs, smaller batch (4 ranks on the CPU if there are fewer)
+   4    debug: more checks, more words
+   5    conservative: no workers, and samples that fail are left out
+   6    CPU only
+   7    mixed precision with gradient accumulation
+   8    continue the newest run in one process (on all GPUs: 2 --resume newest)
+   9    TensorBoard on all runs
+  10    doctor: what is wrong with this machine?
+  test  the tests of the suite (a few minutes; test --quick takes less)
 
---dry-run prints the command and does nothing else.
+--dry-run prints the command, quoted for the shell, and does nothing else.
 TEXT
 }
 
-dry_run=false
+dry_run=()
 words=()
 for word in "$@"; do
-  if [[ $word == --dry-run ]]; then dry_run=true; else words+=("$word"); fi
+  if [[ $word == --dry-run ]]; then dry_run=("$word"); else words+=("$word"); fi
 done
-if ((${#words[@]} == 0)); then
-  usage
-  exit 0
-fi
-preset=${words[0]}
+preset=${words[0]:-}
 more=("${words[@]:1}")
-
-count_gpus() {
-  if [[ ${CUDA_VISIBLE_DEVICES+set} ]]; then
-    local listed=${CUDA_VISIBLE_DEVICES//[^,]/}
-    if [[ -z $CUDA_VISIBLE_DEVICES || $CUDA_VISIBLE_DEVICES == -1 ]]; then echo 0; else echo $((${#listed} + 1)); fi
-  elif command -v nvidia-smi >/dev/null; then
-    nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
-  else
-    echo 0
-  fi
-}
-
+setup=(./setup.sh --print_python "${dry_run[@]}")
 case $preset in
-  1 | 2 | 3 | 4 | 5 | 6 | 7 | 8 | 9 | 10) setup=(--print_python) ;;
-  test) setup=(--dev --print_python) ;;
+  [1-9] | 10) ;;
+  test) setup+=(--dev) ;;
+  "" | -h | --help)
+    usage
+    exit 0
+    ;;
   *)
     echo "launch_examples.sh: there is no preset '$preset'" >&2
     usage >&2
     exit 2
     ;;
 esac
-if $dry_run; then python=python; else python=$(./setup.sh "${setup[@]}"); fi
 
+# Count the GPUs that a process started here sees, without importing torch.
+count_gpus() {
+  local here=0 seen=0 device devices
+  if command -v nvidia-smi >/dev/null; then
+    here=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ') || true
+  else
+    devices=$(compgen -G '/dev/nvidia[0-9]*') && here=$(wc -l <<<"$devices")
+  fi
+  if [[ -z ${CUDA_VISIBLE_DEVICES+set} || $here == 0 ]]; then
+    echo "$here"
+    return
+  fi
+  IFS=', ' read -ra devices <<<"$CUDA_VISIBLE_DEVICES"
+  for device in "${devices[@]}"; do
+    # WHY: CUDA takes the list up to the first entry that names no GPU of this machine.
+    if [[ $device =~ ^[0-9]+$ ]]; then
+      ((10#$device < here)) || break
+    elif [[ $device != GPU-* && $device != MIG-* ]]; then
+      break
+    fi
+    seen=$((seen + 1))
+  done
+  echo "$seen"
+}
+
+python=$("${setup[@]}")
+if [[ $python == "$(command -v python)" ]]; then
+  python=python
+elif [[ $python == "$PWD/.venv/bin/python" ]]; then
+  python=.venv/bin/python
+fi
+alone=("$python" ddp_training.py)
 gpus=$(count_gpus)
-script=(ddp_training.py)
-torchrun=("$python" -m torch.distributed.run --standalone)
 ranks=$((gpus > 0 ? gpus : 2))
+if [[ $preset == 3 ]]; then ranks=4; fi
+# WHY not the torchrun beside that Python: its first line breaks when the folder is moved.
+together=("$python" -m torch.distributed.run --standalone "--nproc_per_node=$ranks" ddp_training.py)
+if ((ranks > 1)) && [[ -z ${OMP_NUM_THREADS:-} ]]; then
+  together=(env OMP_NUM_THREADS=1 "${together[@]}") # torchrun sets 1, too, but with a warning
+fi
+
 case $preset in
-  1) command=("$python" "${script[@]}" --single_gpu --batch_size 32 --epochs 5) ;;
-  2) command=("${torchrun[@]}" "--nproc_per_node=$ranks" "${script[@]}" --batch_size 16 --epochs 5) ;;
+  1) command=("${alone[@]}" --single_gpu --batch_size 32 --epochs 5) ;;
+  2) command=("${together[@]}" --batch_size 16 --epochs 5) ;;
   3)
-    command=("${torchrun[@]}" --nproc_per_node=4 "${script[@]}" --batch_size 16 --epochs 10)
+    command=("${together[@]}" --batch_size 16 --epochs 10)
     if ((gpus < 4)); then
-      echo "launch_examples.sh: $gpus GPUs here and not 4: running 4 ranks on the CPU" >&2
+      echo "launch_examples.sh: this machine shows $gpus GPUs, not 4: 4 ranks run on its CPU" >&2
       command+=(--cpu_only)
     fi
     ;;
-  4) command=("${torchrun[@]}" "--nproc_per_node=$ranks" "${script[@]}" --debug --log_interval 10 --batch_size 16) ;;
-  5) command=("${torchrun[@]}" "--nproc_per_node=$ranks" "${script[@]}" --find_unused_parameters --num_workers 0 --batch_size 8 --continue_on_error) ;;
-  6) command=("$python" "${script[@]}" --cpu_only --batch_size 8 --epochs 2) ;;
-  7)
-    amp=auto
-    if ((gpus == 0)); then amp=bf16; fi
-    command=("${torchrun[@]}" "--nproc_per_node=$ranks" "${script[@]}" --amp "$amp" --batch_size 8 --accumulation_steps 4)
+  4) command=("${together[@]}" --debug --log_interval 10 --batch_size 16) ;;
+  5)
+    command=("${together[@]}" --find_unused_parameters --num_workers 0 --batch_size 8)
+    command+=(--continue_on_error)
     ;;
-  8) command=("$python" "${script[@]}" --resume newest) ;;
+  6) command=("${alone[@]}" --cpu_only --batch_size 8 --epochs 2) ;;
+  7)
+    # On a GPU the script takes what that GPU does best; on a CPU it would take none by itself.
+    amp=$([[ $gpus == 0 ]] && echo bf16 || echo auto)
+    command=("${together[@]}" --amp "$amp" --batch_size 8 --accumulation_steps 4)
+    ;;
+  8) command=("${alone[@]}" --resume newest) ;;
   9) command=("$python" -m tensorboard.main --logdir runs) ;;
-  10) command=("$python" "${script[@]}" doctor) ;;
+  10) command=("${alone[@]}" doctor) ;;
   test) command=("$python" test_ddp_training.py) ;;
 esac
 command+=("${more[@]}")
 
-if $dry_run; then
-  printf '%q ' "${command[@]}" | sed 's/ $//'
-  echo
+if ((${#dry_run[@]})); then
+  printf -v line '%q ' "${command[@]}"
+  echo "${line% }"
   exit 0
 fi
-if [[ ${command[*]} == *torch.distributed.run* ]]; then
-  # WHY: torchrun would set this too, and say so in four lines of stars.
-  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-fi
-exec "${command[@]}"
+exec "${command[@]}" # WHY exec: a signal to this script reaches the run itself

@@ -1,25 +1,31 @@
 #!/usr/bin/env bash
-# Make the Python environment and the shared folders. Safe to repeat, and after an interruption;
-# needs no GPU, so it runs on a login node. Skips what is there already.
+# Make the Python environment and the shared folders. Needs no GPU, so it runs on a login node.
+# Does only what is left to do: it may be repeated, interrupted, and run by several at once.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
+started_in=$PWD
+cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")"
 
 usage() {
   cat <<'TEXT'
-usage: ./setup.sh [--dev] [--offline WHEELS] [--print_python]
+usage: ./setup.sh [--dev] [--offline WHEELS] [--dry-run] [--print_python]
 
-  --dev              also install what the tests and checks need
+  --dev              also install what the tests and checks need (requirements-dev.txt)
   --offline WHEELS   install from the folder WHEELS only, without network; fill it on another
-                     machine with: pip download -r requirements-dev.txt -d WHEELS
+                     machine of this kind, with the same Python and from this folder:
+                     pip download -r requirements-dev.txt -d WHEELS
+  --dry-run          say what would be done, and change nothing
   --print_python     print the path of the environment's Python on stdout, and nothing else there
 
-Uses the active environment if it satisfies requirements.txt, else .venv in this folder.
+Takes the active environment, or the python on PATH, if it has all of requirements.txt: the versions
+that stand there, and any torch from 2.11 to 2.13. Else it makes .venv in this folder.
 TEXT
 }
 
-requirements=requirements.txt
-offline=""
-print_python=false
+venv=$PWD/.venv
+requirements="requirements.txt"
+wheels=""
+is_dry_run=false
+prints_python=false
 while (($#)); do
   case $1 in
     --dev) requirements="requirements-dev.txt" ;;
@@ -28,10 +34,11 @@ while (($#)); do
         echo "setup.sh: --offline needs the folder with the wheels" >&2
         exit 2
       fi
-      offline=$2
+      wheels=$2
       shift
       ;;
-    --print_python) print_python=true ;;
+    --dry-run) is_dry_run=true ;;
+    --print_python) prints_python=true ;;
     -h | --help)
       usage
       exit 0
@@ -44,98 +51,198 @@ while (($#)); do
   esac
   shift
 done
-if [[ -n $offline && ! -d $offline ]]; then
-  echo "setup.sh: --offline $offline: there is no such folder" >&2
-  exit 2
+if [[ -n $wheels ]]; then
+  # WHY: a relative path is meant from where the caller stands, and this script has left there.
+  [[ $wheels == /* ]] || wheels=$started_in/$wheels
+  if [[ ! -d $wheels ]]; then
+    echo "setup.sh: --offline $wheels: there is no such folder" >&2
+    exit 2
+  fi
 fi
 
 say() { echo "setup: $*" >&2; }
 
-# Compare what is installed with the pins, without importing anything heavy. Any torch from 2.11 to
-# 2.13 will do, with whatever torchvision came with it.
-satisfies() {
-  "$1" - "$requirements" <<'PYTHON' 2>/dev/null
+# Say what is done, do it, and say how long it took.
+stage() {
+  local what=$1 before=$SECONDS
+  shift
+  printf 'setup: %s ... ' "$what" >&2
+  if ! "$@" >&2; then
+    echo "failed after $((SECONDS - before)) s" >&2
+    return 1
+  fi
+  echo "$((SECONDS - before)) s" >&2
+}
+
+# Print the pins that the Python $1 should have; status 0 if it has them, 3 if not. It reads only
+# what is written down of the packages: importing torch alone takes a second.
+compare() {
+  "$@" - "$requirements" <<'PYTHON'
 import importlib.metadata
 import pathlib
 import sys
 
 
 def pins(path):
-    for line in pathlib.Path(path).read_text().splitlines():
-        line = line.split("#")[0].strip()
-        if line.startswith("-r "):
-            yield from pins(line[3:].strip())
+    for line in path.read_text(encoding="utf-8").splitlines():
+        line = line.partition("#")[0].strip()
+        if line.startswith("-r"):
+            yield from pins(path.parent / line[2:].strip())
         elif line:
             yield line.split("==")
 
 
+def installed(name):
+    try:
+        return (importlib.metadata.version(name) or "").partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def minor(version, major):
+    """Give 13 for (2.13.0, 2), and 0 for another major version or none."""
+    parts = version.split(".")
+    return int(parts[1]) if parts[0] == major else 0
+
+
 if sys.version_info < (3, 11):
     sys.exit(1)
-for name, wanted in pins(sys.argv[1]):
-    try:
-        found = importlib.metadata.version(name).split("+")[0]
-    except importlib.metadata.PackageNotFoundError:
-        sys.exit(1)
-    if name == "torch":
-        if not (2, 11) <= tuple(int(part) for part in found.split(".")[:2]) <= (2, 13):
-            sys.exit(1)
-    elif name != "torchvision" and found != wanted:
-        sys.exit(1)
+wanted = dict(pins(pathlib.Path(sys.argv[1])))
+found = {name: installed(name) for name in wanted}
+torch = minor(found.get("torch", ""), "2")
+if 11 <= torch <= 13:
+    # A torch that is there already stays, with the torchvision that was made for it.
+    wanted["torch"] = found["torch"]
+    fits = minor(found["torchvision"], "0") == torch + 15
+    wanted["torchvision"] = found["torchvision"] if fits else f"0.{torch + 15}.*"
+for name, version in wanted.items():
+    print(f"{name}=={version}")
+sys.exit(0 if wanted == found else 3)
 PYTHON
 }
 
-find_python() {
-  local name
-  for name in python3.13 python3.12 python3.11 python3 python; do
-    if command -v "$name" >/dev/null && "$name" -c \
-      'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-      command -v "$name"
+# Was an installation into .venv broken off after it had changed something?
+is_half_installed() {
+  local folder
+  [[ -e $venv/unfinished ]] || return 1
+  for folder in "$venv"/lib/python*/site-packages; do
+    [[ -d $folder && $folder -ot $venv/unfinished ]] || return 0
+  done
+  return 1
+}
+
+has_all() {
+  local python=$1 options=()
+  [[ -n $python && -x $python ]] || return 1
+  if [[ ${python%/*} -ef $venv/bin ]]; then
+    ! is_half_installed || return 1
+    options=(-I) # WHY: .venv must be whole by itself, also when PYTHONPATH is not set any more
+  fi
+  compare "$python" "${options[@]}" >/dev/null 2>&1
+}
+
+# Print the Python of an environment that has everything.
+find_environment() {
+  local python
+  for python in "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" \
+    "${CONDA_PREFIX:+$CONDA_PREFIX/bin/python}" "$venv/bin/python"; do
+    if has_all "$python"; then
+      echo "$python"
       return
     fi
   done
-  say "no Python 3.11 or newer was found; install one, then run ./setup.sh again"
-  exit 1
+  # WHY last: on many machines this is a wrapper that takes half a second.
+  for python in python python3; do
+    python=$(command -v "$python") || continue
+    if has_all "$python"; then
+      echo "$python"
+      return
+    fi
+  done
+  return 1
+}
+
+# Print the Python to make .venv with.
+find_python() {
+  local name lacks_pip=""
+  for name in python3.13 python3.12 python3.11 python3 python; do
+    "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue
+    if "$name" -c 'import ensurepip, venv' 2>/dev/null; then
+      command -v "$name"
+      return
+    fi
+    lacks_pip=${lacks_pip:-$name}
+  done
+  if [[ -n $lacks_pip ]]; then
+    say "$lacks_pip can't make environments: it has no ensurepip. Install the package of your"
+    say "system that has it (on Debian and Ubuntu: $lacks_pip-venv), then run ./setup.sh again"
+  else
+    say "no Python 3.11 or newer was found; install one, then run ./setup.sh again"
+  fi
+  return 1
+}
+
+# Let the second of two set-ups wait for the first. Where nothing can be locked, nobody waits.
+take_turn() {
+  mkdir -p "$venv"
+  exec 9>>"$venv/lock"
+  command -v flock >/dev/null || return 0
+  if ! flock --nonblock --conflict-exit-code 75 9; then
+    say "another set-up is working on .venv; waiting for it"
+    flock 9 || true
+  fi
 }
 
 make_environment() {
-  local started=$SECONDS
-  if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
-    local python
-    python=$(find_python)
-    say "making .venv with $("$python" --version)"
-    "$python" -m venv --clear .venv
+  local base=$1 pins pip before=$SECONDS
+  if [[ -e $venv/unfinished ]] && is_half_installed; then
+    say "the last installation was interrupted; .venv is made anew"
   fi
-  say "installing $requirements into .venv (about a minute; torch is large)"
-  local source=()
-  if [[ -n $offline ]]; then
-    source=(--no-index --find-links "$offline")
+  if is_half_installed || ! "$venv/bin/python" -I -m pip --version >/dev/null 2>&1; then
+    find "$venv/" -mindepth 1 -maxdepth 1 ! -name lock -exec rm -rf {} +
+    touch "$venv/unfinished"
+    stage "making .venv with $("$base" --version)" "$base" -m venv "$venv"
   fi
-  # WHY --no-compile: Python compiles what is imported when it is; all of it would take as long
-  # again as the installation itself.
-  if ! .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
-    "${source[@]}" -r "$requirements" >&2; then
-    say "pip could not install $requirements (its reason is above)."
-    say "Without network: ./setup.sh --offline WHEELS, with the wheels from another machine"
-    exit 1
+  touch "$venv/unfinished" # WHY again: what changes from here on is newer than this file
+  mapfile -t pins < <(compare "$venv/bin/python" -I)
+  # WHY --no-compile: Python compiles a file when it first imports it. All of them at once take as
+  # long as the installation.
+  pip=("$venv/bin/python" -I -m pip install -qq --no-input --disable-pip-version-check
+    --no-compile)
+  if [[ -n $wheels ]]; then
+    pip+=(--no-index --find-links "$wheels")
   fi
-  say "installed in $((SECONDS - started)) s"
+  if ! PIP_USER=0 stage "installing $requirements (torch is large)" "${pip[@]}" "${pins[@]}"; then
+    say "pip could not install $requirements; its reason is above. ./setup.sh tries again."
+    say "Without network: ./setup.sh --offline WHEELS   (./setup.sh --help says how to fill it)"
+    return 1
+  fi
+  # This also compiles what every run imports, once and not by all ranks at the same time.
+  if ! stage "importing it for the first time" "$venv/bin/python" -I -c "$first_import"; then
+    say "what was installed can't be imported; the last line above says why"
+    return 1
+  fi
+  rm "$venv/unfinished"
+  say "ready in $((SECONDS - before)) s; to type commands yourself: source .venv/bin/activate"
 }
+first_import="
+import psutil, safetensors.torch, sklearn.datasets, tqdm, yaml
+import torch.distributed.run, torch.nn.parallel, torch.utils.data, torch.utils.tensorboard
+"
 
-mkdir -p data models runs
-
-python=""
-for candidate in "$(command -v python || true)" "$PWD/.venv/bin/python"; do
-  if [[ -n $candidate && -x $candidate ]] && satisfies "$candidate"; then
-    python=$candidate
-    break
-  fi
-done
-if [[ -z $python ]]; then
-  make_environment
-  python=$PWD/.venv/bin/python
-elif ! $print_python; then
-  say "$python has all of $requirements"
+if python=$(find_environment); then
+  $prints_python || say "nothing to install: $python has all of $requirements"
+elif $is_dry_run; then
+  say "would install $requirements into .venv"
+  python=$venv/bin/python
+else
+  trap 'echo >&2; say "interrupted; ./setup.sh goes on from here"; exit 130' INT TERM
+  base=$(find_python)
+  take_turn
+  python=$venv/bin/python
+  has_all "$python" || make_environment "$base"
 fi
-if $print_python; then
+$is_dry_run || mkdir -p data models runs
+if $prints_python; then
   echo "$python"
 fi

@@ -8,9 +8,7 @@ Commands run as real torchrun and python where those are the point, and on forke
 """
 
 import json
-import os
 import re
-import shlex
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -44,11 +42,10 @@ from tests.run_folder import (
 __all__ = ["leaves_nothing_behind"]  # WHY: conftest.py of tests/ does not reach up to this file
 
 LEARNED = 0.97  # test accuracy on digits after 5 epochs with the defaults
-# 3 epochs are 135 steps on 2 ranks, and a fault finds its place between two of many checkpoints.
-STEADY: list[str | Path] = ["--cpu_only", "--batch_size", "16", "--epochs", "3"]
+# 270 steps on 2 ranks, less than 2 seconds: a fault finds its place between many checkpoints.
+STEADY: list[str | Path] = ["--cpu_only", "--batch_size", "16", "--epochs", "6"]
 STEADY += ["--num_workers", "0", "--checkpoint_every_steps", "5"]
-
-
+STOP_SIGNALS = [pytest.param(number, id=number.name) for number in (signal.SIGTERM, signal.SIGINT)]
 # What the README tells to type, and the accuracy that must come of it.
 TYPED = {
     "python ddp_training.py --single_gpu --batch_size 32 --epochs 5": LEARNED,
@@ -85,9 +82,9 @@ def test_a_command_as_typed_trains_and_leaves_a_whole_run_folder(
     run = only_run(tmp_path)
     _check_run_folder(run, command)
     assert read_summary(run)["test_accuracy"] >= accuracy
-    shown = shlex.quote(os.path.relpath(run, ROOT))
-    for words in (f"tensorboard --logdir {shown}", f"--resume {shown}", f"export {shown}"):
-        assert words in completed.output
+    for words in ("ddp_training.py --resume", "ddp_training.py export"):
+        assert ROOT / printed_command(completed.output, words)[-1] == run
+    assert ROOT / printed_command(completed.output, "--logdir")[-1] == run / "tensorboard"
 
 
 def test_the_printed_resume_command_says_that_the_run_is_finished(tmp_path: Path) -> None:
@@ -151,7 +148,9 @@ def test_a_run_killed_in_mid_epoch_resumes_to_the_same_weights(
     world_size: int, tmp_path: Path, undisturbed: Callable[[int], dict[str, str]]
 ) -> None:
     run = _kill_in_mid_run(tmp_path, world_size)
+    saved_step = step_of(find_checkpoints(tmp_path)[-1])
     finished = train([*STEADY, "--output_dir", tmp_path, "--resume", run], world_size).ok()
+    assert f"from step {saved_step}\n" in finished.outputs[0]
     assert "Traceback" not in finished.output
     assert read_summary(run)["status"] == "finished"
     assert last_tensors(tmp_path) == undisturbed(world_size)
@@ -170,12 +169,12 @@ def test_a_corrupt_checkpoint_is_passed_over_with_its_reason(
     [reason] = [line for line in finished.outputs[0].splitlines() if "passed over" in line]
     assert newest.name in reason
     assert "sha256" in reason
-    assert f"step {step_of(older)}" in finished.outputs[0]
+    assert f"from step {step_of(older)}\n" in finished.outputs[0]
     assert "passed over" in (run / "logs" / "rank-0.log").read_text(encoding="utf-8")
     assert last_tensors(tmp_path) == undisturbed(2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint_to_go_on_from(
     number: signal.Signals,
@@ -194,7 +193,8 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint_to_go_on_from(
     assert step_of(find_checkpoints(tmp_path)[-1]) == summary["step"]
     assert number.name in finished.outputs[0]
     assert "Traceback" not in finished.output
-    train([*argv, "--resume", run], world_size).ok()
+    resumed = train([*argv, "--resume", run], world_size).ok()
+    assert f"from step {summary['step']}\n" in resumed.outputs[0]
     assert last_tensors(tmp_path) == undisturbed(world_size)
 
 
@@ -208,17 +208,21 @@ def test_torchrun_restarts_after_a_killed_worker_to_the_same_weights(
         pid = command.pid_of_rank(1)
         assert pid is not None
         kill(pid)
-        command.wait(timeout_s=100).ok()
+        completed = command.wait(timeout_s=100).ok()
+    assert re.search(r"going on in .* from step \d+", completed.output)
     assert read_summary(only_run(tmp_path))["status"] == "finished"
     assert last_tensors(tmp_path) == undisturbed(2)
 
 
 @pytest.mark.slow
-def test_sigterm_to_torchrun_saves_a_checkpoint_and_leaves_no_worker(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_to_torchrun_saves_a_checkpoint_and_leaves_no_worker(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     argv = ["torchrun", "--nproc_per_node=2", "ddp_training.py", "--epochs", "1000"]
     with start_command([*argv, "--output_dir", str(tmp_path)]) as command:
         command.wait_for(lambda: find_checkpoints(tmp_path), timeout_s=60, what="a checkpoint")
-        command.signal(signal.SIGTERM)
+        command.signal(number)
         command.wait(timeout_s=40)  # its status is torchrun's own: always 1 after a signal
     summary = read_summary(only_run(tmp_path))
     assert summary["status"] == "stopped"
@@ -274,15 +278,7 @@ def _check_one_error(completed: Completed) -> None:
 
 def _train_shortly(output_dir: Path) -> Finished:
     """Train a few steps without a launcher."""
-    argv: list[str | Path] = [
-        "--cpu_only",
-        "--max_steps",
-        "5",
-        "--epochs",
-        "1",
-        "--output_dir",
-        output_dir,
-    ]
+    argv = ["--cpu_only", "--max_steps", "5", "--output_dir", str(output_dir)]
     return train(argv, launcher="none").ok()
 
 
@@ -290,9 +286,7 @@ def _kill_in_mid_run(output_dir: Path, world_size: int) -> Path:
     """Kill all ranks of a STEADY run that has two checkpoints or more; return its folder."""
     with start_training([*STEADY, "--output_dir", output_dir], world_size) as running:
         running.wait_for(
-            lambda: len(find_checkpoints(output_dir)) > 1,
-            timeout_s=60,
-            what="two checkpoints",
+            lambda: len(find_checkpoints(output_dir)) > 1, timeout_s=60, what="two checkpoints"
         )
         for rank in range(world_size):
             running.kill(rank)

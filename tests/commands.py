@@ -87,7 +87,11 @@ class Command:
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                env=clean_environment({"PATH": path, COMMAND_MARK: self._mark, **(env or {})}),
+                env=clean_environment(
+                    # WHY TMPDIR: torchrun leaves folders of logs behind
+                    {"PATH": path, "TMPDIR": self._folder.name, COMMAND_MARK: self._mark}
+                    | dict(env or {})
+                ),
                 cwd=cwd or ROOT,
                 start_new_session=True,
             )
@@ -124,8 +128,9 @@ class Command:
         for pid in find_marked(COMMAND_MARK, self._mark):
             process = read_process(pid)
             # WHY the parent: a rank's own children show the same environment
-            if process and process.parent == self.pid:
-                return pid if read_environment(pid).get("RANK") == str(rank) else None
+            is_worker = process is not None and process.parent == self.pid
+            if is_worker and read_environment(pid).get("RANK") == str(rank):
+                return pid
         return None
 
     def signal(self, number: int) -> None:

@@ -1,0 +1,513 @@
+"""Batches: every sample once, whoever reads it, and whatever happens to the reader."""
+
+import errno
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from hardened_ddp.data import crew, fetch
+from hardened_ddp.data.fetch import Batch, Fetcher
+from hardened_ddp.data.loader import BatchStream, EvalLoader, TrainLoader
+from hardened_ddp.data.memory import MemoryImages
+from hardened_ddp.data.sampler import WindowSampler
+from hardened_ddp.data.workers import WorkerPlan
+from hardened_ddp.errors import LoaderError, SampleError
+from hardened_ddp.settings.config import DataConfig
+
+SIZE = 40
+MARKED = 20  # the sample at which something happens
+
+Act = Callable[[Path], Any]
+
+
+class Scripted(Dataset[Any]):
+    """Sample i is (float i and a random number, i % 3); something else happens at MARKED."""
+
+    def __init__(self, act: Act | None = None, flag: Path = Path("unused")) -> None:
+        self.act = act
+        self.flag = flag
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        if index == MARKED and self.act is not None:
+            replaced = self.act(self.flag)
+            if replaced is not None:
+                return replaced
+        return torch.tensor([float(index), float(torch.rand(()))]), index % 3
+
+
+def die_once(flag: Path) -> None:
+    if not flag.exists():
+        flag.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_once_when_all_else_is_read(flag: Path) -> None:
+    if not flag.exists():
+        time.sleep(0.5)  # WHY: until what this worker sent before has been received
+        die_once(flag)
+
+
+def crash_always(flag: Path) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang_always(flag: Path) -> None:
+    time.sleep(60)  # the test kills it
+
+
+def raise_unpicklable(flag: Path) -> None:
+    class Local(Exception):
+        def __init__(self, first: int, second: int) -> None:
+            super().__init__(first, second)
+
+    raise Local(1, 2)
+
+
+def raise_unprintable(flag: Path) -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    raise Silent
+
+
+def give_another_shape(flag: Path) -> Any:
+    return torch.zeros(5), 0
+
+
+def give_nothing_usable(flag: Path) -> Any:
+    return "text"
+
+
+def stumble_twice(flag: Path) -> None:
+    attempts = len(flag.read_text()) if flag.exists() else 0
+    flag.write_text("x" * (attempts + 1))
+    if attempts < 2:
+        raise OSError(errno.ESTALE, "stale file handle")
+
+
+class Whole(Scripted):
+    """Gives whole batches; fails as a whole if one of its samples is MARKED and act is set."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        assert all(type(index) is int for index in indices)
+        samples = [self[index] for index in indices]
+        inputs = torch.stack([sample[0] for sample in samples])
+        return inputs, torch.tensor([sample[1] for sample in samples])
+
+
+class Listed(Scripted):
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self[index] for index in indices]
+
+
+def give_back_sigchld() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as guard/stop.py does it
+
+
+def make_stream(
+    dataset: Any, num_workers: int = 0, *, start_method: str = "fork", **settings: Any
+) -> BatchStream:
+    plan = WorkerPlan(num_workers=num_workers, prefetch_factor=2, start_method=start_method)
+    stream = BatchStream(Fetcher(dataset, seed=1), plan, DataConfig(**settings), pin_memory=False)
+    stream.after_start = give_back_sigchld
+    return stream
+
+
+def make_loader(
+    dataset: Any, num_workers: int = 0, *, rank: int = 0, world_size: int = 1, **how: Any
+) -> TrainLoader:
+    sampler = WindowSampler(
+        dataset, num_replicas=world_size, rank=rank, seed=1, global_batch=8, batch_size=3
+    )
+    return TrainLoader(sampler, make_stream(dataset, num_workers, **how))
+
+
+def read(loader: TrainLoader, epoch: int = 0, start: int = 0) -> list[Batch]:
+    return [batch for _, batches in loader.windows(epoch, start) for batch in batches]
+
+
+def numbers(batches: list[Batch]) -> list[int]:
+    return [index for batch in batches for index in batch.indices.tolist()]
+
+
+def bad_numbers(batches: list[Batch]) -> list[int]:
+    return [bad.index for batch in batches for bad in batch.bad]
+
+
+def content(batches: list[Batch]) -> dict[int, tuple[float, ...]]:
+    """Map each sample to what was read of it."""
+    found = {}
+    for batch in batches:
+        assert batch.num_samples == len(batch.indices) == len(batch.inputs) == len(batch.targets)
+        for index, row, target in zip(batch.indices, batch.inputs, batch.targets, strict=True):
+            found[int(index)] = (*row.tolist(), float(target))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_worker_is_left() -> Iterator[None]:
+    yield
+    left = multiprocessing.active_children()
+    for process in left:
+        process.kill()
+        process.join(5)
+    assert not left
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "RETRY_WAITS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(crew, "POLL_S", 0.1)
+
+
+@pytest.mark.parametrize("dataset", [Scripted(), Whole(), Listed()], ids=["one", "whole", "listed"])
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_batch_is_the_same_whoever_reads_it(dataset: Scripted, num_workers: int) -> None:
+    loader = make_loader(dataset, num_workers)
+    batches = read(loader)
+    loader.close()
+    expected = read(make_loader(dataset))
+    assert [batch.indices.tolist() for batch in batches] == [
+        batch.indices.tolist() for batch in expected
+    ]
+    assert sorted(numbers(batches)) == list(range(SIZE))
+    assert content(batches) == content(expected)
+
+
+def test_a_sample_is_the_same_on_any_number_of_ranks() -> None:
+    alone = content(read(make_loader(Scripted())))
+    for world_size in (2, 3, 4):
+        ranks = [make_loader(Scripted(), rank=r, world_size=world_size) for r in range(world_size)]
+        together = {}
+        for loader in ranks:
+            together.update(content(read(loader)))
+        assert together == alone
+    assert content(read(make_loader(Scripted()), epoch=1)) != alone
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_rank_without_samples_gets_the_window_without_a_batch(num_workers: int) -> None:
+    dataset = torch.utils.data.Subset(Scripted(), [0, 1, 2])
+    loader = make_loader(dataset, num_workers, rank=3, world_size=4)
+    found = list(loader.windows(0, 0))
+    loader.close()
+    assert [(window.size, batches) for window, batches in found] == [(3, [])]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("cursor", [8, 13, SIZE - 1, SIZE])
+def test_an_epoch_can_start_at_any_cursor(num_workers: int, cursor: int) -> None:
+    loader = make_loader(Scripted(), num_workers)
+    found = numbers(read(loader, start=cursor))
+    loader.close()
+    assert found == loader.sampler.order(0).take(cursor, SIZE).tolist()
+
+
+@pytest.mark.parametrize("is_lasting", [True, False])
+def test_workers_serve_epoch_after_epoch_and_breaks_between(is_lasting: bool) -> None:
+    loader = make_loader(Scripted(), 2, persistent_workers=is_lasting)
+    expected = make_loader(Scripted())
+    assert content(read(loader, 0)) == content(read(expected, 0))
+    first = {process.pid for process in multiprocessing.active_children()}
+    assert bool(first) == is_lasting
+    windows = loader.windows(1, 0)
+    for _ in windows:  # left in the middle, as a stop does it
+        second = {process.pid for process in multiprocessing.active_children()}
+        break
+    assert (second == first) == is_lasting
+    assert content(read(loader, 1)) == content(read(expected, 1))
+    loader.close()
+
+
+def test_forkserver_workers_read_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    loader = make_loader(Scripted(), 1, start_method="forkserver")
+    assert content(read(loader)) == content(read(make_loader(Scripted())))
+    loader.close()
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("act", [die_once, die_once_when_all_else_is_read])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_killed_worker_costs_nothing(
+    act: Act, num_workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = make_loader(Scripted(act, tmp_path / "flag"), num_workers, loader_timeout_s=30.0)
+    start = time.monotonic()
+    batches = read(loader)
+    loader.close()
+    # WHY: torch itself would notice after the 30 s
+    assert time.monotonic() - start < 15
+    assert content(batches) == content(read(make_loader(Scripted())))
+    assert bad_numbers(batches) == []
+    assert "ended with SIGKILL" in caplog.text
+    assert caplog.text.count("No sample is lost") == 1
+    assert f"instead of {num_workers} workers" in caplog.text
+
+
+def test_after_a_loss_the_next_epoch_is_whole_too(tmp_path: Path) -> None:
+    loader = make_loader(Scripted(die_once, tmp_path / "flag"), 2)
+    read(loader, 0)
+    assert content(read(loader, 1)) == content(read(make_loader(Scripted()), 1))
+    loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_sample_that_crashes_its_reader_is_named_and_the_rank_lives(num_workers: int) -> None:
+    loader = make_loader(Scripted(crash_always), num_workers)
+    batches = read(loader)
+    loader.close()
+    assert bad_numbers(batches) == [MARKED]
+    assert "ended with SIGKILL" in next(bad.error for batch in batches for bad in batch.bad)
+    expected = content(read(make_loader(Scripted())))
+    del expected[MARKED]
+    assert content(batches) == expected
+
+
+def test_a_sample_that_hangs_its_reader_is_named() -> None:
+    loader = make_loader(Scripted(hang_always), 1, loader_timeout_s=1.0)
+    batches = read(loader)
+    loader.close()
+    assert bad_numbers(batches) == [MARKED]
+    assert "no batch in 1 s" in next(bad.error for batch in batches for bad in batch.bad)
+    assert len(content(batches)) == SIZE - 1
+
+
+class AllCrash(Scripted):
+    def __getitem__(self, index: int) -> Any:
+        crash_always(self.flag)
+
+
+def test_if_every_sample_kills_its_reader_the_storage_is_named_and_not_the_samples() -> None:
+    dataset = AllCrash()
+    sampler = WindowSampler(dataset, num_replicas=1, rank=0, seed=1, global_batch=8, batch_size=8)
+    loader = TrainLoader(sampler, make_stream(dataset, 1))
+    with pytest.raises(LoaderError, match="ended or hung the worker each time"):
+        read(loader)
+    loader.close()
+
+
+BAD = {
+    raise_unpicklable: "Local: (1, 2)",
+    raise_unprintable: "Silent",
+    give_another_shape: "others",
+}
+
+
+@pytest.mark.parametrize("act", BAD)
+@pytest.mark.parametrize("kind", [Scripted, Whole, Listed])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_bad_sample_costs_itself_only(act: Act, kind: type[Scripted], num_workers: int) -> None:
+    loader = make_loader(kind(act), num_workers)
+    batches = read(loader)
+    loader.close()
+    assert bad_numbers(batches) == [MARKED]
+    assert BAD[act] in next(bad.error for batch in batches for bad in batch.bad)
+    expected = content(read(make_loader(Scripted())))
+    del expected[MARKED]
+    assert {index: row[0] for index, row in content(batches).items()} == {
+        index: row[0] for index, row in expected.items()
+    }
+
+
+def test_a_batch_of_bad_samples_only_is_empty() -> None:
+    batch = Fetcher(Scripted(raise_unpicklable), seed=0)[(0, torch.tensor([MARKED]))]
+    assert (batch.num_samples, batch.indices.tolist(), batch.targets.tolist()) == (0, [], [])
+    assert [bad.index for bad in batch.bad] == [MARKED]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_that_never_make_a_batch_are_an_error_with_their_numbers(num_workers: int) -> None:
+    loader = make_loader([("text", "label")] * 8, num_workers)
+    with pytest.raises(SampleError, match="can't be made into a batch"):
+        read(loader)
+    loader.close()
+
+
+def test_storage_that_stumbles_is_tried_again(tmp_path: Path) -> None:
+    batches = read(make_loader(Scripted(stumble_twice, tmp_path / "attempts")))
+    assert bad_numbers(batches) == []
+    assert (tmp_path / "attempts").read_text() == "xxx"
+    assert content(batches) == content(read(make_loader(Scripted())))
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError(errno.ENOENT, "gone"), OSError("image file is truncated")]
+)
+def test_what_will_not_change_is_not_tried_again(error: OSError, tmp_path: Path) -> None:
+    attempts: list[int] = []
+
+    def fail(flag: Path) -> None:
+        attempts.append(1)
+        raise error
+
+    assert bad_numbers(read(make_loader(Scripted(fail)))) == [MARKED]
+    assert len(attempts) == 1
+
+
+def test_a_dataset_that_cannot_be_sent_is_read_in_process(caplog: pytest.LogCaptureFixture) -> None:
+    dataset = Scripted(lambda flag: None)
+    loader = make_loader(dataset, 2, start_method="forkserver")
+    assert content(read(loader)) == content(read(make_loader(Scripted())))
+    assert "num_workers 2 asked, running 0" in caplog.text
+    assert not multiprocessing.active_children()
+
+
+class Unsendable(Scripted):
+    """Its batches hold something that can't be pickled."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        inputs = {"x": torch.zeros(len(indices), 2), "names": [lambda: 0]}
+        return inputs, torch.zeros(len(indices), dtype=torch.int64)
+
+
+def test_batches_that_cannot_be_sent_do_not_hang(caplog: pytest.LogCaptureFixture) -> None:
+    loader = make_loader(Unsendable(), 1, loader_timeout_s=60.0)
+    start = time.monotonic()
+    assert sorted(numbers(read(loader))) == list(range(SIZE))
+    loader.close()
+    assert time.monotonic() - start < 20
+    assert "going on at the same one with no instead of 1 workers" in caplog.text
+
+
+def test_a_slow_batch_is_waited_for() -> None:
+    dataset = Scripted(lambda flag: time.sleep(0.7))  # several turns of POLL_S
+    loader = make_loader(dataset, 1, loader_timeout_s=30.0)
+    assert numbers(read(loader)) == loader.sampler.order(0).take(0, SIZE).tolist()
+    assert loader.stream.num_workers == 1
+    loader.close()
+
+
+def test_workers_leave_the_ranks_signals_alone_and_die_with_it() -> None:
+    loader = make_loader(Scripted(), 1)
+    next(loader.windows(0, 0))
+    (worker,) = multiprocessing.active_children()
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(worker.pid or 0, number)
+    status = Path(f"/proc/{worker.pid}/status").read_text()
+    blocked = int(status.split("SigBlk:")[1].split()[0], 16)
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        assert blocked >> (number - 1) & 1
+    assert worker.is_alive()
+    loader.close()
+    assert not worker.is_alive()
+
+
+def lose_the_parent(queue: Any) -> None:
+    """Run in a process that is killed while its worker works."""
+    loader = make_loader(Scripted(hang_always), 1)
+    windows = loader.windows(0, 0)
+    next(windows)
+    queue.put([child.pid for child in multiprocessing.active_children()])
+    time.sleep(60)  # the test kills it
+
+
+def test_no_worker_outlives_a_killed_rank() -> None:
+    # WHY not daemonic: a daemonic process may have no children
+    queue = multiprocessing.get_context("fork").Queue()
+    rank = multiprocessing.get_context("fork").Process(target=lose_the_parent, args=(queue,))
+    rank.start()
+    (worker,) = queue.get(timeout=20)
+    rank.kill()
+    rank.join(5)
+    end = time.monotonic() + 2  # torch's own check comes after 5 s, and never in a hung sample
+    while _is_running(worker) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not _is_running(worker)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_reading_leaves_the_random_numbers_of_data_without_randomness_alone() -> None:
+    data = MemoryImages(torch.zeros(SIZE, 1, 8, 8), torch.zeros(SIZE), classes=["a"])
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    for num_workers in (0, 1):
+        torch.manual_seed(3)
+        loader = make_loader(data, num_workers)
+        read(loader)
+        loader.close()
+        assert torch.equal(torch.rand(2), expected)
+
+
+def test_all_generators_are_seeded_for_a_sample() -> None:
+    class Random(Scripted):
+        def __getitem__(self, index: int) -> Any:
+            drawn = [float(torch.rand(())), random.random(), np.random.rand()]
+            return torch.tensor(drawn), 0
+
+    fetcher = Fetcher(Random(), seed=1)
+    together = fetcher[(0, torch.tensor([4, 5]))].inputs
+    assert torch.equal(fetcher[(0, torch.tensor([5]))].inputs[0], together[1])
+    assert not (together[0] == together[1]).any()
+
+
+def test_data_in_memory_is_cut_out_without_a_copy_of_its_numbers() -> None:
+    images = torch.arange(SIZE * 4.0).view(SIZE, 1, 2, 2)
+    data = MemoryImages(images, torch.arange(SIZE), classes=["a"])
+    for num_workers in (0, 1):
+        loader = make_loader(data, num_workers)
+        batches = read(loader)
+        loader.close()
+        for batch in batches:
+            assert torch.equal(batch.inputs, images[batch.indices])
+            assert torch.equal(batch.targets, batch.indices)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_evaluation_reads_each_test_sample_once(world_size: int, num_workers: int) -> None:
+    found: list[int] = []
+    for rank in range(world_size):
+        stream = make_stream(Scripted(), num_workers)
+        loader = EvalLoader(SIZE, stream, batch_size=7, rank=rank, world_size=world_size)
+        for _ in range(2):
+            batches = list(loader)
+        loader.close()
+        assert all(batch.num_samples <= 7 for batch in batches)
+        found += numbers(batches)
+    assert found == list(range(SIZE))
+
+
+def test_a_batch_moves_all_its_tensors() -> None:
+    batch = Batch(
+        {"a": torch.zeros(2, 3, 4, 4), "b": [torch.zeros(2), ("x", torch.ones(2))]},
+        torch.zeros(2),
+        torch.arange(2),
+    )
+    assert batch.to(torch.device("cpu")) is batch
+    moved = batch.to(torch.device("meta"))
+    assert moved.inputs["a"].device.type == moved.inputs["b"][1][1].device.type == "meta"
+    assert moved.inputs["b"][1][0] == "x"
+    assert moved.indices.device.type == "cpu"
+    image = Batch(torch.zeros(2, 3, 4, 4), torch.zeros(2), torch.arange(2))
+    image = image.to(torch.device("cpu"), channels_last=True)
+    assert image.inputs.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_was_asked_and_what_runs_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    plan = WorkerPlan(
+        num_workers=0, prefetch_factor=2, start_method="fork", reasons=("asked 4, running 0",)
+    )
+    with caplog.at_level(logging.WARNING):
+        BatchStream(Fetcher(Scripted(), seed=0), plan, DataConfig(), pin_memory=False)
+    assert "asked 4, running 0" in caplog.text
