@@ -1,155 +1,300 @@
-"""The house rules that a machine can check: the order of the rooms, who may do what, how long.
+"""The rules of the house that a machine can check; CONTRIBUTING.md tells them to people.
 
-CONTRIBUTING.md tells them to people.
+A rule takes a file's name, its tree and what its names stand for, and yields what breaks it. All
+of it is shown at once. Beside each rule stands a source that breaks it: a rule that sees nothing
+would pass for ever.
 """
 
 import ast
+import fnmatch
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-ROOMS = (
-    "errors",
-    "settings",
-    "ranks",
-    "reporting",
-    "data",
-    "model",
-    "checkpoint",
-    "guard",
-    "training",
-    "diagnosis",
-)
-SOURCES = sorted((ROOT / "hardened_ddp").rglob("*.py"))
-SCRIPT = ROOT / "ddp_training.py"
+from tests.processes import ROOT, clean_environment
 
-# What a call looks like -> the places that may make it.
-OWNERS = {
-    ("os.environ", "os.getenv", "os.putenv"): ("ranks/launch.py",),
-    (
-        "dist.init_process_group",
-        "dist.destroy_process_group",
-        "dist.new_group",
-        "dist.all_reduce",
-        "dist.all_gather",
-        "dist.broadcast",
-        "dist.barrier",
-    ): ("ranks/group.py",),
-    ("torch.save", "torch.load"): (),
-    ("safe_open", "load_file", "save_file"): ("checkpoint/",),
-    (
-        "torch.manual_seed",
-        "random.seed",
-        "np.random.seed",
-        "torch.cuda.manual_seed",
-    ): ("ranks/seeding.py",),
-    ("signal.signal", "signal.set_wakeup_fd"): ("guard/stop.py",),
-    ("threading.Thread",): ("guard/", "checkpoint/snapshot.py", "reporting/"),
-    ("print",): ("reporting/", "diagnosis/", "ddp_training.py"),
-    ("sys.exit",): ("ddp_training.py",),
-    ("os._exit",): ("guard/watchdog.py",),
+ROOMS = ["errors", "settings", "ranks", "reporting", "data", "model", "checkpoint", "guard"]
+ROOMS += ["training", "diagnosis"]
+PRODUCT = [ROOT / "ddp_training.py", *sorted((ROOT / "hardened_ddp").rglob("*.py"))]
+NAMELESS = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}
+MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 6
+MAX_FILE_LINES = {"ddp_training.py": 450, "settings/*": 450, "*": 300}
+# A function that is given one value for each field of what it makes.
+ONE_FOR_EACH_FIELD = {
+    "data/sampler.py": {"__init__"},
+    "settings/schema.py": {"setting"},
 }
+
+# What is done, by its full name -> the files that may do it. What stands first counts.
+HARMLESS = "torch.distributed.is_* torch.distributed.get_backend* torch.distributed.ReduceOp*"
+HARMLESS += " torch.distributed.*Store torch.distributed.*Store.* torch.distributed.ProcessGroup"
+HARMLESS += " torch.distributed.elastic.* torch.distributed.run"
+OWNERS = {
+    HARMLESS: "*",
+    "os.environ os.environb os.getenv os.putenv os.unsetenv os.getenvb": "ranks/launch.py",
+    "torch.distributed.*.DistributedDataParallel torch.nn.parallel.*": "model/replica.py",
+    "torch.distributed.[a-z_]*": "ranks/group.py model/replica.py",
+    "torch.save torch.load safetensors*": "checkpoint/*",
+    "torch.manual_seed torch.seed torch.*.manual_seed* torch.*.set_rng_state*": "ranks/seeding.py",
+    "torch.set_rng_state torch.use_deterministic_algorithms random.seed": "ranks/seeding.py",
+    "numpy.random.seed": "ranks/seeding.py",
+    "signal.signal signal.set_wakeup_fd signal.siginterrupt": "guard/stop.py",
+    "threading.Thread threading.Timer _thread.* concurrent.futures.Thread*": (
+        "guard/watchdog.py checkpoint/snapshot.py reporting/*"
+    ),
+    "print": "reporting/* diagnosis/* ddp_training.py",
+    "sys.exit exit quit SystemExit": "ddp_training.py",
+    "os._exit": "guard/watchdog.py",
+}
+
+
+def find_upward_imports(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
+    """A room imports only rooms below it; nobody imports the script or the tests."""
+    own = name.split("/")[0].removesuffix(".py")
+    allowed = ROOMS[: ROOMS.index(own) + 1] if own in ROOMS else ROOMS
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield f"{node.lineno}: a relative import; write the whole name"
+    for module in full.values():
+        parts = module.split(".")
+        if parts[0] in ("tests", "ddp_training", "test_ddp_training", "benchmarks"):
+            yield f"imports {module}"
+        elif parts[0] == "hardened_ddp" and len(parts) > 1 and parts[1] not in allowed:
+            yield f"imports {module}, and may import only: {', '.join(allowed)}"
+
+
+def find_foreign_acts(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
+    """What only one place may do is done only there."""
+    for node, act in acts_of(tree, full):
+        for acts, owners in OWNERS.items():
+            if any(fnmatch.fnmatchcase(act, pattern) for pattern in acts.split()):
+                if not any(fnmatch.fnmatchcase(name, owner) for owner in owners.split()):
+                    yield f"{node.lineno}: {act} belongs to {owners}"
+                break
+
+
+def find_private_torch(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
+    """A private name of torch can be gone in its next version: look first, with hasattr."""
+    asked = {
+        argument.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and dotted(node.func) in ("hasattr", "getattr")
+        for argument in node.args
+        if isinstance(argument, ast.Constant)
+    }
+    for node, act in acts_of(tree, full):
+        private = [part for part in act.split(".")[1:] if part[0] == "_" and part[-1] != "_"]
+        if act.startswith("torch") and not set(private) <= asked:
+            yield f"{node.lineno}: {act} is private; ask with hasattr, and fall back"
+
+
+def find_long(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
+    """Functions and their parameter lists fit on a screen."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if num_lines > MAX_FUNCTION_LINES:
+                yield f"{node.lineno}: {node.name} has {num_lines} lines"
+            given = node.args
+            names = {a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+            num_taken = len(names - {"self", "cls"}) + bool(given.vararg) + bool(given.kwarg)
+            if num_taken > MAX_PARAMETERS and node.name not in ONE_FOR_EACH_FIELD.get(name, ()):
+                yield f"{node.lineno}: {node.name} takes {num_taken} parameters"
+
+
+def find_silence(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
+    """An except says what it catches, and does something about it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler):
+            if node.type is None:
+                yield f"{node.lineno}: except without a class"
+            if all(isinstance(line, ast.Pass) or is_ellipsis(line) for line in node.body):
+                yield f"{node.lineno}: except that does nothing"
+
+
+Rule = Callable[[str, ast.AST, dict[str, str]], Iterator[str]]
+BREAKS: dict[Rule, list[tuple[str, str]]] = {
+    find_upward_imports: [
+        ("model/zoo.py", "from hardened_ddp.training.step import Stepper"),
+        ("model/zoo.py", "def f():\n    from hardened_ddp import guard"),
+        ("settings/cli.py", "import hardened_ddp.ranks.launch"),
+        ("data/loader.py", "from . import sampler"),
+        ("errors.py", "import ddp_training"),
+    ],
+    find_foreign_acts: [
+        ("ranks/group.py", "import os\nos.environ['A'] = '1'"),
+        ("ddp_training.py", "from os import getenv as read\nread('RANK')"),
+        ("training/step.py", "import torch.distributed as dist\ndist.all_reduce(t)"),
+        ("training/step.py", "from torch.distributed import barrier\nbarrier()"),
+        ("training/step.py", "import torch\ntorch.distributed.broadcast(t, 0)"),
+        ("training/step.py", "from torch.nn.parallel import DistributedDataParallel as D\nD(m)"),
+        ("training/resume.py", "import torch\ntorch.load('x')"),
+        ("model/zoo.py", "from safetensors.torch import load_file\nload_file('x')"),
+        ("data/workers.py", "import numpy as np\nnp.random.seed(0)"),
+        ("data/workers.py", "import torch\ntorch.cuda.manual_seed_all(0)"),
+        ("data/workers.py", "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)"),
+        ("data/workers.py", "import threading\nthreading.Thread(target=f)"),
+        ("data/workers.py", "from concurrent.futures import ThreadPoolExecutor as T\nT()"),
+        ("checkpoint/files.py", "print('saved')"),
+        ("training/step.py", "import sys\nsys.exit(1)"),
+        ("training/step.py", "raise SystemExit(1)"),
+        ("guard/stop.py", "import os\nos._exit(1)"),
+    ],
+    find_private_torch: [
+        ("model/replica.py", "import torch\ntorch._C._cuda_init()"),
+        ("model/replica.py", "from torch._utils import _flatten\n_flatten(x)"),
+    ],
+    find_long: [
+        ("a.py", "def f():\n" + "    x = 1\n" * 60),
+        ("a.py", "def f(self, a, b, c, *, d, e, f, **g): ..."),
+    ],
+    find_silence: [
+        ("a.py", "try:\n    f()\nexcept:\n    raise"),
+        ("a.py", "try:\n    f()\nexcept OSError:\n    pass"),
+        ("a.py", "try:\n    f()\nexcept OSError:\n    ..."),
+    ],
+}
+RULES = pytest.mark.parametrize("rule", BREAKS, ids=lambda rule: rule.__name__.strip("_"))
+
+
+@RULES
+def test_the_house_keeps_the_rule(rule: Rule) -> None:
+    found = [f"{name_of(p)}: {problem}" for p in PRODUCT for problem in rule(*parts_of(p))]
+    assert not found, f"{rule.__doc__}\n  " + "\n  ".join(found)
+
+
+@RULES
+def test_a_rule_sees_what_breaks_it(rule: Rule) -> None:
+    for name, source in BREAKS[rule]:
+        tree = ast.parse(source)
+        assert list(rule(name, tree, full_names(tree))), source
+
+
+def test_an_owner_may_do_what_is_his() -> None:
+    tree = ast.parse("import torch.distributed as d, os\nd.all_reduce(t)\nd.is_available()")
+    assert not list(find_foreign_acts("ranks/group.py", tree, full_names(tree)))
+    assert len(list(find_foreign_acts("data/loader.py", tree, full_names(tree)))) == 1
+
+
+def test_files_are_short() -> None:
+    found = []
+    for path in PRODUCT:
+        limit = next(v for k, v in MAX_FILE_LINES.items() if fnmatch.fnmatch(name_of(path), k))
+        num_lines = len(path.read_text(encoding="utf-8").splitlines())
+        if num_lines > limit:
+            found.append(f"{name_of(path)} has {num_lines} lines, and may have {limit}")
+    assert not found, "\n".join(found)
+
+
+def test_modules_are_named_for_what_they_own() -> None:
+    others = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    bad = [path for path in [*PRODUCT, *others] if NAMELESS & set(path.stem.lower().split("_"))]
+    assert not bad
+    rooms = {p.name for p in (ROOT / "hardened_ddp").iterdir() if (p / "__init__.py").exists()}
+    assert rooms == set(ROOMS[1:]), "a room that has no place in the order of ROOMS"
+
+
+def test_settings_errors_and_launch_import_no_torch() -> None:
+    light = [p for p in PRODUCT if name_of(p).startswith(("errors", "settings", "ranks/launch"))]
+    code = "".join(f"import {module_of(path)}\n" for path in light)
+    code += (
+        "import ddp_training, sys\nsys.exit('torch was imported' if 'torch' in sys.modules else 0)"
+    )
+    run_python(code)
+
+
+def test_importing_a_module_does_nothing() -> None:
+    run_python(IMPORT_ALL.replace("MODULES", repr([module_of(path) for path in PRODUCT])))
+
+
+IMPORT_ALL = """
+import importlib, logging, os, random, signal, sys, threading
+import numpy, torch, torch.distributed, torch.utils.data
+
+def state():
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("hardened_ddp")]
+    loggers = [logging.root, *map(logging.getLogger, names)]
+    return {
+        "a log handler": [handler for logger in loggers for handler in logger.handlers],
+        "a log level": [logger.level for logger in loggers if logger.level],
+        "a thread": threading.enumerate(),
+        "the environment": dict(os.environ),
+        "a signal handler": [signal.getsignal(s) for s in signal.valid_signals()],
+        "a process group": torch.distributed.is_initialized(),
+        "CUDA": torch.cuda.is_initialized(),
+        "the random numbers": [random.getstate(), torch.initial_seed()],
+        "the number of torch's threads": torch.get_num_threads(),
+    }
+
+for module in MODULES:
+    before = state()
+    importlib.import_module(module)
+    changed = [name for name, value in state().items() if value != before[name]]
+    if changed:
+        sys.exit(f"importing {module} changes: {', '.join(changed)}")
+"""
+
+
+def acts_of(tree: ast.AST, full: dict[str, str]) -> Iterator[tuple[ast.expr, str]]:
+    """Yield the full name of everything that is called, read or set by name."""
+    inner = {node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name) and node not in inner:
+            first, _, rest = dotted(node).partition(".")
+            yield node, ".".join(filter(None, (full.get(first, first), rest)))
+
+
+def full_names(tree: ast.AST) -> dict[str, str]:
+    """Map each imported name to what it stands for: np to numpy."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                # WHY: import a.b binds a, and still has to be seen as an import of a.b
+                names[alias.asname or alias.name] = alias.name
+                names.setdefault(alias.name.split(".")[0], alias.name.split(".")[0])
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return names
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def is_ellipsis(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and ast.unparse(node) == "..."
+
+
+@cache
+def parts_of(path: Path) -> tuple[str, ast.AST, dict[str, str]]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return name_of(path), tree, full_names(tree)
 
 
 def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT)).removeprefix("hardened_ddp/")
 
 
-def room_of(path: Path) -> str:
-    return name_of(path).removesuffix(".py").split("/")[0]
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def dotted(node: ast.AST) -> str:
-    if isinstance(node, ast.Attribute):
-        return f"{dotted(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def imports_of(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_a_room_imports_only_from_rooms_below_it(path: Path) -> None:
-    if room_of(path) == "__init__":
-        return
-    allowed = ROOMS[: ROOMS.index(room_of(path)) + 1]
-    for module in imports_of(path):
-        if module.startswith("hardened_ddp."):
-            assert module.split(".")[1] in allowed, f"{name_of(path)} imports {module}"
-
-
-@pytest.mark.parametrize("path", [*SOURCES, SCRIPT], ids=name_of)
-def test_an_act_is_done_only_by_its_owner(path: Path) -> None:
-    found = {
-        dotted(node)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute | ast.Name)
-    }
-    for acts, owners in OWNERS.items():
-        if not any(name_of(path).startswith(owner) for owner in owners):
-            assert not found & set(acts), f"{name_of(path)}: only {owners or 'nobody'} may do that"
-
-
-@pytest.mark.parametrize("path", [*SOURCES, SCRIPT], ids=name_of)
-def test_files_and_functions_are_short(path: Path) -> None:
-    text = path.read_text()
-    limit = 450 if path == SCRIPT or room_of(path) == "settings" else 300
-    assert text.count("\n") <= limit
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= 60, f"{node.name} has {length} lines"
-            names = [a.arg for a in (*node.args.args, *node.args.kwonlyargs)]
-            parameters = [name for name in names if name not in ("self", "cls")]
-            if node.name not in ("__init__", "setting"):  # they take one field each
-                assert len(parameters) <= 6, f"{node.name} takes {parameters}"
-
-
-@pytest.mark.parametrize("path", SOURCES, ids=name_of)
-def test_modules_are_named_for_what_they_own_and_errors_are_not_swallowed(path: Path) -> None:
-    assert path.stem not in ("utils", "util", "helpers", "common", "misc", "manager")
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ExceptHandler):
-            assert node.type is not None, f"bare except in line {node.lineno}"
-            is_silent = len(node.body) == 1 and isinstance(node.body[0], ast.Pass)
-            assert not is_silent, f"silent except in line {node.lineno}"
-
-
-def test_settings_errors_and_launch_import_no_torch() -> None:
-    code = (
-        "import sys, hardened_ddp.settings.cli, hardened_ddp.settings.layers, "
-        "hardened_ddp.settings.manual, hardened_ddp.ranks.launch, ddp_training; "
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
-
-
-def test_importing_every_module_does_nothing() -> None:
-    modules = [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for path in SOURCES
-    ]
-    code = "\n".join(
-        [
-            "import logging, threading, os, torch",
-            "before = (dict(os.environ), torch.initial_seed(), threading.active_count())",
-            *(f"import {module}" for module in modules),
-            "after = (dict(os.environ), torch.initial_seed(), threading.active_count())",
-            "assert before == after",
-            "assert not logging.getLogger().handlers",
-            "assert not torch.cuda.is_initialized()",
-        ]
-    )
+def run_python(code: str) -> None:
+    """Run code in a fresh interpreter; what it says when it fails is shown."""
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, timeout=60, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=clean_environment(),
+        timeout=100,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr

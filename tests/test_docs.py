@@ -295,4 +295,4 @@ def run_training(command: str, folder: Path, *, max_steps: int) -> str:
 def read_losses(run: Path) -> list[float]:
     """Read the training losses of a run, in the order of their steps."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [entry["train/loss"] for entry in map(json.loads, lines) if "train/loss" in entry]
+    return [entry["loss/train"] for entry in map(json.loads, lines) if "loss/train" in entry]

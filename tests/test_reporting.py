@@ -27,8 +27,8 @@ from typing import Any
 import pytest
 import torch
 
-from hardened_ddp.reporting import metrics as metrics_module
 from hardened_ddp.reporting import background, step_clock
+from hardened_ddp.reporting import metrics as metrics_module
 from hardened_ddp.reporting.event_file import crc32c
 from hardened_ddp.reporting.log import add_log_file, start_logging, stop_logging
 from hardened_ddp.reporting.metrics import MetricsLog
@@ -288,9 +288,9 @@ class TestFileSink:
         def write() -> None:
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (250, hard))
-            sink = FileSink(tmp_path / "file", keep_bytes=150)
+            sink = FileSink(tmp_path / "file", keep_bytes=250)
             for number in range(50):
-                sink.add(b"%02d-%s\n" % (number, b"x" * 96))
+                sink.add(b"%02d-%s-%02d\n" % (number, b"x" * 93, number))
             assert not sink.flush()
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
             assert sink.close()
@@ -298,8 +298,7 @@ class TestFileSink:
 
         assert run_forked(write) == 0
         lines = (tmp_path / "file").read_text().splitlines()
-        assert [line[:3] for line in lines] == ["00-", "01-", "02-", "49-"]
-        assert {len(line) for line in lines} == {99}
+        assert [line[:3] + line[-3:] for line in lines] == ["00--00", "01--01", "02--02", "49--49"]
 
     def test_what_is_too_much_to_keep_is_dropped_oldest_first_and_counted(
         self, tmp_path: Path

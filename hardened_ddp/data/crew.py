@@ -87,6 +87,7 @@ class Crew:
         try:
             self._iterator = iter(self._loader)
         except Exception as error:  # WHY broad: processes, pipes, and pickling the user's dataset
+            error.__traceback__ = None  # see receive
             raise CrewLost(f"workers can't be started: {_summary(error)}") from None
         finally:
             self._workers += set(multiprocessing.active_children()) - before
@@ -105,10 +106,9 @@ class Crew:
                 is_late = str(error).startswith("DataLoader timed out")
                 if is_late and time.monotonic() < end:
                     continue
-                death = "" if is_late else self._find_death()
-                late = f"no batch in {self.timeout_s:g} s" if is_late else ""
-                reason, is_dangerous = death or late or _summary(error), bool(death or late)
-            # WHY outside of except: the traceback would keep torch's iterator, and so the workers.
+                reason, is_dangerous = self._explain(error, is_late=is_late)
+                error.__traceback__ = None
+            # WHY so: a traceback, and torch puts it in a cycle, would keep its iterator and threads.
             raise CrewLost(reason, is_dangerous=is_dangerous)
 
     def close(self, *, is_broken: bool = False) -> None:
@@ -127,17 +127,24 @@ class Crew:
                 worker.join(END_S)
         self._workers = []
 
-    def _find_death(self) -> str:
-        """Say how a worker ended; empty if all live."""
-        # WHY wait: its closed connection may be noticed before its end is.
-        multiprocessing.connection.wait([worker.sentinel for worker in self._workers], POLL_S)
+    def _explain(self, error: Exception, *, is_late: bool) -> tuple[str, bool]:
+        """Say what happened, and whether it may happen to whoever reads the same samples next."""
+        if is_late:
+            return f"no batch in {self.timeout_s:g} s", True
+        if _was_told(error):  # the worker lives, and reported what its dataset raised
+            return _summary(error), False
+        # WHY wait: a process closes its connections first, and can be asked how it ended only later.
+        # To take its death for something harmless could cost the rank. A death ends the wait.
+        multiprocessing.connection.wait([worker.sentinel for worker in self._workers], END_S)
         for worker in self._workers:
+            if multiprocessing.connection.wait([worker.sentinel], 0):
+                worker.join(END_S)
             if not worker.is_alive() and worker.exitcode:
                 code = worker.exitcode
                 how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
                 hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-                return f"worker process {worker.pid} ended with {how}{hint}"
-        return ""
+                return f"worker process {worker.pid} ended with {how}{hint}", True
+        return _summary(error), False
 
 
 class _Requests(Sampler[Any]):
@@ -206,6 +213,10 @@ def _prepare_worker(worker_id: int) -> None:
         signal.raise_signal(signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_THE_RANK)
     torch.set_num_threads(1)
+
+
+def _was_told(error: BaseException) -> bool:
+    return "in DataLoader worker process" in str(error)  # torch's words for a worker's exception
 
 
 def _summary(error: BaseException) -> str:

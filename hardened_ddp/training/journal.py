@@ -58,7 +58,13 @@ class Journal:
         if not self.is_main:
             return
         self._note_left_out(stepper)
-        self.bar.clear()
+        self.bar.describe(
+            epoch=progress.epoch + 1,
+            num_epochs=self.parts.config.loop.epochs,
+            loss=sums["loss"],
+            accuracy=sums["accuracy"],
+            samples_per_s=speed,
+        )
         log.info(
             "epoch %d/%d step %d/%d  loss %.4f  accuracy %.2f%%  lr %.2e  %.0f samples/s",
             progress.epoch + 1,
@@ -71,15 +77,15 @@ class Journal:
             speed,
         )
         values = {
-            "train/loss": sums["loss"],
-            "train/accuracy": sums["accuracy"],
-            "train/learning_rate": stepper.rate,
+            "loss/train": sums["loss"],
+            "accuracy/train": sums["accuracy"],
+            "optimizer/learning_rate": stepper.rate,
             "speed/samples_per_s": speed,
             **{f"step_time/{phase}_s": seconds for phase, seconds in times.items()},
             **self.resources.sample(),
         }
         if stepper.grad_norm is not None:
-            values["train/gradient_norm"] = float(stepper.grad_norm)
+            values["optimizer/gradient_norm"] = float(stepper.grad_norm)
         self.metrics.scalars(progress.step, values)
         if self._settings_text:
             self.metrics.text("settings", self._settings_text)
@@ -90,7 +96,6 @@ class Journal:
         self.last_evaluation = evaluation
         if not self.is_main:
             return
-        self.bar.clear()
         log.info(
             "epoch %d done: test loss %.4f  test accuracy %.2f%% (%d samples)",
             progress.epoch,
@@ -100,14 +105,14 @@ class Journal:
         )
         self.metrics.scalars(
             progress.step,
-            {"test/loss": evaluation.loss, "test/accuracy": evaluation.accuracy},
+            {"loss/test": evaluation.loss, "accuracy/test": evaluation.accuracy},
         )
         mistakes = evaluation.mistakes
         if mistakes and mistakes[0].image.dim() == 3:
             names = self.parts.data.class_names
             self.metrics.images(
                 progress.step,
-                "test/mistakes",
+                "mistakes/test",
                 torch.stack([mistake.image for mistake in mistakes]),
                 [f"true {names[m.label]}, said {names[m.prediction]}" for m in mistakes],
             )
