@@ -277,7 +277,7 @@ def fit(parts: Parts, progress: Progress, saver: Saver, journal: Journal, stop: 
                 profile_step()
             if is_logged:
                 report(parts, progress, stepper, journal)  # collective
-            if is_due(progress.step, config.run.checkpoint_every_steps):
+            if is_due(progress.step, config.run.checkpoint_every_steps) and stepper.is_finite():
                 saver.save(progress)
             saver.catch_up(progress)
             if progress.step >= parts.total_steps:

@@ -108,7 +108,7 @@ class Crew:
                     continue
                 reason, is_dangerous = self._explain(error, is_late=is_late)
                 error.__traceback__ = None
-            # WHY so: a traceback, and torch puts it in a cycle, would keep its iterator and threads.
+            # WHY so: a traceback (torch puts it in a cycle) would keep its iterator and threads.
             raise CrewLost(reason, is_dangerous=is_dangerous)
 
     def close(self, *, is_broken: bool = False) -> None:
@@ -133,8 +133,8 @@ class Crew:
             return f"no batch in {self.timeout_s:g} s", True
         if _was_told(error):  # the worker lives, and reported what its dataset raised
             return _summary(error), False
-        # WHY wait: a process closes its connections first, and can be asked how it ended only later.
-        # To take its death for something harmless could cost the rank. A death ends the wait.
+        # WHY wait: a process closes its connections first, and tells how it ended only later. To
+        # take its death for something harmless could cost the rank. A death ends the wait.
         multiprocessing.connection.wait([worker.sentinel for worker in self._workers], END_S)
         for worker in self._workers:
             if multiprocessing.connection.wait([worker.sentinel], 0):

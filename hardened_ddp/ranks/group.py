@@ -76,6 +76,8 @@ class Group:
         self.store: dist.Store | None = None
         self.control: dist.ProcessGroup | None = None
         self._has_published = False
+        self.is_broken = False
+        """A rank failed: collectives may be under way that nobody will finish."""
 
     @property
     def backend(self) -> str:
@@ -146,6 +148,7 @@ class Group:
 
     def publish_failure(self, text: str) -> None:
         """Leave the reason for this rank's failure where its peers look. Rank-local."""
+        self.is_broken = True
         if self.store is not None:
             try:
                 self.store.set(f"failure/{self.launch.rank}", text)
@@ -170,7 +173,8 @@ class Group:
 
     def close(self) -> None:
         """Leave the process group. Rank-local for gloo; all ranks for NCCL. Safe to call twice."""
-        if dist.is_initialized():
+        if dist.is_initialized() and not (self.is_broken and self.backend == "nccl"):
+            # WHY not then: NCCL would wait here for what the dead rank never sends.
             dist.destroy_process_group()
         if self._has_published and self.launch.is_main and not self.launch.agent_owns_store:
             self._await_listeners()
@@ -255,6 +259,7 @@ def lost_peer(error: BaseException, group: Group) -> PeerLostError | None:
         return None
     if not _LOST_PEER.search(str(error)):
         return None
+    group.is_broken = True
     failures = _await_failures(group)
     causes = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
     return PeerLostError(

@@ -83,6 +83,13 @@ class Stepper:
         self.has_unread_totals = False
         return sums
 
+    def is_finite(self) -> bool:
+        """Say whether this rank's losses since the last reading are numbers. Waits for the device.
+
+        WHY: a checkpoint of poisoned weights would push out the good ones.
+        """
+        return math.isfinite(float(self.totals.loss_sum))
+
     def do(self, window: Window, batches: Sequence[Batch], progress: Progress) -> None:
         """Train on this rank's batches of window, and commit it. Collective: all ranks.
 
