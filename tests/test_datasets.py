@@ -487,6 +487,11 @@ def write_cgroup(root: Path, files: dict[str, str], own: str) -> float | None:
             "0::/job/step\n",
             2.0,
         ),
+        (
+            {"job/cpu.max": "200000 100000\n", "job/step/cpu.max": "500000 100000\n"},
+            "0::/job/step\n",
+            2.0,
+        ),
         ({"cpu.max": "300000 100000\n"}, "0::/a/path/of/the/host\n", 3.0),
         ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, "4:cpu:/\n", None),
         (

@@ -12,19 +12,32 @@ ROOT = Path(__file__).parent.parent
 SCRIPTS = ("launch_examples.sh", "setup.sh", ".ci/run")
 
 
+@pytest.fixture(scope="module")
+def path_with_gpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A PATH on which this machine seems to have 4 GPUs."""
+    folder = tmp_path_factory.mktemp("gpus")
+    tool = folder / "nvidia-smi"
+    tool.write_text('#!/bin/sh\nfor i in 0 1 2 3; do echo "GPU $i: seeming"; done\n')
+    tool.chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
 def run(
     *argv: str, cwd: Path = ROOT, gpus: str = "", path: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": "1"}
     if path is not None:
         env["PATH"] = path
     return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
 
 
-def dry_run(*words: str, gpus: str = "") -> str:
-    done = run("./launch_examples.sh", "--dry-run", *words, gpus=gpus)
+def dry_run(*words: str, gpus: str = "", path: str | None = None) -> str:
+    done = run("./launch_examples.sh", "--dry-run", *words, gpus=gpus, path=path)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    # The environment's Python is written as it is found: on PATH, or in .venv.
+    python, _, rest = done.stdout.strip().partition(" ")
+    assert python.endswith("python")
+    return f"python {rest}"
 
 
 def test_no_argument_lists_all_presets() -> None:
@@ -56,10 +69,11 @@ def test_dry_run_prints_the_command(preset: str) -> None:
     assert dry_run(preset) == PRESETS[preset]
 
 
-def test_presets_use_the_gpus_that_are_visible() -> None:
-    assert dry_run("2", gpus="0,1,2").startswith(TORCHRUN + "3")
-    assert "--cpu_only" not in dry_run("3", gpus="0,1,2,3")
-    assert "--amp auto" in dry_run("7", gpus="0")
+def test_presets_use_the_gpus_that_are_visible(path_with_gpus: str) -> None:
+    assert dry_run("2", gpus="0,1,2", path=path_with_gpus).startswith(TORCHRUN + "3")
+    assert "--cpu_only" not in dry_run("3", gpus="0,1,2,3", path=path_with_gpus)
+    assert "--amp auto" in dry_run("7", gpus="0", path=path_with_gpus)
+    assert dry_run("2", gpus="", path=path_with_gpus).startswith(TORCHRUN + "2")
 
 
 def test_more_arguments_are_passed_through_as_they_are() -> None:

@@ -24,12 +24,10 @@ class SyntheticImages(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         image_size: int = 32,
         channels: int = 3,
         num_classes: int = 10,
-        noise: float = 1.0,
     ) -> None:
         self.size = num_samples if train else test_samples
         self.offset = 0 if train else _TEST_OFFSET
         self.num_classes = num_classes
-        self.noise = noise
         generator = torch.Generator().manual_seed(mix(num_classes, channels, image_size))
         self.patterns = torch.randn(
             num_classes, channels, image_size, image_size, generator=generator
@@ -44,5 +42,5 @@ class SyntheticImages(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         key = mix(index + self.offset)
         label = key % self.num_classes
         generator = torch.Generator().manual_seed(key)
-        image = torch.randn(self.patterns.shape[1:], generator=generator).mul_(self.noise)
+        image = torch.randn(self.patterns.shape[1:], generator=generator)
         return image.add_(self.patterns[label]), torch.tensor(label)

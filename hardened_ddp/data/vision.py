@@ -8,7 +8,6 @@ need none of those operators: it is enough to declare the two that the import as
 
 import importlib
 import logging
-import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -48,9 +47,6 @@ def import_torchvision() -> ModuleType:
     except (RuntimeError, ImportError, AttributeError, OSError) as first_error:
         if "operator torchvision::" not in str(first_error):
             raise _misfit(first_error) from first_error
-        # WHY: what the failed import left half done would be taken for imported.
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
         try:
             for name in _OPERATORS:
                 torch.library.define(name, _SCHEMA)
