@@ -95,8 +95,9 @@ def is_in_memory(dataset: AnyDataset) -> bool:
     """Say whether reading is so cheap that workers would only slow it down."""
     if isinstance(dataset, Subset):
         return is_in_memory(dataset.dataset)
+    # WHY __getitems__: who reads a whole batch at once mostly takes it from memory.
     return isinstance(dataset, MemoryImages | TensorDataset) or bool(
-        getattr(dataset, "in_memory", False)
+        getattr(dataset, "in_memory", hasattr(dataset, "__getitems__"))
     )
 
 

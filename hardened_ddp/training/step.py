@@ -88,7 +88,7 @@ class Stepper:
 
         WHY: a checkpoint of poisoned weights would push out the good ones.
         """
-        return math.isfinite(float(self.totals.loss_sum))
+        return math.isfinite(self.totals.loss())
 
     def do(self, window: Window, batches: Sequence[Batch], progress: Progress) -> None:
         """Train on this rank's batches of window, and commit it. Collective: all ranks.
