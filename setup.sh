@@ -194,8 +194,8 @@ take_turn() {
 }
 
 make_environment() {
-  local base=$1 pins pip before=$SECONDS
-  if [[ -e $venv/unfinished ]] && is_half_installed; then
+  local base=$1 pins pip note="" before=$SECONDS
+  if is_half_installed; then
     say "the last installation was interrupted; .venv is made anew"
   fi
   if is_half_installed || ! "$venv/bin/python" -I -m pip --version >/dev/null 2>&1; then
@@ -205,6 +205,7 @@ make_environment() {
   fi
   touch "$venv/unfinished" # WHY again: what changes from here on is newer than this file
   mapfile -t pins < <(compare "$venv/bin/python" -I)
+  compgen -G "$venv/lib/python*/site-packages/torch" >/dev/null || note=" (torch is large)"
   # WHY --no-compile: Python compiles a file when it first imports it. All of them at once take as
   # long as the installation.
   pip=("$venv/bin/python" -I -m pip install -qq --no-input --disable-pip-version-check
@@ -212,7 +213,7 @@ make_environment() {
   if [[ -n $wheels ]]; then
     pip+=(--no-index --find-links "$wheels")
   fi
-  if ! PIP_USER=0 stage "installing $requirements (torch is large)" "${pip[@]}" "${pins[@]}"; then
+  if ! PIP_USER=0 stage "installing $requirements$note" "${pip[@]}" "${pins[@]}"; then
     say "pip could not install $requirements; its reason is above. ./setup.sh tries again."
     say "Without network: ./setup.sh --offline WHEELS   (./setup.sh --help says how to fill it)"
     return 1

@@ -23,10 +23,10 @@ PRODUCT = [ROOT / "ddp_training.py", *sorted((ROOT / "hardened_ddp").rglob("*.py
 NAMELESS = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}
 MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 6
 MAX_FILE_LINES = {"ddp_training.py": 450, "settings/*": 450, "*": 300}
-# A function that is given one value for each field of what it makes.
+# Functions that take one value, by its name, for each thing that they make or pass on.
 ONE_FOR_EACH_FIELD = {
     "data/sampler.py": {"__init__"},
-    "settings/schema.py": {"setting"},
+    "data/synthetic.py": {"__init__"},  # its parameters are the keys of --dataset_args
 }
 
 # What is done, by its full name -> the files that may do it. What stands first counts.

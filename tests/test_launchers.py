@@ -1,51 +1,14 @@
-"""The shell scripts: presets, quoting, and the set-up that is skipped where nothing is to do."""
+"""The presets and the checks of CI as they are typed: their commands, quoting and stages."""
 
-import os
+import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-SCRIPTS = ("launch_examples.sh", "setup.sh", ".ci/run")
-
-
-@pytest.fixture(scope="module")
-def path_with_gpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A PATH on which this machine seems to have 4 GPUs."""
-    folder = tmp_path_factory.mktemp("gpus")
-    tool = folder / "nvidia-smi"
-    tool.write_text('#!/bin/sh\nfor i in 0 1 2 3; do echo "GPU $i: seeming"; done\n')
-    tool.chmod(0o755)
-    return f"{folder}:{os.environ['PATH']}"
-
-
-def run(
-    *argv: str, cwd: Path = ROOT, gpus: str = "", path: str | None = None
-) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "OMP_NUM_THREADS": "1"}
-    if path is not None:
-        env["PATH"] = path
-    return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
-
-
-def dry_run(*words: str, gpus: str = "", path: str | None = None) -> str:
-    done = run("./launch_examples.sh", "--dry-run", *words, gpus=gpus, path=path)
-    assert done.returncode == 0, done.stderr
-    # The environment's Python is written as it is found: on PATH, or in .venv.
-    python, _, rest = done.stdout.strip().partition(" ")
-    assert python.endswith("python")
-    return f"python {rest}"
-
-
-def test_no_argument_lists_all_presets() -> None:
-    done = run("./launch_examples.sh")
-    assert done.returncode == 0
-    listed = [line.split()[0] for line in done.stdout.splitlines() if line[:4].strip()]
-    assert [*map(str, range(1, 11)), "test"] == [word for word in listed if word != "usage:"][:11]
-
+from tests.processes import ROOT
+from tests.ranks import run_command, start_command
 
 TORCHRUN = "python -m torch.distributed.run --standalone --nproc_per_node="
 PRESETS = {
@@ -62,85 +25,185 @@ PRESETS = {
     "10": "python ddp_training.py doctor",
     "test": "python test_ddp_training.py",
 }
+SHOW = """
+import json, os, sys
+print(json.dumps([os.getpid(), os.getcwd(), os.environ.get("RANK"), sys.argv[1:]]))
+"""
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_dry_run_prints_the_command(preset: str) -> None:
-    assert dry_run(preset) == PRESETS[preset]
+class TestPresets:
+    def test_without_an_argument_each_preset_is_listed_on_one_line(self) -> None:
+        lines = run_command(["./launch_examples.sh"], timeout_s=20).ok().stdout.splitlines()
+        listed = [line.split()[0] for line in lines if line.startswith("  ")]
+        assert listed == list(PRESETS)
 
+    @pytest.mark.parametrize("preset", PRESETS)
+    def test_a_dry_run_prints_the_command(self, preset: str, machine: "Machine") -> None:
+        assert machine.dry_run(preset) == PRESETS[preset]
 
-def test_presets_use_the_gpus_that_are_visible(path_with_gpus: str) -> None:
-    assert dry_run("2", gpus="0,1,2", path=path_with_gpus).startswith(TORCHRUN + "3")
-    assert "--cpu_only" not in dry_run("3", gpus="0,1,2,3", path=path_with_gpus)
-    assert "--amp auto" in dry_run("7", gpus="0", path=path_with_gpus)
-    assert dry_run("2", gpus="", path=path_with_gpus).startswith(TORCHRUN + "2")
+    def test_an_unknown_preset_is_refused_with_the_list(self) -> None:
+        for preset in ("11", "0", "tset", "1 2"):
+            done = run_command(["./launch_examples.sh", preset], timeout_s=20)
+            assert done.status == 2
+            assert f"no preset '{preset}'" in done.stderr
+            assert "TensorBoard" in done.stderr
 
-
-def test_more_arguments_are_passed_through_as_they_are() -> None:
-    words = ["--run_name", "a b", "it's", "*", "$HOME", 'say "hi"']
-    shown = dry_run("1", *words)
-    echoed = subprocess.run(
-        ["bash", "-c", f"printf '%s\\n' {shown}"], capture_output=True, text=True, timeout=10
+    @pytest.mark.parametrize(
+        ("visible", "seen"),
+        [
+            *((None, 4), ("0,1,2", 3), ("0, 3", 2), ("2", 1), ("0,1,2,3,4,5", 4)),
+            *(("", 0), ("-1", 0), ("NoDevFiles", 0), ("0,-1,2", 1), ("GPU-8a,GPU-17", 2)),
+        ],
     )
-    assert echoed.stdout.splitlines()[-len(words) :] == words
+    def test_as_many_ranks_run_as_gpus_are_visible(
+        self, visible: str | None, seen: int, machine: "Machine"
+    ) -> None:
+        machine.add_gpus(4, visible=visible)
+        assert machine.dry_run("2").startswith(TORCHRUN + f"{seen or 2} ")
+
+    def test_with_gpus_they_are_used(self, machine: "Machine") -> None:
+        machine.add_gpus(4, visible=None)
+        assert machine.dry_run("3") == PRESETS["3"].removesuffix(" --cpu_only")
+        assert machine.dry_run("7").startswith(TORCHRUN + "4 ddp_training.py --amp auto")
+
+    def test_a_machine_without_gpus_has_none_whatever_is_visible(self, machine: "Machine") -> None:
+        machine.add_gpus(0, visible="0,1,2,3")
+        assert machine.dry_run("3") == PRESETS["3"]
+
+    def test_threads_are_limited_where_torchrun_would_do_so_with_a_warning(
+        self, machine: "Machine"
+    ) -> None:
+        machine.env["OMP_NUM_THREADS"] = ""
+        assert machine.dry_run("2") == f"env OMP_NUM_THREADS=1 {PRESETS['2']}"
+        assert machine.dry_run("6") == PRESETS["6"]
+
+    def test_the_run_is_the_process_itself_in_its_folder_and_gets_every_word_as_it_is(
+        self, copied: Path, tmp_path: Path
+    ) -> None:
+        words = ["--run_name", "a b", "it's", "*", "$HOME", 'say "hi"', "", "new\nline", "\\"]
+        argv = [copied / "launch_examples.sh", "6", *words]
+        with start_command(argv, cwd=tmp_path) as command:
+            done = command.wait(timeout_s=30).ok()
+            pid, folder, _, given = json.loads(done.stdout)
+            assert pid == command.pid  # so a signal to the script reaches the run
+        assert Path(folder) == copied
+        assert given == ["--cpu_only", "--batch_size", "8", "--epochs", "2", *words]
+        assert done.stderr == ""  # the set-up is silent where it has nothing to do
+        shown = run_command([*argv, "--dry-run"], timeout_s=20, cwd=tmp_path).ok().stdout
+        typed = run_command(["bash", "-c", shown], timeout_s=20, cwd=copied).ok()
+        assert json.loads(typed.stdout)[3] == given
+
+    @pytest.mark.slow
+    def test_torchrun_starts_in_a_folder_with_a_space(self, copied: Path) -> None:
+        done = run_command([copied / "launch_examples.sh", "2"], timeout_s=60).ok()
+        shown = [json.loads(line) for line in done.stdout.splitlines()]
+        assert sorted(rank for _, _, rank, _ in shown) == ["0", "1"]
+
+    def test_a_link_to_the_script_works_from_anywhere(self, copied: Path, tmp_path: Path) -> None:
+        (tmp_path / "train").symlink_to(copied / "launch_examples.sh")
+        done = run_command(["./train", "1"], timeout_s=20, cwd=tmp_path).ok()
+        assert Path(json.loads(done.stdout)[1]) == copied
+
+    def test_a_dry_run_changes_nothing(self, copied: Path) -> None:
+        (copied / "requirements.txt").write_text("no-such-package==1.0\n")
+        before = sorted(copied.rglob("*"))
+        done = run_command([copied / "launch_examples.sh", "--dry-run", "1"], timeout_s=20).ok()
+        assert done.stdout.startswith(".venv/bin/python ddp_training.py")
+        assert "would install" in done.stderr
+        assert sorted(copied.rglob("*")) == before
 
 
-def test_an_unknown_preset_is_refused_with_the_list() -> None:
-    done = run("./launch_examples.sh", "11")
-    assert done.returncode == 2
-    assert "no preset '11'" in done.stderr
-    assert "doctor" in done.stderr
+class TestCheck:
+    def test_all_stages_run_in_order_and_make_check_is_the_same(self, checked: Path) -> None:
+        done = run_command(["make", "--silent", "check"], timeout_s=30, cwd=checked).ok()
+        stages = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("==")]
+        names = ["environment", "format", "lint", "types", "shell", "tests"]
+        assert [words[0] for words in stages] == [f"{name}:" for name in names]
+        assert all(words[1] == "ok," and words[-1] == "s" for words in stages)
+        assert (checked / "calls").read_text().splitlines() == [
+            "setup.sh --dev --print_python",
+            "python -m ruff format --check --quiet .",
+            "python -m ruff check --quiet .",
+            "python -m mypy",
+            "shellcheck .ci/run ./launch_examples.sh ./setup.sh",
+            "launch_examples.sh test",
+        ]
+
+    def test_a_fault_is_named_and_the_tests_are_not_run(self, checked: Path) -> None:
+        done = run_command([".ci/run"], timeout_s=30, cwd=checked, env={"FAULT": "python -m ruff"})
+        assert done.status == 1
+        assert "== failed: format, lint" in done.stderr
+        assert "== shell: ok" in done.stdout
+        assert "launch_examples.sh" not in (checked / "calls").read_text().split()
+
+    def test_failing_tests_fail_the_check(self, checked: Path) -> None:
+        env = {"FAULT": "launch_examples.sh test --quick"}
+        done = run_command([".ci/run", "--quick"], timeout_s=30, cwd=checked, env=env)
+        assert done.status == 1
+        assert "== failed: tests" in done.stderr
+
+    def test_every_shell_script_is_clean(self) -> None:
+        scripts = [ROOT / ".ci" / "run", *ROOT.glob("*.sh"), *ROOT.glob("*.slurm")]
+        scripts += (ROOT / "benchmarks").rglob("*.sh")
+        run_command(["shellcheck", *scripts], timeout_s=60).ok()
 
 
-def test_shell_scripts_are_clean() -> None:
-    shellcheck = Path(sys.executable).parent / "shellcheck"
-    done = run(str(shellcheck), *SCRIPTS)
-    assert done.returncode == 0, done.stdout
+class Machine:
+    """The checkout on a machine with as many GPUs as a test wants."""
+
+    def __init__(self, tools: Path) -> None:
+        self.tools = tools
+        self.env = {"PATH": f"{tools}:{Path(sys.executable).parent}:/usr/bin:/bin"}
+        self.add_gpus(0, visible=None)
+
+    def add_gpus(self, number: int, *, visible: str | None) -> None:
+        names = "\n".join(f"GPU {i}: NVIDIA H200 (UUID: GPU-{i})" for i in range(number))
+        executable(self.tools / "nvidia-smi", f'[ "$1" = -L ] && printf "%s\\n" "{names}"')
+        self.env.pop("CUDA_VISIBLE_DEVICES", None)
+        if visible is not None:
+            self.env["CUDA_VISIBLE_DEVICES"] = visible
+
+    def dry_run(self, *words: str) -> str:
+        argv = ["./launch_examples.sh", *words, "--dry-run"]
+        shown = run_command(argv, timeout_s=20, env=self.env).ok().stdout
+        # The environment's Python is written as it is found: on PATH, or in .venv.
+        return shown.strip().replace(".venv/bin/python", "python")
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return Machine(tmp_path)
 
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
-    """A copy of the scripts in a folder with a space in its name."""
+    """The scripts in a folder with a space, content with the environment of this test."""
     folder = tmp_path / "a folder"
     folder.mkdir()
-    for name in ("launch_examples.sh", "setup.sh", "requirements.txt", "requirements-dev.txt"):
+    for name in ("launch_examples.sh", "setup.sh"):
         shutil.copy(ROOT / name, folder)
+    (folder / "requirements.txt").write_text(f"pytest=={pytest.__version__}\n")
+    (folder / "ddp_training.py").write_text(SHOW)
     return folder
 
 
-def test_setup_takes_an_environment_that_satisfies_the_pins(copied: Path) -> None:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = run("./setup.sh", "--dev", "--print_python", cwd=copied, path=path)
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()).parent == Path(sys.executable).parent
-    assert not (copied / ".venv").exists()
-    assert all((copied / name).is_dir() for name in ("data", "models", "runs"))
+@pytest.fixture
+def checked(tmp_path: Path) -> Path:
+    """A copy of .ci/run and Makefile among programs that only note how they are called."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    note = f'call="${{0##*/}} $*"; echo "${{call% }}" >>"{tmp_path}/calls"\n'
+    note += 'case $call in "${FAULT:-nothing}"*) exit 1 ;; esac\n'
+    (tmp_path / "runs" / "environment").mkdir(parents=True)
+    python = tmp_path / "runs" / "environment" / "python"
+    for path in (python, python.with_name("shellcheck"), tmp_path / "launch_examples.sh"):
+        executable(path, note)
+    executable(tmp_path / "setup.sh", f'{note}echo "{python}"')
+    return tmp_path
 
 
-def test_setup_makes_an_environment_where_a_pin_is_missing(copied: Path) -> None:
-    (copied / "requirements.txt").write_text("no-such-package-at-all==1.0\n")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    wheels = copied / "wheels"
-    wheels.mkdir()
-    done = run("./setup.sh", "--offline", str(wheels), cwd=copied, path=path)
-    assert done.returncode == 1
-    assert "pip could not install requirements.txt" in done.stderr
-    assert "--offline WHEELS" in done.stderr
-    assert (copied / ".venv" / "bin" / "python").exists()
-
-
-def test_setup_names_a_missing_wheel_folder_and_an_unknown_option(copied: Path) -> None:
-    assert "no such folder" in run("./setup.sh", "--offline", "nowhere", cwd=copied).stderr
-    done = run("./setup.sh", "--fast", cwd=copied)
-    assert done.returncode == 2
-    assert "unknown option --fast" in done.stderr
-
-
-def test_setup_without_a_new_python_says_so(copied: Path, tmp_path: Path) -> None:
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name in ("bash", "dirname", "mkdir"):
-        (tools / name).symlink_to(shutil.which(name) or name)
-    done = run("./setup.sh", cwd=copied, path=str(tools))
-    assert done.returncode == 1
-    assert "no Python 3.11 or newer" in done.stderr
+def executable(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)

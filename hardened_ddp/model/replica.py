@@ -47,6 +47,14 @@ class Replica:
         self.moving_buffers = [buffers[name] for name in moving_buffers]
         self.call: nn.Module = module if ddp is None else ddp
 
+    def release(self) -> None:
+        """Let go of the DDP wrapper; the module stays.
+
+        WHY: if DDP is the last to hold the process group, its destructor waits for gloo's thread
+        while it keeps Python's lock, which that thread may need: the process would never end.
+        """
+        self.ddp, self.call = None, self.module
+
     def no_sync(self) -> AbstractContextManager[Any]:
         """Keep gradients on this rank inside. WHY forward too: DDP decides in forward."""
         return contextlib.nullcontext() if self.ddp is None else self.ddp.no_sync()

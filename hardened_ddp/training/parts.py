@@ -56,7 +56,8 @@ class Parts:
     """Optimizer steps of the whole run."""
 
     def close(self) -> None:
-        """End the loaders' workers."""
+        """End the loaders' workers, and free DDP while the process group still lives."""
+        self.replica.release()
         self.train_loader.close()
         if self.eval_loader is not None:
             self.eval_loader.close()

@@ -1,0 +1,1 @@
+"""The same work, written for each contender. See benchmarks/README.md."""

@@ -1,0 +1,29 @@
+"""Lightning Fabric, as its documentation converts a loop."""
+
+from lightning.fabric import Fabric
+from torch.utils.data import DataLoader
+
+from benchmarks.peers.work import Images, build_optimizer, compute_loss, model, read_task
+from benchmarks.workloads import NUM_RANKS
+
+
+def main() -> None:
+    """Train with Fabric. It saves and logs only when told to; here it does neither."""
+    task = read_task()
+    fabric = Fabric(accelerator="cpu", devices=NUM_RANKS, strategy="ddp")
+    fabric.launch()
+    network = model(task.workload.name)
+    network, optimizer = fabric.setup(network, build_optimizer(network))
+    loader = fabric.setup_dataloaders(
+        DataLoader(Images(task.workload), batch_size=task.batch_size, shuffle=True)
+    )
+    network.train()
+    for _ in range(task.num_epochs):
+        for inputs, labels in loader:
+            optimizer.zero_grad()
+            fabric.backward(compute_loss(network(inputs), labels))
+            optimizer.step()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Lightning's Trainer with its defaults: logger, progress bar, a checkpoint each epoch."""
+
+import lightning
+import torch
+from torch.utils.data import DataLoader
+
+from benchmarks.peers.work import Images, Sample, build_optimizer, compute_loss, model, read_task
+from benchmarks.workloads import NUM_RANKS
+
+
+class Classifier(lightning.LightningModule):
+    """The network and its loss."""
+
+    def __init__(self, network: torch.nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def training_step(self, batch: Sample, batch_index: int) -> torch.Tensor:
+        inputs, labels = batch
+        loss = compute_loss(self.network(inputs), labels)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return build_optimizer(self)
+
+
+def main() -> None:
+    """Train with lightning.Trainer."""
+    task = read_task()
+    loader = DataLoader(Images(task.workload), batch_size=task.batch_size, shuffle=True)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=NUM_RANKS,
+        strategy="ddp",
+        max_epochs=task.num_epochs,
+        default_root_dir=task.output_dir,
+    )
+    trainer.fit(Classifier(model(task.workload.name)), loader)
+
+
+if __name__ == "__main__":
+    main()
