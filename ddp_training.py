@@ -259,6 +259,7 @@ def fit(parts: Parts, progress: Progress, saver: Saver, journal: Journal, stop: 
 
     config = parts.config
     stepper = Stepper(parts, clock=journal.clock, before_update=saver.before_update)
+    journal.left_out = stepper.left_out
     profile_step = journal.start_profile() if config.run.profile else None
     while progress.step < parts.total_steps:
         # A window: the samples of one optimizer step over all ranks. batches: this rank's share

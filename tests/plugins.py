@@ -48,6 +48,34 @@ class Poisoned(nn.Module):
         return logits * float("nan") if self.num_forwards > self.nan_from else logits
 
 
+class _PoisonedBackward(torch.autograd.Function):
+    """Passes values on, and gives NaN for their gradient."""
+
+    @staticmethod
+    def forward(ctx: object, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("nan")
+
+
+class PoisonedBackward(nn.Module):
+    """Its loss is always a number; the gradient of one forward, number nan_at, is not."""
+
+    def __init__(self, num_classes: int, nan_at: int = 8) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+        self.nan_at, self.num_forwards = nan_at, 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        logits: torch.Tensor = self.layer(inputs)
+        if self.training and self.num_forwards == self.nan_at:
+            logits = _PoisonedBackward.apply(logits)
+        return logits
+
+
 class OwnLoss(nn.Module):
     """Computes its loss itself when it gets labels."""
 

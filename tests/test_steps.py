@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ddp_training
 from hardened_ddp.ranks.group import open_group
@@ -17,6 +18,7 @@ from hardened_ddp.training.evaluation import evaluate
 from hardened_ddp.training.parts import Parts, Progress
 from hardened_ddp.training.step import Stepper
 from tests.ranks import run_ranks, train
+from tests.run_folder import find_checkpoints
 
 CPU = torch.device("cpu")
 # Sums over samples in another order: relative to the largest entry of a gradient.
@@ -150,6 +152,8 @@ def test_more_errors_than_allowed_stop_all_ranks_with_the_reason(tmp_path: Path)
     finished = train(argv, 2)
     assert finished.statuses == (1, 1)
     assert "more than max_errors 1" in finished.outputs[0]
+    [skipped] = tmp_path.glob("*/skipped_samples.jsonl")
+    assert {json.loads(line)["index"] for line in skipped.open()} == {3, 17}
     assert "Traceback" not in finished.output
 
 
@@ -175,6 +179,18 @@ def test_a_window_with_nan_is_left_out_under_continue_on_error(tmp_path: Path) -
     argv += ["--continue_on_error", "--batch_size", "4", "--epochs", "2"]
     finished = train([*argv, "--eval_every", "0", "--output_dir", str(tmp_path)], 2).ok()
     assert "left out the whole window" in finished.outputs[0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(
+    tmp_path: Path, world_size: int
+) -> None:
+    argv = [*POINTS, "--model", "tests.plugins:PoisonedBackward", "--continue_on_error"]
+    argv += ["--batch_size", "4", "--epochs", "2", "--output_dir", str(tmp_path)]
+    finished = train(argv, world_size).ok()
+    assert "the gradient is not finite" in finished.outputs[0]
+    state = load_file(find_checkpoints(tmp_path)[-1] / "state.safetensors")
+    assert all(tensor.isfinite().all() for tensor in state.values())
 
 
 def test_parameters_that_lose_their_gradient_on_one_rank_are_named(tmp_path: Path) -> None:

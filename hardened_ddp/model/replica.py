@@ -65,6 +65,11 @@ class Replica:
             return []
         return [name for name, parameter in self.trainable.items() if parameter.grad is None]
 
+    def has_finite_gradients(self) -> bool:
+        """Say whether all gradients are numbers. Rank-local; waits for the device."""
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return all(torch.stack([gradient.isfinite().all() for gradient in gradients]).tolist())
+
     def sum_gradients(self) -> None:
         """Average gradients that were kept local, as one flat all-reduce. Collective: all ranks.
 

@@ -47,6 +47,8 @@ class Journal:
         self._settings_text = settings_text
         self._last_time = self._paused_at = time.monotonic()
         self._num_left_out = 0
+        self.left_out: list[dict[str, Any]] = []
+        """The stepper's own list of what was left out; it grows while the run goes on."""
 
     def log_training(self, progress: Progress, stepper: Stepper, sums: Mapping[str, float]) -> None:
         """Report loss, accuracy, rate, times and memory since the last report. Rank-local."""
@@ -57,7 +59,7 @@ class Journal:
         times = self.clock.read_and_reset()
         if not self.is_main:
             return
-        self._note_left_out(stepper)
+        self._note_left_out()
         self.bar.describe(
             epoch=progress.epoch + 1,
             num_epochs=self.parts.config.loop.epochs,
@@ -135,6 +137,7 @@ class Journal:
         """Write the summary and close all files. Rank-local."""
         self.bar.close()
         if self.is_main:
+            self._note_left_out()
             evaluation = self.last_evaluation
             write_summary(
                 self.folder,
@@ -164,11 +167,11 @@ class Journal:
             ):
                 log.info("%s", line)
 
-    def _note_left_out(self, stepper: Stepper) -> None:
+    def _note_left_out(self) -> None:
         """Add what was left out since the last report to skipped_samples.jsonl."""
-        new: list[dict[str, Any]] = stepper.left_out[self._num_left_out :]
+        new = self.left_out[self._num_left_out :]
         if new:
-            self._num_left_out = len(stepper.left_out)
+            self._num_left_out = len(self.left_out)
             try:
                 with (self.folder / "skipped_samples.jsonl").open("a", encoding="utf-8") as file:
                     file.writelines(json.dumps(entry) + "\n" for entry in new)

@@ -193,13 +193,21 @@ class Stepper:
         total_valid, num_failed = parts.group.sum_(votes).tolist()  # collective
         if total_valid < window.size or num_failed:
             self._report_left_out(batches, failure, progress)  # collective
-        if num_failed or total_valid == 0:
+        is_usable = not num_failed and total_valid > 0
+        if is_usable:
+            parts.replica.sum_gradients()  # collective
+            # WHY no vote: every rank has the same average. fp16 overflow is the scaler's business.
+            if parts.precision.scaler is None and not parts.replica.has_finite_gradients():
+                # One entry, told by rank 0: no single rank or sample is known to be the cause.
+                failure = "the gradient is not finite" if parts.group.launch.is_main else ""
+                self._report_left_out([], failure, progress)  # collective
+                is_usable = False
+        if not is_usable:
             parts.optimizer.zero_grad(set_to_none=True)
             for buffer, old in zip(parts.replica.moving_buffers, buffers, strict=True):
                 buffer.copy_(old)
             self.totals = before
             return False
-        parts.replica.sum_gradients()  # collective
         if total_valid < window.size:
             for parameter in parts.replica.trainable.values():
                 if parameter.grad is not None:
