@@ -69,6 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HardenedError as error:
         print(f"ddp_training.py: error {error}", file=sys.stderr)
         return error.exit_status
+    except KeyboardInterrupt:  # while torch is imported or the ranks meet: nothing to save yet
+        print("ddp_training.py: stopped before training began", file=sys.stderr)
+        return 130  # what a shell gives for Ctrl-C
 
 
 def run_ranks(settings: Resolved, launch: Launch) -> int:

@@ -4,12 +4,14 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+import ddp_training
 from hardened_ddp.errors import GroupError, HardenedError, LaunchError, RankMismatchError
 from hardened_ddp.guard.stop import STOP_FILE, StopRequest
 from hardened_ddp.ranks.group import Group, open_group, pick_device
@@ -88,6 +90,18 @@ def test_one_node_talks_over_loopback_unless_told_otherwise() -> None:
 
 def test_without_a_gpu_every_rank_gets_the_cpu() -> None:
     assert pick_device(Launch(local_rank=5), cpu_only=True, backend="auto") == CPU
+
+
+def test_ctrl_c_before_training_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ddp_training, "run_ranks", interrupted)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    assert ddp_training.main(["--cpu_only"]) == 130
+    assert capsys.readouterr().err == "ddp_training.py: stopped before training began\n"
 
 
 def meet(timeout_s: float = 30) -> Group:
