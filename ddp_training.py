@@ -81,7 +81,9 @@ def run_ranks(settings: Resolved, launch: Launch) -> int:
     # WHY here: importing torch takes a second, and everything above answers without it.
     import torch
 
-    from hardened_ddp.ranks.group import lost_peer, open_group, pick_device
+    from hardened_ddp.ranks.group import open_group, pick_device
+    from hardened_ddp.ranks.host_memory import keep_freed_memory
+    from hardened_ddp.ranks.lost import lost_peer
     from hardened_ddp.ranks.seeding import seed_run
     from hardened_ddp.reporting.log import start_logging, stop_logging
 
@@ -94,12 +96,18 @@ def run_ranks(settings: Resolved, launch: Launch) -> int:
         faulthandler.enable()
     try:
         device = pick_device(launch, cpu_only=config.cpu_only, backend=config.backend)
+        if device.type == "cpu":
+            keep_freed_memory()
         if config.single_gpu and device.type == "cpu":
             log.warning("--single_gpu: torch sees no GPU on this machine; training on the CPU")
         seed_run(config.seed, deterministic=config.deterministic)
         # The process group: NCCL between GPUs, gloo between CPUs. None with a single rank.
         group = open_group(  # collective: all ranks meet here
-            launch, device=device, backend=config.backend, timeout_s=config.timeout_s
+            launch,
+            device=device,
+            backend=config.backend,
+            timeout_s=config.timeout_s,
+            shared_memory=settings.config.ddp.shared_memory,
         )
         try:
             return train(settings, group)
@@ -199,7 +207,9 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     )
     loader = build_train_loader(data, sampler, config.data, launch=launch, device=group.device)
     precision = Precision(config.optimizer.amp, group.device)  # autocast; a GradScaler for fp16
-    replica, objective = build_replica(settings, group, data, loader, precision)  # collective
+    replica, objective = build_replica(  # collective
+        settings, group, data, loader, precision, saved=saved
+    )
     return Parts(
         config=config,
         group=group,
@@ -218,13 +228,21 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
 
 
 def build_replica(
-    settings: Resolved, group: Group, data: TaskData, loader: TrainLoader, precision: Precision
+    settings: Resolved,
+    group: Group,
+    data: TaskData,
+    loader: TrainLoader,
+    precision: Precision,
+    *,
+    saved: Saved | None,
 ) -> tuple[Replica, Objective]:
     """Build the model and wrap it in DDP. Collective: all ranks."""
+    from hardened_ddp.model.memory_format import Trial, choose_channels_last
     from hardened_ddp.model.objective import Objective
     from hardened_ddp.model.probe import choose_find_unused, probe, warm_up
     from hardened_ddp.model.replica import wrap
     from hardened_ddp.model.zoo import build_model, place_model
+    from hardened_ddp.training.plan import count_steps
 
     config = settings.config
     # The same model on every rank: seeded alike, and DDP sends rank 0's weights to all.
@@ -233,7 +251,7 @@ def build_replica(
     objective = Objective(model, label_smoothing=config.optimizer.label_smoothing)
     # Try it on a few samples without DDP: which parameters get no gradient, and on which rank?
     # DDP would wait for those for ever, unless find_unused_parameters is on.
-    samples = loader.sample_batches(group.device, channels_last=config.model.channels_last)
+    samples = loader.sample_batches(group.device)
     findings = probe(  # collective
         model,
         samples,
@@ -243,15 +261,27 @@ def build_replica(
         num_classes=data.num_classes,
     )
     find_unused = choose_find_unused(config.ddp.find_unused_parameters, findings)
-    # DDP averages the gradients over the ranks by all-reduce, bucket by bucket, while backward
-    # still runs.
-    replica = wrap(  # collective
-        model, group, config.ddp, find_unused=find_unused, moving_buffers=findings.moving_buffers
+    # Images with channels last: as asked, as the run began, or as a measurement says.
+    steps = count_steps(config.loop, steps_per_epoch=loader.sampler.num_windows)
+    channels_last = choose_channels_last(  # collective
+        Trial(model, objective, precision),
+        samples[0],
+        group,
+        config=config,
+        began_with=None if saved is None else saved.meta["channels_last"],
+        samples_to_train=steps * loader.sampler.global_batch // group.world_size,
     )
-    times = 2 if config.ddp.static_graph else 1
-    warm_up(
-        replica, samples[0], objective=objective, precision=precision, times=times
-    )  # collective
+    # DDP averages the gradients over the ranks by all-reduce, bucket by bucket, while backward
+    # still runs. (CPU ranks of one machine sum them after it, through shared memory.)
+    replica = wrap(  # collective
+        model,
+        group,
+        config.ddp,
+        find_unused=find_unused,
+        moving_buffers=findings.moving_buffers,
+        channels_last=channels_last,
+    )
+    warm_up(replica, samples[0], objective=objective, precision=precision)  # collective
     return replica, objective
 
 
@@ -281,7 +311,7 @@ def fit(parts: Parts, progress: Progress, saver: Saver, journal: Journal, stop: 
                 profile_step()
             if is_logged:
                 report(parts, progress, stepper, journal)  # collective
-            if is_due(progress.step, config.run.checkpoint_every_steps) and stepper.is_finite():
+            if saver.is_due(progress.step) and stepper.is_finite():
                 saver.save(progress)
             saver.catch_up(progress)
             if progress.step >= parts.total_steps:

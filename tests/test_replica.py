@@ -33,8 +33,14 @@ class Branching(nn.Module):
         return self.second(hidden) if self.uses_second else hidden
 
 
-def meet() -> Group:
-    return open_group(read_launch(os.environ), device=CPU, backend="gloo", timeout_s=30)
+def meet(*, shared_memory: bool = True) -> Group:
+    return open_group(
+        read_launch(os.environ),
+        device=CPU,
+        backend="gloo",
+        timeout_s=30,
+        shared_memory=shared_memory,
+    )
 
 
 def look_at(model: nn.Module, group: Group) -> Findings:
@@ -64,9 +70,9 @@ def test_probe_names_parameters_that_are_unused_on_one_rank_only() -> None:
         assert "rank 1: second.bias, second.weight" in where
 
 
-def train_branching() -> list[float]:
+def train_branching(shared_memory: bool) -> list[float]:
     """Train with find_unused_parameters chosen by the probe; return the second layer's weights."""
-    group = meet()
+    group = meet(shared_memory=shared_memory)
     torch.manual_seed(0)
     model = Branching(uses_second=group.launch.rank == 0)
     findings = look_at(model, group)
@@ -75,6 +81,8 @@ def train_branching() -> list[float]:
     for _ in range(3):
         loss = replica.call(torch.ones(2, 4)).sum()
         loss.backward()
+        if replica.sums_after:
+            replica.sum_gradients()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.1 * parameter.grad
@@ -83,8 +91,9 @@ def train_branching() -> list[float]:
     return model.second.weight.flatten().tolist() + model.first.weight.flatten().tolist()
 
 
-def test_auto_trains_a_model_that_uses_parameters_on_one_rank_only() -> None:
-    first, second = run_ranks(train_branching, 2)
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_auto_trains_a_model_that_uses_parameters_on_one_rank_only(shared_memory: bool) -> None:
+    first, second = run_ranks(train_branching, 2, shared_memory)
     assert first == second
 
 
@@ -176,7 +185,7 @@ def sum_without_samples() -> list[float]:
     model = nn.Linear(4, 3)
     replica = wrap(model, group, DdpConfig(), find_unused=False, moving_buffers=())
     sample = Batch(torch.ones(2, 4), torch.tensor([0, 1]), torch.arange(2))
-    warm_up(replica, sample, objective=Objective(model), precision=Precision("off", CPU), times=1)
+    warm_up(replica, sample, objective=Objective(model), precision=Precision("off", CPU))
     if group.launch.rank == 1:
         with replica.no_sync():
             replica.call(torch.ones(1, 4)).sum().backward()
@@ -188,4 +197,4 @@ def sum_without_samples() -> list[float]:
 
 def test_a_rank_without_samples_takes_part_with_zeros() -> None:
     for gradient in run_ranks(sum_without_samples, 2):
-        assert gradient == [0.5] * 12
+        assert gradient == [1.0] * 12

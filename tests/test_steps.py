@@ -70,6 +70,8 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     [
         (2, ["--batch_size", "6"]),
         (3, ["--batch_size", "4"]),
+        (2, ["--batch_size", "6", "--no_shared_memory"]),
+        (3, ["--batch_size", "2", "--accumulation_steps", "2", "--no_shared_memory"]),
         (2, ["--batch_size", "2", "--accumulation_steps", "3"]),
         (3, ["--batch_size", "2", "--accumulation_steps", "2"]),
         (2, ["--batch_size", "6", "--continue_on_error"]),
@@ -168,14 +170,14 @@ def test_a_broken_sample_without_the_flag_stops_all_ranks_with_that_cause(tmp_pa
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, world_size: int) -> None:
-    argv = [*POINTS, "--model", "tests.plugins:Poisoned", "--model_args", "{nan_from: 12}"]
+    argv = [*POINTS, "--model", "tests.plugins:Poisoned", "--model_args", "{nan_from: 8}"]
     finished = train([*argv, "--batch_size", "4", "--output_dir", str(tmp_path)], world_size)
     assert finished.statuses == (1,) * world_size
     assert "the training loss became nan" in finished.outputs[0]
 
 
 def test_a_window_with_nan_is_left_out_under_continue_on_error(tmp_path: Path) -> None:
-    argv = [*POINTS, "--model", "tests.plugins:Poisoned", "--model_args", "{nan_from: 12}"]
+    argv = [*POINTS, "--model", "tests.plugins:Poisoned", "--model_args", "{nan_from: 8}"]
     argv += ["--continue_on_error", "--batch_size", "4", "--epochs", "2"]
     finished = train([*argv, "--eval_every", "0", "--output_dir", str(tmp_path)], 2).ok()
     assert "left out the whole window" in finished.outputs[0]

@@ -12,6 +12,7 @@ other weights, buffers that a forward changes (name these in `volatile`: they ar
 
 import logging
 import threading
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,10 @@ class BackgroundWriter:
         self._unfrozen: _InFlight | None = None
         self._error: CheckpointError | None = None
         self._was_refused = False
+        self._stall_s = 0.0
+        self.cost_s: float | None = None
+        """What the last finished write took from training, in s: the time that it stood still, and
+        on the CPU also the writer's own work there."""
 
     @property
     def is_busy(self) -> bool:
@@ -83,6 +88,7 @@ class BackgroundWriter:
         if self.is_busy:
             self._was_refused = True
             return False
+        started_at = time.perf_counter()
         plain = plain_meta(meta)
         # WHY kept: the layout is the same each time, and takes longest of all that is done here
         if self._plan is None or self._plan.specs != specs_of(tensors):
@@ -104,6 +110,7 @@ class BackgroundWriter:
             name=f"checkpoint-{step}",
             daemon=True,
         )
+        self._stall_s = time.perf_counter() - started_at
         self._thread.start()
         return True
 
@@ -116,7 +123,9 @@ class BackgroundWriter:
         if flight is None:
             return
         self._unfrozen = None
+        started_at = time.perf_counter()
         flight.stream.freeze()
+        self._stall_s += time.perf_counter() - started_at
         for device, event in flight.copied:
             # WHY no synchronize: the update waits on the GPU, and this thread goes on
             torch.cuda.current_stream(device).wait_event(event)
@@ -169,6 +178,9 @@ class BackgroundWriter:
             for _, event in flight.copied:
                 event.synchronize()
             self._store.write_stream(step, stream=flight.stream, meta=meta, best_metric=best_metric)
+            # WHY not with a GPU: there the writer's core would idle
+            work_s = 0.0 if flight.copied else time.thread_time()
+            self.cost_s = self._stall_s + work_s
         except CheckpointError as error:
             self._error = error
         except Exception as error:  # WHY broad: nobody else sees what a thread raises

@@ -206,7 +206,7 @@ class TrainLoader:
             yield window, [next(batches) for _ in range(num_micro_batches)]
         next(batches, None)  # WHY: so that the stream sees its end, and keeps its idle workers
 
-    def sample_batches(self, device: torch.device, *, channels_last: bool) -> list[Batch]:
+    def sample_batches(self, device: torch.device) -> list[Batch]:
         """Read two batches of two samples, other ones on each rank, for a look at the model.
 
         Raises SampleError if none of the first samples can be read.
@@ -218,7 +218,7 @@ class TrainLoader:
             indices = sampler.order(0).take(first, first + min(2, size - first))
             batch = self.stream.fetcher[(0, indices)]
             if batch.num_samples:
-                found.append(batch.to(device, channels_last=channels_last))
+                found.append(batch.to(device))
             if len(found) == 2:
                 return found
         if not found:

@@ -57,7 +57,7 @@ def probe(
     try:
         for batch in samples:
             inputs, targets = batch.inputs, batch.targets
-            with _untouched_buffers(module) as moving:
+            with untouched_buffers(module) as moving:
                 with precision.autocast():
                     logits, loss = objective.run(module, inputs, targets)
                     # WHY before the loss: a wrong label would raise there, or worse on a GPU.
@@ -101,9 +101,7 @@ def choose_find_unused(wanted: str, findings: Findings) -> bool:
     return True
 
 
-def warm_up(
-    replica: Replica, sample: Batch, *, objective: Objective, precision: Precision, times: int
-) -> None:
+def warm_up(replica: Replica, sample: Batch, *, objective: Objective, precision: Precision) -> None:
     """Do synced forward and backward passes and forget them. Collective: all ranks.
 
     WHY: DDP lays its buckets out anew after the first backward; from 3 ranks on that changes the
@@ -112,29 +110,31 @@ def warm_up(
     WHY the last forward: the new layout is agreed on there, by a collective; a rank that has no
     sample in the next window would not come to it.
     """
-    if replica.ddp is None:
+    if replica.ddp is None or replica.sums_after:
         return
-    for _ in range(times):
-        with _untouched_buffers(replica.module):
+    for _ in range(2 if replica.ddp.static_graph else 1):
+        with untouched_buffers(replica.module):
             with precision.autocast():
                 scored = objective(replica.call, sample.inputs, sample.targets)
             scored.loss_sum.backward()  # type: ignore[no-untyped-call]  # collective
         replica.module.zero_grad(set_to_none=True)
-    with _untouched_buffers(replica.module), replica.no_sync(), precision.autocast():
+    with untouched_buffers(replica.module), replica.no_sync(), precision.autocast():
         objective(replica.call, sample.inputs, sample.targets)  # collective: DDP's new buckets
 
 
 @contextlib.contextmanager
-def _untouched_buffers(module: nn.Module) -> Iterator[list[str]]:
+def untouched_buffers(module: nn.Module) -> Iterator[list[str]]:
     """Put all buffers back at the end; the list then names those that had changed."""
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     moving: list[str] = []
-    yield moving
-    with torch.no_grad():
-        for name, buffer in module.named_buffers():
-            if not torch.equal(buffer, before[name]):
-                moving.append(name)
-                buffer.copy_(before[name])
+    try:
+        yield moving
+    finally:
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                if not torch.equal(buffer, before[name]):
+                    moving.append(name)
+                    buffer.copy_(before[name])
 
 
 def _compare(everyone: Sequence[dict[str, Any]]) -> Findings:

@@ -5,6 +5,10 @@ Owns the DDP wrapper, the choice of find_unused_parameters, and the buffers that
 survivor's state, are the whole truth. WHY not DDP's own buffer broadcast: it is a collective inside
 forward, where one rank's exception would leave the others waiting.
 
+CPU ranks of one machine don't use DDP's hooks: these send gradients while backward still runs, and
+where every core computes, sending beside it gains nothing. They are summed after backward, through
+shared memory (ranks/shared_sum.py), which is many times as fast.
+
 Evaluate and save replica.module: calling the DDP object on one rank alone is how runs hang.
 Read next: probe.py (what is learned before wrapping), training/step.py (who calls this).
 """
@@ -37,6 +41,8 @@ class Replica:
         *,
         ddp: DistributedDataParallel | None,
         moving_buffers: Sequence[str],
+        has_comm_hook: bool = False,
+        channels_last: bool = False,
     ) -> None:
         self.module = module
         self.ddp = ddp
@@ -45,7 +51,14 @@ class Replica:
         self._parameters = list(self.trainable.values())
         buffers = dict(module.named_buffers())
         self.moving_buffers = [buffers[name] for name in moving_buffers]
-        self.call: nn.Module = module if ddp is None else ddp
+        self.channels_last = channels_last
+        """Whether images are to be stored so."""
+
+        self.sums_after = ddp is not None and group.shared is not None and not has_comm_hook
+        """Gradients stay local in backward, and sum_gradients adds them up: not DDP's hooks."""
+
+        # WHY not through DDP then: its forward would get its hooks ready for nothing.
+        self.call: nn.Module = module if ddp is None or self.sums_after else ddp
 
     def release(self) -> None:
         """Let go of the DDP wrapper; the module stays.
@@ -57,7 +70,8 @@ class Replica:
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Keep gradients on this rank inside. WHY forward too: DDP decides in forward."""
-        return contextlib.nullcontext() if self.ddp is None else self.ddp.no_sync()
+        has_hooks = self.ddp is not None and not self.sums_after
+        return self.ddp.no_sync() if has_hooks else contextlib.nullcontext()  # type: ignore[union-attr]
 
     def parameters_without_gradient(self) -> list[str]:
         """Name the parameters that the last backward gave nothing. Rank-local."""
@@ -71,23 +85,26 @@ class Replica:
         return all(torch.stack([gradient.isfinite().all() for gradient in gradients]).tolist())
 
     def sum_gradients(self) -> None:
-        """Average gradients that were kept local, as one flat all-reduce. Collective: all ranks.
+        """Add up gradients that were kept local over the ranks. Collective: all ranks.
 
         The safe form of DDP's own all-reduces: no hook waits for a backward that never comes, so
-        a rank without samples, or one that failed, takes part with zeros. As DDP does, it divides
-        by world_size.
+        a rank without samples, or one that failed, takes part with zeros. As with DDP, a parameter
+        that no rank used keeps no gradient if such are looked for (find_unused_parameters).
         """
         if self.group.world_size == 1:
             return
-        for parameter in self._parameters:
+        parameters = self._parameters
+        if self.ddp is not None and self.ddp.find_unused_parameters:
+            is_used = torch.tensor([float(p.grad is not None) for p in parameters])
+            uses = self.group.sum_(is_used).tolist()  # collective
+            parameters = [p for p, count in zip(parameters, uses, strict=True) if count]
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        self.group.sum_(flat.div_(self.group.world_size))  # collective
-        parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-        for gradient, part in zip(gradients, parts, strict=True):
-            gradient.copy_(part.view_as(gradient))
+            by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
+        for gradients in by_dtype.values():
+            self.group.sum_each_(gradients)  # collective
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
@@ -118,10 +135,13 @@ def wrap(
     *,
     find_unused: bool,
     moving_buffers: Sequence[str],
+    channels_last: bool = False,
 ) -> Replica:
     """Wrap module in DDP, which also gives every rank rank 0's weights. Collective: all ranks."""
     if group.world_size == 1:
-        return Replica(module, group, ddp=None, moving_buffers=moving_buffers)
+        return Replica(
+            module, group, ddp=None, moving_buffers=moving_buffers, channels_last=channels_last
+        )
     arguments: dict[str, Any] = {
         "device_ids": [group.device.index] if group.device.type == "cuda" else None,
         "find_unused_parameters": find_unused,
@@ -136,7 +156,14 @@ def wrap(
     ] = False
     ddp = DistributedDataParallel(module, **arguments)  # collective
     _register_comm_hook(ddp, config.comm_hook, dist_backend=group.backend)
-    return Replica(module, group, ddp=ddp, moving_buffers=moving_buffers)
+    return Replica(
+        module,
+        group,
+        ddp=ddp,
+        moving_buffers=moving_buffers,
+        has_comm_hook=config.comm_hook != "none",
+        channels_last=channels_last,
+    )
 
 
 def _register_comm_hook(ddp: DistributedDataParallel, name: str, *, dist_backend: str) -> None:

@@ -109,8 +109,6 @@ def place_model(
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch
         log.warning("sync_batchnorm: a rank that fails in forward leaves the others waiting there")
     model = model.to(device)
-    if config.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch
     if config.compile:
         model.compile()  # WHY not torch.compile(model): that would rename all parameters
     return model

@@ -6,15 +6,13 @@ is no group and each method returns what one rank would agree on with itself.
 Rules: all ranks reach every collective, in the same order (calls are marked # collective); work
 that only rank 0 does goes through run_on_main, so that its error reaches all ranks; values travel
 as JSON bytes, never as pickles. When a peer is lost, torch raises a plain RuntimeError at the next
-collective: lost_peer() turns it into PeerLostError.
+collective: lost.py turns it into PeerLostError.
 Read next: model/replica.py, the DDP wrapper that averages gradients over this group.
 """
 
 import json
 import logging
-import re
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -27,23 +25,16 @@ from hardened_ddp.errors import (
     HardenedError,
     LaunchError,
     MainRankError,
-    PeerLostError,
     RankMismatchError,
 )
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.meeting import open_store, wait_for_all
+from hardened_ddp.ranks.shared_sum import SharedSum, is_supported, open_shared_sum
 
 log = logging.getLogger(__name__)
 
 LISTEN_LIMIT_S = 2.0
 """How long a rank that lost a peer asks for the reason, and one that failed waits to be heard."""
-
-# What gloo and NCCL say when another rank died, left or no longer answers.
-_LOST_PEER = re.compile(
-    r"Connection (closed|reset) by peer|Timed out waiting|Application timeout caused|"
-    r"Socket closed|Broken pipe|NCCL|connectFullMesh failed|Read error|Connection refused|"
-    r"wait timeout|recvValue failed|sendBytes failed|recvVector failed"
-)
 
 
 def pick_device(launch: Launch, *, cpu_only: bool, backend: str) -> torch.device:
@@ -75,6 +66,9 @@ class Group:
         self.world_size = launch.world_size
         self.store: dist.Store | None = None
         self.control: dist.ProcessGroup | None = None
+        self.shared: SharedSum | None = None
+        """How CPU tensors are summed if all ranks are on one machine; None: by gloo."""
+
         self._has_published = False
         self.is_broken = False
         """A rank failed: collectives may be under way that nobody will finish."""
@@ -86,9 +80,21 @@ class Group:
 
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add tensor up over the ranks, in place, and return it. Collective: all ranks."""
-        if self.world_size > 1:
+        if self.shared is not None and tensor.is_cpu:
+            self.shared.sum_([tensor])  # collective
+        elif self.world_size > 1:
             dist.all_reduce(tensor, group=self._group_of(tensor))  # collective
         return tensor
+
+    def sum_each_(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Add up tensors of one device and dtype, in place, as one message. Collective."""
+        if self.shared is not None:
+            self.shared.sum_(tensors)  # collective
+        elif self.world_size > 1:
+            flat = self.sum_(torch.cat([tensor.reshape(-1) for tensor in tensors]))  # collective
+            parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
 
     def start_max(self, tensor: torch.Tensor) -> "dist.Work | None":
         """Start the element-wise maximum over the ranks of a CPU tensor, in place; wait() later.
@@ -173,6 +179,8 @@ class Group:
 
     def close(self) -> None:
         """Leave the process group. Rank-local for gloo; all ranks for NCCL. Safe to call twice."""
+        if self.shared is not None:
+            self.shared.close()
         if dist.is_initialized() and not (self.is_broken and self.backend == "nccl"):
             # WHY not then: NCCL would wait here for what the dead rank never sends.
             dist.destroy_process_group()
@@ -219,9 +227,17 @@ class Group:
         return [other.get("value") for other in outcomes]
 
 
-def open_group(launch: Launch, *, device: torch.device, backend: str, timeout_s: float) -> Group:
+def open_group(
+    launch: Launch,
+    *,
+    device: torch.device,
+    backend: str,
+    timeout_s: float,
+    shared_memory: bool = True,
+) -> Group:
     """Meet all ranks and form the process group. Collective: all ranks.
 
+    With shared_memory, CPU ranks that are all on one machine sum through it.
     Raises GroupError naming the ranks that did not come within timeout_s, or what is wrong with
     the master address.
     """
@@ -243,42 +259,22 @@ def open_group(launch: Launch, *, device: torch.device, backend: str, timeout_s:
             device_id=device if name == "nccl" else None,
         )
         group.control = dist.new_group(backend="gloo", timeout=timeout)  # collective
+        is_one_machine = launch.local_world_size == launch.world_size
+        if shared_memory and is_one_machine and device.type == "cpu" and is_supported():
+            group.shared = open_shared_sum(  # collective
+                group.gather_json,
+                rank=launch.rank,
+                world_size=launch.world_size,
+                timeout_s=timeout_s,
+            )
     except RuntimeError as error:
         raise GroupError(
             f"rank {launch.rank} could not meet the other {launch.world_size - 1} ranks at "
-            f"{where}: {_first_line(error)}",
+            f"{where}: {first_line(error)}",
             fix="check that this port is free and reachable from every node, or let torchrun "
             "choose: torchrun --standalone --nproc_per_node=N ddp_training.py",
         ) from error
     return group
-
-
-def lost_peer(error: BaseException, group: Group) -> PeerLostError | None:
-    """Say whether error means that another rank is gone, with what that rank said of it."""
-    if group.world_size == 1 or not isinstance(error, RuntimeError):
-        return None
-    if not _LOST_PEER.search(str(error)):
-        return None
-    group.is_broken = True
-    failures = _await_failures(group)
-    causes = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
-    return PeerLostError(
-        f"rank {group.launch.rank} lost another rank ({_first_line(error)})"
-        + (
-            f". Cause: {causes}"
-            if causes
-            else ". It left no message: killed from outside, or it hangs"
-        ),
-        fix="read the log of the rank that failed first",
-    )
-
-
-def _await_failures(group: Group, *, limit_s: float = LISTEN_LIMIT_S) -> dict[int, str]:
-    """Read the peers' failures, giving a peer that is just failing a moment to write its own."""
-    end = time.monotonic() + limit_s
-    while not (found := group.published_failures()) and time.monotonic() < end:
-        time.sleep(0.02)
-    return found
 
 
 def _backend_for(device: torch.device, backend: str) -> Literal["nccl", "gloo"]:
@@ -292,5 +288,6 @@ def _backend_for(device: torch.device, backend: str) -> Literal["nccl", "gloo"]:
     return "nccl" if backend == "nccl" else "gloo"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Give the first line of what an exception says, or its class."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

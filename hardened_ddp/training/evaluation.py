@@ -10,7 +10,7 @@ import torch
 
 from hardened_ddp.data.loader import Batch, EvalLoader
 from hardened_ddp.errors import OutOfMemoryError, SampleError, StepError
-from hardened_ddp.ranks.group import lost_peer
+from hardened_ddp.ranks.lost import lost_peer
 from hardened_ddp.training.parts import Parts
 from hardened_ddp.training.totals import Totals
 
@@ -68,7 +68,7 @@ def evaluate(parts: Parts, loader: EvalLoader) -> Evaluation:
 
 
 def _score(parts: Parts, batch: Batch, totals: Totals, mistakes: list[Mistake]) -> None:
-    batch = batch.to(parts.device, channels_last=parts.config.model.channels_last)
+    batch = batch.to(parts.device, channels_last=parts.replica.channels_last)
     with parts.precision.autocast():
         scored = parts.objective(parts.replica.module, batch.inputs, batch.targets)
     totals.add(scored, batch.targets)

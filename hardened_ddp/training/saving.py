@@ -8,14 +8,42 @@ it (state.py).
 
 import logging
 import math
+import time
+from collections.abc import Callable
 
 from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.checkpoint.snapshot import BackgroundWriter
 from hardened_ddp.errors import CheckpointError, NonFiniteError
 from hardened_ddp.training.parts import Parts, Progress
+from hardened_ddp.training.plan import is_due
 from hardened_ddp.training.state import collect_meta, collect_tensors, volatile_names
 
 log = logging.getLogger(__name__)
+
+
+class Pace:
+    """Says when to save, so that saving takes at most a share of the time."""
+
+    SHARE = 0.01
+
+    # Of a disk, in bytes/s, and what a small write takes: assumed until a first write was measured.
+    _SPEED = 500e6
+    _LEAST_S = 0.01
+
+    def __init__(self, size_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._cost_s = self._LEAST_S + size_bytes / self._SPEED
+        self._began_at = clock()
+
+    def is_due(self) -> bool:
+        """Say whether the last save is long enough ago for what saving costs."""
+        return self._clock() - self._began_at >= self._cost_s / self.SHARE
+
+    def begin(self, cost_s: float | None) -> None:
+        """Note that a save begins; cost_s: the measured cost of the last one that is done."""
+        self._began_at = self._clock()
+        if cost_s is not None:
+            self._cost_s = cost_s
 
 
 class Saver:
@@ -25,7 +53,17 @@ class Saver:
         self.parts = parts
         self.writer = BackgroundWriter(store) if parts.group.launch.is_main else None
         self._saved_step = -1
-        self._is_owed = False
+        self._every_steps = parts.config.run.checkpoint_every_steps
+        # Weights, and as a rule two numbers more for each in the optimizer.
+        self._pace = Pace(3 * sum(p.nbytes for p in parts.replica.module.parameters()))
+
+    def is_due(self, step: int) -> bool:
+        """Say whether this step is one to save after. Rank-local: False but on rank 0."""
+        if self.writer is None:
+            return False
+        if self._every_steps is not None:
+            return is_due(step, self._every_steps)
+        return not self.writer.is_busy and self._pace.is_due()
 
     def save(self, progress: Progress, *, best_metric: float | None = None) -> None:
         """Start writing the state of this step boundary; training goes on beside it. Rank-local."""
@@ -43,6 +81,7 @@ class Saver:
             )
             if was_started:
                 self._saved_step = progress.step
+                self._pace.begin(self.writer.cost_s)
         except CheckpointError as error:
             self._warn(error)
 

@@ -43,6 +43,7 @@ def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
         **asdict(progress),
         "global_batch": parts.global_batch,
         "total_steps": parts.total_steps,
+        "channels_last": parts.replica.channels_last,
         "world_size": parts.group.world_size,
         "seed": parts.config.device.seed,
         "optimizer": type(parts.optimizer).__name__,

@@ -5,8 +5,9 @@ sums, divided by the samples of the whole window, so accumulation, a short last 
 shares all give the gradient of one big batch.
 
 Two forms. The fast one lets DDP average inside the last backward, overlapped with it. The safe one
-keeps gradients local and averages them afterwards in one all-reduce; it serves windows in which
-some rank has no sample, and every window under --continue_on_error, where the ranks first vote.
+keeps gradients local and adds them up afterwards; it serves windows in which some rank has no
+sample, every window under --continue_on_error, where the ranks first vote, and CPU ranks of one
+machine, for which it is the faster one.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from hardened_ddp.errors import (
 )
 from hardened_ddp.model.optimizer import learning_rate, set_learning_rate
 from hardened_ddp.model.precision import clip
-from hardened_ddp.ranks.group import lost_peer
+from hardened_ddp.ranks.lost import lost_peer
 from hardened_ddp.ranks.seeding import seed_step
 from hardened_ddp.reporting.step_clock import StepClock
 from hardened_ddp.training.parts import Parts, Progress
@@ -138,26 +139,28 @@ class Stepper:
                     fix="mend it, or leave such samples out with --continue_on_error",
                 )
         has_empty_share = window.size < self.parts.group.world_size
-        self._accumulate(window, batches, keep_local=has_empty_share)
-        if has_empty_share:
-            self.parts.replica.sum_gradients()  # collective
-        elif self._checks_unused and (names := self.parts.replica.parameters_without_gradient()):
+        keep_local = has_empty_share or self.parts.replica.sums_after
+        self._accumulate(window, batches, keep_local=keep_local)
+        names = []
+        if self._checks_unused and not has_empty_share:
+            names = self.parts.replica.parameters_without_gradient()
+        if names:
             raise UnusedParameterError(
                 f"rank {self.parts.group.launch.rank}: no gradient came for {', '.join(names[:8])} "
                 f"({len(names)} in all), which other ranks wait for",
                 fix="--find_unused_parameters, or use them in every forward, or freeze them",
             )
+        if keep_local:
+            self.parts.replica.sum_gradients()  # collective
         self.parts.replica.sync_buffers()  # collective
 
     def _accumulate(self, window: Window, batches: Sequence[Batch], *, keep_local: bool) -> None:
         """Run all batches forward and backward; the last backward averages unless keep_local."""
         parts = self.parts
-        # DDP divides by world_size, and the mean is over the window: this undoes the one and does
-        # the other.
-        scale = parts.group.world_size / window.size
-        memory_format = parts.config.model.channels_last
+        # The mean is over the window. DDP divides by world_size besides, which this undoes.
+        scale = (1 if keep_local else parts.group.world_size) / window.size
         for index, batch in enumerate(batches):
-            batch = batch.to(parts.device, channels_last=memory_format)
+            batch = batch.to(parts.device, channels_last=parts.replica.channels_last)
             is_synced = index == len(batches) - 1 and not keep_local
             self._phase = "forward"
             with contextlib.nullcontext() if is_synced else parts.replica.no_sync():

@@ -1,0 +1,140 @@
+"""Channels last or not: measured on the model itself, because no rule knows.
+
+Owns the setting channels_last and its measurement. Convolutions on images stored with channels last
+are 1.3 times as fast for one model and half as fast for the next, by device, library and batch. So
+a few samples go forward and backward both ways, for at most a hundredth of the time that the run
+will take; a run too short for that keeps the usual order.
+A resumed run keeps what it began with: additions come in another order, and it is to be bitwise
+equal.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hardened_ddp.data.fetch import Batch
+from hardened_ddp.model.objective import Objective
+from hardened_ddp.model.precision import Precision
+from hardened_ddp.model.probe import untouched_buffers
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.settings.config import Config
+
+log = logging.getLogger(__name__)
+
+_SHORTEST_RUN_S = 60.0
+"""WHY: less is not worth it, and short runs of the same seed should always agree bit for bit."""
+
+_BUDGET_SHARE = 0.01
+_LONGEST_S = 10.0
+_NUM_PAIRS = 3
+"""The first of them only warms up."""
+
+_FEWEST_SAMPLES = 4
+_NEEDED_GAIN = 1.1
+"""WHY not 1.0: a model near the border would be decided by chance, differently in each run."""
+
+
+def choose_channels_last(
+    trial: "Trial",
+    sample: Batch,
+    group: Group,
+    *,
+    config: Config,
+    began_with: bool | None,
+    samples_to_train: int,
+) -> bool:
+    """Decide how images are stored, and store the weights so. Collective: the same on all ranks.
+
+    began_with: what a resumed run was begun with. samples_to_train: how many this rank trains on in
+    the whole run.
+    """
+    is_chosen = config.model.channels_last
+    if is_chosen is None:
+        is_chosen = began_with
+    if is_chosen is None:
+        is_chosen = _measure(trial, sample, group, config, samples_to_train)  # collective
+    if is_chosen:
+        _store(trial.model, torch.channels_last)
+    return is_chosen
+
+
+def _measure(
+    trial: "Trial", sample: Batch, group: Group, config: Config, samples_to_train: int
+) -> bool:
+    """Say whether channels last is worth it. Collective: all ranks, with the same answer."""
+    # WHY not when compiled: it would be compiled for a trial
+    if config.device.deterministic or config.model.compile or not trial.is_possible(sample):
+        return False
+    mine_s = trial.seconds(sample) / sample.num_samples
+    sample_s = max(group.gather_json(mine_s))  # collective
+    run_s = samples_to_train * sample_s
+    budget_s = min(_LONGEST_S, _BUDGET_SHARE * run_s)
+    num_samples = min(config.data.batch_size, int(budget_s / (2 * _NUM_PAIRS * sample_s)))
+    if run_s < _SHORTEST_RUN_S or num_samples < _FEWEST_SAMPLES:
+        return False
+    # The rank that gains least decides: the others would wait for it.
+    gain = min(group.gather_json(trial.gain(sample, num_samples)))  # collective
+    is_worth_it = bool(gain >= _NEEDED_GAIN)
+    log.info("channels_last: %s, measured %.2f x", "on" if is_worth_it else "off", gain)
+    return is_worth_it
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The model, and what a forward and backward of it needs."""
+
+    model: nn.Module
+    objective: Objective
+    precision: Precision
+
+    def is_possible(self, sample: Batch) -> bool:
+        """Say whether there are images and convolutions. The same on all ranks."""
+        has_images = isinstance(sample.inputs, torch.Tensor) and sample.inputs.dim() == 4
+        return has_images and any(isinstance(m, nn.Conv2d) for m in self.model.modules())
+
+    def gain(self, sample: Batch, num_samples: int) -> float:
+        """Give the speed with channels last as a multiple of that without; 0 if it fails.
+
+        Weights, buffers and gradients are left as they were.
+        """
+        rows = torch.arange(num_samples, device=sample.targets.device) % sample.num_samples
+        usual = Batch(sample.inputs[rows], sample.targets[rows], sample.indices)
+        last = usual.to(usual.targets.device, channels_last=True)
+        times: dict[bool, list[float]] = {False: [], True: []}
+        try:
+            for _ in range(_NUM_PAIRS):
+                for is_last, batch in ((False, usual), (True, last)):
+                    _store(self.model, torch.channels_last if is_last else torch.contiguous_format)
+                    times[is_last].append(self.seconds(batch))
+        except Exception:  # WHY broad: the user's model; one with view() in it fails here
+            log.debug("this model does not work with channels last", exc_info=True)
+            return 0.0
+        finally:
+            _store(self.model, torch.contiguous_format)
+        return min(times[False][1:]) / min(times[True][1:])
+
+    def seconds(self, batch: Batch) -> float:
+        """Time one forward and backward; forget their gradients."""
+        try:
+            with untouched_buffers(self.model):
+                _wait_for(batch.targets.device)
+                started_at = time.perf_counter()
+                with self.precision.autocast():
+                    scored = self.objective(self.model, batch.inputs, batch.targets)
+                scored.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
+                _wait_for(batch.targets.device)
+                return time.perf_counter() - started_at
+        finally:
+            self.model.zero_grad(set_to_none=True)
+
+
+def _store(model: nn.Module, memory_format: torch.memory_format) -> None:
+    model.to(memory_format=memory_format)  # type: ignore[call-overload]  # torch
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,46 @@
+"""When another rank is gone: how torch says it, and what that rank said before.
+
+Owns telling a lost peer from other errors, and asking for the cause. A rank that fails writes why
+to the store (Group.publish_failure); all that the others see is a closed connection.
+"""
+
+import re
+import time
+
+from hardened_ddp.errors import PeerLostError
+from hardened_ddp.ranks.group import LISTEN_LIMIT_S, Group, first_line
+
+# What gloo and NCCL say when another rank died, left or no longer answers.
+_LOST_PEER = re.compile(
+    r"Connection (closed|reset) by peer|Timed out waiting|Application timeout caused|"
+    r"Socket closed|Broken pipe|NCCL|connectFullMesh failed|Read error|Connection refused|"
+    r"wait timeout|recvValue failed|sendBytes failed|recvVector failed"
+)
+
+
+def lost_peer(error: BaseException, group: Group) -> PeerLostError | None:
+    """Say whether error means that another rank is gone, with what that rank said of it."""
+    if group.world_size == 1 or not isinstance(error, RuntimeError):
+        return None
+    if not _LOST_PEER.search(str(error)):
+        return None
+    group.is_broken = True
+    failures = _await_failures(group)
+    causes = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
+    return PeerLostError(
+        f"rank {group.launch.rank} lost another rank ({first_line(error)})"
+        + (
+            f". Cause: {causes}"
+            if causes
+            else ". It left no message: killed from outside, or it hangs"
+        ),
+        fix="read the log of the rank that failed first",
+    )
+
+
+def _await_failures(group: Group, *, limit_s: float = LISTEN_LIMIT_S) -> dict[int, str]:
+    """Read the peers' failures, giving a peer that is just failing a moment to write its own."""
+    end = time.monotonic() + limit_s
+    while not (found := group.published_failures()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return found

@@ -1,0 +1,202 @@
+"""The sum over the ranks of one machine, through memory that they share.
+
+Owns: that memory, the counters in it, and waiting for the others. It is for the CPU: gloo moves
+tensors over TCP and through two threads per rank, and where every core is busy training, each of
+these waits for its turn. Measured with 2 ranks on 2 cores, 25,450 floats: 1.4 to 2 ms by gloo, more
+than forward, backward and update of a small model together, and 0.05 ms here.
+
+Tensors go through in chunks that fit a core's cache. For each chunk a rank fills a place of its
+own, then raises its counter; when all counters are up, each rank adds all places in the order of
+the ranks, so that all get the same bits. There are two sets of places in turn: who fills one knows
+that all ranks have read what was in it before.
+WHY memfd: this memory has no name that a killed process would leave behind in /dev/shm.
+What goes wrong here: a rank that ends is seen by its pidfd, one that gives up says so in its
+counter, one that hangs meets the timeout. Only x86 promises that others see a counter after the
+data before it.
+"""
+
+import logging
+import mmap
+import os
+import platform
+import select
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 1 << 20
+
+_LINE_BYTES = 64
+"""Each rank has a cache line of its own (shared ones slow each other down) with two words of 8
+bytes: the number of the last chunk that it brought, and whether it comes no more."""
+
+_LINE_WORDS = _LINE_BYTES // 8
+_NUM_YIELDS = 300
+_LONGEST_NAP_S = 0.001
+_LOOK_EVERY_S = 0.02
+
+
+class PeerGone(RuntimeError):
+    """Another rank ended, gave up or did not come in time."""
+
+
+def is_supported() -> bool:
+    """Say whether this machine can do it. Rank-local."""
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    return is_x86 and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
+
+
+def open_shared_sum(
+    gather: Callable[[Any], list[Any]], *, rank: int, world_size: int, timeout_s: float
+) -> "SharedSum | None":
+    """Map the same memory on all ranks; None if one of them can't. Collective: all ranks.
+
+    gather: gives each rank the JSON values of all ranks.
+    """
+    fd, shared = -1, None
+    try:
+        if rank == 0:
+            fd = create_memory(world_size)
+    except OSError as error:
+        log.debug("no shared memory: %s", error)
+    everyone = gather([os.getpid(), fd])  # collective
+    try:
+        if rank != 0 and everyone[0][1] >= 0:
+            fd = os.open("/proc/{}/fd/{}".format(*everyone[0]), os.O_RDWR | os.O_CLOEXEC)
+        if fd >= 0:
+            pids = [pid for pid, _ in everyone]
+            shared = SharedSum(fd, rank=rank, pids=pids, timeout_s=timeout_s)
+    except OSError as error:
+        log.debug("no shared memory: %s", error)
+    can_all = all(gather(shared is not None))  # collective
+    if fd >= 0:
+        os.close(fd)  # the mapping stays
+    if not can_all and shared is not None:
+        shared.close()
+        return None
+    return shared
+
+
+def create_memory(world_size: int) -> int:
+    """Make the memory for world_size ranks; give its descriptor. Raises OSError."""
+    fd = os.memfd_create("sum-over-ranks", os.MFD_CLOEXEC)
+    os.ftruncate(fd, world_size * (_LINE_BYTES + 2 * CHUNK_BYTES))
+    return fd
+
+
+class SharedSum:
+    """Adds up tensors over all ranks of this machine."""
+
+    def __init__(self, fd: int, *, rank: int, pids: Sequence[int], timeout_s: float) -> None:
+        """Map the memory behind fd. pids: the process of each rank. Raises OSError."""
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._number = 0
+        world_size = len(pids)
+        memory = mmap.mmap(fd, os.fstat(fd).st_size)
+        start = world_size * _LINE_BYTES
+        self._counters = memoryview(memory)[:start].cast("q")
+        data = torch.frombuffer(memory, dtype=torch.uint8, offset=start)
+        self._places = data.view(2, world_size, CHUNK_BYTES)
+        self._pidfds = {peer: os.pidfd_open(pid) for peer, pid in enumerate(pids) if peer != rank}
+
+    @torch.no_grad()
+    def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Add up each tensor over the ranks, in place. Collective: all ranks.
+
+        CPU tensors of one dtype; on all ranks of the same sizes and layout in memory. Raises
+        PeerGone; then tensors hold no sum that means anything.
+        """
+        if not tensors:
+            return
+        flats = [_flat(tensor) for tensor in tensors]
+        limit = CHUNK_BYTES // tensors[0].element_size()
+        for chunk in _chunks(flats, limit):
+            self._sum_chunk(chunk)
+        for tensor, flat in zip(tensors, flats, strict=True):
+            if flat.data_ptr() != tensor.data_ptr():  # a copy, see _flat
+                tensor.copy_(flat.view_as(tensor))
+
+    def close(self) -> None:
+        """Tell the others that this rank comes no more. Rank-local; may be called twice."""
+        self._counters[self._rank * _LINE_WORDS + 1] = 1
+        while self._pidfds:
+            os.close(self._pidfds.popitem()[1])
+
+    def _sum_chunk(self, parts: list[torch.Tensor]) -> None:
+        self._number += 1
+        places = self._places[self._number % 2].view(parts[0].dtype)
+        size = sum(part.numel() for part in parts)
+        torch.cat(parts, out=places[self._rank, :size])
+        self._counters[self._rank * _LINE_WORDS] = self._number
+        for peer in self._pidfds:
+            self._wait_for(peer)
+        begin = 0
+        for part in parts:
+            first, second, *others = places[:, begin : begin + part.numel()]
+            torch.add(first, second, out=part)
+            for other in others:
+                part.add_(other)
+            begin += part.numel()
+
+    def _wait_for(self, peer: int) -> None:
+        index = peer * _LINE_WORDS
+        counters, number = self._counters, self._number
+        # WHY not sleep at once: the peer is as good as there, and a nap takes 60 us at the least.
+        for _ in range(_NUM_YIELDS):
+            if counters[index] >= number:
+                return
+            os.sched_yield()
+        nap_s, started_at = 1e-5, time.monotonic()
+        look_at = started_at
+        while counters[index] < number:
+            now = time.monotonic()
+            if now >= look_at:
+                look_at = now + _LOOK_EVERY_S
+                self._look_at(peer, waited_s=now - started_at)
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+
+    def _look_at(self, peer: int, *, waited_s: float) -> None:
+        """Raise PeerGone if there is no use in waiting for peer."""
+        poller = select.poll()
+        poller.register(self._pidfds[peer], select.POLLIN)
+        has_ended = bool(poller.poll(0)) or self._counters[peer * _LINE_WORDS + 1] == 1
+        # WHY only now: it may have brought its part and then ended.
+        if self._counters[peer * _LINE_WORDS] >= self._number:
+            return
+        if has_ended:
+            raise PeerGone(f"Connection closed by peer: rank {peer} left the shared memory")
+        if waited_s > self._timeout_s:
+            raise PeerGone(f"Timed out waiting {self._timeout_s:.0f} s for rank {peer}")
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the elements in the order in which they lie in memory; a copy if there are gaps."""
+    if tensor.is_contiguous() or (
+        tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    ):
+        return tensor.as_strided((tensor.numel(),), (1,))
+    return tensor.contiguous().view(-1)
+
+
+def _chunks(flats: Sequence[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
+    """Cut flats into lists of parts with limit elements in all."""
+    chunk: list[torch.Tensor] = []
+    room = limit
+    for flat in flats:
+        begin = 0
+        while begin < flat.numel():
+            part = flat[begin : begin + room]
+            chunk.append(part)
+            begin += part.numel()
+            room -= part.numel()
+            if room == 0:
+                yield chunk
+                chunk, room = [], limit
+    if chunk:
+        yield chunk
