@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING
 
 # WHY so few imports here: these need no torch, so --help and wrong flags answer at once.
 from hardened_ddp.errors import HardenedError
-from hardened_ddp.ranks.launch import Launch, environment, prepare_environment, read_launch
+from hardened_ddp.ranks.launch import (
+    Launch,
+    end_with_launcher,
+    environment,
+    prepare_environment,
+    read_launch,
+)
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import Resolved, resolve
 from hardened_ddp.settings.manual import help_text
@@ -78,11 +84,12 @@ def run_ranks(settings: Resolved, launch: Launch) -> int:
     """Choose the device, meet the other ranks, train, and leave nothing behind."""
     debug = settings.config.loop.debug
     prepare_environment(launch, environment(), debug=debug)
+    end_with_launcher(launch)
     # WHY here: importing torch takes a second, and everything above answers without it.
     import torch
 
-    from hardened_ddp.ranks.group import open_group, pick_device
-    from hardened_ddp.ranks.host_memory import keep_freed_memory
+    from hardened_ddp.ranks.device import pick_device
+    from hardened_ddp.ranks.group import open_group
     from hardened_ddp.ranks.lost import lost_peer
     from hardened_ddp.ranks.seeding import seed_run
     from hardened_ddp.reporting.log import start_logging, stop_logging
@@ -96,8 +103,6 @@ def run_ranks(settings: Resolved, launch: Launch) -> int:
         faulthandler.enable()
     try:
         device = pick_device(launch, cpu_only=config.cpu_only, backend=config.backend)
-        if device.type == "cpu":
-            keep_freed_memory()
         if config.single_gpu and device.type == "cpu":
             log.warning("--single_gpu: torch sees no GPU on this machine; training on the CPU")
         seed_run(config.seed, deterministic=config.deterministic)
@@ -133,16 +138,23 @@ def run_ranks(settings: Resolved, launch: Launch) -> int:
 def train(settings: Resolved, group: Group) -> int:
     """Open the run folder, build every part, train from where the run stands, say how it ended."""
     from hardened_ddp.guard.stop import StopRequest
+    from hardened_ddp.ranks.host_memory import keep_freed_memory
     from hardened_ddp.reporting.log import add_log_file
     from hardened_ddp.settings.record import dump
     from hardened_ddp.training.journal import Journal
     from hardened_ddp.training.parts import Progress
+    from hardened_ddp.training.rescue import refuse_crash_loop, rescue
     from hardened_ddp.training.resume import open_run, read_checkpoint
     from hardened_ddp.training.saving import Saver
     from hardened_ddp.training.state import restore
+    from hardened_ddp.training.step import Stepper
 
     # From here on a signal means: save, then leave.
-    with StopRequest(group) as stop, open_run(settings.config, group) as run:  # collective
+    limit = settings.config.loop.time_limit
+    with (
+        StopRequest(group, time_limit=limit) as stop,
+        open_run(settings.config, group) as run,  # collective
+    ):
         settings_text = dump(settings.config, settings.sources)
         if group.launch.is_main:
             run.write_settings(settings_text)
@@ -157,11 +169,21 @@ def train(settings: Resolved, group: Group) -> int:
         parts.call_when_workers_start(stop.leave_children_alone)
         saver = Saver(parts, run.store)
         journal = Journal(parts, run.folder, settings_text=settings_text, step=progress.step)
+        if group.device.type == "cpu":
+            keep_freed_memory()
+        stepper = Stepper(parts, clock=journal.clock, before_update=saver.before_update)
         status = "failed"
         try:
-            status = fit(parts, progress, saver, journal, stop)  # collective
+            if group.launch.is_restart:
+                refuse_crash_loop(run.folder, progress, parts.next_samples(progress))
+            status = fit(parts, progress, stepper, saver, journal, stop)  # collective
             saver.save_last(progress)
             stop.finish()  # collective
+        except Exception as error:
+            # This rank failed, or another one: whoever is left saves the last completed step.
+            if stepper.is_whole:
+                rescue(error, group, progress, saver, run.folder)
+            raise
         finally:
             # On every path: what is on its way to the disk gets there.
             saver.close()
@@ -285,13 +307,18 @@ def build_replica(
     return replica, objective
 
 
-def fit(parts: Parts, progress: Progress, saver: Saver, journal: Journal, stop: StopRequest) -> str:
+def fit(
+    parts: Parts,
+    progress: Progress,
+    stepper: Stepper,
+    saver: Saver,
+    journal: Journal,
+    stop: StopRequest,
+) -> str:
     """Train from where progress stands to the end, or to an agreed stop; say which. Collective."""
     from hardened_ddp.training.plan import is_due
-    from hardened_ddp.training.step import Stepper
 
     config = parts.config
-    stepper = Stepper(parts, clock=journal.clock, before_update=saver.before_update)
     journal.left_out = stepper.left_out
     profile_step = journal.start_profile() if config.run.profile else None
     while progress.step < parts.total_steps:

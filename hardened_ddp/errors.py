@@ -66,6 +66,7 @@ class PeerLostError(HardenedError):
     """Another rank died, or did not answer within the timeout."""
 
     code = "DDP-G04"
+    exit_status = 75  # EX_TEMPFAIL of sysexits.h: not this rank's fault, try again
     is_retryable = True
 
 
@@ -124,6 +125,13 @@ class NonFiniteError(HardenedError):
     """The loss or the gradient is NaN or infinite."""
 
     code = "DDP-S03"
+
+
+class CrashLoopError(HardenedError):
+    """The last attempts all failed at the same step: another one would, too."""
+
+    code = "DDP-S04"
+    exit_status = 2
 
 
 class CheckpointError(HardenedError):

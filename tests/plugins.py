@@ -108,3 +108,21 @@ class Fading(nn.Module):
             return hidden
         logits: torch.Tensor = self.second(hidden)
         return logits
+
+
+class Crashing(nn.Module):
+    """Raises in one forward, after its buffers have changed, on one rank only."""
+
+    def __init__(self, num_classes: int, rank: int = 0, forward_number: int = 8) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, num_classes), nn.BatchNorm1d(3)
+        self.rank, self.forward_number, self.num_forwards = rank, forward_number, 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        is_it = int(os.environ.get("RANK", "0")) == self.rank
+        hidden: torch.Tensor = self.norm(inputs)
+        if is_it and self.num_forwards == self.forward_number:
+            raise ValueError("a fault of this model")
+        logits: torch.Tensor = self.layer(hidden)
+        return logits

@@ -14,7 +14,8 @@ import torch
 import ddp_training
 from hardened_ddp.errors import GroupError, HardenedError, LaunchError, RankMismatchError
 from hardened_ddp.guard.stop import STOP_FILE, StopRequest
-from hardened_ddp.ranks.group import Group, open_group, pick_device
+from hardened_ddp.ranks.device import pick_device
+from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import Launch, prepare_environment, read_launch
 from tests.ranks import free_port, run_ranks, start_training
 

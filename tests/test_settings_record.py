@@ -75,7 +75,16 @@ class TestRecord:
     def test_the_hash_covers_what_ranks_must_agree_on(self, name: str) -> None:
         changed = next(
             config
-            for word in ("7", "0.5", "true", "false", "{a: 1}", *SETTINGS[name].choices, "other")
+            for word in (
+                "7",
+                "0.5",
+                "true",
+                "false",
+                "90s",
+                "{a: 1}",
+                *SETTINGS[name].choices,
+                "other",
+            )
             if (config := taken(name, word)) and config != Config()
         )
         differs = config_hash(changed) != config_hash(Config())

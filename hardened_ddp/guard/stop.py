@@ -1,4 +1,4 @@
-"""Stopping on request: a signal or a file seen by any rank ends the run at one agreed step.
+"""Stopping on request: a signal, a file or the time limit ends the run at one agreed step.
 
 Owns the signal handlers. A handler only takes a note; nothing is saved or sent inside it. The note
 rides in a small all-reduce (a maximum) over the control group that is started at one step boundary
@@ -9,6 +9,8 @@ A second signal gets torch's and Python's own handling back: it ends this proces
 """
 
 import logging
+import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -25,7 +27,10 @@ CHECK_EVERY_S = 0.05
 MAX_INTERVAL = 1000
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 STOP_FILE = "stop.request"
-_FILE_CODE = 1000  # above every signal number
+# Above every signal number.
+_FILE_CODE = 1000
+_TIME_CODE = 1001
+_UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 # WHY: on Ctrl-C torchrun sends its workers SIGINT and, at once, SIGTERM: that is one request.
 _SAME_REQUEST_S = 3.0
 
@@ -33,8 +38,10 @@ _SAME_REQUEST_S = 3.0
 class StopRequest:
     """Collects this rank's reasons to stop, and agrees on them with the other ranks."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, *, time_limit: str = "") -> None:
+        """time_limit: as in the settings; it counts from the start of the launcher."""
         self.group = group
+        self._ends_at = _launched_at(group) + seconds_of(time_limit) if time_limit else None
         self.folder: Path | None = None
         self.code = 0
         self._noted_at = 0.0
@@ -75,7 +82,7 @@ class StopRequest:
         if self.group.world_size == 1:
             now = time.perf_counter()
             if now - self._started_at > CHECK_EVERY_S:
-                self._look_for_file()
+                self._look_around()
                 self._started_at = now
             return _describe(self.code)
         if step - self._started_step < self._interval and self._pending is not None:
@@ -108,15 +115,20 @@ class StopRequest:
         now = time.perf_counter()
         steps = max(1, step - self._started_step)
         step_time = max(1e-6, (now - self._started_at) / steps)
-        self._look_for_file()
+        self._look_around()
         self._word[0] = self.code
         self._word[1] = min(MAX_INTERVAL, max(1, int(CHECK_EVERY_S / step_time)))
         self._pending = self.group.start_max(self._word)  # collective
         self._started_step, self._started_at = step, now
 
-    def _look_for_file(self) -> None:
-        if self.code == 0 and self.folder is not None and (self.folder / STOP_FILE).exists():
+    def _look_around(self) -> None:
+        """See whether the stop file is there, or the time is over."""
+        if self.code:
+            return
+        if self.folder is not None and (self.folder / STOP_FILE).exists():
             self.code = _FILE_CODE
+        elif self._ends_at is not None and time.time() >= self._ends_at:
+            self.code = _TIME_CODE
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -130,4 +142,18 @@ class StopRequest:
 def _describe(code: int) -> str:
     if code == 0:
         return ""
-    return STOP_FILE if code == _FILE_CODE else signal.Signals(code).name
+    return {_FILE_CODE: STOP_FILE, _TIME_CODE: "time_limit"}.get(code) or signal.Signals(code).name
+
+
+def seconds_of(text: str) -> float:
+    """Give the seconds of a time such as 1d12h, 3h55m or 90s."""
+    found = re.findall(r"([0-9.]+)([dhms])", text)
+    return sum(float(number) * _UNITS[unit] for number, unit in found)
+
+
+def _launched_at(group: Group) -> float:
+    """When the launcher started, in seconds since the epoch: a restart does not set it back."""
+    import psutil  # WHY here: only runs with a limit need it
+
+    is_launched = group.launch.launcher != "none"
+    return psutil.Process(os.getppid() if is_launched else os.getpid()).create_time()

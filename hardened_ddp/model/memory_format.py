@@ -24,8 +24,9 @@ from hardened_ddp.settings.config import Config
 
 log = logging.getLogger(__name__)
 
-_SHORTEST_RUN_S = 60.0
-"""WHY: less is not worth it, and short runs of the same seed should always agree bit for bit."""
+_SHORTEST_RUN_S = 600.0
+"""WHY: less is not worth it, and short runs of the same seed should always agree bit for bit. A few
+samples at a time are slow, so what looks like ten minutes may be two."""
 
 _BUDGET_SHARE = 0.01
 _LONGEST_S = 10.0

@@ -106,6 +106,16 @@ class Replica:
         for gradients in by_dtype.values():
             self.group.sum_each_(gradients)  # collective
 
+    def copy_buffers(self) -> list[torch.Tensor]:
+        """Copy the moving buffers, for put_back_buffers."""
+        return [buffer.clone() for buffer in self.moving_buffers]
+
+    @torch.no_grad()
+    def put_back_buffers(self, copies: Sequence[torch.Tensor]) -> None:
+        """Give the moving buffers the values that they had when copies were made."""
+        for buffer, copy in zip(self.moving_buffers, copies, strict=True):
+            buffer.copy_(copy)
+
     @torch.no_grad()
     def sync_buffers(self) -> None:
         """Make the moving buffers equal: float ones averaged, whole numbers rank 0's. Collective.

@@ -37,26 +37,6 @@ LISTEN_LIMIT_S = 2.0
 """How long a rank that lost a peer asks for the reason, and one that failed waits to be heard."""
 
 
-def pick_device(launch: Launch, *, cpu_only: bool, backend: str) -> torch.device:
-    """Choose this rank's device: its own GPU, else the CPU. Rank-local.
-
-    Raises LaunchError if the node has fewer GPUs than ranks (but gloo ranks may share a GPU).
-    """
-    if cpu_only or not torch.cuda.is_available():
-        return torch.device("cpu")
-    num_gpus = torch.cuda.device_count()
-    if launch.local_rank >= num_gpus and backend != "gloo":
-        raise LaunchError(
-            f"local rank {launch.local_rank} has no GPU: this node has {num_gpus} and was given "
-            f"{launch.local_world_size} ranks",
-            fix=f"torchrun --nproc_per_node={num_gpus} ddp_training.py   (or add --backend gloo)",
-        )
-    device = torch.device("cuda", launch.local_rank % num_gpus)
-    # WHY first: NCCL and every .cuda() without an index use the current device.
-    torch.cuda.set_device(device)
-    return device
-
-
 class Group:
     """All ranks of the run. Made by open_group; close it on every normal path."""
 
@@ -176,6 +156,16 @@ class Group:
         except RuntimeError as error:
             log.debug("the store is gone: %s", error)
         return found
+
+    def leave(self) -> None:
+        """Let the others know at once that this rank comes to no collective any more. Rank-local.
+
+        WHY: else they would wait for it while it saves. Without shared memory they learn it when
+        this process ends.
+        """
+        self.is_broken = True
+        if self.shared is not None:
+            self.shared.leave()
 
     def close(self) -> None:
         """Leave the process group. Rank-local for gloo; all ranks for NCCL. Safe to call twice."""

@@ -8,8 +8,11 @@ Does not own: the process group (group.py).
 Read next: group.py, which turns a Launch into a process group.
 """
 
+import ctypes
 import os
+import signal
 import socket
+import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal
@@ -18,6 +21,7 @@ from hardened_ddp.errors import LaunchError
 
 TORCHRUN_COMMAND = "torchrun --standalone --nproc_per_node=2 ddp_training.py"
 _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 # Set by people and by container images for other reasons: alone they say nothing of a launcher.
 _NOT_TELLING = ("MASTER_ADDR", "MASTER_PORT")
 
@@ -100,6 +104,16 @@ def prepare_environment(
         # WHY: ranks of one node need no network card; loopback also keeps the sockets private.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         env.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def end_with_launcher(launch: Launch) -> None:
+    """Have the kernel send SIGTERM when the launcher dies. Rank-local, on Linux.
+
+    WHY: ranks of a killed torchrun would train on as orphans, beside the restarted job. SIGTERM
+    makes them save and leave.
+    """
+    if launch.launcher == "torchrun" and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def environment() -> MutableMapping[str, str]:

@@ -121,9 +121,19 @@ class SharedSum:
             if flat.data_ptr() != tensor.data_ptr():  # a copy, see _flat
                 tensor.copy_(flat.view_as(tensor))
 
-    def close(self) -> None:
+    def leave(self) -> None:
         """Tell the others that this rank comes no more. Rank-local; may be called twice."""
         self._counters[self._rank * _LINE_WORDS + 1] = 1
+
+    def has_left(self, peer: int) -> bool:
+        """Say whether another rank ended, or said that it comes no more. Rank-local."""
+        poller = select.poll()
+        poller.register(self._pidfds[peer], select.POLLIN)
+        return self._counters[peer * _LINE_WORDS + 1] == 1 or bool(poller.poll(0))
+
+    def close(self) -> None:
+        """Leave, and give back what the others were watched with. May be called twice."""
+        self.leave()
         while self._pidfds:
             os.close(self._pidfds.popitem()[1])
 
@@ -163,13 +173,11 @@ class SharedSum:
 
     def _look_at(self, peer: int, *, waited_s: float) -> None:
         """Raise PeerGone if there is no use in waiting for peer."""
-        poller = select.poll()
-        poller.register(self._pidfds[peer], select.POLLIN)
-        has_ended = bool(poller.poll(0)) or self._counters[peer * _LINE_WORDS + 1] == 1
+        has_left = self.has_left(peer)
         # WHY only now: it may have brought its part and then ended.
         if self._counters[peer * _LINE_WORDS] >= self._number:
             return
-        if has_ended:
+        if has_left:
             raise PeerGone(f"Connection closed by peer: rank {peer} left the shared memory")
         if waited_s > self._timeout_s:
             raise PeerGone(f"Timed out waiting {self._timeout_s:.0f} s for rank {peer}")

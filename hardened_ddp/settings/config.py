@@ -58,6 +58,12 @@ FOLDER_NAME = Shape(
 )
 
 
+DURATION = Shape(
+    pattern=r"([0-9]+(\.[0-9]+)?d)?([0-9]+(\.[0-9]+)?h)?([0-9]+(\.[0-9]+)?m)?([0-9]+(\.[0-9]+)?s)?",
+    words="a time such as 3h55m, 1d12h or 90s",
+)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """What is known of a setting beside its name, type and default."""
@@ -212,7 +218,7 @@ class ModelConfig:
     channels_last: bool | None = setting(
         None,
         "Store images with channels last. auto: measured on the model before a run of more "
-        "than a minute, and kept when it is at least 1.1 times as fast; off if deterministic.",
+        "than ten minutes, and kept when it is at least 1.1 times as fast; off if deterministic.",
     )
     compile: bool = setting(
         False, "Compile the model with torch.compile: a slow first step, faster ones after it."
@@ -305,6 +311,12 @@ class LoopConfig:
         50,
         "Steps from one progress report to the next. Each one waits for the GPU once.",
         bounds=COUNT,
+    )
+    time_limit: str = setting(
+        "",
+        "Stop by itself so long after the launcher started, saved and ready to go on: 3h55m, 90s. "
+        "Choose it a little below the job's limit. Empty: no limit.",
+        shape=DURATION,
     )
     debug: bool = setting(
         False,

@@ -55,6 +55,11 @@ class Parts:
     total_steps: int
     """Optimizer steps of the whole run."""
 
+    def next_samples(self, progress: Progress) -> list[int]:
+        """Name the samples of the window that comes next, over all ranks."""
+        stop = min(progress.cursor + self.global_batch, self.sampler.end)
+        return [int(i) for i in self.sampler.order(progress.epoch).take(progress.cursor, stop)]
+
     def close(self) -> None:
         """End the loaders' workers, and free DDP while the process group still lives."""
         self.replica.release()

@@ -52,6 +52,7 @@ class Saver:
     def __init__(self, parts: Parts, store: CheckpointStore) -> None:
         self.parts = parts
         self.writer = BackgroundWriter(store) if parts.group.launch.is_main else None
+        self._store = store
         self._saved_step = -1
         self._every_steps = parts.config.run.checkpoint_every_steps
         # Weights, and as a rule two numbers more for each in the optimizer.
@@ -87,7 +88,10 @@ class Saver:
 
     def save_last(self, progress: Progress, *, best_metric: float | None = None) -> None:
         """Write the state and wait until it is on the disk. Rank-local. Raises CheckpointError."""
-        if self.writer is None or self._saved_step == progress.step:
+        if self.writer is None:
+            return
+        if self._saved_step == progress.step:
+            self.writer.close()
             return
         self.writer.write_now(
             progress.step,
@@ -96,6 +100,17 @@ class Saver:
             best_metric=best_metric,
         )
         self._saved_step = progress.step
+
+    def save_in_need(self, progress: Progress) -> None:
+        """Do as save_last on whatever rank this is. Rank-local. Raises CheckpointError."""
+        if self.writer is not None:
+            self.save_last(progress)
+            return
+        self._store.write(
+            progress.step,
+            tensors=collect_tensors(self.parts),
+            meta=collect_meta(self.parts, progress),
+        )
 
     def before_update(self) -> None:
         """Let a write under way finish with the old weights. Rank-local, before each update."""

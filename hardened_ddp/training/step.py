@@ -13,7 +13,6 @@ machine, for which it is the faster one.
 import contextlib
 import logging
 import math
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,17 +22,15 @@ from hardened_ddp.data.loader import Batch
 from hardened_ddp.data.sampler import Window
 from hardened_ddp.errors import (
     HardenedError,
-    OutOfMemoryError,
     SampleError,
-    StepError,
     TooManyErrors,
     UnusedParameterError,
 )
 from hardened_ddp.model.optimizer import learning_rate, set_learning_rate
 from hardened_ddp.model.precision import clip
-from hardened_ddp.ranks.lost import lost_peer
 from hardened_ddp.ranks.seeding import seed_step
 from hardened_ddp.reporting.step_clock import StepClock
+from hardened_ddp.training.failure import explain_failure
 from hardened_ddp.training.parts import Parts, Progress
 from hardened_ddp.training.totals import Totals
 
@@ -61,6 +58,9 @@ class Stepper:
 
         self.has_unread_totals = False
         """Steps were done since read_totals. The same on all ranks."""
+
+        self.is_whole = True
+        """Weights and optimizer state are those of a step boundary: not half updated."""
 
         self._phase = "forward"
         config = parts.config
@@ -98,6 +98,8 @@ class Stepper:
         phase and samples; then nothing of the window is committed.
         """
         parts = self.parts
+        # WHY: forward changes them; if the step fails, they are those of the last step again
+        buffers = parts.replica.copy_buffers()
         seed_step(
             parts.config.device.seed,
             step=progress.step,
@@ -113,20 +115,26 @@ class Stepper:
             )
         try:
             if parts.config.loop.continue_on_error:
-                did_agree = self._voted(window, batches, progress)  # collective
+                did_agree = self._voted(window, batches, progress, buffers)  # collective
             else:
                 did_agree = True
                 self._unvoted(window, batches)  # collective
             if did_agree:
                 self._update()
-        except HardenedError:
-            raise
         except Exception as error:
-            raise self._explain(error, batches, progress) from error
+            if self.is_whole:
+                parts.replica.put_back_buffers(buffers)
+            if isinstance(error, HardenedError):
+                raise
+            samples = [int(index) for batch in batches for index in batch.indices]
+            raise explain_failure(
+                error, parts.group, step=progress.step, phase=self._phase, samples=samples
+            ) from error
         parts.optimizer.zero_grad(set_to_none=True)
         self.has_unread_totals = True
         progress.step += 1
         progress.cursor = window.stop
+        self.is_whole = True
         self.clock.mark("optimizer")
 
     def _unvoted(self, window: Window, batches: Sequence[Batch]) -> None:
@@ -172,14 +180,19 @@ class Stepper:
             self.totals.add(scored, batch.targets)
             self.clock.mark("backward")
 
-    def _voted(self, window: Window, batches: Sequence[Batch], progress: Progress) -> bool:
+    def _voted(
+        self,
+        window: Window,
+        batches: Sequence[Batch],
+        progress: Progress,
+        buffers: Sequence[torch.Tensor],
+    ) -> bool:
         """Do the safe form with a vote; say whether there is a gradient to apply. Collective.
 
         A window that failed on some rank is left out on all; samples that can't be read are left
         out alone, and the gradient is that of the samples that remain.
         """
         parts, failure = self.parts, ""
-        buffers = [buffer.clone() for buffer in parts.replica.moving_buffers]
         readable = [batch for batch in batches if batch.num_samples > 0]
         before = self.totals.copy()
         try:
@@ -207,8 +220,7 @@ class Stepper:
                 is_usable = False
         if not is_usable:
             parts.optimizer.zero_grad(set_to_none=True)
-            for buffer, old in zip(parts.replica.moving_buffers, buffers, strict=True):
-                buffer.copy_(old)
+            parts.replica.put_back_buffers(buffers)
             self.totals = before
             return False
         if total_valid < window.size:
@@ -264,6 +276,7 @@ class Stepper:
             self.grad_norm = clip(parts.replica.trainable.values(), max_norm=max_norm)
         # WHY here: a checkpoint that is being written still reads the old weights.
         self.before_update()
+        self.is_whole = False
         parts.precision.step(parts.optimizer)
 
     def _name_unused(self) -> None:
@@ -272,23 +285,3 @@ class Stepper:
         if new:
             self._known_unused |= new
             log.warning("no gradient comes any more for: %s", ", ".join(sorted(new)))
-
-    def _explain(
-        self, error: Exception, batches: Sequence[Batch], progress: Progress
-    ) -> HardenedError:
-        """Say which rank, step, phase and samples an exception belongs to."""
-        if (lost := lost_peer(error, self.parts.group)) is not None:
-            return lost
-        samples = [int(index) for batch in batches for index in batch.indices]
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        text = (
-            f"rank {self.parts.group.launch.rank}, step {progress.step}, {self._phase}, samples "
-            f"{samples[:8]}{' ...' if len(samples) > 8 else ''}: {type(error).__name__}: {error} "
-            f"({frame.filename}:{frame.lineno})"
-        )
-        log.debug("the step failed", exc_info=error)
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            return OutOfMemoryError(
-                text, fix="halve --batch_size and double --accumulation_steps: the same gradient"
-            )
-        return StepError(text, fix="the traceback is in this rank's log file")
