@@ -61,6 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from hardened_ddp.diagnosis.doctor import run_doctor
 
             return run_doctor(output=sys.stdout, env=environment())
+        if request.command == "verify-ledger":
+            from hardened_ddp.diagnosis.ledger_check import check_ledger
+
+            return check_ledger(Path(request.options["run"]), output=sys.stdout)
         if request.command == "export":
             from hardened_ddp.checkpoint.export import export_safetensors
 
@@ -172,6 +176,7 @@ def train(settings: Resolved, group: Group) -> int:
         if group.device.type == "cpu":
             keep_freed_memory()
         stepper = Stepper(parts, clock=journal.clock, before_update=saver.before_update)
+        stepper.ledger = parts.open_ledger(run.folder, step=progress.step)  # collective
         status = "failed"
         try:
             if group.launch.is_restart:

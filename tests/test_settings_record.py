@@ -137,7 +137,7 @@ class TestCommands:
     def test_an_unknown_command_gets_the_nearest_right_one(self) -> None:
         with pytest.raises(ConfigError, match="'docter': no such command; did you mean doctor"):
             parse(["docter"])
-        with pytest.raises(ConfigError, match="known: train, doctor, export"):
+        with pytest.raises(ConfigError, match="known: train, doctor, verify-ledger, export"):
             parse(["xyzzy"])
 
     @pytest.mark.parametrize(

@@ -44,6 +44,10 @@ class Command:
 
 COMMANDS: Mapping[str, Command] = {
     "doctor": Command(text="Check this machine: Python, torch, GPUs, network, disk, memory."),
+    "verify-ledger": Command(
+        text="Prove from a run's ledger that each epoch took every sample exactly once.",
+        options=(Option(name="run", text="Run folder.", is_word=True),),
+    ),
     "export": Command(
         text="Write the weights of a run to a file that other programs read.",
         options=(

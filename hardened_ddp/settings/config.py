@@ -364,6 +364,11 @@ class RunConfig:
     progress: bool | None = setting(
         None, "Show a progress line. auto: if the output is a terminal.", may_differ=True
     )
+    ledger: bool = setting(
+        False,
+        "Write down the samples of each step, 4 bytes each; verify-ledger then proves that each "
+        "epoch took every sample exactly once.",
+    )
     profile: bool = setting(
         False,
         "Record a few steps with torch.profiler into the run folder; those steps are slower.",

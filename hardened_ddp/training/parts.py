@@ -5,10 +5,12 @@ Owns nothing but the grouping: each part is owned by its room.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from hardened_ddp.data.datasets import TaskData
+from hardened_ddp.data.ledger import LedgerWriter, next_start
 from hardened_ddp.data.loader import EvalLoader, TrainLoader
 from hardened_ddp.data.sampler import WindowSampler
 from hardened_ddp.model.objective import Objective
@@ -54,6 +56,15 @@ class Parts:
 
     total_steps: int
     """Optimizer steps of the whole run."""
+
+    def open_ledger(self, folder: Path, *, step: int) -> LedgerWriter | None:
+        """Begin this rank's part of the ledger, if there is to be one. Collective: all ranks."""
+        if not self.config.run.ledger:
+            return None
+        start = self.group.run_on_main(lambda: next_start(folder), what="opening the ledger")
+        facts = {"num_samples": self.sampler.num_total, "epoch_end": self.sampler.end}
+        rank = self.group.launch.rank
+        return LedgerWriter(folder, start=start, rank=rank, step=step, facts=facts)
 
     def next_samples(self, progress: Progress) -> list[int]:
         """Name the samples of the window that comes next, over all ranks."""

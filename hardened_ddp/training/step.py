@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from hardened_ddp.data.ledger import LedgerWriter
 from hardened_ddp.data.loader import Batch
 from hardened_ddp.data.sampler import Window
 from hardened_ddp.errors import (
@@ -59,6 +60,8 @@ class Stepper:
         self.has_unread_totals = False
         """Steps were done since read_totals. The same on all ranks."""
 
+        self.ledger: LedgerWriter | None = None
+
         self.is_whole = True
         """Weights and optimizer state are those of a step boundary: not half updated."""
 
@@ -98,6 +101,9 @@ class Stepper:
         phase and samples; then nothing of the window is committed.
         """
         parts = self.parts
+        if self.ledger is not None:
+            ids = [batch.indices.numpy() for batch in batches]
+            self.ledger.bring(progress.step, progress.epoch, ids)
         # WHY: forward changes them; if the step fails, they are those of the last step again
         buffers = parts.replica.copy_buffers()
         seed_step(

@@ -1,0 +1,173 @@
+"""What each step consumed, written down, and the proof that every sample was taken exactly once.
+
+Owns the files ledger/NNNN-rank-R.bin of a run folder: one for each rank and each start of the run.
+A rank writes the samples that it brings to a step before it trains on them; the step counts if the
+run went on from there or beyond. So a start from step S takes back whatever earlier starts wrote
+for S and later: that work was lost, and is done again.
+A file is a line of JSON, then records: step (8 bytes), epoch (4), count (4), count sample ids of 4
+bytes (8 if the dataset has 2**32 samples or more), all little-endian. A record that was cut off by
+a crash belongs to a step that did not count.
+
+Does not own: which samples a step takes (sampler.py), what was left out (skipped_samples.jsonl).
+"""
+
+import json
+import logging
+import os
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hardened_ddp.errors import RunFolderError
+
+log = logging.getLogger(__name__)
+
+FOLDER = "ledger"
+_NAME = re.compile(r"(\d{4,})-rank-(\d+)\.bin")
+_HEAD = struct.Struct("<QII")
+_SHOWN = 8
+
+Ids = npt.NDArray[np.uint64]
+
+
+def next_start(run: Path) -> int:
+    """Give the number for the files of a new start. On one rank only. Raises OSError."""
+    (run / FOLDER).mkdir(exist_ok=True)
+    return 1 + max((number for number, _, _ in _files(run)), default=0)
+
+
+class LedgerWriter:
+    """Writes what this rank brings to each step. A disk that fails never stops training."""
+
+    def __init__(self, run: Path, *, start: int, rank: int, step: int, facts: dict[str, int]) -> None:
+        """facts: num_samples, and epoch_end, the cursor at which an epoch is done."""
+        self._dtype = "<u4" if facts["num_samples"] < 2**32 else "<u8"
+        self._fd = -1
+        path = run / FOLDER / f"{start:04d}-rank-{rank}.bin"
+        head = json.dumps({"schema": 1, "step": step, "dtype": self._dtype, **facts}) + "\n"
+        try:
+            # WHY no buffer of our own: what the kernel has survives the end of this process.
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            os.write(self._fd, head.encode())
+        except OSError as error:
+            self._give_up(error)
+
+    def bring(self, step: int, epoch: int, indices: Sequence[npt.NDArray[Any]]) -> None:
+        """Note the samples of this rank's micro-batches, before the step. Rank-local."""
+        if self._fd < 0 or not indices:
+            return
+        ids = np.concatenate(indices).astype(self._dtype)
+        try:
+            os.write(self._fd, _HEAD.pack(step, epoch, len(ids)) + ids.tobytes())
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Close the file. A second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _give_up(self, error: OSError) -> None:
+        log.warning("the ledger can't be written (%s): verify-ledger will miss samples", error)
+        self.close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """How far the run is, by its newest checkpoint."""
+
+    step: int
+    epoch: int
+    cursor: int
+    """Samples of that epoch that are done."""
+
+
+def verify_ledger(run: Path, done: Done) -> tuple[list[str], bool]:
+    """Check all epochs; give a line for each and whether every sample was taken exactly once.
+
+    Raises RunFolderError if there is no ledger to read.
+    """
+    files = _files(run)
+    if not files:
+        raise RunFolderError(f"{run} has no ledger", fix="train with --ledger, then verify")
+    heads = {number: _read(path)[0] for number, _, path in files}
+    facts = heads[files[0][0]]
+    counts: dict[int, npt.NDArray[np.uint8]] = {}
+    for number, _, path in files:
+        later = [head["step"] for other, head in heads.items() if other > number]
+        head, raw = _read(path)
+        for step, epoch, ids in _records(raw, head["dtype"]):
+            if step < min([done.step, *later]):
+                counts.setdefault(epoch, np.zeros(facts["num_samples"], dtype=np.uint8))
+                np.add.at(counts[epoch], ids, 1)
+    left_out = _left_out(run)
+    lines, is_exact = [], True
+    for epoch in range(done.epoch + (done.cursor > 0)):
+        expected = facts["epoch_end"] if epoch < done.epoch else done.cursor
+        taken = counts.get(epoch, np.zeros(facts["num_samples"], dtype=np.uint8))
+        problem, num_left_out = _judge(taken, left_out.get(epoch, set()), expected)
+        is_exact = is_exact and not problem
+        lines.append(
+            f"epoch {epoch}: {problem or f'{expected} samples, each exactly once'}"
+            + (f"; {num_left_out} of them left out, as reported" if num_left_out else "")
+        )
+    return lines, is_exact
+
+
+def _judge(taken: npt.NDArray[np.uint8], left_out: set[int], expected: int) -> tuple[str, int]:
+    """Say what is wrong with an epoch, and how many samples were left out and not taken."""
+    twice = np.flatnonzero(taken > 1)
+    num_left_out = sum(taken[index] == 0 for index in left_out)
+    num_missing = expected - int((taken > 0).sum()) - num_left_out
+    found = []
+    if len(twice):
+        found.append(f"{len(twice)} taken more than once: {twice[:_SHOWN].tolist()}")
+    if num_missing:
+        untaken = [int(i) for i in np.flatnonzero(taken == 0) if int(i) not in left_out]
+        found.append(f"{num_missing} of {expected} never taken, among {untaken[:_SHOWN]}")
+    return "; ".join(found), num_left_out
+
+
+def _files(run: Path) -> list[tuple[int, int, Path]]:
+    """List start, rank and path of all files, in order."""
+    paths = (run / FOLDER).glob("*.bin")
+    found = [(match, path) for path in paths if (match := _NAME.fullmatch(path.name))]
+    return sorted((int(match[1]), int(match[2]), path) for match, path in found)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], bytes]:
+    head, _, raw = path.read_bytes().partition(b"\n")
+    try:
+        facts: dict[str, Any] = json.loads(head)
+    except ValueError as error:
+        raise RunFolderError(f"{path} is not a file of a ledger: {error}") from error
+    return facts, raw
+
+
+def _records(raw: bytes, dtype: str) -> Iterator[tuple[int, int, Ids]]:
+    position, width = 0, np.dtype(dtype).itemsize
+    while position + _HEAD.size <= len(raw):
+        step, epoch, count = _HEAD.unpack_from(raw, position)
+        position += _HEAD.size
+        if position + count * width > len(raw):
+            return  # cut off by a crash
+        yield step, epoch, np.frombuffer(raw, dtype=dtype, count=count, offset=position).astype("u8")
+        position += count * width
+
+
+def _left_out(run: Path) -> dict[int, set[int]]:
+    """Read which samples of which epoch were left out; whole windows are in the ledger."""
+    path = run / "skipped_samples.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    found: dict[int, set[int]] = {}
+    for entry in map(json.loads, lines):
+        if "index" in entry:
+            found.setdefault(entry["epoch"], set()).add(entry["index"])
+    return found

@@ -1,0 +1,26 @@
+"""The command verify-ledger: how far the run is, and whether its ledger agrees."""
+
+from pathlib import Path
+from typing import Any, TextIO
+
+from hardened_ddp.checkpoint.listing import CHECKPOINTS_NAME, find_newest
+from hardened_ddp.data.ledger import Done, verify_ledger
+from hardened_ddp.errors import CheckpointError
+
+
+def check_ledger(run: Path, *, output: TextIO) -> int:
+    """Print a line for each epoch; give 0 if every sample was taken exactly once, else 1.
+
+    Raises RunFolderError if there is no ledger, CheckpointError if no checkpoint is valid.
+    """
+    newest, _ = find_newest(run / CHECKPOINTS_NAME)
+    if newest is None:
+        raise CheckpointError(
+            f"{run} has no valid checkpoint, so nothing counts as done yet",
+            fix="name a run folder; runs with checkpoints are listed by: ls -d runs/*/checkpoints",
+        )
+    meta: dict[str, Any] = dict(newest.manifest.meta)  # Any: JSON
+    done = Done(step=newest.step, epoch=int(meta["epoch"]), cursor=int(meta["cursor"]))
+    lines, is_exact = verify_ledger(run, done)
+    print("\n".join(lines), file=output)
+    return 0 if is_exact else 1

@@ -1,0 +1,121 @@
+"""The ledger: it proves exactly-once over kills and resizes, and sees what is wrong."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hardened_ddp.data.ledger import Done, LedgerWriter, next_start, verify_ledger
+from hardened_ddp.errors import RunFolderError
+from tests.ranks import run_command, start_training, train
+from tests.run_folder import find_checkpoints, only_run
+
+STEADY: list[str | Path] = ["--cpu_only", "--batch_size", "12", "--epochs", "8", "--ledger"]
+STEADY += ["--num_workers", "0", "--eval_every", "0", "--checkpoint_every_steps", "7"]
+WHOLE, PART = Done(step=3, epoch=1, cursor=0), Done(step=2, epoch=0, cursor=4)
+FACTS = {"num_samples": 6, "epoch_end": 6}
+
+
+def write(run: Path, steps: dict[int, list[int]], *, rank: int = 0, begin: int = 0) -> None:
+    """Write one start: for each step of epoch 0 the samples that one rank brings."""
+    writer = LedgerWriter(run, start=next_start(run), rank=rank, step=begin, facts=FACTS)
+    for step, ids in steps.items():
+        writer.bring(step, 0, [np.array(ids)])
+    writer.close()
+    writer.close()
+
+
+def test_a_whole_epoch_is_exact(tmp_path: Path) -> None:
+    write(tmp_path, {0: [5, 1], 1: [2, 0], 2: [3, 4]})
+    assert verify_ledger(tmp_path, WHOLE) == (["epoch 0: 6 samples, each exactly once"], True)
+    assert verify_ledger(tmp_path, PART) == (["epoch 0: 4 samples, each exactly once"], True)
+
+
+def test_work_that_was_lost_and_done_again_counts_once(tmp_path: Path) -> None:
+    write(tmp_path, {0: [5, 1], 1: [2, 0], 2: [3, 4]})
+    write(tmp_path, {1: [2, 0], 2: [3, 4]}, begin=1)
+    assert verify_ledger(tmp_path, WHOLE)[1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "says"),
+    [
+        ({0: [5, 1], 1: [5, 0], 2: [3, 4]}, "taken more than once: [5]"),
+        ({0: [5, 5]}, "taken more than once: [5]"),
+        ({0: [5, 1], 1: [2, 0], 2: [3, 3]}, "1 of 6 never taken, among [4]"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, steps: dict[int, list[int]], says: str) -> None:
+    write(tmp_path, steps)
+    lines, is_exact = verify_ledger(tmp_path, WHOLE)
+    assert not is_exact
+    assert says in lines[0]
+
+
+def test_a_sample_that_was_reported_as_left_out_is_not_missing(tmp_path: Path) -> None:
+    write(tmp_path, {0: [5, 1], 1: [2, 0], 2: [3]})
+    skipped = tmp_path / "skipped_samples.jsonl"
+    skipped.write_text('{"step": 2, "epoch": 0, "index": 4, "error": "broken"}\n')
+    lines, is_exact = verify_ledger(tmp_path, WHOLE)
+    assert is_exact
+    assert "1 of them left out, as reported" in lines[0]
+
+
+def test_samples_behind_the_end_of_an_epoch_are_not_missing(tmp_path: Path) -> None:
+    facts = {"num_samples": 7, "epoch_end": 6}
+    writer = LedgerWriter(tmp_path, start=next_start(tmp_path), rank=0, step=0, facts=facts)
+    writer.bring(0, 0, [np.arange(6)])
+    writer.bring(1, 1, [np.arange(1, 7)])
+    writer.close()
+    assert verify_ledger(tmp_path, Done(step=2, epoch=2, cursor=0))[1]
+
+
+def test_a_record_cut_off_by_a_crash_is_passed_over(tmp_path: Path) -> None:
+    write(tmp_path, {0: [5, 1], 1: [2, 0], 2: [3, 4]})
+    [path] = (tmp_path / "ledger").iterdir()
+    for num_cut in range(1, 24):
+        os.truncate(path, path.stat().st_size - 1)
+        assert verify_ledger(tmp_path, PART)[1], num_cut
+        assert not verify_ledger(tmp_path, WHOLE)[1], num_cut
+
+
+def test_no_ledger_and_a_foreign_file_are_clear_errors(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="has no ledger"):
+        verify_ledger(tmp_path, WHOLE)
+    write(tmp_path, {})
+    [path] = (tmp_path / "ledger").iterdir()
+    path.write_bytes(b"what\nis this")
+    with pytest.raises(RunFolderError, match="not a file of a ledger"):
+        verify_ledger(tmp_path, WHOLE)
+
+
+def test_a_disk_that_fails_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = LedgerWriter(tmp_path / "gone", start=1, rank=0, step=0, facts=FACTS)
+    writer.bring(0, 0, [np.arange(2)])
+    assert "can't be written" in caplog.text
+
+
+def test_each_sample_once_over_a_kill_and_other_numbers_of_ranks(tmp_path: Path) -> None:
+    argv = [*STEADY, "--output_dir", tmp_path]
+    with start_training(argv, 2) as running:
+        running.wait_for(lambda: len(find_checkpoints(tmp_path)) > 1, timeout_s=60, what="steps")
+        for rank in (0, 1):
+            running.kill(rank)
+        running.wait(20)
+    run = only_run(tmp_path)
+    with start_training([*argv, "--resume", run], 3) as running:
+        running.wait_for(
+            lambda: len(list((run / "ledger").glob("*-rank-2.bin"))) > 0, timeout_s=60, what="start"
+        )
+        running.kill(1)
+        running.wait(40)
+    train([*argv, "--resume", run], 1).ok()
+    verify = ["python", "ddp_training.py", "verify-ledger", str(run)]
+    completed = run_command(verify, timeout_s=20).ok()
+    assert completed.stdout.count("1437 samples, each exactly once") == 8
+    newest = sorted((run / "ledger").iterdir())[-1]
+    os.truncate(newest, newest.stat().st_size - 1)
+    completed = run_command(verify, timeout_s=20)
+    assert completed.status == 1
+    assert "never taken" in completed.stdout
