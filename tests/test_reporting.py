@@ -37,7 +37,7 @@ from hardened_ddp.reporting.progress import ProgressBar
 from hardened_ddp.reporting.resources import MemorySource, ResourceMonitor
 from hardened_ddp.reporting.sinks import FileSink, TextSink
 from hardened_ddp.reporting.step_clock import GpuTimeline, StepClock
-from hardened_ddp.reporting.summary import closing_lines, write_summary
+from hardened_ddp.reporting.summary import closing_lines, program, write_summary
 from tests.commands import run_command
 from tests.forks import run_forked
 
@@ -926,6 +926,7 @@ class TestSummary:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
         folder = tmp_path / "runs" / "it's my run"
         lines = closing_lines(
             folder, status="finished", test_accuracy=0.97125, has_tensorboard=True
@@ -964,3 +965,20 @@ def test_a_terminal_that_takes_nothing_just_now_is_waited_for(tmp_path: Path) ->
     reader.join()
     os.close(read_end)
     assert sum(map(len, received)) == 1_000_000
+
+
+def test_programs_are_named_so_that_they_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = tmp_path / "my env" / "bin"
+    ours.mkdir(parents=True)
+    for name in ("python", "tensorboard"):
+        (ours / name).touch(mode=0o755)
+    monkeypatch.setattr("sys.executable", str(ours / "python"))
+    monkeypatch.setenv("PATH", str(ours))
+    assert program("python") == "python"
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert program("tensorboard") == f"'{ours}/tensorboard'"
+    monkeypatch.chdir(tmp_path)
+    assert program("python") == "'my env/bin/python'"
+    assert program("not-installed") == "not-installed"

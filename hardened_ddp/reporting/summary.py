@@ -5,6 +5,8 @@ import logging
 import math
 import os
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,12 +43,25 @@ def closing_lines(
     ]
     if has_tensorboard:
         board = shlex.quote(os.path.join(shown, "tensorboard"))
-        lines.append(f"TensorBoard: tensorboard --logdir {board}")
+        lines.append(f"TensorBoard: {program('tensorboard')} --logdir {board}")
     return [
         *lines,
-        f"resume:      python ddp_training.py --resume {run}",
-        f"export:      python ddp_training.py export {run}",
+        f"resume:      {program('python')} ddp_training.py --resume {run}",
+        f"export:      {program('python')} ddp_training.py export {run}",
     ]
+
+
+def program(name: str) -> str:
+    """Name a program of this Python's environment as it is typed here.
+
+    WHY not just its name: in a new shell the environment of setup.sh is not active, and another
+    Python would be found, without torch.
+    """
+    ours = Path(sys.executable).parent / name
+    found = shutil.which(name)
+    if not ours.exists() or (found is not None and Path(found).parent == ours.parent):
+        return name
+    return shlex.quote(_show(ours))
 
 
 def _show(folder: Path) -> str:

@@ -24,6 +24,7 @@ from hardened_ddp.errors import (
     PeerLostError,
 )
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.reporting.summary import program
 from hardened_ddp.training.parts import Progress
 from hardened_ddp.training.saving import Saver
 
@@ -57,8 +58,9 @@ def rescue(error: Exception, group: Group, progress: Progress, saver: Saver, fol
             saver.save_in_need(progress)
         _note_failure(folder, progress.step, error)
         log.warning(
-            "the state after step %d is saved; to go on: python ddp_training.py --resume %s",
+            "the state after step %d is saved; to go on: %s ddp_training.py --resume %s",
             progress.step,
+            program("python"),
             folder,
         )
     except Exception:  # WHY broad: the error that ended training must stay the one that is told
