@@ -186,8 +186,7 @@ def train(settings: Resolved, group: Group) -> int:
             stop.finish()  # collective
         except Exception as error:
             # This rank failed, or another one: whoever is left saves the last completed step.
-            if stepper.is_whole:
-                rescue(error, group, progress, saver, run.folder)
+            rescue(error, stepper, progress, saver, run.folder)
             raise
         finally:
             # On every path: what is on its way to the disk gets there.

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -178,16 +179,38 @@ class FakeSaver:
         self.steps.append(progress.step)
 
 
-def rescue_after(error: Exception, saver: Any, folder: Path, *, step: int = 5) -> None:
-    rescue(error, Group(Launch(), torch.device("cpu")), Progress(step=step), saver, folder)
+class FakeStepper:
+    """A stepper at a step boundary or within an update, whose losses were numbers or not."""
+
+    def __init__(self, *, is_whole: bool = True, is_finite: bool = True) -> None:
+        self.parts = SimpleNamespace(group=Group(Launch(), torch.device("cpu")))
+        self.is_whole = is_whole
+        self.is_finite = lambda: is_finite
 
 
-@pytest.mark.parametrize("error", [NonFiniteError("nan"), CheckpointError("disk")])
-def test_poisoned_weights_are_not_saved(error: HardenedError, tmp_path: Path) -> None:
+def rescue_after(
+    error: Exception, saver: Any, folder: Path, *, step: int = 5, stepper: Any = None
+) -> None:
+    rescue(error, stepper or FakeStepper(), Progress(step=step), saver, folder)
+
+
+@pytest.mark.parametrize(
+    ("error", "stepper"),
+    [
+        (NonFiniteError("nan"), FakeStepper()),
+        (CheckpointError("disk"), FakeStepper()),
+        (CrashLoopError("again"), FakeStepper()),
+        (StepError("torn"), FakeStepper(is_whole=False)),
+        (PeerLostError("after a nan"), FakeStepper(is_finite=False)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_torn_or_poisoned_is_not_saved(
+    error: HardenedError, stepper: FakeStepper, tmp_path: Path
+) -> None:
     saver = FakeSaver()
-    rescue_after(error, saver, tmp_path)
+    rescue_after(error, saver, tmp_path, stepper=stepper)
     assert not saver.steps
-    assert not read_failures(tmp_path)
 
 
 def test_a_rescue_that_fails_keeps_the_first_error(

@@ -4,7 +4,7 @@ Owns the rule. Every rank holds the whole state of the last completed step, so a
 lives, nothing is lost: one of those that are left writes it, and a restart goes on at the next
 step. Which one: rank 0 if it can, else the first to claim it in the store; without a store, whoever
 is left. If two of them write the same step, the second finds it there (checkpoint/files.py).
-Nothing is saved that is half updated (Stepper.is_whole) or not wanted (_POISONED).
+Nothing is saved that is half updated (Stepper.is_whole) or not wanted (_NOT_SAVED).
 
 No collective here: some rank may be dead.
 """
@@ -27,6 +27,7 @@ from hardened_ddp.ranks.group import Group
 from hardened_ddp.reporting.summary import program
 from hardened_ddp.training.parts import Progress
 from hardened_ddp.training.saving import Saver
+from hardened_ddp.training.step import Stepper
 
 log = logging.getLogger(__name__)
 
@@ -39,24 +40,29 @@ HEAD_START_S = 1.0
 
 # WHY: weights that are not numbers would push out good ones; and where the disk is the trouble, or
 # the checkpoints are, another one does not help.
-_POISONED = (NonFiniteError, CheckpointError)
+_NOT_SAVED = (NonFiniteError, CheckpointError, CrashLoopError)
 
 
-def rescue(error: Exception, group: Group, progress: Progress, saver: Saver, folder: Path) -> None:
+def rescue(
+    error: Exception, stepper: Stepper, progress: Progress, saver: Saver, folder: Path
+) -> None:
     """Write the state of the last completed step if this rank is the one to do it. Rank-local.
 
-    Only at a step boundary, see Stepper.is_whole. Never raises: the error is what counts.
+    Never raises: the error is what counts.
     """
-    if isinstance(error, _POISONED):
+    if isinstance(error, _NOT_SAVED) or not stepper.is_whole:
         return
+    group = stepper.parts.group
     try:
         # WHY first: the others wait for this rank, and one of them may be the one that saves
         group.leave()
         if not _is_mine(group, progress.step):
             return
-        if progress.step > 0:
-            saver.save_in_need(progress)
         _note_failure(folder, progress.step, error)
+        # WHY finite: the loss is looked at when it is reported, and that was some steps ago
+        if progress.step == 0 or not stepper.is_finite():
+            return
+        saver.save_in_need(progress)
         log.warning(
             "the state after step %d is saved; to go on: %s ddp_training.py --resume %s",
             progress.step,
