@@ -148,8 +148,10 @@ def test_help_answers_without_importing_torch() -> None:
 
 # Through shared memory, and by DDP's hooks over gloo, where from 3 ranks on the order of additions
 # depends on DDP's buckets.
-@pytest.mark.parametrize("flags", [(), ("--no_shared_memory",)], ids=" ".join)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    "flags", [(), pytest.param(("--no_shared_memory",), marks=pytest.mark.slow)], ids=" ".join
+)
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_run_killed_in_mid_epoch_resumes_to_the_same_weights(
     world_size: int, flags: tuple[str, ...], tmp_path: Path, undisturbed: Undisturbed
 ) -> None:

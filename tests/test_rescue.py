@@ -64,10 +64,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     ("world_size", "victim", "flags"),
     [
         (2, 1, ()),
-        (2, 0, ()),
-        (3, 1, ()),
-        (2, 1, ("--no_shared_memory",)),
-        (2, 0, ("--no_shared_memory",)),
+        pytest.param(2, 0, (), marks=pytest.mark.slow),
+        pytest.param(3, 1, (), marks=pytest.mark.slow),
+        pytest.param(2, 1, ("--no_shared_memory",), marks=pytest.mark.slow),
+        pytest.param(2, 0, ("--no_shared_memory",), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -96,6 +96,7 @@ def test_the_ranks_that_are_left_save_the_step_before_a_kill(
     assert last_tensors(tmp_path) == undisturbed(world_size, *flags)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (2, 0), (2, 1)])
 def test_an_exception_on_one_rank_loses_no_step(world_size: int, rank: int, tmp_path: Path) -> None:
     broken = ["--model_args", f"{{rank: {rank}}}"]
@@ -149,6 +150,7 @@ def test_ranks_of_a_killed_torchrun_save_and_leave(tmp_path: Path) -> None:
     assert step_of(find_checkpoints(tmp_path)[-1]) == summary["step"]
 
 
+@pytest.mark.slow
 def test_the_time_limit_stops_a_run_that_can_go_on(tmp_path: Path) -> None:
     argv = ["python", "ddp_training.py", *map(str, BARE), "--epochs", "100000"]
     argv += ["--time_limit", "4s", "--output_dir", str(tmp_path)]
