@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.leftovers import leaves_nothing_behind
+from tests.marks import slow_after
 from tests.processes import ROOT, kill
 from tests.ranks import (
     Completed,
@@ -48,7 +49,10 @@ STEADY += ["--num_workers", "0", "--checkpoint_every_steps", "5"]
 Undisturbed = Callable[..., dict[str, str]]
 """Gives the final tensors of the run that nothing happens to, by ranks and flags."""
 
-STOP_SIGNALS = [pytest.param(number, id=number.name) for number in (signal.SIGTERM, signal.SIGINT)]
+STOP_SIGNALS = [
+    pytest.param(signal.SIGTERM, id="SIGTERM"),
+    pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.slow),
+]
 # What the README tells to type, and the accuracy that must come of it.
 TYPED = {
     "python ddp_training.py --single_gpu --batch_size 32 --epochs 5": LEARNED,
@@ -100,6 +104,7 @@ def test_the_printed_resume_command_says_that_the_run_is_finished(tmp_path: Path
     assert len(find_runs(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_the_printed_export_command_writes_the_trained_weights(tmp_path: Path) -> None:
     finished = _train_shortly(tmp_path / "runs")
     output = tmp_path / "export"
@@ -184,7 +189,7 @@ def test_a_corrupt_checkpoint_is_passed_over_with_its_reason(
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))
 def test_a_signal_to_one_rank_stops_all_with_a_checkpoint_to_go_on_from(
     number: signal.Signals,
     world_size: int,

@@ -173,7 +173,8 @@ class TestAllDocuments:
 
 
 class TestCommands:
-    @pytest.mark.parametrize("document", [pytest.param(README, marks=pytest.mark.slow), TROUBLES])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("document", [README, TROUBLES])
     def test_the_commands_of_a_document_run_in_their_order(
         self, document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

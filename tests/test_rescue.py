@@ -63,7 +63,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 @pytest.mark.parametrize(
     ("world_size", "victim", "flags"),
     [
-        (2, 1, ()),
+        pytest.param(2, 1, (), marks=pytest.mark.slow),
         pytest.param(2, 0, (), marks=pytest.mark.slow),
         pytest.param(3, 1, (), marks=pytest.mark.slow),
         pytest.param(2, 1, ("--no_shared_memory",), marks=pytest.mark.slow),

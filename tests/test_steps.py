@@ -17,6 +17,7 @@ from hardened_ddp.settings.layers import resolve
 from hardened_ddp.training.evaluation import evaluate
 from hardened_ddp.training.parts import Parts, Progress
 from hardened_ddp.training.step import Stepper
+from tests.marks import slow_after
 from tests.ranks import run_ranks, train
 from tests.run_folder import find_checkpoints
 
@@ -67,16 +68,19 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     "shared",
-    [
-        (2, ["--batch_size", "6"]),
-        (3, ["--batch_size", "4"]),
-        (2, ["--batch_size", "6", "--no_shared_memory"]),
-        (3, ["--batch_size", "2", "--accumulation_steps", "2", "--no_shared_memory"]),
-        (2, ["--batch_size", "2", "--accumulation_steps", "3"]),
-        (3, ["--batch_size", "2", "--accumulation_steps", "2"]),
-        (2, ["--batch_size", "6", "--continue_on_error"]),
-        (1, ["--batch_size", "4", "--accumulation_steps", "3"]),
-    ],
+    slow_after(
+        2,
+        [
+            (2, ["--batch_size", "6"]),
+            (3, ["--batch_size", "4"]),
+            (2, ["--batch_size", "6", "--no_shared_memory"]),
+            (3, ["--batch_size", "2", "--accumulation_steps", "2", "--no_shared_memory"]),
+            (2, ["--batch_size", "2", "--accumulation_steps", "3"]),
+            (3, ["--batch_size", "2", "--accumulation_steps", "2"]),
+            (2, ["--batch_size", "6", "--continue_on_error"]),
+            (1, ["--batch_size", "4", "--accumulation_steps", "3"]),
+        ],
+    ),
     ids=str,
 )
 def test_any_sharing_gives_the_gradient_of_one_big_batch(shared: tuple[int, list[str]]) -> None:
@@ -126,7 +130,7 @@ def count_evaluated(argv: list[str]) -> tuple[int, float, float]:
     return evaluation.num_samples, evaluation.accuracy, evaluation.loss
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", slow_after(1, [3, 1, 2, 4]))
 def test_evaluation_counts_every_sample_once(world_size: int) -> None:
     argv = [*POINTS, "--eval_batch_size", "5"]  # the test set has 17 points
     [alone] = run_ranks(count_evaluated, 1, [*POINTS])
@@ -136,7 +140,7 @@ def test_evaluation_counts_every_sample_once(world_size: int) -> None:
         assert loss == pytest.approx(alone[2], rel=1e-6)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))
 def test_broken_samples_are_named_counted_and_left_out(tmp_path: Path, world_size: int) -> None:
     argv = [*POINTS, "--dataset_args", "{size: 40, broken: [3, 17]}", "--continue_on_error"]
     argv += ["--epochs", "2", "--batch_size", "8", "--output_dir", str(tmp_path)]
@@ -168,7 +172,7 @@ def test_a_broken_sample_without_the_flag_stops_all_ranks_with_that_cause(tmp_pa
     assert "Traceback" not in finished.output
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, world_size: int) -> None:
     argv = [*POINTS, "--model", "tests.plugins:Poisoned", "--model_args", "{nan_from: 8}"]
     finished = train([*argv, "--batch_size", "4", "--output_dir", str(tmp_path)], world_size)
@@ -183,7 +187,7 @@ def test_a_window_with_nan_is_left_out_under_continue_on_error(tmp_path: Path) -
     assert "left out the whole window" in finished.outputs[0]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))
 def test_a_gradient_that_is_not_finite_never_reaches_the_weights(
     tmp_path: Path, world_size: int
 ) -> None:
@@ -244,7 +248,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=" ".join)
+@pytest.mark.parametrize("variant", slow_after(2, VARIANTS), ids=" ".join)
 def test_each_way_of_training_learns(tmp_path: Path, variant: list[str]) -> None:
     argv = ["--cpu_only", "--epochs", "2", "--batch_size", "16", *variant]
     train([*argv, "--output_dir", str(tmp_path)], 2).ok()
