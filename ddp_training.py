@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 # WHY so few imports here: these need no torch, so --help and wrong flags answer at once.
-from hardened_ddp.errors import HardenedError
+from hardened_ddp.errors import CrashLoopError, HardenedError
 from hardened_ddp.ranks.launch import (
     Launch,
     end_with_launcher,
     environment,
     prepare_environment,
     read_launch,
+    stop_launcher,
 )
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import Resolved, resolve
@@ -134,6 +135,8 @@ def run_ranks(settings: Resolved, launch: Launch) -> int:
             group.close()
     except HardenedError as error:
         log.error("%s", error)
+        if isinstance(error, CrashLoopError):
+            stop_launcher(launch)
         return error.exit_status
     finally:
         stop_logging()
@@ -147,16 +150,16 @@ def train(settings: Resolved, group: Group) -> int:
     from hardened_ddp.settings.record import dump
     from hardened_ddp.training.journal import Journal
     from hardened_ddp.training.parts import Progress
-    from hardened_ddp.training.rescue import refuse_crash_loop, rescue
+    from hardened_ddp.training.rescue import refuse_crash_loop, rescue, save_while_stuck
     from hardened_ddp.training.resume import open_run, read_checkpoint
     from hardened_ddp.training.saving import Saver
     from hardened_ddp.training.state import restore
     from hardened_ddp.training.step import Stepper
 
     # From here on a signal means: save, then leave.
-    limit = settings.config.loop.time_limit
+    loop = settings.config.loop
     with (
-        StopRequest(group, time_limit=limit) as stop,
+        StopRequest(group, time_limit=loop.time_limit) as stop,
         open_run(settings.config, group) as run,  # collective
     ):
         settings_text = dump(settings.config, settings.sources)
@@ -169,13 +172,15 @@ def train(settings: Resolved, group: Group) -> int:
         if progress.step >= parts.total_steps:
             log.info("%s is finished: %d steps are done", run.folder, progress.step)
             return 0
-        stop.watch(run.folder, step=progress.step)
         parts.call_when_workers_start(stop.leave_children_alone)
-        saver = Saver(parts, run.store)
         journal = Journal(parts, run.folder, settings_text=settings_text, step=progress.step)
+        saver = Saver(parts, run.store, goodput=journal.goodput)
         if group.device.type == "cpu":
             keep_freed_memory()
         stepper = Stepper(parts, clock=journal.clock, before_update=saver.before_update)
+        stop.watch(run.folder)
+        stuck = (stepper, progress, saver, run.folder)
+        stop.start_last_resort(lambda: save_while_stuck(*stuck), grace_s=loop.stop_grace_s)
         stepper.ledger = parts.open_ledger(run.folder, step=progress.step)  # collective
         status = "failed"
         try:
@@ -329,10 +334,11 @@ def fit(
         # A window: the samples of one optimizer step over all ranks. batches: this rank's share
         # of it, in micro-batches.
         for window, batches in parts.train_loader.windows(progress.epoch, progress.cursor):
-            if reason := stop.reason_at(progress.step):  # collective: all ranks stop here, or none
+            if reason := stop.poll():  # collective: all ranks stop here, or none
                 log.warning("%s: stopping at step %d, saving first", reason, progress.step)
                 return "stopped"
             journal.clock.mark("data")
+            journal.goodput.enter("training")
             is_logged = is_due(progress.step + 1, config.loop.log_interval)
             stepper.looks_closely = is_logged
             # Forward, backward, all-reduce, update; no_sync covers all micro-batches but the last.
@@ -345,13 +351,19 @@ def fit(
             if saver.is_due(progress.step) and stepper.is_finite():
                 saver.save(progress)
             saver.catch_up(progress)
+            stop.notice = saver.warning
+            journal.goodput.enter("data_wait")
+            journal.goodput.note(progress.step)
             if progress.step >= parts.total_steps:
                 break
         if stepper.has_unread_totals:
             report(parts, progress, stepper, journal)  # collective
-        if progress.cursor >= parts.sampler.end:
-            progress.epoch, progress.cursor = progress.epoch + 1, 0
-        finish_epoch(parts, progress, saver, journal)  # collective
+        with stepper.commit_lock:
+            progress.end_epoch(parts.sampler.end)
+        if not finish_epoch(parts, progress, saver, journal, stop):  # collective
+            log.warning("stopping in the evaluation after step %d, saving first", progress.step)
+            progress.reopen_epoch(parts.sampler.end)  # the evaluation is done again
+            return "stopped"
     return "finished"
 
 
@@ -364,8 +376,13 @@ def report(parts: Parts, progress: Progress, stepper: Stepper, journal: Journal)
     journal.log_training(progress, stepper, sums)
 
 
-def finish_epoch(parts: Parts, progress: Progress, saver: Saver, journal: Journal) -> None:
-    """Evaluate and save as often as asked, and after the last step. Collective: all ranks."""
+def finish_epoch(
+    parts: Parts, progress: Progress, saver: Saver, journal: Journal, stop: StopRequest
+) -> bool:
+    """Evaluate and save as often as asked, and after the last step. Collective: all ranks.
+
+    False: it was asked to stop within the evaluation.
+    """
     from hardened_ddp.training.evaluation import evaluate
     from hardened_ddp.training.plan import is_due
 
@@ -373,16 +390,28 @@ def finish_epoch(parts: Parts, progress: Progress, saver: Saver, journal: Journa
     is_last = progress.step >= parts.total_steps
     best_metric = None
     journal.pause_time()
+    journal.goodput.enter("evaluation")
     every = config.loop.eval_every
     if parts.eval_loader is not None and every and (is_last or is_due(progress.epoch, every)):
-        evaluation = evaluate(parts, parts.eval_loader)  # collective
+        stop.change_pace()
+        evaluation = evaluate(parts, parts.eval_loader, should_stop=stop.poll)  # collective
+        stop.change_pace()
+        if evaluation is None:
+            return False
         journal.log_evaluation(progress, evaluation)
         if evaluation.accuracy > progress.best_accuracy:
             progress.best_accuracy = best_metric = evaluation.accuracy
     if is_due(progress.epoch, config.run.checkpoint_every_epochs) or best_metric is not None:
         saver.save(progress, best_metric=best_metric)
+    journal.goodput.enter("data_wait")
     journal.skip_time()
+    return True
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status and "torch" in sys.modules:
+        from hardened_ddp.guard.watchdog import leave_at_once
+
+        leave_at_once(status)
+    sys.exit(status)

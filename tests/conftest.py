@@ -9,6 +9,15 @@ __all__ = ["leaves_nothing_behind"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out the tests marked slow")
+    parser.addoption("--rounds", type=int, default=20, help="of the chaos test")
+    parser.addoption("--seed", type=int, default=0, help="of the chaos test's first round")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "chaos_seed" in metafunc.fixturenames:
+        first = metafunc.config.getoption("--seed")
+        seeds = range(first, first + metafunc.config.getoption("--rounds"))
+        metafunc.parametrize("chaos_seed", seeds)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,6 +1,8 @@
 """Datasets and models that tests plug in by import path, as a user would."""
 
 import os
+import signal
+import time
 
 import torch
 from torch import nn
@@ -125,4 +127,45 @@ class Crashing(nn.Module):
         if is_it and self.num_forwards == self.forward_number:
             raise ValueError("a fault of this model")
         logits: torch.Tensor = self.layer(hidden)
+        return logits
+
+
+class Dying(nn.Module):
+    """Kills its process in one forward, on one rank only."""
+
+    def __init__(self, num_classes: int, rank: int = 1, forward_number: int = 3) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+        self.rank, self.forward_number, self.num_forwards = rank, forward_number, 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        if self.num_forwards == self.forward_number and os.environ["RANK"] == str(self.rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+        logits: torch.Tensor = self.layer(inputs)
+        return logits
+
+
+class SlowPoints(Points):
+    """Takes a moment to read each sample."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        time.sleep(0.05)
+        return super().__getitem__(index)
+
+
+def points_slow_to_test(train: bool, size: int = 40) -> Points:
+    return Points(size) if train else SlowPoints(200)
+
+
+class Paced(nn.Module):
+    """A small model that takes 20 ms for each forward, so that a run lasts some seconds."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, num_classes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        logits: torch.Tensor = self.layer(inputs.flatten(1))
         return logits

@@ -94,7 +94,6 @@ def start_training(
     *,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    attempt: int = 0,
     launcher: Literal["torchrun", "none"] = "torchrun",
 ) -> Running:
     """Start ddp_training.py with these arguments on each rank, as the given launcher would."""
@@ -103,7 +102,7 @@ def start_training(
     port = free_port()
     jobs = []
     for rank in range(world_size):
-        variables = _launch(rank, world_size, port, attempt) if launcher != "none" else {}
+        variables = _launch(rank, world_size, port) if launcher != "none" else {}
         jobs.append(
             {
                 "kind": "script",
@@ -174,7 +173,7 @@ def _random_port() -> int:
     return random.SystemRandom().choice(_PORTS)
 
 
-def _launch(rank: int, world_size: int, port: int, attempt: int = 0) -> dict[str, str]:
+def _launch(rank: int, world_size: int, port: int) -> dict[str, str]:
     """Return what torchrun puts into the environment of a rank on its one node."""
     return {
         "RANK": str(rank),
@@ -188,8 +187,9 @@ def _launch(rank: int, world_size: int, port: int, attempt: int = 0) -> dict[str
         "ROLE_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "3",
-        "TORCHELASTIC_RUN_ID": "tests",
+        # WHY the port: each start is a torchrun of its own
+        "TORCHELASTIC_RUN_ID": f"tests-{port}",
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }

@@ -177,9 +177,9 @@ def test_ranks_share_values_results_and_errors_of_rank_0() -> None:
 def stop_one_rank(number: int) -> tuple[int, str]:
     group = meet()
     with StopRequest(group) as stop:
-        stop.watch(Path("."), step=0)
+        stop.watch(Path("."))
         step = 0
-        while not (reason := stop.reason_at(step)) and step < 10_000:
+        while not (reason := stop.poll()) and step < 10_000:
             if group.launch.rank == 1 and step == 50:
                 os.kill(os.getpid(), number)
             group.sum_(torch.ones(100))  # what a step does: all ranks wait for each other

@@ -122,8 +122,9 @@ def test_three_failures_at_one_step_end_the_restarts_and_name_the_samples(tmp_pa
     completed = run_command([*argv, "--output_dir", str(tmp_path)], timeout_s=120)
     assert completed.status != 0
     run = only_run(tmp_path)
-    steps = [failure["step"] for failure in read_failures(run)]
-    assert len(steps) >= 3
+    # The fourth attempt refuses, and ends torchrun itself: three restarts of six are not used up.
+    assert len(read_failures(run)) == 3
+    assert completed.output.count("going on in") <= 3
     assert "DDP-S04" in completed.output
     assert "Its samples: [" in completed.output
 

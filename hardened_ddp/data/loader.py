@@ -242,6 +242,10 @@ class EvalLoader:
         self.stream = stream
         self.batch_size = batch_size
         self.first, self.last = share_of(size, rank=rank, world_size=world_size)
+        largest_share = -(-size // world_size)
+        self.most_batches = -(-largest_share // batch_size)
+        """Batches of the rank that has most: a loop over them is equally long on all ranks."""
+
 
     def __iter__(self) -> Iterator[Batch]:
         def requests() -> Iterator[Request]:

@@ -13,12 +13,14 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 import torch
 import torch.distributed as dist
 
+from hardened_ddp.guard.watchdog import SAME_REQUEST_S, LastResort
 from hardened_ddp.ranks.group import Group
 
 log = logging.getLogger(__name__)
@@ -31,8 +33,6 @@ STOP_FILE = "stop.request"
 _FILE_CODE = 1000
 _TIME_CODE = 1001
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-# WHY: on Ctrl-C torchrun sends its workers SIGINT and, at once, SIGTERM: that is one request.
-_SAME_REQUEST_S = 3.0
 
 
 class StopRequest:
@@ -45,11 +45,17 @@ class StopRequest:
         self.folder: Path | None = None
         self.code = 0
         self._noted_at = 0.0
-        self._word = torch.zeros(2, dtype=torch.int64)
+        self.notice = ""
+        """What the other ranks are to log too, set by rank 0: each text is told once."""
+
+        self._num_notices = 0
+        self._told = ""
+        self._word = torch.zeros(3, dtype=torch.int64)
         self._pending: dist.Work | None = None
         self._interval = 1
-        self._started_step = 0
+        self._tick = self._started_tick = 0
         self._started_at = time.perf_counter()
+        self.last_resort: LastResort | None = None
         self._previous = {number: signal.getsignal(number) for number in SIGNALS}
 
     def __enter__(self) -> "StopRequest":
@@ -61,10 +67,21 @@ class StopRequest:
     def __exit__(self, *error: object) -> None:
         self.release()
 
-    def watch(self, folder: Path, *, step: int) -> None:
-        """Look for the stop file in folder; count steps from step on. Rank-local."""
-        self.folder, self._started_step = folder, step
+    def watch(self, folder: Path) -> None:
+        """Look for the stop file in folder. Rank-local, before the first poll."""
+        self.folder = folder
         self._started_at = time.perf_counter()
+
+    def start_last_resort(self, save: Callable[[], None], *, grace_s: float) -> None:
+        """Have save called, and leave, where this rank hears of a stop but can't come to it.
+
+        grace_s: how long the launcher waits after its signal before it kills. Rank-local.
+        """
+        self.last_resort = LastResort(save, signals=SIGNALS, grace_s=grace_s)
+        fd = self.last_resort.wakeup_fd
+        signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
+        # WHY: a forked worker that is told to end would speak into this process's ear.
+        os.register_at_fork(after_in_child=_hear_nothing)
 
     def leave_children_alone(self) -> None:
         """Take SIGCHLD back from torch's DataLoader. Rank-local.
@@ -74,26 +91,42 @@ class StopRequest:
         """
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
-    def reason_at(self, step: int) -> str:
-        """Say why all ranks stop before this step; empty: go on. Collective: same step, all ranks.
+    def poll(self) -> str:
+        """Say why all ranks stop now; empty: go on. Collective: all ranks, equally often.
 
-        Costs a comparison at most steps.
+        Call it between steps, and between batches of an evaluation. Costs a comparison, mostly.
         """
+        reason = self._poll()
+        if reason and self.last_resort is not None:
+            self.last_resort.relieve()  # all ranks stop here: from now on, no one waits in vain
+        return reason
+
+    def change_pace(self) -> None:
+        """Agree anew on how often to ask: what comes now takes another time than a step.
+
+        Collective: all ranks, between the same two polls.
+        """
+        self._interval, self._started_tick = 1, self._tick
+        self._started_at = time.perf_counter()
+
+    def _poll(self) -> str:
+        self._tick += 1
         if self.group.world_size == 1:
             now = time.perf_counter()
             if now - self._started_at > CHECK_EVERY_S:
                 self._look_around()
                 self._started_at = now
             return _describe(self.code)
-        if step - self._started_step < self._interval and self._pending is not None:
+        if self._tick - self._started_tick < self._interval and self._pending is not None:
             return ""
         code = 0
         if self._pending is not None:
             self._pending.wait()
             code, self._interval = int(self._word[0]), max(1, int(self._word[1]))
             self._pending = None
+            self._read_notice(int(self._word[2]))
         if not code:
-            self._start(step)
+            self._start()
         return _describe(code)
 
     def finish(self) -> None:
@@ -107,19 +140,38 @@ class StopRequest:
 
     def release(self) -> None:
         """Give the signals back to whoever had them. Rank-local."""
+        if self.last_resort is not None:
+            signal.set_wakeup_fd(-1)
+            self.last_resort.relieve()
+            self.last_resort = None
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def _start(self, step: int) -> None:
-        """Send this rank's word: its code, and how many steps make up CHECK_EVERY_S here."""
+    def _start(self) -> None:
+        """Send this rank's word: its code, and how many polls make up CHECK_EVERY_S here."""
         now = time.perf_counter()
-        steps = max(1, step - self._started_step)
-        step_time = max(1e-6, (now - self._started_at) / steps)
+        num_polls = max(1, self._tick - self._started_tick)
+        poll_time = max(1e-6, (now - self._started_at) / num_polls)
         self._look_around()
         self._word[0] = self.code
-        self._word[1] = min(MAX_INTERVAL, max(1, int(CHECK_EVERY_S / step_time)))
+        self._word[1] = min(MAX_INTERVAL, max(1, int(CHECK_EVERY_S / poll_time)))
+        self._word[2] = self._tell_notice()
         self._pending = self.group.start_max(self._word)  # collective
-        self._started_step, self._started_at = step, now
+        self._started_tick, self._started_at = self._tick, now
+
+    def _tell_notice(self) -> int:
+        """Leave a new notice where the others find it; give the number of notices."""
+        if self.notice != self._told and self.group.launch.is_main:
+            self._told = self.notice
+            if self.notice:
+                self._num_notices += 1
+                self.group.publish(f"notice/{self._num_notices}", self.notice)
+        return self._num_notices
+
+    def _read_notice(self, number: int) -> None:
+        if number > self._num_notices:
+            self._num_notices = number
+            log.warning("rank 0: %s", self.group.published(f"notice/{number}"))
 
     def _look_around(self) -> None:
         """See whether the stop file is there, or the time is over."""
@@ -134,9 +186,13 @@ class StopRequest:
         now = time.monotonic()
         if self.code == 0:
             self.code, self._noted_at = number, now
-        elif now - self._noted_at > _SAME_REQUEST_S:
+        elif now - self._noted_at > SAME_REQUEST_S:
             self.release()
             signal.raise_signal(number)
+
+
+def _hear_nothing() -> None:
+    signal.set_wakeup_fd(-1)
 
 
 def _describe(code: int) -> str:

@@ -50,6 +50,7 @@ class Replica:
         self.trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._parameters = list(self.trainable.values())
         buffers = dict(module.named_buffers())
+        self.moving_names = list(moving_buffers)
         self.moving_buffers = [buffers[name] for name in moving_buffers]
         self.channels_last = channels_last
         """Whether images are to be stored so."""

@@ -28,7 +28,7 @@ from hardened_ddp.errors import (
     RankMismatchError,
 )
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.meeting import open_store, wait_for_all
+from hardened_ddp.ranks.meeting import meet, open_store
 from hardened_ddp.ranks.shared_sum import SharedSum, is_supported, open_shared_sum
 
 log = logging.getLogger(__name__)
@@ -131,6 +131,23 @@ class Group:
                 "the ranks would not train the same model: " + "; ".join(problems),
                 fix="give every node the same code, settings and data, then start again",
             )
+
+    def publish(self, key: str, text: str) -> None:
+        """Leave a text in the store for published. Rank-local."""
+        try:
+            if self.store is not None:
+                self.store.set(key, text)
+        except RuntimeError as error:
+            log.debug("could not publish %s: %s", key, error)
+
+    def published(self, key: str) -> str:
+        """Read what another rank has published; empty if it is not there. Rank-local."""
+        try:
+            if self.store is not None and self.store.check([key]):
+                return str(self.store.get(key).decode())
+        except RuntimeError as error:
+            log.debug("could not read %s: %s", key, error)
+        return ""
 
     def publish_failure(self, text: str) -> None:
         """Leave the reason for this rank's failure where its peers look. Rank-local."""
@@ -238,8 +255,7 @@ def open_group(
     timeout = timedelta(seconds=timeout_s)
     where = f"{launch.master_addr}:{launch.master_port}"
     try:
-        group.store = open_store(launch, timeout)
-        wait_for_all(group.store, launch, timeout_s)
+        group.store = meet(open_store(launch, timeout), launch, timeout_s)  # collective
         dist.init_process_group(
             name,
             store=group.store,

@@ -13,8 +13,9 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from hardened_ddp.errors import LaunchError
@@ -47,6 +48,12 @@ class Launch:
     job_key: str = ""
     """The same over all restarts of one job, different for every other job; empty: unknown."""
 
+    agent_key: str = ""
+    """The same over all attempts that one launcher on one node starts; empty: unknown."""
+
+    started_at: float = field(default_factory=time.time, compare=False)
+    """When this process read its environment, in seconds since the epoch."""
+
     @property
     def is_main(self) -> bool:
         return self.rank == 0
@@ -67,7 +74,7 @@ def read_launch(env: Mapping[str, str]) -> Launch:
     """
     present = [name for name in _NEEDED if name in env]
     if not set(present) - set(_NOT_TELLING):
-        return Launch(job_key=_job_key(env, launcher_id=""), attempt=_slurm_restarts(env))
+        return Launch(job_key=_slurm_key(env), attempt=_slurm_restarts(env))
     missing = [name for name in _NEEDED if name not in env]
     if missing:
         raise LaunchError(
@@ -77,6 +84,7 @@ def read_launch(env: Mapping[str, str]) -> Launch:
         )
     numbers = {name: _whole_number(env, name) for name in _NEEDED if name != "MASTER_ADDR"}
     _check_ranks(numbers)
+    agent_key = _agent_key(env.get("TORCHELASTIC_RUN_ID", ""))
     return Launch(
         launcher="torchrun",
         rank=numbers["RANK"],
@@ -89,7 +97,8 @@ def read_launch(env: Mapping[str, str]) -> Launch:
         master_port=numbers["MASTER_PORT"],
         attempt=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")) + _slurm_restarts(env),
         agent_owns_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        job_key=_job_key(env, launcher_id=env.get("TORCHELASTIC_RUN_ID", "")),
+        job_key=_slurm_key(env) or agent_key,
+        agent_key=agent_key,
     )
 
 
@@ -114,6 +123,12 @@ def end_with_launcher(launch: Launch) -> None:
     """
     if launch.launcher == "torchrun" and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def stop_launcher(launch: Launch) -> None:
+    """Tell torchrun to restart no more. Rank-local, on one rank of each node."""
+    if launch.launcher == "torchrun" and launch.is_local_main:
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 def environment() -> MutableMapping[str, str]:
@@ -160,14 +175,17 @@ def _slurm_restarts(env: Mapping[str, str]) -> int:
     return int(env.get("SLURM_RESTART_COUNT", "0"))
 
 
-def _job_key(env: Mapping[str, str], *, launcher_id: str) -> str:
-    """Name this job so that its restarts find their run folder again.
+def _slurm_key(env: Mapping[str, str]) -> str:
+    """Name the Slurm job; empty outside of one."""
+    return f"slurm-{env['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in env else ""
+
+
+def _agent_key(launcher_id: str) -> str:
+    """Name torchrun's agent on this node, so that its restarts find their run folder again.
 
     WHY the parent's pid and start time: torchrun's run id is "none" for static rendezvous, but its
     agent is one process over all restarts and the parent of every local rank.
     """
-    if "SLURM_JOB_ID" in env:
-        return f"slurm-{env['SLURM_JOB_ID']}"
     if not launcher_id:
         return ""
     parent = os.getppid()

@@ -41,6 +41,10 @@ def lost_peer(error: BaseException, group: Group) -> PeerLostError | None:
 def _await_failures(group: Group, *, limit_s: float = LISTEN_LIMIT_S) -> dict[int, str]:
     """Read the peers' failures, giving a peer that is just failing a moment to write its own."""
     end = time.monotonic() + limit_s
-    while not (found := group.published_failures()) and time.monotonic() < end:
+    while True:
+        # WHY before reading: what a process that ended had to say, it has said by then
+        has_dead_peer = group.shared is not None and group.shared.has_dead_peer()
+        found = group.published_failures()
+        if found or has_dead_peer or time.monotonic() > end:
+            return found
         time.sleep(0.02)
-    return found

@@ -1,10 +1,19 @@
 """The meeting point: the key-value store through which the ranks of one attempt find each other.
 
-Owns the TCPStore: who serves it, on which address, under which prefix, and who has come.
+Owns the TCPStore: who serves it, on which address, and who has come to which meeting.
 Does not own: the process group that is formed over it (group.py).
+
+WHY meetings: torchrun keeps one store over all restarts, and a restarted rank that reads the
+addresses which a dead attempt left there hangs or fails. A count of restarts would tell attempts
+apart on one node; with elastic nodes the counts differ. So rank 0 names each meeting by a random
+word, each rank answers with a random word of its own, and rank 0 opens the meeting by repeating
+the answers: what a dead attempt left never holds the answer that a living rank just gave.
 """
 
+import json
 import socket
+import time
+import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -12,12 +21,13 @@ import torch.distributed as dist
 from hardened_ddp.errors import GroupError
 from hardened_ddp.ranks.launch import Launch
 
+POLL_S = 0.01
+
 
 def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
-    """Connect to the key-value store through which ranks find each other.
+    """Connect to the key-value store that the launcher, or else rank 0, serves. Rank-local.
 
-    WHY the prefix: torchrun keeps one store over all restarts; without it a restarted rank reads
-    the addresses that the dead attempt left there, and hangs or fails.
+    Raises GroupError if the port is taken, RuntimeError if nobody answers there.
     """
     is_server = launch.is_main and not launch.agent_owns_store
     listen_fd = None
@@ -36,7 +46,7 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
             ) from error
         listener.listen(512)
         listen_fd = listener.detach()
-    tcp_store = dist.TCPStore(
+    return dist.TCPStore(
         launch.master_addr,
         launch.master_port,
         launch.world_size,
@@ -46,19 +56,61 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
         multi_tenant=True,
         master_listen_fd=listen_fd,
     )
-    return dist.PrefixStore(f"attempt-{launch.attempt}", tcp_store)
 
 
-def wait_for_all(store: dist.Store, launch: Launch, timeout_s: float) -> None:
-    """Wait until every rank has said hello; name those that did not. Collective: all ranks."""
-    store.set(f"hello/{launch.rank}", f"{socket.gethostname()} rank {launch.rank}")
-    keys = [f"hello/{rank}" for rank in range(launch.world_size)]
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+def meet(store: dist.Store, launch: Launch, timeout_s: float) -> dist.Store:
+    """Wait until every rank has come; give the part of the store that is this meeting's alone.
+
+    Collective: all ranks. Raises GroupError naming the ranks that did not come.
+    """
+    end = time.monotonic() + timeout_s
+    meeting = _invite(store, launch, end) if launch.is_main else _answer(store, launch, end)
+    if meeting is None:
+        missing = _missing(store, launch)
         raise GroupError(
             f"rank {launch.rank} waited {timeout_s:g} s at {launch.master_addr}:"
             f"{launch.master_port} and these of {launch.world_size} ranks never came: {missing}",
             fix="look at the log of those ranks: they did not start, or can't reach that address",
-        ) from error
+        )
+    return dist.PrefixStore(meeting, store)
+
+
+def _invite(store: dist.Store, launch: Launch, end: float) -> str | None:
+    """Name a meeting, wait for all answers, and open it. On rank 0."""
+    meeting = uuid.uuid4().hex
+    store.set("meeting", meeting)
+    keys = [f"{meeting}/hello/{rank}" for rank in range(1, launch.world_size)]
+    try:
+        store.wait(keys, timedelta(seconds=max(POLL_S, end - time.monotonic())))
+    except RuntimeError:
+        return None
+    answers = [store.get(key).decode() for key in keys]
+    store.set(f"{meeting}/open", json.dumps(answers))
+    return meeting
+
+
+def _answer(store: dist.Store, launch: Launch, end: float) -> str | None:
+    """Answer the newest invitation until one of the meetings is opened with this answer."""
+    answer, meeting = uuid.uuid4().hex, ""
+    while time.monotonic() < end:
+        if store.check(["meeting"]):
+            newest = store.get("meeting").decode()
+            if newest != meeting:
+                meeting = newest
+                store.set(f"{meeting}/hello/{launch.rank}", answer)
+            is_open = store.check([f"{meeting}/open"])
+            if is_open and answer in json.loads(store.get(f"{meeting}/open")):
+                return meeting
+        time.sleep(POLL_S)
+    return None
+
+
+def _missing(store: dist.Store, launch: Launch) -> list[int]:
+    """List the ranks that did not answer the newest invitation, or rank 0 that sent none."""
+    if not store.check(["meeting"]):
+        return [0]
+    meeting = store.get("meeting").decode()
+    others = range(1, launch.world_size)
+    missing = [rank for rank in others if not store.check([f"{meeting}/hello/{rank}"])]
+    # All have answered, and rank 0 never opened it: the invitation is that of a dead attempt.
+    return missing or [0]

@@ -127,9 +127,11 @@ class SharedSum:
 
     def has_left(self, peer: int) -> bool:
         """Say whether another rank ended, or said that it comes no more. Rank-local."""
-        poller = select.poll()
-        poller.register(self._pidfds[peer], select.POLLIN)
-        return self._counters[peer * _LINE_WORDS + 1] == 1 or bool(poller.poll(0))
+        return self._counters[peer * _LINE_WORDS + 1] == 1 or _is_dead(self._pidfds[peer])
+
+    def has_dead_peer(self) -> bool:
+        """Say whether the process of another rank ended. Rank-local."""
+        return any(map(_is_dead, self._pidfds.values()))
 
     def close(self) -> None:
         """Leave, and give back what the others were watched with. May be called twice."""
@@ -181,6 +183,12 @@ class SharedSum:
             raise PeerGone(f"Connection closed by peer: rank {peer} left the shared memory")
         if waited_s > self._timeout_s:
             raise PeerGone(f"Timed out waiting {self._timeout_s:.0f} s for rank {peer}")
+
+
+def _is_dead(pidfd: int) -> bool:
+    poller = select.poll()
+    poller.register(pidfd, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -318,6 +318,13 @@ class LoopConfig:
         "Choose it a little below the job's limit. Empty: no limit.",
         shape=DURATION,
     )
+    stop_grace_s: float = setting(
+        30.0,
+        "Seconds from the launcher's SIGTERM to its SIGKILL; 30 in torchrun and Slurm. A rank that "
+        "still waits for another one after two thirds of them saves by itself and leaves.",
+        bounds=SECONDS,
+        may_differ=True,
+    )
     debug: bool = setting(
         False,
         "Check more and say more: an error in backward names its forward line, torch's "

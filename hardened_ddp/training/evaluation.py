@@ -4,6 +4,7 @@ Owns the sums behind test loss and accuracy. Runs the plain module, never the DD
 do different numbers of batches, and only the sums at the end are exchanged.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,14 +39,25 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(parts: Parts, loader: EvalLoader) -> Evaluation:
-    """Measure loss and accuracy on the test set. Collective: all ranks."""
+def evaluate(
+    parts: Parts, loader: EvalLoader, *, should_stop: Callable[[], object] = lambda: False
+) -> Evaluation | None:
+    """Measure loss and accuracy on the test set. Collective: all ranks.
+
+    should_stop is asked between batches, on all ranks equally often; None: it said so.
+    """
     module = parts.replica.module
     module.eval()
     totals = Totals(parts.device)
     mistakes: list[Mistake] = []
     try:
-        for batch in loader:
+        batches = iter(loader)
+        for _ in range(loader.most_batches):
+            if should_stop():  # collective
+                return None
+            batch = next(batches, None)
+            if batch is None:
+                continue
             if batch.bad and not parts.config.loop.continue_on_error:
                 raise SampleError(
                     f"test sample {batch.bad[0].index} can't be read: {batch.bad[0].error}",

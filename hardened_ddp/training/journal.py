@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.progress import ProgressBar
 from hardened_ddp.reporting.resources import ResourceMonitor
@@ -42,6 +43,9 @@ class Journal:
         )
         self.clock = StepClock(parts.device)
         self.resources = ResourceMonitor(parts.device)
+        self.goodput = Goodput(
+            folder, began_at=parts.group.launch.started_at, step=step, is_main=self.is_main
+        )
         self.last_train: Mapping[str, float] = {}
         self.last_evaluation: Evaluation | None = None
         self._settings_text = settings_text
@@ -107,7 +111,11 @@ class Journal:
         )
         self.metrics.scalars(
             progress.step,
-            {"loss/test": evaluation.loss, "accuracy/test": evaluation.accuracy},
+            {
+                "loss/test": evaluation.loss,
+                "accuracy/test": evaluation.accuracy,
+                **_times(self.goodput.account()),
+            },
         )
         mistakes = evaluation.mistakes
         if mistakes and mistakes[0].image.dim() == 3:
@@ -136,8 +144,10 @@ class Journal:
     def close(self, progress: Progress, *, status: str) -> None:
         """Write the summary and close all files. Rank-local."""
         self.bar.close()
+        self.goodput.note(progress.step, is_last=True)
         if self.is_main:
             self._note_left_out()
+            self.metrics.scalars(progress.step, _times(self.goodput.account()))
             evaluation = self.last_evaluation
             write_summary(
                 self.folder,
@@ -150,6 +160,7 @@ class Journal:
                     "train_loss": self.last_train.get("loss"),
                     "world_size": self.parts.group.world_size,
                     "num_left_out": progress.num_errors,
+                    "time": {k: round(v, 3) for k, v in self.goodput.account().items()},
                     "run_folder": str(self.folder),
                 },
             )
@@ -158,6 +169,7 @@ class Journal:
     def say_what_next(self, status: str) -> None:
         """Tell on rank 0 how the run ended and what to type next."""
         if self.is_main:
+            log.info("time: %s", self.goodput.describe())
             evaluation = self.last_evaluation
             for line in closing_lines(
                 self.folder,
@@ -177,3 +189,9 @@ class Journal:
                     file.writelines(json.dumps(entry) + "\n" for entry in new)
             except OSError as error:
                 log.warning("skipped_samples.jsonl can't be written: %s", error)
+
+
+def _times(account: Mapping[str, float]) -> dict[str, float]:
+    """Name the account of the wall time as TensorBoard shows it."""
+    seconds = {f"time/{name}_s": value for name, value in account.items() if name != "goodput"}
+    return {"time/goodput": account["goodput"], **seconds}

@@ -35,6 +35,16 @@ class Progress:
     num_errors: int = 0
     """Samples and windows left out so far."""
 
+    def end_epoch(self, end: int) -> None:
+        """Go to the start of the next epoch if the cursor is at the end of this one."""
+        if self.cursor >= end:
+            self.epoch, self.cursor = self.epoch + 1, 0
+
+    def reopen_epoch(self, end: int) -> None:
+        """Go back before end_epoch: what follows an epoch's last step is still to be done."""
+        if self.cursor == 0:
+            self.epoch, self.cursor = self.epoch - 1, end
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:

@@ -27,12 +27,21 @@ def choose_global_batch(
     """Give the number of samples of one window. Pure but for a line in the log.
 
     batch_size x world_size x accumulation_steps; a resumed run keeps its own on any number of
-    ranks, so that each step takes the same samples, unless a batch setting was given anew.
+    ranks, so that each step takes the same samples, unless another batch setting was given. The
+    same one again, as in a restart by the same command, is no other.
     """
+    settings = {
+        "batch_size": config.data.batch_size,
+        "accumulation_steps": config.optimizer.accumulation_steps,
+    }
     asked = config.data.batch_size * world_size * config.optimizer.accumulation_steps
     if saved is None or saved["global_batch"] == asked:
         return asked
-    given = [n for n in ("batch_size", "accumulation_steps") if sources.get(n) == "command line"]
+    given = [
+        name
+        for name, value in settings.items()
+        if sources.get(name) == "command line" and value != saved[name]
+    ]
     if given:
         log.warning(
             "the global batch changes from %d to %d, because %s was given",

@@ -13,6 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ NUM_ATTEMPTS = 3
 
 HEAD_START_S = 1.0
 """How long the others leave it to rank 0, which writes checkpoints as a rule."""
+
+LOCK_LIMIT_S = 3.0
+"""How long an update of the weights under way is waited for."""
 
 # WHY: weights that are not numbers would push out good ones; and where the disk is the trouble, or
 # the checkpoints are, another one does not help.
@@ -63,13 +67,27 @@ def rescue(
         if progress.step == 0 or not stepper.is_finite():
             return
         saver.save_in_need(progress)
-        log.warning(
-            "the state after step %d is saved; to go on: %s ddp_training.py --resume %s",
-            progress.step,
-            program("python"),
-            folder,
-        )
+        _say_saved(progress, folder)
     except Exception:  # WHY broad: the error that ended training must stay the one that is told
+        log.warning("the last state could not be saved", exc_info=True)
+
+
+def save_while_stuck(stepper: Stepper, progress: Progress, saver: Saver, folder: Path) -> None:
+    """Save the last completed step beside a main thread that waits for another rank. Rank-local.
+
+    On a thread of its own; the process ends after it. Never raises.
+    """
+    # WHY no release: should the wait end after all, the weights must not move any more.
+    if not stepper.commit_lock.acquire(timeout=LOCK_LIMIT_S):
+        log.warning("weights are being updated: they are not saved, the last checkpoint stays")
+        return
+    try:
+        if not stepper.is_whole or progress.step == 0 or not stepper.is_finite():
+            return
+        if _is_mine(stepper.parts.group, progress.step):
+            saver.save_in_need(replace(progress), buffers=stepper.buffers_before)
+            _say_saved(progress, folder)
+    except Exception:  # WHY broad: the process ends in any case
         log.warning("the last state could not be saved", exc_info=True)
 
 
@@ -102,6 +120,15 @@ def read_failures(folder: Path) -> list[dict[str, Any]]:
         except ValueError:  # a line that was cut off
             continue
     return found
+
+
+def _say_saved(progress: Progress, folder: Path) -> None:
+    log.warning(
+        "the state after step %d is saved; to go on: %s ddp_training.py --resume %s",
+        progress.step,
+        program("python"),
+        folder,
+    )
 
 
 def _is_mine(group: Group, step: int) -> bool:

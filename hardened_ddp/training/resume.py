@@ -63,9 +63,13 @@ def open_run(config: Config, group: Group) -> Run:
     Raises MainRankError on every rank if rank 0 can't use the folder or found nothing to resume.
     """
     mine: list[Run] = []
+    output = Path(config.run.output_dir)
+    # WHY all ranks: with elastic nodes, the node of rank 0 may be a new one.
+    noted = group.gather_json(_noted_folder(output, group.launch))  # collective
 
     def choose() -> str:
-        folder, checkpoint = find_place(config, group.launch)
+        earlier = next((Path(name) for name in noted if name and Path(name).is_dir()), None)
+        folder, checkpoint = find_place(config, earlier)
         lock = RunLock.acquire(folder, job=group.launch.job_key, restart=group.launch.attempt)
         try:
             probe_folder(folder)
@@ -77,6 +81,8 @@ def open_run(config: Config, group: Group) -> Run:
         return str(folder)
 
     folder = Path(group.run_on_main(choose, what="opening the run folder"))  # collective
+    if group.launch.is_local_main:
+        _note_folder(output, group.launch, folder)
     if mine:
         return mine[0]
     return Run(folder, CheckpointStore(folder / CHECKPOINTS_NAME, keep_last=config.run.keep_last))
@@ -105,13 +111,17 @@ def read_checkpoint(run: Run, group: Group) -> Saved | None:
     return saved
 
 
-def find_place(config: Config, launch: Launch) -> tuple[Path, Found | None]:
+def find_place(config: Config, earlier: Path | None) -> tuple[Path, Found | None]:
     """Decide the run folder and the checkpoint to start from. On rank 0 only.
 
+    earlier: the folder of this job's earlier attempts. It goes on there, whatever --resume says:
+    that was for the first attempt.
     Raises CheckpointError if a resume was asked for and no checkpoint there is valid;
     RunFolderError if the folder can't be used.
     """
     output, wanted = Path(config.run.output_dir), config.run.resume
+    if earlier is not None:
+        return earlier, _newest_valid(earlier, config)
     if wanted == "newest":
         newest = newest_run(output)
         if newest is None:
@@ -128,19 +138,14 @@ def find_place(config: Config, launch: Launch) -> tuple[Path, Found | None]:
             f"{named} holds a run already, and --resume never forbids going on with it",
             fix="choose another --run_name, or --resume auto",
         )
-    if wanted == "auto":
-        folder = _folder_of_job(output, launch) if launch.is_restart else None
-        if folder is None and named is not None and named.is_dir():
-            folder = named
-        if folder is not None:
-            return folder, _newest_valid(folder, config)
+    if wanted == "auto" and named is not None and named.is_dir():
+        return named, _newest_valid(named, config)
     folder = create_run_folder(
         output,
         model=config.model.model,
         dataset=config.data.dataset,
         run_name=config.run.run_name,
     )
-    _remember_job(output, launch, folder)
     return folder, None
 
 
@@ -175,16 +180,23 @@ def _newest_valid(folder: Path, config: Config) -> Found | None:
     return found
 
 
-def _remember_job(output: Path, launch: Launch, folder: Path) -> None:
-    """Leave a note by which a restart of this job finds its folder again."""
-    if launch.job_key:
-        (output / _JOBS).mkdir(exist_ok=True)
-        (output / _JOBS / launch.job_key).write_text(folder.name + "\n", encoding="utf-8")
+def _note_folder(output: Path, launch: Launch, folder: Path) -> None:
+    """Leave a note by which later attempts of this job find its folder again."""
+    try:
+        for key in {launch.job_key, launch.agent_key} - {""}:
+            (output / _JOBS).mkdir(parents=True, exist_ok=True)
+            (output / _JOBS / key).write_text(str(folder.resolve()) + "\n", encoding="utf-8")
+    except OSError as error:
+        log.warning("a restart by the launcher will not find this run by itself: %s", error)
 
 
-def _folder_of_job(output: Path, launch: Launch) -> Path | None:
-    note = output / _JOBS / launch.job_key
-    if not launch.job_key or not note.is_file():
-        return None
-    folder = output / note.read_text(encoding="utf-8").strip()
-    return folder if folder.is_dir() else None
+def _noted_folder(output: Path, launch: Launch) -> str:
+    """Name the folder of this job's earlier attempts; empty if there was none.
+
+    WHY the restart count: a Slurm job may train one model after the other; an agent starts one.
+    """
+    keys = [launch.agent_key, launch.job_key if launch.is_restart else ""]
+    for note in (output / _JOBS / key for key in keys if key):
+        if note.is_file():
+            return note.read_text(encoding="utf-8").strip()
+    return ""

@@ -9,11 +9,14 @@ it (state.py).
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
 
 from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.checkpoint.snapshot import BackgroundWriter
 from hardened_ddp.errors import CheckpointError, NonFiniteError
+from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.training.parts import Parts, Progress
 from hardened_ddp.training.plan import is_due
 from hardened_ddp.training.state import collect_meta, collect_tensors, volatile_names
@@ -49,11 +52,15 @@ class Pace:
 class Saver:
     """Writes checkpoints of one run. On ranks other than 0 every call is cheap and does nothing."""
 
-    def __init__(self, parts: Parts, store: CheckpointStore) -> None:
+    def __init__(self, parts: Parts, store: CheckpointStore, *, goodput: Goodput) -> None:
         self.parts = parts
+        self.goodput = goodput
         self.writer = BackgroundWriter(store) if parts.group.launch.is_main else None
         self._store = store
         self._saved_step = -1
+        self.warning = ""
+        """Why the last checkpoint could not be written; empty: it could."""
+
         self._every_steps = parts.config.run.checkpoint_every_steps
         # Weights, and as a rule two numbers more for each in the optimizer.
         self._pace = Pace(3 * sum(p.nbytes for p in parts.replica.module.parameters()))
@@ -70,52 +77,36 @@ class Saver:
         """Start writing the state of this step boundary; training goes on beside it. Rank-local."""
         if self.writer is None:
             return
-        try:
-            if best_metric is not None:
-                self.writer.close()  # WHY: a best state must not be passed over as busy
-            was_started = self.writer.submit(
-                progress.step,
-                tensors=collect_tensors(self.parts),
-                meta=collect_meta(self.parts, progress),
-                volatile=volatile_names(self.parts),
-                best_metric=best_metric,
-            )
-            if was_started:
-                self._saved_step = progress.step
-                self._pace.begin(self.writer.cost_s)
-        except CheckpointError as error:
-            self._warn(error)
+        with self.goodput.within("checkpoint"):
+            self._start(self.writer, progress, best_metric)
 
-    def save_last(self, progress: Progress, *, best_metric: float | None = None) -> None:
+    def save_last(self, progress: Progress) -> None:
         """Write the state and wait until it is on the disk. Rank-local. Raises CheckpointError."""
-        if self.writer is None:
-            return
-        if self._saved_step == progress.step:
+        if self.writer is not None:
+            with self.goodput.within("checkpoint"):
+                self.save_in_need(progress)
+
+    def save_in_need(self, progress: Progress, *, buffers: Sequence[torch.Tensor] = ()) -> None:
+        """Do as save_last on whatever rank this is. Rank-local. Raises CheckpointError.
+
+        buffers: as for collect_tensors.
+        """
+        write = self._store.write if self.writer is None else self.writer.write_now
+        if self.writer is not None and self._saved_step == progress.step:
             self.writer.close()
             return
-        self.writer.write_now(
+        write(
             progress.step,
-            tensors=collect_tensors(self.parts),
+            tensors=collect_tensors(self.parts, buffers=buffers),
             meta=collect_meta(self.parts, progress),
-            best_metric=best_metric,
         )
         self._saved_step = progress.step
 
-    def save_in_need(self, progress: Progress) -> None:
-        """Do as save_last on whatever rank this is. Rank-local. Raises CheckpointError."""
-        if self.writer is not None:
-            self.save_last(progress)
-            return
-        self._store.write(
-            progress.step,
-            tensors=collect_tensors(self.parts),
-            meta=collect_meta(self.parts, progress),
-        )
-
     def before_update(self) -> None:
         """Let a write under way finish with the old weights. Rank-local, before each update."""
-        if self.writer is not None:
-            self.writer.before_update()
+        if self.writer is not None and self.writer.is_busy:
+            with self.goodput.within("checkpoint"):
+                self.writer.before_update()
 
     def catch_up(self, progress: Progress) -> None:
         """Report a write that failed; start one that was due while the writer was busy."""
@@ -138,8 +129,28 @@ class Saver:
         except CheckpointError as error:
             self._warn(error)
 
+    def _start(
+        self, writer: BackgroundWriter, progress: Progress, best_metric: float | None
+    ) -> None:
+        try:
+            if best_metric is not None:
+                writer.close()  # WHY: a best state must not be passed over as busy
+            was_started = writer.submit(
+                progress.step,
+                tensors=collect_tensors(self.parts),
+                meta=collect_meta(self.parts, progress),
+                volatile=volatile_names(self.parts),
+                best_metric=best_metric,
+            )
+            if was_started:
+                self._saved_step = progress.step
+                self._pace.begin(writer.cost_s)
+        except CheckpointError as error:
+            self._warn(error)
+
     def _warn(self, error: CheckpointError) -> None:
-        log.warning("no new checkpoint, training goes on with the older ones: %s", error)
+        self.warning = f"no new checkpoint, training goes on with the older ones: {error}"
+        log.warning("%s", self.warning)
 
 
 def refuse_non_finite(loss: float, *, step: int) -> None:

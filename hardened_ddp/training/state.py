@@ -5,7 +5,7 @@ single rank in it, no random state and no sampler state: those follow from seed,
 Does not own: how it gets to disk (checkpoint/), which checkpoint is taken (resume.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,9 +27,14 @@ class Saved:
     meta: Mapping[str, Any]  # Any: JSON
 
 
-def collect_tensors(parts: Parts) -> Tensors:
-    """Name the live tensors of model and optimizer; nothing is copied. Rank-local."""
+def collect_tensors(parts: Parts, *, buffers: Sequence[torch.Tensor] = ()) -> Tensors:
+    """Name the live tensors of model and optimizer; nothing is copied. Rank-local.
+
+    buffers: takes the place of the replica's moving buffers, where a forward is under way.
+    """
     tensors = {f"model.{name}": t for name, t in parts.replica.module.state_dict().items()}
+    for name, buffer in zip(parts.replica.moving_names, buffers, strict=False):
+        tensors[f"model.{name}"] = buffer
     for name, parameter in parts.replica.trainable.items():
         for key, value in parts.optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
@@ -42,6 +47,8 @@ def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
     return {
         **asdict(progress),
         "global_batch": parts.global_batch,
+        "batch_size": parts.config.data.batch_size,
+        "accumulation_steps": parts.config.optimizer.accumulation_steps,
         "total_steps": parts.total_steps,
         "channels_last": parts.replica.channels_last,
         "world_size": parts.group.world_size,

@@ -13,6 +13,7 @@ machine, for which it is the faster one.
 import contextlib
 import logging
 import math
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,6 +66,12 @@ class Stepper:
         self.is_whole = True
         """Weights and optimizer state are those of a step boundary: not half updated."""
 
+        self.commit_lock = threading.Lock()
+        """Held while weights and progress move: another thread that holds it sees a whole step."""
+
+        self.buffers_before: Sequence[torch.Tensor] = ()
+        """The moving buffers at the last step boundary; a forward under way has changed them."""
+
         self._phase = "forward"
         config = parts.config
         self._has_schedule = (
@@ -105,7 +112,7 @@ class Stepper:
             ids = [batch.indices.numpy() for batch in batches]
             self.ledger.bring(progress.step, progress.epoch, ids)
         # WHY: forward changes them; if the step fails, they are those of the last step again
-        buffers = parts.replica.copy_buffers()
+        self.buffers_before = buffers = parts.replica.copy_buffers()
         seed_step(
             parts.config.device.seed,
             step=progress.step,
@@ -125,8 +132,12 @@ class Stepper:
             else:
                 did_agree = True
                 self._unvoted(window, batches)  # collective
-            if did_agree:
-                self._update()
+            with self.commit_lock:
+                if did_agree:
+                    self._update()
+                progress.step += 1
+                progress.cursor = window.stop
+                self.buffers_before = ()
         except Exception as error:
             if self.is_whole:
                 parts.replica.put_back_buffers(buffers)
@@ -138,9 +149,6 @@ class Stepper:
             ) from error
         parts.optimizer.zero_grad(set_to_none=True)
         self.has_unread_totals = True
-        progress.step += 1
-        progress.cursor = window.stop
-        self.is_whole = True
         self.clock.mark("optimizer")
 
     def _unvoted(self, window: Window, batches: Sequence[Batch]) -> None:
@@ -238,21 +246,15 @@ class Stepper:
 
     def _report_left_out(self, batches: Sequence[Batch], failure: str, progress: Progress) -> None:
         """Count what is left out; stop all ranks above max_errors. Collective: all ranks."""
+        here = {"step": progress.step, "epoch": progress.epoch}
         mine = [
-            {"step": progress.step, "epoch": progress.epoch, "index": bad.index, "error": bad.error}
+            {**here, "index": bad.index, "error": bad.error}
             for batch in batches
             for bad in batch.bad
         ]
         if failure:
             samples = [int(index) for batch in batches for index in batch.indices]
-            mine.append(
-                {
-                    "step": progress.step,
-                    "epoch": progress.epoch,
-                    "window": samples,
-                    "error": failure,
-                }
-            )
+            mine.append({**here, "window": samples, "error": failure})
         for rank, entries in enumerate(self.parts.group.gather_json(mine)):  # collective
             for entry in entries:
                 what = f"sample {entry['index']}" if "index" in entry else "the whole window"
@@ -284,6 +286,7 @@ class Stepper:
         self.before_update()
         self.is_whole = False
         parts.precision.step(parts.optimizer)
+        self.is_whole = True
 
     def _name_unused(self) -> None:
         """Say which parameters get no gradient any more: they stay as they are. Rank-local."""

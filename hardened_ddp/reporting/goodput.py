@@ -1,0 +1,133 @@
+"""Where the wall time of a run went, over all its attempts.
+
+Owns attempts.jsonl in the run folder, and the account made of it. Rank 0 writes a line now and
+then: seconds of each phase since its attempt began, and the step. The last line of each attempt
+counts, so an attempt that was killed is in the account up to a few seconds before its end. What
+lies between that line and the next attempt's start is down time; steps that an attempt did and a
+later one had to do again are lost time.
+
+Goodput is the share of the wall time that went into steps that count (the word is from Google's
+ML Goodput, 2024; here waiting for data and evaluation are not part of it).
+Does not own: the split of a step into forward and backward (step_clock.py).
+"""
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+log = logging.getLogger(__name__)
+
+NAME = "attempts.jsonl"
+WRITE_EVERY_S = 5.0
+Phase = Literal["start_up", "data_wait", "training", "evaluation", "checkpoint"]
+PHASES: tuple[Phase, ...] = ("start_up", "data_wait", "training", "evaluation", "checkpoint")
+
+
+class Goodput:
+    """Adds up the wall time of this attempt by phase. On ranks other than 0 nothing is written."""
+
+    def __init__(self, folder: Path, *, began_at: float, step: int, is_main: bool) -> None:
+        """began_at: when this attempt began, in seconds since the epoch; step: where it goes on."""
+        self._path = folder / NAME
+        self._is_main = is_main
+        self._earlier = read_attempts(folder) if is_main else []
+        self._began_at = began_at
+        self._first_step = self._step = step
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._seconds["start_up"] = max(0.0, time.time() - began_at)
+        self._phase: Phase = "start_up"
+        self._last = self._written_at = time.perf_counter()
+
+    def enter(self, phase: Phase) -> None:
+        """End the phase under way; what comes now is phase."""
+        now = time.perf_counter()
+        self._seconds[self._phase] += now - self._last
+        self._last, self._phase = now, phase
+
+    @contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """Count what is done inside as phase, and what comes after as what was before."""
+        before = self._phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def note(self, step: int, *, is_last: bool = False) -> None:
+        """Note how far training is; write it down if the last line is some seconds old."""
+        self._step = step
+        if not self._is_main or (self._last - self._written_at < WRITE_EVERY_S and not is_last):
+            return
+        line = self._line()
+        self._written_at = self._last
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            log.debug("%s can't be written: %s", self._path, error)
+
+    def account(self) -> dict[str, float]:
+        """Give seconds and goodput of all attempts up to now."""
+        return account_of([*self._earlier, self._line()])
+
+    def describe(self) -> str:
+        """Tell the account in a line."""
+        account = self.account()
+        shares = ", ".join(
+            f"{name.replace('_', ' ')} {account[name] / account['wall']:.0%}"
+            for name in (*PHASES, "lost", "down")
+            if account[name] / account["wall"] >= 0.005
+        )
+        count = len(self._earlier) + 1
+        return f"{account['wall']:.1f} s in {count} attempt{'s' if count > 1 else ''}: {shares}"
+
+    def _line(self) -> dict[str, float]:
+        self.enter(self._phase)
+        return {
+            "began_at": round(self._began_at, 3),
+            "now": round(time.time(), 3),
+            "first_step": self._first_step,
+            "step": self._step,
+            **{phase: round(seconds, 3) for phase, seconds in self._seconds.items()},
+        }
+
+
+def read_attempts(folder: Path) -> list[dict[str, Any]]:
+    """Read the last line of each attempt, oldest first; what can't be read is left out."""
+    try:
+        lines = (folder / NAME).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    found: dict[float, dict[str, Any]] = {}
+    for line in lines:
+        try:
+            entry = json.loads(line)
+            found[entry["began_at"]] = entry
+        except (ValueError, KeyError, TypeError):  # a line that was cut off
+            continue
+    return sorted(found.values(), key=lambda entry: entry["began_at"])
+
+
+def account_of(attempts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Add up attempts: seconds of each phase, of lost steps, of down time and in all; goodput."""
+    total: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+    lost = down = 0.0
+    for index, attempt in enumerate(attempts):
+        for phase in PHASES:
+            total[phase] += attempt[phase]
+        later = [other["first_step"] for other in attempts[index + 1 :]]
+        num_steps = attempt["step"] - attempt["first_step"]
+        num_kept = min([attempt["step"], *later]) - attempt["first_step"]
+        if num_steps > 0:
+            lost += attempt["training"] * (1 - max(0, num_kept) / num_steps)
+        if index:
+            down += max(0.0, attempt["began_at"] - attempts[index - 1]["now"])
+    total["training"] -= lost
+    wall = max(1e-9, sum(total.values()) + lost + down)
+    goodput = total["training"] / wall
+    return {**total, "lost": lost, "down": down, "wall": wall, "goodput": goodput}

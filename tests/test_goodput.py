@@ -1,0 +1,79 @@
+"""The account of a run's wall time: every second is somewhere, over all attempts."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from hardened_ddp.reporting.goodput import NAME, Goodput, account_of, read_attempts
+from tests.ranks import start_training, train
+from tests.run_folder import find_checkpoints, only_run, read_summary
+
+PHASES = {"start_up": 2.0, "data_wait": 1.0, "training": 10.0, "evaluation": 1.0, "checkpoint": 1.0}
+
+
+def attempt(began_at: float, *, first_step: int, step: int) -> dict[str, float]:
+    return {
+        "began_at": began_at,
+        "now": began_at + sum(PHASES.values()),
+        "first_step": first_step,
+        "step": step,
+        **PHASES,
+    }
+
+
+def test_steps_done_twice_are_lost_and_the_time_between_attempts_is_down() -> None:
+    # The first did 100 steps, and the second went on from 80; 5 s lie between them.
+    account = account_of(
+        [attempt(100, first_step=0, step=100), attempt(120, first_step=80, step=200)]
+    )
+    assert account["lost"] == pytest.approx(2.0)
+    assert account["training"] == pytest.approx(18.0)
+    assert account["down"] == pytest.approx(5.0)
+    assert account["wall"] == pytest.approx(35.0)
+    assert account["goodput"] == pytest.approx(18 / 35)
+
+
+def test_an_attempt_that_kept_nothing_is_lost_whole() -> None:
+    attempts = [attempt(0, first_step=50, step=60), attempt(20, first_step=40, step=70)]
+    assert account_of(attempts)["lost"] == pytest.approx(10.0)
+
+
+def test_every_second_is_in_one_phase(tmp_path: Path) -> None:
+    began_at = time.time() - 3
+    goodput = Goodput(tmp_path, began_at=began_at, step=0, is_main=True)
+    goodput.enter("training")
+    with goodput.within("checkpoint"):
+        goodput.note(5)  # too early for a line
+    goodput.enter("data_wait")
+    account = goodput.account()
+    parts = [account[name] for name in (*PHASES, "lost", "down")]
+    assert sum(parts) == pytest.approx(account["wall"])
+    assert account["wall"] == pytest.approx(time.time() - began_at, abs=0.5)
+    assert account["start_up"] >= 3
+    assert not read_attempts(tmp_path)
+    goodput.note(5, is_last=True)
+    assert [entry["step"] for entry in read_attempts(tmp_path)] == [5]
+
+
+def test_lines_that_were_cut_off_are_passed_over(tmp_path: Path) -> None:
+    whole = json.dumps(attempt(1, first_step=0, step=3))
+    (tmp_path / NAME).write_text(f'{whole}\n[]\n{{"step": 4}}\n{whole[:30]}', encoding="utf-8")
+    assert [entry["step"] for entry in read_attempts(tmp_path)] == [3]
+
+
+def test_a_run_accounts_for_its_time_over_a_kill(tmp_path: Path) -> None:
+    argv: list[str | Path] = ["--cpu_only", "--batch_size", "16", "--checkpoint_every_steps", "5"]
+    argv += ["--log_interval", "5", "--run_name", "run", "--output_dir", tmp_path]
+    with start_training(argv, 1) as running:
+        running.wait_for(lambda: find_checkpoints(tmp_path), timeout_s=60, what="a checkpoint")
+        running.kill(0)
+    finished = train(argv, 1).ok()
+    run = only_run(tmp_path)
+    account = read_summary(run)["time"]
+    assert 0 < account["goodput"] < 1
+    assert account["goodput"] == pytest.approx(account["training"] / account["wall"], abs=0.01)
+    assert "s in 1 attempt" in finished.outputs[0] or "s in 2 attempts" in finished.outputs[0]
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert "time/goodput" in json.loads(lines[-1])

@@ -1,0 +1,198 @@
+"""Restarts by the launcher: each goes on where the last attempt ended, on whatever ranks it has."""
+
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from hardened_ddp.errors import PeerLostError
+from hardened_ddp.training.rescue import read_failures
+from tests.commands import Command, run_command, start_command
+from tests.processes import kill
+from tests.ranks import free_port, start_training, train
+from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
+
+POINTS: list[str | Path] = ["--dataset", "tests.plugins:points", "--cpu_only", "--batch_size", "2"]
+POINTS += ["--log_interval", "1", "--eval_every", "0", "--checkpoint_every_steps", "0"]
+STEADY: list[str | Path] = ["--cpu_only", "--batch_size", "12", "--num_workers", "0", "--ledger"]
+STEADY += ["--lr_schedule", "constant", "--log_interval", "1", "--eval_every", "0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rendezvous", ["--standalone", "--master_port={port}"])
+def test_ten_of_ten_restarts_go_on_at_the_next_step(rendezvous: str, tmp_path: Path) -> None:
+    # Each attempt does two steps or more (its first forward is the warm-up's), and dies.
+    argv = ["torchrun", rendezvous.format(port=free_port()), "--nproc_per_node=2"]
+    argv += ["--max_restarts=10", "ddp_training.py", *map(str, POINTS), "--run_name", "run"]
+    argv += ["--model", "tests.plugins:Dying", "--model_args", "{forward_number: 4}"]
+    argv += ["--epochs", "100", "--timeout_s", "60", "--output_dir", str(tmp_path)]
+    run_command(argv, timeout_s=170)
+    failures = read_failures(tmp_path / "run")
+    steps = [failure["step"] for failure in failures]
+    assert len(steps) == 11, "an attempt did not come to its end"
+    assert all(now > before for before, now in zip([0, *steps], steps, strict=False))
+    assert step_of(find_checkpoints(tmp_path)[-1]) == steps[-1]
+    assert len({failure["error"].partition("(")[0] for failure in failures}) == 1
+
+
+def test_a_restart_goes_on_in_its_run_whatever_resume_said(tmp_path: Path) -> None:
+    argv = ["torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=1"]
+    argv += ["ddp_training.py", *map(str, POINTS), "--model", "tests.plugins:Dying"]
+    argv += ["--model_args", "{forward_number: 8}", "--resume", "never"]
+    completed = run_command([*argv, "--output_dir", str(tmp_path)], timeout_s=60)
+    run = only_run(tmp_path)
+    assert f"going on in {run}" in completed.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--no_shared_memory"]], ids=" ".join)
+def test_a_stop_that_comes_while_another_rank_hangs_saves_the_last_step(
+    flags: list[str], tmp_path: Path
+) -> None:
+    quiet = [*STEADY, *flags, "--epochs", "2", "--checkpoint_every_steps", "0"]
+    train([*quiet, "--output_dir", tmp_path / "quiet"], 2).ok()
+    output = tmp_path / "struck"
+    argv = [*quiet, "--stop_grace_s", "1.5", "--output_dir", output]
+    with start_training(argv, 2) as running:
+        running.wait_for(lambda: _is_past(output, 10), timeout_s=60, what="10 steps")
+        running.kill(1, signal.SIGSTOP)
+        running.kill(0, signal.SIGTERM)
+        running.wait_for(lambda: running.living() == [1], timeout_s=20, what="rank 0's end")
+        running.kill(1)
+        finished = running.wait(10)
+    assert finished.statuses == (PeerLostError.exit_status, -signal.SIGKILL)
+    saved = step_of(find_checkpoints(output)[-1])
+    assert saved > 10
+    assert f"the state after step {saved} is saved" in finished.outputs[0]
+    train([*argv, "--resume", only_run(output)], 2).ok()
+    assert last_tensors(output) == last_tensors(tmp_path / "quiet")
+
+
+def test_a_stop_in_an_evaluation_is_saved_and_the_evaluation_done_again(tmp_path: Path) -> None:
+    argv: list[str | Path] = ["--dataset", "tests.plugins:points_slow_to_test", "--cpu_only"]
+    argv += ["--model", "mlp", "--batch_size", "4", "--eval_batch_size", "4", "--epochs", "2"]
+    argv += ["--num_workers", "0", "--log_interval", "5", "--output_dir", tmp_path]
+    with start_training(argv, 2) as running:
+        running.wait_for(lambda: "step 5/10" in running.output(0), timeout_s=60, what="epoch 1")
+        running.kill(1, signal.SIGTERM)
+        finished = running.wait(20).ok()
+    assert "stopping in the evaluation after step 5" in finished.outputs[0]
+    assert read_summary(only_run(tmp_path))["status"] == "stopped"
+    resumed = train([*argv, "--resume", only_run(tmp_path)], 2).ok()
+    assert "from step 5\n" in resumed.outputs[0]
+    assert "epoch 1 done" in resumed.outputs[0]
+    assert read_summary(only_run(tmp_path))["step"] == 10
+
+
+@pytest.mark.slow
+def test_any_number_of_ranks_goes_on_with_the_same_samples_in_each_step(tmp_path: Path) -> None:
+    """4 ranks, then 2, 3 and 1, each from the middle of an epoch; one rank does it all beside."""
+    alone = [*STEADY, "--batch_size", "48", "--epochs", "2", "--output_dir", tmp_path / "alone"]
+    train([*alone, "--run_name", "run"], 1).ok()
+    argv = [*STEADY, "--epochs", "2", "--output_dir", tmp_path / "changing", "--run_name", "run"]
+    for world_size, last in ((4, 11), (2, 25), (3, 41), (1, 0)):
+        train([*argv, "--max_steps", str(last)], world_size).ok()
+    alone_run, run = tmp_path / "alone" / "run", tmp_path / "changing" / "run"
+    assert _samples(run) == _samples(alone_run)
+    assert len(_samples(run)) == 60
+    losses, expected = _losses(run), _losses(alone_run)
+    assert losses.keys() == expected.keys()
+    # The same sums in another order of additions, fed back over 60 steps.
+    assert all(losses[step] == pytest.approx(expected[step], abs=2e-3) for step in expected)
+    verified = run_command(["python", "ddp_training.py", "verify-ledger", run], timeout_s=30).ok()
+    assert verified.stdout.count("1437 samples, each exactly once") == 2
+
+
+@pytest.mark.slow
+def test_a_node_that_joins_or_dies_changes_nothing_but_the_speed(tmp_path: Path) -> None:
+    """Two agents with elastic rendezvous: one starts alone, one joins it, and is killed."""
+    launch = ["torchrun", "--nnodes=1:2", "--nproc_per_node=1", "--max_restarts=3"]
+    launch += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--rdzv_id=job"]
+    output = tmp_path / "elastic"
+    train_it = ["--local_addr=127.0.0.1", "ddp_training.py", *map(str, STEADY)]
+    train_it += ["--epochs", "40", "--batch_size", "24", "--checkpoint_every_steps", "0"]
+    train_it += ["--model", "tests.plugins:Paced", "--output_dir", str(output)]
+    # WHY not both: on one machine both agents would take themselves for the host of the endpoint
+    host, guest = (["--rdzv_conf=last_call_timeout=1" + more] for more in ("", ",is_host=0"))
+    # WHY: torch 2.13's agents wait for each other for ever when a node joins and they share it
+    env = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with start_command([*launch, *host, *train_it], env=env) as first:
+        first.wait_for(lambda: _is_past(output, 5), timeout_s=60, what="5 steps")
+        with start_command([*launch, *guest, *train_it], env=env) as second:
+            first.wait_for(lambda: _ranks_in(output) == 2, timeout_s=60, what="a second rank")
+            begin = _last_step(output)
+            first.wait_for(lambda: _is_past(output, begin + 5), timeout_s=60, what="steps of two")
+            _kill_node(second)
+        completed = first.wait(timeout_s=120).ok()
+    run = only_run(output)
+    assert read_summary(run)["status"] == "finished"
+    assert completed.output.count("going on in") == 2
+    alone = [*STEADY, "--epochs", "40", "--batch_size", "24", "--model", "mlp"]
+    train([*alone, "--run_name", "run", "--output_dir", tmp_path / "alone"], 1).ok()
+    assert _samples(run) == _samples(tmp_path / "alone" / "run")
+
+
+def _kill_node(agent: Command) -> None:
+    """Kill an agent and its rank at once, as a node that loses power."""
+    pids = [agent.pid_of_rank(rank) for rank in (0, 1)]
+    kill(agent.pid)
+    for pid in pids:
+        if pid is not None:
+            kill(pid)
+
+
+def _samples(run: Path) -> dict[int, list[int]]:
+    """Give the samples of each step, sorted, by what the ledger says of the steps that count."""
+    found: dict[int, list[int]] = {}
+    starts: dict[int, list[Path]] = {}
+    for path in sorted((run / "ledger").iterdir()):
+        starts.setdefault(int(path.name[:4]), []).append(path)
+    for number in sorted(starts):
+        new: dict[int, list[int]] = {}
+        for path in starts[number]:
+            head, _, raw = path.read_bytes().partition(b"\n")
+            found = {s: ids for s, ids in found.items() if s < json.loads(head)["step"]}
+            for step, ids in _records(raw):
+                new.setdefault(step, []).extend(ids)
+        found |= new
+    return {step: sorted(ids) for step, ids in found.items() if step < read_summary(run)["step"]}
+
+
+def _records(raw: bytes) -> list[tuple[int, list[int]]]:
+    records, position = [], 0
+    while position + 16 <= len(raw):
+        step = int.from_bytes(raw[position : position + 8], "little")
+        count = int.from_bytes(raw[position + 12 : position + 16], "little")
+        position += 16
+        ids = raw[position : position + 4 * count]
+        position += 4 * count
+        if len(ids) == 4 * count:
+            records.append((step, list(memoryview(ids).cast("I"))))
+    return records
+
+
+def _losses(run: Path) -> dict[int, float]:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    entries = [json.loads(line) for line in lines]
+    return {e["step"]: e["loss/train"] for e in entries if "loss/train" in e}
+
+
+def _last_step(output: Path) -> int:
+    for path in output.glob("[!.]*/metrics.jsonl"):
+        steps = re.findall(r'^{"step": (\d+),', path.read_text(encoding="utf-8"), re.MULTILINE)
+        if steps:
+            return int(steps[-1])
+    return 0
+
+
+def _is_past(output: Path, step: int) -> bool:
+    return _last_step(output) > step
+
+
+def _ranks_in(output: Path) -> int:
+    """Count the ranks of the newest start, by its ledger."""
+    names = [path.name for path in output.glob("[!.]*/ledger/*.bin")]
+    newest = max(names, default="")[:4]
+    return sum(name[:4] == newest for name in names)
