@@ -254,7 +254,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
         precision=precision,
         optimizer=build_optimizer(replica.module.parameters(), config.optimizer),
         global_batch=global_batch,
-        total_steps=count_steps(config.loop, steps_per_epoch=sampler.num_windows),
+        total_steps=count_steps(config.loop, sampler, None if saved is None else saved.meta),
     )
 
 
@@ -293,7 +293,7 @@ def build_replica(
     )
     find_unused = choose_find_unused(config.ddp.find_unused_parameters, findings)
     # Images with channels last: as asked, as the run began, or as a measurement says.
-    steps = count_steps(config.loop, steps_per_epoch=loader.sampler.num_windows)
+    steps = count_steps(config.loop, loader.sampler)
     channels_last = choose_channels_last(  # collective
         Trial(model, objective, precision),
         samples[0],

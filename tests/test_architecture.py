@@ -44,7 +44,7 @@ OWNERS = {
     "numpy.random.seed": "ranks/seeding.py",
     "signal.signal signal.set_wakeup_fd signal.siginterrupt": "guard/stop.py",
     "threading.Thread threading.Timer _thread.* concurrent.futures.Thread*": (
-        "guard/watchdog.py checkpoint/snapshot.py reporting/*"
+        "guard/watchdog.py checkpoint/snapshot.py reporting/* data/crew.py ranks/meeting.py"
     ),
     "print": "reporting/* diagnosis/* ddp_training.py",
     "sys.exit exit quit SystemExit": "ddp_training.py",

@@ -83,6 +83,11 @@ class Watch:
         assert found or not self.has_seen_one, "no valid checkpoint any more"
         self.has_seen_one = found is not None
 
+    def is_finished(self) -> bool:
+        """Say whether the run came to its end."""
+        run = self.checkpoints.parent
+        return (run / "summary.json").exists() and read_summary(run)["status"] == "finished"
+
     def is_past(self, step: int) -> bool:
         """Say whether step was done, by the newest line of the metrics."""
         self.look()
@@ -119,7 +124,7 @@ def test_faults_at_random_moments_end_in_the_weights_of_the_quiet_run(
         strike = strike_torchrun if fault.kind in UNDER_TORCHRUN else strike_ranks
         strike(argv, world_size, fault, watch)
         watch.look()
-        if read_summary(only_run(tmp_path))["status"] == "finished":
+        if watch.is_finished():
             break  # what struck did not end it
     train(argv, world_size).ok()
     run = only_run(tmp_path)

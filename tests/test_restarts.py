@@ -51,7 +51,7 @@ def test_a_restart_goes_on_in_its_run_whatever_resume_said(tmp_path: Path) -> No
 def test_a_stop_that_comes_while_another_rank_hangs_saves_the_last_step(
     flags: list[str], tmp_path: Path
 ) -> None:
-    quiet = [*STEADY, *flags, "--epochs", "2", "--checkpoint_every_steps", "0"]
+    quiet = [*STEADY, *flags, "--epochs", "20", "--model", "mlp", "--checkpoint_every_steps", "0"]
     train([*quiet, "--output_dir", tmp_path / "quiet"], 2).ok()
     output = tmp_path / "struck"
     argv = [*quiet, "--stop_grace_s", "1.5", "--output_dir", output]
@@ -64,10 +64,44 @@ def test_a_stop_that_comes_while_another_rank_hangs_saves_the_last_step(
         finished = running.wait(10)
     assert finished.statuses == (PeerLostError.exit_status, -signal.SIGKILL)
     saved = step_of(find_checkpoints(output)[-1])
-    assert saved > 10
+    assert 10 < saved < 1200
     assert f"the state after step {saved} is saved" in finished.outputs[0]
     train([*argv, "--resume", only_run(output)], 2).ok()
     assert last_tensors(output) == last_tensors(tmp_path / "quiet")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--no_shared_memory"]], ids=" ".join)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_hangs_is_left_after_the_timeout(
+    victim: int, flags: list[str], tmp_path: Path
+) -> None:
+    argv = [*STEADY, *flags, "--epochs", "20", "--timeout_s", "3", "--output_dir", tmp_path]
+    with start_training([*argv, "--checkpoint_every_steps", "0"], 2) as running:
+        running.wait_for(lambda: _is_past(tmp_path, 10), timeout_s=60, what="10 steps")
+        running.kill(victim, signal.SIGSTOP)
+        running.wait_for(lambda: running.living() == [victim], timeout_s=25, what="the other's end")
+        running.kill(victim)
+        finished = running.wait(10)
+    assert finished.statuses[1 - victim] == PeerLostError.exit_status
+    saved = step_of(find_checkpoints(tmp_path)[-1])
+    assert saved > 10
+    assert f"the state after step {saved} is saved" in finished.output
+
+
+def test_another_batch_size_on_resume_changes_the_steps_to_come_and_not_the_epochs(
+    tmp_path: Path,
+) -> None:
+    argv = [*POINTS, "--model", "mlp", "--run_name", "run", "--ledger", "--output_dir", tmp_path]
+    train([*argv, "--batch_size", "4", "--epochs", "3", "--max_steps", "5"], 2).ok()
+    finished = train([*argv, "--batch_size", "5", "--epochs", "3", "--max_steps", "0"], 1).ok()
+    assert "the global batch changes from 8 to 5" in finished.outputs[0]
+    summary = read_summary(tmp_path / "run")
+    # 40 samples: an epoch of 5 windows of 8, then two epochs of 8 windows of 5.
+    assert (summary["step"], summary["epoch"]) == (21, 3)
+    verify = ["python", "ddp_training.py", "verify-ledger", str(tmp_path / "run")]
+    verified = run_command(verify, timeout_s=20).ok()
+    assert verified.stdout.count("40 samples, each exactly once") == 3
 
 
 def test_a_stop_in_an_evaluation_is_saved_and_the_evaluation_done_again(tmp_path: Path) -> None:

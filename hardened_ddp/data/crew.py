@@ -9,13 +9,15 @@ WHY never next() again after any other error: torch would silently leave out the
 """
 
 import contextlib
-import ctypes
 import multiprocessing
 import multiprocessing.connection
+import os
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -27,7 +29,6 @@ from hardened_ddp.data.workers import WorkerPlan
 
 POLL_S = 0.5  # how long a dead worker may go unnoticed while a batch is waited for
 END_S = 5.0  # how long workers may take to end before they are killed
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 # For the rank, not for its workers; a scheduler sends them to every process of a job.
 _SIGNALS_OF_THE_RANK = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 
@@ -206,13 +207,19 @@ def _unchanged(data: Any) -> Any:
 
 def _prepare_worker(worker_id: int) -> None:
     """Make a worker die with its rank, and leave the rank's signals to the rank."""
-    with contextlib.suppress(OSError, AttributeError):  # Linux only
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():  # it died before we asked to be told
-        signal.raise_signal(signal.SIGKILL)
+    if parent is not None:
+        # WHY not the kernel's signal at a parent's death: that parent is the fork server.
+        watch = partial(_end_with, parent.sentinel)
+        threading.Thread(target=watch, name="end-with-rank", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_THE_RANK)
     torch.set_num_threads(1)
+
+
+def _end_with(sentinel: int) -> None:
+    """Wait until the process behind sentinel is gone, then end this one."""
+    multiprocessing.connection.wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _was_told(error: BaseException) -> bool:

@@ -53,6 +53,7 @@ class StopRequest:
         self._word = torch.zeros(3, dtype=torch.int64)
         self._pending: dist.Work | None = None
         self._interval = 1
+        self._has_new_pace = False
         self._tick = self._started_tick = 0
         self._started_at = time.perf_counter()
         self.last_resort: LastResort | None = None
@@ -108,6 +109,7 @@ class StopRequest:
         """
         self._interval, self._started_tick = 1, self._tick
         self._started_at = time.perf_counter()
+        self._has_new_pace = True
 
     def _poll(self) -> str:
         self._tick += 1
@@ -122,7 +124,9 @@ class StopRequest:
         code = 0
         if self._pending is not None:
             self._pending.wait()
-            code, self._interval = int(self._word[0]), max(1, int(self._word[1]))
+            code = int(self._word[0])
+            # WHY: what is under way since before a change of pace was measured at the old one
+            self._interval = 1 if self._has_new_pace else max(1, int(self._word[1]))
             self._pending = None
             self._read_notice(int(self._word[2]))
         if not code:
@@ -154,10 +158,12 @@ class StopRequest:
         poll_time = max(1e-6, (now - self._started_at) / num_polls)
         self._look_around()
         self._word[0] = self.code
-        self._word[1] = min(MAX_INTERVAL, max(1, int(CHECK_EVERY_S / poll_time)))
+        interval = min(MAX_INTERVAL, max(1, int(CHECK_EVERY_S / poll_time)))
+        self._word[1] = 1 if self._has_new_pace else interval  # no poll was timed yet
         self._word[2] = self._tell_notice()
         self._pending = self.group.start_max(self._word)  # collective
         self._started_tick, self._started_at = self._tick, now
+        self._has_new_pace = False
 
     def _tell_notice(self) -> int:
         """Leave a new notice where the others find it; give the number of notices."""

@@ -28,7 +28,7 @@ from hardened_ddp.errors import (
     RankMismatchError,
 )
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.meeting import meet, open_store
+from hardened_ddp.ranks.meeting import PatientStore, meet, open_store
 from hardened_ddp.ranks.shared_sum import SharedSum, is_supported, open_shared_sum
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Group:
         self.launch = launch
         self.device = device
         self.world_size = launch.world_size
-        self.store: dist.Store | None = None
+        self.store: PatientStore | None = None
         self.control: dist.ProcessGroup | None = None
         self.shared: SharedSum | None = None
         """How CPU tensors are summed if all ranks are on one machine; None: by gloo."""
@@ -143,8 +143,8 @@ class Group:
     def published(self, key: str) -> str:
         """Read what another rank has published; empty if it is not there. Rank-local."""
         try:
-            if self.store is not None and self.store.check([key]):
-                return str(self.store.get(key).decode())
+            if self.store is not None and self.store.has(key):
+                return self.store.get(key)
         except RuntimeError as error:
             log.debug("could not read %s: %s", key, error)
         return ""
@@ -166,8 +166,8 @@ class Group:
             return found
         try:
             for rank in range(self.world_size):
-                if rank != self.launch.rank and self.store.check([f"failure/{rank}"]):
-                    found[rank] = self.store.get(f"failure/{rank}").decode()
+                if rank != self.launch.rank and self.store.has(f"failure/{rank}"):
+                    found[rank] = self.store.get(f"failure/{rank}")
             if found:
                 self.store.set(f"heard/{self.launch.rank}", "")
         except RuntimeError as error:
@@ -200,7 +200,7 @@ class Group:
         others = [f"heard/{rank}" for rank in range(1, self.world_size)]
         try:
             if self.store is not None:
-                self.store.wait(others, timedelta(seconds=LISTEN_LIMIT_S))
+                self.store.wait(others, LISTEN_LIMIT_S)
         except RuntimeError as error:
             log.debug("not every rank has heard of the failure: %s", error)
 
@@ -255,10 +255,11 @@ def open_group(
     timeout = timedelta(seconds=timeout_s)
     where = f"{launch.master_addr}:{launch.master_port}"
     try:
-        group.store = meet(open_store(launch, timeout), launch, timeout_s)  # collective
+        store = meet(open_store(launch, timeout), launch, timeout_s)  # collective
+        group.store = PatientStore(store)
         dist.init_process_group(
             name,
-            store=group.store,
+            store=store,
             rank=launch.rank,
             world_size=launch.world_size,
             timeout=timeout,

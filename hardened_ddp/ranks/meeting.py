@@ -11,10 +11,14 @@ the answers: what a dead attempt left never holds the answer that a living rank 
 """
 
 import json
+import queue
 import socket
+import threading
 import time
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -22,6 +26,58 @@ from hardened_ddp.errors import GroupError
 from hardened_ddp.ranks.launch import Launch
 
 POLL_S = 0.01
+PATIENCE_S = 2.0
+
+T = TypeVar("T")
+
+
+class PatientStore:
+    """A store of which each question is answered within PATIENCE_S, or raises RuntimeError.
+
+    WHY: where the rank that serves it is stopped or hangs, torch's own calls wait for ever.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._is_silent = False
+
+    def has(self, key: str) -> bool:
+        return self._ask(lambda: self._store.check([key]))
+
+    def get(self, key: str) -> str:
+        return self._ask(lambda: self._store.get(key)).decode()
+
+    def set(self, key: str, text: str) -> None:
+        self._ask(lambda: self._store.set(key, text))
+
+    def claim(self, key: str, name: str) -> str:
+        """Write name where nothing is yet; give the name that stands there."""
+        return self._ask(lambda: self._store.compare_set(key, "", name)).decode()
+
+    def wait(self, keys: list[str], limit_s: float) -> None:
+        """Wait for all keys. For the rank that serves the store."""
+        self._store.wait(keys, timedelta(seconds=limit_s))
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        if self._is_silent:  # WHY at once: its connection still waits for the last answer
+            raise RuntimeError("the store does not answer")
+        answers: queue.SimpleQueue[T | RuntimeError] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                answers.put(question())
+            except RuntimeError as error:
+                answers.put(error)
+
+        threading.Thread(target=ask, name="ask-store", daemon=True).start()
+        try:
+            answer = answers.get(timeout=PATIENCE_S)
+        except queue.Empty:
+            self._is_silent = True
+            raise RuntimeError(f"the store gave no answer for {PATIENCE_S:g} s") from None
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
 
 
 def open_store(launch: Launch, timeout: timedelta) -> dist.Store:

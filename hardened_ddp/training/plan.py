@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import hardened_ddp
+from hardened_ddp.data.sampler import WindowSampler
 from hardened_ddp.settings.config import Config, LoopConfig
 
 log = logging.getLogger(__name__)
@@ -62,9 +63,19 @@ def choose_global_batch(
     return kept
 
 
-def count_steps(config: LoopConfig, *, steps_per_epoch: int) -> int:
-    """Give the optimizer steps of the whole run."""
-    steps = config.epochs * steps_per_epoch
+def count_steps(
+    config: LoopConfig, sampler: WindowSampler, saved: Mapping[str, Any] | None = None
+) -> int:
+    """Give the optimizer steps of the whole run: those done, and those to come in its epochs.
+
+    WHY not steps per epoch x epochs: the steps done may have been of another size.
+    """
+    steps = config.epochs * sampler.num_windows
+    if saved is not None:
+        rest = max(0, sampler.end - saved["cursor"])
+        epochs_to_come = config.epochs - saved["epoch"] - 1
+        to_come = -(-rest // sampler.global_batch) + epochs_to_come * sampler.num_windows
+        steps = saved["step"] + max(0, to_come)
     return min(steps, config.max_steps) if config.max_steps else steps
 
 

@@ -140,11 +140,11 @@ def _is_mine(group: Group, step: int) -> bool:
         if not group.launch.is_main:
             end = time.monotonic() + HEAD_START_S
             is_left = group.shared is not None and group.shared.has_left(0)
-            while not is_left and time.monotonic() < end and not group.store.check([key]):
+            while not is_left and time.monotonic() < end and not group.store.has(key):
                 time.sleep(0.02)
         mine = str(group.launch.rank)
-        return group.store.compare_set(key, "", mine).decode() == mine
-    except RuntimeError as error:  # rank 0 served the store, and is dead
+        return group.store.claim(key, mine) == mine
+    except RuntimeError as error:  # rank 0 served the store, and is dead or hangs
         log.debug("the store is gone: %s", error)
         return True
 
