@@ -26,9 +26,7 @@ _START_GRACE_S = 60.0  # besides, to the first step of a command
 _LEAVE_LIMIT_S = {"agent": 20.0}
 _POLL_S = 0.1
 _MARK = "FAULT_MARK"
-_ERROR = re.compile(
-    r"(?:\[(DDP-\w\d\d)\]|\b(\w+(?:Error|Exception)(?:_\w+)?)): ?(.*)|(DDP-\w\d\d.*)"
-)
+_ERROR = re.compile(r"\[?DDP-[A-Z]\d\d\b|\b\w+(?:Error|Exception)(?::|$)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
