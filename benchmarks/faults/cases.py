@@ -14,21 +14,22 @@ SAVE_EVERY = 5
 TOTAL_STEPS = NUM_SAMPLES // (BATCH_SIZE * NUM_RANKS) * NUM_EPOCHS
 
 OURS, OURS_GOING_ON = "ddp_training.py", "ddp_training.py --continue_on_error"
+# The second start gives the run's name and no other setting, as README.md shows.
+OURS_BY_NAME = "ddp_training.py, continued by name"
 PEERS = {
     "bare": "bare",
     "accelerate": "with_accelerate",
     "lightning": "with_lightning",
     "trainer": "with_trainer",
 }
-CONTENDERS = (*PEERS, OURS, OURS_GOING_ON)
+CONTENDERS = (*PEERS, OURS, OURS_BY_NAME, OURS_GOING_ON)
 # What a contender calls a checkpoint, in its output folder; the newest by time is the one it loads.
 CHECKPOINTS = {
     "bare": "snapshot.pt",
     "accelerate": "step_*",
     "lightning": "*.ckpt",
     "trainer": "checkpoint-*",
-    OURS: "fault/checkpoints/step-*",
-    OURS_GOING_ON: "fault/checkpoints/step-*",
+    **dict.fromkeys((OURS, OURS_BY_NAME, OURS_GOING_ON), "fault/checkpoints/step-*"),
 }
 
 
@@ -59,6 +60,9 @@ class Fault:
     """The same command is not given again."""
 
     def concerns(self, contender: str) -> bool:
+        """Say whether a contender differs under this fault from one that runs anyway."""
+        if contender == OURS_BY_NAME:
+            return self.ranks_after != NUM_RANKS
         return contender != OURS_GOING_ON or self.can_go_on
 
 
@@ -139,6 +143,8 @@ def command(contender: str, fault: Fault, *, is_again: bool, home: Path, output:
         is_stateful = fault.is_stateful and contender != "trainer"  # it has no such option
         module = ["--module", f"benchmarks.faults.{PEERS[contender]}"]
         return [*launcher, *module, *common, *(["--stateful"] if is_stateful else [])]
+    if contender == OURS_BY_NAME and is_again:
+        return [*launcher, "ddp_training.py", "--run_name", "fault", "--output_dir", str(output)]
     own = ["--dataset", "benchmarks.faults.task:dataset", "--model", "benchmarks.faults.task:model"]
     own += ["--batch_size", str(BATCH_SIZE), "--checkpoint_every_steps", str(SAVE_EVERY)]
     own += ["--run_name", "fault", "--eval_every", "0", "--lr_schedule", "constant"]
