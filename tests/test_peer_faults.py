@@ -125,14 +125,17 @@ def test_a_run_that_did_not_end_has_no_count_of_samples() -> None:
     assert row["surplus"] is row["missing"] is row["seconds"] is None
 
 
-def test_the_table_names_a_fault_once_and_has_a_cell_for_each_figure() -> None:
+def test_each_fault_has_a_table_with_a_cell_for_each_figure() -> None:
     first, second = make_start(0, {1: (), 2: ()}), make_start(1, {2: (), TOTAL_STEPS: ()})
     row = figures_of(observed(1, 0, starts=[first, second]))
-    lines = markdown([row, row | {"contender": "trainer"}], FAULTS).splitlines()
-    assert len({line.count("|") for line in lines}) == 1
-    assert lines[2].startswith(f"| {FAULTS['kill'].title} | bare |")
-    assert lines[3].startswith("|  | trainer |")
-    assert row["steps_lost"] == 1
+    other = figures_of(observed(1, 1, starts=[first], fault="nan")) | {"contender": "trainer"}
+    parts = markdown([other, row], FAULTS).split("\n\n")
+    assert parts[0] == f"### {FAULTS['kill'].title}"
+    assert parts[2] == f"### {FAULTS['nan'].title}"
+    table, other_table = parts[1].splitlines(), parts[3].splitlines()
+    assert len({line.count("|") for line in [*table, *other_table]}) == 1
+    assert table[2].startswith("| bare | ended with status 1; second start resumed at step 2 | 1 |")
+    assert other_table[2].endswith("| - | - | - |")
 
 
 def test_the_benchmark_lists_its_faults() -> None:

@@ -32,7 +32,7 @@ class StepLog:
     def __init__(self, steps_done: torch.Tensor, module: nn.Module) -> None:
         self.steps_done, self.module = steps_done, module
         self.ids: list[int] = []
-        """Of the last backward; each step has one."""
+        """Of the backwards since the last step, as far as their gradients were not thrown away."""
 
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         start = f"{os.environ.get('FAULT_RUN', '0')}-{attempt}"
@@ -50,6 +50,12 @@ class StepLog:
             "ids": self.ids,
         }
         os.write(self._fd, (json.dumps(line) + "\n").encode())
+        self.ids = []
+
+    def begin_forward(self) -> None:
+        """Forget what was backward before the gradients were cleared: no step came of it."""
+        if next(self.module.parameters()).grad is None:
+            self.ids = []
 
 
 def fire(step: int) -> str:

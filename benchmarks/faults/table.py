@@ -14,10 +14,7 @@ from .cases import NUM_EPOCHS, NUM_SAMPLES, Fault
 from .running import HANG_LIMIT_S, Attempt, Observed
 
 Row = dict[str, Any]
-_HEAD = (
-    "| fault | contender | what happened | steps lost | samples too often / missing | "
-    "seconds to the next step |"
-)
+_HEAD = "| contender | what happened | steps lost | samples surplus / missing | next step after |"
 
 
 def figures_of(seen: Observed) -> Row:
@@ -67,16 +64,21 @@ def describe(seen: Observed) -> str:
 
 
 def markdown(rows: Sequence[Row], faults: Mapping[str, Fault]) -> str:
-    """Write the table."""
-    lines = [_HEAD, "|" + " --- |" * 6]
-    shown = ""
-    for row in rows:
-        title = "" if row["fault"] == shown else faults[str(row["fault"])].title
-        shown = str(row["fault"])
-        samples = "-" if row["surplus"] is None else f"{row['surplus']} / {row['missing']}"
-        cells = [title, row["contender"], row["happened"], _cell(row["steps_lost"])]
-        lines.append(f"| {' | '.join(map(str, [*cells, samples, _cell(row['seconds'])]))} |")
-    return "\n".join(lines) + "\n"
+    """Write a heading and a table for each fault."""
+    parts = []
+    for name, fault in faults.items():
+        lines = [_line(row) for row in rows if row["fault"] == name]
+        if lines:
+            rule = "|" + " --- |" * (_HEAD.count("|") - 1)
+            parts.append("\n".join([f"### {fault.title}", "", _HEAD, rule, *lines]) + "\n")
+    return "\n".join(parts)
+
+
+def _line(row: Row) -> str:
+    samples = None if row["surplus"] is None else f"{row['surplus']} / {row['missing']}"
+    seconds = None if row["seconds"] is None else f"{row['seconds']} s"
+    cells = [row["contender"], row["happened"], row["steps_lost"], samples, seconds]
+    return f"| {' | '.join('-' if cell is None else str(cell) for cell in cells)} |"
 
 
 def _first(seen: Observed) -> str:
@@ -130,7 +132,3 @@ def _last_sign(seen: Observed) -> float:
     if len(seen.starts) == 1:
         return seen.fault_time
     return max([seen.fault_time, *(line.time for line in first_run.lines)])
-
-
-def _cell(value: object) -> str:
-    return "-" if value is None else str(value)

@@ -71,6 +71,7 @@ class Classifier(nn.Module):
 
     def forward(self, images: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         time.sleep(_LAPSE_S)
+        self.log.begin_forward()
         effect = fire(int(self.steps_done) + 1) if self.training else ""
         hidden = self.first(images.flatten(1)).relu()
         if effect != "unused":
@@ -83,7 +84,7 @@ class Classifier(nn.Module):
         return logits
 
     def _note(self, ids: torch.Tensor) -> None:
-        self.log.ids = ids.tolist()
+        self.log.ids += ids.tolist()
 
 
 def dataset(train: bool) -> Digits | None:
