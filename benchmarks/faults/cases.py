@@ -85,6 +85,13 @@ FAULTS = {
         ),
         Fault(name="resize", title="resume on 1 rank instead of 2", kind="kill", ranks_after=1),
         Fault(
+            name="stateful_same",
+            title="torchdata's loader: resume with nothing changed",
+            kind="kill",
+            num_workers=(2, 2),
+            is_stateful=True,
+        ),
+        Fault(
             name="stateful_workers",
             title="torchdata's loader: resume with 1 worker instead of 2",
             kind="kill",
