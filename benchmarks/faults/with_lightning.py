@@ -27,11 +27,12 @@ class Module(lightning.LightningModule):
 def main() -> None:
     """Train with lightning.Trainer, from last.ckpt if there is one."""
     task = read_task()
+    # WHY first: torchdata's sampler draws its seed when it is made, and ranks must draw the same.
+    lightning.seed_everything(0)
     kind: Any = DataLoader
     if task.is_stateful:
         from torchdata.stateful_dataloader import StatefulDataLoader as kind
     loader = kind(Digits(), task.batch_size, shuffle=True, num_workers=task.num_workers)
-    lightning.seed_everything(0)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=task.num_ranks,
