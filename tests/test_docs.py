@@ -262,7 +262,7 @@ def run_documented(command: str, folder: Path, *, max_steps: int) -> str:
     command = INSTEAD.get(command, command)
     words = command.split()
     is_training = words[0] == "torchrun" or words[:2] == ["python", "ddp_training.py"]
-    if is_training and not {"doctor", "verify-ledger", "export", "--help"} & set(words):
+    if is_training and not {"doctor", "verify-ledger", "evaluate", "export", "--help"} & set(words):
         return run_training(command, folder, max_steps=max_steps)
     for name in ("ddp_training.py", "launch_examples.sh", "setup.sh"):
         command = re.sub(rf"(\./)?\b{re.escape(name)}", str(ROOT / name), command)

@@ -119,6 +119,15 @@ class TestCommands:
         with pytest.raises(ConfigError, match="'now': unexpected behind doctor"):
             parse(["doctor", "now"])
 
+    def test_evaluate_takes_a_run_a_file_and_settings(self) -> None:
+        request = parse(["evaluate", "runs/a", "--output", "x.json", "--cpu_only"])
+        assert request.command == "evaluate"
+        assert request.options == {"run": "runs/a", "output": "x.json"}
+        assert request.settings == {"resume": "runs/a", "cpu_only": True}
+        with pytest.raises(ConfigError, match="RUN: is missing"):
+            parse(["evaluate", "--cpu_only"])
+        assert parse(["evaluate", "runs/a", "--epoch", "3"]).problems
+
     def test_export_takes_a_run_a_format_and_a_folder(self) -> None:
         request = parse(["export", "runs/first"])
         assert request.command == "export"
@@ -137,7 +146,9 @@ class TestCommands:
     def test_an_unknown_command_gets_the_nearest_right_one(self) -> None:
         with pytest.raises(ConfigError, match="'docter': no such command; did you mean doctor"):
             parse(["docter"])
-        with pytest.raises(ConfigError, match="known: train, doctor, verify-ledger, export"):
+        with pytest.raises(
+            ConfigError, match="known: train, doctor, verify-ledger, evaluate, export"
+        ):
             parse(["xyzzy"])
 
     @pytest.mark.parametrize(
