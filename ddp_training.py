@@ -17,7 +17,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,16 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from hardened_ddp.diagnosis.ledger_check import check_ledger
 
             return check_ledger(Path(request.options["run"]), output=sys.stdout)
+        sys.path.append(str(Path.cwd()))  # for models and datasets named package.module:callable
         if request.command == "export":
-            from hardened_ddp.checkpoint.export import export_safetensors
-
-            source = Path(request.options["run"])
-            folder = Path(request.options["output"] or f"exports/{source.name}")
-            print(f"exported to {export_safetensors(source, output=folder)}")
-            return 0
+            return export(request.options)
         # Who launched us? torchrun sets RANK, WORLD_SIZE and more for each process.
         launch = read_launch(environment())
-        sys.path.append(str(Path.cwd()))  # for models and datasets named package.module:callable
         settings = resolve(request, world_size=launch.world_size)
         if request.command == "evaluate":
             output = request.options["output"]
@@ -87,6 +82,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # while torch is imported or the ranks meet: nothing to save yet
         print("ddp_training.py: stopped before training began", file=sys.stderr)
         return 130  # what a shell gives for Ctrl-C
+
+
+def export(options: Mapping[str, str]) -> int:
+    """Write the model of a run for other programs, and say where."""
+    from hardened_ddp.checkpoint.export import SAFETENSORS, export_model
+
+    source, form = Path(options["run"]), options["format"]
+    name = source.name if form == SAFETENSORS else f"{source.name}-{form}"
+    folder = export_model(source, output=Path(options["output"] or f"exports/{name}"), form=form)
+    print(f"exported to {folder}")
+    return 0
 
 
 def run_ranks(settings: Resolved, launch: Launch, work: Callable[[Group], int]) -> int:

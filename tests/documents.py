@@ -29,6 +29,7 @@ ONE_LINERS = {
     "config.yaml": "Every setting with its default.",
     "requirements.txt": "What training needs, with versions that fit together.",
     "requirements-dev.txt": "What the tests need besides.",
+    "requirements-extras.txt": "What only some commands need: exports, Hugging Face.",
     "CONTRIBUTING.md": "The rules of the house.",
     "pyproject.toml": "Settings of ruff, mypy and pytest.",
     "Makefile": "make check, quick, test, format.",

@@ -11,7 +11,7 @@ from hardened_ddp.checkpoint.files import load_checkpoint
 from hardened_ddp.checkpoint.listing import open_checkpoint
 from hardened_ddp.checkpoint.rebuild import example_inputs, model_tensors, rebuild_model
 from hardened_ddp.data.digits import open_digits
-from hardened_ddp.errors import CheckpointError, CheckpointMismatchError
+from hardened_ddp.errors import CheckpointMismatchError, ModelError
 from hardened_ddp.reporting.confusion import class_figures, print_report
 from tests.ranks import train
 from tests.run_folder import only_run
@@ -99,9 +99,9 @@ def test_a_model_that_has_changed_since_is_refused_with_what_differs(digits_run:
     weights = model_tensors(tensors)
     with pytest.raises(CheckpointMismatchError, match=r"layers\.1\.weight"):
         rebuild_model(weights, {**meta, "model_args": {"hidden": 7}})
-    with pytest.raises(CheckpointError, match="which model it is of"):
+    with pytest.raises(ModelError, match="which model it is of"):
         rebuild_model(weights, {})
-    with pytest.raises(CheckpointError, match="not one tensor"):
+    with pytest.raises(ModelError, match="not one tensor"):
         example_inputs({}, num_samples=1)
 
 

@@ -62,17 +62,19 @@ COMMANDS: Mapping[str, Command] = {
         takes_settings=True,
     ),
     "export": Command(
-        text="Write the weights of a run to a file that other programs read.",
+        text="Write the model of a run for other programs; it is read back and compared.",
         options=(
             Option(name="run", text="Run folder or checkpoint folder.", is_word=True),
             Option(
                 name="format",
-                text="Format of the file.",
+                text="safetensors: the weights; huggingface: for from_pretrained(); torch_export, "
+                "onnx: a program that needs none of this code.",
                 default="safetensors",
-                choices=("safetensors",),
+                choices=("safetensors", "huggingface", "torch_export", "onnx"),
             ),
             Option(
-                name="output", text="New folder to write to. Left out: exports/ and the run's name."
+                name="output",
+                text="New folder to write to. Left out: exports/ and the run's name (and format).",
             ),
         ),
     ),
