@@ -19,9 +19,9 @@ from hardened_ddp.checkpoint.disk import Disk, make_folders, write_file
 from hardened_ddp.checkpoint.files import load_checkpoint
 from hardened_ddp.checkpoint.formats import (
     CARD_NAME,
-    HOW_TO_LOAD,
     HUGGINGFACE,
     WEIGHTS_NAME,
+    how_to_load,
     write_model,
 )
 from hardened_ddp.checkpoint.listing import open_checkpoint
@@ -133,7 +133,8 @@ def _model_card(
     num_values = sum(tensor.numel() for tensor in weights.values())
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
     keys = (*CONFIG_KEYS, "best_accuracy", "epoch", "world_size", "torch")
-    rows = "\n".join(f"| {key} | {json.dumps(meta[key])} |" for key in keys if key in meta)
+    told = {key: meta[key] for key in keys if key != "hub_config" and meta.get(key) is not None}
+    rows = "\n".join(f"| {key} | {json.dumps(value)} |" for key, value in told.items())
     return f"""---
 library_name: pytorch
 pipeline_tag: image-classification
@@ -151,7 +152,7 @@ Exported from `{found.path.parent.parent.name}/{found.path.name}` (optimizer ste
 ## Load it
 
 ```python
-{HOW_TO_LOAD.get(form, _HOW_TO_LOAD_WEIGHTS)}
+{_HOW_TO_LOAD_WEIGHTS if form == SAFETENSORS else how_to_load(form, meta)}
 ```
 
 Inputs have the shape (samples, *input_shape), prepared as the dataset above prepares them. The

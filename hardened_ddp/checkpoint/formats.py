@@ -23,6 +23,7 @@ from hardened_ddp.data.extras import import_extra
 from hardened_ddp.data.fetch import describe
 from hardened_ddp.errors import CheckpointError, HardenedError, ModelError
 from hardened_ddp.model.described import DESCRIPTION
+from hardened_ddp.model.huggingface import ImageClassifier
 
 HUGGINGFACE, TORCH_EXPORT, ONNX = "huggingface", "torch_export", "onnx"
 CARD_NAME, WEIGHTS_NAME = "README.md", "model.safetensors"
@@ -34,7 +35,7 @@ _TRACED_SAMPLES, _TRIED_SAMPLES = 2, (2, 5)  # WHY another number: a fixed batch
 Run = Callable[[Tensor], Tensor]
 log = logging.getLogger(__name__)
 
-HOW_TO_LOAD = {
+_HOW_TO_LOAD = {
     HUGGINGFACE: """\
 from hardened_ddp.model.hub import HubModel
 
@@ -108,14 +109,31 @@ def write_model(
 def _write_huggingface(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Run:
     from hardened_ddp.model.hub import HubModel
 
-    hub_model = HubModel(facts={name: meta.get(name) for name in DESCRIPTION})
-    hub_model.net.load_state_dict(model.model.state_dict())
+    read_back: Run
     with contextlib.redirect_stdout(io.StringIO()):  # WHY: the library prints what it does
-        hub_model.save_pretrained(folder)
-        read_back = HubModel.from_pretrained(folder, local_files_only=True, strict=True)
+        if isinstance(model.model, ImageClassifier):
+            read_back = _write_transformers(folder, model.model, meta)
+        else:
+            hub_model = HubModel(facts={name: meta.get(name) for name in DESCRIPTION})
+            hub_model.net.load_state_dict(model.model.state_dict())
+            hub_model.save_pretrained(folder)
+            read_back = HubModel.from_pretrained(folder, local_files_only=True, strict=True)
     # WHY: the library writes it for its owner only, and a group's folder is read by others.
-    (folder / WEIGHTS_NAME).chmod((folder / CARD_NAME).stat().st_mode)
+    for path in folder.glob("*.safetensors"):
+        path.chmod((folder / CARD_NAME).stat().st_mode)
     return read_back
+
+
+def _write_transformers(folder: Path, model: ImageClassifier, meta: Mapping[str, Any]) -> Run:
+    """Write the library's own model, as it would itself, with the names of our classes."""
+    auto = import_extra("transformers", what="--format huggingface").AutoModelForImageClassification
+    names = dict(enumerate(meta.get("class_names") or ()))
+    if len(names) == model.net.config.num_labels:
+        model.net.config.id2label = names
+        model.net.config.label2id = {name: index for index, name in names.items()}
+    model.net.save_pretrained(folder)
+    net = auto.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+    return ImageClassifier(net.eval(), input_shape=tuple(meta["input_shape"]))
 
 
 def _write_torch_export(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Run:
@@ -147,6 +165,19 @@ def _write_onnx(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Run:
     onnx.checker.check_model(str(path))
     evaluator = reference.ReferenceEvaluator(str(path))
     return lambda inputs: torch.as_tensor(evaluator.run(None, {"inputs": inputs.numpy()})[0])
+
+
+def how_to_load(form: str, meta: Mapping[str, Any]) -> str:
+    """Give the lines that load an export in this form, for its model card."""
+    if form == HUGGINGFACE and meta.get("hub_config"):
+        return """\
+from transformers import AutoModelForImageClassification
+
+model = AutoModelForImageClassification.from_pretrained("FOLDER")
+# Here in the size and with the channels that config.json says: in training, other sizes were
+# scaled to that (bilinear, antialias), and a grey channel was repeated.
+logits = model(pixel_values=inputs).logits"""
+    return _HOW_TO_LOAD[form]
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> str:
