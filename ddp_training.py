@@ -3,6 +3,7 @@
 
     torchrun --nproc_per_node=2 ddp_training.py     one process (rank) per GPU; 2 on the CPU
     python ddp_training.py --single_gpu             one process, no DDP
+    python ddp_training.py evaluate RUN             how good is each class? JSON and a table
     python ddp_training.py doctor                   what is wrong with this machine?
 
 Read from main() down, in the order of the run: settings, launch, process group, run folder, data,
@@ -16,7 +17,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,17 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             from hardened_ddp.diagnosis.ledger_check import check_ledger
 
             return check_ledger(Path(request.options["run"]), output=sys.stdout)
+        sys.path.append(str(Path.cwd()))  # for models and datasets named package.module:callable
         if request.command == "export":
-            from hardened_ddp.checkpoint.export import export_safetensors
-
-            source = Path(request.options["run"])
-            output = Path(request.options["output"] or f"exports/{source.name}")
-            print(f"exported to {export_safetensors(source, output=output)}")
-            return 0
+            return export(request.options)
         # Who launched us? torchrun sets RANK, WORLD_SIZE and more for each process.
         launch = read_launch(environment())
-        sys.path.append(str(Path.cwd()))  # for models and datasets named package.module:callable
-        return run_ranks(resolve(request, world_size=launch.world_size), launch)
+        settings = resolve(request, world_size=launch.world_size)
+        if request.command == "evaluate":
+            output = request.options["output"]
+            return run_ranks(settings, launch, lambda group: evaluate(settings, group, output))
+        return run_ranks(settings, launch, lambda group: train(settings, group))
     except HardenedError as error:
         print(f"ddp_training.py: error {error}", file=sys.stderr)
         return error.exit_status
@@ -85,8 +85,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130  # what a shell gives for Ctrl-C
 
 
-def run_ranks(settings: Resolved, launch: Launch) -> int:
-    """Choose the device, meet the other ranks, train, and leave nothing behind."""
+def export(options: Mapping[str, str]) -> int:
+    """Write the model of a run for other programs, and say where."""
+    from hardened_ddp.checkpoint.export import SAFETENSORS, export_model
+
+    source, form = Path(options["run"]), options["format"]
+    name = source.name if form == SAFETENSORS else f"{source.name}-{form}"
+    folder = export_model(source, output=Path(options["output"] or f"exports/{name}"), form=form)
+    print(f"exported to {folder}")
+    return 0
+
+
+def run_ranks(settings: Resolved, launch: Launch, work: Callable[[Group], int]) -> int:
+    """Choose the device, meet the other ranks, do the work, and leave nothing behind."""
     debug = settings.config.loop.debug
     prepare_environment(launch, environment(), debug=debug)
     end_with_launcher(launch)
@@ -120,7 +131,7 @@ def run_ranks(settings: Resolved, launch: Launch) -> int:
             shared_memory=settings.config.ddp.shared_memory,
         )
         try:
-            return train(settings, group)
+            return work(group)
         except HardenedError as error:
             # The other ranks only see a closed connection: this tells them the cause.
             group.publish_failure(error.message)
@@ -140,6 +151,13 @@ def run_ranks(settings: Resolved, launch: Launch) -> int:
         return error.exit_status
     finally:
         stop_logging()
+
+
+def evaluate(settings: Resolved, group: Group, output: str) -> int:
+    """Measure a trained model on its test set, every sample once. Collective: all ranks."""
+    from hardened_ddp.training.exam import take_exam
+
+    return take_exam(settings, group, output=output)  # collective
 
 
 def train(settings: Resolved, group: Group) -> int:

@@ -152,3 +152,10 @@ class RunFolderError(HardenedError):
 
     code = "DDP-K03"
     exit_status = 2
+
+
+class MissingPackageError(HardenedError):
+    """A package that only this command needs is not installed."""
+
+    code = "DDP-X02"
+    exit_status = 2

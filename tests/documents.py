@@ -18,7 +18,8 @@ from tests.processes import ROOT
 
 README, TROUBLES = "README.md", "DDP_TROUBLESHOOTING.md"
 GLOSSARY, READING = "docs/GLOSSARY.md", "docs/READING_ORDER.md"
-DOCUMENTS = (README, TROUBLES, GLOSSARY, READING)
+CONCEPTS = "docs/CONCEPTS.md"
+DOCUMENTS = (README, TROUBLES, GLOSSARY, READING, CONCEPTS)
 
 # What the tree says of files that can't say it themselves.
 ONE_LINERS = {
@@ -29,10 +30,12 @@ ONE_LINERS = {
     "config.yaml": "Every setting with its default.",
     "requirements.txt": "What training needs, with versions that fit together.",
     "requirements-dev.txt": "What the tests need besides.",
+    "requirements-extras.txt": "What only some commands need: exports, Hugging Face.",
     "CONTRIBUTING.md": "The rules of the house.",
     "pyproject.toml": "Settings of ruff, mypy and pytest.",
     "Makefile": "make check, quick, test, format.",
     ".ci/run": "What every change must pass: make check.",
+    "docs/CONCEPTS.md": "How data parallel training works, for students.",
     "docs/GLOSSARY.md": "The words of DDP.",
     "docs/READING_ORDER.md": "Which file to read first, and six exercises.",
     "docs/first_run.txt": "What the first run prints.",
@@ -62,7 +65,7 @@ def settings_tables() -> str:
 def layout_tree() -> str:
     """Write what every file is for, in its own words, as a tree."""
     in_docs = [name for name in ONE_LINERS if name.startswith("docs/")]
-    top = ["ddp_training.py", "test_ddp_training.py"]
+    top = ["ddp_training.py", "test_ddp_training.py", "download.py"]
     top += [name for name in ONE_LINERS if name not in in_docs]
     lines = ["```text", *(entry(name, purpose_of(ROOT / name), 0) for name in top)]
     lines += ["hardened_ddp/", entry("errors.py", purpose_of(ROOT / "hardened_ddp/errors.py"), 1)]
@@ -71,7 +74,7 @@ def layout_tree() -> str:
         lines.append(entry(f"{room}/", purpose_of(folder / "__init__.py"), 1))
         files = [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
         lines += [entry(path.name, purpose_of(path), 2) for path in files]
-    for folder in ("benchmarks", "tests"):
+    for folder in ("benchmarks", "examples", "tests"):
         files = [p for p in sorted((ROOT / folder).rglob("*.py")) if p.name != "__init__.py"]
         lines += [f"{folder}/"] * bool(files)
         names = [str(path.relative_to(ROOT / folder)) for path in files]

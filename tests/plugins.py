@@ -32,6 +32,11 @@ def points(train: bool, size: int = 40, broken: tuple[int, ...] = ()) -> Points:
     return Points(size, tuple(broken)) if train else Points(17)
 
 
+def points_to_test(train: bool, broken: tuple[int, ...] = (), none: bool = False) -> Points | None:
+    """Give points of which test samples are broken, or none is there."""
+    return Points(40) if train else None if none else Points(17, tuple(broken))
+
+
 def other_points_on_rank_1(train: bool) -> Points:
     return Points(40 + (os.environ.get("RANK") == "1"))
 

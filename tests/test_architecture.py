@@ -26,7 +26,9 @@ MAX_FILE_LINES = {"ddp_training.py": 450, "settings/*": 450, "*": 300}
 # Functions that take one value, by its name, for each thing that they make or pass on.
 ONE_FOR_EACH_FIELD = {
     "data/sampler.py": {"__init__"},
-    "data/synthetic.py": {"__init__"},  # its parameters are the keys of --dataset_args
+    # their parameters are the keys of --dataset_args
+    "data/synthetic.py": {"__init__"},
+    "data/huggingface.py": {"open_hub_set"},
 }
 
 # What is done, by its full name -> the files that may do it. What stands first counts.

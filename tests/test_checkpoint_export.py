@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from hardened_ddp.checkpoint.disk import Disk
-from hardened_ddp.checkpoint.export import export_safetensors
+from hardened_ddp.checkpoint.export import export_model
 from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.checkpoint.listing import open_checkpoint
 from hardened_ddp.checkpoint.verify import Rejected
@@ -30,7 +30,7 @@ def trained_run(tmp_path: Path) -> Path:
 def test_an_export_holds_the_model_without_prefix_and_how_to_load_it(
     trained_run: Path, tmp_path: Path
 ) -> None:
-    output = export_safetensors(trained_run, output=tmp_path / "exports" / "mine")
+    output = export_model(trained_run, output=tmp_path / "exports" / "mine")
     weights = load_file(output / "model.safetensors")
     wanted = every_kind() | small_state(2)
     assert_same(
@@ -54,14 +54,14 @@ def test_an_export_prefers_the_best_checkpoint_and_passes_over_a_broken_one(
     trained_run: Path, tmp_path: Path
 ) -> None:
     CheckpointStore(trained_run / "checkpoints", keep_last=5).mark_best(1, 0.9)
-    first = export_safetensors(trained_run, output=tmp_path / "first")
+    first = export_model(trained_run, output=tmp_path / "first")
     assert json.loads((first / "config.json").read_text())["step"] == 1
     one = trained_run / "checkpoints" / "step-000000001"
     os.truncate(one / "state.safetensors", 10)
-    second = export_safetensors(trained_run, output=tmp_path / "second")
+    second = export_model(trained_run, output=tmp_path / "second")
     assert json.loads((second / "config.json").read_text())["step"] == 2
     with pytest.raises(CheckpointError, match="truncated"):
-        export_safetensors(one, output=tmp_path / "third")
+        export_model(one, output=tmp_path / "third")
 
 
 def test_an_export_that_differs_from_the_checkpoint_is_not_made(
@@ -73,7 +73,7 @@ def test_an_export_that_differs_from_the_checkpoint_is_not_made(
 
     monkeypatch.setattr(Disk, "write", write_wrongly)
     with pytest.raises(CheckpointError, match="differ from the checkpoint"):
-        export_safetensors(trained_run, output=tmp_path / "exports" / "mine")
+        export_model(trained_run, output=tmp_path / "exports" / "mine")
     assert os.listdir(tmp_path / "exports") == []
 
 
@@ -82,16 +82,16 @@ def test_an_export_says_why_it_cannot_be_made(trained_run: Path, tmp_path: Path)
     output.mkdir()
     (output / "mine.txt").write_text("keep me")
     with pytest.raises(CheckpointError, match="exists"):
-        export_safetensors(trained_run, output=output)
+        export_model(trained_run, output=output)
     assert os.listdir(output) == ["mine.txt"]
     with pytest.raises(CheckpointError, match="is no folder"):
-        export_safetensors(tmp_path / "nowhere", output=tmp_path / "x")
+        export_model(tmp_path / "nowhere", output=tmp_path / "x")
     with pytest.raises(CheckpointError, match="none was written"):
-        export_safetensors(output, output=tmp_path / "x")
+        export_model(output, output=tmp_path / "x")
     bare = CheckpointStore(tmp_path / "bare" / "checkpoints", keep_last=1)
     bare.write(1, tensors={"optimizer.x": torch.zeros(1)}, meta={})
     with pytest.raises(CheckpointError, match="no tensor named model"):
-        export_safetensors(tmp_path / "bare", output=tmp_path / "x")
+        export_model(tmp_path / "bare", output=tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 

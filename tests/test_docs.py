@@ -36,6 +36,17 @@ TYPED = "test_ddp_training.py::test_a_command_as_typed_trains_and_leaves_a_whole
 # Commands that are not run here, and the test that does run them. Those of its table TYPED, too.
 ELSEWHERE = {
     "./launch_examples.sh test": "test_ddp_training.py::main",  # it runs all tests, this one too
+    # it needs network; there with a server of its own, and as typed without any
+    "python download.py --dataset mnist --model resnet18 --data_dir data": (
+        "tests/test_download.py::test_without_network_the_command_says_what_to_do_by_hand"
+    ),
+    **dict.fromkeys(
+        (
+            "python examples/hf_trainer/train.py",
+            "torchrun --standalone --nproc_per_node=2 examples/hf_trainer/train.py",
+        ),
+        "tests/test_hf_trainer.py::test_it_learns_the_digits_on_one_process_and_with_torchrun",
+    ),
 }
 # Run here, but not as they stand: what would take too long, or never ends, is shortened.
 INSTEAD = {
@@ -50,6 +61,7 @@ STATUSES = {
 }
 OTHER_PROGRAMS = {"shm-size", "ipc", "cap-add", "pid", "logdir", "local_addr", "shutdown-timeout"}
 OURS = {"config", "help", "format", "output", "dry-run"}
+OURS |= {"width", "ranks"}  # of benchmarks/dp_vs_ddp.py
 
 
 class TestErrorCodes:
@@ -262,7 +274,7 @@ def run_documented(command: str, folder: Path, *, max_steps: int) -> str:
     command = INSTEAD.get(command, command)
     words = command.split()
     is_training = words[0] == "torchrun" or words[:2] == ["python", "ddp_training.py"]
-    if is_training and not {"doctor", "verify-ledger", "export", "--help"} & set(words):
+    if is_training and not {"doctor", "verify-ledger", "evaluate", "export", "--help"} & set(words):
         return run_training(command, folder, max_steps=max_steps)
     for name in ("ddp_training.py", "launch_examples.sh", "setup.sh"):
         command = re.sub(rf"(\./)?\b{re.escape(name)}", str(ROOT / name), command)

@@ -119,6 +119,15 @@ class TestCommands:
         with pytest.raises(ConfigError, match="'now': unexpected behind doctor"):
             parse(["doctor", "now"])
 
+    def test_evaluate_takes_a_run_a_file_and_settings(self) -> None:
+        request = parse(["evaluate", "runs/a", "--output", "x.json", "--cpu_only"])
+        assert request.command == "evaluate"
+        assert request.options == {"run": "runs/a", "output": "x.json"}
+        assert request.settings == {"resume": "runs/a", "cpu_only": True}
+        with pytest.raises(ConfigError, match="RUN: is missing"):
+            parse(["evaluate", "--cpu_only"])
+        assert parse(["evaluate", "runs/a", "--epoch", "3"]).problems
+
     def test_export_takes_a_run_a_format_and_a_folder(self) -> None:
         request = parse(["export", "runs/first"])
         assert request.command == "export"
@@ -129,15 +138,17 @@ class TestCommands:
 
     def test_all_problems_of_export_come_in_one_message(self) -> None:
         with pytest.raises(ConfigError) as caught:
-            parse(["export", "--format", "onnx", "--ouput", "x"])
+            parse(["export", "--format", "onnxx", "--ouput", "x"])
         assert caught.value.message.count("\n") == 3
-        for told in ("RUN: is missing", "found 'onnx', needs one of safetensors", "--ouput: no "):
+        for told in ("RUN: is missing", "found 'onnxx', needs one of safetensors", "--ouput: no "):
             assert told in caught.value.message
 
     def test_an_unknown_command_gets_the_nearest_right_one(self) -> None:
         with pytest.raises(ConfigError, match="'docter': no such command; did you mean doctor"):
             parse(["docter"])
-        with pytest.raises(ConfigError, match="known: train, doctor, verify-ledger, export"):
+        with pytest.raises(
+            ConfigError, match="known: train, doctor, verify-ledger, evaluate, export"
+        ):
             parse(["xyzzy"])
 
     @pytest.mark.parametrize(
@@ -188,9 +199,7 @@ class TestHelp:
             assert max(map(len, text.splitlines())) <= 100
 
     def test_the_help_of_a_command_has_its_options(self) -> None:
-        assert "usage: python ddp_training.py export RUN [--format safetensors]" in help_text(
-            "export"
-        )
+        assert "usage: python ddp_training.py export RUN [--format FORMAT]" in help_text("export")
         assert "doctor" in help_text("doctor")
 
     def test_help_and_settings_without_a_file_import_nothing_slow(self) -> None:

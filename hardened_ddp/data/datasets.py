@@ -33,6 +33,7 @@ from hardened_ddp.data.facts import (
     read_example,
 )
 from hardened_ddp.data.fetch import describe
+from hardened_ddp.data.huggingface import PREFIX, open_hub_set
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.synthetic import SyntheticImages
 from hardened_ddp.data.vision import DOWNLOADABLE, open_downloadable, open_folder
@@ -119,7 +120,7 @@ def _known_name(name: str) -> str:
         near = difflib.get_close_matches(folded, NAMES, n=1)
         raise DataError(
             f"no dataset is called {name!r}" + (f" (did you mean {near[0]}?)" if near else ""),
-            fix=f"--dataset {' | '.join(NAMES)} | package.module:callable",
+            fix=f"--dataset {' | '.join(NAMES)} | hf:FOLDER | package.module:callable",
         )
     return folded
 
@@ -165,6 +166,8 @@ def _open(
 
 def _find_source(name: str, config: DataConfig) -> Callable[..., Any]:
     """Find what to call with train=True or train=False to get a dataset."""
+    if name.startswith(PREFIX):
+        return functools.partial(open_hub_set, name)
     if ":" in name:
         return _import(name)
     if name in DOWNLOADABLE:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hardened_ddp.data.vision import import_torchvision
 from hardened_ddp.errors import ModelError
+from hardened_ddp.model.huggingface import PREFIX, load_classifier
 from hardened_ddp.settings.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -78,7 +79,9 @@ def build_model(
     Raises ModelError for an unknown name, arguments that it does not take, missing weights.
     """
     facts = {"num_classes": num_classes, "input_shape": input_shape}
-    if ":" in config.model:
+    if config.model.startswith(PREFIX):
+        model: nn.Module = load_classifier(config, num_classes=num_classes, input_shape=input_shape)
+    elif ":" in config.model:
         model = _call(_import(config.model), facts, config)
     elif config.model in BUILT_IN:
         if config.pretrained:
@@ -157,7 +160,8 @@ def _torchvision_model(config: ModelConfig, num_classes: int, channels: int) -> 
         raise ModelError(
             f"no model is called {config.model!r}"
             + (f" (did you mean {' or '.join(near)}?)" if near else ""),
-            fix=f"--model {' | '.join(BUILT_IN)} | a torchvision classifier | package.module:name",
+            fix=f"--model {' | '.join(BUILT_IN)} | a torchvision classifier | hf:FOLDER | "
+            "package.module:name",
         )
     arguments: dict[str, Any] = {}
     if config.model in ("googlenet", "inception_v3") and not config.pretrained:

@@ -16,12 +16,14 @@ import sys
 import time
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from hardened_ddp.errors import LaunchError
 
 TORCHRUN_COMMAND = "torchrun --standalone --nproc_per_node=2 ddp_training.py"
 _NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+MODELS_FOLDER = Path("models")  # made by setup.sh
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 # Set by people and by container images for other reasons: alone they say nothing of a launcher.
 _NOT_TELLING = ("MASTER_ADDR", "MASTER_PORT")
@@ -109,6 +111,9 @@ def prepare_environment(
     if debug:
         # WHY not DETAIL: on torch 2.13 with gloo, DDP's constructor crashes under it.
         env.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
+    if (MODELS_FOLDER / "hub").is_dir():
+        # Where download.py puts published weights, and torch looks for them.
+        env.setdefault("TORCH_HOME", str(MODELS_FOLDER.absolute()))
     if launch.num_nodes == 1 and launch.world_size > 1:
         # WHY: ranks of one node need no network card; loopback also keeps the sockets private.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -11,7 +11,7 @@ Does not own: what --help says (manual.py); the other sources of values (layers.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hardened_ddp.errors import ConfigError
@@ -40,6 +40,8 @@ class Command:
 
     text: str
     options: tuple[Option, ...] = ()
+    takes_settings: bool = False
+    """It goes on from the RUN that it names, so settings of training may stand behind it."""
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -48,18 +50,31 @@ COMMANDS: Mapping[str, Command] = {
         text="Prove from a run's ledger that each epoch took every sample exactly once.",
         options=(Option(name="run", text="Run folder.", is_word=True),),
     ),
+    "evaluate": Command(
+        text="Measure a trained model on its whole test set; torchrun shares the work.",
+        options=(
+            Option(name="run", text="Run folder or checkpoint folder.", is_word=True),
+            Option(
+                name="output",
+                text="JSON file to write. Left out: in the run folder, named for the step.",
+            ),
+        ),
+        takes_settings=True,
+    ),
     "export": Command(
-        text="Write the weights of a run to a file that other programs read.",
+        text="Write the model of a run for other programs; it is read back and compared.",
         options=(
             Option(name="run", text="Run folder or checkpoint folder.", is_word=True),
             Option(
                 name="format",
-                text="Format of the file.",
+                text="safetensors: the weights; huggingface: for from_pretrained(); torch_export, "
+                "onnx: a program that needs none of this code.",
                 default="safetensors",
-                choices=("safetensors",),
+                choices=("safetensors", "huggingface", "torch_export", "onnx"),
             ),
             Option(
-                name="output", text="New folder to write to. Left out: exports/ and the run's name."
+                name="output",
+                text="New folder to write to. Left out: exports/ and the run's name (and format).",
             ),
         ),
     ),
@@ -114,6 +129,8 @@ def parse(argv: Sequence[str]) -> Request:
         return Request(command=HELP, options={"topic": topic})
     if command == TRAIN:
         return _train_request(flags)
+    if COMMANDS[command].takes_settings:
+        return _continuing_request(command, flags)
     return Request(command=command, options=_read_options(command, flags))
 
 
@@ -163,6 +180,15 @@ def _train_request(flags: Sequence[_Flag]) -> Request:
         problems=tuple(problems),
         bad_names=frozenset(bad_names),
     )
+
+
+def _continuing_request(command: str, flags: Sequence[_Flag]) -> Request:
+    """Read a command that names a RUN and may change its settings. Raises ConfigError."""
+    own = {option.name for option in COMMANDS[command].options if not option.is_word}
+    options = _read_options(command, [f for f in flags if not f.given or f.name in own])
+    request = _train_request([flag for flag in flags if flag.given and flag.name not in own])
+    settings = {**request.settings, "resume": options["run"]}
+    return replace(request, command=command, options=options, settings=settings)
 
 
 def _setting_name(flag_name: str) -> str:

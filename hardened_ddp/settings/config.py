@@ -130,7 +130,8 @@ class DeviceConfig:
 class DataConfig:
     dataset: str = setting(
         "digits",
-        "A built-in dataset, one of torchvision, or your own as package.module:callable.",
+        "A built-in dataset, one of torchvision, hf:FOLDER_OR_NAME for one of the datasets "
+        "library, or your own as package.module:callable.",
     )
     # Any: the arguments are those of a callable that we don't know
     dataset_args: Mapping[str, Any] = setting(
@@ -197,15 +198,15 @@ class DataConfig:
 class ModelConfig:
     model: str = setting(
         "simple_cnn",
-        "simple_cnn, mlp, one of torchvision such as resnet18, or your own as "
-        "package.module:callable.",
+        "simple_cnn, mlp, one of torchvision such as resnet18, hf:FOLDER_OR_NAME for an image "
+        "classifier of transformers, or your own as package.module:callable.",
     )
     # Any: the arguments are those of a callable that we don't know
     model_args: Mapping[str, Any] = setting(
         {}, "Arguments for the model, as a mapping: {name: value, ...}."
     )
     pretrained: bool = setting(
-        False, "Start from torchvision's published weights; only for its models."
+        False, "Start from torchvision's published weights; only for its models (hf: always does)."
     )
     sync_batchnorm: bool = setting(
         False,

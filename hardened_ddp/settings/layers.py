@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hardened_ddp.settings.cli import Request
+from hardened_ddp.settings.cli import TRAIN, Request
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.document import Document, Entry, read_file
 from hardened_ddp.settings.earlier_run import (
@@ -74,7 +74,9 @@ def resolve(request: Request, *, world_size: int = 1) -> Resolved:
     file = _Layer()
     if request.config_file:
         file = _layer(read_file(request.config_file), request.config_file)
-    folder, run = _earlier_run(_merge(_default_layer(), file, command_line))
+    folder, run = _earlier_run(
+        _merge(_default_layer(), file, command_line), is_named=request.command != TRAIN
+    )
     merged = _merge(_default_layer(), run, file, command_line)
     config = assemble(merged.values)
     problems = merged.problems
@@ -112,15 +114,19 @@ def _unsure_names(merged: _Layer) -> set[str]:
     return {name for name, source in merged.sources.items() if source in (DEFAULT, RUN)}
 
 
-def _earlier_run(chosen: _Layer) -> tuple[Path | None, _Layer]:
-    """Find the run to continue, and give what is inherited from its saved settings."""
+def _earlier_run(chosen: _Layer, *, is_named: bool) -> tuple[Path | None, _Layer]:
+    """Find the run to continue, and give what is inherited from its saved settings.
+
+    is_named: a command named it by a bare word, so no message may speak of --resume.
+    """
     if not chosen.is_complete or chosen.bad_names.intersection(WHICH_RUN):
         return None, _Layer(is_complete=False)
-    where = place("resume", chosen.sources["resume"])
+    where = "RUN" if is_named else place("resume", chosen.sources["resume"])
     try:
         folder = find_run(**{name: chosen.values[name] for name in WHICH_RUN})
     except NoSuchRun as error:
-        return None, _Layer(problems=[f"{where}: {error}"], is_complete=False)
+        told = str(error).replace("--resume ", "") if is_named else str(error)
+        return None, _Layer(problems=[f"{where}: {told}"], is_complete=False)
     except OSError as error:
         problem = f"{where}: {error.filename} can't be read: {error.strerror}"
         return None, _Layer(problems=[problem], is_complete=False)

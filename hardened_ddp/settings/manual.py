@@ -60,9 +60,14 @@ def _command_help(name: str, command: Command) -> str:
     for option in command.options:
         value = "|".join(option.choices) or option.name.upper()
         form = option.name.upper() if option.is_word else f"--{option.name} {value}"
-        usage.append(form if option.is_word else f"[{form}]")
+        short = f"[--{option.name} {option.name.upper()}]"  # its choices stand below
+        usage.append(form if option.is_word else short)
         default = f" (default: {option.default})" if option.default else ""
         entries.append(_entry(form, option.text + default))
+    if command.takes_settings:
+        usage.append("[--SETTING VALUE ...]")
+        text = "Any setting of training, such as --cpu_only; the others are those of the run."
+        entries.append(_entry("--SETTING VALUE", text))
     blocks = [" ".join(usage) + "\n", command.text + "\n"]
     return "\n".join([*blocks, "".join(entries)] if entries else blocks)
 

@@ -59,6 +59,8 @@ def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
         "dataset_fingerprint": parts.data.fingerprint,
         "model": parts.config.model.model,
         "model_args": dict(parts.config.model.model_args),
+        "pretrained": parts.config.model.pretrained,
+        "hub_config": getattr(parts.replica.module, "hub_config", None),
         "num_classes": parts.data.num_classes,
         "input_shape": list(parts.data.input_shape),
         "class_names": list(parts.data.class_names),

@@ -1,0 +1,63 @@
+#!/usr/bin/env python3
+"""Fetch datasets and pretrained weights once, before the job: on a login node, or at home.
+
+    python download.py --dataset mnist --model resnet18 --data_dir data
+
+Each file is checked by its hash; what broke off is continued by the same command; what is here is
+not fetched again; two that run at once do not get in each other's way.
+Training on nodes without network then finds all of it: --data_dir data, and weights in ./models.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from hardened_ddp.errors import HardenedError
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = "mnist, fashion_mnist, cifar10, cifar100"
+    parser.add_argument("--dataset", nargs="+", default=[], metavar="NAME", help=names)
+    parser.add_argument(
+        "--model", nargs="+", default=[], metavar="NAME", help="of torchvision, such as resnet18"
+    )
+    parser.add_argument("--data_dir", type=Path, default=Path("data"))
+    parser.add_argument("--models_dir", type=Path, default=Path("models"))
+    arguments = parser.parse_args()
+    if not arguments.dataset and not arguments.model:
+        parser.error("name what to fetch: --dataset NAME ..., --model NAME ...")
+    return arguments
+
+
+def main() -> int:
+    arguments = parse()
+    from hardened_ddp.data.published import fetch_dataset, fetch_weights  # WHY: --help is instant
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    try:
+        for name in arguments.dataset:
+            fetch_dataset(name.replace("-", "_"), arguments.data_dir, say=say)
+        for name in arguments.model:
+            fetch_weights(name, arguments.models_dir, say=say)
+    except HardenedError as error:
+        print(f"download.py: error {error}", file=sys.stderr)
+        print(
+            "By hand: give this command on a machine with network, then copy "
+            f"{arguments.data_dir} and {arguments.models_dir} here, to the same places. What has "
+            "arrived is kept: the same command goes on from there.",
+            file=sys.stderr,
+        )
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("download.py: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    if arguments.model and arguments.models_dir.resolve() != Path("models").resolve():
+        print(f"so that training finds the weights: export TORCH_HOME={arguments.models_dir}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

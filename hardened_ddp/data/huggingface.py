@@ -1,0 +1,126 @@
+"""Image sets of the datasets library, by folder or by name: --dataset hf:PATH_OR_NAME.
+
+Owns opening one and giving its rows as (image, label): float tensors with channels first, between
+-1 and 1, as most image models expect them. PATH is what save_to_disk() wrote, or a folder that
+load_dataset() can read; a NAME is looked up on the hub when the data is prepared, once per node,
+and comes from the library's cache after that.
+What goes wrong here: no such column, no such part, pictures of several sizes, no network.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from hardened_ddp.data.extras import import_extra
+from hardened_ddp.errors import DataError
+
+PREFIX = "hf:"
+_IMAGE_COLUMNS = ("image", "img", "pixel_values", "images")
+_LABEL_COLUMNS = ("label", "labels", "fine_label", "target")
+_TEST_PARTS = ("validation", "valid", "val", "test")
+
+
+class HubImages(Dataset[tuple[torch.Tensor, int]]):
+    """One part of an image set. Any: rows of the datasets library."""
+
+    def __init__(self, rows: Any, *, image: str, label: str, image_size: int) -> None:
+        self.rows, self.image, self.label, self.image_size = rows, image, label, image_size
+        names = getattr(rows.features[label], "names", None)
+        self.targets = torch.as_tensor(np.asarray(rows[label][:]), dtype=torch.int64)
+        self.classes: Sequence[str] = names or [
+            str(number) for number in range(int(self.targets.max()) + 1)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        pixels = _pixels(self.rows[int(index)][self.image], self.image_size)
+        return pixels, int(self.targets[index])
+
+
+def open_hub_set(
+    name: str,
+    *,
+    train: bool,
+    data_dir: str,
+    download: bool,
+    image: str = "",
+    label: str = "",
+    image_size: int = 0,
+    train_part: str = "train",
+    test_part: str = "",
+    subset: str = "",
+) -> HubImages | None:
+    """Open the training or the test part; None if there is no part to test on.
+
+    image, label: columns; left out, the usual names are tried. image_size: scale pictures to so
+    many pixels each way; 0: leave them. subset: one of several sets under the same name.
+    """
+    parts = _load(name.removeprefix(PREFIX), subset, data_dir=data_dir, download=download)
+    wanted = [train_part] if train else [test_part] if test_part else _TEST_PARTS
+    part = next((key for key in wanted if key in parts), None)
+    if part is None:
+        if not train and not test_part:
+            return None
+        raise DataError(
+            f"{name} has no part {wanted[0]!r}; it has: {', '.join(map(str, parts))}",
+            fix="--dataset_args '{train_part: NAME, test_part: NAME}'",
+        )
+    rows = parts[part]
+    columns = [_column(rows, *given) for given in ((image, _IMAGE_COLUMNS), (label, _LABEL_COLUMNS))]
+    return HubImages(rows, image=columns[0], label=columns[1], image_size=image_size)
+
+
+def _load(place: str, subset: str, *, data_dir: str, download: bool) -> Mapping[str, Any]:
+    """Give all parts by name. Runs no code of the set: the library knows no such sets any more."""
+    datasets = import_extra("datasets", what=f"--dataset hf:{place}")
+    datasets.disable_progress_bars()
+    folder = Path(place)
+    try:
+        if (folder / "dataset_dict.json").is_file():
+            return dict(datasets.load_from_disk(place))
+        if (folder / "state.json").is_file():
+            return {"train": datasets.load_from_disk(place)}
+        how = {} if download else {"download_mode": "reuse_dataset_if_exists"}
+        offline = datasets.DownloadConfig(local_files_only=not download)
+        cache = str(Path(data_dir) / "huggingface")
+        loaded = datasets.load_dataset(
+            place, subset or None, cache_dir=cache, download_config=offline, **how
+        )
+        return dict(loaded)
+    except Exception as error:  # WHY broad: the library raises what it meets, network or files
+        text = str(error).partition("\n")[0][:300]
+        raise DataError(
+            f"hf:{place} can't be opened: {type(error).__name__}: {text}",
+            fix="without network: on a machine that has it, run load_dataset(NAME)"
+            ".save_to_disk(FOLDER) of the datasets package, copy FOLDER, and say --dataset hf:FOLDER",
+        ) from error
+
+
+def _column(rows: Any, given: str, usual: Sequence[str]) -> str:  # Any: a datasets.Dataset
+    names = list(rows.features)
+    found = next((name for name in ([given] if given else usual) if name in names), None)
+    if found is None:
+        raise DataError(
+            f"the set has no column {given or ' or '.join(usual)}; it has: {', '.join(names)}",
+            fix="--dataset_args '{image: COLUMN, label: COLUMN}'",
+        )
+    return found
+
+
+def _pixels(value: Any, image_size: int) -> torch.Tensor:  # Any: a PIL image, or nested numbers
+    """Make a float tensor (C, H, W) of a picture: -1 is black, 1 is white."""
+    if hasattr(value, "convert"):
+        value = value if value.mode in ("L", "RGB") else value.convert("RGB")
+        if image_size:
+            value = value.resize((image_size, image_size))
+        pixels = torch.from_numpy(np.array(value))
+        pixels = pixels.unsqueeze(0) if pixels.dim() == 2 else pixels.permute(2, 0, 1)
+        return pixels.to(torch.float32) / 127.5 - 1
+    numbers = torch.as_tensor(np.asarray(value), dtype=torch.float32)
+    return numbers.unsqueeze(0) if numbers.dim() == 2 else numbers

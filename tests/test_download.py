@@ -1,0 +1,208 @@
+"""Fetching files once: cut connections, wrong bytes, two at a time, no network. All on loopback."""
+
+import gzip
+import hashlib
+import http.server
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hardened_ddp.data.published import fetch_dataset, fetch_weights, files_of
+from hardened_ddp.data.transfer import Wanted, fetch
+from hardened_ddp.data.vision import import_torchvision
+from hardened_ddp.errors import DataError
+from hardened_ddp.ranks.launch import prepare_environment, read_launch
+from tests.ranks import run_command
+
+CONTENT = np.random.default_rng(0).bytes(3_000_000)
+
+
+class Server(http.server.ThreadingHTTPServer):
+    """Serves CONTENT and other files on loopback, as badly as a test wants."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files = {"/file": CONTENT}
+        self.cut_after: int | None = None
+        """End each answer after so many bytes."""
+
+        self.knows_ranges = True
+        self.asked: list[str] = []
+        """For each request its Range, or nothing."""
+
+    def url(self, name: str = "/file") -> str:
+        return f"http://127.0.0.1:{self.server_port}{name}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        body = self.server.files.get(self.path)
+        self.server.asked.append(self.headers.get("Range", ""))
+        if body is None:
+            self.send_error(404)
+            return
+        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        start = start if self.server.knows_ranges else 0
+        if start >= len(body):
+            self.send_error(416)
+            return
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(body) - start))
+        self.end_headers()
+        end = len(body) if self.server.cut_after is None else start + self.server.cut_after
+        self.wfile.write(body[start:end])
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def wanted(server: Server, path: Path, content: bytes = CONTENT) -> Wanted:
+    digest = hashlib.sha256(content).hexdigest()[:8]
+    return Wanted(urls=[server.url()], path=path, algorithm="sha256", digest=digest)
+
+
+def quietly(file: Wanted) -> None:
+    fetch(file, say=lambda text: None, wait_s=0)
+
+
+def test_a_connection_that_breaks_is_continued_from_where_it_broke(
+    server: Server, tmp_path: Path
+) -> None:
+    server.cut_after = 1_100_000
+    quietly(wanted(server, tmp_path / "sub" / "file"))
+    assert (tmp_path / "sub" / "file").read_bytes() == CONTENT
+    assert server.asked == ["", "bytes=1100000-", "bytes=2200000-"]
+    assert [path.name for path in (tmp_path / "sub").iterdir() if path.suffix == ".part"] == []
+    quietly(wanted(server, tmp_path / "sub" / "file"))
+    assert len(server.asked) == 3
+
+
+def test_a_later_command_continues_and_a_server_without_ranges_starts_anew(
+    server: Server, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    server.cut_after = 0
+    with pytest.raises(DataError, match="broke off"):
+        quietly(wanted(server, path))
+    (tmp_path / "file.part").write_bytes(CONTENT[:1000])
+    server.cut_after, server.knows_ranges = None, False
+    quietly(wanted(server, path))
+    assert server.asked[-1] == "bytes=1000-"
+    assert path.read_bytes() == CONTENT
+
+
+def test_wrong_bytes_never_get_the_files_name(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has another sha256"):
+        quietly(wanted(server, tmp_path / "file", b"something else"))
+    assert not (tmp_path / "file").exists()
+    assert not (tmp_path / "file.part").exists()
+    (tmp_path / "file.part").write_bytes(b"wrong" + CONTENT)  # longer than the file: answer 416
+    with pytest.raises(DataError, match="has another sha256"):
+        quietly(wanted(server, tmp_path / "file"))
+    quietly(wanted(server, tmp_path / "file"))
+    assert (tmp_path / "file").read_bytes() == CONTENT
+
+
+def test_the_second_address_is_taken_where_the_first_has_nothing(
+    server: Server, tmp_path: Path
+) -> None:
+    file = wanted(server, tmp_path / "file")
+    urls = [server.url("/gone"), *file.urls]
+    quietly(Wanted(urls=urls, path=file.path, algorithm=file.algorithm, digest=file.digest))
+    assert file.is_here()
+
+
+def test_many_at_once_fetch_it_once(server: Server, tmp_path: Path) -> None:
+    file = wanted(server, tmp_path / "file")
+    threads = [threading.Thread(target=quietly, args=(file,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert file.is_here()
+    assert server.asked == [""]
+
+
+def test_a_dataset_is_fetched_unpacked_and_opened(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mnist = import_torchvision().datasets.MNIST
+    resources = []
+    for name, _ in mnist.resources:
+        shape = (6, 28, 28) if "images" in name else (6,)
+        head = struct.pack(f">4B{len(shape)}I", 0, 0, 8, len(shape), *shape)
+        packed = gzip.compress(head + bytes(int(np.prod(shape))))
+        server.files[f"/{name}"] = packed
+        resources.append((name, hashlib.md5(packed).hexdigest()))
+    monkeypatch.setattr(mnist, "resources", resources)
+    monkeypatch.setattr(mnist, "mirrors", [server.url("/")])
+    said: list[str] = []
+    fetch_dataset("mnist", tmp_path, say=said.append)
+    assert said[-2:] == ["mnist: 6 samples to train on", "mnist: 6 samples to test on"]
+    assert len(server.asked) == 4
+    fetch_dataset("mnist", tmp_path, say=said.append)
+    assert len(server.asked) == 4
+
+
+def test_each_published_set_has_its_files_and_hashes(tmp_path: Path) -> None:
+    datasets = import_torchvision().datasets
+    for name, count in (("MNIST", 4), ("FashionMNIST", 4), ("CIFAR10", 1), ("CIFAR100", 1)):
+        files = files_of(getattr(datasets, name), tmp_path)
+        assert len(files) == count
+        assert all(len(file.digest) == 32 and file.urls for file in files)
+
+
+def test_wrong_names_are_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="'digit' can't be downloaded"):
+        fetch_dataset("digit", tmp_path, say=lambda text: None)
+    with pytest.raises(DataError, match="no published weights of 'resnet81'") as caught:
+        fetch_weights("resnet81", tmp_path, say=lambda text: None)
+    assert "did you mean resnet" in caught.value.fix
+
+
+def test_without_network_the_command_says_what_to_do_by_hand(tmp_path: Path) -> None:
+    # Whatever network there is, this proxy is not there.
+    nowhere = "http://127.0.0.1:1"
+    done = run_command(
+        ["python", "download.py", "--model", "resnet18", "--models_dir", tmp_path / "models"],
+        timeout_s=60,
+        env={"http_proxy": nowhere, "https_proxy": nowhere, "no_proxy": ""},
+    )
+    assert done.status == 2
+    assert "[DDP-D01] resnet18-f37072fd.pth can't be fetched" in done.stderr
+    assert "refused" in done.stderr
+    assert "By hand: give this command on a machine with network" in done.stderr
+    assert "Traceback" not in done.output
+
+
+def test_training_finds_weights_in_the_folder_that_setup_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for is_there in (False, True):
+        env: dict[str, str] = {}
+        prepare_environment(read_launch({}), env)
+        assert ("TORCH_HOME" in env) is is_there
+        (tmp_path / "models" / "hub").mkdir(parents=True, exist_ok=True)
+    assert env["TORCH_HOME"] == str(tmp_path / "models")
+    env = {"TORCH_HOME": "mine"}
+    prepare_environment(read_launch({}), env)
+    assert env == {"TORCH_HOME": "mine"}
