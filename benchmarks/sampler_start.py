@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Time and memory to the first sample index: WindowSampler against torch's DistributedSampler.
+"""Time and memory to the first sample index: WindowSampler, torch's sampler and torchdata's.
 
     python benchmarks/sampler_start.py --json sampler.json      under 2 minutes, 5 GiB at the most
 
 Each measurement is a process of its own, because memory that was once used is seldom given back.
-Measured is an epoch's start on rank 0 of 2 (build the sampler, take the first index), and the next
-100,000 indices: what is not paid at the start is paid there. Run it with the project's Python.
+Measured is an epoch's start on rank 0 of 2 (build the sampler, take the first index), the same in
+the middle of the epoch, as a resume does it, and the next 100,000 indices: what is not paid at the
+start is paid there. torchdata takes part where it is installed: benchmarks/setup.sh does that.
 Does not own: the sampler (hardened_ddp/data/sampler.py).
 """
 
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ NUM_NEXT = 100_000
 # Above it torch's sampler needs a permutation and its list of Python numbers: 46 bytes each.
 _LARGEST_FOR_TORCH = 10**8
 _OURS, _TORCHS = "WindowSampler", "DistributedSampler"
+_TORCHDATAS = "StatefulDistributedSampler"
 _TIMEOUT_S = 300.0
 
 
@@ -35,8 +38,11 @@ class Start:
     """What one start of an epoch took."""
 
     first_index_s: float
+    middle_index_s: float
+    """To the first index of a resume in the middle of the epoch."""
+
     memory_mib: float
-    """Growth of the peak of resident memory."""
+    """Growth of the peak of resident memory, by both starts."""
 
     next_indices_s: float
     """For the next NUM_NEXT indices."""
@@ -52,11 +58,13 @@ def main() -> int:
     print(", ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
     report: dict[str, object] = {"machine": machine, "command": sys.argv}
     sizes: dict[str, object] = {}
-    print(f"{'samples':>14} {'':20}{'first index s':>16}{'MiB':>10}{'next 100,000 s':>16}")
+    heads = ("first index s", "middle s", "MiB", "next 100,000 s")
+    print(f"{'samples':>14} {'':28}" + "".join(f"{head:>16}" for head in heads))
     for size in options.sizes:
-        starts = {_OURS: _median_start(_OURS, size, options)}
-        if size <= _LARGEST_FOR_TORCH:
-            starts[_TORCHS] = _median_start(_TORCHS, size, options)
+        names = list(_OPEN) if size <= _LARGEST_FOR_TORCH else [_OURS]
+        if find_spec("torchdata") is None:
+            names = [name for name in names if name != _TORCHDATAS]
+        starts = {name: _median_start(name, size, options) for name in names}
         sizes[str(size)] = {name: asdict(start) for name, start in starts.items()}
         print(_lines(size, starts), flush=True)
     if options.json is not None:
@@ -66,25 +74,26 @@ def main() -> int:
 
 
 def _lines(size: int, starts: dict[str, Start]) -> str:
-    lines = [
-        f"{size:>14,} {name:20}{start.first_index_s:>16.4f}{start.memory_mib:>10,.1f}"
-        f"{start.next_indices_s:>16.3f}"
-        for name, start in starts.items()
-    ]
-    if _TORCHS not in starts:
-        return "\n".join(
-            [*lines, f"{'':15}{_TORCHS}: skipped, it would need {46 * size / 2**30:.0f} GiB"]
+    """Give a line for each sampler, and ours as a ratio to each of the others."""
+    lines = []
+    for name, start in starts.items():
+        figures = (
+            start.first_index_s,
+            start.middle_index_s,
+            start.memory_mib,
+            start.next_indices_s,
         )
-    ours, torchs = starts[_OURS], starts[_TORCHS]
-    pairs = (
-        (ours.first_index_s, torchs.first_index_s, 16),
-        (ours.memory_mib, torchs.memory_mib, 10),
-        (ours.next_indices_s, torchs.next_indices_s, 16),
-    )
-    cells = "".join(
-        f"{f'x {mine / max(other, 1e-9):.4f}':>{width}}" for mine, other, width in pairs
-    )
-    return "\n".join([*lines, f"{'':15}{'ratio':20}{cells}"])
+        cells = "".join(f"{value:>16,.4f}" for value in figures)
+        lines.append(f"{size:>14,} {name:28}{cells}")
+        if name != _OURS:
+            mine = tuple(asdict(starts[_OURS]).values())
+            pairs = zip(mine, asdict(start).values(), strict=True)
+            ratios = "".join(f"{f'x {ours / max(other, 1e-9):.4f}':>16}" for ours, other in pairs)
+            lines.append(f"{'':15}{'ours to that':28}{ratios}")
+    if len(starts) == 1:
+        needed = f"{46 * size / 2**30:.0f} GiB"
+        lines.append(f"{'':15}the others: left out, torch's permutation would need {needed}")
+    return "\n".join(lines)
 
 
 def _median_start(sampler: str, size: int, options: argparse.Namespace) -> Start:
@@ -102,6 +111,7 @@ def _median_start(sampler: str, size: int, options: argparse.Namespace) -> Start
         starts.append(Start(**json.loads(done.stdout)))
     return Start(
         statistics.median(start.first_index_s for start in starts),
+        statistics.median(start.middle_index_s for start in starts),
         statistics.median(start.memory_mib for start in starts),
         statistics.median(start.next_indices_s for start in starts),
     )
@@ -109,44 +119,58 @@ def _median_start(sampler: str, size: int, options: argparse.Namespace) -> Start
 
 def _measure_here(sampler: str, size: int) -> Start:
     """Start an epoch of size samples in this process."""
-    open_sampler = _open_ours if sampler == _OURS else _open_torchs
+    open_sampler = _OPEN[sampler]
     # WHY once before: the first use of torch and numpy costs memory that has nothing to do with it.
-    next(open_sampler(1000))
+    next(open_sampler(1000, 0))
     memory_before = _memory_mib("VmRSS")
     # WHY: the peak so far is that of the imports; 5 resets it to what is resident now.
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     started_at = time.perf_counter()
-    indices = open_sampler(size)
+    indices = open_sampler(size, 0)
     next(indices)
     first_at = time.perf_counter()
-    memory_mib = _memory_mib("VmHWM") - memory_before
     for _ in islice(indices, NUM_NEXT):
         pass
-    return Start(first_at - started_at, max(0.0, memory_mib), time.perf_counter() - first_at)
+    next_at = time.perf_counter()
+    del indices
+    next(open_sampler(size, size // 4))  # of this rank's half, so the middle of the epoch
+    middle_s = time.perf_counter() - next_at
+    memory_mib = max(0.0, _memory_mib("VmHWM") - memory_before)
+    return Start(first_at - started_at, middle_s, memory_mib, next_at - first_at)
 
 
-def _open_ours(size: int) -> Iterator[int]:
+def _open_ours(size: int, num_done: int) -> Iterator[int]:
     sys.path.insert(0, str(ROOT))
     from hardened_ddp.data.sampler import WindowSampler
 
     numbers: Any = range(size)  # Any: all it asks for is the length
-    return iter(
-        WindowSampler(
-            numbers,
-            num_replicas=2,
-            rank=0,
-            seed=0,
-            global_batch=128,
-            batch_size=64,
-        )
+    sampler = WindowSampler(
+        numbers, num_replicas=2, rank=0, seed=0, global_batch=128, batch_size=64
     )
+    cursor = 2 * num_done // 128 * 128
+    for window in sampler.windows(cursor):
+        for indices in sampler.micro_batches(window):
+            yield from indices.tolist()
 
 
-def _open_torchs(size: int) -> Iterator[int]:
+def _open_torchs(size: int, num_done: int) -> Iterator[int]:
+    """As one resumes with it: by passing over what is done."""
     from torch.utils.data import DistributedSampler
 
     numbers: Any = range(size)  # Any: all it asks for is the length
-    return iter(DistributedSampler(numbers, num_replicas=2, rank=0, seed=0))
+    return islice(iter(DistributedSampler(numbers, num_replicas=2, rank=0, seed=0)), num_done, None)
+
+
+def _open_torchdatas(size: int, num_done: int) -> Iterator[int]:
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+    numbers: Any = range(size)  # Any: all it asks for is the length
+    sampler = StatefulDistributedSampler(numbers, num_replicas=2, rank=0, seed=0)
+    sampler.load_state_dict({"yielded": num_done})
+    return iter(sampler)
+
+
+_OPEN = {_OURS: _open_ours, _TORCHS: _open_torchs, _TORCHDATAS: _open_torchdatas}
 
 
 def _memory_mib(field: str) -> float:
@@ -167,7 +191,7 @@ def _read_options() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="the median is taken (default 3)")
     parser.add_argument("--no_wait", action="store_true", help="do not wait for an idle machine")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
-    parser.add_argument("--child", choices=(_OURS, _TORCHS), help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=tuple(_OPEN), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
