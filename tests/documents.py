@@ -71,7 +71,7 @@ def layout_tree() -> str:
         lines.append(entry(f"{room}/", purpose_of(folder / "__init__.py"), 1))
         files = [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
         lines += [entry(path.name, purpose_of(path), 2) for path in files]
-    for folder in ("benchmarks", "tests"):
+    for folder in ("launchers", "benchmarks", "tests"):
         files = [p for p in sorted((ROOT / folder).rglob("*.py")) if p.name != "__init__.py"]
         lines += [f"{folder}/"] * bool(files)
         names = [str(path.relative_to(ROOT / folder)) for path in files]

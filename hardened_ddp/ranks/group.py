@@ -28,7 +28,7 @@ from hardened_ddp.errors import (
     RankMismatchError,
 )
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.meeting import open_store, wait_for_all
+from hardened_ddp.ranks.meeting import is_reachable, open_store, wait_for_all
 from hardened_ddp.ranks.shared_sum import SharedSum, is_supported, open_shared_sum
 
 log = logging.getLogger(__name__)
@@ -166,6 +166,16 @@ class Group:
         self.is_broken = True
         if self.shared is not None:
             self.shared.leave()
+        self.forget_dead_store()
+
+    def forget_dead_store(self) -> None:
+        """Do without the store if its machine answers no more. Rank-local.
+
+        WHY: what this rank still wants to ask it would wait for ever, and no verdict would come.
+        """
+        if self.store is not None and not is_reachable(self.launch):
+            log.debug("the store is out of reach")
+            self.store = None
 
     def close(self) -> None:
         """Leave the process group. Rank-local for gloo; all ranks for NCCL. Safe to call twice."""

@@ -16,16 +16,14 @@ from hardened_ddp.ranks.place import (
     MPIRUN_COMMAND,
     SRUN_COMMAND,
     Launch,
-    LauncherName,
     need,
     read_numbers,
     read_port,
     whole_number,
 )
 
-# Set by run_with_python.py and run_with_mpirun.py, beside torchrun's variables, for their ranks.
+# Set to "spawn" by run_with_python.py, beside torchrun's variables, for its ranks.
 MARK = "HARDENED_DDP_LAUNCHER"
-MARKS: dict[str, LauncherName] = {"spawn": "spawn", "mpi": "mpi"}
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
 OPEN_MPI = {
@@ -62,7 +60,7 @@ def read_torchrun(env: Mapping[str, str]) -> Launch:
     if starter is not None and starter.world_size > 1:
         _check_starter(starter, env, num_agents=num_agents)
     return Launch(
-        launcher=MARKS.get(env.get(MARK, ""), "torchrun"),
+        launcher="spawn" if env.get(MARK) == "spawn" else "torchrun",
         rank=numbers["RANK"],
         local_rank=numbers["LOCAL_RANK"],
         world_size=numbers["WORLD_SIZE"],

@@ -25,6 +25,7 @@ def lost_peer(error: BaseException, group: Group) -> PeerLostError | None:
     if not _LOST_PEER.search(str(error)):
         return None
     group.is_broken = True
+    group.forget_dead_store()
     failures = _await_failures(group)
     causes = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
     return PeerLostError(
