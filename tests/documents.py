@@ -25,6 +25,7 @@ ONE_LINERS = {
     "README.md": "What this is, and how it is used.",
     "DDP_TROUBLESHOOTING.md": "Every error: symptom, cause, fix.",
     "launch_examples.sh": "Numbered presets; without arguments it lists them.",
+    "train.slurm": "Trains as a Slurm job: sbatch train.slurm.",
     "setup.sh": "Installs what is missing, into .venv.",
     "config.yaml": "Every setting with its default.",
     "requirements.txt": "What training needs, with versions that fit together.",

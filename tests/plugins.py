@@ -1,6 +1,7 @@
 """Datasets and models that tests plug in by import path, as a user would."""
 
 import os
+import time
 
 import torch
 from torch import nn
@@ -28,6 +29,23 @@ class Points(Dataset[tuple[torch.Tensor, int]]):
 
 def points(train: bool, size: int = 40, broken: tuple[int, ...] = ()) -> Points:
     return Points(size, tuple(broken)) if train else Points(17)
+
+
+class PacedPoints(Points):
+    """Points that take their time as long as a file is there."""
+
+    def __init__(self, size: int, pace: str) -> None:
+        super().__init__(size)
+        self.pace = pace
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if os.path.exists(self.pace):
+            time.sleep(0.02)
+        return super().__getitem__(index)
+
+
+def paced_points(train: bool, pace: str) -> Points:
+    return PacedPoints(400, pace) if train else Points(17)
 
 
 def other_points_on_rank_1(train: bool) -> Points:
