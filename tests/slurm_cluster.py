@@ -128,9 +128,10 @@ class SlurmCluster:
 
     def start_now(self, job: str, *, minutes: int) -> None:
         """Start a requeued job without the usual wait, with another time limit."""
-        # WHY: the nodes still end the last start; beginning the next one there would fail.
+        # WHY both: the nodes still end the last start; and a node refuses to start a job in the
+        # second in which it was told that this job has ended.
         self._wait(lambda: self._idle_nodes() == 2, what="two idle nodes")
-        change = ["StartTime=now", f"TimeLimit={minutes}"]
+        change = ["StartTime=now+2", f"TimeLimit={minutes}"]
         self._run("scontrol", "update", f"JobId={job}", *change).ok()
 
     def cancel(self, job: str) -> None:

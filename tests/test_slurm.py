@@ -16,7 +16,10 @@ pytestmark = [
     pytest.mark.timeout(420),  # WHY: Slurm looks at time limits only every 30 seconds
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
-RUN = ["--cpu_only", "--epochs", "2", "--batch_size", "64"]
+RUN = ["--cpu_only", "--epochs", "2"]
+# As the README has them.
+SRUN = "srun --ntasks=2 python ddp_training.py --epochs 2"
+SBATCH = "sbatch --nodes=2 --ntasks-per-node=1 train.slurm --epochs 2"
 JOB_LIMIT_S = 200.0
 
 
@@ -39,8 +42,8 @@ def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_srun_of_one_task_per_rank_ends_in_the_weights_of_torchrun(
     nodes: int, cluster: SlurmCluster, by_torchrun: dict[str, str], tmp_path: Path
 ) -> None:
-    argv = ["srun", f"--nodes={nodes}", "--ntasks=2", "python", "ddp_training.py", *RUN]
-    cluster.run(*argv, "--output_dir", tmp_path, timeout_s=120).ok()
+    argv = SRUN.replace("srun", f"srun --nodes={nodes}").split()
+    cluster.run(*argv, "--cpu_only", "--output_dir", tmp_path, timeout_s=120).ok()
     assert read_summary(only_run(tmp_path))["world_size"] == 2
     assert last_tensors(tmp_path) == by_torchrun
 
@@ -69,7 +72,7 @@ def test_torchruns_that_know_nothing_of_each_other_are_refused(
 def test_a_submitted_job_finishes_on_two_nodes(
     cluster: SlurmCluster, by_torchrun: dict[str, str], tmp_path: Path
 ) -> None:
-    argv = ["--nodes=2", "--ntasks-per-node=1", "train.slurm", *RUN]
+    argv = [*SBATCH.split()[1:], "--cpu_only"]
     job, output = cluster.submit(argv, env={"OUTPUT_DIR": str(tmp_path)})
     state = cluster.wait_for_state(job, "COMPLETED", "FAILED", timeout_s=JOB_LIMIT_S, output=output)
     text = output.read_text()
