@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ddp_training
-from hardened_ddp.errors import GroupError, HardenedError, RankMismatchError
+from hardened_ddp.errors import GroupError, HardenedError, LaunchError, RankMismatchError
 from hardened_ddp.guard.stop import STOP_FILE, StopRequest
 from hardened_ddp.ranks.device import pick_device
 from hardened_ddp.ranks.group import Group, open_group
@@ -92,6 +92,30 @@ def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
     message, seconds = run_ranks(meet_without_rank_2, 3)[0]
     assert "never came: [2]" in message
     assert seconds < 15
+
+
+def meet_with_wrong_numbers(name: str, value: str) -> str:
+    rank = os.environ["RANK"]
+    if rank == "2":
+        os.environ[name] = value
+    with pytest.raises(LaunchError) as caught:
+        meet(timeout_s=20)
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [("RANK", "1", "both have RANK=1"), ("WORLD_SIZE", "4", "WORLD_SIZE")],
+)
+def test_ranks_that_are_numbered_wrongly_are_told_at_once_on_all(
+    name: str, value: str, text: str
+) -> None:
+    started = time.monotonic()
+    messages = run_ranks(meet_with_wrong_numbers, 3, name, value)
+    assert len(set(messages)) == 1
+    assert text in messages[0]
+    assert "process " in messages[0]
+    assert time.monotonic() - started < 20
 
 
 def meet_at_taken_port(port: int) -> str:

@@ -1,5 +1,7 @@
 """A run on two hosts with addresses of their own: it trains, and a cut cable has a verdict."""
 
+import shlex
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,11 @@ from tests.two_hosts import ADDRESSES, TwoHosts, why_not
 pytestmark = [pytest.mark.slow]
 RUN = ["--cpu_only", "--epochs", "2", "--batch_size", "64"]
 TIMEOUT_S = 8.0
+MPI_ON_TWO_HOSTS = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_oob_tcp_if_include": "10.77.0.0/24",
+}
 
 
 @pytest.fixture
@@ -61,12 +68,7 @@ def test_two_hosts_train_as_one_run_with_the_weights_of_one_host(
 
 
 def test_ssh_to_each_host_is_one_run(hosts: TwoHosts, tmp_path: Path) -> None:
-    ssh = tmp_path / "ssh"
-    cases = "\n".join(
-        f'node{i}) exec {" ".join(map(_quoted, hosts.on(i, "bash", "-c")))} "$3" ;;' for i in (0, 1)
-    )
-    ssh.write_text(f"#!/bin/bash\ncase $2 in\n{cases}\nesac\n")
-    ssh.chmod(0o755)
+    ssh = make_ssh(hosts, tmp_path / "ssh", host="$2", command="$3")
     argv = ["launchers/launch.py", "--hosts", "node0,node1", "--nproc_per_node", "1", "--ssh", ssh]
     argv += ["launchers/run_with_torchrun.py", "ddp_training.py", *RUN]
     done = run_command(["python", *argv, "--output_dir", tmp_path / "runs"], timeout_s=150).ok()
@@ -75,6 +77,22 @@ def test_ssh_to_each_host_is_one_run(hosts: TwoHosts, tmp_path: Path) -> None:
         f"host node{rank}  rank {rank}  local rank 0  world size 2  device cpu" for rank in (0, 1)
     ]
     assert read_summary(only_run(tmp_path / "runs"))["status"] == "finished"
+
+
+def test_mpirun_on_two_hosts_agrees_on_a_place_to_meet(hosts: TwoHosts, tmp_path: Path) -> None:
+    if shutil.which("mpirun.openmpi") is None:
+        pytest.skip("Open MPI is not installed on this machine (see .ci/run)")
+    agent = make_ssh(hosts, tmp_path / "agent", host="$1", command="${*:2}")
+    argv = ["mpirun.openmpi", "--host", "node0,node1", "-np", "2", "--mca", "plm_rsh_agent", agent]
+    argv += ["-x", "PATH", "python", "launchers/run_with_mpirun.py", "--folder", tmp_path / "meet"]
+    argv += [*["ddp_training.py", *RUN], "--output_dir", tmp_path / "runs"]
+    done = run_command(hosts.on(0, *argv), timeout_s=150, env=MPI_ON_TWO_HOSTS).ok()
+    shown = [line for line in done.stdout.splitlines() if line.startswith("host ")]
+    assert shown == [
+        f"host node{rank}  rank {rank}  local rank 0  world size 2  device cpu" for rank in (0, 1)
+    ]
+    assert read_summary(only_run(tmp_path / "runs"))["world_size"] == 2
+    assert not list((tmp_path / "meet").iterdir())
 
 
 def test_a_cut_cable_has_a_clear_verdict_on_both_hosts_within_the_timeout(
@@ -125,5 +143,11 @@ def test_a_meeting_that_fails_says_what_was_tried(
     assert "Traceback" not in done.output
 
 
-def _quoted(word: str) -> str:
-    return "'" + word.replace("'", "'\\''") + "'"
+def make_ssh(hosts: TwoHosts, path: Path, *, host: str, command: str) -> Path:
+    """Make an ssh for tests; host and command: where bash finds them among its arguments."""
+    cases = "\n".join(
+        f'node{i}) exec {shlex.join(hosts.on(i, "bash", "-c"))} "{command}" ;;' for i in (0, 1)
+    )
+    path.write_text(f'#!/bin/bash\ncase "{host}" in\n{cases}\nesac\n')
+    path.chmod(0o755)
+    return path
