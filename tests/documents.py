@@ -34,6 +34,7 @@ ONE_LINERS = {
     "pyproject.toml": "Settings of ruff, mypy and pytest.",
     "Makefile": "make check, quick, test, format.",
     ".ci/run": "What every change must pass: make check.",
+    ".ci/components.sh": "Installs MPI and Slurm for the tests, where it can.",
     "docs/GLOSSARY.md": "The words of DDP.",
     "docs/READING_ORDER.md": "Which file to read first, and six exercises.",
     "docs/first_run.txt": "What the first run prints.",
