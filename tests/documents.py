@@ -26,6 +26,7 @@ ONE_LINERS = {
     "README.md": "What this is, and how it is used.",
     "DDP_TROUBLESHOOTING.md": "Every error: symptom, cause, fix.",
     "launch_examples.sh": "Numbered presets; without arguments it lists them.",
+    "train.slurm": "Trains as a Slurm job: sbatch train.slurm.",
     "setup.sh": "Installs what is missing, into .venv.",
     "config.yaml": "Every setting with its default.",
     "requirements.txt": "What training needs, with versions that fit together.",
@@ -36,6 +37,7 @@ ONE_LINERS = {
     "Makefile": "make check, quick, test, format.",
     ".ci/run": "What every change must pass: make check.",
     "docs/CONCEPTS.md": "How data parallel training works, for students.",
+    ".ci/components.sh": "Installs MPI and Slurm for the tests, where it can.",
     "docs/GLOSSARY.md": "The words of DDP.",
     "docs/READING_ORDER.md": "Which file to read first, and six exercises.",
     "docs/first_run.txt": "What the first run prints.",
@@ -74,7 +76,7 @@ def layout_tree() -> str:
         lines.append(entry(f"{room}/", purpose_of(folder / "__init__.py"), 1))
         files = [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
         lines += [entry(path.name, purpose_of(path), 2) for path in files]
-    for folder in ("benchmarks", "examples", "tests"):
+    for folder in ("launchers", "benchmarks", "examples", "tests"):
         files = [p for p in sorted((ROOT / folder).rglob("*.py")) if p.name != "__init__.py"]
         lines += [f"{folder}/"] * bool(files)
         names = [str(path.relative_to(ROOT / folder)) for path in files]

@@ -37,6 +37,23 @@ def points_to_test(train: bool, broken: tuple[int, ...] = (), none: bool = False
     return Points(40) if train else None if none else Points(17, tuple(broken))
 
 
+class PacedPoints(Points):
+    """Points that take their time as long as a file is there."""
+
+    def __init__(self, size: int, pace: str) -> None:
+        super().__init__(size)
+        self.pace = pace
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if os.path.exists(self.pace):
+            time.sleep(0.02)
+        return super().__getitem__(index)
+
+
+def paced_points(train: bool, pace: str) -> Points:
+    return PacedPoints(400, pace) if train else Points(17)
+
+
 def other_points_on_rank_1(train: bool) -> Points:
     return Points(40 + (os.environ.get("RANK") == "1"))
 

@@ -19,6 +19,7 @@ from tests.processes import ROOT, clean_environment
 
 ROOMS = ["errors", "settings", "ranks", "reporting", "data", "model", "checkpoint", "guard"]
 ROOMS += ["training", "diagnosis"]
+LAUNCHERS = sorted((ROOT / "launchers").glob("*.py"))
 PRODUCT = [ROOT / "ddp_training.py", *sorted((ROOT / "hardened_ddp").rglob("*.py"))]
 NAMELESS = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}
 MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 6
@@ -46,7 +47,7 @@ OWNERS = {
     "numpy.random.seed": "ranks/seeding.py",
     "signal.signal signal.set_wakeup_fd signal.siginterrupt": "guard/stop.py",
     "threading.Thread threading.Timer _thread.* concurrent.futures.Thread*": (
-        "guard/watchdog.py checkpoint/snapshot.py reporting/* data/crew.py ranks/meeting.py"
+        "guard/watchdog.py checkpoint/snapshot.py reporting/* data/crew.py ranks/patient_store.py"
     ),
     "print": "reporting/* diagnosis/* ddp_training.py",
     "sys.exit exit quit SystemExit": "ddp_training.py",
@@ -184,7 +185,7 @@ def test_an_owner_may_do_what_is_his() -> None:
 
 def test_files_are_short() -> None:
     found = []
-    for path in PRODUCT:
+    for path in [*PRODUCT, *LAUNCHERS]:
         limit = next(v for k, v in MAX_FILE_LINES.items() if fnmatch.fnmatch(name_of(path), k))
         num_lines = len(path.read_text(encoding="utf-8").splitlines())
         if num_lines > limit:
@@ -192,8 +193,13 @@ def test_files_are_short() -> None:
     assert not found, "\n".join(found)
 
 
+def test_functions_of_the_launchers_are_short() -> None:
+    found = [f"{name_of(p)}: {problem}" for p in LAUNCHERS for problem in find_long(*parts_of(p))]
+    assert not found, "\n".join(found)
+
+
 def test_modules_are_named_for_what_they_own() -> None:
-    others = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    others = [*LAUNCHERS, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     bad = [path for path in [*PRODUCT, *others] if NAMELESS & set(path.stem.lower().split("_"))]
     assert not bad
     rooms = {p.name for p in (ROOT / "hardened_ddp").iterdir() if (p / "__init__.py").exists()}

@@ -31,6 +31,9 @@ from tests.documents import (
 )
 from tests.processes import ROOT
 from tests.ranks import free_port, run_command, start_command, train
+from tests.test_run_with import INSPECT
+from tests.test_run_with import LAUNCHERS as RUN_WITH
+from tests.test_slurm import SBATCH, SRUN
 
 TYPED = "test_ddp_training.py::test_a_command_as_typed_trains_and_leaves_a_whole_run_folder"
 # Commands that are not run here, and the test that does run them. Those of its table TYPED, too.
@@ -48,6 +51,14 @@ ELSEWHERE = {
         "tests/test_hf_trainer.py::test_it_learns_the_digits_on_one_process_and_with_torchrun",
     ),
 }
+ELSEWHERE |= dict.fromkeys(
+    RUN_WITH, "tests/test_run_with.py::test_every_launcher_ends_in_the_same_weights"
+)
+ELSEWHERE |= {
+    INSPECT: "tests/test_run_with.py::test_each_process_is_shown_once_in_rank_order",
+    SRUN: "tests/test_slurm.py::test_srun_of_one_task_per_rank_ends_in_the_weights_of_torchrun",
+    SBATCH: "tests/test_slurm.py::test_a_submitted_job_finishes_on_two_nodes",
+}
 # Run here, but not as they stand: what would take too long, or never ends, is shortened.
 INSTEAD = {
     "./launch_examples.sh 1": "./launch_examples.sh 1 --dry-run",
@@ -60,8 +71,10 @@ STATUSES = {
     " --model forgetful:Forgetful --find_unused_parameters off": 1,
 }
 OTHER_PROGRAMS = {"shm-size", "ipc", "cap-add", "pid", "logdir", "local_addr", "shutdown-timeout"}
+OTHER_PROGRAMS |= {"ntasks", "ntasks-per-node", "gpus-per-node", "partition", "nodes", "signal"}
 OURS = {"config", "help", "format", "output", "dry-run"}
 OURS |= {"width", "ranks"}  # of benchmarks/dp_vs_ddp.py
+OURS |= {"inspect", "nproc", "hosts"}  # of launchers/
 
 
 class TestErrorCodes:
@@ -276,6 +289,7 @@ def run_documented(command: str, folder: Path, *, max_steps: int) -> str:
     is_training = words[0] == "torchrun" or words[:2] == ["python", "ddp_training.py"]
     if is_training and not {"doctor", "verify-ledger", "evaluate", "export", "--help"} & set(words):
         return run_training(command, folder, max_steps=max_steps)
+    command = command.replace("launchers/", f"{ROOT}/launchers/")
     for name in ("ddp_training.py", "launch_examples.sh", "setup.sh"):
         command = re.sub(rf"(\./)?\b{re.escape(name)}", str(ROOT / name), command)
     env = {"PYTHONPATH": str(ROOT)}

@@ -17,17 +17,10 @@ from hardened_ddp.guard.stop import STOP_FILE, StopRequest
 from hardened_ddp.ranks.device import pick_device
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import Launch, prepare_environment, read_launch
+from tests.launcher_environments import TORCHRUN
 from tests.ranks import free_port, run_ranks, start_training
 
 CPU = torch.device("cpu")
-WHOLE = {
-    "RANK": "1",
-    "LOCAL_RANK": "1",
-    "WORLD_SIZE": "4",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
 
 
 def test_no_launcher_is_one_rank() -> None:
@@ -37,7 +30,7 @@ def test_no_launcher_is_one_rank() -> None:
 
 
 def test_torchrun_is_recognised() -> None:
-    launch = read_launch({**WHOLE, "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "3"})
+    launch = read_launch({**TORCHRUN, "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "3"})
     assert (launch.launcher, launch.rank, launch.local_rank) == ("torchrun", 1, 1)
     assert (launch.world_size, launch.local_world_size, launch.num_nodes) == (4, 2, 2)
     assert launch.is_restart
@@ -53,40 +46,17 @@ def test_a_requeued_slurm_job_keeps_its_name() -> None:
     assert second.is_restart
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"RANK": None}, "but not RANK"),
-        ({"WORLD_SIZE": None, "MASTER_PORT": None}, "but not WORLD_SIZE, MASTER_PORT"),
-        ({"LOCAL_RANK": None}, "but not LOCAL_RANK"),
-        ({"RANK": "one"}, "RANK='one'"),
-        ({"RANK": "-1"}, "RANK='-1'"),
-        ({"WORLD_SIZE": "2.5"}, "WORLD_SIZE='2.5'"),
-        ({"RANK": "4"}, "RANK=4 must be below WORLD_SIZE=4"),
-        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2"),
-        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE=8 can't be above WORLD_SIZE=4"),
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999"),
-        ({"MASTER_PORT": "0"}, "MASTER_PORT=0"),
-        ({"WORLD_SIZE": "0"}, "RANK=1 must be below WORLD_SIZE=0"),
-    ],
-    ids=str,
-)
-def test_a_bad_environment_is_one_clear_error(change: dict[str, str | None], text: str) -> None:
-    env = {name: value for name, value in {**WHOLE, **change}.items() if value is not None}
-    with pytest.raises(LaunchError) as caught:
-        read_launch(env)
-    assert text in caught.value.message
-    assert "torchrun" in caught.value.fix
-    assert caught.value.exit_status == 2
-
-
 def test_one_node_talks_over_loopback_unless_told_otherwise() -> None:
-    env = {"NCCL_SOCKET_IFNAME": "eth7"}
+    env = {"NCCL_SOCKET_IFNAME": "eth7", "OMP_NUM_THREADS": "2"}
     prepare_environment(Launch(world_size=2, num_nodes=1), env)
-    assert env == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "eth7"}
-    env = {}
+    assert env == {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "eth7",
+        "OMP_NUM_THREADS": "2",
+    }
+    env = {"OMP_NUM_THREADS": "2"}
     prepare_environment(Launch(world_size=4, num_nodes=2), env)
-    assert env == {}
+    assert env == {"OMP_NUM_THREADS": "2"}
 
 
 def test_without_a_gpu_every_rank_gets_the_cpu() -> None:
@@ -122,6 +92,30 @@ def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
     message, seconds = run_ranks(meet_without_rank_2, 3)[0]
     assert "never came: [2]" in message
     assert seconds < 15
+
+
+def meet_with_wrong_numbers(name: str, value: str) -> str:
+    rank = os.environ["RANK"]
+    if rank == "2":
+        os.environ[name] = value
+    with pytest.raises(LaunchError) as caught:
+        meet(timeout_s=20)
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [("RANK", "1", "both have RANK=1"), ("WORLD_SIZE", "4", "WORLD_SIZE")],
+)
+def test_ranks_that_are_numbered_wrongly_are_told_at_once_on_all(
+    name: str, value: str, text: str
+) -> None:
+    started = time.monotonic()
+    messages = run_ranks(meet_with_wrong_numbers, 3, name, value)
+    assert len(set(messages)) == 1
+    assert text in messages[0]
+    assert "process " in messages[0]
+    assert time.monotonic() - started < 20
 
 
 def meet_at_taken_port(port: int) -> str:

@@ -144,6 +144,7 @@ class TestCheck:
 
     def test_every_shell_script_is_clean(self) -> None:
         scripts = [ROOT / ".ci" / "run", *ROOT.glob("*.sh"), *ROOT.glob("*.slurm")]
+        scripts += (ROOT / ".ci").glob("*.sh")
         scripts += (ROOT / "benchmarks").rglob("*.sh")
         run_command(["shellcheck", *scripts], timeout_s=60).ok()
 

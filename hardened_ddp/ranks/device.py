@@ -5,6 +5,15 @@ import torch
 from hardened_ddp.errors import LaunchError
 from hardened_ddp.ranks.launch import Launch
 
+# As many ranks as GPUs, by launcher.
+_COMMANDS = {
+    "none": "python ddp_training.py",
+    "torchrun": "torchrun --nproc_per_node={} ddp_training.py",
+    "slurm": "sbatch --gpus-per-node={0} --ntasks-per-node={0} train.slurm",
+    "mpi": "mpirun -np {} python launchers/run_with_mpirun.py",
+    "spawn": "python launchers/run_with_python.py --nproc {}",
+}
+
 
 def pick_device(launch: Launch, *, cpu_only: bool, backend: str) -> torch.device:
     """Choose this rank's device: its own GPU, else the CPU. Rank-local.
@@ -14,13 +23,14 @@ def pick_device(launch: Launch, *, cpu_only: bool, backend: str) -> torch.device
     if cpu_only or not torch.cuda.is_available():
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()
-    if launch.local_rank >= num_gpus and backend != "gloo":
+    index = 0 if launch.has_own_gpus else launch.local_rank
+    if index >= num_gpus and backend != "gloo":
         raise LaunchError(
             f"local rank {launch.local_rank} has no GPU: this node has {num_gpus} and was given "
             f"{launch.local_world_size} ranks",
-            fix=f"torchrun --nproc_per_node={num_gpus} ddp_training.py   (or add --backend gloo)",
+            fix=f"{_COMMANDS[launch.launcher].format(num_gpus)}   (or add --backend gloo)",
         )
-    device = torch.device("cuda", launch.local_rank % num_gpus)
+    device = torch.device("cuda", index % num_gpus)
     # WHY first: NCCL and every .cuda() without an index use the current device.
     torch.cuda.set_device(device)
     return device

@@ -28,7 +28,8 @@ from hardened_ddp.errors import (
     RankMismatchError,
 )
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.meeting import PatientStore, meet, open_store
+from hardened_ddp.ranks.meeting import meet, open_store
+from hardened_ddp.ranks.patient_store import PatientStore
 from hardened_ddp.ranks.shared_sum import SharedSum, is_supported, open_shared_sum
 
 log = logging.getLogger(__name__)
@@ -132,13 +133,15 @@ class Group:
                 fix="give every node the same code, settings and data, then start again",
             )
 
-    def publish(self, key: str, text: str) -> None:
-        """Leave a text in the store for published. Rank-local."""
+    def publish(self, key: str, text: str) -> bool:
+        """Leave a text in the store for published; say whether it is there. Rank-local."""
         try:
             if self.store is not None:
                 self.store.set(key, text)
-        except RuntimeError as error:
+        except RuntimeError as error:  # the store may have died with the rank that served it
             log.debug("could not publish %s: %s", key, error)
+            return False
+        return self.store is not None
 
     def published(self, key: str) -> str:
         """Read what another rank has published; empty if it is not there. Rank-local."""
@@ -152,12 +155,7 @@ class Group:
     def publish_failure(self, text: str) -> None:
         """Leave the reason for this rank's failure where its peers look. Rank-local."""
         self.is_broken = True
-        if self.store is not None:
-            try:
-                self.store.set(f"failure/{self.launch.rank}", text)
-                self._has_published = True
-            except RuntimeError as error:  # the store may have died with the rank that served it
-                log.debug("could not publish the failure: %s", error)
+        self._has_published = self.publish(f"failure/{self.launch.rank}", text)
 
     def published_failures(self) -> dict[int, str]:
         """Read which ranks said that they failed, and why. Rank-local, does not wait."""

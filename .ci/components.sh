@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Install the programs that some tests talk to: MPI, Slurm, network namespaces. Best effort: a test
+# whose program is missing is skipped, and says so.
+set -euo pipefail
+
+packages=(openmpi-bin mpich slurmctld slurmd slurm-client munge iproute2 util-linux)
+programs=(mpirun.openmpi mpirun.mpich slurmctld slurmd sbatch munged ip nsenter)
+PATH=$PATH:/usr/sbin:/sbin
+
+has_all() {
+  local program
+  for program in "${programs[@]}"; do
+    command -v "$program" >/dev/null || return 1
+  done
+}
+
+if has_all || [[ $EUID != 0 ]] || ! command -v apt-get >/dev/null; then
+  exit 0
+fi
+export DEBIAN_FRONTEND=noninteractive
+{ apt-get update -qq && apt-get install -y -qq --no-install-recommends "${packages[@]}"; } \
+  >/dev/null 2>&1 || echo "== components: not installed; tests of MPI and Slurm are skipped" >&2

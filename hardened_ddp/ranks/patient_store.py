@@ -1,0 +1,64 @@
+"""The store of a run as it is asked while training: an answer soon, or an error.
+
+Owns PatientStore, which puts a limit to each question. Does not own: how ranks meet (meeting.py).
+What goes wrong here: the rank that serves the store is stopped or hangs, or its cable is cut. Then
+torch's own calls wait for ever, and a rank could neither save nor say what happened.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+
+PATIENCE_S = 2.0
+
+T = TypeVar("T")
+
+
+class PatientStore:
+    """A store of which each question is answered within PATIENCE_S, or raises RuntimeError."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._is_silent = False
+
+    def has(self, key: str) -> bool:
+        return self._ask(lambda: self._store.check([key]))
+
+    def get(self, key: str) -> str:
+        return self._ask(lambda: self._store.get(key)).decode()
+
+    def set(self, key: str, text: str) -> None:
+        self._ask(lambda: self._store.set(key, text))
+
+    def claim(self, key: str, name: str) -> str:
+        """Write name where nothing is yet; give the name that stands there."""
+        return self._ask(lambda: self._store.compare_set(key, "", name)).decode()
+
+    def wait(self, keys: list[str], limit_s: float) -> None:
+        """Wait for all keys. For the rank that serves the store."""
+        self._store.wait(keys, timedelta(seconds=limit_s))
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        if self._is_silent:  # WHY at once: its connection still waits for the last answer
+            raise RuntimeError("the store does not answer")
+        answers: queue.SimpleQueue[T | RuntimeError] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                answers.put(question())
+            except RuntimeError as error:
+                answers.put(error)
+
+        threading.Thread(target=ask, name="ask-store", daemon=True).start()
+        try:
+            answer = answers.get(timeout=PATIENCE_S)
+        except queue.Empty:
+            self._is_silent = True
+            raise RuntimeError(f"the store gave no answer for {PATIENCE_S:g} s") from None
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer

@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""Run a script on several machines: start the right torchrun on each one over ssh.
+
+    python launchers/launch.py --hosts node0,node1 --nproc_per_node 4 --dry-run
+    python launchers/launch.py --hosts node0,node1 --nproc_per_node 4 ddp_training.py --epochs 20
+
+A run on several machines is one torchrun on each of them. All get the same --nnodes,
+--nproc_per_node, --master_addr and --master_port; only --node_rank differs, and that is where most
+mistakes are made by hand. Global ranks follow: machine 0 has ranks 0 to 3, machine 1 has 4 to 7.
+The first host of the list is the master: the ranks meet there.
+
+Needed: ssh to every host without a password; the same folder, with code and Python, at the same
+path on all of them (a shared disk does it). A host called localhost is this machine, without ssh.
+--dry-run only prints the commands: one can type them by hand, too, one on each machine.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from launchers.running import ROOT, make_parser, read_arguments
+
+POLL_S = 0.05
+# How long the others may take to save when one machine has failed, or the user wants to stop.
+GRACE_S = 60.0
+LOCAL = ("localhost", "127.0.0.1")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is the same on all machines."""
+
+    hosts: list[str]
+    nproc_per_node: int
+    port: int
+    folder: str
+    python: str
+    variables: list[str]
+    words: list[str]
+    """The script and its arguments."""
+
+
+def torchrun_command(plan: Plan, node_rank: int) -> str:
+    """Write the command of one machine as a shell there reads it."""
+    command = [
+        *(["env", *plan.variables] if plan.variables else []),
+        plan.python,
+        "-m",
+        "torch.distributed.run",  # torchrun by its other name: it needs no PATH
+        f"--nnodes={len(plan.hosts)}",
+        f"--node_rank={node_rank}",
+        f"--nproc_per_node={plan.nproc_per_node}",
+        f"--master_addr={plan.hosts[0]}",
+        f"--master_port={plan.port}",
+        *plan.words,
+    ]
+    # WHY exec: the shell gives its place to torchrun, so a signal for the one reaches the other.
+    return f"cd {shlex.quote(plan.folder)} && exec {shlex.join(command)}"
+
+
+def host_command(host: str, command: str, ssh: str) -> list[str]:
+    """Give the words that run a shell command on a host."""
+    if host in LOCAL:
+        return ["bash", "-c", command]
+    # WHY -tt: when ssh is ended here, what it started there gets SIGHUP, and saves and leaves.
+    return [*shlex.split(ssh), "-tt", host, command]
+
+
+def run_everywhere(plan: Plan, ssh: str) -> int:
+    """Run the command of each host, wait for all, and give the first status that is not 0."""
+    machines: dict[str, subprocess.Popen[bytes]] = {}
+    end: float | None = None
+
+    def stop_all(number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
+        nonlocal end
+        end = end or time.monotonic() + GRACE_S
+        for process in machines.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, stop_all)
+    for node_rank, host in enumerate(plan.hosts):
+        argv = host_command(host, torchrun_command(plan, node_rank), ssh)
+        # WHY a group of its own: Ctrl-C reaches only this launcher, and it passes it on once.
+        machines[host] = subprocess.Popen(argv, stdin=subprocess.DEVNULL, process_group=0)
+
+    while running := [host for host, process in machines.items() if process.poll() is None]:
+        if end is None and any(process.returncode for process in machines.values()):
+            # The ranks there are gone, so those on the other machines can't go on: they save and
+            # leave by themselves.
+            end = time.monotonic() + GRACE_S
+        if end is not None and time.monotonic() > end:
+            print(f"launch.py: killing what still runs on {', '.join(running)}", file=sys.stderr)
+            for host in running:
+                os.killpg(machines[host].pid, signal.SIGKILL)
+                machines[host].wait()
+        time.sleep(POLL_S)
+    statuses = {host: process.returncode for host, process in machines.items()}
+    for host, status in statuses.items():
+        if status:
+            print(f"launch.py: {host} ended with status {status}", file=sys.stderr)
+    failed = [status if status > 0 else 128 - status for status in statuses.values() if status]
+    return failed[0] if failed else 0
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = make_parser("launch.py", __doc__)
+    parser.add_argument("--hosts", required=True, help="names, with commas; the first is master")
+    parser.add_argument("--nproc_per_node", type=int, required=True, help="ranks on each: its GPUs")
+    parser.add_argument("--port", type=int, default=29500, help="free port of the first host")
+    parser.add_argument("--folder", default=str(ROOT), help="this project's folder on the hosts")
+    parser.add_argument("--python", default=sys.executable, help="Python on the hosts")
+    parser.add_argument("--env", action="append", default=[], help="NAME=VALUE for the ranks")
+    parser.add_argument("--ssh", default="ssh", help="how to reach a host, such as 'ssh -p 2222'")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands; start nothing")
+    options, words = read_arguments(parser, list(argv))
+    hosts = [host.strip() for host in options.hosts.split(",") if host.strip()]
+    if len(set(hosts)) != len(hosts) or not hosts:
+        parser.error(f"--hosts {options.hosts}: needs each host once; --nproc_per_node has ranks")
+    if len(hosts) > 1 and hosts[0] in LOCAL:
+        parser.error(f"--hosts {options.hosts}: the others can't reach the first one by that name")
+    if options.nproc_per_node < 1 or not 0 < options.port < 65536:
+        parser.error("--nproc_per_node needs 1 or more, --port 1 to 65535")
+    plan = Plan(
+        hosts=hosts,
+        nproc_per_node=options.nproc_per_node,
+        port=options.port,
+        folder=options.folder,
+        python=options.python,
+        variables=options.env,
+        words=[os.path.relpath(words[0], ROOT) if is_ours(words[0]) else words[0], *words[1:]],
+    )
+    if options.dry_run:
+        for node_rank, host in enumerate(hosts):
+            print(shlex.join(host_command(host, torchrun_command(plan, node_rank), options.ssh)))
+        return 0
+    return run_everywhere(plan, options.ssh)
+
+
+def is_ours(script: str) -> bool:
+    """Say whether a script lies in this project: it is then named from the project's folder."""
+    return Path(script).resolve().is_relative_to(ROOT)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""Run a script under mpirun (Open MPI, MPICH and others with Hydra).
+
+    mpirun -np 2 python launchers/run_with_mpirun.py
+    mpirun -np 2 python launchers/run_with_mpirun.py ddp_training.py --cpu_only --epochs 2
+    mpirun --host a:4,b:4 -np 8 python launchers/run_with_mpirun.py --folder /shared/meeting
+
+mpirun starts the processes, also on other machines, and tells each one its rank by variables of its
+own: OMPI_COMM_WORLD_RANK (Open MPI) or PMI_RANK (Hydra). MPI itself is not used here: PyTorch's
+ranks talk over NCCL or gloo. All that they miss is where to meet, because no mpirun tells that:
+
+    one machine         127.0.0.1, and a port worked out from the name of the mpirun job
+    several machines    rank 0 chooses a port and writes its host and port into a file, in a folder
+                        that all machines share; the others read it there
+"""
+
+import os
+import socket
+import sys
+import time
+import zlib
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from hardened_ddp.errors import HardenedError, LaunchError
+from hardened_ddp.ranks.launch import Launch, end_with_launcher, prepare_environment, read_launch
+from launchers.running import ROOT, limit_threads, make_parser, read_arguments, run_script
+
+POLL_S = 0.05
+
+
+def job_name() -> str:
+    """Name this mpirun alike on all its machines, and unlike every other one.
+
+    Open MPI gives all ranks of a job some values that no other job has. Hydra does not.
+    """
+    names = ("PMIX_NAMESPACE", "OMPI_MCA_orte_precondition_transports", "OMPI_MCA_orte_hnp_uri")
+    text = " ".join(os.environ.get(name, "") for name in names)
+    if not text.strip():
+        raise LaunchError(
+            "this mpirun gives its ranks no name of the job, so they can't find each other's file",
+            fix="give all ranks MASTER_ADDR, the host of rank 0, and MASTER_PORT: "
+            "mpirun -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 ...",
+        )
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def own_address() -> str:
+    """Give the address of this machine that the others can reach: the one of its own name."""
+    return os.environ.get("MASTER_ADDR") or socket.gethostbyname(socket.gethostname())
+
+
+def agree_on_meeting(rank: int, folder: Path, timeout_s: float) -> tuple[str, str]:
+    """Give the address and port of rank 0, through a file in a folder that all ranks share."""
+    path = folder / f"mpirun-{job_name()}"
+    if rank == 0:
+        address = own_address()
+        if address.startswith("127."):
+            raise LaunchError(
+                f"rank 0's host {socket.gethostname()} knows itself only as {address}, where no "
+                "other machine can reach it",
+                fix="give rank 0 the address of its network card: mpirun -x MASTER_ADDR=ADDRESS "
+                "...   (or correct /etc/hosts)",
+            )
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            port = probe.getsockname()[1]
+        folder.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".new")
+        aside.write_text(f"{address} {port}\n", encoding="utf-8")
+        aside.replace(path)  # WHY: the others must never see half of it
+        return address, str(port)
+    end = time.monotonic() + timeout_s
+    while not path.is_file():
+        if time.monotonic() > end:
+            raise LaunchError(
+                f"rank {rank} on {socket.gethostname()} waited {timeout_s:g} s for {path}, which "
+                "rank 0 writes: rank 0 did not start, or this machine does not share that folder",
+                fix="name a shared folder: python launchers/run_with_mpirun.py --folder FOLDER ...",
+            )
+        time.sleep(POLL_S)
+    address, port_text = path.read_text(encoding="utf-8").split()
+    return address, port_text
+
+
+def find_launch(folder: Path, timeout_s: float) -> tuple[Launch, Path | None]:
+    """Tell who this rank is; on several machines let the ranks agree on where to meet."""
+    size = os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE"))
+    here = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", os.environ.get("MPI_LOCALNRANKS"))
+    rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))
+    note = None
+    if rank is not None and size != here and "MASTER_PORT" not in os.environ:
+        address, port = agree_on_meeting(int(rank), folder, timeout_s)
+        os.environ.update({"MASTER_ADDR": address, "MASTER_PORT": port})
+        note = folder / f"mpirun-{job_name()}" if rank == "0" else None
+    launch = read_launch(os.environ)
+    if launch.launcher == "none":
+        raise LaunchError(
+            "no mpirun has started this process (OMPI_COMM_WORLD_RANK and PMI_RANK are not set)",
+            fix="mpirun -np 2 python launchers/run_with_mpirun.py",
+        )
+    return launch, note
+
+
+def main(argv: list[str]) -> None:
+    parser = make_parser("run_with_mpirun.py", __doc__)
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / ".meeting")
+    parser.add_argument("--wait_s", type=float, default=60.0, help="how long to look for rank 0")
+    parser.add_argument("--no_lesson", action="store_true", help="only run the script")
+    options, words = read_arguments(parser, argv)
+
+    limit_threads()
+    launch, note = find_launch(options.folder, options.wait_s)
+    prepare_environment(launch, os.environ)
+    end_with_launcher(launch)
+    if not options.no_lesson:
+        from launchers.lesson import give_lesson
+
+        give_lesson(launch, cpu_only="--cpu_only" in words)
+        # All ranks have met here, so all of them have read the file.
+        if note is not None:
+            note.unlink(missing_ok=True)
+    run_script(words)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except HardenedError as error:
+        print(f"run_with_mpirun.py: error {error}", file=sys.stderr)
+        sys.exit(error.exit_status)

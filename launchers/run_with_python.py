@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+"""Run a script on several processes of this machine with nothing but Python: no torchrun, no MPI.
+
+    python launchers/run_with_python.py                       one process per GPU, 2 without a GPU
+    python launchers/run_with_python.py --nproc 4 ddp_training.py --cpu_only --epochs 2
+
+What a launcher does, in one file: choose a free port; start the processes; tell each one by
+environment variables who it is; wait; and when one of them fails, end the others, because they
+would wait for it in their next collective.
+
+The processes are started by "spawn": a new Python that imports this file again. WHY not fork: a
+forked process inherits the threads and the CUDA state of its parent broken.
+On this one machine a process's rank and its local rank are the same number.
+"""
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import FrameType
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from launchers.running import limit_threads, make_parser, read_arguments, run_script
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+# How long the others may take to save when one process has failed, or the user wants to stop.
+GRACE_S = 30.0
+
+
+def free_port() -> int:
+    """Ask the kernel for a port that nobody uses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Give the variables that tell a process who it is; torchrun sets the same ones."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),  # all ranks are on this one machine
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",  # where rank 0 is, and
+        "MASTER_PORT": str(port),  # where it waits for the others
+        "HARDENED_DDP_LAUNCHER": "spawn",
+    }
+
+
+def run_rank(rank: int, world_size: int, port: int, lesson: bool, words: list[str]) -> None:
+    """Be one rank: this runs in the new process."""
+    os.environ.update(rank_environment(rank, world_size, port))
+    from hardened_ddp.errors import HardenedError
+    from hardened_ddp.ranks.launch import end_with_launcher, prepare_environment, read_launch
+
+    try:
+        launch = read_launch(os.environ)
+        prepare_environment(launch, os.environ)
+        end_with_launcher(launch)
+        if lesson:
+            from launchers.lesson import give_lesson
+
+            give_lesson(launch, cpu_only="--cpu_only" in words)
+    except HardenedError as error:
+        print(f"run_with_python.py: error {error}", file=sys.stderr)
+        sys.exit(error.exit_status)
+    run_script(words)
+
+
+def start_and_wait(num_ranks: int, *, lesson: bool, words: list[str]) -> int:
+    """Start the ranks, wait for all of them, and give the exit status."""
+    import torch.multiprocessing as mp
+
+    arguments = (num_ranks, free_port(), lesson, words)
+    ranks = mp.start_processes(  # type: ignore[no-untyped-call]  # torch gives it no types
+        run_rank, args=arguments, nprocs=num_ranks, join=False, start_method="spawn"
+    )
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for process in ranks.processes:
+            if process.is_alive():
+                os.kill(process.pid, number)
+
+    # A signal to this launcher is meant for the ranks: they save and leave by themselves.
+    for number in STOP_SIGNALS:
+        signal.signal(number, pass_on)
+    try:
+        # join ends the others (SIGTERM, and SIGKILL after GRACE_S) as soon as one process fails,
+        # and raises what that one said, with its traceback.
+        while not ranks.join(timeout=1.0, grace_period=GRACE_S):
+            continue
+    except mp.ProcessExitedException as error:
+        print(f"run_with_python.py: rank {error.error_index} failed: {error}", file=sys.stderr)
+        return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
+    except mp.ProcessRaisedException as error:
+        print(f"run_with_python.py: rank {error.error_index} failed: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    parser = make_parser("run_with_python.py", __doc__)
+    parser.add_argument("--nproc", type=int, default=0, help="processes; 0: one per GPU, else 2")
+    parser.add_argument("--no_lesson", action="store_true", help="only run the script")
+    options, words = read_arguments(parser, argv)
+    if options.nproc < 0:
+        parser.error(f"--nproc {options.nproc}: needs a number of processes")
+
+    limit_threads()
+    num_ranks = options.nproc
+    if num_ranks == 0:
+        import torch
+
+        num_ranks = 2 if "--cpu_only" in words else torch.cuda.device_count() or 2
+    return start_and_wait(num_ranks, lesson=not options.no_lesson, words=words)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

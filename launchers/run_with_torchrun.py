@@ -1,0 +1,57 @@
+#!/usr/bin/env python3
+"""Run a script under torchrun, and show first who its processes are.
+
+    torchrun --nproc_per_node=2 launchers/run_with_torchrun.py
+    torchrun --nproc_per_node=2 launchers/run_with_torchrun.py ddp_training.py --epochs 2
+    torchrun --nproc_per_node=2 launchers/run_with_torchrun.py --inspect
+
+torchrun starts --nproc_per_node copies of this file on each machine, and tells each copy who it is
+by environment variables: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. It also watches
+them: if one dies it ends the others, and with --max_restarts=3 starts all of them again.
+
+This file shows these variables, lets the ranks talk to each other once (lesson.py), and then runs
+the script in the same processes. It needs nothing of torchrun that the script itself does not read.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+# WHY: python puts only the folder of this file there, and hardened_ddp lies beside it.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from hardened_ddp.errors import HardenedError
+from hardened_ddp.ranks.launch import end_with_launcher, prepare_environment, read_launch
+from launchers.running import make_parser, read_arguments, run_script
+
+
+def main(argv: list[str]) -> None:
+    parser = make_parser("run_with_torchrun.py", __doc__)
+    parser.add_argument("--inspect", action="store_true", help="only show the ranks; run no script")
+    parser.add_argument("--no_lesson", action="store_true", help="only run the script")
+    options, words = read_arguments(parser, argv)
+
+    # Who am I? Everything that torchrun tells is in the environment.
+    launch = read_launch(os.environ)
+    if launch.launcher == "none":
+        sys.exit(
+            "run_with_torchrun.py: no torchrun has started this process (RANK is not set)\n"
+            "  next: torchrun --nproc_per_node=2 launchers/run_with_torchrun.py"
+        )
+    prepare_environment(launch, os.environ)
+    end_with_launcher(launch)
+
+    if not options.no_lesson:
+        from launchers.lesson import give_lesson  # WHY here: it imports torch, which takes a second
+
+        give_lesson(launch, cpu_only="--cpu_only" in words)
+    if not options.inspect:
+        run_script(words)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except HardenedError as error:
+        print(f"run_with_torchrun.py: error {error}", file=sys.stderr)
+        sys.exit(error.exit_status)

@@ -1,0 +1,93 @@
+"""Two hosts on one machine: two network namespaces with addresses of their own, and a cable.
+
+Owns: making them, running a command on one of them, cutting the cable, and taking all of it away.
+A host has its own interfaces, name and /etc/hosts; the disk is the same, as a shared disk is.
+"""
+
+import os
+import secrets
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PROGRAMS = ("ip", "nsenter", "unshare")
+
+
+def why_not() -> str:
+    """Say why no hosts can be made here; empty if they can."""
+    missing = [name for name in PROGRAMS if shutil.which(name) is None]
+    if missing:
+        return f"not installed on this machine: {', '.join(missing)} (see .ci/run)"
+    if os.geteuid() != 0:
+        return "only root can make network namespaces"
+    name = f"ddp-try-{os.getpid()}"
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, timeout=20)
+    if tried.returncode:
+        return f"no network namespaces here: {tried.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", name], check=True, timeout=20)
+    return ""
+
+
+class TwoHosts:
+    """Hosts 0 and 1, called node0 and node1. Use it in a with statement: leaving that ends them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._id = secrets.token_hex(3)
+        self.namespaces = tuple(f"ddp-{self._id}-{index}" for index in (0, 1))
+        self.interfaces = tuple(f"ddp{self._id}{index}" for index in (0, 1))
+
+    def __enter__(self) -> Self:
+        names = "".join(f"{a} node{i}\n" for i, a in enumerate(ADDRESSES))
+        (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        # WHY: else each name that is not found waits for a name server that is not there
+        (self.folder / "resolv.conf").write_text("")
+        (self.folder / "nsswitch.conf").write_text("hosts: files\n")
+        try:
+            for namespace in self.namespaces:
+                _ip("netns", "add", namespace)
+            cable = [f"link add {self.interfaces[0]} netns {self.namespaces[0]} type veth"]
+            cable += [f"peer name {self.interfaces[1]} netns {self.namespaces[1]}"]
+            _ip(*" ".join(cable).split())
+            for index, (namespace, address) in enumerate(
+                zip(self.namespaces, ADDRESSES, strict=True)
+            ):
+                _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", self.interfaces[index])
+                _ip("-n", namespace, "link", "set", "lo", "up")
+                _ip("-n", namespace, "link", "set", self.interfaces[index], "up")
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        for namespace in self.namespaces:
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, timeout=20)
+
+    def on(self, index: int, *argv: str | Path) -> list[str]:
+        """Give the words that run a command on a host."""
+        binds = "; ".join(
+            f"mount --bind {shlex.quote(str(self.folder / name))} /etc/{name}"
+            for name in ("hosts", "resolv.conf", "nsswitch.conf")
+        )
+        script = f'set -e; hostname node{index}; {binds}; exec "$@"'
+        enter = ["nsenter", f"--net=/run/netns/{self.namespaces[index]}"]
+        enter += ["unshare", "--mount", "--uts", "bash", "-c", script, "bash"]
+        return [*enter, *map(str, argv)]
+
+    def cut(self) -> None:
+        """Cut the cable: nothing arrives any more, and nobody is told."""
+        _ip("-n", self.namespaces[1], "link", "set", self.interfaces[1], "down")
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
