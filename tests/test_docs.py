@@ -59,6 +59,10 @@ ELSEWHERE |= {
     SRUN: "tests/test_slurm.py::test_srun_of_one_task_per_rank_ends_in_the_weights_of_torchrun",
     SBATCH: "tests/test_slurm.py::test_a_submitted_job_finishes_on_two_nodes",
 }
+ELSEWHERE[
+    "torchrun --nnodes=1:2 --nproc_per_node=2 --max_restarts=3 --rdzv_backend=c10d --rdzv_id=job"
+    " --rdzv_endpoint=localhost:29401 ddp_training.py"
+] = "tests/test_restarts.py::test_a_node_that_joins_or_dies_changes_nothing_but_the_speed"
 # Run here, but not as they stand: what would take too long, or never ends, is shortened.
 INSTEAD = {
     "./launch_examples.sh 1": "./launch_examples.sh 1 --dry-run",

@@ -47,6 +47,7 @@ def closing_lines(
     return [
         *lines,
         f"resume:      {program('python')} ddp_training.py --resume {run}",
+        f"evaluate:    {program('python')} ddp_training.py evaluate {run}",
         f"export:      {program('python')} ddp_training.py export {run}",
     ]
 
