@@ -346,7 +346,7 @@ def fit(
     from hardened_ddp.training.plan import is_due
 
     config = parts.config
-    journal.left_out = stepper.left_out
+    journal.left_out = stepper.left_out.entries
     profile_step = journal.start_profile() if config.run.profile else None
     while progress.step < parts.total_steps:
         # A window: the samples of one optimizer step over all ranks. batches: this rank's share

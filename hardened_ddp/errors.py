@@ -127,6 +127,10 @@ class NonFiniteError(HardenedError):
     code = "DDP-S03"
 
 
+class NonFiniteStepError(NonFiniteError):
+    """The same, seen before the weights moved: they are those of the last step."""
+
+
 class CrashLoopError(HardenedError):
     """The last attempts all failed at the same step: another one would, too."""
 

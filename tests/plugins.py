@@ -135,7 +135,7 @@ class Fading(nn.Module):
 
 
 class Crashing(nn.Module):
-    """Raises in one forward, after its buffers have changed, on one rank only."""
+    """Raises from one forward on, after its buffers have changed, on one rank only."""
 
     def __init__(self, num_classes: int, rank: int = 0, forward_number: int = 8) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Crashing(nn.Module):
         self.num_forwards += self.training
         is_it = int(os.environ.get("RANK", "0")) == self.rank
         hidden: torch.Tensor = self.norm(inputs)
-        if is_it and self.num_forwards == self.forward_number:
+        if is_it and self.num_forwards >= self.forward_number:
             raise ValueError("a fault of this model")
         logits: torch.Tensor = self.layer(hidden)
         return logits
@@ -190,4 +190,81 @@ class Paced(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         time.sleep(0.02)
         logits: torch.Tensor = self.layer(inputs.flatten(1))
+        return logits
+
+
+class _FaultyBackward(torch.autograd.Function):
+    """Passes values on, and raises in backward."""
+
+    @staticmethod
+    def forward(ctx: object, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("a fault in backward")
+
+
+class Stumbling(nn.Module):
+    """Fails once in each forward that is listed for its rank, in one of several ways.
+
+    It has dropout and BatchNorm: a window that is done again must get the same random numbers, and
+    the statistics that it began with.
+    """
+
+    def __init__(self, num_classes: int, faults: dict[str, dict[str, str]] | None = None) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(3), nn.Dropout(0.3)
+        self.hidden, self.layer = nn.Linear(3, 8), nn.Linear(8, num_classes)
+        mine = {str(rank): kinds for rank, kinds in (faults or {}).items()}
+        mine = mine.get(os.environ.get("RANK", "0"), {})
+        self.faults = {int(number): kind for number, kind in mine.items()}
+        self.num_forwards = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        kind = self.faults.get(self.num_forwards, "") if self.training else ""
+        hidden = self.drop(self.hidden(self.norm(inputs)).relu())
+        logits: torch.Tensor = self.layer(hidden)
+        match kind:
+            case "forward":
+                raise ValueError("a fault in forward")
+            case "memory":
+                raise torch.OutOfMemoryError("CUDA out of memory, as a test has it")
+            case "backward":
+                return _FaultyBackward.apply(logits)
+            case "nan":
+                return logits * float("nan")
+        return logits
+
+
+class Greedy(nn.Module):
+    """Has no memory for more than most samples at once, on rank 1, after its first forwards."""
+
+    def __init__(self, num_classes: int, most: int = 1000) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+        self.most = most if os.environ.get("RANK") == "1" else 1000
+        self.num_forwards = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        if self.num_forwards > 8 and self.training and len(inputs) > self.most:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory, as a test has it")
+        logits: torch.Tensor = self.layer(inputs)
+        return logits
+
+
+class Picky(nn.Module):
+    """Raises whenever one certain sample of Points is among its inputs."""
+
+    def __init__(self, num_classes: int, sample: int = 13) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+        self.sample = Points(40)[sample][0]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training and bool((inputs == self.sample).all(dim=1).any()):
+            raise ValueError("I do not like this one")
+        logits: torch.Tensor = self.layer(inputs)
         return logits

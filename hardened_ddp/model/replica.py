@@ -55,6 +55,9 @@ class Replica:
         self.channels_last = channels_last
         """Whether images are to be stored so."""
 
+        self.looks_for_unused = ddp is None or ddp.find_unused_parameters
+        """A parameter may get no gradient on some rank: sum_gradients counts it as zero there."""
+
         self.sums_after = ddp is not None and group.shared is not None and not has_comm_hook
         """Gradients stay local in backward, and sum_gradients adds them up: not DDP's hooks."""
 
@@ -85,17 +88,17 @@ class Replica:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         return all(torch.stack([gradient.isfinite().all() for gradient in gradients]).tolist())
 
-    def sum_gradients(self) -> None:
-        """Add up gradients that were kept local over the ranks. Collective: all ranks.
+    def sum_gradients(self, marks: Sequence[float] = ()) -> list[float]:
+        """Add up local gradients over the ranks, and marks as well, which it returns. Collective.
 
         The safe form of DDP's own all-reduces: no hook waits for a backward that never comes, so
         a rank without samples, or one that failed, takes part with zeros. As with DDP, a parameter
-        that no rank used keeps no gradient if such are looked for (find_unused_parameters).
+        that no rank used keeps no gradient if such are looked for. marks: small whole numbers.
         """
         if self.group.world_size == 1:
-            return
+            return list(marks)
         parameters = self._parameters
-        if self.ddp is not None and self.ddp.find_unused_parameters:
+        if self.ddp is not None and self.looks_for_unused:
             is_used = torch.tensor([float(p.grad is not None) for p in parameters])
             uses = self.group.sum_(is_used).tolist()  # collective
             parameters = [p for p, count in zip(parameters, uses, strict=True) if count]
@@ -104,8 +107,13 @@ class Replica:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
+        sums = torch.tensor(marks, device=self.group.device)
+        if marks:  # WHY so: no message of their own
+            by_dtype.setdefault(sums.dtype, []).append(sums)
         for gradients in by_dtype.values():
             self.group.sum_each_(gradients)  # collective
+        found: list[float] = sums.tolist()
+        return found
 
     def copy_buffers(self) -> list[torch.Tensor]:
         """Copy the moving buffers, for put_back_buffers."""

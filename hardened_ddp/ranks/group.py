@@ -156,6 +156,7 @@ class Group:
         """Leave the reason for this rank's failure where its peers look. Rank-local."""
         self.is_broken = True
         self._has_published = self.publish(f"failure/{self.launch.rank}", text)
+        self.publish(f"heard/{self.launch.rank}", "")  # it knows a cause of its own
 
     def published_failures(self) -> dict[int, str]:
         """Read which ranks said that they failed, and why. Rank-local, does not wait."""

@@ -22,15 +22,25 @@ def explain_failure(
     """Say which rank, step, phase and samples an exception belongs to."""
     if (lost := lost_peer(error, group)) is not None:
         return lost
-    frame = traceback.extract_tb(error.__traceback__)[-1]
     text = (
         f"rank {group.launch.rank}, step {step}, {phase}, samples "
         f"{list(samples[:8])}{' ...' if len(samples) > 8 else ''}: {type(error).__name__}: {error} "
-        f"({frame.filename}:{frame.lineno})"
+        f"({where_of(error)})"
     )
     log.debug("the step failed", exc_info=error)
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+    if is_out_of_memory(error):
         return OutOfMemoryError(
             text, fix="halve --batch_size and double --accumulation_steps: the same gradient"
         )
     return StepError(text, fix="the traceback is in this rank's log file")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Say whether the GPU's allocator or the host's had nothing left."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def where_of(error: BaseException) -> str:
+    """Give file and line where an exception was raised."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.filename}:{frame.lineno}"

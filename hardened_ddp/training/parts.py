@@ -35,6 +35,9 @@ class Progress:
     num_errors: int = 0
     """Samples and windows left out so far."""
 
+    most_samples: int = 0
+    """What memory was found to hold at once: a micro-batch has no more samples. 0: no limit."""
+
     def end_epoch(self, end: int) -> None:
         """Go to the start of the next epoch if the cursor is at the end of this one."""
         if self.cursor >= end:

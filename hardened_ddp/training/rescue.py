@@ -22,6 +22,7 @@ from hardened_ddp.errors import (
     CrashLoopError,
     HardenedError,
     NonFiniteError,
+    NonFiniteStepError,
     PeerLostError,
 )
 from hardened_ddp.ranks.group import Group
@@ -54,7 +55,8 @@ def rescue(
 
     Never raises: the error is what counts.
     """
-    if isinstance(error, _NOT_SAVED) or not stepper.is_whole:
+    is_saved = isinstance(error, NonFiniteStepError) or not isinstance(error, _NOT_SAVED)
+    if not is_saved or not stepper.is_whole:
         return
     group = stepper.parts.group
     try:

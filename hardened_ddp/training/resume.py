@@ -182,9 +182,11 @@ def _newest_valid(folder: Path, config: Config) -> Found | None:
 
 def _note_folder(output: Path, launch: Launch, folder: Path) -> None:
     """Leave a note by which later attempts of this job find its folder again."""
+    if not output.is_dir():  # --resume PATH to a run elsewhere: later attempts are told the same
+        return
     try:
         for key in {launch.job_key, launch.agent_key} - {""}:
-            (output / _JOBS).mkdir(parents=True, exist_ok=True)
+            (output / _JOBS).mkdir(exist_ok=True)
             (output / _JOBS / key).write_text(str(folder.resolve()) + "\n", encoding="utf-8")
     except OSError as error:
         log.warning("a restart by the launcher will not find this run by itself: %s", error)

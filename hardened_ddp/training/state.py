@@ -153,4 +153,5 @@ def restore(parts: Parts, saved: Saved) -> Progress:
         cursor=int(meta["cursor"]),
         best_accuracy=float(meta["best_accuracy"]),
         num_errors=int(meta["num_errors"]),
+        most_samples=int(meta["most_samples"]),
     )

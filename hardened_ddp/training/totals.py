@@ -9,6 +9,8 @@ import torch
 from hardened_ddp.model.objective import Scored
 from hardened_ddp.ranks.group import Group
 
+Mark = tuple[torch.Tensor | float, torch.Tensor | int, int]
+
 
 class Totals:
     """Loss, correct predictions and samples since the last reading."""
@@ -24,20 +26,29 @@ class Totals:
         self.num_correct += scored.logits.detach().argmax(dim=1).eq(targets).sum()
         self.num_samples += targets.shape[0]
 
-    def copy(self) -> "Totals":
-        """Remember this moment, to go back to it or to compare."""
-        other = Totals.__new__(Totals)
-        other.loss_sum, other.num_correct = self.loss_sum.clone(), self.num_correct.clone()
-        other.num_samples = self.num_samples
-        return other
+    def mark(self) -> Mark:
+        """Remember this moment, to go back to it or to compare. On the CPU without new tensors."""
+        if self.loss_sum.is_cpu:
+            return float(self.loss_sum), int(self.num_correct), self.num_samples
+        return self.loss_sum.clone(), self.num_correct.clone(), self.num_samples
+
+    def go_back(self, mark: Mark) -> None:
+        """Forget what was added since mark."""
+        loss_sum, num_correct, self.num_samples = mark
+        if isinstance(loss_sum, torch.Tensor):
+            self.loss_sum.copy_(loss_sum)
+            self.num_correct.copy_(num_correct)  # type: ignore[arg-type]  # a tensor too
+        else:
+            self.loss_sum.fill_(loss_sum)
+            self.num_correct.fill_(num_correct)
 
     def loss(self) -> float:
         """Give the sum of the losses. Waits for the device."""
         return float(self.loss_sum)
 
-    def loss_since(self, before: "Totals") -> float:
-        """Give the loss added since before. Waits for the device."""
-        return self.loss() - before.loss()
+    def loss_since(self, mark: Mark) -> float:
+        """Give the loss added since mark. Waits for the device."""
+        return self.loss() - float(mark[0])
 
     def read(self, group: Group) -> dict[str, float]:
         """Give mean loss, accuracy and the number of samples over all ranks. Collective."""
