@@ -126,9 +126,10 @@ class NonFiniteError(HardenedError):
 
     code = "DDP-S03"
 
-
-class NonFiniteStepError(NonFiniteError):
-    """The same, seen before the weights moved: they are those of the last step."""
+    def __init__(self, message: str, *, fix: str = "", reached_weights: bool = True) -> None:
+        super().__init__(message, fix=fix)
+        self.reached_weights = reached_weights
+        """Weights were updated with it, so they are not worth to be saved."""
 
 
 class CrashLoopError(HardenedError):

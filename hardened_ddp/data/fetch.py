@@ -185,6 +185,30 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     return value
 
 
+def split(batches: Sequence[Batch], most_samples: int) -> list[Batch]:
+    """Cut readable batches into micro-batches of most_samples at most; 0: leave them."""
+    found = []
+    for batch in batches:
+        size = batch.num_samples
+        step = most_samples if 0 < most_samples < size else max(1, size)
+        if step == size:
+            found.append(batch)
+        else:
+            found += [take(batch, range(i, min(i + step, size))) for i in range(0, size, step)]
+    return [batch for batch in found if batch.num_samples]
+
+
+def take(batch: Batch, positions: Sequence[int]) -> Batch:
+    """Give some samples of a batch. Tensors of its inputs have the samples first."""
+    index = torch.as_tensor(list(positions), dtype=torch.int64)
+
+    def pick(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[index] if tensor.dim() and len(tensor) == batch.num_samples else tensor
+
+    inputs = map_tensors(batch.inputs, pick)
+    return Batch(inputs, batch.targets[index], batch.indices[index])
+
+
 def describe(error: BaseException) -> str:
     """Give type and text of an exception, short, and whatever its __str__ does."""
     try:

@@ -18,18 +18,18 @@ ends the attempt.
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 
-from hardened_ddp.data.fetch import BadSample, describe, map_tensors
+from hardened_ddp.data.fetch import BadSample, describe, split, take
 from hardened_ddp.data.loader import Batch
 from hardened_ddp.data.sampler import Window
 from hardened_ddp.errors import (
     HardenedError,
-    NonFiniteStepError,
+    NonFiniteError,
     OutOfMemoryError,
     SampleError,
     StepError,
@@ -55,10 +55,10 @@ _FIXES = {
     "sample": "mend it, or leave such samples out with --continue_on_error",
     "unused": "--find_unused_parameters, or use them in every forward, or freeze them",
 }
-_CLASSES: dict[str, type[HardenedError]] = {
+_CLASSES: dict[str, Callable[..., HardenedError]] = {
     "error": StepError,
     "out of memory": OutOfMemoryError,
-    "not finite": NonFiniteStepError,
+    "not finite": partial(NonFiniteError, reached_weights=False),
     "sample": SampleError,
     "unused": UnusedParameterError,
 }
@@ -264,30 +264,6 @@ class SafeForm:
             rank=self.parts.group.launch.rank,
             device_type=self.parts.device.type,
         )
-
-
-def split(batches: Sequence[Batch], most_samples: int) -> list[Batch]:
-    """Cut readable batches into micro-batches of most_samples at most; 0: leave them."""
-    found = []
-    for batch in batches:
-        size = batch.num_samples
-        step = most_samples if 0 < most_samples < size else max(1, size)
-        if step == size:
-            found.append(batch)
-        else:
-            found += [take(batch, range(i, min(i + step, size))) for i in range(0, size, step)]
-    return [batch for batch in found if batch.num_samples]
-
-
-def take(batch: Batch, positions: Sequence[int]) -> Batch:
-    """Give some samples of a batch. Tensors of its inputs have the samples first."""
-    index = torch.as_tensor(list(positions), dtype=torch.int64)
-
-    def pick(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[index] if tensor.dim() and len(tensor) == batch.num_samples else tensor
-
-    inputs: Any = map_tensors(batch.inputs, pick)
-    return Batch(inputs, batch.targets[index], batch.indices[index])
 
 
 def _shown(batches: Sequence[Batch]) -> str:

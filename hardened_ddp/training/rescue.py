@@ -22,7 +22,6 @@ from hardened_ddp.errors import (
     CrashLoopError,
     HardenedError,
     NonFiniteError,
-    NonFiniteStepError,
     PeerLostError,
 )
 from hardened_ddp.ranks.group import Group
@@ -55,8 +54,9 @@ def rescue(
 
     Never raises: the error is what counts.
     """
-    is_saved = isinstance(error, NonFiniteStepError) or not isinstance(error, _NOT_SAVED)
-    if not is_saved or not stepper.is_whole:
+    is_seen_early = isinstance(error, NonFiniteError) and not error.reached_weights
+    is_wanted = is_seen_early or not isinstance(error, _NOT_SAVED)
+    if not is_wanted or not stepper.is_whole:
         return
     group = stepper.parts.group
     try:
