@@ -379,7 +379,7 @@ def fit(
         with stepper.commit_lock:
             progress.end_epoch(parts.sampler.end)
         if not finish_epoch(parts, progress, saver, journal, stop):  # collective
-            log.warning("stopping in the evaluation after step %d, saving first", progress.step)
+            log.warning("%s: stopping in the evaluation after step %d", stop.reason, progress.step)
             progress.reopen_epoch(parts.sampler.end)  # the evaluation is done again
             return "stopped"
     return "finished"

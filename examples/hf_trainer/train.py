@@ -13,6 +13,7 @@ It needs: pip install -r requirements-extras.txt
 """
 
 import argparse
+import gc
 import struct
 import sys
 from collections.abc import Mapping, Sequence
@@ -102,6 +103,29 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def train_and_test(transformers: Any, training: Any, data_dir: Path) -> None:
+    """Train with the Trainer, measure on the test set, and save. Collective: all ranks."""
+    train, test = (read_mnist(data_dir, train=part) for part in (True, False))
+    transformers.set_seed(training.seed)
+    trainer = transformers.Trainer(
+        model=WithLoss(SimpleCNN(num_classes=10, input_shape=(1, 28, 28))),
+        args=training,
+        train_dataset=train,
+        eval_dataset=test,
+        data_collator=collate,
+        compute_metrics=metrics,
+    )
+    trainer.train()
+    result = trainer.evaluate()
+    if trainer.is_world_process_zero():
+        trainer.save_model()
+        trainer.save_metrics("eval", result)
+        print(
+            f"{training.world_size} ranks, {len(test)} test samples: "
+            f"accuracy {result['eval_accuracy']:.2%}, loss {result['eval_loss']:.4f}"
+        )
+
+
 def main() -> int:
     arguments = parse()
     try:
@@ -139,26 +163,11 @@ def main() -> int:
     with training.main_process_first(desc="the data"):
         if not any(raw.glob("train-images-idx3-ubyte*")):
             write_digits_as_mnist(raw)
-    train, test = (read_mnist(arguments.data_dir, train=part) for part in (True, False))
-    transformers.set_seed(training.seed)
-    trainer = transformers.Trainer(
-        model=WithLoss(SimpleCNN(num_classes=10, input_shape=(1, 28, 28))),
-        args=training,
-        train_dataset=train,
-        eval_dataset=test,
-        data_collator=collate,
-        compute_metrics=metrics,
-    )
-    trainer.train()
-    result = trainer.evaluate()
-    if trainer.is_world_process_zero():
-        trainer.save_model()
-        trainer.save_metrics("eval", result)
-        print(
-            f"{training.world_size} ranks, {len(test)} test samples: "
-            f"accuracy {result['eval_accuracy']:.2%}, loss {result['eval_loss']:.4f}"
-        )
+    train_and_test(transformers, training, arguments.data_dir)
     if torch.distributed.is_initialized():
+        # WHY first: if DDP is the last to hold the process group, its end waits for gloo's thread,
+        # which waits for Python: the program would never end.
+        gc.collect()
         torch.distributed.destroy_process_group()
     return 0
 

@@ -44,6 +44,9 @@ class StopRequest:
         self._ends_at = _launched_at(group) + seconds_of(time_limit) if time_limit else None
         self.folder: Path | None = None
         self.code = 0
+        self.reason = ""
+        """What the last poll said."""
+
         self._noted_at = 0.0
         self.notice = ""
         """What the other ranks are to log too, set by rank 0: each text is told once."""
@@ -97,10 +100,10 @@ class StopRequest:
 
         Call it between steps, and between batches of an evaluation. Costs a comparison, mostly.
         """
-        reason = self._poll()
-        if reason and self.last_resort is not None:
+        self.reason = self._poll()
+        if self.reason and self.last_resort is not None:
             self.last_resort.relieve()  # all ranks stop here: from now on, no one waits in vain
-        return reason
+        return self.reason
 
     def change_pace(self) -> None:
         """Agree anew on how often to ask: what comes now takes another time than a step.
