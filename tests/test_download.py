@@ -178,6 +178,7 @@ def test_wrong_names_are_told(tmp_path: Path) -> None:
     assert "did you mean resnet" in caught.value.fix
 
 
+@pytest.mark.slow
 def test_without_network_the_command_says_what_to_do_by_hand(tmp_path: Path) -> None:
     # Whatever network there is, this proxy is not there.
     nowhere = "http://127.0.0.1:1"

@@ -69,6 +69,7 @@ def test_the_report_lies_in_the_run_folder_and_a_checkpoint_may_be_named(digits_
         report.unlink()
 
 
+@pytest.mark.slow
 def test_a_broken_sample_ends_all_ranks_or_is_left_out_by_name(tmp_path: Path) -> None:
     data = ["--dataset", "tests.plugins:points_to_test"]
     train([*POINTS, *data, "--output_dir", str(tmp_path / "runs")]).ok()

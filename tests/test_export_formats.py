@@ -62,6 +62,7 @@ def umask() -> int:
     return old
 
 
+@pytest.mark.slow
 def test_huggingface_is_loaded_by_from_pretrained(
     run: Path, tmp_path: Path, inputs: torch.Tensor, wanted: torch.Tensor
 ) -> None:

@@ -63,6 +63,7 @@ def test_lines_that_were_cut_off_are_passed_over(tmp_path: Path) -> None:
     assert [entry["step"] for entry in read_attempts(tmp_path)] == [3]
 
 
+@pytest.mark.slow
 def test_a_run_accounts_for_its_time_over_a_kill(tmp_path: Path) -> None:
     argv: list[str | Path] = ["--cpu_only", "--batch_size", "16", "--checkpoint_every_steps", "5"]
     argv += ["--log_interval", "5", "--run_name", "run", "--output_dir", tmp_path]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.marks import slow_after
 from tests.ranks import train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
 
@@ -29,7 +30,7 @@ def run(output: Path, world_size: int, *flags: str | Path) -> Any:
     return train([*POINTS, "--output_dir", output, *flags], world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world_size", slow_after(1, [3, 2, 1]))
 def test_faults_of_ranks_inside_of_steps_leave_no_trace_in_the_weights(
     world_size: int, tmp_path: Path
 ) -> None:
@@ -50,6 +51,7 @@ def test_faults_of_ranks_inside_of_steps_leave_no_trace_in_the_weights(
     assert not (only_run(tmp_path / "struck") / "skipped_samples.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_memory_for_half_a_batch_gives_the_gradient_of_the_whole(tmp_path: Path) -> None:
     model = ["--model", "tests.plugins:Greedy", "--batch_size", "10", "--model_args"]
     quiet = run(tmp_path / "quiet", 2, *model, "{}").ok()
@@ -65,6 +67,7 @@ def test_memory_for_half_a_batch_gives_the_gradient_of_the_whole(tmp_path: Path)
     assert "at most from now on" not in resumed.ok().outputs[0]
 
 
+@pytest.mark.slow
 def test_memory_for_not_even_one_sample_stops_all_ranks_with_that_cause(tmp_path: Path) -> None:
     model = ["--model", "tests.plugins:Greedy", "--model_args", "{most: 0}"]
     finished = run(tmp_path, 2, *model)
@@ -74,6 +77,7 @@ def test_memory_for_not_even_one_sample_stops_all_ranks_with_that_cause(tmp_path
     assert re.search(r"rank 1, step \d+, forward, samples \[", finished.outputs[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_sample_that_fails_alone_is_left_out_by_name(world_size: int, tmp_path: Path) -> None:
     picky = ["--model", "tests.plugins:Picky", "--continue_on_error"]
@@ -101,6 +105,7 @@ def test_a_sample_that_fails_again_stops_all_ranks_with_one_cause_and_loses_no_s
     assert f", step {step_of(checkpoint)}, forward" in causes[0]
 
 
+@pytest.mark.slow
 def test_a_loss_that_stays_nan_stops_before_it_reaches_the_weights(tmp_path: Path) -> None:
     poisoned = ["--model", "tests.plugins:Poisoned", "--model_args", "{nan_from: 8}"]
     finished = run(tmp_path, 2, *poisoned)
@@ -111,6 +116,7 @@ def test_a_loss_that_stays_nan_stops_before_it_reaches_the_weights(tmp_path: Pat
     assert step_of(checkpoint) > 0  # that of the last good step, saved because of it
 
 
+@pytest.mark.slow
 def test_a_layer_that_one_rank_stops_using_switches_the_search_on(tmp_path: Path) -> None:
     fading = ["--model", "tests.plugins:Fading"]
     finished = run(tmp_path / "auto", 2, *fading).ok()
@@ -123,6 +129,7 @@ def test_a_layer_that_one_rank_stops_using_switches_the_search_on(tmp_path: Path
     assert "no gradient came for second.weight" in finished.outputs[0]
 
 
+@pytest.mark.slow
 def test_without_recovery_the_first_exception_ends_the_run(tmp_path: Path) -> None:
     model = ["--model", "tests.plugins:Stumbling", "--model_args", "{faults: {1: {7: forward}}}"]
     finished = run(tmp_path, 2, *model, "--recovery", "off")

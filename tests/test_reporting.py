@@ -937,6 +937,7 @@ class TestSummary:
         assert commands == [
             ["tensorboard", "--logdir", f"{run}/tensorboard"],
             ["python", "ddp_training.py", "--resume", run],
+            ["python", "ddp_training.py", "evaluate", run],
             ["python", "ddp_training.py", "export", run],
         ]
 

@@ -152,6 +152,7 @@ def test_ranks_of_a_killed_torchrun_save_and_leave(tmp_path: Path) -> None:
     assert step_of(find_checkpoints(tmp_path)[-1]) == summary["step"]
 
 
+@pytest.mark.slow
 def test_the_workers_of_a_killed_rank_end_with_it(tmp_path: Path) -> None:
     argv = [*BARE, "--num_workers", "2", "--epochs", "1000", "--output_dir", tmp_path]
     with start_training(argv, 1) as running:

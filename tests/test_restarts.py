@@ -37,6 +37,7 @@ def test_ten_of_ten_restarts_go_on_at_the_next_step(rendezvous: str, tmp_path: P
     assert len({failure["error"].partition("(")[0] for failure in failures}) == 1
 
 
+@pytest.mark.slow
 def test_a_restart_goes_on_in_its_run_whatever_resume_said(tmp_path: Path) -> None:
     argv = ["torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=1"]
     argv += ["ddp_training.py", *map(str, POINTS), "--model", "tests.plugins:Dying"]
@@ -89,6 +90,7 @@ def test_a_rank_that_hangs_is_left_after_the_timeout(
     assert f"the state after step {saved} is saved" in finished.output
 
 
+@pytest.mark.slow
 def test_another_batch_size_on_resume_changes_the_steps_to_come_and_not_the_epochs(
     tmp_path: Path,
 ) -> None:
@@ -104,6 +106,7 @@ def test_another_batch_size_on_resume_changes_the_steps_to_come_and_not_the_epoc
     assert verified.stdout.count("40 samples, each exactly once") == 3
 
 
+@pytest.mark.slow
 def test_a_stop_in_an_evaluation_is_saved_and_the_evaluation_done_again(tmp_path: Path) -> None:
     argv: list[str | Path] = ["--dataset", "tests.plugins:points_slow_to_test", "--cpu_only"]
     argv += ["--model", "mlp", "--batch_size", "4", "--eval_batch_size", "4", "--epochs", "2"]

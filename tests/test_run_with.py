@@ -52,6 +52,7 @@ def rank_lines(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("host ")]
 
 
+@pytest.mark.slow
 def test_each_process_is_shown_once_in_rank_order() -> None:
     done = run_command(INSPECT.split(), timeout_s=LIMIT_S).ok()
     host = os.uname().nodename
