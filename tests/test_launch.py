@@ -1,6 +1,7 @@
 """Who launched us, and how the ranks meet: bad environments end in one clear error."""
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -205,3 +206,25 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint(tmp_path: Path, world_size: 
     assert summary["status"] == "stopped"
     saved = sorted((metrics.parent / "checkpoints").glob("step-*"))
     assert int(saved[-1].name.removeprefix("step-")) == summary["step"]
+
+
+def tell_notice() -> str:
+    group = meet()
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hardened_ddp.guard.stop").addHandler(handler)
+    with StopRequest(group) as stop:
+        for number in range(300):
+            if group.launch.is_main and number == 20:
+                stop.notice = "no new checkpoint: the disk is full"
+            stop.poll()
+            group.sum_(torch.ones(1000))
+        stop.finish()
+    group.close()
+    return "\n".join(messages)
+
+
+def test_what_rank_0_could_not_write_is_told_once_on_all_other_ranks() -> None:
+    told = run_ranks(tell_notice, 3)
+    assert told == ["", *["rank 0: no new checkpoint: the disk is full"] * 2]
