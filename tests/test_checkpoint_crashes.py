@@ -18,6 +18,7 @@ from hardened_ddp.checkpoint.verify import Found, Rejected
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from tests.checkpoint_states import assert_holds, write_step
 from tests.forks import run_forked
+from tests.marks import slow_after
 
 CRASHED = 9
 
@@ -73,7 +74,7 @@ def prepare_broken(root: Path) -> None:
 
 
 @pytest.mark.parametrize("in_the_middle", [False, True], ids=["before a call", "in a call"])
-@pytest.mark.parametrize("prepare", [prepare_first, prepare_full, prepare_broken])
+@pytest.mark.parametrize("prepare", slow_after(1, [prepare_full, prepare_first, prepare_broken]))
 def test_a_crash_at_any_call_leaves_the_old_or_the_new_checkpoint(
     tmp_path: Path, prepare: Callable[[Path], None], in_the_middle: bool
 ) -> None:

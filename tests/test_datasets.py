@@ -384,6 +384,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_torchvision_is_imported_whether_its_build_fits_or_not() -> None:
     if importlib.util.find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed")

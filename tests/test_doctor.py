@@ -59,6 +59,7 @@ class TestReport:
         assert report.endswith("So training can run here.\n")
         assert not list(tmp_path.iterdir())
 
+    @pytest.mark.slow
     def test_a_bad_environment_is_named_with_what_to_do(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -238,6 +238,7 @@ def test_workers_serve_epoch_after_epoch_and_breaks_between(is_lasting: bool) ->
     loader.close()
 
 
+@pytest.mark.slow
 def test_forkserver_workers_read_the_same(caplog: pytest.LogCaptureFixture) -> None:
     loader = make_loader(Scripted(), 1, start_method="forkserver")
     assert content(read(loader)) == content(read(make_loader(Scripted())))

@@ -69,10 +69,10 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     "shared",
     slow_after(
-        2,
+        1,
         [
-            (2, ["--batch_size", "6"]),
             (3, ["--batch_size", "4"]),
+            (2, ["--batch_size", "6"]),
             (2, ["--batch_size", "6", "--no_shared_memory"]),
             (3, ["--batch_size", "2", "--accumulation_steps", "2", "--no_shared_memory"]),
             (2, ["--batch_size", "2", "--accumulation_steps", "3"]),
@@ -218,6 +218,7 @@ def test_ranks_with_different_data_are_refused_by_name(tmp_path: Path) -> None:
         assert "rank 1: dataset is" in output
 
 
+@pytest.mark.slow
 def test_a_profile_of_some_steps_is_written(tmp_path: Path) -> None:
     argv = [*POINTS, "--profile", "--batch_size", "2", "--output_dir", str(tmp_path)]
     train([*argv, "--epochs", "1"], 1, launcher="none").ok()
