@@ -33,15 +33,24 @@ END_S = 5.0  # how long workers may take to end before they are killed
 _SIGNALS_OF_THE_RANK = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 
 
+# What is said where shared memory is full or too many files are open: by the kernel, by torch, by us.
+_SIGNS_OF_SHARING = (
+    *("SIGBUS", "shared memory", "(shm)", "unable to mmap", "unable to resize file"),
+    *("No space left on device", "Too many open files", "ancdata", "pins memory"),
+)
+
+
 class CrewLost(Exception):
     """The workers can't go on; they are to be closed, and nothing more asked of them.
 
     is_dangerous: what ended or hung them may do the same to the process that reads it next.
+    is_about_sharing: the way batches come back (shared memory, open files) may be the cause.
     """
 
     def __init__(self, reason: str, *, is_dangerous: bool = False) -> None:
         super().__init__(reason)
         self.is_dangerous = is_dangerous
+        self.is_about_sharing = any(sign in reason for sign in _SIGNS_OF_SHARING)
 
 
 class Crew:
@@ -65,7 +74,7 @@ class Crew:
         if plan.start_method == "forkserver":
             context.set_forkserver_preload(["torch", "hardened_ddp.data.crew"])
         self._loader: DataLoader[Any] | None = DataLoader(
-            _Reader(fetcher),
+            _Reader(fetcher, shares_memory=plan.shares_memory),
             batch_size=None,
             sampler=self._requests,
             num_workers=plan.num_workers,
@@ -99,13 +108,15 @@ class Crew:
         end = time.monotonic() + self.timeout_s if self.timeout_s else float("inf")
         while True:
             try:
-                inputs, targets, numbers, bad = next(self._iterator)
-                return Batch(inputs, targets, torch.from_numpy(numbers), bad)
+                found = next(self._iterator)
+                parts = pickle.loads(found) if isinstance(found, bytes) else found
+                inputs, targets, numbers, bad, troubles = parts
+                return Batch(inputs, targets, torch.from_numpy(numbers), bad, troubles)
             except StopIteration:
                 return None
             except Exception as error:  # WHY broad: RuntimeError, OSError, EOFError, pickle's own
                 is_late = str(error).startswith("DataLoader timed out")
-                if is_late and time.monotonic() < end:
+                if is_late and time.monotonic() < end and self._can_pin():
                     continue
                 reason, is_dangerous = self._explain(error, is_late=is_late)
                 error.__traceback__ = None
@@ -130,6 +141,8 @@ class Crew:
 
     def _explain(self, error: Exception, *, is_late: bool) -> tuple[str, bool]:
         """Say what happened, and whether it may happen to whoever reads the same samples next."""
+        if not self._can_pin():
+            return "the thread that pins memory has ended", False
         if is_late:
             return f"no batch in {self.timeout_s:g} s", True
         if _was_told(error):  # the worker lives, and reported what its dataset raised
@@ -140,12 +153,23 @@ class Crew:
         for worker in self._workers:
             if multiprocessing.connection.wait([worker.sentinel], 0):
                 worker.join(END_S)
-            if not worker.is_alive() and worker.exitcode:
-                code = worker.exitcode
+            code = worker.exitcode
+            # WHY status 0 too: as long as batches are asked for, no worker has a reason to end.
+            if not worker.is_alive() and code is not None:
                 how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
                 hint = " (out of memory?)" if code == -signal.SIGKILL else ""
                 return f"worker process {worker.pid} ended with {how}{hint}", True
         return _summary(error), False
+
+
+    def _can_pin(self) -> bool:
+        """Say whether torch's thread that pins batches still lives, where there is one.
+
+        WHY here: with a limit for the wait, torch does not look. An error while it receives a batch
+        ends it, such as too many open files.
+        """
+        thread = getattr(self._iterator, "_pin_memory_thread", None)
+        return thread is None or bool(thread.is_alive())
 
 
 class _Requests(Sampler[Any]):
@@ -162,16 +186,22 @@ class _Requests(Sampler[Any]):
 class _Reader(Dataset[Any]):
     """The dataset that a worker sees: a request in, a batch's parts out."""
 
-    def __init__(self, fetcher: Fetcher) -> None:
+    def __init__(self, fetcher: Fetcher, *, shares_memory: bool) -> None:
         self.fetcher = fetcher
+        self.shares_memory = shares_memory
 
     def __getitem__(self, request: Any) -> Any:  # Any: arrays, which torch sends without types
         epoch, numbers = request
         batch = self.fetcher[(epoch, torch.from_numpy(numbers))]
+        rest = (batch.indices.numpy(), batch.bad, batch.troubles)
+        if not self.shares_memory:
+            # Slower, but through a pipe: needs no room in /dev/shm, and no open file per tensor.
+            parts = map_tensors((batch.inputs, batch.targets), torch.Tensor.detach)
+            return pickle.dumps((*parts, *rest))
         parts = map_tensors((batch.inputs, batch.targets), _share)
         # WHY here: what can't be sent fails in torch's sender thread, and the rank waits in vain.
         _check_sendable(parts)
-        return *parts, batch.indices.numpy(), batch.bad
+        return *parts, *rest
 
 
 def _share(tensor: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ def evaluate(
                 continue
             if batch.bad and not parts.config.loop.continue_on_error:
                 raise SampleError(
-                    f"test sample {batch.bad[0].index} can't be read: {batch.bad[0].error}",
+                    f"test sample {batch.bad[0].name} can't be read: {batch.bad[0].error}",
                     fix="mend it, or leave such samples out with --continue_on_error",
                 )
             if batch.num_samples:

@@ -132,9 +132,7 @@ class SafeForm:
         parts, rank = self.parts, self.parts.group.launch.rank
         bad = [sample for batch in batches for sample in batch.bad]
         if bad and not parts.config.loop.continue_on_error:
-            return Failure(
-                "sample", f"rank {rank} can't read sample {bad[0].index}: {bad[0].error}"
-            )
+            return Failure("sample", f"rank {rank} can't read sample {bad[0].name}: {bad[0].error}")
         micro_batches = split(batches, progress.most_samples)
         where = f"rank {rank}, step {progress.step}"
         self._seed(progress)

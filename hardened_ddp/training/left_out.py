@@ -26,7 +26,7 @@ class LeftOut:
         """
         here = {"step": progress.step, "epoch": progress.epoch}
         mine = [
-            {**here, "index": bad.index, "error": bad.error}
+            {**here, "index": bad.index, "file": bad.file, "error": bad.error}
             for batch in batches
             for bad in batch.bad
         ]

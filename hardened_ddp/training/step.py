@@ -155,7 +155,7 @@ class Stepper:
         for batch in batches:
             if batch.bad:
                 raise SampleError(
-                    f"rank {rank} can't read sample {batch.bad[0].index}: {batch.bad[0].error}",
+                    f"rank {rank} can't read sample {batch.bad[0].name}: {batch.bad[0].error}",
                     fix="mend it, or leave such samples out with --continue_on_error",
                 )
         self.passes.run(window, batches, keep_local=False)  # collective
