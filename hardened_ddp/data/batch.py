@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 Request = tuple[int, torch.Tensor]
 """(epoch, indices of one micro-batch)."""
@@ -76,6 +78,21 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     if isinstance(value, tuple | list):
         return type(value)(map_tensors(part, change) for part in value)
     return value
+
+
+def stack(samples: Sequence[Any]) -> Any:
+    """Make a batch of samples as torch's default_collate does, but never in shared memory."""
+    first = samples[0]
+    if isinstance(first, torch.Tensor):
+        return torch.stack(list(samples))
+    if isinstance(first, np.ndarray) and first.dtype.kind in "biufc":
+        return torch.stack([torch.as_tensor(sample) for sample in samples])
+    if isinstance(first, Mapping):
+        return {key: stack([sample[key] for sample in samples]) for key in first}
+    if isinstance(first, tuple | list):
+        parts = [stack(column) for column in zip(*samples, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else parts
+    return default_collate(list(samples))
 
 
 def split(batches: Sequence[Batch], most_samples: int) -> list[Batch]:

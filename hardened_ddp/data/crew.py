@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ _SIGNALS_OF_THE_RANK = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 # What is said where shared memory is full or too many files are open: by the kernel, by torch, by us.
 _SIGNS_OF_SHARING = (
     *("SIGBUS", "shared memory", "(shm)", "unable to mmap", "unable to resize file"),
-    *("No space left on device", "Too many open files", "ancdata", "pins memory"),
+    *("No space left on device", "Too many open files", "ancdata"),
 )
 
 
@@ -109,7 +110,7 @@ class Crew:
         while True:
             try:
                 found = next(self._iterator)
-                parts = pickle.loads(found) if isinstance(found, bytes) else found
+                parts = found.open() if isinstance(found, _Parcel) else found
                 inputs, targets, numbers, bad, troubles = parts
                 return Batch(inputs, targets, torch.from_numpy(numbers), bad, troubles)
             except StopIteration:
@@ -165,8 +166,7 @@ class Crew:
     def _can_pin(self) -> bool:
         """Say whether torch's thread that pins batches still lives, where there is one.
 
-        WHY here: with a limit for the wait, torch does not look. An error while it receives a batch
-        ends it, such as too many open files.
+        WHY here: with a limit for the wait, torch does not look.
         """
         thread = getattr(self._iterator, "_pin_memory_thread", None)
         return thread is None or bool(thread.is_alive())
@@ -188,7 +188,7 @@ class _Reader(Dataset[Any]):
 
     def __init__(self, fetcher: Fetcher, *, shares_memory: bool) -> None:
         self.fetcher = fetcher
-        self.shares_memory = shares_memory
+        self.shares_memory = fetcher.shares_memory = shares_memory
 
     def __getitem__(self, request: Any) -> Any:  # Any: arrays, which torch sends without types
         epoch, numbers = request
@@ -197,11 +197,27 @@ class _Reader(Dataset[Any]):
         if not self.shares_memory:
             # Slower, but through a pipe: needs no room in /dev/shm, and no open file per tensor.
             parts = map_tensors((batch.inputs, batch.targets), torch.Tensor.detach)
-            return pickle.dumps((*parts, *rest))
+            return _Parcel(pickle.dumps((*parts, *rest)))
         parts = map_tensors((batch.inputs, batch.targets), _share)
-        # WHY here: what can't be sent fails in torch's sender thread, and the rank waits in vain.
-        _check_sendable(parts)
-        return *parts, *rest
+        return _Parcel(bytes(ForkingPickler.dumps((*parts, *rest))))
+
+
+class _Parcel:
+    """The parts of a batch on their way: bytes that name shared memory, or hold all of it.
+
+    WHY not the parts themselves: torch would pack and open them in threads of its own. What fails
+    there (no picklable thing, too many open files) ends the thread, and the rank waits in vain.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def open(self) -> Any:  # Any: inputs as the dataset nests them, and the other parts
+        return pickle.loads(self.content)
+
+    def pin_memory(self) -> Any:  # Any: as above
+        """Open it and pin its tensors. The name is what torch calls in its thread for that."""
+        return map_tensors(self.open(), torch.Tensor.pin_memory)
 
 
 def _share(tensor: torch.Tensor) -> torch.Tensor:
@@ -211,24 +227,6 @@ def _share(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.clone()  # WHY: of a view, torch would send the whole tensor behind it
     tensor.share_memory_()  # type: ignore[no-untyped-call]  # torch left it untyped
     return tensor
-
-
-def _check_sendable(data: Any) -> None:
-    rest: list[Any] = []
-    _collect_others(data, rest)
-    if rest:
-        pickle.dumps(rest)
-
-
-def _collect_others(data: Any, found: list[Any]) -> None:
-    """Collect what is neither a tensor nor a container."""
-    if isinstance(data, dict):
-        data = list(data.values())
-    if isinstance(data, tuple | list):
-        for part in data:
-            _collect_others(part, found)
-    elif not isinstance(data, torch.Tensor):
-        found.append(data)
 
 
 def _unchanged(data: Any) -> Any:

@@ -11,7 +11,7 @@ import pickle
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from hardened_ddp.data.batch import BadSample, Batch, Request, map_tensors, split, take
+from hardened_ddp.data.batch import BadSample, Batch, Request, map_tensors, split, stack, take
 from hardened_ddp.data.checks import Checks
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.read_errors import describe, file_of, may_pass, read_again, will_stay
@@ -48,6 +48,9 @@ class Fetcher:
         self.dataset = dataset
         self.seed = seed
         self.checks = checks or Checks()
+        self.shares_memory = True
+        """In a worker: batches are made in shared memory."""
+
         # WHY: a Subset has __getitems__ whatever it is a part of. If that has none, reading sample
         # by sample is the same work, and each sample gets its own seed.
         is_plain_part = isinstance(dataset, Subset) and not hasattr(dataset.dataset, "__getitems__")
@@ -96,7 +99,7 @@ class Fetcher:
             seed_sample(self.seed, epoch, numbers[0])
         found = self.dataset.__getitems__(numbers)
         if isinstance(found, list) and len(found) == len(numbers):
-            return _collate(found, numbers, ())
+            return self._collate(found, numbers, ())
         return Batch(*split_targets(found), indices)
 
     def _read_samples(
@@ -124,7 +127,7 @@ class Fetcher:
                         f"for some seconds; the last, {bad[-1].name}: {bad[-1].error}",
                         fix="look at the storage of this node, then --resume the run",
                     ) from error
-        batch = _collate(samples, good, tuple(bad))
+        batch = self._collate(samples, good, tuple(bad))
         return replace(batch, troubles=tuple(told)) if told else batch
 
     def _read_sample(self, epoch: int, index: int, troubles: list[str]) -> Any:
@@ -149,6 +152,13 @@ class Fetcher:
 
         # WHY once more in any case: a file that was cut off on its way is whole at a second look.
         return read_again(read, first, troubles) if may_pass(first) else read()
+
+    def _collate(
+        self, samples: Sequence[Any], numbers: Sequence[int], bad: tuple[BadSample, ...]
+    ) -> Batch:
+        # WHY two ways: in a worker, torch's own makes its tensors in shared memory.
+        collate = default_collate if self.shares_memory else stack
+        return _collate(samples, numbers, bad, collate)
 
     def _checked(self, batch: Batch) -> Batch:
         """Set aside the samples that the model can't take, and make labels int64."""
@@ -202,13 +212,18 @@ def _unpack(has_torchvision: bool, packed: bytes) -> Fetcher:
     return Fetcher(dataset, seed=seed, checks=checks)
 
 
-def _collate(samples: Sequence[Any], numbers: Sequence[int], bad: tuple[BadSample, ...]) -> Batch:
+def _collate(
+    samples: Sequence[Any],
+    numbers: Sequence[int],
+    bad: tuple[BadSample, ...],
+    collate: Callable[[list[Any]], Any],
+) -> Batch:
     """Make a batch of samples. One that is not shaped as most of them are is bad."""
     if not samples:
         empty = torch.empty(0, dtype=torch.int64)
         return Batch(torch.empty(0), empty, empty, bad)
     try:
-        inputs, targets = split_targets(default_collate(list(samples)))
+        inputs, targets = split_targets(collate(list(samples)))
         if not isinstance(targets, torch.Tensor):
             raise TypeError(f"a label is a {type(targets).__name__}, and not a number")
     except Exception as error:  # WHY broad: default_collate raises what it meets
@@ -227,7 +242,7 @@ def _collate(samples: Sequence[Any], numbers: Sequence[int], bad: tuple[BadSampl
         )
         samples = [sample for sample, is_fit in zip(samples, fits, strict=True) if is_fit]
         numbers = [number for number, is_fit in zip(numbers, fits, strict=True) if is_fit]
-        return _collate(samples, numbers, bad + misfits)
+        return _collate(samples, numbers, bad + misfits, collate)
     return Batch(inputs, targets, torch.tensor(numbers), bad)
 
 
