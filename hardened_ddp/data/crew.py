@@ -45,12 +45,15 @@ class CrewLost(Exception):
     """The workers can't go on; they are to be closed, and nothing more asked of them.
 
     is_dangerous: what ended or hung them may do the same to the process that reads it next.
+    is_hang: it was waited for as long as is allowed.
     is_about_sharing: the way batches come back (shared memory, open files) may be the cause.
     """
 
-    def __init__(self, reason: str, *, is_dangerous: bool = False) -> None:
+    def __init__(
+        self, reason: str, *, is_dangerous: bool = False, is_hang: bool = False
+    ) -> None:
         super().__init__(reason)
-        self.is_dangerous = is_dangerous
+        self.is_dangerous, self.is_hang = is_dangerous, is_hang
         self.is_about_sharing = any(sign in reason for sign in _SIGNS_OF_SHARING)
 
 
@@ -122,7 +125,7 @@ class Crew:
                 reason, is_dangerous = self._explain(error, is_late=is_late)
                 error.__traceback__ = None
             # WHY so: a traceback (torch puts it in a cycle) would keep its iterator and threads.
-            raise CrewLost(reason, is_dangerous=is_dangerous)
+            raise CrewLost(reason, is_dangerous=is_dangerous, is_hang=is_late and is_dangerous)
 
     def close(self, *, is_broken: bool = False) -> None:
         """End the workers; at once if they are broken."""

@@ -137,7 +137,8 @@ class BatchStream:
             plan = replace(
                 self.plan,
                 num_workers=num_workers or self.num_workers,
-                shares_memory=self.ladder.rung.shares_memory,
+                # WHY: a worker that dies over the next request takes shared memory with it.
+                shares_memory=self.ladder.rung.shares_memory and not is_single,
                 # WHY: with one request under way, it is known which one a worker died of.
                 prefetch_factor=1 if is_single else self.plan.prefetch_factor,
             )
@@ -204,9 +205,13 @@ class BatchStream:
         )
 
     def _read_singly(self, request: Request) -> Batch:
-        """Read one sample after the other in a worker; those that cost it its life are bad."""
+        """Read one sample after the other in a worker; one that costs two their lives is bad.
+
+        WHY twice: the first time may be an accident. One that hangs has had its time.
+        """
         epoch, indices = request
         left, good, bad = indices.tolist(), [], []
+        doubted = -1
         while left:
             singles = [(epoch, torch.tensor([index])) for index in left]
             try:
@@ -214,6 +219,10 @@ class BatchStream:
                 while left and crew.receive() is not None:
                     good.append(left.pop(0))
             except CrewLost as lost:
+                if lost.is_dangerous and not lost.is_hang and doubted != left[0]:
+                    doubted = left[0]
+                    log.warning("DataLoader: %s; sample %d is tried once more", lost, doubted)
+                    continue
                 index = left.pop(0)
                 if lost.is_dangerous:
                     file = file_of(self.fetcher.dataset, index)
