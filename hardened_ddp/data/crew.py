@@ -34,10 +34,11 @@ END_S = 5.0  # how long workers may take to end before they are killed
 _SIGNALS_OF_THE_RANK = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 
 
+_NOT_RECEIVED = "a batch could not be received"
 # What is said where shared memory is full or too many files are open: by the kernel, by torch, by us.
 _SIGNS_OF_SHARING = (
     *("SIGBUS", "shared memory", "(shm)", "unable to mmap", "unable to resize file"),
-    *("No space left on device", "Too many open files", "ancdata"),
+    *("No space left on device", "Too many open files", _NOT_RECEIVED),
 )
 
 
@@ -163,7 +164,7 @@ class Crew:
                 how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
                 hint = " (out of memory?)" if code == -signal.SIGKILL else ""
                 return f"worker process {worker.pid} ended with {how}{hint}", True
-        return _summary(error), False
+        return f"{_NOT_RECEIVED} ({_summary(error)})", False
 
 
     def _can_pin(self) -> bool:
