@@ -6,6 +6,7 @@ out, by name. Workers that are lost in simpler ways: test_loader.py.
 
 import ctypes
 import errno
+import faulthandler
 import json
 import mmap
 import os
@@ -78,6 +79,7 @@ def segfault_once(flag: Path) -> None:
 
 def abort_once(flag: Path) -> None:
     if _first_time(flag):
+        faulthandler.disable()  # its report would stand in the output of the tests
         os.abort()
 
 
