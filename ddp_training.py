@@ -233,7 +233,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     config, launch = settings.config, group.launch
     # Data. Each node downloads once; then every rank opens the same files.
     group.run_on_local_main(lambda: prepare_data(config.data), what="the download")  # collective
-    data = build_data(config.data)
+    data = build_data(config.data, leaves_out=config.loop.continue_on_error)
     group.check_equal(  # collective: do all ranks mean the same run?
         facts_of_rank(agreed_settings(config), dataset_fingerprint=data.fingerprint)
     )

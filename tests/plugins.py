@@ -1,12 +1,14 @@
 """Datasets and models that tests plug in by import path, as a user would."""
 
+import errno
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 
 class Points(Dataset[tuple[torch.Tensor, int]]):
@@ -52,6 +54,69 @@ class PacedPoints(Points):
 
 def paced_points(train: bool, pace: str) -> Points:
     return PacedPoints(400, pace) if train else Points(17)
+
+
+class FaultyPoints(Points):
+    """Points of which some are wrong (nan, infinite, label, half), or make trouble when a worker
+    reads them first: kill, abort, segfault, exit, stumble. flags: a folder that remembers that."""
+
+    def __init__(self, size: int, faults: dict[int, str], flags: str) -> None:
+        super().__init__(size)
+        self.faults, self.flags = faults, flags
+        self.files = [f"{flags}/point-{index}" for index in range(size)]
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        point, label = super().__getitem__(index)
+        match self.faults.get(index, ""):
+            case "nan" | "infinite" as value:
+                point[1] = float(value[:3])
+            case "label":
+                return point, 7
+            case "half":
+                return point, label + 0.5  # type: ignore[return-value]  # that is the fault
+            case "broken":
+                raise ValueError(f"broken file {index}")
+            case kind if kind and get_worker_info() is not None:
+                self._make_trouble(kind, index)
+        return point, label
+
+    def _make_trouble(self, kind: str, index: int) -> None:
+        tries = Path(self.flags, f"tried-{index}")
+        num_tries = len(tries.read_text()) if tries.exists() else 0
+        tries.write_text("x" * (num_tries + 1))
+        if kind == "stumble" and num_tries < 2:
+            raise OSError(errno.ESTALE, "stale file handle")
+        if num_tries == 0:
+            match kind:
+                case "exit":
+                    os._exit(0)
+                case "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "abort":
+                    os.abort()
+                case "segfault":
+                    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+                    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def faulty_points(
+    train: bool,
+    flags: str,
+    size: int = 40,
+    faults: dict[int, str] | None = None,
+    test_faults: dict[int, str] | None = None,
+) -> Points:
+    wanted = (faults if train else test_faults) or {}
+    numbered = {int(index): kind for index, kind in wanted.items()}
+    return FaultyPoints(size if train else 17, numbered, flags)
+
+
+def listed_points(train: bool, wrong: tuple[int, ...] = ()) -> Points:
+    """Give points that list their labels, some of which are no class."""
+    dataset = FaultyPoints(40, dict.fromkeys(wrong if train else (), "label"), "")
+    labels = [9 if index in dataset.faults else index % 2 for index in range(40)]
+    dataset.targets = labels  # type: ignore[attr-defined]  # a list that some datasets have
+    return dataset
 
 
 def other_points_on_rank_1(train: bool) -> Points:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -33,15 +34,28 @@ END_S = 5.0  # how long workers may take to end before they are killed
 _SIGNALS_OF_THE_RANK = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 
 
+_NOT_RECEIVED = "a batch could not be received"
+# What is said where shared memory is full or too many files are open: by the kernel, by torch, by us.
+_SIGNS_OF_SHARING = (
+    *("SIGBUS", "shared memory", "(shm)", "unable to mmap", "unable to resize file"),
+    *("No space left on device", "Too many open files", _NOT_RECEIVED),
+)
+
+
 class CrewLost(Exception):
     """The workers can't go on; they are to be closed, and nothing more asked of them.
 
     is_dangerous: what ended or hung them may do the same to the process that reads it next.
+    is_hang: it was waited for as long as is allowed.
+    is_about_sharing: the way batches come back (shared memory, open files) may be the cause.
     """
 
-    def __init__(self, reason: str, *, is_dangerous: bool = False) -> None:
+    def __init__(
+        self, reason: str, *, is_dangerous: bool = False, is_hang: bool = False
+    ) -> None:
         super().__init__(reason)
-        self.is_dangerous = is_dangerous
+        self.is_dangerous, self.is_hang = is_dangerous, is_hang
+        self.is_about_sharing = any(sign in reason for sign in _SIGNS_OF_SHARING)
 
 
 class Crew:
@@ -65,7 +79,7 @@ class Crew:
         if plan.start_method == "forkserver":
             context.set_forkserver_preload(["torch", "hardened_ddp.data.crew"])
         self._loader: DataLoader[Any] | None = DataLoader(
-            _Reader(fetcher),
+            _Reader(fetcher, shares_memory=plan.shares_memory),
             batch_size=None,
             sampler=self._requests,
             num_workers=plan.num_workers,
@@ -99,18 +113,20 @@ class Crew:
         end = time.monotonic() + self.timeout_s if self.timeout_s else float("inf")
         while True:
             try:
-                inputs, targets, numbers, bad = next(self._iterator)
-                return Batch(inputs, targets, torch.from_numpy(numbers), bad)
+                found = next(self._iterator)
+                parts = found.open() if isinstance(found, _Parcel) else found
+                inputs, targets, numbers, bad, troubles = parts
+                return Batch(inputs, targets, torch.from_numpy(numbers), bad, troubles)
             except StopIteration:
                 return None
             except Exception as error:  # WHY broad: RuntimeError, OSError, EOFError, pickle's own
                 is_late = str(error).startswith("DataLoader timed out")
-                if is_late and time.monotonic() < end:
+                if is_late and time.monotonic() < end and self._can_pin():
                     continue
                 reason, is_dangerous = self._explain(error, is_late=is_late)
                 error.__traceback__ = None
             # WHY so: a traceback (torch puts it in a cycle) would keep its iterator and threads.
-            raise CrewLost(reason, is_dangerous=is_dangerous)
+            raise CrewLost(reason, is_dangerous=is_dangerous, is_hang=is_late and is_dangerous)
 
     def close(self, *, is_broken: bool = False) -> None:
         """End the workers; at once if they are broken."""
@@ -130,6 +146,8 @@ class Crew:
 
     def _explain(self, error: Exception, *, is_late: bool) -> tuple[str, bool]:
         """Say what happened, and whether it may happen to whoever reads the same samples next."""
+        if not self._can_pin():
+            return "the thread that pins memory has ended", False
         if is_late:
             return f"no batch in {self.timeout_s:g} s", True
         if _was_told(error):  # the worker lives, and reported what its dataset raised
@@ -140,12 +158,22 @@ class Crew:
         for worker in self._workers:
             if multiprocessing.connection.wait([worker.sentinel], 0):
                 worker.join(END_S)
-            if not worker.is_alive() and worker.exitcode:
-                code = worker.exitcode
+            code = worker.exitcode
+            # WHY status 0 too: as long as batches are asked for, no worker has a reason to end.
+            if not worker.is_alive() and code is not None:
                 how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
                 hint = " (out of memory?)" if code == -signal.SIGKILL else ""
                 return f"worker process {worker.pid} ended with {how}{hint}", True
-        return _summary(error), False
+        return f"{_NOT_RECEIVED} ({_summary(error)})", False
+
+
+    def _can_pin(self) -> bool:
+        """Say whether torch's thread that pins batches still lives, where there is one.
+
+        WHY here: with a limit for the wait, torch does not look.
+        """
+        thread = getattr(self._iterator, "_pin_memory_thread", None)
+        return thread is None or bool(thread.is_alive())
 
 
 class _Requests(Sampler[Any]):
@@ -162,16 +190,38 @@ class _Requests(Sampler[Any]):
 class _Reader(Dataset[Any]):
     """The dataset that a worker sees: a request in, a batch's parts out."""
 
-    def __init__(self, fetcher: Fetcher) -> None:
+    def __init__(self, fetcher: Fetcher, *, shares_memory: bool) -> None:
         self.fetcher = fetcher
+        self.shares_memory = fetcher.shares_memory = shares_memory
 
     def __getitem__(self, request: Any) -> Any:  # Any: arrays, which torch sends without types
         epoch, numbers = request
         batch = self.fetcher[(epoch, torch.from_numpy(numbers))]
+        rest = (batch.indices.numpy(), batch.bad, batch.troubles)
+        if not self.shares_memory:
+            # Slower, but through a pipe: needs no room in /dev/shm, and no open file per tensor.
+            parts = map_tensors((batch.inputs, batch.targets), torch.Tensor.detach)
+            return _Parcel(pickle.dumps((*parts, *rest)))
         parts = map_tensors((batch.inputs, batch.targets), _share)
-        # WHY here: what can't be sent fails in torch's sender thread, and the rank waits in vain.
-        _check_sendable(parts)
-        return *parts, batch.indices.numpy(), batch.bad
+        return _Parcel(bytes(ForkingPickler.dumps((*parts, *rest))))
+
+
+class _Parcel:
+    """The parts of a batch on their way: bytes that name shared memory, or hold all of it.
+
+    WHY not the parts themselves: torch would pack and open them in threads of its own. What fails
+    there (no picklable thing, too many open files) ends the thread, and the rank waits in vain.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def open(self) -> Any:  # Any: inputs as the dataset nests them, and the other parts
+        return pickle.loads(self.content)
+
+    def pin_memory(self) -> Any:  # Any: as above
+        """Open it and pin its tensors. The name is what torch calls in its thread for that."""
+        return map_tensors(self.open(), torch.Tensor.pin_memory)
 
 
 def _share(tensor: torch.Tensor) -> torch.Tensor:
@@ -181,24 +231,6 @@ def _share(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.clone()  # WHY: of a view, torch would send the whole tensor behind it
     tensor.share_memory_()  # type: ignore[no-untyped-call]  # torch left it untyped
     return tensor
-
-
-def _check_sendable(data: Any) -> None:
-    rest: list[Any] = []
-    _collect_others(data, rest)
-    if rest:
-        pickle.dumps(rest)
-
-
-def _collect_others(data: Any, found: list[Any]) -> None:
-    """Collect what is neither a tensor nor a container."""
-    if isinstance(data, dict):
-        data = list(data.values())
-    if isinstance(data, tuple | list):
-        for part in data:
-            _collect_others(part, found)
-    elif not isinstance(data, torch.Tensor):
-        found.append(data)
 
 
 def _unchanged(data: Any) -> Any:

@@ -193,6 +193,18 @@ class DataConfig:
         bounds=SECONDS_OR_ZERO,
         may_differ=True,
     )
+    loader_quiet_s: float = setting(
+        300.0,
+        "Seconds without a fault before a loader that went on with fewer workers takes one step "
+        "back up. Doubles each time that this was too soon. 0: never.",
+        bounds=SECONDS_OR_ZERO,
+        may_differ=True,
+    )
+    check_inputs: bool = setting(
+        True,
+        "Take a sample whose float inputs are NaN or infinite for a bad one. Off: for a model "
+        "that knows what they mean.",
+    )
     drop_last: bool = setting(
         False,
         "Leave out the last samples of an epoch that don't fill a global batch. Off: every "

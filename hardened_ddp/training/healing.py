@@ -131,9 +131,7 @@ class Healer:
             parts.replica.buckets.begin()
         bad = [sample for batch in batches for sample in batch.bad]
         if bad and not parts.config.loop.continue_on_error:
-            return Failure(
-                "sample", f"rank {rank} can't read sample {bad[0].index}: {bad[0].error}"
-            )
+            return Failure("sample", f"rank {rank} can't read sample {bad[0].name}: {bad[0].error}")
         micro_batches = split(batches, progress.most_samples)
         where = f"rank {rank}, step {progress.step}"
         self._seed(progress)

@@ -26,6 +26,8 @@ from hardened_ddp.training.step import Stepper
 
 log = logging.getLogger(__name__)
 
+_MOST_TOLD = 8  # test samples that are named one by one in the log
+
 
 class Journal:
     """The reports of one run on this rank."""
@@ -51,6 +53,7 @@ class Journal:
         self._settings_text = settings_text
         self._last_time = self._paused_at = time.monotonic()
         self._num_left_out = 0
+        self._told_left_out: set[str] = set()
         self.left_out: list[dict[str, Any]] = []
         """The stepper's own list of what was left out; it grows while the run goes on."""
 
@@ -103,12 +106,19 @@ class Journal:
         if not self.is_main:
             return
         log.info(
-            "epoch %d done: test loss %.4f  test accuracy %.2f%% (%d samples)",
+            "epoch %d done: test loss %.4f  test accuracy %.2f%% (%d samples%s)",
             progress.epoch,
             evaluation.loss,
             100 * evaluation.accuracy,
             evaluation.num_samples,
+            f", {len(evaluation.left_out)} left out" if evaluation.left_out else "",
         )
+        if new := [text for text in evaluation.left_out if text not in self._told_left_out]:
+            self._told_left_out.update(new)
+            for text in new[:_MOST_TOLD]:
+                log.warning("left out of the evaluation: test sample %s", text)
+            if len(new) > _MOST_TOLD:
+                log.warning("and %d more test samples", len(new) - _MOST_TOLD)
         self.metrics.scalars(
             progress.step,
             {
