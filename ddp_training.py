@@ -162,6 +162,7 @@ def evaluate(settings: Resolved, group: Group, output: str) -> int:
 
 def train(settings: Resolved, group: Group) -> int:
     """Open the run folder, build every part, train from where the run stands, say how it ended."""
+    from hardened_ddp.guard.hang import HangWatch
     from hardened_ddp.guard.stop import StopRequest
     from hardened_ddp.ranks.host_memory import keep_freed_memory
     from hardened_ddp.reporting.log import add_log_file
@@ -173,12 +174,19 @@ def train(settings: Resolved, group: Group) -> int:
     from hardened_ddp.training.saving import Saver
     from hardened_ddp.training.state import restore
     from hardened_ddp.training.step import Stepper
+    from hardened_ddp.training.watched import watched
 
     # From here on a signal means: save, then leave.
     loop = settings.config.loop
     with (
         StopRequest(group, time_limit=loop.time_limit) as stop,
         open_run(settings.config, group) as run,  # collective
+        HangWatch(
+            group,
+            run.folder,
+            hang_after_s=loop.hang_after_s,
+            timeout_s=settings.config.device.timeout_s,
+        ) as watch,
     ):
         settings_text = dump(settings.config, settings.sources)
         if group.launch.is_main:
@@ -199,6 +207,7 @@ def train(settings: Resolved, group: Group) -> int:
         stop.watch(run.folder)
         stuck = (stepper, progress, saver, run.folder)
         stop.start_last_resort(lambda: save_while_stuck(*stuck), grace_s=loop.stop_grace_s)
+        watch.attach(watched(*stuck, journal))
         stepper.ledger = parts.open_ledger(run.folder, step=progress.step)  # collective
         status = "failed"
         try:
@@ -207,7 +216,9 @@ def train(settings: Resolved, group: Group) -> int:
             status = fit(parts, progress, stepper, saver, journal, stop)  # collective
             saver.save_last(progress)
             stop.finish()  # collective
+            watch.close()
         except Exception as error:
+            watch.close()  # if a rank hung: this waits for the verdict, and the process ends
             # This rank failed, or another one: whoever is left saves the last completed step.
             rescue(error, stepper, progress, saver, run.folder)
             raise

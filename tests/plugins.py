@@ -1,6 +1,7 @@
 """Datasets and models that tests plug in by import path, as a user would."""
 
 import os
+import re
 import signal
 import time
 
@@ -268,3 +269,63 @@ class Picky(nn.Module):
             raise ValueError("I do not like this one")
         logits: torch.Tensor = self.layer(inputs)
         return logits
+
+
+def hang(how: str) -> None:
+    """Never come back, asleep or with Python's lock in hand."""
+    if how == "hold":
+        re.match(r"(a?){64}a{64}", "a" * 64)
+    while True:
+        time.sleep(1)
+
+
+def is_first_time(marker: str) -> bool:
+    """Say whether the file marker is not there yet, and make it; always, without a name."""
+    try:
+        if marker:
+            open(marker, "x").close()
+    except FileExistsError:
+        return False
+    return True
+
+
+class Hanging(nn.Module):
+    """Hangs in one of its forwards, on one rank; with a marker only once."""
+
+    def __init__(
+        self,
+        num_classes: int,
+        rank: int = 1,
+        forward_number: int = 12,
+        how: str = "sleep",
+        marker: str = "",
+    ) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+        self.is_it = os.environ.get("RANK", "0") == str(rank)
+        self.number, self.how, self.marker = forward_number, how, marker
+        self.num_forwards = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        if self.is_it and self.num_forwards == self.number and is_first_time(self.marker):
+            hang(self.how)
+        logits: torch.Tensor = self.layer(inputs)
+        return logits
+
+
+class HangingPoints(Points):
+    """Hangs where one sample is read; with a marker only once."""
+
+    def __init__(self, size: int, index: int, marker: str) -> None:
+        super().__init__(size)
+        self.index, self.marker = index, marker
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == self.index and is_first_time(self.marker):
+            hang("sleep")
+        return super().__getitem__(index)
+
+
+def points_that_hang(train: bool, index: int, marker: str = "", size: int = 40) -> Points:
+    return HangingPoints(size, index, marker) if train else Points(17)

@@ -85,6 +85,9 @@ class Fetcher:
     def __init__(self, dataset: Any, *, seed: int) -> None:  # Any: a map-style dataset
         self.dataset = dataset
         self.seed = seed
+        self.reading: list[int] | memoryview[int] = [-1]
+        """The sample under way, where it is read singly; others may look into it meanwhile."""
+
         # WHY: a Subset has __getitems__ whatever it is a part of. If that has none, reading sample
         # by sample is the same work, and each sample gets its own seed.
         is_plain_part = isinstance(dataset, Subset) and not hasattr(dataset.dataset, "__getitems__")
@@ -128,6 +131,7 @@ class Fetcher:
         good: list[int] = []
         bad: list[BadSample] = []
         for index in indices.tolist():
+            self.reading[0] = index
             # WHY per sample: its augmentation must not depend on which rank or worker reads it.
             if self.uses_randomness:
                 seed_sample(self.seed, epoch, index)

@@ -48,6 +48,7 @@ class BatchStream:
 
         self._crew: Crew | None = None
         self._is_idle = True  # the crew has answered all requests of the last epoch
+        self._waited_for: Request | None = None
         self._suspect: Request | None = None  # what was waited for when workers were lost
         for reason in plan.reasons:
             log.warning("%s", reason)
@@ -64,7 +65,7 @@ class BatchStream:
         while self.num_workers > 0:
             try:
                 crew = self._start(tape.read())
-                while (batch := crew.receive()) is not None:
+                while (batch := self._receive(crew, tape)) is not None:
                     if not (tape.unanswered and _answers(batch, tape.unanswered[0])):
                         raise CrewLost("a batch came that was not asked for")
                     tape.unanswered.popleft()
@@ -78,8 +79,22 @@ class BatchStream:
             except CrewLost as lost:
                 yield from self._recover(lost, tape.unanswered)
         for request in tape.read():
-            tape.unanswered.popleft()
+            self._waited_for = tape.unanswered.popleft()
             yield self.fetcher[request]
+
+    def being_read(self) -> list[int]:
+        """Name the sample that this rank waits for, or all of its batch. For any thread."""
+        request, crew = self._waited_for, self._crew
+        if request is None:
+            return []
+        found = crew.being_read() if crew is not None else [self.fetcher.reading[0]]
+        awaited: list[int] = request[1].tolist()
+        return [index for index in found if index in awaited] or awaited
+
+    def stacks(self) -> dict[int, str]:
+        """Give the Python stacks of the workers by pid. For any thread."""
+        crew = self._crew
+        return crew.stacks() if crew is not None else {}
 
     def close(self) -> None:
         """End the workers."""
@@ -110,6 +125,10 @@ class BatchStream:
         if self.after_start is not None:
             self.after_start()
         return self._crew
+
+    def _receive(self, crew: Crew, tape: "_Tape") -> Batch | None:
+        self._waited_for = tape.unanswered[0] if tape.unanswered else None
+        return crew.receive()
 
     def _recover(self, lost: CrewLost, unanswered: deque[Request]) -> Iterator[Batch]:
         """Go on with half the workers, at last without any; give what had to be read singly.

@@ -142,6 +142,7 @@ class Stepper:
         parts.optimizer.zero_grad(set_to_none=True)
         self.has_unread_totals = True
         self.clock.mark("optimizer")
+        parts.group.beacon.end_step(progress.step)
 
     def _keeps_local(self, window: Window) -> bool:
         """Say whether gradients are summed after backward: the same on all ranks."""
