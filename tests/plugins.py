@@ -329,3 +329,46 @@ class HangingPoints(Points):
 
 def points_that_hang(train: bool, index: int, marker: str = "", size: int = 40) -> Points:
     return HangingPoints(size, index, marker) if train else Points(17)
+
+
+class Pausing(nn.Module):
+    """Takes 50 ms for each forward."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        logits: torch.Tensor = self.layer(inputs)
+        return logits
+
+
+class SlowAtFirst(nn.Module):
+    """Takes two seconds for one of its first forwards, and for each one in an evaluation."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+        self.num_forwards = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        if not self.training or self.num_forwards == 5:
+            time.sleep(2)
+        logits: torch.Tensor = self.layer(inputs)
+        return logits
+
+
+class Straggling(nn.Module):
+    """Takes 40 ms for a forward on rank 1, and 10 ms on the others."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+        self.pause_s = 0.04 if os.environ.get("RANK") == "1" else 0.01
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.pause_s)
+        logits: torch.Tensor = self.layer(inputs)
+        return logits

@@ -93,11 +93,11 @@ class HangWatch:
         with contextlib.suppress(RuntimeError):  # no answer: then each rank watches itself
             store = None if group.store is None else group.store.second()
         self._inquiry = Inquiry(store, rank=launch.rank, world_size=group.world_size)
-        self._neighbours = Neighbours(launch, store)
+        self._neighbours = Neighbours(launch, store, group.beacon)
         self._beacon_fd, self._stacks_fd = group.beacon.share(), offer_stacks()
         self._held = self._open_held()
         with contextlib.suppress(RuntimeError):
-            self._neighbours.introduce(group.beacon, self._beacon_fd, self._stacks_fd)
+            self._neighbours.introduce(self._beacon_fd, self._stacks_fd)
         self._main_thread = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._thread.start()
@@ -218,11 +218,10 @@ class HangWatch:
         known = {mine.rank: mine, **{neighbour.rank: neighbour.report() for neighbour in lost}}
         verdict = None
         if is_witness or mine.rank < _NUM_WITNESSES or not self._inquiry.await_verdict(COLLECT_S):
-            reports = {
-                **self._neighbours.reports(),
-                **self._inquiry.collect(known, limit_s=COLLECT_S),
-            }
-            verdict = decide(list(reports.values()), patience_s=self._patience_s)
+            found = self._inquiry.collect(known, limit_s=COLLECT_S)
+            reports = {**self._neighbours.reports(), **found}
+            missing = self._inquiry.missing(reports)
+            verdict = decide(list(reports.values()), patience_s=self._patience_s, missing=missing)
         verdict = self._inquiry.settle(verdict)
         if verdict is not None:
             self._act(verdict, folder)

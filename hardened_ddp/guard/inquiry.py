@@ -11,7 +11,7 @@ What goes wrong here: the rank that serves the store hangs. Then each machine ju
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -65,6 +65,11 @@ class Inquiry:
                 is_silent = rank != self._rank and self._silent_s[rank] > report.limit_s
                 found[rank] = replace(report, state=SILENT) if is_silent else report
         return found
+
+    def missing(self, reports: Collection[int]) -> list[int]:
+        """Give the ranks that are not among those who reported, and took no leave."""
+        left = {rank for rank, text in self._read_beats().items() if text == json.dumps(LEFT)}
+        return [r for r in range(self._world_size) if r not in reports and r not in left]
 
     def alarm(self, name: str) -> str:
         """Raise the alarm of this round under a name, or give that of another rank.

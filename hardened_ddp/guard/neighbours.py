@@ -42,6 +42,9 @@ class Neighbour:
     pid: int
     pidfd: int
     words: memoryview
+    limits: Beacon
+    """That of this rank: it learns as the others do, and what it knows is not older."""
+
     stacks_fd: int
     heart: int = -1
     silent_s: float = 0.0
@@ -56,8 +59,10 @@ class Neighbour:
     @property
     def is_lost(self) -> bool:
         """Whether it is silent for longer than its phase may take, and not held in a debugger."""
-        limit_s = self.words[LIMITS + self.words[PHASE]] / 1e9
-        return self.silent_s > limit_s > 0 and self.state() not in (TRACED, GONE)
+        return self.silent_s > self._limit_s(self.words[PHASE]) > 0 and self.state() not in (
+            TRACED,
+            GONE,
+        )
 
     def state(self) -> str:
         """Say what keeps its threads from running, by what the kernel shows of it."""
@@ -79,10 +84,13 @@ class Neighbour:
             step=words[STEP],
             phase=phase,
             age_s=(time.monotonic_ns() - words[SINCE]) / 1e9,
-            limit_s=words[LIMITS + phase] / 1e9,
+            limit_s=self._limit_s(phase),
             samples=(words[SAMPLE],) if has_sample else (),
             state=self.state() if self.is_lost else "",
         )
+
+    def _limit_s(self, phase: int) -> float:
+        return self.limits.words[LIMITS + phase] / 1e9
 
     def stacks(self) -> str:
         """Give its Python stacks, or why there are none."""
@@ -100,8 +108,10 @@ class Neighbour:
 class Neighbours:
     """Those other ranks of this machine that have made themselves known."""
 
-    def __init__(self, launch: Launch, store: PatientStore | None) -> None:
+    def __init__(self, launch: Launch, store: PatientStore | None, beacon: Beacon) -> None:
+        """beacon: that of this rank."""
         self._store = store
+        self._beacon = beacon
         self._found: dict[int, Neighbour] = {}
         first = launch.rank - launch.local_rank
         # WHY only likely: some launchers deal ranks out to the nodes like cards. The token tells.
@@ -109,19 +119,20 @@ class Neighbours:
         self._missing = {rank for rank in ranks if rank != launch.rank}
         self._rank = launch.rank
 
-    def introduce(self, beacon: Beacon, beacon_fd: int, stacks_fd: int) -> None:
+    def introduce(self, beacon_fd: int, stacks_fd: int) -> None:
         """Let the others know this rank. Raises RuntimeError if the store does not answer."""
         if self._store is not None and beacon_fd >= 0:
-            me = [os.getpid(), beacon.words[TOKEN], beacon_fd, stacks_fd]
+            me = [os.getpid(), self._beacon.words[TOKEN], beacon_fd, stacks_fd]
             self._store.set(f"hang/who/{self._rank}", json.dumps(me))
 
     def look(self, awake_s: float) -> None:
         """Look for ranks that are still missing, and at the ticks of the others."""
         if self._missing and self._store is not None and hasattr(os, "pidfd_open"):
             keys = {f"hang/who/{rank}": rank for rank in self._missing}
-            for key, text in self._store.read(list(keys)).items():
-                self._missing.discard(keys[key])
-                self._meet(keys[key], *json.loads(text))
+            with contextlib.suppress(RuntimeError):  # the store does not answer: later
+                for key, text in self._store.read(list(keys)).items():
+                    self._missing.discard(keys[key])
+                    self._meet(keys[key], *json.loads(text))
         for neighbour in self._found.values():
             neighbour.look(awake_s)
 
@@ -155,4 +166,4 @@ class Neighbours:
         if words is None:
             os.close(pidfd)
         else:
-            self._found[rank] = Neighbour(rank, pid, pidfd, words, stacks_fd)
+            self._found[rank] = Neighbour(rank, pid, pidfd, words, self._beacon, stacks_fd)

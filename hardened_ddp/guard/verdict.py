@@ -32,12 +32,13 @@ _LONG = {START_UP, REPORT, CHECKPOINT, EVALUATION}
 _SHOWN = 8
 
 STOPPED, UNINTERRUPTIBLE, HELD, SILENT = "T", "D", "held", "silent"
+_UNREACHABLE = "its host, its network or its process is stopped"
 _STATES = {
     STOPPED: "the process is stopped (SIGSTOP)",
     UNINTERRUPTIBLE: "the process is in an uninterruptible call of the system: a disk or a driver "
     "does not answer",
     HELD: "native code holds Python's lock",
-    SILENT: "not heard of since: its host, its network or its process is stopped",
+    SILENT: f"not heard of since: {_UNREACHABLE}",
 }
 
 
@@ -95,30 +96,36 @@ def limits_ns(
     return found
 
 
-def decide(reports: Sequence[Report], *, patience_s: float) -> Verdict | None:
+def decide(
+    reports: Sequence[Report], *, patience_s: float, missing: Sequence[int] = ()
+) -> Verdict | None:
     """Say who hangs; None: nobody does.
 
     patience_s: a wait of this length would end in a timeout soon, so whoever is not there is late.
+    missing: ranks of which nothing is known.
     """
     waiting = [report for report in reports if report.is_waiting]
     working = [report for report in reports if not report.is_waiting]
     late = [report for report in working if report.is_late or report.state]
-    if any(report.age_s > patience_s for report in waiting):
-        late = late or working
+    is_urgent = any(report.age_s > patience_s for report in waiting)
+    if is_urgent and not late:
+        late = working
+    parts, blamed = [], tuple(missing)
     if late:
         first = min(report.step for report in late)
-        blamed = [report for report in late if report.step == first]
-        others = [report for report in reports if report not in blamed]
-    elif waiting and all(report.is_late or report.age_s > patience_s for report in reports):
-        return Verdict(
-            f"all ranks wait for each other: {_places(waiting)}, {_longest(waiting):.0f} s",
-            tuple(report.rank for report in waiting),
-        )
-    else:
-        return None
-    parts = [_describe(report) for report in blamed]
-    parts += [_places(part) for part in (others,) if part]
-    return Verdict("; ".join(parts), tuple(report.rank for report in blamed))
+        parts = [_describe(report) for report in late if report.step == first]
+        blamed = tuple(report.rank for report in late if report.step == first)
+    if missing and (late or is_urgent):
+        parts.append(f"{_ranks(missing)} can't be reached: {_UNREACHABLE}")
+    if parts:
+        others = [report for report in reports if report.rank not in blamed]
+        parts += [_places(others)] if others else []
+        return Verdict("; ".join(parts), blamed)
+    if waiting and not missing and all(r.is_late or r.age_s > patience_s for r in reports):
+        longest_s = max(report.age_s for report in waiting)
+        text = f"all ranks wait for each other: {_places(waiting)}, {longest_s:.0f} s"
+        return Verdict(text, tuple(report.rank for report in waiting))
+    return None
 
 
 def _describe(report: Report) -> str:
@@ -146,22 +153,14 @@ def _places(reports: Sequence[Report]) -> str:
         ranks = sorted(report.rank for report in group)
         one = len(ranks) == 1
         verb = ("waits" if one else "wait") if is_waiting else ("is" if one else "are")
-        what = f"{verb} in {NAMES[phase]} of step {step}"
-        parts.append(f"rank{'' if one else 's'} {_listed(ranks)} {what}")
+        parts.append(f"{_ranks(ranks)} {verb} in {NAMES[phase]} of step {step}")
     return ", ".join(parts)
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     words = [str(rank) for rank in ranks]
     if len(words) > _SHOWN:
         words = [*words[:_SHOWN], f"{len(words) - _SHOWN} more"]
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
-
-
-def _longest(reports: Sequence[Report]) -> float:
-    return max(report.age_s for report in reports)
-
-
-def is_step_phase(phase: int) -> bool:
-    """Say whether phase is one that every step has."""
-    return phase not in _LONG
+    if len(words) == 1:
+        return f"rank {words[0]}"
+    return f"ranks {', '.join(words[:-1])} and {words[-1]}"
