@@ -181,7 +181,7 @@ def train(settings: Resolved, group: Group) -> int:
     with (
         StopRequest(group, time_limit=loop.time_limit) as stop,
         open_run(settings.config, group) as run,  # collective
-        HangWatch(
+        HangWatch(  # collective
             group,
             run.folder,
             hang_after_s=loop.hang_after_s,

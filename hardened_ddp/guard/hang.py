@@ -85,19 +85,18 @@ class HangWatch:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "HangWatch":
-        """Begin to watch. Main thread."""
+        """Begin to watch. Main thread. Collective: all ranks."""
+        group, store, fds = self._group, None, (-1, -1)
+        if self._hang_after_s > 0:
+            fds = group.beacon.share(), offer_stacks()
+        self._beacon_fd, self._stacks_fd = fds
+        self._neighbours = Neighbours(group, fds)  # collective
         if self._hang_after_s <= 0:
             return self
-        group, launch = self._group, self._group.launch
-        store = None
         with contextlib.suppress(RuntimeError):  # no answer: then each rank watches itself
             store = None if group.store is None else group.store.second()
-        self._inquiry = Inquiry(store, rank=launch.rank, world_size=group.world_size)
-        self._neighbours = Neighbours(launch, store, group.beacon)
-        self._beacon_fd, self._stacks_fd = group.beacon.share(), offer_stacks()
+        self._inquiry = Inquiry(store, rank=group.launch.rank, world_size=group.world_size)
         self._held = self._open_held()
-        with contextlib.suppress(RuntimeError):
-            self._neighbours.introduce(self._beacon_fd, self._stacks_fd)
         self._main_thread = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._thread.start()
@@ -117,6 +116,7 @@ class HangWatch:
         then ends this process. May be called twice.
         """
         if self._thread is None:
+            self._neighbours.close()
             return
         self._end.set()
         self._thread.join(_END_LIMIT_S)

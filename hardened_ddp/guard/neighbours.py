@@ -3,17 +3,17 @@
 Owns what a process can learn of another one that can't speak: where its beacon says it is, whether
 its watch still ticks, what the kernel says of it, its stacks, and its end.
 What goes wrong here: a pid may mean another process by now, or another container. A neighbour is
-only who shows the token that its rank published, and it is held by a pidfd from then on.
+only who shows the token that its rank told, and it is held by a pidfd from then on.
 """
 
 import contextlib
-import json
 import os
 import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from hardened_ddp.checkpoint.process import this_process
 from hardened_ddp.guard.verdict import HELD, STOPPED, UNINTERRUPTIBLE, Report
 from hardened_ddp.ranks.beacon import (
     DATA,
@@ -27,8 +27,7 @@ from hardened_ddp.ranks.beacon import (
     Beacon,
     open_words,
 )
-from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.patient_store import PatientStore
+from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.stacks import ask_for_stacks
 
 TRACED, GONE = "t", "gone"
@@ -106,33 +105,27 @@ class Neighbour:
 
 
 class Neighbours:
-    """Those other ranks of this machine that have made themselves known."""
+    """Those other ranks of this machine that can be seen from here."""
 
-    def __init__(self, launch: Launch, store: PatientStore | None, beacon: Beacon) -> None:
-        """beacon: that of this rank."""
-        self._store = store
-        self._beacon = beacon
+    def __init__(self, group: Group, fds: tuple[int, int]) -> None:
+        """Introduce this rank to the others. Collective: all ranks.
+
+        fds: the descriptors of its beacon and its stacks; -1 without.
+
+        WHY at once: once a rank is stopped, it is too late to ask for anything.
+        """
+        self._rank = group.launch.rank
+        self._beacon = group.beacon
         self._found: dict[int, Neighbour] = {}
-        first = launch.rank - launch.local_rank
-        # WHY only likely: some launchers deal ranks out to the nodes like cards. The token tells.
-        ranks = range(first, first + launch.local_world_size)
-        self._missing = {rank for rank in ranks if rank != launch.rank}
-        self._rank = launch.rank
-
-    def introduce(self, beacon_fd: int, stacks_fd: int) -> None:
-        """Let the others know this rank. Raises RuntimeError if the store does not answer."""
-        if self._store is not None and beacon_fd >= 0:
-            me = [os.getpid(), self._beacon.words[TOKEN], beacon_fd, stacks_fd]
-            self._store.set(f"hang/who/{self._rank}", json.dumps(me))
+        place = this_process().place
+        me = [place, os.getpid(), group.beacon.words[TOKEN], *fds]
+        for rank, entry in enumerate(group.gather_json(me)):  # collective
+            can_hold = hasattr(os, "pidfd_open") and entry[3] >= 0
+            if rank != self._rank and entry[0] == place and can_hold:
+                self._meet(rank, *entry[1:])
 
     def look(self, awake_s: float) -> None:
-        """Look for ranks that are still missing, and at the ticks of the others."""
-        if self._missing and self._store is not None and hasattr(os, "pidfd_open"):
-            keys = {f"hang/who/{rank}": rank for rank in self._missing}
-            with contextlib.suppress(RuntimeError):  # the store does not answer: later
-                for key, text in self._store.read(list(keys)).items():
-                    self._missing.discard(keys[key])
-                    self._meet(keys[key], *json.loads(text))
+        """Look at the ticks of the others, awake_s after the last look."""
         for neighbour in self._found.values():
             neighbour.look(awake_s)
 
