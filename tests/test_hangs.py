@@ -167,7 +167,7 @@ def test_a_slow_start_and_a_slow_evaluation_are_no_hangs(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_slow_rank_is_named_with_its_split_of_the_step_time(tmp_path: Path) -> None:
-    argv = [*QUIET, "--model", "tests.plugins:Straggling", "--epochs", "30"]
+    argv = [*QUIET, "--model", "tests.plugins:Straggling", "--epochs", "900"]
     with start_training([*argv, "--output_dir", tmp_path], 3) as running:
         running.wait_for(
             lambda: "is slow" in running.output(0) or None, timeout_s=90, what="a slow rank's name"

@@ -43,7 +43,7 @@ COLLECT_S = 4.0
 
 _MOST_TICKS = 3
 _NUM_WITNESSES = 2  # ranks that look at all others; more of them would only load the store
-_COMPARE_EVERY_S = 5.0
+_COMPARE_EVERY_S = 2.0
 _END_LIMIT_S = 3.0
 _SHARE_OF_TIMEOUT = 0.9
 
@@ -59,7 +59,9 @@ class Subject:
     """Which samples this rank is busy with, in that phase."""
 
     worker_stacks: Callable[[], Mapping[int, str]] = dict
-    splits: Sequence[Split] = ()
+    split: Callable[[], tuple[int, Split]] = lambda: (0, {})
+    """Where the time of this rank's steps goes, and the number of that report."""
+
     least_s: Mapping[int, float] = field(default_factory=dict)
     """Phases that may take longer than others."""
 
@@ -147,10 +149,8 @@ class HangWatch:
         self._age(awake_s)
         self._set_limits()
         report = self._report()
-        splits = self._subject.splits
-        newest = (len(splits), splits[-1] if splits else {})
         if self._group.world_size > 1:
-            self._inquiry.beat(report, words[HEART], newest)
+            self._inquiry.beat(report, words[HEART], self._subject.split())
             self._neighbours.look(awake_s)
             self._compare_speeds(awake_s)
         self._quiet_s = max(0.0, self._quiet_s - awake_s)

@@ -4,12 +4,15 @@ Owns the comparison. What counts is a rank's own work in a step: the time in whi
 others in a collective is their work, not its.
 """
 
+from collections import deque
 from collections.abc import Mapping
 from statistics import median
 
 FACTOR = 1.5
 NUM_REPORTS = 3
 """So many reports, one after the other: one alone may be an accident."""
+
+NUM_AVERAGED = 5
 
 LEAST_S = 0.001
 """What is less than this is the system's own business."""
@@ -20,6 +23,25 @@ BACKWARD_AND_WAIT = "backward with all-reduce"
 _WORK = ("data", "forward", "backward", "optimizer")
 
 Split = Mapping[str, float]
+
+
+class Splits:
+    """The last splits of this rank's step time, one of each report."""
+
+    def __init__(self) -> None:
+        self._last: deque[Split] = deque(maxlen=NUM_AVERAGED)
+        self._count = 0
+
+    def add(self, split: Split) -> None:
+        """Take the split of one report, in seconds."""
+        self._last.append(split)
+        self._count += 1
+
+    def newest(self) -> tuple[int, Split]:
+        """Give the number of reports, and the mean of the last ones. For any thread."""
+        count, last = self._count, tuple(self._last)
+        names = dict.fromkeys(name for split in last for name in split)
+        return count, {n: sum(split.get(n, 0.0) for split in last) / len(last) for n in names}
 
 
 class SlowRanks:

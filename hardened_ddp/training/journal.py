@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hardened_ddp.guard.slow import BACKWARD_AND_WAIT
+from hardened_ddp.guard.slow import BACKWARD_AND_WAIT, Splits
 from hardened_ddp.ranks.beacon import DATA, REPORT
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.metrics import MetricsLog
@@ -48,9 +48,7 @@ class Journal:
         self.goodput = Goodput(
             folder, began_at=parts.group.launch.started_at, step=step, is_main=self.is_main
         )
-        self.splits: list[Mapping[str, float]] = []
-        """Where the time of this rank's steps went, in seconds, a new entry for each report."""
-
+        self.splits = Splits()
         self.last_train: Mapping[str, float] = {}
         self.last_evaluation: Evaluation | None = None
         self._settings_text = settings_text
@@ -64,7 +62,7 @@ class Journal:
         beacon = self.parts.group.beacon
         beacon.enter(REPORT)
         times = self.clock.read_and_reset()
-        self.splits.append(_own_split(times, beacon.read_split(), self.parts.device))
+        self.splits.add(_own_split(times, beacon.read_split(), self.parts.device))
         self._log_training(progress, stepper, sums, times)
         beacon.enter(DATA)
 

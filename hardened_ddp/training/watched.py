@@ -56,7 +56,7 @@ def watched(
         save=save,
         samples=samples,
         worker_stacks=worker_stacks,
-        splits=journal.splits,
+        split=journal.splits.newest,
         least_s=_least_s(parts),
     )
 
