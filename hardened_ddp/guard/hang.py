@@ -52,8 +52,8 @@ _SHARE_OF_TIMEOUT = 0.9
 class Subject:
     """What the watch may ask about the run, and do with it. Called on its thread."""
 
-    save: Callable[[HangError], None]
-    """Write the last completed step, if this rank is the one to do it."""
+    save: Callable[..., None]
+    """Write the last completed step if this rank is the one to do it. Takes why: a HangError."""
 
     samples: Callable[[int], Sequence[int]] = lambda phase: ()
     """Which samples this rank is busy with, in that phase."""
@@ -78,7 +78,7 @@ class HangWatch:
         self._hang_after_s = hang_after_s
         self._patience_s = _SHARE_OF_TIMEOUT * timeout_s if group.world_size > 1 else float("inf")
         self._tick_s = min(TICK_S, hang_after_s / 4, self._patience_s / 4)
-        self._subject = Subject(save=lambda error: None)
+        self._subject = Subject(save=lambda *why: None)
         self._age_s = self._quiet_s = self._compare_in_s = 0.0
         self._seen_since = 0
         self._slow = SlowRanks()

@@ -124,6 +124,7 @@ class Saver:
         """Wait for the write under way. Rank-local."""
         if self.writer is None:
             return
+        self._beacon.enter(CHECKPOINT)  # WHY: this may take longer than any step
         try:
             self.writer.close()
             if (error := self.writer.poll()) is not None:

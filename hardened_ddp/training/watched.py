@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hardened_ddp.errors import HangError
-from hardened_ddp.guard.hang import Subject
+from hardened_ddp.guard.hang import HangWatch, Subject
 from hardened_ddp.ranks.beacon import BACKWARD, DATA, EVALUATION, FORWARD, SAMPLE, STEP
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.settings.config import Config
 from hardened_ddp.training.journal import Journal
 from hardened_ddp.training.parts import Parts, Progress
 from hardened_ddp.training.rescue import save_while_stuck
@@ -24,6 +26,16 @@ MARGIN_S = 30.0
 """For the loader, to find out by itself which sample its workers hang in."""
 
 
+def watch_for_hangs(config: Config, group: Group, folder: Path) -> HangWatch:
+    """Make the watch of this run. To enter it is collective: all ranks."""
+    return HangWatch(
+        group,
+        folder,
+        hang_after_s=config.loop.hang_after_s,
+        timeout_s=config.device.timeout_s,
+    )
+
+
 def watched(
     stepper: Stepper, progress: Progress, saver: Saver, folder: Path, journal: Journal
 ) -> Subject:
@@ -33,7 +45,7 @@ def watched(
     beacon.words[STEP] = progress.step
     parts.train_loader.stream.fetcher.reading = beacon.words[SAMPLE : SAMPLE + 1]
 
-    def save(error: HangError) -> None:
+    def save(error: HangError | None = None) -> None:
         save_while_stuck(stepper, progress, saver, folder, error=error)
 
     def samples(phase: int) -> Sequence[int]:
