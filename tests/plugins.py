@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -348,5 +349,108 @@ class Picky(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.training and bool((inputs == self.sample).all(dim=1).any()):
             raise ValueError("I do not like this one")
+        logits: torch.Tensor = self.layer(inputs)
+        return logits
+
+
+def hang(how: str) -> None:
+    """Never come back, asleep or with Python's lock in hand."""
+    if how == "hold":
+        re.match(r"(a?){64}a{64}", "a" * 64)
+    while True:
+        time.sleep(1)
+
+
+def is_first_time(marker: str) -> bool:
+    """Say whether the file marker is not there yet, and make it; always, without a name."""
+    try:
+        if marker:
+            open(marker, "x").close()
+    except FileExistsError:
+        return False
+    return True
+
+
+class Hanging(nn.Module):
+    """Hangs in one of its forwards, on one rank; with a marker only once."""
+
+    def __init__(
+        self,
+        num_classes: int,
+        rank: int = 1,
+        forward_number: int = 12,
+        how: str = "sleep",
+        marker: str = "",
+    ) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+        self.is_it = os.environ.get("RANK", "0") == str(rank)
+        self.number, self.how, self.marker = forward_number, how, marker
+        self.num_forwards = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        if self.is_it and self.num_forwards == self.number and is_first_time(self.marker):
+            hang(self.how)
+        logits: torch.Tensor = self.layer(inputs)
+        return logits
+
+
+class HangingPoints(Points):
+    """Hangs where one sample is read; with a marker only once."""
+
+    def __init__(self, size: int, index: int, marker: str) -> None:
+        super().__init__(size)
+        self.index, self.marker = index, marker
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == self.index and is_first_time(self.marker):
+            hang("sleep")
+        return super().__getitem__(index)
+
+
+def points_that_hang(train: bool, index: int, marker: str = "", size: int = 40) -> Points:
+    return HangingPoints(size, index, marker) if train else Points(17)
+
+
+class Pausing(nn.Module):
+    """Takes 50 ms for each forward."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        logits: torch.Tensor = self.layer(inputs)
+        return logits
+
+
+class SlowAtFirst(nn.Module):
+    """Takes two seconds for one of its first forwards, and for each one in an evaluation."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+        self.num_forwards = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        if not self.training or self.num_forwards == 5:
+            time.sleep(2)
+        logits: torch.Tensor = self.layer(inputs)
+        return logits
+
+
+class Straggling(nn.Module):
+    """Takes 40 ms for a forward on rank 1, and 10 ms on the others."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+        self.pause_s = 0.04 if os.environ.get("RANK") == "1" else 0.01
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.pause_s)
         logits: torch.Tensor = self.layer(inputs)
         return logits

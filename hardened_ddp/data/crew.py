@@ -23,12 +23,14 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from hardened_ddp.data.fetch import Batch, Fetcher, Request, map_tensors
 from hardened_ddp.data.workers import WorkerPlan
+from hardened_ddp.ranks.stacks import ask_for_stacks, offer_stacks
 
 POLL_S = 0.5  # how long a dead worker may go unnoticed while a batch is waited for
+_NUM_NOTES = 3  # of each worker: the sample under way, its pid, where it writes its stacks
 END_S = 5.0  # how long workers may take to end before they are killed
 # For the rank, not for its workers; a scheduler sends them to every process of a job.
 _SIGNALS_OF_THE_RANK = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
@@ -76,10 +78,11 @@ class Crew:
         self._workers: list[BaseProcess] = []
         self._iterator: Iterator[Any] | None = None  # Any: what _Reader sends
         context = multiprocessing.get_context(plan.start_method)
+        self._notes = context.RawArray("q", _NUM_NOTES * plan.num_workers)
         if plan.start_method == "forkserver":
             context.set_forkserver_preload(["torch", "hardened_ddp.data.crew"])
         self._loader: DataLoader[Any] | None = DataLoader(
-            _Reader(fetcher, shares_memory=plan.shares_memory),
+            _Reader(fetcher, self._notes, shares_memory=plan.shares_memory),
             batch_size=None,
             sampler=self._requests,
             num_workers=plan.num_workers,
@@ -127,6 +130,15 @@ class Crew:
                 error.__traceback__ = None
             # WHY so: a traceback (torch puts it in a cycle) would keep its iterator and threads.
             raise CrewLost(reason, is_dangerous=is_dangerous, is_hang=is_late and is_dangerous)
+
+    def being_read(self) -> list[int]:
+        """Give the sample that each worker reads, or read last; -1 where that is not known."""
+        return list(self._notes[::_NUM_NOTES])
+
+    def stacks(self) -> dict[int, str]:
+        """Give the Python stacks of each worker by its pid; empty where it does not answer."""
+        places = zip(self._notes[1::_NUM_NOTES], self._notes[2::_NUM_NOTES], strict=True)
+        return {pid: ask_for_stacks(pid, fd) for pid, fd in places if pid}
 
     def close(self, *, is_broken: bool = False) -> None:
         """End the workers; at once if they are broken."""
@@ -190,9 +202,17 @@ class _Requests(Sampler[Any]):
 class _Reader(Dataset[Any]):
     """The dataset that a worker sees: a request in, a batch's parts out."""
 
-    def __init__(self, fetcher: Fetcher, *, shares_memory: bool) -> None:
+    def __init__(self, fetcher: Fetcher, notes: Any, *, shares_memory: bool) -> None:
+        """notes: what the rank may see of each worker. Any: ctypes' array."""
         self.fetcher = fetcher
+        self.notes = notes
         self.shares_memory = fetcher.shares_memory = shares_memory
+
+    def begin(self, worker_id: int) -> None:
+        """Let the rank see, from now on, where this worker is."""
+        notes = memoryview(self.notes).cast("B").cast("q")[_NUM_NOTES * worker_id :]
+        self.fetcher.reading = notes[:1]
+        notes[0], notes[1], notes[2] = -1, os.getpid(), offer_stacks()
 
     def __getitem__(self, request: Any) -> Any:  # Any: arrays, which torch sends without types
         epoch, numbers = request
@@ -244,6 +264,9 @@ def _prepare_worker(worker_id: int) -> None:
         # WHY not the kernel's signal at a parent's death: that parent is the fork server.
         watch = partial(_end_with, parent.sentinel)
         threading.Thread(target=watch, name="end-with-rank", daemon=True).start()
+    info = get_worker_info()
+    if info is not None and isinstance(info.dataset, _Reader):
+        info.dataset.begin(worker_id)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_THE_RANK)
     torch.set_num_threads(1)
 

@@ -51,6 +51,9 @@ class Fetcher:
         self.shares_memory = True
         """In a worker: batches are made in shared memory."""
 
+        self.reading: list[int] | memoryview[int] = [-1]
+        """The sample under way, where it is read singly; others may look into it meanwhile."""
+
         # WHY: a Subset has __getitems__ whatever it is a part of. If that has none, reading sample
         # by sample is the same work, and each sample gets its own seed.
         is_plain_part = isinstance(dataset, Subset) and not hasattr(dataset.dataset, "__getitems__")
@@ -111,6 +114,7 @@ class Fetcher:
         told = list(troubles)
         num_unreachable = 0
         for index in indices.tolist():
+            self.reading[0] = index
             try:
                 samples.append(self._read_sample(epoch, index, told))
                 good.append(index)

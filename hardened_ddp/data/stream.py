@@ -52,6 +52,7 @@ class BatchStream:
 
         self._crew: Crew | None = None
         self._is_idle = True  # the crew has answered all requests of the last epoch
+        self._waited_for: Request | None = None
         self._suspect: Request | None = None  # what was waited for when workers were lost
         for reason in plan.reasons:
             log.warning("%s", reason)
@@ -85,7 +86,7 @@ class BatchStream:
     def _read_by_workers(self, tape: "_Tape") -> Generator[Batch, None, bool]:
         """Give batches that workers read; False: not to the end, as more workers are to go on."""
         crew = self._start(tape.read())
-        while (batch := crew.receive()) is not None:
+        while (batch := self._receive(crew, tape)) is not None:
             if not (tape.unanswered and _answers(batch, tape.unanswered[0])):
                 raise CrewLost("a batch came that was not asked for")
             tape.unanswered.popleft()
@@ -104,6 +105,7 @@ class BatchStream:
     def _read_here(self, tape: "_Tape") -> Generator[Batch, None, bool]:
         """Give batches that this process reads; False: not to the end, as workers are to go on."""
         for request in tape.read():
+            self._waited_for = request
             try:
                 batch = self.fetcher[request]
             except MemoryError as error:
@@ -118,6 +120,20 @@ class BatchStream:
             if self.ladder.is_low and self.ladder.is_quiet():
                 return False
         return True
+
+    def being_read(self) -> list[int]:
+        """Name the sample that this rank waits for, or all of its batch. For any thread."""
+        request, crew = self._waited_for, self._crew
+        if request is None:
+            return []
+        found = crew.being_read() if crew is not None else [self.fetcher.reading[0]]
+        awaited: list[int] = request[1].tolist()
+        return [index for index in found if index in awaited] or awaited
+
+    def stacks(self) -> dict[int, str]:
+        """Give the Python stacks of the workers by pid. For any thread."""
+        crew = self._crew
+        return crew.stacks() if crew is not None else {}
 
     def close(self) -> None:
         """End the workers, and tell what was not told yet."""
@@ -154,6 +170,10 @@ class BatchStream:
         if self.after_start is not None:
             self.after_start()
         return self._crew
+
+    def _receive(self, crew: Crew, tape: "_Tape") -> Batch | None:
+        self._waited_for = tape.unanswered[0] if tape.unanswered else None
+        return crew.receive()
 
     def _recover(self, lost: CrewLost, unanswered: deque[Request]) -> Iterator[Batch]:
         """Go one rung down, as the fault has it; give what had to be read singly.

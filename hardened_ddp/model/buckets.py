@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hardened_ddp.ranks.beacon import ALL_REDUCE
 from hardened_ddp.ranks.group import Group
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,10 @@ class Buckets:
         """
         if not self.can_stand_in:
             return False
+        with self._group.beacon.within(ALL_REDUCE):
+            return self._stand_in()
+
+    def _stand_in(self) -> bool:
         owed = self._layout[len(self._under_way) :]
         for parameters in owed:
             size = sum(parameter.numel() for parameter in parameters)
@@ -86,7 +91,7 @@ class Buckets:
             return any(math.isnan(g[(0,) * g.dim()]) for g in firsts if g is not None)
         flag = torch.tensor([float(failed_here)])
         if (work := self._group.start_max(flag)) is not None:  # collective
-            work.wait()
+            self._group.finish(work)  # collective
         return bool(flag)
 
     def reset(self) -> None:
@@ -110,7 +115,8 @@ class Buckets:
                 if parameter.grad is not None:
                     place.copy_(parameter.grad)
             sent = flat if self._sent_as is None else flat.to(self._sent_as)
-            dist.all_reduce(sent)  # collective
+            with self._group.beacon.within(ALL_REDUCE):
+                dist.all_reduce(sent)  # collective
             if sent is not flat:
                 flat.copy_(sent)
             for place, parameter in zip(places, parameters, strict=True):

@@ -347,6 +347,14 @@ class LoopConfig:
         bounds=SECONDS,
         may_differ=True,
     )
+    hang_after_s: float = setting(
+        60.0,
+        "Seconds in one phase of a step after which a rank counts as hung, if that is also 5 times "
+        "the longest such phase so far. Start-up, first steps and evaluation may take 30 times as "
+        "long. 0: no watch.",
+        bounds=SECONDS_OR_ZERO,
+        may_differ=True,
+    )
     debug: bool = setting(
         False,
         "Check more and say more: an error in backward names its forward line, torch's "

@@ -11,6 +11,7 @@ import torch
 
 from hardened_ddp.data.loader import Batch, EvalLoader
 from hardened_ddp.errors import OutOfMemoryError, SampleError, StepError
+from hardened_ddp.ranks.beacon import EVALUATION
 from hardened_ddp.ranks.lost import lost_peer
 from hardened_ddp.training.parts import Parts
 from hardened_ddp.training.totals import Totals
@@ -58,6 +59,7 @@ def evaluate(
     try:
         batches = iter(loader)
         for _ in range(loader.most_batches):
+            parts.group.beacon.enter(EVALUATION)
             if should_stop():  # collective
                 return None
             batch = next(batches, None)
