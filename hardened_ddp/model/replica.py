@@ -16,6 +16,7 @@ Read next: probe.py (what is learned before wrapping), training/step.py (who cal
 import contextlib
 import inspect
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -84,9 +85,19 @@ class Replica:
         return [name for name, parameter in self.trainable.items() if parameter.grad is None]
 
     def has_finite_gradients(self) -> bool:
-        """Say whether all gradients are numbers. Rank-local; waits for the device."""
+        """Say whether all gradients are numbers. Rank-local; waits for the device.
+
+        WHY sums: nan and inf stay in them, and they are the cheapest look at every element. Large
+        numbers may give inf too, so only then each element is asked.
+        """
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return all(torch.stack([gradient.isfinite().all() for gradient in gradients]).tolist())
+        if self.group.device.type == "cpu":
+            sums = [gradient.sum().item() for gradient in gradients]
+        else:  # one wait for all of them
+            sums = torch.stack([g.sum().float() for g in gradients]).tolist() if gradients else []
+        if math.isfinite(sum(sums)):
+            return True
+        return all(bool(gradient.isfinite().all()) for gradient in gradients)
 
     def sum_gradients(self, marks: Sequence[float] = ()) -> list[float]:
         """Add up local gradients over the ranks, and marks as well, which it returns. Collective.

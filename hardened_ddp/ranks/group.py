@@ -89,10 +89,10 @@ class Group:
         )
         return work
 
-    def broadcast_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give every rank the tensor of rank 0, in place. Collective: all ranks."""
+    def broadcast_(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
+        """Give every rank the tensor of rank source, in place. Collective: all ranks."""
         if self.world_size > 1:
-            dist.broadcast(tensor, src=0, group=self._group_of(tensor))  # collective
+            dist.broadcast(tensor, src=source, group=self._group_of(tensor))  # collective
         return tensor
 
     def gather_json(self, value: Any) -> list[Any]:  # Any: JSON

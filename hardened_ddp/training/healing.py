@@ -8,17 +8,18 @@ of a run without the fault.
 
 What is done about a cause: out of memory: smaller micro-batches, the same gradient; a parameter
 that gets no gradient any more: from now on such are looked for; anything else: once more, as it
-was. What fails again is no accident: with --continue_on_error the samples that fail alone are left
-out, or else the whole window; without it all ranks stop with that one cause.
+was, and a number that is none is then watched for, to name the module (blame.py). What fails again
+is no accident: with --continue_on_error the samples that fail alone are left out, or else the whole
+window; without it all ranks stop with that one cause.
 
 Does not own: the form in which DDP's hooks average during backward (step.py); there an exception
 ends the attempt.
 """
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -37,7 +38,9 @@ from hardened_ddp.errors import (
 )
 from hardened_ddp.ranks.lost import lost_peer
 from hardened_ddp.ranks.seeding import seed_step
+from hardened_ddp.training.blame import shown, watch
 from hardened_ddp.training.failure import is_out_of_memory, where_of
+from hardened_ddp.training.finite import FiniteCheck
 from hardened_ddp.training.left_out import LeftOut
 from hardened_ddp.training.parts import Parts, Progress
 from hardened_ddp.training.passes import Passes
@@ -46,6 +49,7 @@ from hardened_ddp.training.totals import Mark
 log = logging.getLogger(__name__)
 
 _SHOWN = 8
+_BAD_SUM = "the gradient over all ranks is not finite, though every loss is"
 _FIXES = {
     "error": "the traceback is in that rank's log file",
     "out of memory": "a smaller --batch_size with more --accumulation_steps; one sample alone did "
@@ -83,6 +87,7 @@ class SafeForm:
         self.left_out = left_out
         self._checks_unused = parts.replica.ddp is not None
         self._heals = parts.config.loop.recovery == "on"
+        self.finite = FiniteCheck(parts, passes)
 
     def do(
         self,
@@ -97,17 +102,22 @@ class SafeForm:
         """
         before = self.passes.totals.mark()
         num_failures: Counter[int] = Counter()  # by rank
+        self.finite.is_close = False
         while True:
             failure = self._try(window, batches, progress, before)
             num_failed, num_valid = self._sum(batches, failure)  # collective
-            if not num_failed:
+            if not num_failed and self.finite.accepts_sum():
                 if self._finish(window, batches, progress, num_valid):  # collective
+                    self.finite.note_good(progress.step)
                     return True
                 self._undo(buffers, before)
                 return False
+            if not num_failed:
+                failure = Failure("not finite", _BAD_SUM)
             self._undo(buffers, before)
             everyone = self.parts.group.gather_json(failure and asdict(failure))  # collective
             causes = {rank: Failure(**cause) for rank, cause in enumerate(everyone) if cause}
+            self.finite.is_close = any(cause.kind == "not finite" for cause in causes.values())
             if self._adapt(causes, progress):
                 continue
             num_failures.update(causes.keys())
@@ -122,6 +132,8 @@ class SafeForm:
                     batches = self._without_bad(window, batches, progress, before)
                     self._undo(buffers, before)
             else:
+                if self.finite.is_close:
+                    self.finite.poisoned.append(f"step {progress.step}: {_texts(causes)}")
                 self.left_out.add(batches, failure.text if failure else "", progress)  # collective
                 return False
 
@@ -138,8 +150,10 @@ class SafeForm:
         micro_batches = split(batches, progress.most_samples)
         where = f"rank {rank}, step {progress.step}"
         self._seed(progress)
+        watched = watch(parts.replica.module) if self.finite.is_close else nullcontext()
         try:
-            self.passes.run(window, micro_batches, keep_local=True)
+            with watched as witness:
+                self.passes.run(window, micro_batches, keep_local=True)
         except Exception as error:  # WHY broad: whatever it is, the other ranks must hear of it
             if (lost := lost_peer(error, parts.group)) is not None:
                 raise lost from error
@@ -147,13 +161,13 @@ class SafeForm:
                 raise
             log.debug("step %d failed", progress.step, exc_info=True)
             kind = "out of memory" if is_out_of_memory(error) else "error"
-            text = f"{where}, {self.passes.phase}, samples {_shown(micro_batches)}: "
+            text = f"{where}, {self.passes.phase}, samples {shown(micro_batches)}: "
             text += f"{describe(error)} ({where_of(error)})"
             return Failure(kind, text, max(batch.num_samples for batch in micro_batches))
-        loss = self.passes.totals.loss_since(before) if parts.device.type == "cpu" else 0.0
-        if not math.isfinite(loss):
-            text = f"{where}, samples {_shown(micro_batches)}: the loss is {loss}"
-            return Failure("not finite", text)
+        if what := self.finite.own_problem(before):
+            samples = f"samples {shown(micro_batches)}: {what}"
+            text = samples if witness is None else witness.tell(what, micro_batches)
+            return Failure("not finite", f"{where}, {text}")
         looks = parts.replica.looks_for_unused
         if self._checks_unused and not looks and window.size >= parts.group.world_size:
             names = parts.replica.parameters_without_gradient()
@@ -175,19 +189,11 @@ class SafeForm:
         progress: Progress,
         num_valid: int,
     ) -> bool:
-        """Weigh what is left if samples are missing; refuse a gradient that is none. Collective."""
+        """Weigh what is left if samples are missing; False: there is none left. Collective."""
         parts = self.parts
         if num_valid < window.size:
             self.left_out.add(batches, "", progress)  # collective
-        is_usable = num_valid > 0
-        # WHY no vote: every rank has the same sum. fp16 overflow is the scaler's business.
-        checks = parts.config.loop.continue_on_error and parts.precision.scaler is None
-        if is_usable and checks and not parts.replica.has_finite_gradients():
-            # One entry, told by rank 0: no single rank or sample is known to be the cause.
-            text = "the gradient is not finite" if parts.group.launch.is_main else ""
-            self.left_out.add([], text, progress)  # collective
-            is_usable = False
-        if not is_usable:
+        if not num_valid:
             return False
         if num_valid < window.size:
             for parameter in parts.replica.trainable.values():
@@ -224,8 +230,7 @@ class SafeForm:
         kinds = [cause.kind for cause in causes.values()]
         if self._heals and num_tries == 1 and not {"sample", "unused"} & set(kinds):
             return
-        text = "; ".join(cause.text for cause in causes.values())
-        raise _CLASSES[kinds[0]](text, fix=_FIXES[kinds[0]])
+        raise _CLASSES[kinds[0]](_texts(causes), fix=_FIXES[kinds[0]])
 
     def _without_bad(
         self, window: Window, batches: Sequence[Batch], progress: Progress, before: Mark
@@ -266,11 +271,9 @@ class SafeForm:
         )
 
 
-def _shown(batches: Sequence[Batch]) -> str:
-    samples = [int(index) for batch in batches for index in batch.indices]
-    return f"{samples[:_SHOWN]}{' ...' if len(samples) > _SHOWN else ''}"
-
-
 def _say(causes: dict[int, Failure], progress: Progress, what: str) -> None:
-    texts = "; ".join(cause.text for cause in causes.values())
-    log.warning("step %d: %s: %s", progress.step, what, texts)
+    log.warning("step %d: %s: %s", progress.step, what, _texts(causes))
+
+
+def _texts(causes: dict[int, Failure]) -> str:
+    return "; ".join(dict.fromkeys(cause.text for cause in causes.values()))
