@@ -1,5 +1,6 @@
 """Datasets and models that tests plug in by import path, as a user would."""
 
+import gc
 import os
 import signal
 import time
@@ -332,3 +333,43 @@ class PointsWithNan(Points):
 
 def points_with_nan(train: bool, size: int = 40) -> Points:
     return PointsWithNan(size) if train else Points(17)
+
+
+class Flipping(nn.Module):
+    """A bit of its memory flips at one forward, on one rank only: before it is used or after.
+
+    what: weight; nan, the exponent's bit that makes the weight enormous; or state, a number that
+    the optimizer keeps.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        at: int = 0,
+        rank: int = 1,
+        what: str = "weight",
+        after: bool = False,
+    ) -> None:
+        super().__init__()
+        self.first, self.drop = nn.Linear(3, 6), nn.Dropout(0.2)
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, num_classes)
+        is_it = os.environ.get("RANK", "0") == str(rank)
+        self.at, self.what, self.after = at if is_it else -1, what, after
+        self.num_forwards = 0
+        # WHY there: nothing of this step needs the first layer's weight any more
+        self.first.weight.register_hook(lambda gradient: self._flip(after=True))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        self._flip(after=False)
+        logits: torch.Tensor = self.head(self.drop(self.norm(self.first(inputs)).relu()))
+        return logits
+
+    def _flip(self, *, after: bool) -> None:
+        if not self.training or self.num_forwards != self.at or after != self.after:
+            return
+        values = self.first.weight.data
+        if self.what == "state":
+            optimizers = (o for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer))
+            values = next(optimizers).state[self.first.weight]["exp_avg"]
+        values.view(torch.int32)[0, 0] ^= 1 << (30 if self.what == "nan" else 21)

@@ -69,9 +69,7 @@ class CheckpointStore:
         self.root = root
         self._keep_last = keep_last
         self._disk = Disk() if disk is None else disk
-        self.kept_step: int | None = None
-        """Never removed as too old: what the run would go back to."""
-
+        self.kept_step: int | None = None  # never too old: what the run would go back to
 
     def write(
         self,
@@ -142,10 +140,7 @@ class CheckpointStore:
     def load(
         self, found: Found, *, device: torch.device | str = "cpu"
     ) -> tuple[dict[str, Tensor], dict[str, JSON]]:
-        """Read a verified checkpoint: tensors that own their memory, and meta.
-
-        Raises CheckpointError.
-        """
+        """Read a verified checkpoint: its own tensors, and meta. Raises CheckpointError."""
         return load_checkpoint(found, device=device)
 
     def discard_newer(self, step: int) -> list[Path]:
@@ -249,7 +244,7 @@ class CheckpointStore:
 
     def _make_room(self) -> bool:
         newest, _ = self.find_valid()
-        protected = (newest.step if newest else None, self.best_step())
+        protected = (newest.step if newest else None, self.best_step(), self.kept_step)
         drops = choose_drops(self.steps(), keep_last=0, protected=protected)
         candidates = list_discarded(self.root)
         candidates += [self.root / step_folder_name(step) for step in reversed(drops)]

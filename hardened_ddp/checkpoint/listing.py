@@ -33,9 +33,7 @@ def list_steps(root: Path) -> list[int]:
     return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
-def find_newest(
-    root: Path, *, at_most: int | None = None
-) -> tuple[Found | None, list[Rejected]]:
+def find_newest(root: Path, *, at_most: int | None = None) -> tuple[Found | None, list[Rejected]]:
     """Return the newest valid checkpoint under root, and those newer than it that are not.
 
     at_most: as if there were none of later steps.

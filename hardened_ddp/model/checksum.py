@@ -46,7 +46,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 def _checksum(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     pair = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for piece in words.split(len(factors)):
+    for piece in torch.split(words, len(factors)):
         whole = piece.long()
         pair.mul_(_FACTOR)
         pair[0] += whole.sum()

@@ -52,3 +52,8 @@ class FiniteCheck:
         """Note that a step was done well."""
         self.poisoned.clear()
         self.last_good = step
+
+    def forget(self) -> None:
+        """Begin anew: the run went back."""
+        self.poisoned.clear()
+        self.last_good = -1

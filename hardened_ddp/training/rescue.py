@@ -43,8 +43,8 @@ HEAD_START_S = 1.0
 LOCK_LIMIT_S = 3.0
 """How long an update of the weights under way is waited for."""
 
-# WHY: weights that are not numbers, or wrong, would push out good ones; and where the disk is the trouble, or
-# the checkpoints are, another one does not help.
+# WHY: weights that are not numbers, or not the right ones, would push out good ones; and where the
+# disk is the trouble, or the checkpoints are, another one does not help.
 _NOT_SAVED = (NonFiniteError, DivergenceError, CheckpointError, CrashLoopError)
 
 
