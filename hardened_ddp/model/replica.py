@@ -62,6 +62,8 @@ class Replica:
         self.sums_after = ddp is not None and group.shared is not None and not has_comm_hook
         """Gradients stay local in backward, and sum_gradients adds them up: not DDP's hooks."""
 
+        self._sums_are_finite = False  # False: not known
+
         # WHY not through DDP then: its forward would get its hooks ready for nothing.
         self.call: nn.Module = module if ddp is None or self.sums_after else ddp
 
@@ -98,6 +100,10 @@ class Replica:
             sums = torch.stack([g.sum().double() for g in gradients]).tolist() if gradients else []
         return math.isfinite(sum(sums)) or all(bool(g.isfinite().all()) for g in gradients)
 
+    def has_finite_sums(self) -> bool:
+        """Say whether what sum_gradients has made is numbers. The same on all ranks."""
+        return self._sums_are_finite or self.has_finite_gradients()
+
     def sum_gradients(self, marks: Sequence[float] = ()) -> list[float]:
         """Add up local gradients over the ranks, and marks as well, which it returns. Collective.
 
@@ -105,6 +111,7 @@ class Replica:
         a rank without samples, or one that failed, takes part with zeros. As with DDP, a parameter
         that no rank used keeps no gradient if such are looked for. marks: small whole numbers.
         """
+        self._sums_are_finite = False
         if self.group.world_size == 1:
             return list(marks)
         parameters = self._parameters
@@ -120,8 +127,9 @@ class Replica:
         sums = torch.tensor(marks, device=self.group.device)
         if marks:  # WHY so: no message of their own
             by_dtype.setdefault(sums.dtype, []).append(sums)
-        for gradients in by_dtype.values():
-            self.group.sum_each_(gradients)  # collective
+        # WHY a list: every one has to be summed, also after one that is not finite
+        finite = [self.group.sum_each_(each) for each in by_dtype.values()]  # collective
+        self._sums_are_finite = all(finite)
         found: list[float] = sums.tolist()
         return found
 

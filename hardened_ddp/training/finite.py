@@ -46,7 +46,7 @@ class FiniteCheck:
         """Say whether the gradient over all ranks is made of numbers: the same on all ranks."""
         if self.parts.precision.scaler is not None or not (self._asks_sum or self.is_close):
             return True
-        return self.parts.replica.has_finite_gradients()
+        return self.parts.replica.has_finite_sums()
 
     def note_good(self, step: int) -> None:
         """Note that a step was done well."""
