@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from hardened_ddp.ranks.group import Group
     from hardened_ddp.training.journal import Journal
     from hardened_ddp.training.parts import Parts, Progress
+    from hardened_ddp.training.recovery import Recovery
     from hardened_ddp.training.saving import Saver
     from hardened_ddp.training.state import Saved
     from hardened_ddp.training.step import Stepper
@@ -167,6 +168,7 @@ def train(settings: Resolved, group: Group) -> int:
     from hardened_ddp.reporting.log import add_log_file
     from hardened_ddp.settings.record import dump
     from hardened_ddp.training.journal import Journal
+    from hardened_ddp.training.recovery import Recovery
     from hardened_ddp.training.rescue import refuse_crash_loop, rescue
     from hardened_ddp.training.resume import open_run, read_checkpoint
     from hardened_ddp.training.saving import Saver
@@ -204,7 +206,8 @@ def train(settings: Resolved, group: Group) -> int:
         try:
             if group.launch.is_restart:
                 refuse_crash_loop(run.folder, progress, parts.next_samples(progress))
-            status = fit(parts, progress, stepper, saver, journal, stop)  # collective
+            recovery = Recovery(parts, run, stepper, saver, journal)
+            status = fit(parts, progress, recovery, saver, journal, stop)  # collective
             saver.save_last(progress)
             stop.finish()  # collective
         except Exception as error:
@@ -341,7 +344,7 @@ def build_replica(
 def fit(
     parts: Parts,
     progress: Progress,
-    stepper: Stepper,
+    recovery: Recovery,
     saver: Saver,
     journal: Journal,
     stop: StopRequest,
@@ -349,8 +352,9 @@ def fit(
     """Train from where progress stands to the end, or to an agreed stop; say which. Collective."""
     from hardened_ddp.training.plan import is_due
 
-    config = parts.config
+    config, stepper = parts.config, recovery.stepper
     journal.left_out = stepper.left_out.entries
+    recovery.begin(progress)
     profile_step = journal.start_profile() if config.run.profile else None
     while progress.step < parts.total_steps:
         # A window: the samples of one optimizer step over all ranks. batches: this rank's share
@@ -364,13 +368,15 @@ def fit(
             is_logged = is_due(progress.step + 1, config.loop.log_interval)
             stepper.looks_closely = is_logged
             # Forward, backward, all-reduce, update; no_sync covers all micro-batches but the last.
-            stepper.do(window, batches, progress)  # collective
+            # Now and then the ranks compare their weights. False: the run went back.
+            if not recovery.do(window, batches, progress):  # collective
+                break
             journal.bar.update(progress.step)
             if profile_step is not None:
                 profile_step()
             if is_logged:
                 report(parts, progress, stepper, journal)  # collective
-            if saver.is_due(progress.step) and stepper.is_finite():
+            if saver.is_due(progress.step) and stepper.is_finite() and not recovery.is_in_doubt:
                 saver.save(progress)
             saver.catch_up(progress)
             stop.notice = saver.warning
@@ -378,6 +384,8 @@ def fit(
             journal.goodput.note(progress.step)
             if progress.step >= parts.total_steps:
                 break
+        if recovery.begins_anew():  # at another window, maybe of another epoch
+            continue
         if stepper.has_unread_totals:
             report(parts, progress, stepper, journal)  # collective
         with stepper.commit_lock:

@@ -147,6 +147,12 @@ class CrashLoopError(HardenedError):
     exit_status = 2
 
 
+class DivergenceError(HardenedError):
+    """The ranks' weights differ, and no state is known that could be taken instead."""
+
+    code = "DDP-S05"
+
+
 class CheckpointError(HardenedError):
     """No checkpoint can be used, or one can't be written."""
 

@@ -1,6 +1,7 @@
 """Datasets and models that tests plug in by import path, as a user would."""
 
 import errno
+import gc
 import os
 import re
 import signal
@@ -454,3 +455,107 @@ class Straggling(nn.Module):
         time.sleep(self.pause_s)
         logits: torch.Tensor = self.layer(inputs)
         return logits
+
+
+class _SpoiledGradient(torch.autograd.Function):
+    """Passes values on, and gives inf for their gradient."""
+
+    @staticmethod
+    def forward(ctx: object, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(gradient, float("inf"))
+
+
+class Spoiler(nn.Module):
+    """Passes values on; while it is on, nan or a gradient of inf instead."""
+
+    kind = ""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        if self.kind == "gradient":
+            return _SpoiledGradient.apply(values)
+        return values * float("nan") if self.kind == "nan" else values
+
+
+class Spoiled(nn.Module):
+    """Its second block spoils numbers in the forwards first to last, on one rank only."""
+
+    def __init__(
+        self, num_classes: int, kind: str = "", rank: int = 1, first: int = 8, last: int = 10**9
+    ) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.2)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(size, 6), Spoiler(), nn.ReLU(inplace=True)) for size in (3, 6)
+        )
+        self.head = nn.Linear(6, num_classes)
+        is_it = os.environ.get("RANK", "0") == str(rank)
+        self.kind, self.first, self.last = kind if is_it else "", first, last
+        self.num_forwards = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        is_on = self.training and self.first <= self.num_forwards <= self.last
+        self.blocks[1][1].kind = self.kind if is_on else ""
+        hidden = self.drop(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        if is_on and self.kind == "own":
+            hidden = hidden / 0 * 0
+        logits: torch.Tensor = self.head(hidden)
+        return logits
+
+
+class PointsWithNan(Points):
+    """Points of which one is not made of numbers."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        point, label = super().__getitem__(index)
+        return (point * float("nan") if index == 13 else point), label
+
+
+def points_with_nan(train: bool, size: int = 40) -> Points:
+    return PointsWithNan(size) if train else Points(17)
+
+
+class Flipping(nn.Module):
+    """A bit of its memory flips at one forward, on one rank only: before it is used or after.
+
+    what: weight; nan, the exponent's bit that makes the weight enormous; or state, a number that
+    the optimizer keeps.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        at: int = 0,
+        rank: int = 1,
+        what: str = "weight",
+        after: bool = False,
+    ) -> None:
+        super().__init__()
+        self.first, self.drop = nn.Linear(3, 6), nn.Dropout(0.2)
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, num_classes)
+        is_it = os.environ.get("RANK", "0") == str(rank)
+        self.at, self.what, self.after = at if is_it else -1, what, after
+        self.num_forwards = 0
+        # WHY there: nothing of this step needs the first layer's weight any more
+        self.first.weight.register_hook(lambda gradient: self._flip(after=True))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        self._flip(after=False)
+        logits: torch.Tensor = self.head(self.drop(self.norm(self.first(inputs)).relu()))
+        return logits
+
+    def _flip(self, *, after: bool) -> None:
+        if not self.training or self.num_forwards != self.at or after != self.after:
+            return
+        values = self.first.weight.data
+        if self.what == "state":
+            optimizers = (o for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer))
+            values = next(optimizers).state[self.first.weight]["exp_avg"]
+        values.view(torch.int32)[0, 0] ^= 1 << (30 if self.what == "nan" else 21)

@@ -69,6 +69,7 @@ class CheckpointStore:
         self.root = root
         self._keep_last = keep_last
         self._disk = Disk() if disk is None else disk
+        self.kept_step: int | None = None  # never too old: what the run would go back to
 
     def write(
         self,
@@ -128,9 +129,9 @@ class CheckpointStore:
         """Return the steps that have a folder, newest first, valid or not."""
         return list_steps(self.root)
 
-    def find_valid(self) -> tuple[Found | None, list[Rejected]]:
+    def find_valid(self, *, at_most: int | None = None) -> tuple[Found | None, list[Rejected]]:
         """Return the newest valid checkpoint, and the newer ones that were passed over."""
-        return find_newest(self.root)
+        return find_newest(self.root, at_most=at_most)
 
     def verify(self, path: Path) -> Found | Rejected:
         """Check one checkpoint's folder and every byte in it."""
@@ -139,10 +140,7 @@ class CheckpointStore:
     def load(
         self, found: Found, *, device: torch.device | str = "cpu"
     ) -> tuple[dict[str, Tensor], dict[str, JSON]]:
-        """Read a verified checkpoint: tensors that own their memory, and meta.
-
-        Raises CheckpointError.
-        """
+        """Read a verified checkpoint: its own tensors, and meta. Raises CheckpointError."""
         return load_checkpoint(found, device=device)
 
     def discard_newer(self, step: int) -> list[Path]:
@@ -218,7 +216,7 @@ class CheckpointStore:
             log.warning("%s, an unfinished checkpoint, can't be removed: %s", partial, error)
 
     def _prune(self, *, written: int) -> None:
-        protected = (written, self.best_step())
+        protected = (written, self.best_step(), self.kept_step)
         for step in choose_drops(self.steps(), keep_last=self._keep_last, protected=protected):
             path = self.root / step_folder_name(step)
             try:
@@ -246,7 +244,7 @@ class CheckpointStore:
 
     def _make_room(self) -> bool:
         newest, _ = self.find_valid()
-        protected = (newest.step if newest else None, self.best_step())
+        protected = (newest.step if newest else None, self.best_step(), self.kept_step)
         drops = choose_drops(self.steps(), keep_last=0, protected=protected)
         candidates = list_discarded(self.root)
         candidates += [self.root / step_folder_name(step) for step in reversed(drops)]

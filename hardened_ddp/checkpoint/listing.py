@@ -33,12 +33,17 @@ def list_steps(root: Path) -> list[int]:
     return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
-def find_newest(root: Path) -> tuple[Found | None, list[Rejected]]:
-    """Return the newest valid checkpoint under root, and those newer than it that are not."""
+def find_newest(root: Path, *, at_most: int | None = None) -> tuple[Found | None, list[Rejected]]:
+    """Return the newest valid checkpoint under root, and those newer than it that are not.
+
+    at_most: as if there were none of later steps.
+    """
     rejected: list[Rejected] = []
     if root.is_symlink():
         return None, [Rejected(path=root, reason="is a symbolic link")]
     for step in list_steps(root):
+        if at_most is not None and step > at_most:
+            continue
         verdict = verify_checkpoint(root / step_folder_name(step))
         if isinstance(verdict, Found):
             return verdict, rejected

@@ -16,6 +16,7 @@ Read next: probe.py (what is learned before wrapping), training/step.py (who cal
 import contextlib
 import inspect
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -65,6 +66,8 @@ class Replica:
 
         self.buckets: Buckets | None = None
         """What DDP's hooks send, if it is this program's communication hook that sends it."""
+
+        self._sums_are_finite = False  # False: not known
 
         # WHY not through DDP then: its forward would get its hooks ready for nothing.
         self.call: nn.Module = module if ddp is None or self.sums_after else ddp
@@ -120,9 +123,22 @@ class Replica:
         return [name for name, parameter in self.trainable.items() if parameter.grad is None]
 
     def has_finite_gradients(self) -> bool:
-        """Say whether all gradients are numbers. Rank-local; waits for the device."""
+        """Say whether all gradients are numbers. Rank-local; waits for the device.
+
+        WHY sums: nan and inf stay in them, and nothing that torch has reads each number for less
+        (isfinite takes five times as long). Large numbers may give inf too, so only then each is
+        asked.
+        """
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return all(torch.stack([gradient.isfinite().all() for gradient in gradients]).tolist())
+        if self.group.device.type == "cpu":
+            sums = [gradient.sum().item() for gradient in gradients]
+        else:  # one wait for all of them
+            sums = torch.stack([g.sum().double() for g in gradients]).tolist() if gradients else []
+        return math.isfinite(sum(sums)) or all(bool(g.isfinite().all()) for g in gradients)
+
+    def has_finite_sums(self) -> bool:
+        """Say whether what sum_gradients has made is numbers. The same on all ranks."""
+        return self._sums_are_finite or self.has_finite_gradients()
 
     def sum_gradients(self, marks: Sequence[float] = ()) -> list[float]:
         """Add up local gradients over the ranks, and marks as well, which it returns. Collective.
@@ -131,6 +147,7 @@ class Replica:
         a rank without samples, or one that failed, takes part with zeros. As with DDP, a parameter
         that no rank used keeps no gradient if such are looked for. marks: small whole numbers.
         """
+        self._sums_are_finite = False
         if self.group.world_size == 1:
             return list(marks)
         parameters = self._parameters
@@ -149,8 +166,9 @@ class Replica:
         sums = torch.tensor(marks, device=self.group.device)
         if marks:  # WHY so: no message of their own
             by_dtype.setdefault(sums.dtype, []).append(sums)
-        for gradients in by_dtype.values():
-            self.group.sum_each_(gradients)  # collective
+        # WHY a list: every one has to be summed, also after one that is not finite
+        finite = [self.group.sum_each_(each) for each in by_dtype.values()]  # collective
+        self._sums_are_finite = all(finite) and self.buckets is None
         found: list[float] = sums.tolist()
         return found
 

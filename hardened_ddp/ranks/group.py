@@ -72,15 +72,16 @@ class Group:
         return tensor
 
     @waits_in(ALL_REDUCE)
-    def sum_each_(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Add up tensors of one device and dtype, in place, as one message. Collective."""
+    def sum_each_(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Add up floats of one device and dtype, in place. Collective. True: surely finite sums."""
         if self.shared is not None:
-            self.shared.sum_(tensors)  # collective
-        elif self.world_size > 1:
+            return self.shared.sum_(tensors, checks=True)  # collective
+        if self.world_size > 1:
             flat = self.sum_(torch.cat([tensor.reshape(-1) for tensor in tensors]))  # collective
             parts = torch.split(flat, [tensor.numel() for tensor in tensors])
             for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
+        return False
 
     def start_max(self, tensor: torch.Tensor) -> "dist.Work | None":
         """Start the element-wise maximum over the ranks of a CPU tensor, in place; wait() later.
@@ -100,10 +101,10 @@ class Group:
         work.wait()  # collective
 
     @waits_in(BROADCAST)
-    def broadcast_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give every rank the tensor of rank 0, in place. Collective: all ranks."""
+    def broadcast_(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
+        """Give every rank the tensor of rank source, in place. Collective: all ranks."""
         if self.world_size > 1:
-            dist.broadcast(tensor, src=0, group=self._group_of(tensor))  # collective
+            dist.broadcast(tensor, src=source, group=self._group_of(tensor))  # collective
         return tensor
 
     @waits_in(GATHER)

@@ -16,6 +16,7 @@ data before it.
 """
 
 import logging
+import math
 import mmap
 import os
 import platform
@@ -105,21 +106,26 @@ class SharedSum:
         self._pidfds = {peer: os.pidfd_open(pid) for peer, pid in enumerate(pids) if peer != rank}
 
     @torch.no_grad()
-    def sum_(self, tensors: Sequence[torch.Tensor]) -> None:
+    def sum_(self, tensors: Sequence[torch.Tensor], *, checks: bool = False) -> bool:
         """Add up each tensor over the ranks, in place. Collective: all ranks.
 
+        checks: say whether the sums are numbers, at little cost because they are in the cache. A
+        no is not certain: very large numbers give one, too. Without it the answer is no.
         CPU tensors of one dtype; on all ranks of the same sizes and layout in memory. Raises
         PeerGone; then tensors hold no sum that means anything.
         """
         if not tensors:
-            return
+            return checks
         flats = [_flat(tensor) for tensor in tensors]
         limit = CHUNK_BYTES // tensors[0].element_size()
+        are_finite = checks
         for chunk in _chunks(flats, limit):
             self._sum_chunk(chunk)
+            are_finite = are_finite and self._is_finite(chunk)
         for tensor, flat in zip(tensors, flats, strict=True):
             if flat.data_ptr() != tensor.data_ptr():  # a copy, see _flat
                 tensor.copy_(flat.view_as(tensor))
+        return are_finite
 
     def leave(self) -> None:
         """Tell the others that this rank comes no more. Rank-local; may be called twice."""
@@ -154,6 +160,15 @@ class SharedSum:
             for other in others:
                 part.add_(other)
             begin += part.numel()
+
+    def _is_finite(self, parts: list[torch.Tensor]) -> bool:
+        """Say whether the chunk that was just added up is surely made of numbers."""
+        if len(parts) == 1:  # nan and inf stay in a sum
+            return math.isfinite(parts[0].sum().item())
+        # WHY what the ranks brought: it lies in one piece, one call for many small tensors
+        places = self._places[self._number % 2].view(parts[0].dtype)
+        norm = torch.linalg.vector_norm(places[:, : sum(part.numel() for part in parts)]).item()
+        return bool(norm * len(places) < torch.finfo(places.dtype).max)
 
     def _wait_for(self, peer: int) -> None:
         index = peer * _LINE_WORDS

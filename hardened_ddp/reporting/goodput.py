@@ -71,6 +71,14 @@ class Goodput:
         except OSError as error:
             log.debug("%s can't be written: %s", self._path, error)
 
+    def go_back(self, step: int) -> None:
+        """Begin a new attempt at an earlier step, within this process; what came after is lost."""
+        self.note(self._step, is_last=True)
+        self._earlier.append(self._line())
+        self._began_at = time.time()
+        self._first_step = self._step = step
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+
     def account(self) -> dict[str, float]:
         """Give seconds and goodput of all attempts up to now."""
         return account_of([*self._earlier, self._line()])

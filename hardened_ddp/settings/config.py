@@ -372,6 +372,18 @@ class LoopConfig:
     max_errors: int = setting(
         100, "With continue_on_error: stop after more left-out samples than this.", bounds=COUNT
     )
+    rollback_after: int = setting(
+        3,
+        "With continue_on_error: after so many windows in a row whose loss or gradient is not "
+        "finite, go back to the last good checkpoint; if they come again, stop. 0: never.",
+        bounds=COUNT_OR_ZERO,
+    )
+    check_replicas_every: int = setting(
+        1000,
+        "Steps from one comparison of the ranks' weights and optimizer state to the next; there is "
+        "one at the end too. A rank that differs is named, and the state mended. 0: never.",
+        bounds=COUNT_OR_ZERO,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

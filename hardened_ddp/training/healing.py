@@ -13,8 +13,9 @@ so that the weights are those of a run without the fault.
 
 What is done about a cause: out of memory: smaller micro-batches, the same gradient; a parameter
 that gets no gradient any more: from now on such are looked for; anything else: once more, as it
-was. What fails again is no accident: with --continue_on_error the samples that fail alone are left
-out, or else the whole window; without it all ranks stop with that one cause.
+was, and a number that is none is then watched for, to name the module (blame.py). What fails again
+is no accident: with --continue_on_error the samples that fail alone are left out, or else the whole
+window; without it all ranks stop with that one cause.
 
 With SyncBatchNorm or PowerSGD nobody can stand in for a rank: there an exception in the overlapped
 form ends the attempt.
@@ -23,6 +24,7 @@ form ends the attempt.
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 
 import torch
@@ -32,13 +34,9 @@ from hardened_ddp.data.loader import Batch
 from hardened_ddp.data.sampler import Window
 from hardened_ddp.ranks.lost import lost_peer
 from hardened_ddp.ranks.seeding import seed_step
-from hardened_ddp.training.failure import (
-    NUM_SHOWN,
-    Failure,
-    error_of,
-    shown,
-    where_of,
-)
+from hardened_ddp.training.blame import watch
+from hardened_ddp.training.failure import NUM_SHOWN, Failure, error_of, shown, where_of
+from hardened_ddp.training.finite import FiniteCheck
 from hardened_ddp.training.left_out import LeftOut
 from hardened_ddp.training.memory import is_out_of_memory
 from hardened_ddp.training.parts import Parts, Progress
@@ -46,6 +44,8 @@ from hardened_ddp.training.passes import LossNotFinite, Passes
 from hardened_ddp.training.totals import Mark
 
 log = logging.getLogger(__name__)
+
+_BAD_SUM = "the gradient over all ranks is not finite, though every loss is"
 
 
 class Healer:
@@ -57,6 +57,7 @@ class Healer:
         self.left_out = left_out
         self._checks_unused = parts.replica.ddp is not None
         self._heals = parts.config.loop.recovery == "on"
+        self.finite = FiniteCheck(parts, passes)
 
     def do(
         self,
@@ -71,6 +72,7 @@ class Healer:
         """
         before = self.passes.totals.mark()
         num_failures: Counter[int] = Counter()  # by rank
+        self.finite.is_close = False
         is_overlapped = self._overlaps(window)
         while True:
             keep_local = not is_overlapped
@@ -81,15 +83,22 @@ class Healer:
                 is_overlapped = False
             else:
                 num_failed, num_valid = self._sum(batches, failure)  # collective
-            if not num_failed:
+            if not num_failed and self.finite.accepts_sum():
                 if self._finish(window, batches, progress, num_valid):  # collective
+                    self.finite.note_good(progress.step)
                     return True
                 self._undo(buffers, before)
                 return False
+            if not num_failed:
+                failure = Failure("not finite", _BAD_SUM)
             self._undo(buffers, before)
             everyone = self.parts.group.gather_json(failure and asdict(failure))  # collective
             causes = {rank: Failure(**cause) for rank, cause in enumerate(everyone) if cause}
-            if not causes or self._adapt(causes, progress):  # not: the gradient itself was NaN
+            self.finite.is_close = any(cause.kind == "not finite" for cause in causes.values())
+            if not causes:  # nobody failed, so the sum that DDP made is no number
+                self.finite.is_close = True
+                continue
+            if self._adapt(causes, progress):
                 continue
             num_failures.update(causes.keys())
             # WHY so: the first failure of another rank is another accident, with its own second try
@@ -103,6 +112,8 @@ class Healer:
                     batches = self._without_bad(window, batches, progress, before)
                     self._undo(buffers, before)
             else:
+                if self.finite.is_close:
+                    self.finite.poisoned.append(f"step {progress.step}: {_texts(causes)}")
                 self.left_out.add(batches, failure.text if failure else "", progress)  # collective
                 return False
 
@@ -135,10 +146,13 @@ class Healer:
         micro_batches = split(batches, progress.most_samples)
         where = f"rank {rank}, step {progress.step}"
         self._seed(progress)
+        watched = watch(parts.replica.module) if self.finite.is_close else nullcontext()
+        problem = ""
         try:
-            self.passes.run(window, micro_batches, keep_local=keep_local)
+            with watched as witness:
+                self.passes.run(window, micro_batches, keep_local=keep_local)
         except LossNotFinite as error:
-            return Failure("not finite", f"{where}, samples {shown(micro_batches)}: {error}")
+            problem = str(error)
         except Exception as error:  # WHY broad: whatever it is, the other ranks must hear of it
             if (lost := lost_peer(error, parts.group)) is not None:
                 raise lost from error
@@ -149,6 +163,11 @@ class Healer:
             text = f"{where}, {self.passes.phase}, samples {shown(micro_batches)}: "
             text += f"{describe(error)} ({where_of(error)})"
             return Failure(kind, text, max(batch.num_samples for batch in micro_batches))
+        if problem or (keep_local and (problem := self.finite.own_problem(before))):
+            text = f"samples {shown(micro_batches)}: {problem}"
+            if witness is not None:
+                text = witness.tell(problem, micro_batches)
+            return Failure("not finite", f"{where}, {text}")
         looks = parts.replica.looks_for_unused
         if self._checks_unused and not looks and window.size >= parts.group.world_size:
             names = parts.replica.parameters_without_gradient()
@@ -180,19 +199,11 @@ class Healer:
         progress: Progress,
         num_valid: int,
     ) -> bool:
-        """Weigh what is left if samples are missing; refuse a gradient that is none. Collective."""
+        """Weigh what is left if samples are missing; False: there is none left. Collective."""
         parts = self.parts
         if num_valid < window.size:
             self.left_out.add(batches, "", progress)  # collective
-        is_usable = num_valid > 0
-        # WHY no vote: every rank has the same sum. fp16 overflow is the scaler's business.
-        checks = parts.config.loop.continue_on_error and parts.precision.scaler is None
-        if is_usable and checks and not parts.replica.has_finite_gradients():
-            # One entry, told by rank 0: no single rank or sample is known to be the cause.
-            text = "the gradient is not finite" if parts.group.launch.is_main else ""
-            self.left_out.add([], text, progress)  # collective
-            is_usable = False
-        if not is_usable:
+        if not num_valid:
             return False
         if num_valid < window.size:
             for parameter in parts.replica.trainable.values():
@@ -229,8 +240,7 @@ class Healer:
         kinds = [cause.kind for cause in causes.values()]
         if self._heals and num_tries == 1 and not {"sample", "unused"} & set(kinds):
             return
-        text = "; ".join(cause.text for cause in causes.values())
-        raise error_of(kinds[0], text)
+        raise error_of(kinds[0], _texts(causes))
 
     def _without_bad(
         self, window: Window, batches: Sequence[Batch], progress: Progress, before: Mark
@@ -272,5 +282,8 @@ class Healer:
 
 
 def _say(causes: dict[int, Failure], progress: Progress, what: str) -> None:
-    texts = "; ".join(cause.text for cause in causes.values())
-    log.warning("step %d: %s: %s", progress.step, what, texts)
+    log.warning("step %d: %s: %s", progress.step, what, _texts(causes))
+
+
+def _texts(causes: dict[int, Failure]) -> str:
+    return "; ".join(dict.fromkeys(cause.text for cause in causes.values()))

@@ -57,6 +57,7 @@ class Journal:
         self._last_time = self._paused_at = time.monotonic()
         self._num_left_out = 0
         self._told_left_out: set[str] = set()
+        self.num_rollbacks = self.num_diverged = 0
         self.left_out: list[dict[str, Any]] = []
         """The stepper's own list of what was left out; it grows while the run goes on."""
 
@@ -163,6 +164,13 @@ class Journal:
         """Remember that something else than training begins here."""
         self._paused_at = time.monotonic()
 
+    def go_back(self, step: int) -> None:
+        """Account for a return to an earlier step: what came after it is lost time. Rank-local."""
+        self.num_rollbacks += 1
+        self.goodput.go_back(step)
+        self.clock.skip()
+        self._last_time = time.monotonic()
+
     def start_profile(self) -> Callable[[], None]:
         """Profile a few steps; call the result after each step. Rank-local."""
         rank = self.parts.group.launch.rank
@@ -187,6 +195,8 @@ class Journal:
                     "train_loss": self.last_train.get("loss"),
                     "world_size": self.parts.group.world_size,
                     "num_left_out": progress.num_errors,
+                    "num_rollbacks": self.num_rollbacks,
+                    "num_diverged": self.num_diverged,
                     "time": {k: round(v, 3) for k, v in self.goodput.account().items()},
                     "run_folder": str(self.folder),
                 },

@@ -20,6 +20,7 @@ from typing import Any
 from hardened_ddp.errors import (
     CheckpointError,
     CrashLoopError,
+    DivergenceError,
     HardenedError,
     NonFiniteError,
     PeerLostError,
@@ -43,9 +44,9 @@ HEAD_START_S = 1.0
 LOCK_LIMIT_S = 3.0
 """How long an update of the weights under way is waited for."""
 
-# WHY: weights that are not numbers would push out good ones; and where the disk is the trouble, or
-# the checkpoints are, another one does not help.
-_NOT_SAVED = (NonFiniteError, CheckpointError, CrashLoopError)
+# WHY: weights that are not numbers, or not the right ones, would push out good ones; and where the
+# disk is the trouble, or the checkpoints are, another one does not help.
+_NOT_SAVED = (NonFiniteError, DivergenceError, CheckpointError, CrashLoopError)
 
 
 def rescue(

@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
@@ -131,6 +132,12 @@ class Saver:
                 self._warn(error)
         except CheckpointError as error:
             self._warn(error)
+
+    def forget(self, discarded: Sequence[Path]) -> None:
+        """Take note that checkpoints were set aside: the step may have to be saved again."""
+        self._saved_step = -1
+        for path in discarded:
+            log.warning("set aside %s: its state is in doubt", path)
 
     def _start(
         self, writer: BackgroundWriter, progress: Progress, best_metric: float | None

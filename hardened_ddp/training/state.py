@@ -43,6 +43,18 @@ def collect_tensors(parts: Parts, *, buffers: Sequence[torch.Tensor] = ()) -> Te
     return tensors
 
 
+def replicated_tensors(parts: Parts) -> Tensors:
+    """Name the live tensors that are equal on all ranks at every step boundary. Rank-local.
+
+    WHY not all buffers: one that the look at the model did not see moving is not made equal.
+    """
+    replica = parts.replica
+    kept = {f"model.{name}" for name, _ in replica.module.named_parameters()}
+    kept |= {f"model.{name}" for name in replica.moving_names}
+    tensors = collect_tensors(parts)
+    return {n: t for n, t in tensors.items() if n in kept or n.startswith("optimizer.")}
+
+
 def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
     """Give the numbers that belong to the tensors, as JSON. Rank-local."""
     return {
@@ -75,8 +87,8 @@ def volatile_names(parts: Parts) -> set[str]:
     return {f"model.{name}" for name, _ in parts.replica.module.named_buffers()}
 
 
-def share_state(group: Group, saved: Saved) -> Saved:
-    """Give every rank what rank 0 has read. Collective: all ranks.
+def share_state(group: Group, saved: Saved, *, source: int = 0) -> Saved:
+    """Give every rank what one of them has, on the host: read or copied. Collective: all ranks.
 
     WHY not let every rank read: then each node would need the file, and a network file system may
     show them different versions of it.
@@ -87,14 +99,14 @@ def share_state(group: Group, saved: Saved) -> Saved:
         name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
         for name, tensor in saved.tensors.items()
     }
-    layout, meta = group.gather_json([layout, dict(saved.meta)])[0]  # collective
+    layout, meta = group.gather_json([layout, dict(saved.meta)])[source]  # collective
     shared: Tensors = {}
     for name, (dtype, shape) in layout.items():
         tensor = saved.tensors.get(name)
-        if tensor is None:
+        if tensor is None or group.launch.rank != source:
             tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         # WHY bytes: gloo does not move every dtype.
-        group.broadcast_(tensor.reshape(-1).view(torch.uint8))  # collective
+        group.broadcast_(tensor.reshape(-1).view(torch.uint8), source=source)  # collective
         shared[name] = tensor
     return Saved(shared, meta)
 

@@ -80,6 +80,13 @@ class Stepper:
         self.has_unread_totals = False
         return sums
 
+    def forget(self) -> None:
+        """Drop what was added up since the last report: those steps are taken back. Rank-local."""
+        self.parts.optimizer.zero_grad(set_to_none=True)
+        self.passes.totals = Totals(self.parts.device)
+        self.has_unread_totals = False
+        self.buffers_before = ()
+
     def is_finite(self) -> bool:
         """Say whether this rank's losses since the last reading are numbers. Waits for the device.
 

@@ -1,0 +1,67 @@
+"""Replicas that are no longer equal: found by a checksum, named by rank and tensor.
+
+Owns the comparison and its verdict. DDP keeps replicas equal by giving all of them the same
+gradients; it never looks. A flipped bit in the memory of one rank stays there, and its gradients,
+of other weights, go into everybody's.
+
+The comparison costs a pass over the tensors, one small sum over the ranks and one wait for the
+device; only if it fails are the checksums of all tensors exchanged.
+Does not own: when to compare and what is done about it (training/recovery.py).
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from hardened_ddp.model.checksum import checksums, combine
+from hardened_ddp.ranks.group import Group
+
+_SHOWN = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Which ranks differ. The same on all ranks."""
+
+    odd: list[int]
+    """The ranks that differ from most; all of them if no state is that of most."""
+
+    source: int | None
+    """The lowest rank with the state that most ranks have; None: there is none."""
+
+    text: str
+
+
+def compare_replicas(group: Group, tensors: Mapping[str, torch.Tensor]) -> Divergence | None:
+    """Compare tensors over the ranks; None: they are equal, bit for bit. Collective: all ranks."""
+    if group.world_size == 1:
+        return None
+    pairs = checksums(tensors)
+    # WHY a sum: it is what a group does fastest. Each rank fills a row of its own.
+    table = torch.zeros(group.world_size, 2, dtype=torch.int64, device=pairs.device)
+    table[group.launch.rank] = combine(pairs)
+    rows = group.sum_(table).tolist()  # collective
+    if all(row == rows[0] for row in rows):
+        return None
+    mine = {name: str(pair) for name, pair in zip(tensors, pairs.tolist(), strict=True)}
+    return judge(group.gather_json(mine))  # collective
+
+
+def judge(everyone: list[dict[str, str]]) -> Divergence:
+    """Find who is in the minority. everyone: for each rank the checksums of its tensors."""
+    whole = [tuple(sorted(mine.items())) for mine in everyone]
+    [(most, count)] = Counter(whole).most_common(1)
+    source = whole.index(most) if 2 * count > len(everyone) else None
+    expected = everyone[source or 0]
+    odd = [rank for rank, own in enumerate(whole) if source is None or own != most]
+    texts = []
+    for rank in odd:
+        own = everyone[rank]
+        names = [name for name in expected if own.get(name) != expected[name]]
+        names += [name for name in own if name not in expected]
+        if names:
+            some = f"{', '.join(names[:_SHOWN])}{' ...' if len(names) > _SHOWN else ''}"
+            texts.append(f"rank {rank} differs from rank {source or 0} in {some}")
+    return Divergence(odd, source, "; ".join(texts))

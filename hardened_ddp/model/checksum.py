@@ -1,0 +1,54 @@
+"""A checksum of tensors: two numbers that change if one bit of them does.
+
+Owns the arithmetic, on the device where the tensors are. Whole numbers that wrap around, so the
+order of adding does not matter and every bit counts, also those of nan.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# In elements. On the CPU what fits a core's cache; on a GPU few kernels, at 8 bytes each.
+_PIECE = {"cpu": 1 << 15, "cuda": 1 << 24}
+# Any large odd numbers; these are of SplitMix64, as in ranks/seeding.py.
+_FACTOR, _STEP = 0xBF58476D1CE4E5B9 - (1 << 64), 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+@torch.no_grad()
+def checksums(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Give two numbers for each tensor, (len(tensors), 2) int64, on their device."""
+    tables: dict[torch.device, torch.Tensor] = {}
+    found = []
+    for tensor in tensors.values():
+        size = _PIECE["cpu" if tensor.is_cpu else "cuda"]
+        if tensor.device not in tables:
+            # each place has a factor of its own: two values that changed places are seen
+            places = torch.arange(size, device=tensor.device)
+            tables[tensor.device] = places.mul_(_STEP).bitwise_or_(1)
+        found.append(_checksum(_words(tensor), tables[tensor.device]))
+    devices = [pair.device for pair in found if not pair.is_cpu]
+    return torch.stack([pair.to(devices[0]) if devices else pair for pair in found])
+
+
+def combine(pairs: torch.Tensor) -> torch.Tensor:
+    """Make two numbers, (2,), of all pairs."""
+    places = torch.arange(len(pairs), device=pairs.device).mul_(_STEP).bitwise_or_(1)
+    return pairs.mul(places[:, None]).sum(dim=0)
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """Give the bits of a tensor as whole numbers in a row."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
+
+
+def _checksum(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    pair = torch.zeros(2, dtype=torch.int64, device=words.device)
+    for piece in torch.split(words, len(factors)):
+        whole = piece.long()
+        pair.mul_(_FACTOR)
+        pair[0] += whole.sum()
+        pair[1] += (whole * factors[: len(whole)]).sum()
+    return pair
