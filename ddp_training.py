@@ -164,7 +164,6 @@ def evaluate(settings: Resolved, group: Group, output: str) -> int:
 def train(settings: Resolved, group: Group) -> int:
     """Open the run folder, build every part, train from where the run stands, say how it ended."""
     from hardened_ddp.guard.stop import StopRequest
-    from hardened_ddp.ranks.host_memory import keep_freed_memory
     from hardened_ddp.reporting.log import add_log_file
     from hardened_ddp.settings.record import dump
     from hardened_ddp.training.journal import Journal
@@ -195,7 +194,6 @@ def train(settings: Resolved, group: Group) -> int:
         parts.call_when_workers_start(stop.leave_children_alone)
         journal = Journal(parts, run.folder, settings_text=settings_text, step=progress.step)
         saver = Saver(parts, run.store, goodput=journal.goodput)
-        keep_freed_memory(group.device.type)
         stepper = Stepper(parts, clock=journal.clock, before_update=saver.before_update)
         stop.watch(run.folder)
         subject = watched(stepper, progress, saver, run.folder, journal)
