@@ -1,5 +1,6 @@
 """Numbers that go wrong: found before they reach the weights, named, and taken back."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ CULPRITS = [
 ]
 
 
-@pytest.mark.parametrize("culprit", slow_after(2, CULPRITS), ids=lambda culprit: culprit[0])
+@pytest.mark.parametrize("culprit", slow_after(1, CULPRITS), ids=lambda culprit: culprit[0])
 def test_the_module_that_first_gives_no_number_is_named_with_rank_and_samples(
     culprit: tuple[str, str], tmp_path: Path
 ) -> None:
@@ -83,6 +84,7 @@ def test_windows_without_finite_numbers_are_taken_back_and_done_again(tmp_path: 
     assert summary["time"]["lost"] > 0
 
 
+@pytest.mark.slow
 def test_windows_that_stay_without_finite_numbers_stop_all_ranks(tmp_path: Path) -> None:
     struck = spoiled(kind="nan", first=13)
     finished = run(tmp_path, 2, *struck, *OFTEN, "--continue_on_error")
@@ -118,6 +120,15 @@ def test_a_bit_that_flips_on_one_of_two_ranks_leaves_no_trace_in_the_weights(
     assert is_exact(tmp_path / "struck")
     summary = read_summary(only_run(tmp_path / "struck"))
     assert (summary["num_rollbacks"], summary["num_diverged"]) == (1, 1)
+
+
+@pytest.mark.slow
+def test_the_checkpoint_to_go_back_to_is_kept_however_few_are_to_be(tmp_path: Path) -> None:
+    run(tmp_path / "quiet", 2, *flipping()).ok()
+    few = ["--checkpoint_every_steps", "2", "--keep_last", "1", "--check_replicas_every", "6"]
+    finished = run(tmp_path / "struck", 2, *flipping(at=17), *few).ok()
+    assert re.search("going back to the checkpoint of step 1[02]", finished.outputs[0])
+    assert last_tensors(tmp_path / "struck") == last_tensors(tmp_path / "quiet")
 
 
 def test_a_rank_that_differs_gets_the_state_of_the_others(tmp_path: Path) -> None:

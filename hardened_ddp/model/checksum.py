@@ -18,15 +18,15 @@ _FACTOR, _STEP = 0xBF58476D1CE4E5B9 - (1 << 64), 0x9E3779B97F4A7C15 - (1 << 64)
 @torch.no_grad()
 def checksums(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Give two numbers for each tensor, (len(tensors), 2) int64, on their device."""
-    tables: dict[torch.device, torch.Tensor] = {}
+    tools: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
     found = []
     for tensor in tensors.values():
-        size = _PIECE["cpu" if tensor.is_cpu else "cuda"]
-        if tensor.device not in tables:
+        if tensor.device not in tools:
+            size = _PIECE["cpu" if tensor.is_cpu else "cuda"]
             # each place has a factor of its own: two values that changed places are seen
-            places = torch.arange(size, device=tensor.device)
-            tables[tensor.device] = places.mul_(_STEP).bitwise_or_(1)
-        found.append(_checksum(_words(tensor), tables[tensor.device]))
+            places = torch.arange(size, device=tensor.device).mul_(_STEP).bitwise_or_(1)
+            tools[tensor.device] = places, torch.empty_like(places)
+        found.append(_checksum(_words(tensor), *tools[tensor.device]))
     devices = [pair.device for pair in found if not pair.is_cpu]
     return torch.stack([pair.to(devices[0]) if devices else pair for pair in found])
 
@@ -44,11 +44,12 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
 
 
-def _checksum(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+def _checksum(words: torch.Tensor, factors: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
+    """Give the two numbers of a row of words. workspace: as large as factors; it is overwritten."""
     pair = torch.zeros(2, dtype=torch.int64, device=words.device)
     for piece in torch.split(words, len(factors)):
-        whole = piece.long()
+        whole = workspace[: len(piece)].copy_(piece)
         pair.mul_(_FACTOR)
         pair[0] += whole.sum()
-        pair[1] += (whole * factors[: len(whole)]).sum()
+        pair[1] += whole.mul_(factors[: len(piece)]).sum()
     return pair

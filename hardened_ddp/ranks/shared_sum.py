@@ -103,6 +103,7 @@ class SharedSum:
         self._counters = memoryview(memory)[:start].cast("q")
         data = torch.frombuffer(memory, dtype=torch.uint8, offset=start)
         self._places = data.view(2, world_size, CHUNK_BYTES)
+        self._total = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         self._pidfds = {peer: os.pidfd_open(pid) for peer, pid in enumerate(pids) if peer != rank}
 
     @torch.no_grad()
@@ -120,8 +121,7 @@ class SharedSum:
         limit = CHUNK_BYTES // tensors[0].element_size()
         are_finite = checks
         for chunk in _chunks(flats, limit):
-            self._sum_chunk(chunk)
-            are_finite = are_finite and self._is_finite(chunk)
+            are_finite = self._sum_chunk(chunk, checks=checks) and are_finite
         for tensor, flat in zip(tensors, flats, strict=True):
             if flat.data_ptr() != tensor.data_ptr():  # a copy, see _flat
                 tensor.copy_(flat.view_as(tensor))
@@ -145,7 +145,7 @@ class SharedSum:
         while self._pidfds:
             os.close(self._pidfds.popitem()[1])
 
-    def _sum_chunk(self, parts: list[torch.Tensor]) -> None:
+    def _sum_chunk(self, parts: list[torch.Tensor], *, checks: bool) -> bool:
         self._number += 1
         places = self._places[self._number % 2].view(parts[0].dtype)
         size = sum(part.numel() for part in parts)
@@ -153,22 +153,18 @@ class SharedSum:
         self._counters[self._rank * _LINE_WORDS] = self._number
         for peer in self._pidfds:
             self._wait_for(peer)
-        begin = 0
-        for part in parts:
-            first, second, *others = places[:, begin : begin + part.numel()]
-            torch.add(first, second, out=part)
-            for other in others:
-                part.add_(other)
-            begin += part.numel()
-
-    def _is_finite(self, parts: list[torch.Tensor]) -> bool:
-        """Say whether the chunk that was just added up is surely made of numbers."""
-        if len(parts) == 1:  # nan and inf stay in a sum
-            return math.isfinite(parts[0].sum().item())
-        # WHY what the ranks brought: it lies in one piece, one call for many small tensors
-        places = self._places[self._number % 2].view(parts[0].dtype)
-        norm = torch.linalg.vector_norm(places[:, : sum(part.numel() for part in parts)]).item()
-        return bool(norm * len(places) < torch.finfo(places.dtype).max)
+        # WHY all of them at once: many small tensors cost one call for each rank, not one each
+        total = parts[0] if len(parts) == 1 else self._total.view(places.dtype)[:size]
+        first, second, *others = places[:, :size]
+        torch.add(first, second, out=total)
+        for other in others:
+            total.add_(other)
+        if len(parts) > 1:
+            sums = torch.split(total, [part.numel() for part in parts])
+            for part, its_sum in zip(parts, sums, strict=True):
+                part.copy_(its_sum)
+        # nan and inf stay in a sum
+        return checks and math.isfinite(total.sum().item())
 
     def _wait_for(self, peer: int) -> None:
         index = peer * _LINE_WORDS

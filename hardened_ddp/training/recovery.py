@@ -112,7 +112,10 @@ class Recovery:
         self._poisoned_until = progress.step
         # WHY that limit: from there, a window was done well. A later one holds the same weights as
         # these windows had, which may be to blame.
+        step = progress.step
         if not is_again and self._go_back(progress, at_most=finite.last_good, why=what):
+            entry = {"rank": 0, "step": step, "taken_back_to": progress.step, "error": what}
+            self.stepper.left_out.entries.append(entry)
             return
         why = "again, after going back to a checkpoint" if is_again else "and no checkpoint is"
         why += "" if is_again else " from before them"
