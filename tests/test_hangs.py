@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -314,10 +315,14 @@ def test_stacks_come_from_a_process_that_holds_pythons_lock() -> None:
     ) as process:
         assert process.stdout is not None
         fd = int(process.stdout.readline())
-        assert "in hang" in ask_for_stacks(process.pid, fd, limit_s=5)
-        assert ask_for_stacks(process.pid, 2) == ""  # that is no offer: the signal would kill
-        assert process.poll() is None
-        process.kill()
+        try:
+            end = time.monotonic() + 30
+            while "in hang" not in ask_for_stacks(process.pid, fd):  # not there yet
+                assert time.monotonic() < end
+            assert ask_for_stacks(process.pid, 2) == ""  # that is no offer: the signal would kill
+            assert process.poll() is None
+        finally:
+            process.kill()
 
 
 def test_a_debugger_is_seen(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class HangWatch:
         if self._hang_after_s > 0:
             fds = group.beacon.share(), offer_stacks()
         self._beacon_fd, self._stacks_fd = fds
-        self._neighbours = Neighbours(group, fds)  # collective
+        self._neighbours = Neighbours(group, fds, stopped_limit_s=self._hang_after_s)  # collective
         if self._hang_after_s <= 0:
             return self
         with contextlib.suppress(RuntimeError):  # no answer: then each rank watches itself
@@ -248,9 +248,7 @@ class HangWatch:
                     neighbour.kill()
             launch = self._group.launch
             is_server = launch.is_main and not launch.agent_owns_store
-            lost = {neighbour.rank for neighbour in self._neighbours.lost()}
-            others = [r for r in range(self._group.world_size) if r not in lost]
-            self._inquiry.await_others(others, is_server=is_server, limit_s=_END_LIMIT_S)
+            self._inquiry.await_others(is_server=is_server, limit_s=_END_LIMIT_S)
         finally:
             self._drop_held()
             leave_at_once(HangError.exit_status)

@@ -109,10 +109,9 @@ class Inquiry:
                 return found
             if time.monotonic() > end:
                 last = {r: json.loads(text) for r, text in self._read_beats().items()}
-                return {
-                    **{r: _silent(b[1]) for r, b in last.items() if b != LEFT},
-                    **found,
-                }
+                age_s = max(report.age_s for report in known.values())
+                silent = {r: _silent(b[1], age_s) for r, b in last.items() if b != LEFT}
+                return {**silent, **found}
             time.sleep(0.05)
         return found
 
@@ -143,12 +142,16 @@ class Inquiry:
         for rank in verdict.laggards:
             self._put_text(f"failure/{rank}", verdict.text)
 
-    def await_others(self, ranks: list[int], *, is_server: bool, limit_s: float) -> None:
-        """Say that this rank is done; the server of the store waits until all of ranks are."""
-        self._put(f"hang/{self._round}/done/{self._rank}", "")
-        keys = [f"hang/{self._round}/done/{rank}" for rank in ranks]
+    def await_others(self, *, is_server: bool, limit_s: float) -> None:
+        """Say that this rank is done; the server of the store waits until all who reported are."""
+        prefix = f"hang/{self._round}"
+        self._put(f"{prefix}/done/{self._rank}", "")
         try:
             if self._store is not None and is_server:
+                reported = self._store.read(
+                    [f"{prefix}/report/{r}" for r in range(self._world_size)]
+                )
+                keys = [key.replace("/report/", "/done/") for key in reported]
                 self._store.wait(keys, limit_s)
         except RuntimeError as error:
             log.debug("not every rank is done: %s", error)
@@ -185,5 +188,5 @@ def _report_of(entry: Mapping[str, Any]) -> Report:  # Any: JSON that asdict mad
     return Report(**{**entry, "samples": tuple(entry["samples"])})
 
 
-def _silent(entry: Mapping[str, Any]) -> Report:  # Any: JSON
-    return replace(_report_of(entry), state=SILENT)
+def _silent(entry: Mapping[str, Any], age_s: float) -> Report:  # Any: JSON
+    return replace(_report_of(entry), state=SILENT, age_s=age_s)

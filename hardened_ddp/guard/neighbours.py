@@ -45,6 +45,7 @@ class Neighbour:
     """That of this rank: it learns as the others do, and what it knows is not older."""
 
     stacks_fd: int
+    stopped_limit_s: float
     heart: int = -1
     silent_s: float = 0.0
     """For how long its watch has not ticked, while ours did."""
@@ -57,11 +58,15 @@ class Neighbour:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is silent for longer than its phase may take, and not held in a debugger."""
-        return self.silent_s > self._limit_s(self.words[PHASE]) > 0 and self.state() not in (
-            TRACED,
-            GONE,
-        )
+        """Whether it is silent for longer than its phase may take, and not held in a debugger.
+
+        A stopped process is in no phase: what that may take does not matter.
+        """
+        if self.silent_s <= self.stopped_limit_s:
+            return False
+        state = self.state()
+        is_late = state == STOPPED or self.silent_s > self._limit_s(self.words[PHASE]) > 0
+        return is_late and state not in (TRACED, GONE)
 
     def state(self) -> str:
         """Say what keeps its threads from running, by what the kernel shows of it."""
@@ -107,15 +112,17 @@ class Neighbour:
 class Neighbours:
     """Those other ranks of this machine that can be seen from here."""
 
-    def __init__(self, group: Group, fds: tuple[int, int]) -> None:
+    def __init__(self, group: Group, fds: tuple[int, int], *, stopped_limit_s: float) -> None:
         """Introduce this rank to the others. Collective: all ranks.
 
-        fds: the descriptors of its beacon and its stacks; -1 without.
+        fds: the descriptors of its beacon and its stacks; -1 without. stopped_limit_s: how long a
+        process may be stopped.
 
         WHY at once: once a rank is stopped, it is too late to ask for anything.
         """
         self._rank = group.launch.rank
         self._beacon = group.beacon
+        self._stopped_limit_s = stopped_limit_s
         self._found: dict[int, Neighbour] = {}
         place = this_process().place
         me = [place, os.getpid(), group.beacon.words[TOKEN], *fds]
@@ -159,4 +166,6 @@ class Neighbours:
         if words is None:
             os.close(pidfd)
         else:
-            self._found[rank] = Neighbour(rank, pid, pidfd, words, self._beacon, stacks_fd)
+            self._found[rank] = Neighbour(
+                rank, pid, pidfd, words, self._beacon, stacks_fd, self._stopped_limit_s
+            )

@@ -18,7 +18,6 @@ from hardened_ddp.ranks.beacon import (
     FIRST_WAIT,
     NAMES,
     NUM_PHASES,
-    REPORT,
     START_UP,
 )
 
@@ -28,7 +27,7 @@ LEARNED_FACTOR = 5
 LONG_FACTOR = 30
 """What has no usual time (start-up, first steps, evaluation) gets so many times more."""
 
-_LONG = {START_UP, REPORT, CHECKPOINT, EVALUATION}
+_LONG = {START_UP, CHECKPOINT, EVALUATION}
 _SHOWN = 8
 
 STOPPED, UNINTERRUPTIBLE, HELD, SILENT = "T", "D", "held", "silent"
