@@ -60,10 +60,7 @@ class Buckets:
         """
         if not self.can_stand_in:
             return False
-        with self._group.beacon.within(ALL_REDUCE):
-            return self._stand_in()
-
-    def _stand_in(self) -> bool:
+        self._group.beacon.enter(ALL_REDUCE)
         owed = self._layout[len(self._under_way) :]
         for parameters in owed:
             size = sum(parameter.numel() for parameter in parameters)
@@ -106,6 +103,7 @@ class Buckets:
 
         used: the parameters that have a gradient on some rank; the others get none.
         """
+        before = self._group.beacon.enter(ALL_REDUCE)
         used_ids = {id(parameter) for parameter in used}
         for parameters in self._layout:
             size = sum(parameter.numel() for parameter in parameters)
@@ -115,13 +113,13 @@ class Buckets:
                 if parameter.grad is not None:
                     place.copy_(parameter.grad)
             sent = flat if self._sent_as is None else flat.to(self._sent_as)
-            with self._group.beacon.within(ALL_REDUCE):
-                dist.all_reduce(sent)  # collective
+            dist.all_reduce(sent)  # collective
             if sent is not flat:
                 flat.copy_(sent)
             for place, parameter in zip(places, parameters, strict=True):
                 if id(parameter) in used_ids:
                     parameter.grad = place
+        self._group.beacon.enter(before)
 
     @property
     def _device(self) -> torch.device:
@@ -132,6 +130,7 @@ class Buckets:
         self._under_way.append(bucket.parameters())
         if bucket.is_last():
             self._layout = self._under_way
+            self._group.beacon.enter(ALL_REDUCE)  # from here on backward waits for the others
         buffer = bucket.buffer()
         sent = buffer if self._sent_as is None else buffer.to(self._sent_as)
         future = dist.all_reduce(sent, async_op=True).get_future()  # collective

@@ -27,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hardened_ddp.errors import ModelError
 from hardened_ddp.model.buckets import Buckets
-from hardened_ddp.ranks.beacon import ALL_REDUCE
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import DdpConfig
 
@@ -101,20 +100,6 @@ class Replica:
         """Keep gradients on this rank inside. WHY forward too: DDP decides in forward."""
         has_hooks = self.ddp is not None and not self.sums_after
         return self.ddp.no_sync() if has_hooks else contextlib.nullcontext()  # type: ignore[union-attr]
-
-    def show_wait(self, loss: torch.Tensor) -> None:
-        """Have the backward from loss show when it only waits for the other ranks. Rank-local.
-
-        WHY so: DDP waits for its sums in a callback at the end of backward, which is queued with
-        the last gradient. One that is queued with the first comes before it. On a GPU the CPU
-        does not wait there.
-        """
-        engine = getattr(torch.autograd.Variable, "_execution_engine", None)
-        if engine is not None and loss.is_cpu:
-            beacon = self.group.beacon
-            loss.register_hook(  # type: ignore[no-untyped-call]  # torch
-                lambda _: engine.queue_callback(lambda: beacon.enter(ALL_REDUCE))
-            )
 
     def parameters_without_gradient(self) -> list[str]:
         """Name the parameters that the last backward gave nothing. Rank-local."""

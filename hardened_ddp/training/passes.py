@@ -54,10 +54,7 @@ class Passes:
                 self.clock.mark("forward")
                 self.phase = "backward"
                 beacon.enter(BACKWARD)
-                loss = scored.loss_sum * scale
-                if is_synced:
-                    parts.replica.show_wait(loss)
-                parts.precision.backward(loss)  # collective if is_synced
+                parts.precision.backward(scored.loss_sum * scale)  # collective if is_synced
             self.totals.add(scored, batch.targets)
             self.clock.mark("backward")
         self.batch = None
