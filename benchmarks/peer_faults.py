@@ -21,8 +21,16 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from faults.cases import BATCH_SIZE, CONTENDERS, FAULTS, NUM_SAMPLES, SAVE_EVERY, TOTAL_STEPS
-from faults.running import HANG_LIMIT_S, observe
+from faults.cases import (
+    BATCH_SIZE,
+    CONTENDERS,
+    FAULTS,
+    HANG_LIMIT_S,
+    NUM_SAMPLES,
+    SAVE_EVERY,
+    TOTAL_STEPS,
+)
+from faults.running import observe
 from faults.table import Row, figures_of, markdown
 from machine import ROOT, describe
 from workloads import bench_home

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -320,6 +321,39 @@ class Greedy(nn.Module):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory, as a test has it")
         logits: torch.Tensor = self.layer(inputs)
         return logits
+
+
+class _HungryStep(torch.autograd.Function):
+    """Passes values on, and takes memory for each sample in forward or in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, phase: str, num_bytes: int) -> torch.Tensor:
+        ctx.phase, ctx.num_bytes = phase, num_bytes
+        if phase == "forward":
+            torch.empty(num_bytes, dtype=torch.uint8, device=values.device)
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if ctx.phase == "backward":
+            torch.empty(ctx.num_bytes, dtype=torch.uint8, device=gradient.device)
+        return gradient, None, None
+
+
+class Hungry(nn.Module):
+    """Takes a fifth of the GPU's free memory for each sample: four fit, and eight don't."""
+
+    def __init__(self, num_classes: int, phase: str = "forward") -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+        self.phase = phase
+        self.sample_bytes = torch.cuda.mem_get_info()[0] // 5
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.layer(inputs)
+        if not self.training:
+            return logits
+        return _HungryStep.apply(logits, self.phase, len(inputs) * self.sample_bytes)
 
 
 class Small(nn.Module):

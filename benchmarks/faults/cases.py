@@ -11,6 +11,7 @@ NUM_EPOCHS = 5
 NUM_SAMPLES = 1408  # of the 1,437 digits: whole batches on 2 ranks and on 1, so nobody pads
 BATCH_SIZE = 32
 SAVE_EVERY = 5
+HANG_LIMIT_S = 60.0
 TOTAL_STEPS = NUM_SAMPLES // (BATCH_SIZE * NUM_RANKS) * NUM_EPOCHS
 
 OURS, OURS_GOING_ON = "ddp_training.py", "ddp_training.py --continue_on_error"
@@ -55,6 +56,9 @@ class Fault:
     is_stateful: bool = False
     can_go_on: bool = False
     """--continue_on_error is made for this, so ours runs with and without it."""
+
+    limit_s: float = HANG_LIMIT_S
+    """Without a step and without an end, since the fault or the last step: it hangs."""
 
     only_once: bool = False
     """The same command is not given again."""
@@ -111,6 +115,19 @@ FAULTS = {
             title="out of memory in forward on rank 1, once",
             kind="out_of_memory",
             can_go_on=True,
+        ),
+        Fault(
+            name="backward",
+            title="an error in backward on rank 1, once",
+            kind="backward",
+            can_go_on=True,
+        ),
+        Fault(
+            name="hang",
+            title="rank 1 hangs in forward, once; torchrun --max_restarts=1",
+            kind="hang",
+            max_restarts=1,
+            limit_s=150.0,
         ),
         Fault(
             name="bad_sample",

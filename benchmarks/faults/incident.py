@@ -73,6 +73,8 @@ def fire(step: int) -> str:
         os.kill(os.getppid(), signal.SIGKILL)
     elif _KIND == "worker":
         os.kill(_one_worker(), signal.SIGKILL)
+    elif _KIND == "hang":
+        time.sleep(3600)
     elif _KIND == "out_of_memory":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB (injected)")
     return _KIND

@@ -19,9 +19,6 @@ from .account import Start, read_starts
 from .cases import CHECKPOINTS, TOTAL_STEPS, Fault, command
 
 ROOT = Path(__file__).resolve().parents[2]
-HANG_LIMIT_S = 60.0
-"""Without a step and without an end, since the fault or the last step: it hangs."""
-
 _START_GRACE_S = 60.0  # besides, to the first step of a command
 _LEAVE_LIMIT_S = {"agent": 20.0}
 _POLL_S = 0.1
@@ -99,7 +96,7 @@ def _run(words: list[str], number: int, fault: Fault, folder: Path) -> Attempt:
             start_new_session=True,
         )
         try:
-            status = _wait(process, folder, started_at)
+            status = _wait(process, folder, started_at, limit_s=fault.limit_s)
             wall_s = time.monotonic() - started_at
             orphans = _await_leaving(mark, _LEAVE_LIMIT_S.get(fault.kind, 5.0))
         finally:
@@ -110,14 +107,16 @@ def _run(words: list[str], number: int, fault: Fault, folder: Path) -> Attempt:
     return Attempt(status=status, wall_s=wall_s, num_orphans=num_orphans, error=error)
 
 
-def _wait(process: subprocess.Popen[bytes], folder: Path, started_at: float) -> int | None:
-    """Wait for the end; None if neither a step nor the end comes within the limit."""
+def _wait(
+    process: subprocess.Popen[bytes], folder: Path, started_at: float, *, limit_s: float
+) -> int | None:
+    """Wait for the end; None if neither a step nor the end comes within limit_s."""
     while (status := process.poll()) is None:
         # WHY steps too: on a busy machine a restart alone can take half the limit.
         signs = [*folder.glob("steps-*.jsonl"), *folder.glob("fault.json")]
         ages = [time.time() - path.stat().st_mtime for path in signs]
         since_start_s = time.monotonic() - started_at - _START_GRACE_S
-        if min([since_start_s, *ages]) > HANG_LIMIT_S:
+        if min([since_start_s, *ages]) > limit_s:
             return None
         time.sleep(_POLL_S)
     return status

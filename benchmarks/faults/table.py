@@ -11,7 +11,7 @@ from .account import (
     seconds_to_next_step,
 )
 from .cases import NUM_EPOCHS, NUM_SAMPLES, Fault
-from .running import HANG_LIMIT_S, Attempt, Observed
+from .running import Attempt, Observed
 
 Row = dict[str, Any]
 _HEAD = "| contender | what happened | steps lost | samples surplus / missing | next step after |"
@@ -53,7 +53,7 @@ def figures_of(seen: Observed) -> Row:
 def describe(seen: Observed) -> str:
     """Say in a few words what happened."""
     if seen.fault_time is None:
-        return f"no fault came: {_ending(seen.attempts[0])}"
+        return f"no fault came: {_ending(seen.attempts[0], seen.fault)}"
     parts = [_first(seen)]
     if len(seen.attempts) > 1:
         parts.append(_again(seen))
@@ -85,7 +85,7 @@ def _first(seen: Observed) -> str:
     """Say how the first command ended, and what it did by itself."""
     attempt = seen.attempts[0]
     starts = [start for start in seen.starts if start.run == 0]
-    text = _ending(attempt)
+    text = _ending(attempt, seen.fault)
     if len(seen.attempts) == 1 and seen.is_finished:
         text = "went on to the end by itself"
         if len(starts) > 1:
@@ -105,18 +105,18 @@ def _again(seen: Observed) -> str:
     attempt = seen.attempts[1]
     starts = [start for start in seen.starts if start.run == 1]
     if not starts:
-        return f"second start: {_ending(attempt)}, without a step"
+        return f"second start: {_ending(attempt, seen.fault)}, without a step"
     text = f"second start {_from(starts[0].first)}"
-    return text if attempt.status == 0 else f"{text}, then {_ending(attempt)}"
+    return text if attempt.status == 0 else f"{text}, then {_ending(attempt, seen.fault)}"
 
 
 def _from(step: int) -> str:
     return f"resumed at step {step}" if step > 1 else "began anew at step 1"
 
 
-def _ending(attempt: Attempt) -> str:
+def _ending(attempt: Attempt, fault: Fault) -> str:
     if attempt.status is None:
-        return f"hung (no step for {HANG_LIMIT_S:g} s, killed)"
+        return f"hung (no step for {fault.limit_s:g} s, killed)"
     return f"ended with status {attempt.status}"
 
 

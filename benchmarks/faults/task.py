@@ -79,12 +79,18 @@ class Classifier(nn.Module):
         logits: torch.Tensor = self.head(hidden)
         if effect == "nan":
             logits = logits * float("nan")
+        if effect == "backward":
+            hidden.register_hook(_raise)
         if logits.requires_grad:
             logits.register_hook(lambda _: self._note(ids))
         return logits
 
     def _note(self, ids: torch.Tensor) -> None:
         self.log.ids += ids.tolist()
+
+
+def _raise(gradient: torch.Tensor) -> None:
+    raise RuntimeError("an error in backward (injected)")
 
 
 def dataset(train: bool) -> Digits | None:

@@ -1,0 +1,56 @@
+"""Faults within steps on a real GPU: memory that is really gone, 16-bit training, a shared GPU."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import train
+from tests.run_folder import last_tensors, only_run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+POINTS = ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 48}", "--batch_size", "8"]
+POINTS += ["--epochs", "3", "--log_interval", "1", "--eval_every", "0", "--num_workers", "0"]
+POINTS += ["--deterministic"]
+SHARED = ["--backend", "gloo"]  # two ranks on one GPU, which NCCL refuses
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
+@pytest.mark.parametrize("ranks", [[], SHARED], ids=["alone", "two ranks on one GPU"])
+def test_faults_within_steps_leave_no_trace_in_the_weights(
+    amp: str, ranks: list[str], tmp_path: Path
+) -> None:
+    faults = {0: {8: "forward", 11: "backward"}, 1: {14: "backward", 17: "forward"}}
+    argv = [*POINTS, *ranks, "--amp", amp, "--model", "tests.plugins:Stumbling", "--model_args"]
+    world_size = 2 if ranks else 1
+    quiet, struck = tmp_path / "quiet", tmp_path / "struck"
+    train([*argv, "{}", "--output_dir", quiet], world_size).ok()
+    finished = train([*argv, str({"faults": faults}), "--output_dir", struck], world_size).ok()
+    assert last_tensors(struck) == last_tensors(quiet)
+    assert finished.outputs[0].count("the window is done again") >= 2
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_memory_that_is_really_gone_is_answered_with_smaller_micro_batches(
+    phase: str, tmp_path: Path
+) -> None:
+    argv = [*POINTS, "--model", "tests.plugins:Hungry", "--model_args", f"{{phase: {phase}}}"]
+    finished = train([*argv, "--output_dir", tmp_path], 1).ok()
+    [size] = set(re.findall(r"micro-batches have (\d) samples at most", finished.outputs[0]))
+    assert int(size) in (2, 4)
+    assert only_run(tmp_path)
+
+
+def test_batch_size_auto_finds_what_the_gpu_holds(tmp_path: Path) -> None:
+    argv = [*POINTS, "--model", "tests.plugins:Hungry", "--global_batch_size", "16"]
+    argv += ["--batch_size", "auto", "--output_dir", str(tmp_path)]
+    finished = train(argv, 1).ok()
+    found = re.search(r"batch_size auto: (\d+) samples fit at once", finished.outputs[0])
+    assert found is not None
+    assert 2 <= int(found[1]) < 8
