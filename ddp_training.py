@@ -168,12 +168,11 @@ def train(settings: Resolved, group: Group) -> int:
     from hardened_ddp.reporting.log import add_log_file
     from hardened_ddp.settings.record import dump
     from hardened_ddp.training.journal import Journal
-    from hardened_ddp.training.parts import Progress
     from hardened_ddp.training.recovery import Recovery
     from hardened_ddp.training.rescue import refuse_crash_loop, rescue, save_while_stuck
     from hardened_ddp.training.resume import open_run, read_checkpoint
     from hardened_ddp.training.saving import Saver
-    from hardened_ddp.training.state import restore
+    from hardened_ddp.training.state import begin
     from hardened_ddp.training.step import Stepper
 
     # From here on a signal means: save, then leave.
@@ -188,7 +187,7 @@ def train(settings: Resolved, group: Group) -> int:
         add_log_file(run.folder / "logs", rank=group.launch.rank)
         saved = read_checkpoint(run, group)  # collective: rank 0 reads, all get it
         parts = build(settings, group, saved)  # collective
-        progress = Progress() if saved is None else restore(parts, saved)
+        progress = begin(parts, saved)  # collective
         if progress.step >= parts.total_steps:
             log.info("%s is finished: %d steps are done", run.folder, progress.step)
             return 0
@@ -254,7 +253,8 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
         rank=launch.rank,
         seed=config.device.seed,
         global_batch=global_batch,
-        batch_size=config.data.batch_size,
+        # auto: this rank's whole share, which is cut as memory demands
+        batch_size=config.data.batch_size or -(-global_batch // group.world_size),
         drop_last=config.data.drop_last,
     )
     loader = build_train_loader(data, sampler, config.data, launch=launch, device=group.device)
@@ -292,7 +292,7 @@ def build_replica(
     from hardened_ddp.model.memory_format import Trial, choose_channels_last
     from hardened_ddp.model.objective import Objective
     from hardened_ddp.model.probe import choose_find_unused, probe, warm_up
-    from hardened_ddp.model.replica import wrap
+    from hardened_ddp.model.replica import choose_comm_hook, wrap
     from hardened_ddp.model.zoo import build_model, place_model
     from hardened_ddp.training.plan import count_steps
 
@@ -333,6 +333,8 @@ def build_replica(
         moving_buffers=findings.moving_buffers,
         channels_last=channels_last,
     )
+    # What sends them can also answer for a rank whose backward failed.
+    choose_comm_hook(replica, config.ddp.comm_hook, heals=config.loop.recovery == "on")
     warm_up(replica, samples[0], objective=objective, precision=precision)  # collective
     return replica, objective
 

@@ -226,14 +226,14 @@ class Stumbling(nn.Module):
         self.num_forwards += self.training
         kind = self.faults.get(self.num_forwards, "") if self.training else ""
         hidden = self.drop(self.hidden(self.norm(inputs)).relu())
+        if kind == "backward":  # of the first layer: the gradient of the second one is there
+            hidden = _FaultyBackward.apply(hidden)
         logits: torch.Tensor = self.layer(hidden)
         match kind:
             case "forward":
                 raise ValueError("a fault in forward")
             case "memory":
                 raise torch.OutOfMemoryError("CUDA out of memory, as a test has it")
-            case "backward":
-                return _FaultyBackward.apply(logits)
             case "nan":
                 return logits * float("nan")
         return logits
@@ -251,6 +251,23 @@ class Greedy(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.num_forwards += self.training
         if self.num_forwards > 8 and self.training and len(inputs) > self.most:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory, as a test has it")
+        logits: torch.Tensor = self.layer(inputs)
+        return logits
+
+
+class Small(nn.Module):
+    """Has no memory for more than most samples at once, on rank 1, after its first forwards."""
+
+    def __init__(self, num_classes: int, most: int = 1000, num_first: int = 2) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+        self.most = most if os.environ.get("RANK") == "1" else 1000
+        self.num_first, self.num_forwards = num_first, 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        if self.training and len(inputs) > self.most and self.num_forwards > self.num_first:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory, as a test has it")
         logits: torch.Tensor = self.layer(inputs)
         return logits

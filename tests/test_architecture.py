@@ -39,8 +39,10 @@ HARMLESS += " torch.distributed.elastic.* torch.distributed.run"
 OWNERS = {
     HARMLESS: "*",
     "os.environ os.environb os.getenv os.putenv os.unsetenv os.getenvb": "ranks/launch.py",
-    "torch.distributed.*.DistributedDataParallel torch.nn.parallel.*": "model/replica.py",
-    "torch.distributed.[a-z_]*": "ranks/group.py model/replica.py",
+    "torch.distributed.*.DistributedDataParallel torch.nn.parallel.*": (
+        "model/replica.py model/buckets.py"
+    ),
+    "torch.distributed.[a-z_]*": "ranks/group.py model/replica.py model/buckets.py",
     "torch.save torch.load safetensors*": "checkpoint/*",
     "torch.manual_seed torch.seed torch.*.manual_seed* torch.*.set_rng_state*": "ranks/seeding.py",
     "torch.set_rng_state torch.use_deterministic_algorithms random.seed": "ranks/seeding.py",

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from hardened_ddp.model.optimizer import allocate_state, build_optimizer
+from hardened_ddp.settings.config import OptimizerConfig
 from tests.marks import slow_after
 from tests.ranks import train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
@@ -30,17 +33,34 @@ def run(output: Path, world_size: int, *flags: str | Path) -> Any:
     return train([*POINTS, "--output_dir", output, *flags], world_size)
 
 
-@pytest.mark.parametrize("world_size", slow_after(1, [3, 2, 1]))
+HOOKS = "--no_shared_memory"  # gradients are sent within backward, as between machines
+FORMS = [
+    (3, []),
+    (3, [HOOKS]),
+    (2, []),
+    (1, []),
+    (2, [HOOKS]),
+    (4, [HOOKS, "--bucket_cap_mb=1e-4"]),
+]
+FORMS += [(3, [HOOKS, "--find_unused_parameters"]), (3, [HOOKS, "--static_graph"])]
+FORMS += [(3, [HOOKS, "--no_gradient_as_bucket_view"]), (3, ["--comm_hook", "fp16"])]
+FORMS += [(3, [HOOKS, "--accumulation_steps", "2", "--batch_size", "2"])]
+
+
+@pytest.mark.parametrize("form", slow_after(2, FORMS), ids=str)
 def test_faults_of_ranks_inside_of_steps_leave_no_trace_in_the_weights(
-    world_size: int, tmp_path: Path
+    form: tuple[int, list[str]], tmp_path: Path
 ) -> None:
-    model = ["--model", "tests.plugins:Stumbling", "--model_args"]
-    # By rank and forward. A window done again is another forward: 9 fails twice, on two ranks.
+    world_size, flags = form
+    model = [*flags, "--model", "tests.plugins:Stumbling", "--model_args"]
+    # By rank and forward. A window done again is another forward; 12 fails on all ranks.
     faults = {
-        0: {5: "forward", 9: "backward", 15: "nan"},
-        1: {7: "backward", 9: "forward", 12: "nan", 17: "forward"},
-        2: {9: "nan", 13: "backward"},
+        0: {8: "forward", 12: "backward", 18: "nan"},
+        1: {10: "backward", 12: "forward", 15: "nan", 20: "forward"},
+        2: {12: "nan", 16: "backward"},
     }
+    if "--accumulation_steps" in flags:  # two forwards of a rank in each window
+        faults = {0: {8: "forward"}, 1: {14: "backward"}, 2: {20: "nan"}}
     run(tmp_path / "quiet", world_size, *model, "{}").ok()
     struck = run(tmp_path / "struck", world_size, *model, str({"faults": faults})).ok()
     assert last_tensors(tmp_path / "struck") == last_tensors(tmp_path / "quiet")
@@ -140,3 +160,53 @@ def test_without_recovery_the_first_exception_ends_the_run(tmp_path: Path) -> No
 def _losses(folder: Path) -> list[float]:
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [e["loss/train"] for e in map(json.loads, lines) if "loss/train" in e]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_first", [2, 4])  # forwards: of the probe, of DDP's warm-up too
+def test_batch_size_auto_takes_what_fits_and_keeps_the_global_batch(
+    num_first: int, tmp_path: Path
+) -> None:
+    model = ["--model", "tests.plugins:Small", "--global_batch_size", "24"]
+    model += ["--lr_schedule", "constant"]
+    model += [HOOKS] if num_first == 4 else []
+    run(tmp_path / "given", 2, *model, "--batch_size", "12", "--model_args", "{}").ok()
+    args = str({"most": 5, "num_first": num_first})
+    auto = [*model, "--batch_size", "auto", "--model_args", args]
+    finished = run(tmp_path / "auto", 2, *auto, "--max_steps", "4").ok()
+    assert (
+        "5 samples fit at once on every rank: 3 backwards for the 24 of a step"
+        in (finished.outputs[0])
+    )
+    # It is known from now on, and the windows stay the same ones.
+    more = ["--resume", only_run(tmp_path / "auto"), "--max_steps", "0"]
+    resumed = run(tmp_path / "auto", 2, *auto, *more).ok()
+    assert "batch_size auto" not in resumed.outputs[0]
+    losses = [_losses(only_run(tmp_path / name)) for name in ("given", "auto")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_batch_size_auto_without_memory_for_one_sample_says_so(tmp_path: Path) -> None:
+    model = ["--model", "tests.plugins:Small", "--model_args", "{most: 0}"]
+    finished = run(tmp_path, 2, *model, "--batch_size", "auto")
+    assert finished.statuses == (1, 1)
+    assert "on some rank not even one sample fits" in finished.outputs[1]
+
+
+def test_the_state_of_the_optimizer_is_there_before_the_first_step() -> None:
+    for name in ("adamw", "adam", "sgd"):
+        weights = [torch.nn.Parameter(torch.randn(3, 4)) for _ in range(2)]
+        before = [weight.detach().clone() for weight in weights]
+        config = OptimizerConfig(optimizer=name, learning_rate=0.1, weight_decay=0.3)
+        optimizers = [build_optimizer(weights, config) for _ in range(2)]
+        allocate_state(optimizers[0])
+        assert all(map(torch.equal, weights, before))
+        assert set(optimizers[0].state) == set(weights)
+        after = []
+        for optimizer in optimizers:  # the first step is the one that it is without
+            for weight, value in zip(weights, before, strict=True):
+                weight.data.copy_(value)
+                weight.grad = value.sin()
+            optimizer.step()
+            after.append([weight.detach().clone() for weight in weights])
+        assert all(map(torch.equal, *after))

@@ -215,11 +215,14 @@ def tell_notice() -> str:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("hardened_ddp.guard.stop").addHandler(handler)
     with StopRequest(group) as stop:
-        for number in range(300):
-            if group.launch.is_main and number == 20:
+        end, num_after = time.monotonic() + 40, 0
+        while num_after < 100:  # WHY so many: it is to be told once
+            if group.launch.is_main:
                 stop.notice = "no new checkpoint: the disk is full"
             stop.poll()
-            group.sum_(torch.ones(1000))
+            is_late = time.monotonic() > end
+            num_told, num_late = group.sum_(torch.tensor([float(bool(messages)), is_late])).tolist()
+            num_after += bool(num_late) or num_told == group.world_size - 1
         stop.finish()
     group.close()
     return "\n".join(messages)

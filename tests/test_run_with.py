@@ -99,7 +99,7 @@ def test_a_failed_child_ends_the_others_and_shows_its_traceback(tmp_path: Path) 
     script = tmp_path / "broken.py"
     script.write_text(BROKEN)
     argv = ["python", "launchers/run_with_python.py", "--nproc", "3", "--no_lesson", script]
-    done = run_command(argv, timeout_s=60)
+    done = run_command(argv, timeout_s=150)
     assert done.status == 1
     assert "rank 1 failed" in done.stderr
     assert "ValueError: a fault of rank 1" in done.stderr

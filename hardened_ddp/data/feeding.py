@@ -22,7 +22,7 @@ def build_train_loader(
     """Build the loader of this rank's training windows. Rank-local; reads one sample."""
     fetcher = Fetcher(data.train, seed=sampler.seed)
     stream = _build_stream(
-        fetcher, data, config, launch=launch, device=device, batch_size=config.batch_size
+        fetcher, data, config, launch=launch, device=device, batch_size=sampler.batch_size
     )
     return TrainLoader(sampler, stream)
 

@@ -20,7 +20,7 @@ from hardened_ddp.model.objective import Objective
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.probe import untouched_buffers
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.config import AUTO_BATCH_SIZE, Config
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ def _measure(
     sample_s = max(group.gather_json(mine_s))  # collective
     run_s = samples_to_train * sample_s
     budget_s = min(_LONGEST_S, _BUDGET_SHARE * run_s)
-    num_samples = min(config.data.batch_size, int(budget_s / (2 * _NUM_PAIRS * sample_s)))
+    most = config.data.batch_size or AUTO_BATCH_SIZE
+    num_samples = min(most, int(budget_s / (2 * _NUM_PAIRS * sample_s)))
     if run_s < _SHORTEST_RUN_S or num_samples < _FEWEST_SAMPLES:
         return False
     # The rank that gains least decides: the others would wait for it.

@@ -30,6 +30,27 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimizerC
     return family(trainable, rate, weight_decay=decay, fused=fused)
 
 
+@torch.no_grad()
+def allocate_state(optimizer: Optimizer) -> None:
+    """Make the optimizer's state before the first step needs it. Weights stay as they are.
+
+    WHY: a first step that runs out of memory half way would have moved some weights, not others.
+    """
+    rates = [(group, group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = group["weight_decay"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate, decay in rates:
+        group["lr"], group["weight_decay"] = rate, decay
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):  # the number of steps, too
+                value.zero_()
+
+
 def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> float:
     """Give the learning rate of step, 0 <= step < total_steps.
 

@@ -106,20 +106,18 @@ def warm_up(replica: Replica, sample: Batch, *, objective: Objective, precision:
 
     WHY: DDP lays its buckets out anew after the first backward; from 3 ranks on that changes the
     order of additions. Done before the first step of every start, a resumed run adds in the same
-    order as the unbroken one, so it is bitwise equal. A static graph needs two.
-    WHY the last forward: the new layout is agreed on there, by a collective; a rank that has no
-    sample in the next window would not come to it.
+    order as the unbroken one, so it is bitwise equal. A static graph needs one more.
+    WHY once more behind that: the new layout is agreed on in a forward, by a collective; a rank
+    that has no sample in the next window would not come to it. And replica.buckets sees it then.
     """
     if replica.ddp is None or replica.sums_after:
         return
-    for _ in range(2 if replica.ddp.static_graph else 1):
+    for _ in range(3 if replica.ddp.static_graph else 2):
         with untouched_buffers(replica.module):
             with precision.autocast():
                 scored = objective(replica.call, sample.inputs, sample.targets)
             scored.loss_sum.backward()  # type: ignore[no-untyped-call]  # collective
         replica.module.zero_grad(set_to_none=True)
-    with untouched_buffers(replica.module), replica.no_sync(), precision.autocast():
-        objective(replica.call, sample.inputs, sample.targets)  # collective: DDP's new buckets
 
 
 @contextlib.contextmanager

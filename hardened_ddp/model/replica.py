@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hardened_ddp.errors import ModelError
+from hardened_ddp.model.buckets import Buckets
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import DdpConfig
 
@@ -42,7 +43,7 @@ class Replica:
         *,
         ddp: DistributedDataParallel | None,
         moving_buffers: Sequence[str],
-        has_comm_hook: bool = False,
+        sums_after: bool = False,
         channels_last: bool = False,
     ) -> None:
         self.module = module
@@ -59,10 +60,13 @@ class Replica:
         self.looks_for_unused = ddp is None or ddp.find_unused_parameters
         """A parameter may get no gradient on some rank: sum_gradients counts it as zero there."""
 
-        self.sums_after = ddp is not None and group.shared is not None and not has_comm_hook
+        self.sums_after = sums_after
         """Gradients stay local in backward, and sum_gradients adds them up: not DDP's hooks."""
 
         self._sums_are_finite = False  # False: not known
+
+        self.buckets: Buckets | None = None
+        """What DDP's hooks send, if it is this program's communication hook that sends it."""
 
         # WHY not through DDP then: its forward would get its hooks ready for nothing.
         self.call: nn.Module = module if ddp is None or self.sums_after else ddp
@@ -74,6 +78,23 @@ class Replica:
         while it keeps Python's lock, which that thread may need: the process would never end.
         """
         self.ddp, self.call = None, self.module
+
+    @property
+    def averages(self) -> bool:
+        """DDP divides the sum of the gradients by world_size. This program's own hook does not."""
+        return self.ddp is not None and not self.sums_after and self.buckets is None
+
+    @property
+    def can_stand_in(self) -> bool:
+        """A rank whose backward failed can do its part in the sums of the others."""
+        return self.buckets is not None and self.buckets.can_stand_in
+
+    @property
+    def can_overlap(self) -> bool:
+        """DDP can send within backward: it finds parameters that get no gradient, if it must."""
+        if self.ddp is None or self.sums_after:
+            return False
+        return bool(self.ddp.find_unused_parameters) or not self.looks_for_unused
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Keep gradients on this rank inside. WHY forward too: DDP decides in forward."""
@@ -115,21 +136,24 @@ class Replica:
         if self.group.world_size == 1:
             return list(marks)
         parameters = self._parameters
-        if self.ddp is not None and self.looks_for_unused:
+        if self.looks_for_unused:
             is_used = torch.tensor([float(p.grad is not None) for p in parameters])
             uses = self.group.sum_(is_used).tolist()  # collective
             parameters = [p for p, count in zip(parameters, uses, strict=True) if count]
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
+        if self.buckets is not None:
+            self.buckets.sum_local(parameters)  # collective
+        else:
+            for parameter in parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
         sums = torch.tensor(marks, device=self.group.device)
         if marks:  # WHY so: no message of their own
             by_dtype.setdefault(sums.dtype, []).append(sums)
         # WHY a list: every one has to be summed, also after one that is not finite
         finite = [self.group.sum_each_(each) for each in by_dtype.values()]  # collective
-        self._sums_are_finite = all(finite)
+        self._sums_are_finite = all(finite) and self.buckets is None  # it has not said so
         found: list[float] = sums.tolist()
         return found
 
@@ -191,43 +215,55 @@ def wrap(
     arguments[
         "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     ] = False
-    ddp = DistributedDataParallel(module, **arguments)  # collective
-    _register_comm_hook(ddp, config.comm_hook, dist_backend=group.backend)
     return Replica(
         module,
         group,
-        ddp=ddp,
+        ddp=DistributedDataParallel(module, **arguments),  # collective
         moving_buffers=moving_buffers,
-        has_comm_hook=config.comm_hook != "none",
+        sums_after=group.shared is not None and config.comm_hook == "none",
         channels_last=channels_last,
     )
 
 
-def _register_comm_hook(ddp: DistributedDataParallel, name: str, *, dist_backend: str) -> None:
-    """Compress gradients on their way, as asked. The averaging stays DDP's."""
-    if name == "none":
-        return
-    # WHY here: the import takes a tenth of a second that most runs need not wait for.
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+def choose_comm_hook(replica: Replica, name: str, *, heals: bool) -> None:
+    """Decide what sends gradients within backward: DDP itself, or a hook. Rank-local.
 
-    match name:
-        case "bf16":
-            if dist_backend != "nccl":
-                raise ModelError(
-                    f"comm_hook bf16 needs NCCL between GPUs, and this run uses {dist_backend}",
-                    fix="--comm_hook fp16, which works everywhere",
-                )
-            ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)
-        case "fp16":
-            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        case "powersgd":
-            # PowerSGD (Vogels, Karimireddy, Jaggi, 2019); the first steps go uncompressed because
-            # early gradients change too fast for its error feedback.
-            state = powerSGD_hook.PowerSGDState(
-                process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10
+    heals: a rank's failure within backward is to be healed; the hook for that sends what DDP does.
+    """
+    ddp = replica.ddp
+    if ddp is None or replica.sums_after:
+        return
+    if name == "powersgd":
+        _use_power_sgd(ddp)
+    elif heals or name != "none":
+        if name == "bf16" and replica.group.backend != "nccl":
+            raise ModelError(
+                f"comm_hook bf16 needs NCCL between GPUs, and this run uses "
+                f"{replica.group.backend}",
+                fix="--comm_hook fp16, which works everywhere",
             )
-            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-            log.warning(
-                "comm_hook powersgd keeps an error memory on each rank that is not in checkpoints: "
-                "a resumed run is close to the unbroken one, not bitwise equal"
-            )
+        sent_as = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+        replica.buckets = Buckets(ddp, replica.group, sent_as=sent_as)
+    if heals and not replica.can_stand_in:
+        log.warning(
+            "an error of one rank within a step ends this attempt, and a restart goes on from the "
+            "step before: with powersgd or SyncBatchNorm the other ranks can't be told in time"
+        )
+
+
+def _use_power_sgd(ddp: DistributedDataParallel) -> None:
+    """Compress by PowerSGD (Vogels, Karimireddy, Jaggi, 2019).
+
+    The first steps go uncompressed: early gradients change too fast for its error feedback.
+    """
+    # WHY here: the import takes a tenth of a second that most runs need not wait for.
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    state = powerSGD_hook.PowerSGDState(
+        process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10
+    )
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    log.warning(
+        "comm_hook powersgd keeps an error memory on each rank that is not in checkpoints: "
+        "a resumed run is close to the unbroken one, not bitwise equal"
+    )

@@ -58,6 +58,9 @@ FOLDER_NAME = Shape(
 )
 
 
+AUTO_BATCH_SIZE = 32
+"""What batch_size auto counts as where the global batch is not given."""
+
 DURATION = Shape(
     pattern=r"([0-9]+(\.[0-9]+)?d)?([0-9]+(\.[0-9]+)?h)?([0-9]+(\.[0-9]+)?m)?([0-9]+(\.[0-9]+)?s)?",
     words="a time such as 3h55m, 1d12h or 90s",
@@ -143,10 +146,16 @@ class DataConfig:
         "Download a missing dataset, once per node. Off: a missing dataset is an error.",
         may_differ=True,
     )
-    batch_size: int = setting(
+    batch_size: int | None = setting(
         32,
         "Samples per rank in one backward. The optimizer sees batch_size x ranks x "
-        "accumulation_steps. Too high: out of memory.",
+        "accumulation_steps. Too high: out of memory. auto: as many as fit, by trial.",
+        bounds=COUNT,
+    )
+    global_batch_size: int | None = setting(
+        None,
+        "Samples of one optimizer step over all ranks; each rank's share is cut into backwards of "
+        "batch_size. auto: batch_size x ranks x accumulation_steps, with 32 for a batch_size auto.",
         bounds=COUNT,
     )
     eval_batch_size: int = setting(

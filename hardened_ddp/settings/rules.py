@@ -65,6 +65,13 @@ RULES: tuple[Rule, ...] = (
         "leave one of them out",
     ),
     Rule(
+        names=("global_batch_size", "accumulation_steps"),
+        is_broken=lambda config, _: (
+            config.data.global_batch_size is not None and config.optimizer.accumulation_steps > 1
+        ),
+        why="a global batch size says how many backwards of batch_size it takes; leave one out",
+    ),
+    Rule(
         names=("warmup_steps", "max_steps"),
         is_broken=lambda config, _: 0 < config.loop.max_steps <= config.optimizer.warmup_steps,
         why="the run would end before the learning rate is at its peak; needs warmup_steps below "

@@ -17,8 +17,7 @@ from torch import nn
 
 from hardened_ddp.data.fetch import map_tensors
 from hardened_ddp.data.loader import Batch
-
-_SHOWN = 8
+from hardened_ddp.training.failure import NUM_SHOWN, shown
 
 
 @dataclass(slots=True)
@@ -71,7 +70,7 @@ class Witness:
         batch = batches[min(finding.micro_batch, len(batches) - 1)]
         samples = shown([batch])
         if finding.size == batch.num_samples and len(finding.rows) < finding.size:
-            samples = str([int(batch.indices[row]) for row in finding.rows[:_SHOWN]])
+            samples = str([int(batch.indices[row]) for row in finding.rows[:NUM_SHOWN]])
         return f"samples {samples}: {what}; {finding.text}"
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # Any: a user's arguments
@@ -182,12 +181,6 @@ def watch(module: nn.Module) -> Iterator[Witness]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def shown(batches: Sequence[Batch]) -> str:
-    """Name the samples of batches, the first few of many."""
-    samples = [int(index) for batch in batches for index in batch.indices]
-    return f"{samples[:_SHOWN]}{' ...' if len(samples) > _SHOWN else ''}"
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:  # Any: whatever a module takes or gives

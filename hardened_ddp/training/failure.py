@@ -1,19 +1,74 @@
 """What an exception in a step means: whose it is, where it rose, and what to do.
 
-Owns turning it into one of our errors, with rank, step, phase and samples.
+Owns turning it into one of our errors, with rank, step, phase and samples; and the form in which
+ranks tell each other of one.
 """
 
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
-import torch
-
-from hardened_ddp.errors import HardenedError, OutOfMemoryError, StepError
+from hardened_ddp.data.fetch import Batch
+from hardened_ddp.errors import (
+    HardenedError,
+    NonFiniteError,
+    OutOfMemoryError,
+    SampleError,
+    StepError,
+    UnusedParameterError,
+)
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.lost import lost_peer
+from hardened_ddp.training.memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
+
+NUM_SHOWN = 8
+"""Samples or parameters that a message names."""
+
+_FIXES = {
+    "error": "the traceback is in that rank's log file",
+    "out of memory": "a smaller --batch_size with more --accumulation_steps; one sample alone did "
+    "not fit",
+    "not finite": "lower --learning_rate, set --clip_grad_norm 1, or --amp off; then --resume the "
+    "run. --continue_on_error leaves such windows out",
+    "sample": "mend it, or leave such samples out with --continue_on_error",
+    "unused": "--find_unused_parameters, or use them in every forward, or freeze them",
+}
+_CLASSES: dict[str, Callable[..., HardenedError]] = {
+    "error": StepError,
+    "out of memory": OutOfMemoryError,
+    "not finite": partial(NonFiniteError, reached_weights=False),
+    "sample": SampleError,
+    "unused": UnusedParameterError,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How one rank failed in a window."""
+
+    kind: str
+    text: str
+    num_samples: int = 0
+    """Of its largest micro-batch."""
+
+
+BAD_SUM = Failure("not finite", "the gradient over all ranks is not finite, though every loss is")
+"""When no rank knows of a fault of its own."""
+
+
+def error_of(kind: str, text: str) -> HardenedError:
+    """Give the error that a failure of this kind ends in, if nothing helps."""
+    return _CLASSES[kind](text, fix=_FIXES[kind])
+
+
+def shown(batches: Sequence[Batch]) -> str:
+    """Name the samples of batches, the first of them."""
+    samples = [int(index) for batch in batches for index in batch.indices]
+    return f"{samples[:NUM_SHOWN]}{' ...' if len(samples) > NUM_SHOWN else ''}"
 
 
 def explain_failure(
@@ -24,7 +79,8 @@ def explain_failure(
         return lost
     text = (
         f"rank {group.launch.rank}, step {step}, {phase}, samples "
-        f"{list(samples[:8])}{' ...' if len(samples) > 8 else ''}: {type(error).__name__}: {error} "
+        f"{list(samples[:NUM_SHOWN])}{' ...' if len(samples) > NUM_SHOWN else ''}: "
+        f"{type(error).__name__}: {error} "
         f"({where_of(error)})"
     )
     log.debug("the step failed", exc_info=error)
@@ -33,11 +89,6 @@ def explain_failure(
             text, fix="halve --batch_size and double --accumulation_steps: the same gradient"
         )
     return StepError(text, fix="the traceback is in this rank's log file")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether the GPU's allocator or the host's had nothing left."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def where_of(error: BaseException) -> str:

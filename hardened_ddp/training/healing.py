@@ -1,10 +1,15 @@
-"""The safe form of a window: gradients stay local until it is known that every rank has its own.
+"""A window's gradient on all ranks, also when one of them fails on the way.
 
-Owns what happens when one rank fails inside of a step. Each rank adds a mark to the sum of the
-gradients, so the good path has no vote; a rank that failed takes part in that sum with zeros and a
-mark, so nobody waits for it. Then all ranks put back what the window has changed, tell each other
-what happened, and do the window again: with the same random numbers, so that the weights are those
-of a run without the fault.
+Owns what happens when a rank fails inside of a step. There are two forms of a window.
+Overlapped: DDP's hook sends gradients while backward still runs; a rank that failed sends NaN for
+what it owes (model/buckets.py). Safe: gradients stay local, and are summed after it; each rank adds
+a mark to that sum, and one that failed takes part with zeros. Either way the good path has no vote
+and nobody waits for a rank that failed. For CPU ranks of one machine the safe form is the faster
+one; it also serves windows in which some rank has no sample, and --continue_on_error.
+
+After a failure all ranks put back what the window has changed, tell each other what happened, and
+do the window again in the safe form: with the same random numbers and the same order of additions,
+so that the weights are those of a run without the fault.
 
 What is done about a cause: out of memory: smaller micro-batches, the same gradient; a parameter
 that gets no gradient any more: from now on such are looked for; anything else: once more, as it
@@ -12,74 +17,44 @@ was, and a number that is none is then watched for, to name the module (blame.py
 is no accident: with --continue_on_error the samples that fail alone are left out, or else the whole
 window; without it all ranks stop with that one cause.
 
-Does not own: the form in which DDP's hooks average during backward (step.py); there an exception
-ends the attempt.
+With SyncBatchNorm or PowerSGD nobody can stand in for a rank: there an exception in the overlapped
+form ends the attempt.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, replace
 
 import torch
 
 from hardened_ddp.data.fetch import BadSample, describe, split, take
 from hardened_ddp.data.loader import Batch
 from hardened_ddp.data.sampler import Window
-from hardened_ddp.errors import (
-    HardenedError,
-    NonFiniteError,
-    OutOfMemoryError,
-    SampleError,
-    StepError,
-    UnusedParameterError,
-)
 from hardened_ddp.ranks.lost import lost_peer
 from hardened_ddp.ranks.seeding import seed_step
-from hardened_ddp.training.blame import shown, watch
-from hardened_ddp.training.failure import is_out_of_memory, where_of
+from hardened_ddp.training.blame import watch
+from hardened_ddp.training.failure import (
+    BAD_SUM,
+    NUM_SHOWN,
+    Failure,
+    error_of,
+    shown,
+    where_of,
+)
 from hardened_ddp.training.finite import FiniteCheck
 from hardened_ddp.training.left_out import LeftOut
+from hardened_ddp.training.memory import is_out_of_memory
 from hardened_ddp.training.parts import Parts, Progress
-from hardened_ddp.training.passes import Passes
+from hardened_ddp.training.passes import LossNotFinite, Passes
 from hardened_ddp.training.totals import Mark
 
 log = logging.getLogger(__name__)
 
-_SHOWN = 8
-_BAD_SUM = "the gradient over all ranks is not finite, though every loss is"
-_FIXES = {
-    "error": "the traceback is in that rank's log file",
-    "out of memory": "a smaller --batch_size with more --accumulation_steps; one sample alone did "
-    "not fit",
-    "not finite": "lower --learning_rate, set --clip_grad_norm 1, or --amp off; then --resume the "
-    "run. --continue_on_error leaves such windows out",
-    "sample": "mend it, or leave such samples out with --continue_on_error",
-    "unused": "--find_unused_parameters, or use them in every forward, or freeze them",
-}
-_CLASSES: dict[str, Callable[..., HardenedError]] = {
-    "error": StepError,
-    "out of memory": OutOfMemoryError,
-    "not finite": partial(NonFiniteError, reached_weights=False),
-    "sample": SampleError,
-    "unused": UnusedParameterError,
-}
 
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """How one rank failed in a window."""
-
-    kind: str
-    text: str
-    num_samples: int = 0
-    """Of its largest micro-batch."""
-
-
-class SafeForm:
-    """Does windows whose gradients are summed after backward."""
+class Healer:
+    """Does forward and backward of windows, again if need be."""
 
     def __init__(self, parts: Parts, passes: Passes, left_out: LeftOut) -> None:
         self.parts = parts
@@ -102,21 +77,29 @@ class SafeForm:
         """
         before = self.passes.totals.mark()
         num_failures: Counter[int] = Counter()  # by rank
+        is_overlapped = self._overlaps(window)
         self.finite.is_close = False
         while True:
-            failure = self._try(window, batches, progress, before)
-            num_failed, num_valid = self._sum(batches, failure)  # collective
+            keep_local = not is_overlapped
+            failure = self._try(window, batches, progress, before, keep_local=keep_local)
+            if is_overlapped:
+                num_failed = int(self._end_overlapped(failure))  # collective
+                num_valid = window.size
+                is_overlapped = False
+            else:
+                num_failed, num_valid = self._sum(batches, failure)  # collective
             if not num_failed and self.finite.accepts_sum():
                 if self._finish(window, batches, progress, num_valid):  # collective
                     self.finite.note_good(progress.step)
                     return True
                 self._undo(buffers, before)
                 return False
-            if not num_failed:
-                failure = Failure("not finite", _BAD_SUM)
             self._undo(buffers, before)
             everyone = self.parts.group.gather_json(failure and asdict(failure))  # collective
             causes = {rank: Failure(**cause) for rank, cause in enumerate(everyone) if cause}
+            if not causes:  # no rank knows of a fault of its own: what they added up was NaN
+                causes = dict.fromkeys(range(len(everyone)), BAD_SUM)
+                failure = BAD_SUM
             self.finite.is_close = any(cause.kind == "not finite" for cause in causes.values())
             if self._adapt(causes, progress):
                 continue
@@ -137,11 +120,29 @@ class SafeForm:
                 self.left_out.add(batches, failure.text if failure else "", progress)  # collective
                 return False
 
+    def _overlaps(self, window: Window) -> bool:
+        """Say whether gradients are sent within backward: the same on all ranks."""
+        parts = self.parts
+        can_weigh = not parts.config.loop.continue_on_error  # the number of samples is then known
+        has_empty_share = window.size < parts.group.world_size
+        return parts.replica.can_overlap and can_weigh and not has_empty_share
+
     def _try(
-        self, window: Window, batches: Sequence[Batch], progress: Progress, before: Mark
+        self,
+        window: Window,
+        batches: Sequence[Batch],
+        progress: Progress,
+        before: Mark,
+        *,
+        keep_local: bool = True,
     ) -> Failure | None:
-        """Run forward and backward on what can be read; say how it failed. Rank-local."""
+        """Run forward and backward on what can be read; say how it failed.
+
+        Rank-local, but for a backward that does not keep_local: that is collective.
+        """
         parts, rank = self.parts, self.parts.group.launch.rank
+        if not keep_local and parts.replica.buckets is not None:
+            parts.replica.buckets.begin()
         bad = [sample for batch in batches for sample in batch.bad]
         if bad and not parts.config.loop.continue_on_error:
             return Failure(
@@ -151,9 +152,12 @@ class SafeForm:
         where = f"rank {rank}, step {progress.step}"
         self._seed(progress)
         watched = watch(parts.replica.module) if self.finite.is_close else nullcontext()
+        what = ""
         try:
             with watched as witness:
-                self.passes.run(window, micro_batches, keep_local=True)
+                self.passes.run(window, micro_batches, keep_local=keep_local)
+        except LossNotFinite as error:
+            what = str(error)
         except Exception as error:  # WHY broad: whatever it is, the other ranks must hear of it
             if (lost := lost_peer(error, parts.group)) is not None:
                 raise lost from error
@@ -164,17 +168,27 @@ class SafeForm:
             text = f"{where}, {self.passes.phase}, samples {shown(micro_batches)}: "
             text += f"{describe(error)} ({where_of(error)})"
             return Failure(kind, text, max(batch.num_samples for batch in micro_batches))
-        if what := self.finite.own_problem(before):
-            samples = f"samples {shown(micro_batches)}: {what}"
-            text = samples if witness is None else witness.tell(what, micro_batches)
+        if what := what or self.finite.own_problem(before):
+            text = f"samples {shown(micro_batches)}: {what}"
+            text = text if witness is None else witness.tell(what, micro_batches)
             return Failure("not finite", f"{where}, {text}")
         looks = parts.replica.looks_for_unused
         if self._checks_unused and not looks and window.size >= parts.group.world_size:
             names = parts.replica.parameters_without_gradient()
             if names:
-                some = f"{', '.join(names[:_SHOWN])} ({len(names)} in all)"
+                some = f"{', '.join(names[:NUM_SHOWN])} ({len(names)} in all)"
                 return Failure("unused", f"rank {rank}: no gradient came for {some}")
         return None
+
+    def _end_overlapped(self, failure: Failure | None) -> bool:
+        """Do the rest of this rank's part in the sums; say whether some rank failed. Collective."""
+        buckets = self.parts.replica.buckets
+        if failure is not None and (buckets is None or not buckets.stand_in()):
+            raise error_of(failure.kind, failure.text)
+        if buckets is None or not buckets.some_rank_failed(failure is not None):
+            return False
+        buckets.reset()
+        return True
 
     def _sum(self, batches: Sequence[Batch], failure: Failure | None) -> tuple[int, int]:
         """Add up the gradients, with the marks of failed ranks and the samples. Collective."""
@@ -230,7 +244,7 @@ class SafeForm:
         kinds = [cause.kind for cause in causes.values()]
         if self._heals and num_tries == 1 and not {"sample", "unused"} & set(kinds):
             return
-        raise _CLASSES[kinds[0]](_texts(causes), fix=_FIXES[kinds[0]])
+        raise error_of(kinds[0], _texts(causes))
 
     def _without_bad(
         self, window: Window, batches: Sequence[Batch], progress: Progress, before: Mark

@@ -70,6 +70,12 @@ class Parts:
     total_steps: int
     """Optimizer steps of the whole run."""
 
+    @property
+    def watches_loss(self) -> bool:
+        """Look at the loss of each forward. WHY not on a GPU: the look would wait for it."""
+        loop = self.config.loop
+        return self.device.type == "cpu" and (loop.recovery == "on" or loop.continue_on_error)
+
     def open_ledger(self, folder: Path, *, step: int) -> LedgerWriter | None:
         """Begin this rank's part of the ledger, if there is to be one. Collective: all ranks."""
         if not self.config.run.ledger:

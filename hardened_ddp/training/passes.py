@@ -5,6 +5,7 @@ short last window and uneven shares all give the gradient of one big batch.
 """
 
 import contextlib
+import math
 from collections.abc import Sequence
 
 from hardened_ddp.data.loader import Batch
@@ -12,6 +13,10 @@ from hardened_ddp.data.sampler import Window
 from hardened_ddp.reporting.step_clock import StepClock
 from hardened_ddp.training.parts import Parts
 from hardened_ddp.training.totals import Totals
+
+
+class LossNotFinite(ArithmeticError):
+    """A forward gave a loss that is no number. Its backward was not run."""
 
 
 class Passes:
@@ -24,11 +29,14 @@ class Passes:
         self.phase = "forward"
         """What is under way, for a message about an exception in it."""
 
+        self._watches_loss = parts.watches_loss
+
     def run(self, window: Window, batches: Sequence[Batch], *, keep_local: bool) -> None:
         """Run all batches forward and backward; the last backward averages unless keep_local."""
         parts = self.parts
-        # The mean is over the window. DDP divides by world_size besides, which this undoes.
-        scale = (1 if keep_local else parts.group.world_size) / window.size
+        # The mean is over the window. DDP's own sum divides by world_size besides: undone here.
+        is_divided = parts.replica.averages and not keep_local
+        scale = (parts.group.world_size if is_divided else 1) / window.size
         for index, batch in enumerate(batches):
             batch = batch.to(parts.device, channels_last=parts.replica.channels_last)
             is_synced = index == len(batches) - 1 and not keep_local
@@ -36,6 +44,8 @@ class Passes:
             with contextlib.nullcontext() if is_synced else parts.replica.no_sync():
                 with parts.precision.autocast():
                     scored = parts.objective(parts.replica.call, batch.inputs, batch.targets)
+                if self._watches_loss and not math.isfinite(loss := scored.loss_sum.item()):
+                    raise LossNotFinite(f"the loss is {loss}")
                 self.clock.mark("forward")
                 self.phase = "backward"
                 parts.precision.backward(scored.loss_sum * scale)  # collective if is_synced

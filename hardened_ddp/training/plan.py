@@ -13,7 +13,7 @@ import torch
 
 import hardened_ddp
 from hardened_ddp.data.sampler import WindowSampler
-from hardened_ddp.settings.config import Config, LoopConfig
+from hardened_ddp.settings.config import AUTO_BATCH_SIZE, Config, LoopConfig
 
 log = logging.getLogger(__name__)
 
@@ -27,15 +27,17 @@ def choose_global_batch(
 ) -> int:
     """Give the number of samples of one window. Pure but for a line in the log.
 
-    batch_size x world_size x accumulation_steps; a resumed run keeps its own on any number of
-    ranks, so that each step takes the same samples, unless another batch setting was given. The
-    same one again, as in a restart by the same command, is no other.
+    global_batch_size, or batch_size x world_size x accumulation_steps; a resumed run keeps its own
+    on any number of ranks, so that each step takes the same samples, unless another batch setting
+    was given. The same one again, as in a restart by the same command, is no other.
     """
     settings = {
         "batch_size": config.data.batch_size,
         "accumulation_steps": config.optimizer.accumulation_steps,
+        "global_batch_size": config.data.global_batch_size,
     }
-    asked = config.data.batch_size * world_size * config.optimizer.accumulation_steps
+    of_one_rank = (config.data.batch_size or AUTO_BATCH_SIZE) * config.optimizer.accumulation_steps
+    asked = config.data.global_batch_size or of_one_rank * world_size
     if saved is None or saved["global_batch"] == asked:
         return asked
     given = [

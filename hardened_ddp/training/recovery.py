@@ -67,7 +67,7 @@ class Recovery:
     @property
     def is_in_doubt(self) -> bool:
         """The last windows had no finite loss or gradient: their state is not worth saving."""
-        return bool(self.stepper.safe_form.finite.poisoned)
+        return bool(self.stepper.healer.finite.poisoned)
 
     def begin(self, progress: Progress) -> None:
         """Note where training begins: all ranks have just got the same state. Rank-local."""
@@ -88,11 +88,15 @@ class Recovery:
             self.stepper.do(window, batches, progress)  # collective
         except NonFiniteError as error:
             # WHY: a rank whose memory went bad may see it first as a loss that is no number. All
-            # ranks raise this error, in the same state: that of the last step.
-            if not self._compare_every or not self._mend(progress, f": {error.message}"):
+            # ranks raise this error, in the same state, unless nobody could stand in for a rank.
+            replica = self.parts.replica
+            is_raised_by_all = replica.can_stand_in or not replica.can_overlap
+            if not self._compare_every or not is_raised_by_all:
+                raise
+            if not self._mend(progress, f": {error.message}"):  # collective
                 raise
             return False
-        poisoned = self.stepper.safe_form.finite.poisoned
+        poisoned = self.stepper.healer.finite.poisoned
         is_last = progress.step >= self.parts.total_steps
         is_due_now = is_last or len(poisoned) == 1 or is_due(progress.step, self._compare_every)
         step = progress.step
@@ -106,7 +110,7 @@ class Recovery:
 
     def _leave_poisoned(self, progress: Progress, windows: list[str]) -> None:
         """Go back to before windows that had no finite loss or gradient. Collective."""
-        finite = self.stepper.safe_form.finite
+        finite = self.stepper.healer.finite
         what = f"{len(windows)} windows in a row had no finite loss or gradient"
         is_again = finite.last_good < self._poisoned_until - 1
         self._poisoned_until = progress.step
@@ -229,6 +233,6 @@ class Recovery:
             stepper.ledger = self.parts.open_ledger(run.folder, step=progress.step)  # collective
         self.saver.forget([])
         self.journal.go_back(progress.step)
-        stepper.safe_form.finite.forget()
+        stepper.healer.finite.forget()
         self._equal_at = progress.step
         return True

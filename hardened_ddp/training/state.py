@@ -14,6 +14,7 @@ import torch
 from hardened_ddp.checkpoint.tensors import differences, specs_of
 from hardened_ddp.errors import CheckpointMismatchError
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.training.memory import fit_into_memory
 from hardened_ddp.training.parts import Parts, Progress
 
 Tensors = dict[str, torch.Tensor]
@@ -60,6 +61,7 @@ def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
         **asdict(progress),
         "global_batch": parts.global_batch,
         "batch_size": parts.config.data.batch_size,
+        "global_batch_size": parts.config.data.global_batch_size,
         "accumulation_steps": parts.config.optimizer.accumulation_steps,
         "total_steps": parts.total_steps,
         "channels_last": parts.replica.channels_last,
@@ -134,6 +136,16 @@ def check_fits(parts: Parts, saved: Saved) -> None:
             fix="resume with the settings of that run (its config.yaml), or start afresh with "
             "--resume never",
         )
+
+
+def begin(parts: Parts, saved: Saved | None) -> Progress:
+    """Say where the run stands, with the parts in that state. Collective: all ranks.
+
+    A fresh run tries what memory holds; a resumed one knows it, and all else.
+    """
+    if saved is None:
+        return Progress(most_samples=fit_into_memory(parts))  # collective
+    return restore(parts, saved)
 
 
 @torch.no_grad()

@@ -1,10 +1,7 @@
 """One optimizer step: the window's samples forward and backward, gradients averaged, weights moved.
 
-Owns the order forward, backward, all-reduce, unscale, clip, update.
-
-Two forms. The fast one lets DDP average inside the last backward, overlapped with it. The safe one
-(healing.py) keeps gradients local and adds them up afterwards: for CPU ranks of one machine it is
-the faster one; it also serves windows in which some rank has no sample, and --continue_on_error.
+Owns the order forward, backward, all-reduce, unscale, clip, update. The first three are done in
+healing.py, which also does them again if a rank fails in one of them.
 """
 
 import logging
@@ -19,15 +16,12 @@ from hardened_ddp.data.loader import Batch
 from hardened_ddp.data.sampler import Window
 from hardened_ddp.errors import (
     HardenedError,
-    SampleError,
-    UnusedParameterError,
 )
 from hardened_ddp.model.optimizer import learning_rate, set_learning_rate
 from hardened_ddp.model.precision import clip
-from hardened_ddp.ranks.seeding import seed_step
 from hardened_ddp.reporting.step_clock import StepClock
 from hardened_ddp.training.failure import explain_failure
-from hardened_ddp.training.healing import SafeForm
+from hardened_ddp.training.healing import Healer
 from hardened_ddp.training.left_out import LeftOut
 from hardened_ddp.training.parts import Parts, Progress
 from hardened_ddp.training.passes import Passes
@@ -47,7 +41,7 @@ class Stepper:
         self.before_update = before_update
         self.passes = Passes(parts, clock)
         self.left_out = LeftOut(parts)
-        self.safe_form = SafeForm(parts, self.passes, self.left_out)
+        self.healer = Healer(parts, self.passes, self.left_out)
         self.grad_norm: torch.Tensor | None = None
         self.looks_closely = False
         """Set it before a step to have grad_norm measured in it and missing gradients named."""
@@ -120,17 +114,7 @@ class Stepper:
                 ),
             )
         try:
-            if parts.config.loop.continue_on_error or self._keeps_local(window):
-                has_gradient = self.safe_form.do(window, batches, progress, buffers)  # collective
-            else:
-                has_gradient = True
-                seed_step(
-                    parts.config.device.seed,
-                    step=progress.step,
-                    rank=parts.group.launch.rank,
-                    device_type=parts.device.type,
-                )
-                self._do_fast(window, batches)  # collective
+            has_gradient = self.healer.do(window, batches, progress, buffers)  # collective
             with self.commit_lock:
                 if has_gradient:
                     self._update()
@@ -149,31 +133,6 @@ class Stepper:
         parts.optimizer.zero_grad(set_to_none=True)
         self.has_unread_totals = True
         self.clock.mark("optimizer")
-
-    def _keeps_local(self, window: Window) -> bool:
-        """Say whether gradients are summed after backward: the same on all ranks."""
-        group = self.parts.group
-        has_empty_share = window.size < group.world_size
-        return has_empty_share or group.world_size == 1 or self.parts.replica.sums_after
-
-    def _do_fast(self, window: Window, batches: Sequence[Batch]) -> None:
-        """Forward and backward, averaged by DDP within the last backward. Collective."""
-        replica, rank = self.parts.replica, self.parts.group.launch.rank
-        for batch in batches:
-            if batch.bad:
-                raise SampleError(
-                    f"rank {rank} can't read sample {batch.bad[0].index}: {batch.bad[0].error}",
-                    fix="mend it, or leave such samples out with --continue_on_error",
-                )
-        self.passes.run(window, batches, keep_local=False)  # collective
-        names = [] if replica.looks_for_unused else replica.parameters_without_gradient()
-        if names:
-            raise UnusedParameterError(
-                f"rank {rank}: no gradient came for {', '.join(names[:8])} "
-                f"({len(names)} in all), which other ranks wait for",
-                fix="--find_unused_parameters, or use them in every forward, or freeze them",
-            )
-        replica.sync_buffers()  # collective
 
     def _update(self) -> None:
         """Unscale, clip, update the weights. Every rank has the same gradients: no vote."""

@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""What the protection of a step costs: --recovery on against off, on the same windows.
+
+    python benchmarks/protection.py                    some minutes
+    torchrun --nproc_per_node=2 benchmarks/protection.py --rank   what it starts: all in one process
+
+Two models, a tiny one and a ResNet-18, and two ways of the gradients: summed after backward
+through shared memory (CPU ranks of one machine), and sent by DDP's hooks within it (several
+machines, GPUs).
+Each process holds both forms, on and off, of one model, and does blocks of steps in turns; so what
+else the machine does hits both. The figure is the median over the pairs of blocks of the ratio on
+to off, with its quartiles. Bar: 1.01.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # WHY: started by its path, Python looks beside this file only
+
+IMAGES = ["--dataset", "synthetic", "--eval_every", "0", "--num_workers", "0", "--cpu_only"]
+WORKS = {
+    # model and data; steps in a block
+    "tiny": (["--model", "mlp", "--batch_size", "64", "--dataset_args"], "{image_size: 28}", 40),
+    "resnet": (
+        ["--model", "resnet18", "--batch_size", "16", "--dataset_args"],
+        "{image_size: 64}",
+        1,
+    ),
+}
+FORMS = {"shared memory": [], "hooks": ["--no_shared_memory"]}
+BAR = 1.01
+
+
+def main() -> int:
+    """Start the ranks for each work and form, and print the table."""
+    options = _read_options()
+    if options.rank:
+        return measure(options)
+    misses = 0
+    for work, form in itertools.product(options.work, FORMS):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc_per_node={options.ranks}", __file__, "--rank", "--work", work]
+        command += ["--form", form, "--pairs", str(options.pairs)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        low, middle, high = found["quartiles"]
+        misses += middle > BAR
+        print(
+            f"{work:8}{form:15}{found['off_ms']:9.3f} ms a step without, x {middle:.4f} with "
+            f"(quartiles {low:.4f} to {high:.4f}, {options.pairs} pairs)  "
+            f"{'PASS' if middle <= BAR else 'MISS'}",
+            flush=True,
+        )
+    return 1 if misses else 0
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Time both forms in turns; rank 0 prints the figures as JSON. Collective: all ranks."""
+    import torch
+
+    import ddp_training
+    from hardened_ddp.ranks.group import open_group
+    from hardened_ddp.ranks.launch import read_launch
+    from hardened_ddp.reporting.step_clock import StepClock
+    from hardened_ddp.settings.cli import parse
+    from hardened_ddp.settings.layers import resolve
+    from hardened_ddp.training.parts import Progress
+    from hardened_ddp.training.step import Stepper
+
+    flags, data, block = WORKS[options.work[0]]
+    launch, device = read_launch(os.environ), torch.device("cpu")
+    is_shared = options.form == "shared memory"
+    group = open_group(launch, device=device, backend="gloo", timeout_s=60, shared_memory=is_shared)
+    steppers = {}
+    for recovery in ("on", "off"):
+        argv = [*IMAGES, *flags, data, *FORMS[options.form], "--recovery", recovery]
+        settings = resolve(parse(argv), world_size=launch.world_size)
+        parts = ddp_training.build(settings, group, None)  # collective
+        steppers[recovery] = Stepper(parts, clock=StepClock(device), before_update=lambda: None)
+    windows = list(itertools.islice(parts.train_loader.windows(0, 0), 8))
+
+    def seconds(recovery: str) -> float:
+        started_at = time.perf_counter()
+        for number in range(block):
+            window, batches = windows[number % len(windows)]
+            steppers[recovery].do(window, batches, Progress(cursor=window.start))  # collective
+        return (time.perf_counter() - started_at) / block
+
+    ratios, off_s = [], []
+    for pair in range(-2, options.pairs):  # the first ones warm up
+        order = ("on", "off") if pair % 2 else ("off", "on")
+        took = {recovery: seconds(recovery) for recovery in order}
+        if pair >= 0:
+            ratios.append(took["on"] / took["off"])
+            off_s.append(took["off"])
+    group.close()
+    if launch.is_main:
+        figures = {"quartiles": statistics.quantiles(ratios, n=4)}
+        print(json.dumps({**figures, "off_ms": 1000 * statistics.median(off_s)}))
+    return 0
+
+
+def _read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--work", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument(
+        "--pairs", type=int, default=100, help="of blocks, one with and one without"
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--form", choices=FORMS, default="hooks", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

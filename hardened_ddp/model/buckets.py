@@ -1,0 +1,159 @@
+"""DDP's buckets: gradients are summed over the ranks, bucket by bucket, while backward still runs.
+
+Owns the communication hook that sends them. It remembers in which order buckets go and what is in
+them, so that a rank whose forward or backward failed can still take part in the all-reduces that it
+owes: with NaN. Then nobody waits for ever, and every rank sees in its own sums that one failed,
+without a message for it. It also gives the order of additions in which the window is done again:
+the same one, so that the weights come out bitwise equal.
+
+WHY sums: losses are divided by the samples of the whole window, so the sum is the mean.
+Read next: training/healing.py, what is done after a failure.
+"""
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hardened_ddp.ranks.group import Group
+
+log = logging.getLogger(__name__)
+
+Work = torch.futures.Future[torch.Tensor]
+
+
+class Buckets:
+    """The sums of one model's gradients over all ranks, by DDP's hooks."""
+
+    def __init__(
+        self, ddp: DistributedDataParallel, group: Group, *, sent_as: torch.dtype | None = None
+    ) -> None:
+        """Register the hook of ddp. sent_as: round gradients to it on their way; None: don't."""
+        self._ddp = ddp
+        self._group = group
+        self._sent_as = sent_as
+        self._layout: list[list[torch.Tensor]] = []
+        self._under_way: list[list[torch.Tensor]] = []
+        self._futures: list[Work] = []
+        ddp.register_comm_hook(None, self._send)
+
+        # WHY: SyncBatchNorm sends within forward, where nobody knows of it. And a reducer that
+        # waits for a backward that never came must be told so; torch has no public word for that.
+        has_sync_norm = any(isinstance(part, nn.SyncBatchNorm) for part in ddp.module.modules())
+        self.can_stand_in = not has_sync_norm and hasattr(ddp.reducer, "_reset_state")
+        """A rank that failed can do its part in what the others send."""
+
+    def begin(self) -> None:
+        """Forget what was sent in the last backward. Rank-local."""
+        self._under_way, self._futures = [], []
+
+    def stand_in(self) -> bool:
+        """Send NaN for all that this rank owes of a backward that failed, or never began.
+
+        False if that can't be done, or it owed nothing: then the others don't know that it failed.
+        Collective: they are in that backward.
+        """
+        if not self.can_stand_in:
+            return False
+        owed = self._layout[len(self._under_way) :]
+        for parameters in owed:
+            size = sum(parameter.numel() for parameter in parameters)
+            dtype = self._sent_as or parameters[0].dtype
+            dist.all_reduce(torch.full((size,), math.nan, dtype=dtype, device=self._device))
+        if owed and self._ddp.find_unused_parameters and not self._ddp.static_graph:
+            # After the last bucket DDP adds up which parameters each rank has used. WHY ones: it
+            # takes the sum only for those, and each rank is to see the NaN.
+            count = sum(len(parameters) for parameters in self._layout)
+            dist.all_reduce(torch.ones(count, dtype=torch.int32, device=self._device))
+        for future in self._futures:
+            future.wait()
+        return bool(owed)
+
+    def some_rank_failed(self, failed_here: bool) -> bool:
+        """Say whether any rank sent NaN in the last backward; the same on all ranks.
+
+        On the CPU it is seen in the sums, one number of each bucket. WHY not on a GPU: reading one
+        waits for it. There the ranks ask each other, while the GPU still works. Collective there.
+        """
+        if self._device.type == "cpu":
+            if failed_here:
+                return True
+            firsts = [bucket[0].grad for bucket in self._under_way]
+            return any(math.isnan(g[(0,) * g.dim()]) for g in firsts if g is not None)
+        flag = torch.tensor([float(failed_here)])
+        if (work := self._group.start_max(flag)) is not None:  # collective
+            work.wait()
+        return bool(flag)
+
+    def reset(self) -> None:
+        """Make DDP ready for the next forward after a backward that did not end. All ranks."""
+        self.begin()
+        if hasattr(self._ddp.reducer, "_reset_state"):  # see can_stand_in
+            self._ddp.reducer._reset_state()
+
+    @torch.no_grad()
+    def sum_local(self, used: Iterable[torch.Tensor]) -> None:
+        """Add up gradients that stayed local, in the same order as the hook does. Collective.
+
+        used: the parameters that have a gradient on some rank; the others get none.
+        """
+        used_ids = {id(parameter) for parameter in used}
+        for parameters in self._layout:
+            size = sum(parameter.numel() for parameter in parameters)
+            flat = torch.zeros(size, dtype=parameters[0].dtype, device=self._device)
+            places = _places(flat, parameters)
+            for place, parameter in zip(places, parameters, strict=True):
+                if parameter.grad is not None:
+                    place.copy_(parameter.grad)
+            sent = flat if self._sent_as is None else flat.to(self._sent_as)
+            dist.all_reduce(sent)  # collective
+            if sent is not flat:
+                flat.copy_(sent)
+            for place, parameter in zip(places, parameters, strict=True):
+                if id(parameter) in used_ids:
+                    parameter.grad = place
+
+    @property
+    def _device(self) -> torch.device:
+        return self._group.device
+
+    def _send(self, state: None, bucket: dist.GradBucket) -> Work:
+        """Start the all-reduce of one bucket: DDP's communication hook."""
+        self._under_way.append(bucket.parameters())
+        if bucket.is_last():
+            self._layout = self._under_way
+        buffer = bucket.buffer()
+        sent = buffer if self._sent_as is None else buffer.to(self._sent_as)
+        future = dist.all_reduce(sent, async_op=True).get_future()  # collective
+        done: Work
+        if sent is buffer:
+            done = future.then(lambda summed: summed.value()[0])
+        else:
+            done = future.then(lambda summed: buffer.copy_(summed.value()[0]))
+        self._futures.append(done)
+        return done
+
+
+def _places(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Give the part of a bucket that belongs to each parameter, laid out in memory as it is.
+
+    WHY so: what is added up in which order depends on the place in the bucket.
+    """
+    found, begin = [], 0
+    for parameter in parameters:
+        is_image_like = parameter.dim() == 4 and parameter.is_contiguous(
+            memory_format=torch.channels_last
+        )
+        is_dense = parameter.is_contiguous() or is_image_like
+        part = flat[begin : begin + parameter.numel()]
+        found.append(
+            part.as_strided(parameter.size(), parameter.stride(), part.storage_offset())
+            if is_dense
+            else part.view(parameter.size())
+        )
+        begin += parameter.numel()
+    return found
