@@ -67,6 +67,20 @@ def test_numbers_that_go_wrong_once_leave_no_trace_in_the_weights(
     assert last_tensors(tmp_path / "struck") == last_tensors(tmp_path / "quiet")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gradient", "nan"])
+def test_numbers_that_go_wrong_within_the_hooks_of_ddp_leave_no_trace_either(
+    kind: str, tmp_path: Path
+) -> None:
+    hooks = ["--no_shared_memory"]
+    run(tmp_path / "quiet", 2, *spoiled(), *hooks).ok()
+    run(tmp_path / "struck", 2, *spoiled(kind=kind, first=9, last=9), *hooks).ok()
+    assert last_tensors(tmp_path / "struck") == last_tensors(tmp_path / "quiet")
+    finished = run(tmp_path / "spoiled", 2, *spoiled(kind=kind), *hooks)
+    assert finished.statuses == (1, 1)
+    assert "blocks.1.1 (Spoiler) gave the first" in finished.outputs[0]
+
+
 OFTEN = ["--checkpoint_every_steps", "4", "--ledger"]
 
 

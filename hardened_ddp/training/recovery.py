@@ -88,8 +88,12 @@ class Recovery:
             self.stepper.do(window, batches, progress)  # collective
         except NonFiniteError as error:
             # WHY: a rank whose memory went bad may see it first as a loss that is no number. All
-            # ranks raise this error, in the same state: that of the last step.
-            if not self._compare_every or not self._mend(progress, f": {error.message}"):
+            # ranks raise this error, in the same state, unless nobody could stand in for a rank.
+            replica = self.parts.replica
+            is_raised_by_all = replica.can_stand_in or not replica.can_overlap
+            if not self._compare_every or not is_raised_by_all:
+                raise
+            if not self._mend(progress, f": {error.message}"):  # collective
                 raise
             return False
         poisoned = self.stepper.healer.finite.poisoned
