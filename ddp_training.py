@@ -164,26 +164,26 @@ def evaluate(settings: Resolved, group: Group, output: str) -> int:
 def train(settings: Resolved, group: Group) -> int:
     """Open the run folder, build every part, train from where the run stands, say how it ended."""
     from hardened_ddp.guard.stop import StopRequest
-    from hardened_ddp.ranks.host_memory import keep_freed_memory
     from hardened_ddp.reporting.log import add_log_file
     from hardened_ddp.settings.record import dump
     from hardened_ddp.training.journal import Journal
     from hardened_ddp.training.recovery import Recovery
-    from hardened_ddp.training.rescue import refuse_crash_loop, rescue, save_while_stuck
+    from hardened_ddp.training.rescue import refuse_crash_loop, rescue
     from hardened_ddp.training.resume import open_run, read_checkpoint
     from hardened_ddp.training.saving import Saver
     from hardened_ddp.training.state import begin
     from hardened_ddp.training.step import Stepper
+    from hardened_ddp.training.watched import watch_for_hangs, watched
 
     # From here on a signal means: save, then leave.
     loop = settings.config.loop
     with (
         StopRequest(group, time_limit=loop.time_limit) as stop,
         open_run(settings.config, group) as run,  # collective
+        watch_for_hangs(settings.config, group, run.folder) as watch,  # collective
     ):
         settings_text = dump(settings.config, settings.sources)
-        if group.launch.is_main:
-            run.write_settings(settings_text)
+        run.write_settings(settings_text)
         add_log_file(run.folder / "logs", rank=group.launch.rank)
         saved = read_checkpoint(run, group)  # collective: rank 0 reads, all get it
         parts = build(settings, group, saved)  # collective
@@ -194,12 +194,11 @@ def train(settings: Resolved, group: Group) -> int:
         parts.call_when_workers_start(stop.leave_children_alone)
         journal = Journal(parts, run.folder, settings_text=settings_text, step=progress.step)
         saver = Saver(parts, run.store, goodput=journal.goodput)
-        if group.device.type == "cpu":
-            keep_freed_memory()
         stepper = Stepper(parts, clock=journal.clock, before_update=saver.before_update)
         stop.watch(run.folder)
-        stuck = (stepper, progress, saver, run.folder)
-        stop.start_last_resort(lambda: save_while_stuck(*stuck), grace_s=loop.stop_grace_s)
+        subject = watched(stepper, progress, saver, run.folder, journal)
+        watch.attach(subject)
+        stop.start_last_resort(subject.save, grace_s=loop.stop_grace_s)
         stepper.ledger = parts.open_ledger(run.folder, step=progress.step)  # collective
         status = "failed"
         try:
@@ -210,6 +209,7 @@ def train(settings: Resolved, group: Group) -> int:
             saver.save_last(progress)
             stop.finish()  # collective
         except Exception as error:
+            watch.close()  # if a rank hung: this waits for the verdict, and the process ends
             # This rank failed, or another one: whoever is left saves the last completed step.
             rescue(error, stepper, progress, saver, run.folder)
             raise
@@ -236,7 +236,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     config, launch = settings.config, group.launch
     # Data. Each node downloads once; then every rank opens the same files.
     group.run_on_local_main(lambda: prepare_data(config.data), what="the download")  # collective
-    data = build_data(config.data)
+    data = build_data(config.data, leaves_out=config.loop.continue_on_error)
     group.check_equal(  # collective: do all ranks mean the same run?
         facts_of_rank(agreed_settings(config), dataset_fingerprint=data.fingerprint)
     )

@@ -70,6 +70,14 @@ class PeerLostError(HardenedError):
     is_retryable = True
 
 
+class HangError(HardenedError):
+    """A rank, or all of them, did not come on for longer than their phase may take."""
+
+    code = "DDP-G05"
+    exit_status = 75  # as PeerLostError: the last step is saved, try again
+    is_retryable = True
+
+
 class DataError(HardenedError):
     """The dataset is unknown, missing, unreadable or empty."""
 
@@ -170,3 +178,8 @@ class MissingPackageError(HardenedError):
 
     code = "DDP-X02"
     exit_status = 2
+
+
+def first_line(error: BaseException) -> str:
+    """Give the first line of what an exception says, or its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,13 +1,16 @@
 """Datasets and models that tests plug in by import path, as a user would."""
 
+import errno
 import gc
 import os
+import re
 import signal
 import time
+from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 
 class Points(Dataset[tuple[torch.Tensor, int]]):
@@ -53,6 +56,69 @@ class PacedPoints(Points):
 
 def paced_points(train: bool, pace: str) -> Points:
     return PacedPoints(400, pace) if train else Points(17)
+
+
+class FaultyPoints(Points):
+    """Points of which some are wrong (nan, infinite, label, half), or make trouble when a worker
+    reads them first: kill, abort, segfault, exit, stumble. flags: a folder that remembers that."""
+
+    def __init__(self, size: int, faults: dict[int, str], flags: str) -> None:
+        super().__init__(size)
+        self.faults, self.flags = faults, flags
+        self.files = [f"{flags}/point-{index}" for index in range(size)]
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        point, label = super().__getitem__(index)
+        match self.faults.get(index, ""):
+            case "nan" | "infinite" as value:
+                point[1] = float(value[:3])
+            case "label":
+                return point, 7
+            case "half":
+                return point, label + 0.5  # type: ignore[return-value]  # that is the fault
+            case "broken":
+                raise ValueError(f"broken file {index}")
+            case kind if kind and get_worker_info() is not None:
+                self._make_trouble(kind, index)
+        return point, label
+
+    def _make_trouble(self, kind: str, index: int) -> None:
+        tries = Path(self.flags, f"tried-{index}")
+        num_tries = len(tries.read_text()) if tries.exists() else 0
+        tries.write_text("x" * (num_tries + 1))
+        if kind == "stumble" and num_tries < 2:
+            raise OSError(errno.ESTALE, "stale file handle")
+        if num_tries == 0:
+            match kind:
+                case "exit":
+                    os._exit(0)
+                case "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "abort":
+                    os.abort()
+                case "segfault":
+                    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+                    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def faulty_points(
+    train: bool,
+    flags: str,
+    size: int = 40,
+    faults: dict[int, str] | None = None,
+    test_faults: dict[int, str] | None = None,
+) -> Points:
+    wanted = (faults if train else test_faults) or {}
+    numbered = {int(index): kind for index, kind in wanted.items()}
+    return FaultyPoints(size if train else 17, numbered, flags)
+
+
+def listed_points(train: bool, wrong: tuple[int, ...] = ()) -> Points:
+    """Give points that list their labels, some of which are no class."""
+    dataset = FaultyPoints(40, dict.fromkeys(wrong if train else (), "label"), "")
+    labels = [9 if index in dataset.faults else index % 2 for index in range(40)]
+    dataset.targets = labels  # type: ignore[attr-defined]  # a list that some datasets have
+    return dataset
 
 
 def other_points_on_rank_1(train: bool) -> Points:
@@ -284,6 +350,109 @@ class Picky(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.training and bool((inputs == self.sample).all(dim=1).any()):
             raise ValueError("I do not like this one")
+        logits: torch.Tensor = self.layer(inputs)
+        return logits
+
+
+def hang(how: str) -> None:
+    """Never come back, asleep or with Python's lock in hand."""
+    if how == "hold":
+        re.match(r"(a?){64}a{64}", "a" * 64)
+    while True:
+        time.sleep(1)
+
+
+def is_first_time(marker: str) -> bool:
+    """Say whether the file marker is not there yet, and make it; always, without a name."""
+    try:
+        if marker:
+            open(marker, "x").close()
+    except FileExistsError:
+        return False
+    return True
+
+
+class Hanging(nn.Module):
+    """Hangs in one of its forwards, on one rank; with a marker only once."""
+
+    def __init__(
+        self,
+        num_classes: int,
+        rank: int = 1,
+        forward_number: int = 12,
+        how: str = "sleep",
+        marker: str = "",
+    ) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+        self.is_it = os.environ.get("RANK", "0") == str(rank)
+        self.number, self.how, self.marker = forward_number, how, marker
+        self.num_forwards = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        if self.is_it and self.num_forwards == self.number and is_first_time(self.marker):
+            hang(self.how)
+        logits: torch.Tensor = self.layer(inputs)
+        return logits
+
+
+class HangingPoints(Points):
+    """Hangs where one sample is read; with a marker only once."""
+
+    def __init__(self, size: int, index: int, marker: str) -> None:
+        super().__init__(size)
+        self.index, self.marker = index, marker
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == self.index and is_first_time(self.marker):
+            hang("sleep")
+        return super().__getitem__(index)
+
+
+def points_that_hang(train: bool, index: int, marker: str = "", size: int = 40) -> Points:
+    return HangingPoints(size, index, marker) if train else Points(17)
+
+
+class Pausing(nn.Module):
+    """Takes 50 ms for each forward."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        logits: torch.Tensor = self.layer(inputs)
+        return logits
+
+
+class SlowAtFirst(nn.Module):
+    """Takes two seconds for one of its first forwards, and for each one in an evaluation."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+        self.num_forwards = 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        if not self.training or self.num_forwards == 5:
+            time.sleep(2)
+        logits: torch.Tensor = self.layer(inputs)
+        return logits
+
+
+class Straggling(nn.Module):
+    """Takes 40 ms for a forward on rank 1, and 10 ms on the others."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+        self.pause_s = 0.04 if os.environ.get("RANK") == "1" else 0.01
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.pause_s)
         logits: torch.Tensor = self.layer(inputs)
         return logits
 

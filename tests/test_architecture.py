@@ -49,7 +49,8 @@ OWNERS = {
     "numpy.random.seed": "ranks/seeding.py",
     "signal.signal signal.set_wakeup_fd signal.siginterrupt": "guard/stop.py",
     "threading.Thread threading.Timer _thread.* concurrent.futures.Thread*": (
-        "guard/watchdog.py checkpoint/snapshot.py reporting/* data/crew.py ranks/patient_store.py"
+        "guard/watchdog.py guard/hang.py checkpoint/snapshot.py reporting/* data/crew.py "
+        "ranks/patient_store.py"
     ),
     "print": "reporting/* diagnosis/* ddp_training.py",
     "sys.exit exit quit SystemExit": "ddp_training.py",

@@ -129,7 +129,7 @@ def test_the_trial_leaves_no_trace(
 def page_faults_of_a_loop(keeps: bool) -> int:
     """Ask for 64 MB, fill it, and let it go, again and again."""
     if keeps:
-        assert keep_freed_memory()
+        assert keep_freed_memory("cpu")
     for turn in range(18):
         if turn == 6:
             before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

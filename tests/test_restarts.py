@@ -78,6 +78,7 @@ def test_a_rank_that_hangs_is_left_after_the_timeout(
     victim: int, flags: list[str], tmp_path: Path
 ) -> None:
     argv = [*STEADY, *flags, "--epochs", "20", "--timeout_s", "3", "--output_dir", tmp_path]
+    argv += ["--hang_after_s", "0"]  # with a watch, see test_hangs.py
     with start_training([*argv, "--checkpoint_every_steps", "0"], 2) as running:
         running.wait_for(lambda: _is_past(tmp_path, 10), timeout_s=60, what="10 steps")
         running.kill(victim, signal.SIGSTOP)

@@ -58,6 +58,9 @@ class TaskData:
     input_shape: tuple[int, ...]
     """Of one sample, without the batch: (channels, height, width)."""
 
+    labels_are_classes: bool
+    """Labels are whole numbers below num_classes, and not something that only the model knows."""
+
     class_names: tuple[str, ...]
     fingerprint: str
     """Differs if name, arguments, length or some samples differ."""
@@ -77,8 +80,11 @@ def prepare_data(config: DataConfig) -> None:
             _open(name, config, train=train, download=True)
 
 
-def build_data(config: DataConfig) -> TaskData:
-    """Open the training and the test set; downloads nothing. Rank-local. Raises DataError."""
+def build_data(config: DataConfig, *, leaves_out: bool = False) -> TaskData:
+    """Open the training and the test set; downloads nothing. Rank-local. Raises DataError.
+
+    leaves_out: samples whose label is no class will be left out, so they are no error here.
+    """
     name = _known_name(config.dataset)
     train, test = (_open(name, config, train=train) for train in (True, False))
     if train is None or len(train) == 0:  # type: ignore[arg-type]  # map-style: it has a length
@@ -95,15 +101,18 @@ def build_data(config: DataConfig) -> TaskData:
             config.dataset,
         )
     num_classes = count_classes(train, config.dataset)
-    check_labels(train, num_classes, config.dataset)
-    check_labels(test, num_classes, f"{config.dataset} (test)")
-    inputs = read_example(train, config.dataset).inputs
+    check_labels(train, num_classes, config.dataset, leaves_out=leaves_out)
+    check_labels(test, num_classes, f"{config.dataset} (test)", leaves_out=leaves_out)
+    example = read_example(train, config.dataset)
+    inputs, targets = example.inputs, example.targets
     names = getattr(train, "classes", None) or [str(index) for index in range(num_classes)]
     return TaskData(
         train=train,
         test=test,
         num_classes=num_classes,
         input_shape=tuple(inputs.shape[1:]) if isinstance(inputs, torch.Tensor) else (),
+        labels_are_classes=targets.dim() == 1
+        and not (targets.is_floating_point() or targets.is_complex()),
         class_names=tuple(str(name) for name in names),
         fingerprint=fingerprint((train, test), name=config.dataset, arguments=config.dataset_args),
         in_memory=is_in_memory(train),

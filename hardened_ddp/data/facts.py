@@ -7,6 +7,7 @@ Does not own: opening it (datasets.py).
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from hardened_ddp.errors import DataError, SampleError
 
 _MOST_TRIES = 8  # samples to look at for one that can be read
 _PLACES = ("root", "data_dir", "cache_dir")  # in dataset_args: where the data lies
+
+log = logging.getLogger(__name__)
 
 AnyDataset = Dataset[Any]  # Any: whatever a sample is
 
@@ -72,8 +75,13 @@ def check_classes(train: AnyDataset, test: AnyDataset | None, name: str) -> None
     )
 
 
-def check_labels(dataset: AnyDataset | None, num_classes: int, name: str) -> None:
-    """Find a label out of range now: on a GPU it would end the process without a name."""
+def check_labels(
+    dataset: AnyDataset | None, num_classes: int, name: str, *, leaves_out: bool
+) -> None:
+    """Find a label out of range now: before hours of training, and with all of its kind.
+
+    Raises DataError unless leaves_out: then only says how many samples that will cost.
+    """
     labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
     try:
         labels = torch.as_tensor(labels)
@@ -84,9 +92,15 @@ def check_labels(dataset: AnyDataset | None, num_classes: int, name: str) -> Non
     wrong = ((labels < 0) | (labels >= num_classes)).nonzero()
     if len(wrong):
         index = int(wrong[0])
-        raise DataError(
+        text = (
             f"dataset {name}: sample {index} has label {int(labels[index])}, but there are "
-            f"{num_classes} classes, 0 to {num_classes - 1}",
+            f"{num_classes} classes, 0 to {num_classes - 1}"
+        )
+        if leaves_out:
+            log.warning("%s; %d such samples will be left out", text, len(wrong))
+            return
+        raise DataError(
+            text,
             fix="number the labels from 0, or correct num_classes",
         )
 

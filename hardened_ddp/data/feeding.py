@@ -2,7 +2,8 @@
 
 import torch
 
-from hardened_ddp.data.datasets import TaskData
+from hardened_ddp.data.checks import Checks
+from hardened_ddp.data.datasets import AnyDataset, TaskData
 from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.loader import BatchStream, EvalLoader, TrainLoader
 from hardened_ddp.data.sampler import WindowSampler
@@ -20,7 +21,8 @@ def build_train_loader(
     device: torch.device,
 ) -> TrainLoader:
     """Build the loader of this rank's training windows. Rank-local; reads one sample."""
-    fetcher = Fetcher(data.train, seed=sampler.seed)
+    checks = _checks_of(data.train, data, config)
+    fetcher = Fetcher(data.train, seed=sampler.seed, checks=checks)
     stream = _build_stream(
         fetcher, data, config, launch=launch, device=device, batch_size=sampler.batch_size
     )
@@ -34,7 +36,7 @@ def build_eval_loader(
     if data.test is None:
         return None
     stream = _build_stream(
-        Fetcher(data.test, seed=0),
+        Fetcher(data.test, seed=0, checks=_checks_of(data.test, data, config)),
         data,
         config,
         launch=launch,
@@ -48,6 +50,12 @@ def build_eval_loader(
         rank=launch.rank,
         world_size=launch.world_size,
     )
+
+
+def _checks_of(dataset: AnyDataset, data: TaskData, config: DataConfig) -> Checks:
+    """Choose what to look for in samples. Rank-local; of data in memory, looks at all."""
+    num_classes = data.num_classes if data.labels_are_classes else 0
+    return Checks.of(dataset, num_classes=num_classes, inputs=config.check_inputs)
 
 
 def _build_stream(

@@ -1,7 +1,8 @@
 """Reading the samples of one micro-batch, in this process or in a worker.
 
-Owns what a batch is, and what becomes of a sample that can't be read: it is set aside with its
-reason, and the batch holds the rest; the caller decides what that means.
+Owns what becomes of a sample that can't be read: it is tried again, then set aside with its reason,
+and the batch holds the rest; the caller decides what that means. The same for one with a value that
+the model can't take (checks.py).
 WHY errors never leave as exceptions: one that can't be pickled would hang a worker's reader, and
 one sample's error would cost the whole batch.
 """
@@ -9,82 +10,50 @@ one sample's error would cost the whole batch.
 import pickle
 import random
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
+from hardened_ddp.data.batch import BadSample, Batch, Request, map_tensors, split, stack, take
+from hardened_ddp.data.checks import Checks
 from hardened_ddp.data.memory import MemoryImages
+from hardened_ddp.data.read_errors import describe, file_of, may_pass, read_again, will_stay
 from hardened_ddp.data.vision import import_torchvision
-from hardened_ddp.errors import SampleError
+from hardened_ddp.errors import LoaderError, SampleError
 from hardened_ddp.ranks.seeding import seed_sample
 
-RETRY_WAITS_S = (0.1, 0.5, 2.0)
-"""A network disk often answers the second time; a broken file never does."""
+__all__ = ["BadSample", "Batch", "Fetcher", "Request", "describe", "map_tensors", "split", "take"]
 
 LABEL_NAMES = ("labels", "label", "targets", "target")
 """What the target may be called in a sample that is a mapping."""
 
-_MAX_TEXT = 400  # characters of a foreign error; one may quote a whole file
+MOST_UNREACHABLE = 3
+"""Samples of one batch. If more can't be reached, the storage is to blame, not the samples."""
 
-Request = tuple[int, torch.Tensor]
-"""(epoch, indices of one micro-batch)."""
-
-
-@dataclass(frozen=True, slots=True)
-class BadSample:
-    """A sample that can't be read."""
-
-    index: int
-    error: str
-
-
-@dataclass(slots=True)
-class Batch:
-    """One micro-batch. Any: a tensor, or what the dataset nests tensors in."""
-
-    inputs: Any
-    targets: torch.Tensor
-    """(num_samples,) int64."""
-
-    indices: torch.Tensor
-    """(num_samples,) int64: which samples these are."""
-
-    bad: tuple[BadSample, ...] = ()
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.indices)
-
-    def to(self, device: torch.device, *, channels_last: bool = False) -> "Batch":
-        """Give the batch on device; images with channels last if asked."""
-        if device.type == "cpu" and not channels_last:
-            return self
-        inputs = map_tensors(self.inputs, lambda tensor: tensor.to(device, non_blocking=True))
-        if channels_last and isinstance(inputs, torch.Tensor) and inputs.dim() == 4:
-            inputs = inputs.contiguous(memory_format=torch.channels_last)
-        targets = self.targets.to(device, non_blocking=True)
-        return Batch(inputs, targets, self.indices, self.bad)
-
-    def size_bytes(self) -> int:
-        """Count the bytes of all tensors."""
-        sizes: list[int] = []
-        map_tensors((self.inputs, self.targets), lambda tensor: sizes.append(tensor.nbytes))
-        return sum(sizes)
+_MAX_TEXT = 400  # characters that tell the shape of a sample
 
 
 class Fetcher:
     """Reads micro-batches of one dataset. Picklable if the dataset is."""
 
-    def __init__(self, dataset: Any, *, seed: int) -> None:  # Any: a map-style dataset
+    def __init__(self, dataset: Any, *, seed: int, checks: Checks | None = None) -> None:
+        """dataset: a map-style one. checks: what makes a sample one that can't be used."""
         self.dataset = dataset
         self.seed = seed
+        self.checks = checks or Checks()
+        self.shares_memory = True
+        """In a worker: batches are made in shared memory."""
+
+        self.reading: list[int] | memoryview[int] = [-1]
+        """The sample under way, where it is read singly; others may look into it meanwhile."""
+
         # WHY: a Subset has __getitems__ whatever it is a part of. If that has none, reading sample
         # by sample is the same work, and each sample gets its own seed.
         is_plain_part = isinstance(dataset, Subset) and not hasattr(dataset.dataset, "__getitems__")
@@ -96,22 +65,35 @@ class Fetcher:
     def __reduce__(self) -> tuple[Any, ...]:
         # WHY packed twice: a dataset of torchvision brings up its import, which has to be mended
         # first in a worker where it had to be mended here.
-        packed = pickle.dumps((self.dataset, self.seed))
+        packed = pickle.dumps((self.dataset, self.seed, self.checks))
         return _unpack, ("torchvision" in sys.modules, packed)
 
     def __getitem__(self, request: Request) -> Batch:
         """Read one micro-batch. The name is what torch's DataLoader calls in a worker."""
         epoch, indices = request
         if isinstance(self.dataset, MemoryImages):
-            return Batch(*self.dataset.fetch(indices, seed=self.seed, epoch=epoch), indices)
+            images, labels = self.dataset.fetch(indices, seed=self.seed, epoch=epoch)
+            return self._checked(Batch(images, labels, indices))
         if self.reads_batches:
+            return self._checked(self._read_whole(epoch, indices))
+        return self._checked(self._read_samples(epoch, indices))
+
+    def _read_whole(self, epoch: int, indices: torch.Tensor) -> Batch:
+        """Read all at once; sample by sample if that fails, and then it will be known which."""
+        read = partial(self._read_batch, epoch, indices)
+        try:
+            return read()
+        except MemoryError:
+            raise
+        except Exception as error:  # WHY broad: the user's code; told by _read_samples
+            first = error
+        troubles: list[str] = []
+        if may_pass(first):
             try:
-                return self._read_batch(epoch, indices)
-            except MemoryError:
-                raise
-            except Exception:  # WHY broad and then on: sample by sample it will be known which
-                return self._read_samples(epoch, indices)
-        return self._read_samples(epoch, indices)
+                return replace(read_again(read, first, troubles), troubles=tuple(troubles))
+            except Exception as error:  # WHY broad: as above
+                troubles.append(describe(error))
+        return self._read_samples(epoch, indices, troubles)
 
     def _read_batch(self, epoch: int, indices: torch.Tensor) -> Batch:
         """Read all at once: a collated batch, or a list of samples, both are in use."""
@@ -120,38 +102,81 @@ class Fetcher:
             seed_sample(self.seed, epoch, numbers[0])
         found = self.dataset.__getitems__(numbers)
         if isinstance(found, list) and len(found) == len(numbers):
-            return _collate(found, numbers, ())
+            return self._collate(found, numbers, ())
         return Batch(*split_targets(found), indices)
 
-    def _read_samples(self, epoch: int, indices: torch.Tensor) -> Batch:
+    def _read_samples(
+        self, epoch: int, indices: torch.Tensor, troubles: Sequence[str] = ()
+    ) -> Batch:
         samples: list[Any] = []
         good: list[int] = []
         bad: list[BadSample] = []
+        told = list(troubles)
+        num_unreachable = 0
         for index in indices.tolist():
+            self.reading[0] = index
+            try:
+                samples.append(self._read_sample(epoch, index, told))
+                good.append(index)
+            except (MemoryError, KeyboardInterrupt):  # no sample is to blame
+                raise
+            # WHY broad: the user's code; reported with its index. WHY its exits too: it is not for
+            # a sample to end the rank, and torch would end the worker without a word.
+            except BaseException as error:
+                bad.append(BadSample(index, describe(error), file_of(self.dataset, index, error)))
+                num_unreachable += may_pass(error)
+                if num_unreachable > MOST_UNREACHABLE:
+                    raise LoaderError(
+                        f"{num_unreachable} samples of one batch could not be reached, each tried "
+                        f"for some seconds; the last, {bad[-1].name}: {bad[-1].error}",
+                        fix="look at the storage of this node, then --resume the run",
+                    ) from error
+        batch = self._collate(samples, good, tuple(bad))
+        return replace(batch, troubles=tuple(told)) if told else batch
+
+    def _read_sample(self, epoch: int, index: int, troubles: list[str]) -> Any:
+        """Read one sample. Raises what it raises if it fails again. Any: as the dataset gives it"""
+        try:
             # WHY per sample: its augmentation must not depend on which rank or worker reads it.
             if self.uses_randomness:
                 seed_sample(self.seed, epoch, index)
-            try:
-                samples.append(self._read_sample(index))
-                good.append(index)
-            except MemoryError:  # no sample is to blame
+            return self.dataset[index]
+        except MemoryError:
+            raise
+        except Exception as error:  # WHY broad: the user's code
+            if will_stay(error):
                 raise
-            except Exception as error:  # WHY broad: the user's code; reported with its index
-                bad.append(BadSample(index, describe(error)))
-        return _collate(samples, good, tuple(bad))
+            first = error
 
-    def _read_sample(self, index: int) -> Any:  # Any: whatever the dataset returns
-        """Read one sample; after an OSError that a second try may not meet, wait and try again."""
-        for wait_s in RETRY_WAITS_S:
-            try:
-                return self.dataset[index]
-            except (FileNotFoundError, PermissionError, IsADirectoryError):
-                raise
-            except OSError as error:
-                if error.errno is None:  # raised by a decoder on bad bytes: no disk is to blame
-                    raise
-                time.sleep(wait_s)
-        return self.dataset[index]
+        def read() -> Any:  # Any: as above
+            # WHY again: a second try must not change the sample's random numbers.
+            if self.uses_randomness:
+                seed_sample(self.seed, epoch, index)
+            return self.dataset[index]
+
+        # WHY once more in any case: a file that was cut off on its way is whole at a second look.
+        return read_again(read, first, troubles) if may_pass(first) else read()
+
+    def _collate(
+        self, samples: Sequence[Any], numbers: Sequence[int], bad: tuple[BadSample, ...]
+    ) -> Batch:
+        # WHY two ways: in a worker, torch's own makes its tensors in shared memory.
+        collate = default_collate if self.shares_memory else stack
+        return _collate(samples, numbers, bad, collate)
+
+    def _checked(self, batch: Batch) -> Batch:
+        """Set aside the samples that the model can't take, and make labels int64."""
+        if wrong := self.checks.find(batch):
+            numbers = batch.indices.tolist()
+            bad = tuple(
+                BadSample(numbers[place], text, file_of(self.dataset, numbers[place]))
+                for place, text in sorted(wrong.items())
+            )
+            good = [place for place in range(batch.num_samples) if place not in wrong]
+            batch = replace(take(batch, good), bad=batch.bad + bad, troubles=batch.troubles)
+        if self.checks.num_classes and batch.targets.dtype != torch.int64:
+            batch.targets = batch.targets.to(torch.int64)
+        return batch
 
 
 def split_targets(data: Any) -> tuple[Any, Any]:  # Any: a foreign sample, or a batch of them
@@ -172,52 +197,6 @@ def split_targets(data: Any) -> tuple[Any, Any]:  # Any: a foreign sample, or a 
     )
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Change each tensor in nested mappings, tuples and lists. Any: whatever a dataset gives."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: map_tensors(part, change) for key, part in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple wants them one by one
-        return type(value)(*(map_tensors(part, change) for part in value))
-    if isinstance(value, tuple | list):
-        return type(value)(map_tensors(part, change) for part in value)
-    return value
-
-
-def split(batches: Sequence[Batch], most_samples: int) -> list[Batch]:
-    """Cut readable batches into micro-batches of most_samples at most; 0: leave them."""
-    found = []
-    for batch in batches:
-        size = batch.num_samples
-        step = most_samples if 0 < most_samples < size else max(1, size)
-        if step == size:
-            found.append(batch)
-        else:
-            found += [take(batch, range(i, min(i + step, size))) for i in range(0, size, step)]
-    return [batch for batch in found if batch.num_samples]
-
-
-def take(batch: Batch, positions: Sequence[int]) -> Batch:
-    """Give some samples of a batch. Tensors of its inputs have the samples first."""
-    index = torch.as_tensor(list(positions), dtype=torch.int64)
-
-    def pick(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[index] if tensor.dim() and len(tensor) == batch.num_samples else tensor
-
-    inputs = map_tensors(batch.inputs, pick)
-    return Batch(inputs, batch.targets[index], batch.indices[index])
-
-
-def describe(error: BaseException) -> str:
-    """Give type and text of an exception, short, and whatever its __str__ does."""
-    try:
-        text = str(error)
-    except Exception as second:  # WHY broad: the user's code, and it must not hide the first error
-        text = f"(its text can't be had: {type(second).__name__})"
-    return f"{type(error).__name__}: {text}"[:_MAX_TEXT]
-
-
 @contextmanager
 def unmoved_rng() -> Iterator[None]:
     """Read samples inside without moving the random numbers of the rest of the run."""
@@ -233,17 +212,22 @@ def unmoved_rng() -> Iterator[None]:
 def _unpack(has_torchvision: bool, packed: bytes) -> Fetcher:
     if has_torchvision:
         import_torchvision()
-    dataset, seed = pickle.loads(packed)
-    return Fetcher(dataset, seed=seed)
+    dataset, seed, checks = pickle.loads(packed)
+    return Fetcher(dataset, seed=seed, checks=checks)
 
 
-def _collate(samples: Sequence[Any], numbers: Sequence[int], bad: tuple[BadSample, ...]) -> Batch:
+def _collate(
+    samples: Sequence[Any],
+    numbers: Sequence[int],
+    bad: tuple[BadSample, ...],
+    collate: Callable[[list[Any]], Any],
+) -> Batch:
     """Make a batch of samples. One that is not shaped as most of them are is bad."""
     if not samples:
         empty = torch.empty(0, dtype=torch.int64)
         return Batch(torch.empty(0), empty, empty, bad)
     try:
-        inputs, targets = split_targets(default_collate(list(samples)))
+        inputs, targets = split_targets(collate(list(samples)))
         if not isinstance(targets, torch.Tensor):
             raise TypeError(f"a label is a {type(targets).__name__}, and not a number")
     except Exception as error:  # WHY broad: default_collate raises what it meets
@@ -262,7 +246,7 @@ def _collate(samples: Sequence[Any], numbers: Sequence[int], bad: tuple[BadSampl
         )
         samples = [sample for sample, is_fit in zip(samples, fits, strict=True) if is_fit]
         numbers = [number for number, is_fit in zip(numbers, fits, strict=True) if is_fit]
-        return _collate(samples, numbers, bad + misfits)
+        return _collate(samples, numbers, bad + misfits, collate)
     return Batch(inputs, targets, torch.tensor(numbers), bad)
 
 

@@ -1,185 +1,20 @@
-"""Batches for each step, in order, whatever happens to a worker.
+"""What a rank trains on and what it is tested on: its share of each window, and of the test set.
 
-Owns the stream of micro-batches: read in this process, or by worker processes (crew.py). What was
-asked for and not handed out is remembered, so a worker that dies costs nothing: new workers, half
-as many, start at the first micro-batch that was not handed out.
-
-WHY no DataLoader without workers: it would cost a tiny model 8 % of each step.
-What goes wrong here: workers killed for memory, hung, or out of shared memory: see _recover.
+Owns which batches are asked for, and in which order. Whatever happens to a worker, they come in
+this order, none twice and none left out.
+Does not own: reading them (stream.py), which samples are whose (sampler.py).
 """
 
-import logging
-import pickle
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 
 import torch
 
-from hardened_ddp.data.crew import Crew, CrewLost
-from hardened_ddp.data.fetch import BadSample, Batch, Fetcher, Request
+from hardened_ddp.data.batch import BadSample, Batch, Request
 from hardened_ddp.data.sampler import Window, WindowSampler, share_of, split_micro_batches
-from hardened_ddp.data.workers import WorkerPlan, raise_open_file_limit
-from hardened_ddp.errors import LoaderError, SampleError
-from hardened_ddp.settings.config import DataConfig
+from hardened_ddp.data.stream import BatchStream
+from hardened_ddp.errors import SampleError
 
 __all__ = ["BadSample", "Batch", "BatchStream", "EvalLoader", "TrainLoader", "Window"]
-
-log = logging.getLogger(__name__)
-
-Requests = Callable[[], Iterator[Request]]
-MAX_LOST_PER_BATCH = 3  # more than these, and the storage is to blame, not the samples
-_LOST = "its worker was lost"
-
-
-class BatchStream:
-    """Turns requests into batches, with the workers of one rank."""
-
-    def __init__(
-        self, fetcher: Fetcher, plan: WorkerPlan, config: DataConfig, *, pin_memory: bool
-    ) -> None:
-        self.fetcher = fetcher
-        self.num_workers = plan.num_workers
-        self.plan = plan
-        self.config = config
-        self.pin_memory = pin_memory
-        self.after_start: Callable[[], None] | None = None
-        """Called when workers have started: torch has then taken over SIGCHLD."""
-
-        self._crew: Crew | None = None
-        self._is_idle = True  # the crew has answered all requests of the last epoch
-        self._suspect: Request | None = None  # what was waited for when workers were lost
-        for reason in plan.reasons:
-            log.warning("%s", reason)
-        if self.num_workers > 0:
-            raise_open_file_limit()
-            self._check_picklable()
-
-    def batches(self, requests: Requests) -> Iterator[Batch]:
-        """Give the batch of each request, in order, none twice and none left out.
-
-        Raises LoaderError if one sample after the other kills or hangs its reader.
-        """
-        tape = _Tape(requests())
-        while self.num_workers > 0:
-            try:
-                crew = self._start(tape.read())
-                while (batch := crew.receive()) is not None:
-                    if not (tape.unanswered and _answers(batch, tape.unanswered[0])):
-                        raise CrewLost("a batch came that was not asked for")
-                    tape.unanswered.popleft()
-                    yield batch
-                if tape.unanswered:
-                    raise CrewLost("workers ended before they had answered all requests")
-                self._is_idle = True
-                if not self.config.persistent_workers:
-                    self.close()
-                return
-            except CrewLost as lost:
-                yield from self._recover(lost, tape.unanswered)
-        for request in tape.read():
-            tape.unanswered.popleft()
-            yield self.fetcher[request]
-
-    def close(self) -> None:
-        """End the workers."""
-        if self._crew is not None:
-            self._crew.close(is_broken=not self._is_idle)
-            self._crew = None
-
-    def _start(self, requests: Iterator[Request], *, num_workers: int = 0) -> Crew:
-        """Set the workers to work: those of the last epoch if they are idle, or new ones."""
-        if self._crew is None or not self._is_idle:
-            self.close()
-            is_single = num_workers > 0
-            plan = replace(
-                self.plan,
-                num_workers=num_workers or self.num_workers,
-                # WHY: with one request under way, it is known which one a worker died of.
-                prefetch_factor=1 if is_single else self.plan.prefetch_factor,
-            )
-            self._crew = Crew(
-                self.fetcher,
-                plan,
-                pin_memory=self.pin_memory,
-                timeout_s=self.config.loader_timeout_s,
-                is_lasting=self.config.persistent_workers and not is_single,
-            )
-        self._is_idle = False
-        self._crew.start(requests)
-        if self.after_start is not None:
-            self.after_start()
-        return self._crew
-
-    def _recover(self, lost: CrewLost, unanswered: deque[Request]) -> Iterator[Batch]:
-        """Go on with half the workers, at last without any; give what had to be read singly.
-
-        WHY singly, before reading in this process: a sample that crashes its reader would take the
-        rank with it; one that hangs would cost a timeout for each halving.
-        """
-        self.close()
-        asked, self.num_workers = self.num_workers, self.num_workers // 2
-        is_again = bool(unanswered) and unanswered[0] is self._suspect
-        self._suspect = unanswered[0] if unanswered else None
-        batches: list[Batch] = []
-        if is_again and not lost.is_dangerous:
-            self.num_workers = 0  # fewer workers did not help; without any, the error has a name
-        elif unanswered and lost.is_dangerous and (asked == 1 or is_again):
-            log.warning("DataLoader: %s. Reading the next samples singly, to find the cause", lost)
-            batches = [self._read_singly(request) for request in unanswered]
-            if any(bad.error.startswith(_LOST) for batch in batches for bad in batch.bad):
-                self.num_workers = asked  # the workers were not to blame
-            unanswered.clear()
-        if self.num_workers < asked:
-            log.warning(
-                "DataLoader: %s. No sample is lost: going on at the same one with %s instead of %d "
-                "workers",
-                lost,
-                self.num_workers or "no",
-                asked,
-            )
-        yield from batches
-
-    def _read_singly(self, request: Request) -> Batch:
-        """Read one sample after the other in a worker; those that cost it its life are bad."""
-        epoch, indices = request
-        left, good, bad = indices.tolist(), [], []
-        while left:
-            singles = [(epoch, torch.tensor([index])) for index in left]
-            try:
-                crew = self._start(iter(singles), num_workers=1)
-                while left and crew.receive() is not None:
-                    good.append(left.pop(0))
-            except CrewLost as lost:
-                index = left.pop(0)
-                if lost.is_dangerous:
-                    bad.append(BadSample(index, f"{_LOST} ({lost})"))
-                else:
-                    good.append(index)
-            finally:
-                self.close()
-            if len(bad) > MAX_LOST_PER_BATCH:
-                raise LoaderError(
-                    f"reading samples {', '.join(str(b.index) for b in bad)} ended or hung the "
-                    f"worker each time: {bad[-1].error}",
-                    fix="look at the storage and the memory of this node; --num_workers 0 reads "
-                    "in the training process, and shows where it crashes",
-                )
-        batch = self.fetcher[(epoch, torch.tensor(good, dtype=torch.int64))]
-        return replace(batch, bad=batch.bad + tuple(bad))
-
-    def _check_picklable(self) -> None:
-        if self.plan.start_method == "fork":
-            return
-        try:
-            pickle.dumps(self.fetcher)
-        except Exception as error:  # WHY broad: pickling runs the user's own code
-            log.warning(
-                "num_workers %d asked, running 0: the dataset can't be sent to a worker (%s)",
-                self.num_workers,
-                error,
-            )
-            self.num_workers = 0
 
 
 class TrainLoader:
@@ -246,7 +81,6 @@ class EvalLoader:
         self.most_batches = -(-largest_share // batch_size)
         """Batches of the rank that has most: a loop over them is equally long on all ranks."""
 
-
     def __iter__(self) -> Iterator[Batch]:
         def requests() -> Iterator[Request]:
             for start, stop in split_micro_batches(self.last - self.first, self.batch_size):
@@ -257,25 +91,3 @@ class EvalLoader:
     def close(self) -> None:
         """End the workers."""
         self.stream.close()
-
-
-class _Tape:
-    """Requests, and which of them have no answer yet."""
-
-    def __init__(self, source: Iterator[Request]) -> None:
-        self.unanswered: deque[Request] = deque()
-        self._source = source
-
-    def read(self) -> Iterator[Request]:
-        """Give those without an answer once more, and then new ones."""
-        yield from tuple(self.unanswered)
-        for request in self._source:
-            self.unanswered.append(request)
-            yield request
-
-
-def _answers(batch: Batch, request: Request) -> bool:
-    indices = request[1]
-    if batch.bad:
-        return batch.num_samples + len(batch.bad) == len(indices)
-    return torch.equal(batch.indices, indices)

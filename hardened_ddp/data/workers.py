@@ -31,6 +31,9 @@ class WorkerPlan:
     num_workers: int
     prefetch_factor: int
     start_method: str
+    shares_memory: bool = True
+    """Batches come back through shared memory. False: through a pipe, slower but without limits."""
+
     reasons: tuple[str, ...] = ()
     """Where this is not what was asked, and why."""
 

@@ -1,1 +1,1 @@
-"""What watches over a step: signals now, failing ranks and hangs later."""
+"""What watches over a step: signals, hangs, slow ranks."""

@@ -126,7 +126,7 @@ class StopRequest:
             return ""
         code = 0
         if self._pending is not None:
-            self._pending.wait()
+            self.group.finish(self._pending)
             code = int(self._word[0])
             # WHY: what is under way since before a change of pace was measured at the old one
             self._interval = 1 if self._has_new_pace else max(1, int(self._word[1]))
@@ -139,7 +139,7 @@ class StopRequest:
     def finish(self) -> None:
         """Wait for the all-reduce under way. Collective: all ranks."""
         if self._pending is not None:
-            self._pending.wait()
+            self.group.finish(self._pending)
             self._pending = None
         if self.folder is not None and self.group.launch.is_main:
             # WHY: the run that continues here must not stop at once.

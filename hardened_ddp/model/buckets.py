@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hardened_ddp.ranks.beacon import ALL_REDUCE
 from hardened_ddp.ranks.group import Group
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ class Buckets:
         """
         if not self.can_stand_in:
             return False
+        self._group.beacon.enter(ALL_REDUCE)
         owed = self._layout[len(self._under_way) :]
         for parameters in owed:
             size = sum(parameter.numel() for parameter in parameters)
@@ -86,7 +88,7 @@ class Buckets:
             return any(math.isnan(g[(0,) * g.dim()]) for g in firsts if g is not None)
         flag = torch.tensor([float(failed_here)])
         if (work := self._group.start_max(flag)) is not None:  # collective
-            work.wait()
+            self._group.finish(work)  # collective
         return bool(flag)
 
     def reset(self) -> None:
@@ -101,6 +103,7 @@ class Buckets:
 
         used: the parameters that have a gradient on some rank; the others get none.
         """
+        before = self._group.beacon.enter(ALL_REDUCE)
         used_ids = {id(parameter) for parameter in used}
         for parameters in self._layout:
             size = sum(parameter.numel() for parameter in parameters)
@@ -116,6 +119,7 @@ class Buckets:
             for place, parameter in zip(places, parameters, strict=True):
                 if id(parameter) in used_ids:
                     parameter.grad = place
+        self._group.beacon.enter(before)
 
     @property
     def _device(self) -> torch.device:
@@ -126,6 +130,7 @@ class Buckets:
         self._under_way.append(bucket.parameters())
         if bucket.is_last():
             self._layout = self._under_way
+            self._group.beacon.enter(ALL_REDUCE)  # from here on backward waits for the others
         buffer = bucket.buffer()
         sent = buffer if self._sent_as is None else buffer.to(self._sent_as)
         future = dist.all_reduce(sent, async_op=True).get_future()  # collective

@@ -63,10 +63,10 @@ class Replica:
         self.sums_after = sums_after
         """Gradients stay local in backward, and sum_gradients adds them up: not DDP's hooks."""
 
-        self._sums_are_finite = False  # False: not known
-
         self.buckets: Buckets | None = None
         """What DDP's hooks send, if it is this program's communication hook that sends it."""
+
+        self._sums_are_finite = False  # False: not known
 
         # WHY not through DDP then: its forward would get its hooks ready for nothing.
         self.call: nn.Module = module if ddp is None or self.sums_after else ddp
@@ -153,7 +153,7 @@ class Replica:
             by_dtype.setdefault(sums.dtype, []).append(sums)
         # WHY a list: every one has to be summed, also after one that is not finite
         finite = [self.group.sum_each_(each) for each in by_dtype.values()]  # collective
-        self._sums_are_finite = all(finite) and self.buckets is None  # it has not said so
+        self._sums_are_finite = all(finite) and self.buckets is None
         found: list[float] = sums.tolist()
         return found
 

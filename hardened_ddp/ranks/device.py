@@ -1,6 +1,9 @@
-"""The device of this rank: its own GPU, else the CPU."""
+"""The device of this rank: its own GPU, else the CPU; and what carries its collectives."""
+
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from hardened_ddp.errors import LaunchError
 from hardened_ddp.ranks.launch import Launch
@@ -34,3 +37,15 @@ def pick_device(launch: Launch, *, cpu_only: bool, backend: str) -> torch.device
     # WHY first: NCCL and every .cuda() without an index use the current device.
     torch.cuda.set_device(device)
     return device
+
+
+def choose_backend(device: torch.device, backend: str) -> Literal["nccl", "gloo"]:
+    """Decide what carries the collectives between ranks with such devices. Rank-local."""
+    if backend == "auto":
+        return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    if backend == "nccl" and device.type != "cuda":
+        raise LaunchError(
+            "backend nccl needs a GPU on every rank, and this rank has none",
+            fix="leave --backend out: gloo is chosen on the CPU",
+        )
+    return "nccl" if backend == "nccl" else "gloo"

@@ -14,7 +14,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,12 @@ from hardened_ddp import errors
 from hardened_ddp.errors import (
     GroupError,
     HardenedError,
-    LaunchError,
     MainRankError,
     RankMismatchError,
+    first_line,
 )
+from hardened_ddp.ranks.beacon import AGREEMENT, ALL_REDUCE, BROADCAST, GATHER, Beacon, waits_in
+from hardened_ddp.ranks.device import choose_backend
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.meeting import meet, open_store
 from hardened_ddp.ranks.patient_store import PatientStore
@@ -45,6 +47,7 @@ class Group:
         self.launch = launch
         self.device = device
         self.world_size = launch.world_size
+        self.beacon = Beacon()
         self.store: PatientStore | None = None
         self.control: dist.ProcessGroup | None = None
         self.shared: SharedSum | None = None
@@ -59,6 +62,7 @@ class Group:
         """nccl or gloo; none with one rank."""
         return str(dist.get_backend()) if self.world_size > 1 else "none"
 
+    @waits_in(ALL_REDUCE)
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add tensor up over the ranks, in place, and return it. Collective: all ranks."""
         if self.shared is not None and tensor.is_cpu:
@@ -67,6 +71,7 @@ class Group:
             dist.all_reduce(tensor, group=self._group_of(tensor))  # collective
         return tensor
 
+    @waits_in(ALL_REDUCE)
     def sum_each_(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Add up floats of one device and dtype, in place. Collective. True: surely finite sums."""
         if self.shared is not None:
@@ -90,12 +95,19 @@ class Group:
         )
         return work
 
+    @waits_in(AGREEMENT)
+    def finish(self, work: "dist.Work") -> None:
+        """Wait for what start_max began. Collective: all ranks."""
+        work.wait()  # collective
+
+    @waits_in(BROADCAST)
     def broadcast_(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
         """Give every rank the tensor of rank source, in place. Collective: all ranks."""
         if self.world_size > 1:
             dist.broadcast(tensor, src=source, group=self._group_of(tensor))  # collective
         return tensor
 
+    @waits_in(GATHER)
     def gather_json(self, value: Any) -> list[Any]:  # Any: JSON
         """Give every rank the values of all ranks, in rank order. Collective: all ranks."""
         if self.world_size == 1:
@@ -251,7 +263,7 @@ def open_group(
     group = Group(launch, device)
     if launch.world_size == 1:
         return group
-    name = _backend_for(device, backend)
+    name = choose_backend(device, backend)
     timeout = timedelta(seconds=timeout_s)
     where = f"{launch.master_addr}:{launch.master_port}"
     try:
@@ -282,19 +294,3 @@ def open_group(
             "choose: torchrun --standalone --nproc_per_node=N ddp_training.py",
         ) from error
     return group
-
-
-def _backend_for(device: torch.device, backend: str) -> Literal["nccl", "gloo"]:
-    if backend == "auto":
-        return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    if backend == "nccl" and device.type != "cuda":
-        raise LaunchError(
-            "backend nccl needs a GPU on every rank, and this rank has none",
-            fix="leave --backend out: gloo is chosen on the CPU",
-        )
-    return "nccl" if backend == "nccl" else "gloo"
-
-
-def first_line(error: BaseException) -> str:
-    """Give the first line of what an exception says, or its class."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

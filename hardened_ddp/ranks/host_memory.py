@@ -19,8 +19,10 @@ _M_MMAP_THRESHOLD = -3
 _LARGEST_KEPT_BYTES = 1 << 30
 
 
-def keep_freed_memory() -> bool:
-    """Have malloc keep what is freed; say whether it does. Rank-local, for training on the CPU."""
+def keep_freed_memory(device_type: str) -> bool:
+    """Have malloc keep what is freed if we train on the CPU; say whether it does. Rank-local."""
+    if device_type != "cpu":
+        return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # another C library: musl, macOS

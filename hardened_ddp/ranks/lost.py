@@ -7,8 +7,8 @@ to the store (Group.publish_failure); all that the others see is a closed connec
 import re
 import time
 
-from hardened_ddp.errors import PeerLostError
-from hardened_ddp.ranks.group import LISTEN_LIMIT_S, Group, first_line
+from hardened_ddp.errors import PeerLostError, first_line
+from hardened_ddp.ranks.group import LISTEN_LIMIT_S, Group
 
 # What gloo and NCCL say when another rank died, left or no longer answers.
 _LOST_PEER = re.compile(

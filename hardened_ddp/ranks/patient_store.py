@@ -7,7 +7,7 @@ torch's own calls wait for ever, and a rank could neither save nor say what happ
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ class PatientStore:
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
-        self._is_silent = False
+        self._asking: threading.Thread | None = None
 
     def has(self, key: str) -> bool:
         return self._ask(lambda: self._store.check([key]))
@@ -38,12 +38,32 @@ class PatientStore:
         """Write name where nothing is yet; give the name that stands there."""
         return self._ask(lambda: self._store.compare_set(key, "", name)).decode()
 
+    def read(self, keys: Sequence[str]) -> dict[str, str]:
+        """Give what stands under those of the keys that are there."""
+
+        def look() -> dict[str, bytes]:
+            there = list(keys)
+            if not self._store.check(there):
+                there = [key for key in keys if self._store.check([key])]
+            return dict(zip(there, self._store.multi_get(there) if there else [], strict=True))
+
+        return {key: raw.decode() for key, raw in self._ask(look).items()}
+
+    def second(self) -> "PatientStore":
+        """Give the same store over a connection of its own, where torch can do that.
+
+        WHY: a call that waits for ever would hold up whoever shares its connection.
+        """
+        clone = getattr(self._store, "clone", None)
+        return PatientStore(self._store if clone is None else self._ask(clone))
+
     def wait(self, keys: list[str], limit_s: float) -> None:
         """Wait for all keys. For the rank that serves the store."""
         self._store.wait(keys, timedelta(seconds=limit_s))
 
     def _ask(self, question: Callable[[], T]) -> T:
-        if self._is_silent:  # WHY at once: its connection still waits for the last answer
+        if self._asking is not None and self._asking.is_alive():
+            # WHY at once: the connection still waits for the last answer
             raise RuntimeError("the store does not answer")
         answers: queue.SimpleQueue[T | RuntimeError] = queue.SimpleQueue()
 
@@ -53,11 +73,12 @@ class PatientStore:
             except RuntimeError as error:
                 answers.put(error)
 
-        threading.Thread(target=ask, name="ask-store", daemon=True).start()
+        asking = threading.Thread(target=ask, name="ask-store", daemon=True)
+        asking.start()
         try:
             answer = answers.get(timeout=PATIENCE_S)
         except queue.Empty:
-            self._is_silent = True
+            self._asking = asking
             raise RuntimeError(f"the store gave no answer for {PATIENCE_S:g} s") from None
         if isinstance(answer, RuntimeError):
             raise answer

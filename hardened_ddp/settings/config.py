@@ -193,6 +193,18 @@ class DataConfig:
         bounds=SECONDS_OR_ZERO,
         may_differ=True,
     )
+    loader_quiet_s: float = setting(
+        300.0,
+        "Seconds without a fault before a loader that went on with fewer workers takes one step "
+        "back up. Doubles each time that this was too soon. 0: never.",
+        bounds=SECONDS_OR_ZERO,
+        may_differ=True,
+    )
+    check_inputs: bool = setting(
+        True,
+        "Take a sample whose float inputs are NaN or infinite for a bad one. Off: for a model "
+        "that knows what they mean.",
+    )
     drop_last: bool = setting(
         False,
         "Leave out the last samples of an epoch that don't fill a global batch. Off: every "
@@ -333,6 +345,14 @@ class LoopConfig:
         "Seconds from the launcher's SIGTERM to its SIGKILL; 30 in torchrun and Slurm. A rank that "
         "still waits for another one after two thirds of them saves by itself and leaves.",
         bounds=SECONDS,
+        may_differ=True,
+    )
+    hang_after_s: float = setting(
+        60.0,
+        "Seconds in one phase of a step after which a rank counts as hung, if that is also 5 times "
+        "the longest such phase so far. Start-up, first steps and evaluation may take 30 times as "
+        "long. 0: no watch.",
+        bounds=SECONDS_OR_ZERO,
         may_differ=True,
     )
     debug: bool = setting(

@@ -11,6 +11,7 @@ import torch
 
 from hardened_ddp.data.loader import Batch, EvalLoader
 from hardened_ddp.errors import OutOfMemoryError, SampleError, StepError
+from hardened_ddp.ranks.beacon import EVALUATION
 from hardened_ddp.ranks.lost import lost_peer
 from hardened_ddp.training.parts import Parts
 from hardened_ddp.training.totals import Totals
@@ -37,6 +38,9 @@ class Evaluation:
     mistakes: tuple[Mistake, ...]
     """The first few of this rank's share."""
 
+    left_out: tuple[str, ...] = ()
+    """Under --continue_on_error: the samples that can't be used, of all ranks, each with why."""
+
 
 @torch.no_grad()
 def evaluate(
@@ -50,22 +54,27 @@ def evaluate(
     module.eval()
     totals = Totals(parts.device)
     mistakes: list[Mistake] = []
+    left_out: list[str] = []
+    leaves_out = parts.config.loop.continue_on_error
     try:
         batches = iter(loader)
         for _ in range(loader.most_batches):
+            parts.group.beacon.enter(EVALUATION)
             if should_stop():  # collective
                 return None
             batch = next(batches, None)
             if batch is None:
                 continue
-            if batch.bad and not parts.config.loop.continue_on_error:
+            left_out += [f"{bad.name}: {bad.error}" for bad in batch.bad]
+            if batch.bad and not leaves_out:
                 raise SampleError(
-                    f"test sample {batch.bad[0].index} can't be read: {batch.bad[0].error}",
+                    f"test sample {batch.bad[0].name} can't be read: {batch.bad[0].error}",
                     fix="mend it, or leave such samples out with --continue_on_error",
                 )
             if batch.num_samples:
                 _score(parts, batch, totals, mistakes)
         sums = totals.read(parts.group)  # collective
+        everyone = parts.group.gather_json(left_out) if leaves_out else []  # collective
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise OutOfMemoryError(
@@ -76,7 +85,13 @@ def evaluate(
         raise lost or StepError(f"evaluation failed: {error}") from error
     finally:
         module.train()
-    return Evaluation(sums["loss"], sums["accuracy"], int(sums["samples"]), tuple(mistakes))
+    return Evaluation(
+        sums["loss"],
+        sums["accuracy"],
+        int(sums["samples"]),
+        tuple(mistakes),
+        tuple(text for part in everyone for text in part),
+    )
 
 
 def _score(parts: Parts, batch: Batch, totals: Totals, mistakes: list[Mistake]) -> None:

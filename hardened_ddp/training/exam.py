@@ -53,7 +53,7 @@ def take_exam(settings: Resolved, group: Group, *, output: str) -> int:
     group.run_on_main(read, what="reading the checkpoint")  # collective
     shared = share_state(group, saved[0] if saved else Saved({}, {}))  # collective
     group.run_on_local_main(lambda: prepare_data(config.data), what="the download")  # collective
-    data = build_data(config.data)
+    data = build_data(config.data, leaves_out=config.loop.continue_on_error)
     model = rebuild_model(model_tensors(shared.tensors), shared.meta).to(group.device)
     report = examine(model, data, config, group)  # collective
     report |= {
@@ -129,10 +129,10 @@ def _count(
     for batch in loader:
         if batch.bad and not config.loop.continue_on_error:
             raise SampleError(
-                f"test sample {batch.bad[0].index} can't be read: {batch.bad[0].error}",
+                f"test sample {batch.bad[0].name} can't be read: {batch.bad[0].error}",
                 fix="mend it, or leave such samples out with --continue_on_error",
             )
-        left_out += [{"sample": bad.index, "error": bad.error} for bad in batch.bad]
+        left_out += [{"sample": b.index, "file": b.file, "error": b.error} for b in batch.bad]
         if not batch.num_samples:
             continue
         batch = batch.to(device)

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from hardened_ddp.guard.slow import BACKWARD_AND_WAIT, Splits
+from hardened_ddp.ranks.beacon import DATA, REPORT
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.progress import ProgressBar
@@ -25,6 +27,8 @@ from hardened_ddp.training.profiling import start_profile
 from hardened_ddp.training.step import Stepper
 
 log = logging.getLogger(__name__)
+
+_MOST_TOLD = 8  # test samples that are named one by one in the log
 
 
 class Journal:
@@ -46,22 +50,37 @@ class Journal:
         self.goodput = Goodput(
             folder, began_at=parts.group.launch.started_at, step=step, is_main=self.is_main
         )
+        self.splits = Splits()
         self.last_train: Mapping[str, float] = {}
         self.last_evaluation: Evaluation | None = None
         self._settings_text = settings_text
         self._last_time = self._paused_at = time.monotonic()
         self._num_left_out = 0
+        self._told_left_out: set[str] = set()
         self.num_rollbacks = self.num_diverged = 0
         self.left_out: list[dict[str, Any]] = []
         """The stepper's own list of what was left out; it grows while the run goes on."""
 
     def log_training(self, progress: Progress, stepper: Stepper, sums: Mapping[str, float]) -> None:
         """Report loss, accuracy, rate, times and memory since the last report. Rank-local."""
+        beacon = self.parts.group.beacon
+        beacon.enter(REPORT)
+        times = self.clock.read_and_reset()
+        self.splits.add(_own_split(times, beacon.read_split(), self.parts.device))
+        self._log_training(progress, stepper, sums, times)
+        beacon.enter(DATA)
+
+    def _log_training(
+        self,
+        progress: Progress,
+        stepper: Stepper,
+        sums: Mapping[str, float],
+        times: Mapping[str, float],
+    ) -> None:
         now = time.monotonic()
         speed = sums["samples"] / max(1e-9, now - self._last_time)
         self._last_time = now
         self.last_train = sums
-        times = self.clock.read_and_reset()
         if not self.is_main:
             return
         self._note_left_out()
@@ -104,12 +123,19 @@ class Journal:
         if not self.is_main:
             return
         log.info(
-            "epoch %d done: test loss %.4f  test accuracy %.2f%% (%d samples)",
+            "epoch %d done: test loss %.4f  test accuracy %.2f%% (%d samples%s)",
             progress.epoch,
             evaluation.loss,
             100 * evaluation.accuracy,
             evaluation.num_samples,
+            f", {len(evaluation.left_out)} left out" if evaluation.left_out else "",
         )
+        if new := [text for text in evaluation.left_out if text not in self._told_left_out]:
+            self._told_left_out.update(new)
+            for text in new[:_MOST_TOLD]:
+                log.warning("left out of the evaluation: test sample %s", text)
+            if len(new) > _MOST_TOLD:
+                log.warning("and %d more test samples", len(new) - _MOST_TOLD)
         self.metrics.scalars(
             progress.step,
             {
@@ -131,6 +157,7 @@ class Journal:
     def skip_time(self) -> None:
         """Leave the time since the last step out of the speeds: it was not spent on training."""
         self._last_time += time.monotonic() - self._paused_at
+        self.parts.group.beacon.enter(DATA)
         self.clock.skip()
 
     def pause_time(self) -> None:
@@ -199,6 +226,18 @@ class Journal:
                     file.writelines(json.dumps(entry) + "\n" for entry in new)
             except OSError as error:
                 log.warning("skipped_samples.jsonl can't be written: %s", error)
+
+
+def _own_split(
+    times: Mapping[str, float], shown: Mapping[str, float], device: torch.device
+) -> Mapping[str, float]:
+    """Give the seconds of each phase of this rank's steps, with its waiting apart if possible.
+
+    WHY not on a GPU: there the waiting is part of its backward.
+    """
+    if device.type == "cpu":
+        return shown
+    return {BACKWARD_AND_WAIT if name == "backward" else name: s for name, s in times.items()}
 
 
 def _times(account: Mapping[str, float]) -> dict[str, float]:

@@ -4,7 +4,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from hardened_ddp.data.loader import Batch
+from hardened_ddp.data.loader import BadSample, Batch
+from hardened_ddp.data.read_errors import file_of
 from hardened_ddp.errors import TooManyErrors
 from hardened_ddp.training.parts import Parts, Progress
 
@@ -26,7 +27,7 @@ class LeftOut:
         """
         here = {"step": progress.step, "epoch": progress.epoch}
         mine = [
-            {**here, "index": bad.index, "error": bad.error}
+            {**here, "index": bad.index, "file": self._file_of(bad), "error": bad.error}
             for batch in batches
             for bad in batch.bad
         ]
@@ -49,3 +50,7 @@ class LeftOut:
                 fix="see skipped_samples.jsonl in the run folder; mend the cause or raise "
                 "--max_errors",
             )
+
+    def _file_of(self, bad: BadSample) -> str:
+        """Give its file; of a sample that the model refused, nobody has looked yet."""
+        return bad.file or file_of(self.parts.data.train, bad.index)

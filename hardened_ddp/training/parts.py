@@ -16,6 +16,7 @@ from hardened_ddp.data.sampler import WindowSampler
 from hardened_ddp.model.objective import Objective
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
+from hardened_ddp.ranks.beacon import PHASE
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import Config
 
@@ -99,6 +100,12 @@ class Parts:
 
     def call_when_workers_start(self, call: Callable[[], None]) -> None:
         """Have the loaders call back each time that they have started workers."""
-        self.train_loader.stream.after_start = call
+        beacon = self.group.beacon
+
+        def has_started() -> None:
+            beacon.enter(beacon.words[PHASE])  # WHY: workers that are replaced are no hang
+            call()
+
+        self.train_loader.stream.after_start = has_started
         if self.eval_loader is not None:
-            self.eval_loader.stream.after_start = call
+            self.eval_loader.stream.after_start = has_started

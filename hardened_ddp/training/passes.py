@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from hardened_ddp.data.loader import Batch
 from hardened_ddp.data.sampler import Window
+from hardened_ddp.ranks.beacon import BACKWARD, FORWARD, OPTIMIZER
 from hardened_ddp.reporting.step_clock import StepClock
 from hardened_ddp.training.parts import Parts
 from hardened_ddp.training.totals import Totals
@@ -29,25 +30,32 @@ class Passes:
         self.phase = "forward"
         """What is under way, for a message about an exception in it."""
 
+        self.batch: Batch | None = None
+        """The micro-batch under way, for a message about a hang in it."""
+
         self._watches_loss = parts.watches_loss
 
     def run(self, window: Window, batches: Sequence[Batch], *, keep_local: bool) -> None:
         """Run all batches forward and backward; the last backward averages unless keep_local."""
-        parts = self.parts
+        parts, beacon = self.parts, self.parts.group.beacon
         # The mean is over the window. DDP's own sum divides by world_size besides: undone here.
         is_divided = parts.replica.averages and not keep_local
         scale = (parts.group.world_size if is_divided else 1) / window.size
         for index, batch in enumerate(batches):
             batch = batch.to(parts.device, channels_last=parts.replica.channels_last)
             is_synced = index == len(batches) - 1 and not keep_local
-            self.phase = "forward"
+            self.batch, self.phase = batch, "forward"
+            beacon.enter(FORWARD)
             with contextlib.nullcontext() if is_synced else parts.replica.no_sync():
                 with parts.precision.autocast():
                     scored = parts.objective(parts.replica.call, batch.inputs, batch.targets)
-                if self._watches_loss and not math.isfinite(loss := scored.loss_sum.item()):
-                    raise LossNotFinite(f"the loss is {loss}")
+                if self._watches_loss and not math.isfinite(value := scored.loss_sum.item()):
+                    raise LossNotFinite(f"the loss is {value}")
                 self.clock.mark("forward")
                 self.phase = "backward"
+                beacon.enter(BACKWARD)
                 parts.precision.backward(scored.loss_sum * scale)  # collective if is_synced
             self.totals.add(scored, batch.targets)
             self.clock.mark("backward")
+        self.batch = None
+        beacon.enter(OPTIMIZER)

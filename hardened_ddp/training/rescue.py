@@ -25,6 +25,7 @@ from hardened_ddp.errors import (
     NonFiniteError,
     PeerLostError,
 )
+from hardened_ddp.guard.watchdog import ask_within
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.reporting.summary import program
 from hardened_ddp.training.parts import Progress
@@ -75,19 +76,33 @@ def rescue(
         log.warning("the last state could not be saved", exc_info=True)
 
 
-def save_while_stuck(stepper: Stepper, progress: Progress, saver: Saver, folder: Path) -> None:
+def save_while_stuck(
+    stepper: Stepper,
+    progress: Progress,
+    saver: Saver,
+    folder: Path,
+    *,
+    error: HardenedError | None = None,
+) -> None:
     """Save the last completed step beside a main thread that waits for another rank. Rank-local.
 
-    On a thread of its own; the process ends after it. Never raises.
+    error: why, for the list of failures. On a thread of its own; the process ends after it. Never
+    raises.
     """
     # WHY no release: should the wait end after all, the weights must not move any more.
     if not stepper.commit_lock.acquire(timeout=LOCK_LIMIT_S):
         log.warning("weights are being updated: they are not saved, the last checkpoint stays")
         return
     try:
-        if not stepper.is_whole or progress.step == 0 or not stepper.is_finite():
+        # WHY a limit: a GPU may be behind a sum that never comes, and with it every look at it
+        is_finite = progress.step == 0 or ask_within(stepper.is_finite, LOCK_LIMIT_S)
+        if is_finite is None:
+            log.warning("the device does not answer: nothing is saved, the last checkpoint stays")
+        if not (is_finite and stepper.is_whole and _is_mine(stepper.parts.group, progress.step)):
             return
-        if _is_mine(stepper.parts.group, progress.step):
+        if error is not None:
+            _note_failure(folder, progress.step, error)
+        if progress.step > 0:
             saver.save_in_need(replace(progress), buffers=stepper.buffers_before)
             _say_saved(progress, folder)
     except Exception:  # WHY broad: the process ends in any case

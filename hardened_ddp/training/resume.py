@@ -47,7 +47,9 @@ class Run:
             self.lock.release()
 
     def write_settings(self, text: str) -> None:
-        """Write the resolved settings beside the run; a resume takes them up. On rank 0 only."""
+        """Write the resolved settings beside the run, on rank 0; a resume takes them up."""
+        if self.lock is None:
+            return
         try:
             (self.folder / "config.yaml").write_text(text, encoding="utf-8")
         except OSError as error:

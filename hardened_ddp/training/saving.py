@@ -17,6 +17,7 @@ import torch
 from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.checkpoint.snapshot import BackgroundWriter
 from hardened_ddp.errors import CheckpointError, NonFiniteError
+from hardened_ddp.ranks.beacon import CHECKPOINT
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.training.parts import Parts, Progress
 from hardened_ddp.training.plan import is_due
@@ -56,6 +57,7 @@ class Saver:
     def __init__(self, parts: Parts, store: CheckpointStore, *, goodput: Goodput) -> None:
         self.parts = parts
         self.goodput = goodput
+        self._beacon = parts.group.beacon
         self.writer = BackgroundWriter(store) if parts.group.launch.is_main else None
         self._store = store
         self._saved_step = -1
@@ -78,13 +80,13 @@ class Saver:
         """Start writing the state of this step boundary; training goes on beside it. Rank-local."""
         if self.writer is None:
             return
-        with self.goodput.within("checkpoint"):
+        with self.goodput.within("checkpoint"), self._beacon.within(CHECKPOINT):
             self._start(self.writer, progress, best_metric)
 
     def save_last(self, progress: Progress) -> None:
         """Write the state and wait until it is on the disk. Rank-local. Raises CheckpointError."""
         if self.writer is not None:
-            with self.goodput.within("checkpoint"):
+            with self.goodput.within("checkpoint"), self._beacon.within(CHECKPOINT):
                 self.save_in_need(progress)
 
     def save_in_need(self, progress: Progress, *, buffers: Sequence[torch.Tensor] = ()) -> None:
@@ -106,7 +108,7 @@ class Saver:
     def before_update(self) -> None:
         """Let a write under way finish with the old weights. Rank-local, before each update."""
         if self.writer is not None and self.writer.is_busy:
-            with self.goodput.within("checkpoint"):
+            with self.goodput.within("checkpoint"), self._beacon.within(CHECKPOINT):
                 self.writer.before_update()
 
     def catch_up(self, progress: Progress) -> None:
@@ -123,6 +125,7 @@ class Saver:
         """Wait for the write under way. Rank-local."""
         if self.writer is None:
             return
+        self._beacon.enter(CHECKPOINT)  # WHY: this may take longer than any step
         try:
             self.writer.close()
             if (error := self.writer.poll()) is not None:

@@ -14,6 +14,7 @@ import torch
 from hardened_ddp.checkpoint.tensors import differences, specs_of
 from hardened_ddp.errors import CheckpointMismatchError
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.host_memory import keep_freed_memory
 from hardened_ddp.training.memory import fit_into_memory
 from hardened_ddp.training.parts import Parts, Progress
 
@@ -144,8 +145,11 @@ def begin(parts: Parts, saved: Saved | None) -> Progress:
     A fresh run tries what memory holds; a resumed one knows it, and all else.
     """
     if saved is None:
-        return Progress(most_samples=fit_into_memory(parts))  # collective
-    return restore(parts, saved)
+        progress = Progress(most_samples=fit_into_memory(parts))  # collective
+    else:
+        progress = restore(parts, saved)
+    keep_freed_memory(parts.device.type)  # WHY now: what each step frees, the next one takes
+    return progress
 
 
 @torch.no_grad()

@@ -133,6 +133,7 @@ class Stepper:
         parts.optimizer.zero_grad(set_to_none=True)
         self.has_unread_totals = True
         self.clock.mark("optimizer")
+        parts.group.beacon.end_step(progress.step)
 
     def _update(self) -> None:
         """Unscale, clip, update the weights. Every rank has the same gradients: no vote."""

@@ -1,0 +1,116 @@
+"""Values that a model can't take: labels that are no class, inputs that are NaN or infinite.
+
+Owns finding them where a batch is made, on the CPU and by sample. WHY there: on a GPU a wrong label
+ends the process with a device-side assert that names nobody, and one NaN spoils all weights.
+
+What it costs: one reduction over labels and one over float inputs for each batch. Of data in memory
+that never changes, all is looked at once, when the loader is built, and then nothing.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+from hardened_ddp.data.batch import Batch, map_tensors
+from hardened_ddp.data.memory import MemoryImages
+
+_NOTHING: Mapping[int, str] = {}
+_MANY = 4096  # labels that a list of Python numbers is too slow for
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """What to look for in batches."""
+
+    num_classes: int = 0
+    """Labels run from 0 to one less. 0: the labels are no classes, and are left alone."""
+
+    inputs: bool = False
+    """Whether float inputs have to be finite."""
+
+    known: Mapping[int, str] | None = None
+    """All that is wrong, by sample, where the whole dataset was looked at before."""
+
+    @classmethod
+    def of(cls, dataset: Any, *, num_classes: int, inputs: bool) -> "Checks":  # Any: map-style
+        """Build the checks for a dataset, and look at all of it now if it is in memory."""
+        tensors = _tensors_in_memory(dataset)
+        if tensors is None:
+            return cls(num_classes, inputs)
+        everything = Batch(*tensors, torch.arange(len(tensors[0])))
+        return cls(num_classes, inputs, known=cls(num_classes, inputs).find(everything))
+
+    def find(self, batch: Batch) -> Mapping[int, str]:
+        """Say what is wrong, by position in the batch; nothing as a rule."""
+        if self.known is not None:
+            if not self.known:
+                return _NOTHING
+            numbers = enumerate(batch.indices.tolist())
+            return {place: self.known[i] for place, i in numbers if i in self.known}
+        if not batch.num_samples or self._are_fine(batch.inputs, batch.targets):
+            return _NOTHING
+        found: dict[int, str] = {}
+        if self.inputs:
+            _find_not_finite(batch, found)
+        if self.num_classes:
+            _find_no_classes(batch.targets, self.num_classes, found)
+        return found
+
+    def _are_fine(self, inputs: Any, labels: torch.Tensor) -> bool:
+        """Say quickly that nothing is wrong, as it is nearly always; False: look closely."""
+        if self.num_classes:
+            if labels.dtype != torch.int64 or labels.dim() != 1:
+                return False
+            # WHY a list: for the few labels of a batch it takes a tenth of the reduction.
+            values = labels.tolist() if len(labels) <= _MANY else labels.aminmax()
+            if min(values) < 0 or max(values) >= self.num_classes:
+                return False
+        if not self.inputs:
+            return True
+        if not isinstance(inputs, torch.Tensor):
+            return False
+        # WHY a sum: a NaN or an infinite value makes it one too, at a tenth of isfinite's cost.
+        return not inputs.is_floating_point() or math.isfinite(inputs.sum().item())
+
+
+def _tensors_in_memory(dataset: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Give inputs and labels of a dataset that only hands out rows of two tensors."""
+    if isinstance(dataset, MemoryImages):
+        return dataset.images, dataset.labels
+    # WHY the type itself: a class made of it may do more than hand out rows
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
+        return dataset.tensors[0], dataset.tensors[1]
+    return None
+
+
+def _find_no_classes(labels: torch.Tensor, num_classes: int, found: dict[int, str]) -> None:
+    if labels.dim() != 1 or labels.is_complex():
+        return
+    values = labels.double()
+    is_class = (values >= 0) & (values < num_classes) & (values == values.floor())
+    for place in (~is_class).nonzero().flatten().tolist():
+        found[place] = (
+            f"its label is {labels[place].item()}, and there are {num_classes} classes, "
+            f"0 to {num_classes - 1}"
+        )
+
+
+def _find_not_finite(batch: Batch, found: dict[int, str]) -> None:
+    # Within a mapping or a tuple, infinity may be a mask, and is left alone.
+    is_alone = isinstance(batch.inputs, torch.Tensor)
+
+    def look(tensor: torch.Tensor) -> None:
+        if not tensor.is_floating_point() or tensor.dim() == 0 or len(tensor) != batch.num_samples:
+            return
+        is_wrong = ~tensor.isfinite() if is_alone else tensor.isnan()
+        counts = is_wrong.view(len(tensor), -1).sum(dim=1)
+        for place in counts.nonzero().flatten().tolist():
+            what = "NaN or infinite" if is_alone else "NaN"
+            found[place] = f"{int(counts[place])} values of its input are {what}"
+
+    map_tensors(batch.inputs, look)
+

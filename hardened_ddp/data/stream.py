@@ -1,0 +1,294 @@
+"""Batches in order, whatever happens to a worker.
+
+Owns the stream of micro-batches: read in this process, or by worker processes (crew.py). What was
+asked for and not handed out is remembered, so a worker that dies costs nothing: new workers start
+at the first micro-batch that was not handed out. There are half as many, or their batches come
+through pipes, as the fault has it; after a calm time it goes back up (ladder.py).
+
+WHY no DataLoader without workers: it would cost a tiny model 8 % of each step.
+What goes wrong here: workers killed for memory, hung, or out of shared memory: see _recover.
+"""
+
+import logging
+import pickle
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
+
+import torch
+
+from hardened_ddp.data.batch import BadSample, Batch, Request
+from hardened_ddp.data.crew import Crew, CrewLost
+from hardened_ddp.data.fetch import Fetcher
+from hardened_ddp.data.ladder import Ladder, Rung
+from hardened_ddp.data.read_errors import StumbleReport, file_of
+from hardened_ddp.data.workers import WorkerPlan, raise_open_file_limit
+from hardened_ddp.errors import LoaderError
+from hardened_ddp.settings.config import DataConfig
+
+log = logging.getLogger(__name__)
+
+Requests = Callable[[], Iterator[Request]]
+MAX_LOST_PER_BATCH = 3  # more than these, and the storage is to blame, not the samples
+_LOST = "its worker was lost"
+
+
+class BatchStream:
+    """Turns requests into batches, with the workers of one rank."""
+
+    def __init__(
+        self, fetcher: Fetcher, plan: WorkerPlan, config: DataConfig, *, pin_memory: bool
+    ) -> None:
+        self.fetcher = fetcher
+        self.plan = plan
+        self.config = config
+        self.pin_memory = pin_memory
+        self.ladder = Ladder(
+            Rung(plan.num_workers, plan.shares_memory), quiet_s=config.loader_quiet_s
+        )
+        self.stumbles = StumbleReport()
+        self.after_start: Callable[[], None] | None = None
+        """Called when workers have started: torch has then taken over SIGCHLD."""
+
+        self._crew: Crew | None = None
+        self._is_idle = True  # the crew has answered all requests of the last epoch
+        self._waited_for: Request | None = None
+        self._suspect: Request | None = None  # what was waited for when workers were lost
+        for reason in plan.reasons:
+            log.warning("%s", reason)
+        if plan.num_workers > 0:
+            raise_open_file_limit()
+            if why_not := self._why_not_sendable():
+                log.warning("num_workers %d asked, running 0: %s", plan.num_workers, why_not)
+                self.ladder = Ladder(Rung(0), quiet_s=0)
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that read at the moment."""
+        return self.ladder.rung.num_workers
+
+    def batches(self, requests: Requests) -> Iterator[Batch]:
+        """Give the batch of each request, in order, none twice and none left out.
+
+        Raises LoaderError if one sample after the other kills or hangs its reader.
+        """
+        tape = _Tape(requests())
+        is_done = False
+        while not is_done:
+            if self.ladder.is_low:
+                self._go_up_if_quiet()
+            try:
+                read = self._read_by_workers if self.num_workers else self._read_here
+                is_done = yield from read(tape)
+            except CrewLost as lost:
+                yield from self._recover(lost, tape.unanswered)
+
+    def _read_by_workers(self, tape: "_Tape") -> Generator[Batch, None, bool]:
+        """Give batches that workers read; False: not to the end, as more workers are to go on."""
+        crew = self._start(tape.read())
+        while (batch := self._receive(crew, tape)) is not None:
+            if not (tape.unanswered and _answers(batch, tape.unanswered[0])):
+                raise CrewLost("a batch came that was not asked for")
+            tape.unanswered.popleft()
+            if batch.troubles:
+                self.stumbles.note(batch.troubles)
+            yield batch
+            if self.ladder.is_low and self.ladder.is_quiet():
+                return False
+        if tape.unanswered:
+            raise CrewLost("workers ended before they had answered all requests")
+        self._is_idle = True
+        if not self.config.persistent_workers:
+            self.close()
+        return True
+
+    def _read_here(self, tape: "_Tape") -> Generator[Batch, None, bool]:
+        """Give batches that this process reads; False: not to the end, as workers are to go on."""
+        for request in tape.read():
+            self._waited_for = request
+            try:
+                batch = self.fetcher[request]
+            except MemoryError as error:
+                raise LoaderError(
+                    f"no memory to read samples {request[1][:4].tolist()} ...: {error}",
+                    fix="lower --batch_size or --prefetch_factor, then --resume the run",
+                ) from error
+            tape.unanswered.popleft()
+            if batch.troubles:
+                self.stumbles.note(batch.troubles)
+            yield batch
+            if self.ladder.is_low and self.ladder.is_quiet():
+                return False
+        return True
+
+    def being_read(self) -> list[int]:
+        """Name the sample that this rank waits for, or all of its batch. For any thread."""
+        request, crew = self._waited_for, self._crew
+        if request is None:
+            return []
+        found = crew.being_read() if crew is not None else [self.fetcher.reading[0]]
+        awaited: list[int] = request[1].tolist()
+        return [index for index in found if index in awaited] or awaited
+
+    def stacks(self) -> dict[int, str]:
+        """Give the Python stacks of the workers by pid. For any thread."""
+        crew = self._crew
+        return crew.stacks() if crew is not None else {}
+
+    def close(self) -> None:
+        """End the workers, and tell what was not told yet."""
+        self._end_crew()
+        self.stumbles.tell()
+
+    def _end_crew(self) -> None:
+        if self._crew is not None:
+            self._crew.close(is_broken=not self._is_idle)
+            self._crew = None
+
+    def _start(self, requests: Iterator[Request], *, num_workers: int = 0) -> Crew:
+        """Set the workers to work: those of the last epoch if they are idle, or new ones."""
+        if self._crew is None or not self._is_idle:
+            self._end_crew()
+            is_single = num_workers > 0
+            plan = replace(
+                self.plan,
+                num_workers=num_workers or self.num_workers,
+                # WHY: a worker that dies over the next request takes shared memory with it.
+                shares_memory=self.ladder.rung.shares_memory and not is_single,
+                # WHY: with one request under way, it is known which one a worker died of.
+                prefetch_factor=1 if is_single else self.plan.prefetch_factor,
+            )
+            self._crew = Crew(
+                self.fetcher,
+                plan,
+                pin_memory=self.pin_memory,
+                timeout_s=self.config.loader_timeout_s,
+                is_lasting=self.config.persistent_workers and not is_single,
+            )
+        self._is_idle = False
+        self._crew.start(requests)
+        if self.after_start is not None:
+            self.after_start()
+        return self._crew
+
+    def _receive(self, crew: Crew, tape: "_Tape") -> Batch | None:
+        self._waited_for = tape.unanswered[0] if tape.unanswered else None
+        return crew.receive()
+
+    def _recover(self, lost: CrewLost, unanswered: deque[Request]) -> Iterator[Batch]:
+        """Go one rung down, as the fault has it; give what had to be read singly.
+
+        WHY singly, before reading in this process: a sample that crashes its reader would take the
+        rank with it; one that hangs would cost a timeout for each halving.
+        """
+        self._end_crew()
+        before = self.ladder.rung
+        after = Rung(before.num_workers // 2, before.shares_memory)
+        is_again = bool(unanswered) and unanswered[0] is self._suspect
+        self._suspect = unanswered[0] if unanswered else None
+        batches: list[Batch] = []
+        if lost.is_about_sharing and before.shares_memory:
+            after = Rung(before.num_workers, shares_memory=False)
+        elif is_again and not lost.is_dangerous:
+            after = Rung(0)  # fewer workers did not help; without any, the error has a name
+        elif unanswered and lost.is_dangerous and (before.num_workers == 1 or is_again):
+            log.warning("DataLoader: %s. Reading the next samples singly, to find the cause", lost)
+            batches = [self._read_singly(request) for request in unanswered]
+            if any(bad.error.startswith(_LOST) for batch in batches for bad in batch.bad):
+                after = before  # the workers were not to blame
+            unanswered.clear()
+        if after == before:
+            self.ladder.stay()
+        else:
+            self.ladder.go_down(after)
+            log.warning(
+                "DataLoader: %s. No sample is lost: going on at the same one with %s",
+                lost,
+                f"{after.num_workers or 'no'} instead of {before.num_workers} workers"
+                if after.num_workers < before.num_workers
+                else "pipes instead of shared memory",
+            )
+        yield from batches
+
+    def _go_up_if_quiet(self) -> None:
+        """Go one rung up if it has been calm; what workers had read ahead is read again."""
+        if not self.ladder.is_quiet():
+            return
+        self._end_crew()
+        before, calm_s = self.ladder.rung, self.ladder.wait_s
+        self.ladder.go_up()
+        log.warning(
+            "DataLoader: no fault for %.0f s. Going on at the same sample with %s instead of %s",
+            calm_s,
+            self.ladder.rung,
+            before,
+        )
+
+    def _read_singly(self, request: Request) -> Batch:
+        """Read one sample after the other in a worker; one that costs two their lives is bad.
+
+        WHY twice: the first time may be an accident. One that hangs has had its time.
+        """
+        epoch, indices = request
+        left, good, bad = indices.tolist(), [], []
+        doubted = -1
+        while left:
+            singles = [(epoch, torch.tensor([index])) for index in left]
+            try:
+                crew = self._start(iter(singles), num_workers=1)
+                while left and crew.receive() is not None:
+                    good.append(left.pop(0))
+            except CrewLost as lost:
+                if lost.is_dangerous and not lost.is_hang and doubted != left[0]:
+                    doubted = left[0]
+                    log.warning("DataLoader: %s; sample %d is tried once more", lost, doubted)
+                    continue
+                index = left.pop(0)
+                if lost.is_dangerous:
+                    file = file_of(self.fetcher.dataset, index)
+                    bad.append(BadSample(index, f"{_LOST} ({lost})", file))
+                else:
+                    good.append(index)
+            finally:
+                self._end_crew()
+            if len(bad) > MAX_LOST_PER_BATCH:
+                raise LoaderError(
+                    f"reading samples {', '.join(str(b.index) for b in bad)} ended or hung the "
+                    f"worker each time: {bad[-1].error}",
+                    fix="look at the storage and the memory of this node; --num_workers 0 reads "
+                    "in the training process, and shows where it crashes",
+                )
+        batch = self.fetcher[(epoch, torch.tensor(good, dtype=torch.int64))]
+        return replace(batch, bad=batch.bad + tuple(bad))
+
+    def _why_not_sendable(self) -> str:
+        """Say why the dataset can't go to a worker; empty if it can."""
+        if self.plan.start_method == "fork":
+            return ""
+        try:
+            pickle.dumps(self.fetcher)
+        except Exception as error:  # WHY broad: pickling runs the user's own code
+            return f"the dataset can't be sent to a worker ({error})"
+        return ""
+
+
+class _Tape:
+    """Requests, and which of them have no answer yet."""
+
+    def __init__(self, source: Iterator[Request]) -> None:
+        self.unanswered: deque[Request] = deque()
+        self._source = source
+
+    def read(self) -> Iterator[Request]:
+        """Give those without an answer once more, and then new ones."""
+        yield from tuple(self.unanswered)
+        for request in self._source:
+            self.unanswered.append(request)
+            yield request
+
+
+def _answers(batch: Batch, request: Request) -> bool:
+    indices = request[1]
+    if batch.bad:
+        return batch.num_samples + len(batch.bad) == len(indices)
+    return torch.equal(batch.indices, indices)

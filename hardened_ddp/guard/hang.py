@@ -1,0 +1,297 @@
+"""The watch for hangs: says which rank does not come on, and where; then saves and leaves.
+
+Owns a thread of each rank that looks at this rank's beacon, and at those of its neighbours, about
+once in a second. If a phase takes longer than it may, it raises the alarm; then the threads of all
+ranks write Python's stacks to RUN/hangs, agree on a verdict (verdict.py), save the last completed
+step, end what can't end itself, and leave with a status that has the launcher start again.
+
+Time counts only while the thread itself runs: a job that was stopped as a whole and goes on, or a
+machine that slept, did not hang. Neither does a rank in a debugger.
+What it can't see: a process that is alone on its machine while native code holds Python's lock.
+Its stacks are written all the same (by faulthandler's timer), but it does not end.
+
+Does not own: what is saved (training/rescue.py), where the others are (neighbours.py, inquiry.py).
+"""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hardened_ddp.errors import HangError
+from hardened_ddp.guard.inquiry import Inquiry
+from hardened_ddp.guard.neighbours import Neighbours
+from hardened_ddp.guard.slow import SlowRanks, Split
+from hardened_ddp.guard.verdict import Report, Verdict, decide, limits_ns
+from hardened_ddp.guard.watchdog import leave_at_once
+from hardened_ddp.ranks.beacon import FIRST_WAIT, HEART, LIMITS, NAMES, PHASE, SINCE, STEP
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.stacks import is_debugged, offer_stacks, withdraw_stacks
+
+log = logging.getLogger(__name__)
+
+FOLDER = "hangs"
+TICK_S = 1.0
+COLLECT_S = 4.0
+"""How long the others have to report; their threads look for an alarm at each tick."""
+
+_MOST_TICKS = 3
+_NUM_WITNESSES = 2  # ranks that look at all others; more of them would only load the store
+_COMPARE_EVERY_S = 2.0
+_END_LIMIT_S = 3.0
+_SHARE_OF_TIMEOUT = 0.9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """What the watch may ask about the run, and do with it. Called on its thread."""
+
+    save: Callable[..., None]
+    """Write the last completed step if this rank is the one to do it. Takes why: a HangError."""
+
+    samples: Callable[[int], Sequence[int]] = lambda phase: ()
+    """Which samples this rank is busy with, in that phase."""
+
+    worker_stacks: Callable[[], Mapping[int, str]] = dict
+    split: Callable[[], tuple[int, Split]] = lambda: (0, {})
+    """Where the time of this rank's steps goes, and the number of that report."""
+
+    least_s: Mapping[int, float] = field(default_factory=dict)
+    """Phases that may take longer than others."""
+
+
+class HangWatch:
+    """Watches over one run on this rank. Use it in a with statement."""
+
+    def __init__(
+        self, group: Group, folder: Path, *, hang_after_s: float, timeout_s: float
+    ) -> None:
+        """hang_after_s: what a phase may always take; 0: no watch. timeout_s: of a collective."""
+        self._group = group
+        self._folder = folder / FOLDER
+        self._hang_after_s = hang_after_s
+        self._patience_s = _SHARE_OF_TIMEOUT * timeout_s if group.world_size > 1 else float("inf")
+        self._tick_s = min(TICK_S, hang_after_s / 4, self._patience_s / 4)
+        self._subject = Subject(save=lambda *why: None)
+        self._age_s = self._quiet_s = self._compare_in_s = 0.0
+        self._seen_since = 0
+        self._slow = SlowRanks()
+        self._end = threading.Event()
+        self._is_judging = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "HangWatch":
+        """Begin to watch. Main thread. Collective: all ranks."""
+        group, store, fds = self._group, None, (-1, -1)
+        if self._hang_after_s > 0:
+            fds = group.beacon.share(), offer_stacks()
+        self._beacon_fd, self._stacks_fd = fds
+        self._neighbours = Neighbours(group, fds, stopped_limit_s=self._hang_after_s)  # collective
+        if self._hang_after_s <= 0:
+            return self
+        with contextlib.suppress(RuntimeError):  # no answer: then each rank watches itself
+            store = None if group.store is None else group.store.second()
+        self._inquiry = Inquiry(store, rank=group.launch.rank, world_size=group.world_size)
+        self._held = self._open_held()
+        self._main_thread = threading.get_ident()
+        self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def attach(self, subject: Subject) -> None:
+        """Say what is watched, once it is there. Main thread."""
+        self._subject = subject
+
+    def close(self) -> None:
+        """Watch no more; if a hang is being looked into, wait for the end of that. Main thread.
+
+        WHY wait: a rank that lost another one comes here, and the verdict says why. Its thread
+        then ends this process. May be called twice.
+        """
+        if self._thread is None:
+            self._neighbours.close()
+            return
+        self._end.set()
+        self._thread.join(_END_LIMIT_S)
+        while self._thread.is_alive() and self._is_judging.is_set():
+            self._thread.join(self._tick_s)
+        self._thread = None
+        faulthandler.cancel_dump_traceback_later()
+        withdraw_stacks(self._stacks_fd)
+        self._neighbours.close()
+        if self._beacon_fd >= 0:
+            os.close(self._beacon_fd)
+        self._drop_held()
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._end.wait(self._tick_s):
+            now = time.monotonic()
+            awake_s, last = min(now - last, _MOST_TICKS * self._tick_s), now
+            try:
+                self._tick(awake_s)
+            except Exception:  # WHY broad: a watch that fell asleep would be missed too late
+                log.debug("the watch for hangs stumbled", exc_info=True)
+        self._inquiry.leave()
+
+    def _tick(self, awake_s: float) -> None:
+        words = self._group.beacon.words
+        words[HEART] += 1
+        self._age(awake_s)
+        self._set_limits()
+        report = self._report()
+        if self._group.world_size > 1:
+            self._inquiry.beat(report, words[HEART], self._subject.split())
+            self._neighbours.look(awake_s)
+            self._compare_speeds(awake_s)
+        self._quiet_s = max(0.0, self._quiet_s - awake_s)
+        is_suspicious = self._quiet_s == 0.0 and self._is_suspicious(report, awake_s)
+        # WHY the step and the time: several hangs of one run are told apart, on all ranks alike
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-step-{report.step}" if is_suspicious else ""
+        if alarm := self._inquiry.alarm(name):
+            self._judge(self._folder / alarm, is_witness=is_suspicious)
+
+    def _age(self, awake_s: float) -> None:
+        """Add up for how long this rank is in its phase, as far as this thread was awake."""
+        since = self._group.beacon.words[SINCE]
+        age_s = (time.monotonic_ns() - since) / 1e9
+        is_new = since != self._seen_since
+        self._age_s = min(age_s, awake_s if is_new else self._age_s + awake_s)
+        self._seen_since = since
+
+    def _set_limits(self) -> None:
+        """Learn how long each phase may take; show it to the neighbours, and to the timer."""
+        beacon = self._group.beacon
+        limits = limits_ns(
+            hang_after_s=self._hang_after_s,
+            longest_ns=beacon.longest_ns,
+            is_warm=beacon.is_warm,
+            least_s=self._subject.least_s,
+        )
+        for phase, limit in enumerate(limits):
+            beacon.words[LIMITS + phase] = limit
+        if self._held >= 0:
+            os.ftruncate(self._held, 0)  # it was held for a while, and went on
+            # WHY armed anew each time: it goes off only where this thread can't run any more.
+            timeout_s = 2 * limits[beacon.words[PHASE]] / 1e9
+            faulthandler.dump_traceback_later(timeout_s, file=self._held)
+
+    def _report(self, samples: tuple[int, ...] = ()) -> Report:
+        words, rank = self._group.beacon.words, self._group.launch.rank
+        phase = words[PHASE]
+        limit_s = words[LIMITS + phase] / 1e9
+        return Report(rank, words[STEP], phase, self._age_s, limit_s, samples)
+
+    def _is_suspicious(self, report: Report, awake_s: float) -> bool:
+        """Say whether there is cause for an alarm, by what this rank can see."""
+        is_working = report.phase < FIRST_WAIT
+        if is_working and report.is_late and is_debugged(self._main_thread):
+            self._age_s = 0.0
+            return False
+        if self._neighbours.lost() or (is_working and report.is_late):
+            return True
+        if is_working or report.age_s > self._patience_s:
+            return not is_working
+        if not report.is_late or report.rank >= _NUM_WITNESSES:
+            return False
+        seen = {**self._inquiry.watch_beats(awake_s), report.rank: report}
+        is_complete = len(seen) == self._group.world_size
+        return is_complete and decide(list(seen.values()), patience_s=self._patience_s) is not None
+
+    def _judge(self, folder: Path, *, is_witness: bool) -> None:
+        """Write stacks, report, and agree on a verdict; then act, or go on if nobody hangs."""
+        self._is_judging.set()
+        mine = self._report(tuple(self._subject.samples(self._group.beacon.words[PHASE])))
+        with contextlib.suppress(OSError):  # WHY go on: a full disk must not hide the verdict
+            self._write_stacks(folder, mine)
+        self._inquiry.report(mine)
+        lost = self._neighbours.lost()
+        known = {mine.rank: mine, **{neighbour.rank: neighbour.report() for neighbour in lost}}
+        verdict = None
+        if is_witness or mine.rank < _NUM_WITNESSES or not self._inquiry.await_verdict(COLLECT_S):
+            found = self._inquiry.collect(known, limit_s=COLLECT_S)
+            reports = {**self._neighbours.reports(), **found}
+            missing = self._inquiry.missing(reports)
+            verdict = decide(list(reports.values()), patience_s=self._patience_s, missing=missing)
+        verdict = self._inquiry.settle(verdict)
+        if verdict is not None:
+            self._act(verdict, folder)
+        log.warning("a hang was suspected, but all ranks go on; their stacks: %s", folder)
+        self._quiet_s = self._hang_after_s / 2
+        self._is_judging.clear()
+
+    def _act(self, verdict: Verdict, folder: Path) -> None:
+        """Tell the verdict, save, end the neighbours that can't end themselves, and leave."""
+        self._inquiry.blame(verdict)
+        error = HangError(
+            verdict.text,
+            fix=f"read the stacks of all ranks in {folder}; to go on: python ddp_training.py "
+            f"--resume {self._folder.parent} (torchrun --max_restarts=3 does that by itself)",
+        )
+        log.error("%s", error)
+        try:
+            with contextlib.suppress(OSError):
+                (folder / "verdict.txt").write_text(f"{verdict.text}\n", encoding="utf-8")
+            self._subject.save(error)
+            if self._neighbours.is_first():
+                for neighbour in self._neighbours.lost():
+                    log.warning("rank %d can't leave by itself: it is ended", neighbour.rank)
+                    neighbour.kill()
+            launch = self._group.launch
+            is_server = launch.is_main and not launch.agent_owns_store
+            self._inquiry.await_others(is_server=is_server, limit_s=_END_LIMIT_S)
+        finally:
+            self._drop_held()
+            leave_at_once(HangError.exit_status)
+
+    def _write_stacks(self, folder: Path, report: Report) -> None:
+        """Write the stacks of this rank, its workers, and the neighbours that can't do it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"rank_{report.rank}.txt").open("w", encoding="utf-8") as file:
+            where = f"process {os.getpid()} on {socket.gethostname()}"
+            file.write(f"rank {report.rank}, {where}: {NAMES[report.phase]} of step {report.step}")
+            file.write(f" for {report.age_s:.1f} s; its main thread is {self._main_thread:#018x}\n")
+            file.flush()
+            faulthandler.dump_traceback(file=file, all_threads=True)
+        if self._neighbours.is_first():
+            for neighbour in self._neighbours.lost():
+                head = f"rank {neighbour.rank}, process {neighbour.pid}, asked from outside\n"
+                path = folder / f"rank_{neighbour.rank}.txt"
+                path.write_text(head + neighbour.stacks(), encoding="utf-8")
+        for pid, text in self._subject.worker_stacks().items():
+            path = folder / f"rank_{report.rank}_worker_{pid}.txt"
+            path.write_text(text or "no stacks: it does not answer\n", encoding="utf-8")
+
+    def _compare_speeds(self, awake_s: float) -> None:
+        """Tell on rank 0 which rank has become slow, and which one no longer is."""
+        self._compare_in_s -= awake_s
+        if self._group.launch.is_main and self._compare_in_s <= 0:
+            self._compare_in_s = _COMPARE_EVERY_S
+            for text in self._slow.note(self._inquiry.splits()):
+                log.warning("%s", text)
+
+    def _drop_held(self) -> None:
+        with contextlib.suppress(OSError):
+            os.close(self._held)
+            self._held_path.unlink()
+            self._folder.rmdir()  # what is not empty stays
+
+    def _open_held(self) -> int:
+        """Open the file for the stacks of a process whose lock is held; -1 if it can't be."""
+        self._held_path = self._folder / f"held_rank_{self._group.launch.rank}.txt"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            return os.open(self._held_path, flags, 0o644)
+        except OSError as error:
+            log.debug("%s can't be written: %s", self._held_path, error)
+            return -1

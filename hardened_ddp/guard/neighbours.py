@@ -1,0 +1,171 @@
+"""The other ranks of this machine, looked at from outside.
+
+Owns what a process can learn of another one that can't speak: where its beacon says it is, whether
+its watch still ticks, what the kernel says of it, its stacks, and its end.
+What goes wrong here: a pid may mean another process by now, or another container. A neighbour is
+only who shows the token that its rank told, and it is held by a pidfd from then on.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from hardened_ddp.checkpoint.process import this_process
+from hardened_ddp.guard.verdict import HELD, STOPPED, UNINTERRUPTIBLE, Report
+from hardened_ddp.ranks.beacon import (
+    DATA,
+    HEART,
+    LIMITS,
+    PHASE,
+    SAMPLE,
+    SINCE,
+    STEP,
+    TOKEN,
+    Beacon,
+    open_words,
+)
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.stacks import ask_for_stacks
+
+TRACED, GONE = "t", "gone"
+
+
+@dataclass(slots=True)
+class Neighbour:
+    """Another rank of this machine."""
+
+    rank: int
+    pid: int
+    pidfd: int
+    words: memoryview
+    limits: Beacon
+    """That of this rank: it learns as the others do, and what it knows is not older."""
+
+    stacks_fd: int
+    stopped_limit_s: float
+    heart: int = -1
+    silent_s: float = 0.0
+    """For how long its watch has not ticked, while ours did."""
+
+    def look(self, awake_s: float) -> None:
+        """Note whether its watch has ticked since the last look, awake_s ago."""
+        heart = self.words[HEART]
+        self.silent_s = 0.0 if heart != self.heart else self.silent_s + awake_s
+        self.heart = heart
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is silent for longer than its phase may take, and not held in a debugger.
+
+        A stopped process is in no phase: what that may take does not matter.
+        """
+        if self.silent_s <= self.stopped_limit_s:
+            return False
+        state = self.state()
+        is_late = state == STOPPED or self.silent_s > self._limit_s(self.words[PHASE]) > 0
+        return is_late and state not in (TRACED, GONE)
+
+    def state(self) -> str:
+        """Say what keeps its threads from running, by what the kernel shows of it."""
+        try:
+            letter = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return GONE
+        if letter in "ZX":
+            return GONE
+        return letter if letter in (STOPPED, UNINTERRUPTIBLE, TRACED) else HELD
+
+    def report(self) -> Report:
+        """Tell where it is by its beacon."""
+        words = self.words
+        phase = words[PHASE]
+        has_sample = phase == DATA and words[SAMPLE] >= 0
+        return Report(
+            rank=self.rank,
+            step=words[STEP],
+            phase=phase,
+            age_s=(time.monotonic_ns() - words[SINCE]) / 1e9,
+            limit_s=self._limit_s(phase),
+            samples=(words[SAMPLE],) if has_sample else (),
+            state=self.state() if self.is_lost else "",
+        )
+
+    def _limit_s(self, phase: int) -> float:
+        return self.limits.words[LIMITS + phase] / 1e9
+
+    def stacks(self) -> str:
+        """Give its Python stacks, or why there are none."""
+        if self.state() == STOPPED:
+            return "no stacks: the process is stopped, and can't run the code that writes them\n"
+        found = ask_for_stacks(self.pid, self.stacks_fd)
+        return found or f"no stacks: the process does not answer (state {self.state()})\n"
+
+    def kill(self) -> None:
+        """End it, at once and however stuck it is. A pidfd never means another process."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+
+class Neighbours:
+    """Those other ranks of this machine that can be seen from here."""
+
+    def __init__(self, group: Group, fds: tuple[int, int], *, stopped_limit_s: float) -> None:
+        """Introduce this rank to the others. Collective: all ranks.
+
+        fds: the descriptors of its beacon and its stacks; -1 without. stopped_limit_s: how long a
+        process may be stopped.
+
+        WHY at once: once a rank is stopped, it is too late to ask for anything.
+        """
+        self._rank = group.launch.rank
+        self._beacon = group.beacon
+        self._stopped_limit_s = stopped_limit_s
+        self._found: dict[int, Neighbour] = {}
+        place = this_process().place
+        me = [place, os.getpid(), group.beacon.words[TOKEN], *fds]
+        for rank, entry in enumerate(group.gather_json(me)):  # collective
+            can_hold = hasattr(os, "pidfd_open") and entry[3] >= 0
+            if rank != self._rank and entry[0] == place and can_hold:
+                self._meet(rank, *entry[1:])
+
+    def look(self, awake_s: float) -> None:
+        """Look at the ticks of the others, awake_s after the last look."""
+        for neighbour in self._found.values():
+            neighbour.look(awake_s)
+
+    def lost(self) -> list[Neighbour]:
+        """Give those that can't answer for themselves any more."""
+        return [neighbour for neighbour in self._found.values() if neighbour.is_lost]
+
+    def reports(self) -> dict[int, Report]:
+        """Tell where each of them is by its beacon, those that ended left out."""
+        living = {r: n for r, n in self._found.items() if n.state() != GONE}
+        return {rank: neighbour.report() for rank, neighbour in living.items()}
+
+    def is_first(self) -> bool:
+        """Say whether this rank is the lowest one of this machine that can act for the others."""
+        lost = {neighbour.rank for neighbour in self.lost()}
+        return all(rank > self._rank or rank in lost for rank in self._found)
+
+    def close(self) -> None:
+        """Give back what they were held by."""
+        for neighbour in self._found.values():
+            os.close(neighbour.pidfd)
+        self._found = {}
+
+    def _meet(self, rank: int, pid: int, token: int, beacon_fd: int, stacks_fd: int) -> None:
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            return
+        # WHY after the pidfd: the memory is that of the process that is held.
+        words = open_words(pid, beacon_fd, token)
+        if words is None:
+            os.close(pidfd)
+        else:
+            self._found[rank] = Neighbour(
+                rank, pid, pidfd, words, self._beacon, stacks_fd, self._stopped_limit_s
+            )

@@ -1,0 +1,165 @@
+"""Which rank hangs, and where: the sentence, made from what is known of each rank.
+
+Owns how long a phase may take, and who counts as hung. Decides only: nothing is asked or done here.
+
+A rank that works hangs if it is longer in its phase than that may take. A rank that waits for
+others never does by itself: it is held up by one of those. Only if every rank waits, they wait for
+each other, and so for ever. Of several ranks that hang, those at the earliest step hold up the
+rest (a GPU's rank may queue work of later steps before it has to wait).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from hardened_ddp.ranks.beacon import (
+    CHECKPOINT,
+    EVALUATION,
+    FIRST_WAIT,
+    NAMES,
+    NUM_PHASES,
+    START_UP,
+)
+
+LEARNED_FACTOR = 5
+"""A phase may take so many times the longest that it took: as NVIDIA's resiliency extension."""
+
+LONG_FACTOR = 30
+"""What has no usual time (start-up, first steps, evaluation) gets so many times more."""
+
+_LONG = {START_UP, CHECKPOINT, EVALUATION}
+_SHOWN = 8
+
+STOPPED, UNINTERRUPTIBLE, HELD, SILENT = "T", "D", "held", "silent"
+_UNREACHABLE = "its host, its network or its process is stopped"
+_STATES = {
+    STOPPED: "the process is stopped (SIGSTOP)",
+    UNINTERRUPTIBLE: "the process is in an uninterruptible call of the system: a disk or a driver "
+    "does not answer",
+    HELD: "native code holds Python's lock",
+    SILENT: f"not heard of since: {_UNREACHABLE}",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Where one rank is, as far as it is known."""
+
+    rank: int
+    step: int
+    phase: int
+    age_s: float
+    """Since when it is in this phase."""
+
+    limit_s: float
+    """How long that may take."""
+
+    samples: tuple[int, ...] = ()
+    state: str = ""
+    """Why it can't answer for itself; empty: it does."""
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.phase >= FIRST_WAIT and not self.state
+
+    @property
+    def is_late(self) -> bool:
+        return self.age_s > self.limit_s
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The sentence, and the ranks that it blames."""
+
+    text: str
+    laggards: tuple[int, ...]
+
+
+def limits_ns(
+    *,
+    hang_after_s: float,
+    longest_ns: Sequence[int],
+    is_warm: bool,
+    least_s: Mapping[int, float],
+) -> list[int]:
+    """Give for each phase how long it may take, in ns.
+
+    longest_ns: the longest that each took. is_warm: that holds for what comes. least_s: phases that
+    may take longer than hang_after_s.
+    """
+    found = []
+    for phase in range(NUM_PHASES):
+        factor = LONG_FACTOR if phase in _LONG or not is_warm else 1
+        floor_s = max(factor * hang_after_s, least_s.get(phase, 0.0))
+        found.append(max(int(floor_s * 1e9), LEARNED_FACTOR * longest_ns[phase]))
+    return found
+
+
+def decide(
+    reports: Sequence[Report], *, patience_s: float, missing: Sequence[int] = ()
+) -> Verdict | None:
+    """Say who hangs; None: nobody does.
+
+    patience_s: a wait of this length would end in a timeout soon, so whoever is not there is late.
+    missing: ranks of which nothing is known.
+    """
+    waiting = [report for report in reports if report.is_waiting]
+    working = [report for report in reports if not report.is_waiting]
+    late = [report for report in working if report.is_late or report.state]
+    is_urgent = any(report.age_s > patience_s for report in waiting)
+    if is_urgent and not late:
+        late = working
+    parts, blamed = [], tuple(missing)
+    if late:
+        first = min(report.step for report in late)
+        parts = [_describe(report) for report in late if report.step == first]
+        blamed = tuple(report.rank for report in late if report.step == first)
+    if missing and (late or is_urgent):
+        parts.append(f"{_ranks(missing)} can't be reached: {_UNREACHABLE}")
+    if parts:
+        others = [report for report in reports if report.rank not in blamed]
+        parts += [_places(others)] if others else []
+        return Verdict("; ".join(parts), blamed)
+    if waiting and not missing and all(r.is_late or r.age_s > patience_s for r in reports):
+        longest_s = max(report.age_s for report in waiting)
+        text = f"all ranks wait for each other: {_places(waiting)}, {longest_s:.0f} s"
+        return Verdict(text, tuple(report.rank for report in waiting))
+    return None
+
+
+def _describe(report: Report) -> str:
+    """Tell where one rank is: rank 1, step 412, data, sample 9912, 63 s."""
+    parts = [f"rank {report.rank}", f"step {report.step}", NAMES[report.phase]]
+    if len(report.samples) == 1:
+        parts.append(f"sample {report.samples[0]}")
+    elif report.samples:
+        more = " ..." if len(report.samples) > _SHOWN else ""
+        parts.append(f"samples {list(report.samples[:_SHOWN])}{more}")
+    parts.append(f"{report.age_s:.0f} s")
+    if report.state:
+        parts.append(_STATES.get(report.state, report.state))
+    return ", ".join(parts)
+
+
+def _places(reports: Sequence[Report]) -> str:
+    """Tell where the others are: ranks 0 and 2 wait in all-reduce of step 412."""
+
+    def place(report: Report) -> tuple[int, int, bool]:
+        return report.step, report.phase, report.is_waiting
+
+    parts = []
+    for (step, phase, is_waiting), group in groupby(sorted(reports, key=place), key=place):
+        ranks = sorted(report.rank for report in group)
+        one = len(ranks) == 1
+        verb = ("waits" if one else "wait") if is_waiting else ("is" if one else "are")
+        parts.append(f"{_ranks(ranks)} {verb} in {NAMES[phase]} of step {step}")
+    return ", ".join(parts)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    words = [str(rank) for rank in ranks]
+    if len(words) > _SHOWN:
+        words = [*words[:_SHOWN], f"{len(words) - _SHOWN} more"]
+    if len(words) == 1:
+        return f"rank {words[0]}"
+    return f"ranks {', '.join(words[:-1])} and {words[-1]}"

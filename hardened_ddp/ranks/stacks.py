@@ -1,0 +1,78 @@
+"""Python's stacks of a process, asked for by another one of this machine.
+
+Owns the signal for that. Its handler is C code (faulthandler), which runs at once and without
+Python's lock: so it answers also where some native code holds that lock. A stopped process
+answers when it goes on, and one in an uninterruptible call when that ends: too late for both.
+The answer goes to a file in memory, because the process that asks knows best where it belongs.
+"""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+SIGNAL_OFFSET = 1
+"""From SIGRTMIN: schedulers, torchrun and NCCL use the signals that have names."""
+
+_NAME = "stacks-of-python"
+_POLL_S = 0.02
+_DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py")
+
+
+def offer_stacks() -> int:
+    """Have the signal write the stacks of all threads to memory; give its descriptor, or -1."""
+    if not hasattr(os, "memfd_create") or not hasattr(faulthandler, "register"):
+        return -1
+    fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+    faulthandler.register(signal.SIGRTMIN + SIGNAL_OFFSET, file=fd, all_threads=True)
+    return fd
+
+
+def withdraw_stacks(fd: int) -> None:
+    """Take the offer back."""
+    if fd >= 0:
+        # WHY not to the default: that would end the process if somebody still asks.
+        faulthandler.register(signal.SIGRTMIN + SIGNAL_OFFSET, file=2, all_threads=True)
+        os.close(fd)
+
+
+def ask_for_stacks(pid: int, fd: int, *, limit_s: float = 1.0) -> str:
+    """Give the stacks of a process that offers them; empty if it does not answer in limit_s."""
+    place = f"/proc/{pid}/fd/{fd}"
+    # WHY look: to any other process this signal is deadly.
+    with contextlib.suppress(OSError):
+        if _NAME not in os.readlink(place):
+            return ""
+        with open(place, encoding="utf-8", errors="replace") as file:
+            file.seek(0, os.SEEK_END)
+            os.kill(pid, signal.SIGRTMIN + SIGNAL_OFFSET)
+            return _read_until_quiet(file.fileno(), file.tell(), limit_s=limit_s)
+    return ""
+
+
+def is_debugged(thread: int) -> bool:
+    """Say whether a thread of this process is in a debugger, Python's or one of the system."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("TracerPid:") and line.split()[1] != "0":
+                return True
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_DEBUGGERS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _read_until_quiet(fd: int, start: int, *, limit_s: float) -> str:
+    """Read what is written from start on, until no more comes."""
+    end, size = time.monotonic() + limit_s, start
+    while time.monotonic() < end:
+        time.sleep(_POLL_S)
+        last, size = size, os.fstat(fd).st_size
+        if start < size == last:
+            break
+    return os.pread(fd, size - start, start).decode("utf-8", errors="replace")
