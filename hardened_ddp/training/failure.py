@@ -56,10 +56,6 @@ class Failure:
     """Of its largest micro-batch."""
 
 
-BAD_SUM = Failure("not finite", "the gradient over all ranks is not finite, though every loss is")
-"""When no rank knows of a fault of its own."""
-
-
 def error_of(kind: str, text: str) -> HardenedError:
     """Give the error that a failure of this kind ends in, if nothing helps."""
     return _CLASSES[kind](text, fix=_FIXES[kind])

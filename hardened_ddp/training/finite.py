@@ -28,17 +28,17 @@ class FiniteCheck:
         self.last_good = -1
         """The last step that was done well. The same on all ranks."""
 
+        self._is_cpu = parts.device.type == "cpu"
         # WHY no vote on the sum: every rank has the same one
-        self._asks_sum = parts.device.type == "cpu" or parts.config.loop.continue_on_error
+        self._asks_sum = self._is_cpu or parts.config.loop.continue_on_error
 
     def own_problem(self, before: Mark) -> str:
         """Say what of this rank's own loss and gradient is no number; else empty. Rank-local."""
-        if not self.is_close:  # WHY none of the loss here: passes.py looks at it where it is cheap
-            return ""
-        loss = self.passes.totals.loss_since(before)
-        if not math.isfinite(loss):
-            return f"the loss is {loss}"
-        if self.parts.precision.scaler is None:
+        if self._is_cpu or self.is_close:
+            loss = self.passes.totals.loss_since(before)
+            if not math.isfinite(loss):
+                return f"the loss is {loss}"
+        if self.is_close and self.parts.precision.scaler is None:
             return "" if self.parts.replica.has_finite_gradients() else "the gradient is not finite"
         return ""
 

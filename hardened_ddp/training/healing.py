@@ -35,14 +35,7 @@ from hardened_ddp.data.sampler import Window
 from hardened_ddp.ranks.lost import lost_peer
 from hardened_ddp.ranks.seeding import seed_step
 from hardened_ddp.training.blame import watch
-from hardened_ddp.training.failure import (
-    BAD_SUM,
-    NUM_SHOWN,
-    Failure,
-    error_of,
-    shown,
-    where_of,
-)
+from hardened_ddp.training.failure import NUM_SHOWN, Failure, error_of, shown, where_of
 from hardened_ddp.training.finite import FiniteCheck
 from hardened_ddp.training.left_out import LeftOut
 from hardened_ddp.training.memory import is_out_of_memory
@@ -51,6 +44,8 @@ from hardened_ddp.training.passes import LossNotFinite, Passes
 from hardened_ddp.training.totals import Mark
 
 log = logging.getLogger(__name__)
+
+_BAD_SUM = "the gradient over all ranks is not finite, though every loss is"
 
 
 class Healer:
@@ -77,8 +72,8 @@ class Healer:
         """
         before = self.passes.totals.mark()
         num_failures: Counter[int] = Counter()  # by rank
-        is_overlapped = self._overlaps(window)
         self.finite.is_close = False
+        is_overlapped = self._overlaps(window)
         while True:
             keep_local = not is_overlapped
             failure = self._try(window, batches, progress, before, keep_local=keep_local)
@@ -94,13 +89,15 @@ class Healer:
                     return True
                 self._undo(buffers, before)
                 return False
+            if not num_failed:
+                failure = Failure("not finite", _BAD_SUM)
             self._undo(buffers, before)
             everyone = self.parts.group.gather_json(failure and asdict(failure))  # collective
             causes = {rank: Failure(**cause) for rank, cause in enumerate(everyone) if cause}
-            if not causes:  # no rank knows of a fault of its own: what they added up was NaN
-                causes = dict.fromkeys(range(len(everyone)), BAD_SUM)
-                failure = BAD_SUM
             self.finite.is_close = any(cause.kind == "not finite" for cause in causes.values())
+            if not causes:  # nobody failed, so the sum that DDP made is no number
+                self.finite.is_close = True
+                continue
             if self._adapt(causes, progress):
                 continue
             num_failures.update(causes.keys())
@@ -150,12 +147,12 @@ class Healer:
         where = f"rank {rank}, step {progress.step}"
         self._seed(progress)
         watched = watch(parts.replica.module) if self.finite.is_close else nullcontext()
-        what = ""
+        problem = ""
         try:
             with watched as witness:
                 self.passes.run(window, micro_batches, keep_local=keep_local)
         except LossNotFinite as error:
-            what = str(error)
+            problem = str(error)
         except Exception as error:  # WHY broad: whatever it is, the other ranks must hear of it
             if (lost := lost_peer(error, parts.group)) is not None:
                 raise lost from error
@@ -166,9 +163,10 @@ class Healer:
             text = f"{where}, {self.passes.phase}, samples {shown(micro_batches)}: "
             text += f"{describe(error)} ({where_of(error)})"
             return Failure(kind, text, max(batch.num_samples for batch in micro_batches))
-        if what := what or self.finite.own_problem(before):
-            text = f"samples {shown(micro_batches)}: {what}"
-            text = text if witness is None else witness.tell(what, micro_batches)
+        if problem or (keep_local and (problem := self.finite.own_problem(before))):
+            text = f"samples {shown(micro_batches)}: {problem}"
+            if witness is not None:
+                text = witness.tell(problem, micro_batches)
             return Failure("not finite", f"{where}, {text}")
         looks = parts.replica.looks_for_unused
         if self._checks_unused and not looks and window.size >= parts.group.world_size:
