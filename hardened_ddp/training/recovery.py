@@ -22,6 +22,7 @@ from hardened_ddp.data.loader import Batch
 from hardened_ddp.data.sampler import Window
 from hardened_ddp.errors import DivergenceError, NonFiniteError
 from hardened_ddp.guard.divergence import Divergence, compare_replicas
+from hardened_ddp.ranks.beacon import STEP
 from hardened_ddp.training.journal import Journal
 from hardened_ddp.training.parts import Parts, Progress
 from hardened_ddp.training.plan import is_due
@@ -235,4 +236,5 @@ class Recovery:
         self.journal.go_back(progress.step)
         stepper.healer.finite.forget()
         self._equal_at = progress.step
+        group.beacon.words[STEP] = progress.step  # a hang from here on is one of this step
         return True
