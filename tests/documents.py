@@ -44,7 +44,7 @@ ONE_LINERS = {
     "docs/tensorboard.png": "What TensorBoard shows of it.",
 }
 ROOMS = ["settings", "ranks", "reporting", "data", "model", "checkpoint", "guard", "training"]
-ROOMS += ["diagnosis"]
+ROOMS += ["diagnosis", "drill"]
 
 
 def settings_tables() -> str:

@@ -5,9 +5,10 @@ Owns: ForkedRanks, which is to drill/runner.py what its own processes are.
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from hardened_ddp.drill.faults import Fault
+from hardened_ddp.drill.fault import Fault
 from hardened_ddp.drill.processes import Launcher, Starter, await_end
 from hardened_ddp.drill.runner import Drills, Work
 from tests.processes import kill, list_pids, read_process
@@ -62,9 +63,8 @@ class Forked:
 
 def forked_drills(folder: Path, *, num_ranks: int = 2, flags: Sequence[str] = ()) -> Drills:
     """Prepare drills in folder; what needs a real torchrun gets one."""
-    return Drills(
-        Work(num_ranks=num_ranks, flags=("--cpu_only", *flags)), folder, _starter_of
-    )
+    work = Work(num_ranks=num_ranks)
+    return Drills(replace(work, flags=(*work.flags, "--cpu_only", *flags)), folder, _starter_of)
 
 
 def _starter_of(folder: Path, fault: Fault) -> Starter:

@@ -16,7 +16,7 @@ from hardened_ddp.checkpoint.lock import LOCK_NAME
 from hardened_ddp.diagnosis.ledger_check import check_ledger
 from hardened_ddp.drill.acts import Board
 from hardened_ddp.drill.digest import digest_of
-from hardened_ddp.drill.faults import Fault
+from hardened_ddp.drill.fault import Fault
 from hardened_ddp.errors import HardenedError
 
 
@@ -60,7 +60,7 @@ class Record:
         return [digest or "none" for digest in found]
 
     def words(self) -> str:
-        """Give all that the ranks said: on their output, or where that was closed, in their logs."""
+        """Give all that the ranks said, on their output and in their logs."""
         logs = sorted((self.run / "logs").glob("rank-*.log"))
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in logs]
         return "\n".join([self.output, *texts])
@@ -167,7 +167,8 @@ def _describe(attempt: Attempt) -> str:
         return "finished"
     shown = {None: "did not end", 0: "status 0"}
     words = [
-        shown.get(status) or (f"status {status}" if (status or 0) > 0 else f"signal {-(status or 0)}")
+        shown.get(status)
+        or (f"status {status}" if (status or 0) > 0 else f"signal {-(status or 0)}")
         for status in attempt.statuses
     ]
     if len(words) == 1:

@@ -139,8 +139,7 @@ def _raise() -> None:
 
 
 def _ask_for_too_much() -> None:
-    device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    torch.empty(TOO_MUCH, dtype=torch.uint8, device=device)
+    torch.empty(TOO_MUCH, dtype=torch.uint8, device=_device())
 
 
 def _ask_python_for_too_much() -> None:
@@ -156,7 +155,11 @@ def _hang() -> None:
 
 
 def _call_a_collective_alone() -> None:
-    dist.all_reduce(torch.zeros(1, device="cuda" if torch.cuda.is_initialized() else "cpu"))
+    dist.all_reduce(torch.zeros(1, device=_device()))
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_initialized() else "cpu"  # type: ignore[no-untyped-call]  # torch
 
 
 def _hold_the_lock_of_python() -> None:

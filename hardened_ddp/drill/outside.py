@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +16,11 @@ from pathlib import Path
 from hardened_ddp.checkpoint.listing import CHECKPOINTS_NAME, find_newest
 from hardened_ddp.checkpoint.manifest import STATE_NAME
 from hardened_ddp.drill.acts import Board, Pause
-from hardened_ddp.drill.faults import Fault
+from hardened_ddp.drill.fault import Fault
 from hardened_ddp.drill.processes import Ranks, send
+
+PATIENCE_S = 8.0
+"""How long ranks have to leave after one has failed; then SIGTERM, and once more then SIGKILL."""
 
 _FULL_BYTES = 48 * 1024
 """As large may a file become on a full disk: logs fit, a checkpoint does not."""
@@ -29,8 +33,9 @@ class Outside:
         self.fault, self.board, self.run = fault, board, run
         self.num_ranks = num_ranks
         self.has_struck = False
-        self.stopped: set[int] = set()
-        """Ranks that were stopped for good. Nobody else will end them."""
+        self._stopped: set[int] = set()
+        self._failed_at: float | None = None
+        self._has_asked = False
 
     def look(self, ranks: Ranks) -> None:
         """Strike if it is the moment, and let those that held still go on."""
@@ -43,12 +48,25 @@ class Outside:
             if any(name.startswith(".partial") for name in names):
                 self._send(ranks, 0)
 
-    def finish_stopped(self, ranks: Ranks) -> None:
-        """Kill a stopped rank when all others have ended, as its launcher or its node would."""
-        living = [rank for rank, status in enumerate(ranks.statuses) if status is None]
-        if living and set(living) <= self.stopped:
+    def act_as_launcher(self, ranks: Ranks) -> None:
+        """End the ranks that are left when one has failed, as torchrun does, with more patience.
+
+        WHY patience: those that can are to leave by themselves. A stopped one can't.
+        """
+        statuses = ranks.statuses
+        living = [rank for rank, status in enumerate(statuses) if status is None]
+        if not living or not any(statuses):
+            self._failed_at = None
+            return
+        now = time.monotonic()
+        self._failed_at = self._failed_at or now
+        if set(living) <= self._stopped or now - self._failed_at > 2 * PATIENCE_S:
             for rank in living:
-                self._kill(ranks, rank)
+                self._kill(ranks, rank, signal.SIGKILL)
+        elif now - self._failed_at > PATIENCE_S and not self._has_asked:
+            self._has_asked = True
+            for rank in living:
+                self._kill(ranks, rank, signal.SIGTERM)
 
     def mend(self) -> None:
         """Take the cause away before the next start; or break what the first one left."""
@@ -82,14 +100,14 @@ class Outside:
     def _send(self, ranks: Ranks, rank: int) -> None:
         self.has_struck = True
         if self.fault.signal == signal.SIGSTOP:
-            self.stopped.add(rank)
+            self._stopped.add(rank)
         pid = ranks.pid_of(rank)
         if pid is not None and self.fault.signal:
             send(pid, self.fault.signal)
 
-    def _kill(self, ranks: Ranks, rank: int) -> None:
+    def _kill(self, ranks: Ranks, rank: int, number: int) -> None:
         if (pid := ranks.pid_of(rank)) is not None:
-            send(pid, signal.SIGKILL)
+            send(pid, number)
 
     def _has_checkpoints(self) -> bool:
         return (self.run / CHECKPOINTS_NAME).is_dir()

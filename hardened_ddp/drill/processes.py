@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +24,7 @@ SHARED_MEMORY = Path("/dev/shm")
 _LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "GROUP_", "ROLE_", "MASTER_", "OMPI_", "PMI", "MPI_")
 _NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "HARDENED_DDP_LAUNCHER")
 _POLL_S = 0.02
+_LOOK_EVERY_S = 0.25
 
 
 class Ranks(Protocol):
@@ -66,7 +67,8 @@ class Processes:
         self._is_torchrun = is_torchrun
         self._mark = f"{MARK}={mark}".encode()
         self._log = log
-        self._segments = _segments()
+        self._seen: set[int] = set()
+        self._look_at = 0.0
         with log.open("ab") as file:
             self._started = [
                 subprocess.Popen(
@@ -82,6 +84,9 @@ class Processes:
 
     @property
     def statuses(self) -> list[int | None]:
+        if time.monotonic() > self._look_at:
+            self._seen.update(self._marked())
+            self._look_at = time.monotonic() + _LOOK_EVERY_S
         return [process.poll() for process in self._started]
 
     def pid_of(self, rank: int) -> int | None:
@@ -112,7 +117,7 @@ class Processes:
             time.sleep(_POLL_S)
         for process in self._started:
             process.wait()
-        return left + [f"/dev/shm/{name} was left" for name in orphans(self._segments)]
+        return left + [f"/dev/shm/{name} was left" for name in orphans(self._seen)]
 
     def _marked(self) -> list[int]:
         return [pid for pid in _pids() if self._mark in _environment_of(pid) and _is_alive(pid)]
@@ -181,7 +186,7 @@ def send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def await_end(find: Callable[[], list[int]], *, limit_s: float = 6.0) -> list[int]:
+def await_end(find: Callable[[], list[int]], *, limit_s: float = 15.0) -> list[int]:
     """Wait until find gives no process any more; give those that it still does at the limit.
 
     WHY so long: a process that loads samples looks every few seconds whether its rank still lives.
@@ -192,18 +197,17 @@ def await_end(find: Callable[[], list[int]], *, limit_s: float = 6.0) -> list[in
     return pids
 
 
-def orphans(before: frozenset[str]) -> list[str]:
-    """List the shared memory of torch that is new, and whose process is gone."""
-    found = []
-    for name in sorted(_segments() - before):
-        parts = name.split("_")
-        if parts[0] == "torch" and parts[1].isdigit() and not Path(f"/proc/{parts[1]}").exists():
-            found.append(name)
-    return found
+def orphans(pids: Collection[int]) -> list[str]:
+    """List the shared memory of torch that these processes, which are gone, have left."""
+    names = os.listdir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else []
+    # torch_PID_RANDOM_NUMBER
+    return [
+        name for name in names if (parts := name.split("_"))[0] == "torch" and _is_of(parts, pids)
+    ]
 
 
-def _segments() -> frozenset[str]:
-    return frozenset(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else frozenset()
+def _is_of(parts: Sequence[str], pids: Collection[int]) -> bool:
+    return len(parts) > 1 and parts[1].isdigit() and int(parts[1]) in pids
 
 
 def _pids() -> list[int]:

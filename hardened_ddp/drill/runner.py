@@ -15,7 +15,7 @@ from typing import Any
 
 from hardened_ddp.drill.acts import Board
 from hardened_ddp.drill.compare import Attempt, Record, Verdict, is_finished, judge
-from hardened_ddp.drill.faults import Fault
+from hardened_ddp.drill.fault import Fault
 from hardened_ddp.drill.outside import Outside, occupied
 from hardened_ddp.drill.processes import Ranks, Starter, free_port
 
@@ -25,12 +25,18 @@ START_LIMIT_S = 120.0
 """Of one start, and ten times what the quiet run took: more is a hang."""
 
 _POLL_S = 0.001
-SMALL = ("--batch_size", "24", "--num_workers", "0")
+DEFAULTS: Mapping[str, str] = {
+    "batch_size": "24",
+    "num_workers": "0",
+    "max_steps": "40",
+    "epochs": "1000",  # WHY so many: max_steps is what ends it
+}
+"""Settings that the user may give otherwise."""
+
 ALWAYS = (
     *("--run_name", "drill", "--ledger", "--log_interval", "5", "--checkpoint_every_steps", "5"),
     *("--tensorboard", "false", "--progress", "false", "--stop_grace_s", "6"),
 )
-NUM_STEPS = ("--max_steps", "40", "--epochs", "1000")
 
 StarterOf = Callable[[Path, Fault], Starter]
 """Gives what starts the ranks of a drill in a folder."""
@@ -45,14 +51,14 @@ class Work:
     model_args: Mapping[str, Any] = field(default_factory=dict)  # Any: arguments of a callable
     dataset: str = "digits"
     dataset_args: Mapping[str, Any] = field(default_factory=dict)  # Any: as above
-    flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] = tuple(f"--{name}={value}" for name, value in DEFAULTS.items())
     """Settings, as on the command line."""
 
     def command(self, board: Path, output: Path) -> list[str]:
         """Give the flags of a run whose model and dataset misbehave as board says."""
         model = {"inner": self.model, "inner_args": dict(self.model_args), "board": str(board)}
         data = {"inner": self.dataset, "inner_args": dict(self.dataset_args), "board": str(board)}
-        words = [*SMALL, *NUM_STEPS, *self.flags, *ALWAYS, "--output_dir", str(output)]
+        words = [*self.flags, *ALWAYS, "--output_dir", str(output)]
         words += ["--model", "hardened_ddp.drill.wrappers:model"]
         words += ["--model_args", json.dumps(model)]
         words += ["--dataset", "hardened_ddp.drill.wrappers:dataset"]
@@ -118,7 +124,7 @@ class Drills:
         try:
             while None in ranks.statuses and time.monotonic() - began_at < limit_s:
                 outside.look(ranks)
-                outside.finish_stopped(ranks)
+                outside.act_as_launcher(ranks)
                 time.sleep(_POLL_S)
         finally:
             statuses, wall_s = tuple(ranks.statuses), time.monotonic() - began_at

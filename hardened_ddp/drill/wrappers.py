@@ -152,7 +152,7 @@ def _watch_forward(network: nn.Module, moments: Moments) -> None:
         for _, act in moments.due("loss"):
             output = deeds.change_output(act.kind, output)
         for tensor in deeds.tensors_of(output):
-            tensor.register_hook(in_backward)
+            tensor.register_hook(in_backward)  # type: ignore[no-untyped-call]  # torch
         return output
 
     def in_backward(gradient: torch.Tensor) -> torch.Tensor | None:
@@ -172,11 +172,11 @@ def _watch_forward(network: nn.Module, moments: Moments) -> None:
 def _watch_optimizer(network: nn.Module, moments: Moments) -> None:
     """Count steps, and have acts happen before and after the update."""
 
-    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def before(optimizer: torch.optim.Optimizer, *rest: Any) -> None:
         for number, act in moments.due("optimizer"):
             deeds.do(act, moments, number)
 
-    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def after(optimizer: torch.optim.Optimizer, *rest: Any) -> None:
         moments.count(optimizer)
         for _, act in moments.due("update"):
             deeds.change_weights(act.kind, network)
