@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hardened_ddp.drill.fault import Fault
 from hardened_ddp.drill.processes import Launcher, Starter, await_end
-from hardened_ddp.drill.runner import Drills, Work
+from hardened_ddp.drill.runner import OUTPUT_NAME, Drills, Work
 from tests.processes import kill, list_pids, read_process
 from tests.ranks import start_training
 from tests.running import Running
@@ -69,5 +69,5 @@ def forked_drills(folder: Path, *, num_ranks: int = 2, flags: Sequence[str] = ()
 
 def _starter_of(folder: Path, fault: Fault) -> Starter:
     if fault.outside.startswith("torchrun"):
-        return Launcher(os.environ, folder / "output.txt", by_torchrun=True)
-    return Forked(folder / "output.txt")
+        return Launcher(os.environ, folder / OUTPUT_NAME, by_torchrun=True)
+    return Forked(folder / OUTPUT_NAME)

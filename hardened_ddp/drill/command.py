@@ -4,6 +4,7 @@ Owns what is said, and the exit status: 0 if all came as expected, 1 if not, 2 f
 none. Does not own: the drills (runner.py), the list (faults.py).
 """
 
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -136,11 +137,11 @@ def read_work(request: Request, num_ranks: int) -> "Work":
 def prepare(work: "Work", folder: Path, env: Mapping[str, str]) -> "Drills":
     """Prepare drills with processes of this machine's Python."""
     from hardened_ddp.drill.processes import Launcher
-    from hardened_ddp.drill.runner import Drills
+    from hardened_ddp.drill.runner import OUTPUT_NAME, Drills
 
     def starter_of(place: Path, fault: Fault) -> Launcher:
         by_torchrun = fault.outside.startswith("torchrun")
-        return Launcher(env, place / "output.txt", by_torchrun=by_torchrun)
+        return Launcher(env, place / OUTPUT_NAME, by_torchrun=by_torchrun)
 
     return Drills(work, folder, starter_of)
 
@@ -208,6 +209,8 @@ def _list_command() -> str:
 
 
 def _say(output: TextIO, lines: Sequence[str]) -> None:
-    for line in lines:
-        output.write(line.encode("ascii", "backslashreplace").decode("ascii") + "\n")
-    output.flush()
+    # WHY: whoever reads only the first lines (drill | head) closes the pipe, and means no harm.
+    with contextlib.suppress(BrokenPipeError):
+        for line in lines:
+            output.write(line.encode("ascii", "backslashreplace").decode("ascii") + "\n")
+        output.flush()

@@ -24,6 +24,7 @@ MOST_STARTS = 3
 START_LIMIT_S = 120.0
 """Of one start, and ten times what the quiet run took: more is a hang."""
 
+OUTPUT_NAME = "output.txt"
 _POLL_S = 0.001
 DEFAULTS: Mapping[str, str] = {
     "batch_size": "24",
@@ -77,6 +78,11 @@ class Drills:
         """Do one drill, and say what came of it. Its folder has the name of the fault."""
         quiet = self.quiet()
         return judge(fault, self._record(fault), quiet)
+
+    def said_by(self, fault: Fault, *, most: int = 6000) -> str:
+        """Give the last of what the ranks of a drill that was done have said."""
+        path = self.folder / fault.name / OUTPUT_NAME
+        return path.read_text(encoding="utf-8", errors="replace")[-most:] if path.exists() else ""
 
     def quiet(self) -> Record:
         """Give the run that nothing happens to. Raises RuntimeError if it fails by itself."""
