@@ -10,7 +10,8 @@ from pathlib import Path
 
 from hardened_ddp.drill.fault import Fault
 from hardened_ddp.drill.processes import Launcher, Starter, await_end
-from hardened_ddp.drill.runner import OUTPUT_NAME, Drills, Work
+from hardened_ddp.drill.runner import OUTPUT_NAME, Drills
+from hardened_ddp.drill.work import Work
 from tests.processes import kill, list_pids, read_process
 from tests.ranks import start_training
 from tests.running import Running

@@ -41,6 +41,9 @@ class Act:
     victim: int = -1
     """pause: which rank is to be struck meanwhile."""
 
+    signal: int = 0
+    """pause: by which signal. 0: by what the fault says."""
+
     seconds: float = 0.0
 
     def is_for(self, rank: int, world_size: int) -> bool:
@@ -54,8 +57,8 @@ class Pause:
 
     number: int
     victim: int
-    phase: str
-    step: int
+    signal: int
+    where: str
 
 
 class Board:

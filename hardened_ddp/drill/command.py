@@ -21,7 +21,8 @@ from hardened_ddp.settings.wording import nearest, shown
 
 if TYPE_CHECKING:
     from hardened_ddp.drill.compare import Verdict
-    from hardened_ddp.drill.runner import Drills, Work
+    from hardened_ddp.drill.runner import Drills
+    from hardened_ddp.drill.work import Work
 
 ALL = "all"
 _OF_THE_DRILL: tuple[str, ...] = ("run_name", "output_dir", "resume", "ledger", "model", "dataset")
@@ -106,7 +107,7 @@ def read_order(request: Request) -> Order:
 
 def read_work(request: Request, num_ranks: int) -> "Work":
     """Read what is to be trained. Raises ConfigError with all that is wrong with the settings."""
-    from hardened_ddp.drill.runner import DEFAULTS, Work
+    from hardened_ddp.drill.work import DEFAULTS, Work
 
     resolved = resolve(request, world_size=num_ranks)
     refused = [name for name in _OF_THE_DRILL[:4] if name in request.settings]

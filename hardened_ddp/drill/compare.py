@@ -126,7 +126,9 @@ def judge(fault: Fault, struck: Record, quiet: Record) -> Verdict:
 def _check_ends(fault: Fault, attempts: Sequence[Attempt]) -> list[str]:
     """Say what is wrong with how the starts ended."""
     first, last = attempts[0], attempts[-1]
-    problems = []
+    problems: list[str] = []
+    if fault.ends == "several starts":
+        return problems if last.is_finished else [f"it did not come to its end: {_describe(last)}"]
     if not last.is_finished or any(last.statuses):
         problems.append(f"it did not come to its end: {_describe(last)}")
     if fault.ends in ("goes on", "restarts"):

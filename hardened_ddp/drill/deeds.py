@@ -29,12 +29,12 @@ def do(act: Act, moments: Any, number: int, gradient: torch.Tensor | None = None
     """Do what act says, now. Any: wrappers.Moments; a gradient that takes the place of its own."""
     match act.kind:
         case "pause":
-            moments.board.pause(Pause(number, act.victim % moments.world_size, act.phase, act.step))
+            moments.board.pause(_pause(act, moments, number))
         case "pause while another rank waits":
             while not moments.board.has("passed"):
                 time.sleep(0.01)
             time.sleep(0.1)  # WHY: from there to the wait for this rank the other one is quick
-            moments.board.pause(Pause(number, act.victim % moments.world_size, "sum", act.step))
+            moments.board.pause(_pause(act, moments, number))
         case "pass":
             moments.board.claim("passed")
         case "sleep":
@@ -47,6 +47,11 @@ def do(act: Act, moments: Any, number: int, gradient: torch.Tensor | None = None
         case _:
             _DEEDS[act.kind]()
     return None
+
+
+def _pause(act: Act, moments: Any, number: int) -> Pause:  # Any: wrappers.Moments
+    victim = act.victim % moments.world_size
+    return Pause(number, victim, act.signal, f"{act.phase} of step {moments.step}")
 
 
 def spoil(kind: str, sample: Any, num_classes: int) -> Any:  # Any: whatever the dataset gives

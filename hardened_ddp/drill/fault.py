@@ -13,7 +13,7 @@ ALL: tuple[int, ...] = ()
 HANGS = ("--timeout_s", "5")
 """Settings for a drill that waits for a rank in vain."""
 
-Ends = Literal["goes on", "saves", "stops", "restarts"]
+Ends = Literal["goes on", "saves", "stops", "restarts", "several starts"]
 Keeps = Literal["same weights", "equal replicas"]
 
 
@@ -27,7 +27,8 @@ class Fault:
 
     acts: tuple[Act, ...] = ()
     ends: Ends = "goes on"
-    """saves: leaves with status 0 and a checkpoint; stops: with an error; restarts: by torchrun."""
+    """saves: leaves with status 0 and a checkpoint; stops: with an error; restarts: by torchrun;
+    several starts: whichever of these, as often as it takes."""
 
     code: str = ""
     """The error that the user reads."""
@@ -63,6 +64,8 @@ class Fault:
                 return f"goes on by itself to {kept}"
             case "saves":
                 return f"saves, status 0; the same command goes on to {kept}"
+            case "several starts":
+                return f"the same command, as often as it takes, comes to {kept}"
             case "restarts":
                 return f"torchrun starts it again; to {kept}"
         told = f"stops with {self.code}" if self.code else "ends"

@@ -46,7 +46,7 @@ class Outside:
             # WHY so: the name of a checkpoint on its way to the disk; it is there for a moment.
             names = os.listdir(self.run / CHECKPOINTS_NAME) if self._has_checkpoints() else []
             if any(name.startswith(".partial") for name in names):
-                self._send(ranks, 0)
+                self._send(ranks, 0, self.fault.signal)
 
     def act_as_launcher(self, ranks: Ranks) -> None:
         """End the ranks that are left when one has failed, as torchrun does, with more patience.
@@ -62,11 +62,11 @@ class Outside:
         self._failed_at = self._failed_at or now
         if set(living) <= self._stopped or now - self._failed_at > 2 * PATIENCE_S:
             for rank in living:
-                self._kill(ranks, rank, signal.SIGKILL)
+                self._signal(ranks, rank, signal.SIGKILL)
         elif now - self._failed_at > PATIENCE_S and not self._has_asked:
             self._has_asked = True
             for rank in living:
-                self._kill(ranks, rank, signal.SIGTERM)
+                self._signal(ranks, rank, signal.SIGTERM)
 
     def mend(self) -> None:
         """Take the cause away before the next start; or break what the first one left."""
@@ -88,24 +88,22 @@ class Outside:
                     resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, hard))
             case "strike all":
                 for rank in range(self.num_ranks):
-                    self._send(ranks, rank)
+                    self._send(ranks, rank, self.fault.signal)
             case "torchrun killed":
                 self.has_struck = True
                 launcher = ranks.pid_of(-1)
                 if launcher is not None:
                     send(launcher, self.fault.signal)
             case _:
-                self._send(ranks, pause.victim)
+                self._send(ranks, pause.victim, pause.signal or self.fault.signal)
 
-    def _send(self, ranks: Ranks, rank: int) -> None:
+    def _send(self, ranks: Ranks, rank: int, number: int) -> None:
         self.has_struck = True
-        if self.fault.signal == signal.SIGSTOP:
+        if number == signal.SIGSTOP:
             self._stopped.add(rank)
-        pid = ranks.pid_of(rank)
-        if pid is not None and self.fault.signal:
-            send(pid, self.fault.signal)
+        self._signal(ranks, rank, number)
 
-    def _kill(self, ranks: Ranks, rank: int, number: int) -> None:
+    def _signal(self, ranks: Ranks, rank: int, number: int) -> None:
         if (pid := ranks.pid_of(rank)) is not None:
             send(pid, number)
 

@@ -1,69 +1,32 @@
 """One drill: the quiet run, the struck run, the comparison.
 
-Owns: Work, what is trained in a drill; the flags of its runs; and the order of a run's starts: the
-same command again until it is finished. Does not own: how ranks are started (processes.py), what
-strikes them (outside.py), what is expected (faults.py).
+Owns the order of a run's starts: the same command again until it is finished. Does not own: how
+ranks are started (processes.py), what strikes them (outside.py), what is expected (faults.py).
 """
 
-import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from hardened_ddp.drill.acts import Board
 from hardened_ddp.drill.compare import Attempt, Record, Verdict, is_finished, judge
 from hardened_ddp.drill.fault import Fault
 from hardened_ddp.drill.outside import Outside, occupied
 from hardened_ddp.drill.processes import Ranks, Starter, free_port
+from hardened_ddp.drill.work import Work
 
 QUIET = Fault(name="quiet", text="nothing happens")
 MOST_STARTS = 3
+"""Of one run; of one with several faults, so many more."""
+
 START_LIMIT_S = 120.0
 """Of one start, and ten times what the quiet run took: more is a hang."""
 
 OUTPUT_NAME = "output.txt"
 _POLL_S = 0.001
-DEFAULTS: Mapping[str, str] = {
-    "batch_size": "24",
-    "num_workers": "0",
-    "max_steps": "40",
-    "epochs": "1000",  # WHY so many: max_steps is what ends it
-}
-"""Settings that the user may give otherwise."""
-
-ALWAYS = (
-    *("--run_name", "drill", "--ledger", "--log_interval", "5", "--checkpoint_every_steps", "5"),
-    *("--tensorboard", "false", "--progress", "false", "--stop_grace_s", "6"),
-)
-
 StarterOf = Callable[[Path, Fault], Starter]
 """Gives what starts the ranks of a drill in a folder."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """What is trained."""
-
-    num_ranks: int = 2
-    model: str = "mlp"
-    model_args: Mapping[str, Any] = field(default_factory=dict)  # Any: arguments of a callable
-    dataset: str = "digits"
-    dataset_args: Mapping[str, Any] = field(default_factory=dict)  # Any: as above
-    flags: tuple[str, ...] = tuple(f"--{name}={value}" for name, value in DEFAULTS.items())
-    """Settings, as on the command line."""
-
-    def command(self, board: Path, output: Path) -> list[str]:
-        """Give the flags of a run whose model and dataset misbehave as board says."""
-        model = {"inner": self.model, "inner_args": dict(self.model_args), "board": str(board)}
-        data = {"inner": self.dataset, "inner_args": dict(self.dataset_args), "board": str(board)}
-        words = [*self.flags, *ALWAYS, "--output_dir", str(output)]
-        words += ["--model", "hardened_ddp.drill.wrappers:model"]
-        words += ["--model_args", json.dumps(model)]
-        words += ["--dataset", "hardened_ddp.drill.wrappers:dataset"]
-        return [*words, "--dataset_args", json.dumps(data)]
 
 
 class Drills:
@@ -106,7 +69,8 @@ class Drills:
         flags = [*self.work.command(board.folder, folder / "runs"), *fault.flags]
         starter = self._starter_of(folder, fault)
         outside = Outside(fault, board, run, num_ranks=self.work.num_ranks)
-        while len(record.attempts) < MOST_STARTS and not is_finished(run):
+        most_starts = MOST_STARTS + max(0, len(fault.acts) - 2)
+        while len(record.attempts) < most_starts and not is_finished(run):
             for path in board.folder.glob("digest-*"):
                 path.unlink()
             is_first = not record.attempts
