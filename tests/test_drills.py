@@ -5,6 +5,7 @@ processes of its own, some tests try as it is typed.
 """
 
 import io
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -19,6 +20,7 @@ from hardened_ddp.drill.faults import all_faults, find
 from hardened_ddp.drill.runner import Drills
 from hardened_ddp.errors import HardenedError
 from tests.commands import run_command
+from tests.documents import DRILLS, TROUBLES, table_rows
 from tests.forked_drills import forked_drills
 from tests.marks import slow_after
 
@@ -166,7 +168,7 @@ class TestCommand:
         argv += ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 96}"]
         argv += ["--model", "tests.plugins:Stumbling", "--batch_size", "6", "--ranks", "2"]
         table = tmp_path / "table.md"
-        argv += ["--markdown", str(table)]
+        argv += ["--table", str(table)]
         completed = run_command(argv, timeout_s=170, env={"TMPDIR": str(tmp_path)})
         assert completed.status == 0, completed.output
         for word in ("drill kill-forward: a rank is killed in forward", "PASS", "DDP-G04"):
@@ -206,3 +208,19 @@ class TestBoard:
         assert [rank for rank in range(4) if act.is_for(rank, 4)] == [0, 2]
         assert [rank for rank in range(2) if act.is_for(rank, 2)] == [0]
         assert Act(kind="raise", phase="forward").is_for(3, 4)
+
+
+class TestDocuments:
+    def test_the_table_of_drills_is_that_of_the_program(self) -> None:
+        rows = [row[:3] for row in table_rows(DRILLS, cells=5)[1:] if row[0].startswith("`")]
+        assert rows == [[f"`{f.name}`", f.text, f.verdict] for f in all_faults()]
+
+    def test_a_drill_that_the_troubleshooting_names_says_that_code(self) -> None:
+        rows = [row for row in table_rows(TROUBLES) if re.fullmatch(r"`[a-z-]+`", row[0])]
+        assert len(rows) >= 8
+        for name, code, besides in (row for row in rows if row[1].startswith("DDP-")):
+            fault = find(name.strip("`"))
+            assert fault is not None, name
+            assert fault.code == code or "warning" in code, name
+            for other in re.findall(r"`([^`]+)`", besides):
+                assert find(other) is not None, other

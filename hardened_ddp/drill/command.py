@@ -35,7 +35,7 @@ class Order:
 
     faults: tuple[Fault, ...]
     num_ranks: int
-    markdown: str
+    table: str
 
 
 def run_drills(request: Request, *, output: TextIO, env: Mapping[str, str]) -> int:
@@ -56,9 +56,9 @@ def run_drills(request: Request, *, output: TextIO, env: Mapping[str, str]) -> i
     except RuntimeError as error:
         _say(output, [f"FAIL: {error}", f"see {folder}"])
         return 1
-    if order.markdown:
+    if order.table:
         text = "\n".join(markdown(verdicts, order.num_ranks))
-        Path(order.markdown).write_text(text + "\n", encoding="utf-8")
+        Path(order.table).write_text(text + "\n", encoding="utf-8")
     if all(verdict.passed for verdict in verdicts):
         shutil.rmtree(folder, ignore_errors=True)
         return 0
@@ -102,7 +102,7 @@ def read_order(request: Request) -> Order:
             fix=f"python ddp_training.py drill {name} --ranks {fault.min_ranks}",
         )
     chosen = [fault] if fault else [f for f in all_faults() if f.min_ranks <= num_ranks]
-    return Order(faults=tuple(chosen), num_ranks=num_ranks, markdown=request.options["markdown"])
+    return Order(faults=tuple(chosen), num_ranks=num_ranks, table=request.options["table"])
 
 
 def read_work(request: Request, num_ranks: int) -> "Work":

@@ -73,7 +73,7 @@ COMMANDS: Mapping[str, Command] = {
                 is_optional=True,
             ),
             Option(name="ranks", text="How many processes train.", default="2"),
-            Option(name="markdown", text="File to write the table of the verdicts to."),
+            Option(name="table", text="File to write the verdicts to, as a Markdown table."),
         ),
         takes_settings=True,
     ),
