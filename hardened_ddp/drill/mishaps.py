@@ -174,6 +174,6 @@ def _places() -> Iterator[Fault]:
         )
     yield Fault(
         name="closed-output",
-        text="nobody reads the output any more, as after: | head",
+        text="nobody reads the output any more: the pipe is closed",
         acts=(Act(kind="close output", phase="update", ranks=ALL),),
     )
