@@ -40,7 +40,7 @@ FAMILIES = {
     "memory": 5,
     "worker": 6,
     "bad": 8,
-    "nan": 3,
+    "nan": 2,
     "hang": 3,
 }
 

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 from hardened_ddp.drill.acts import Act
 from hardened_ddp.drill.fault import LAST, Fault
 
-LOADS = ("--num_workers", "2", "--loader_timeout_s", "2")
+LOADS = ("--num_workers", "2", "--loader_timeout_s", "2", "--eval_every", "0")
+"""Two processes that load, for training alone: each takes a second or more to start."""
+
 GOES_ON = ("--continue_on_error",)
 
 

@@ -97,19 +97,6 @@ def _numbers() -> Iterator[Fault]:
         says=("the loss is nan",),
     )
     yield Fault(
-        name="nan-gradient",
-        text="the loss of one rank is a number, its gradient is NaN, once",
-        acts=(Act(kind="no gradient that is a number", phase="backward", ranks=LAST),),
-        says=("the window is done again",),
-    )
-    yield Fault(
-        name="bit-flip",
-        text="a bit of a weight flips on one rank",
-        acts=(Act(kind="bit", phase="update", ranks=LAST),),
-        ends="stops",
-        min_ranks=2,
-    )
-    yield Fault(
         name="unused-parameter",
         text="one rank does not use a layer any more from some step on",
         acts=(Act(kind="detach", phase="layer", ranks=LAST, lasts=True),),
