@@ -29,7 +29,9 @@ DrillsOf = Callable[[int], Drills]
 QUICK = ("kill-forward", "raise-loss-one", "sigterm-data", "bad-sample-left-out")
 ON_MORE_RANKS = ("kill-sum", "kill-rank-0", "sigterm-evaluation", "raise-backward-some")
 ON_MORE_RANKS += ("nan-once", "memory-forward", "unused-parameter", "other-data", "disk-full")
-# What DESIGN.md's own list of faults asks for, by the first part of the names.
+UNDER_HOOKS = ("kill-backward", "raise-forward-one", "raise-backward-one", "raise-backward-all")
+UNDER_HOOKS += ("nan-once", "memory-backward", "unused-parameter")
+# How many there are of a family, by the first part of the names.
 FAMILIES = {
     "kill": 9,
     "segfault": 7,
@@ -54,6 +56,11 @@ def drills_of(tmp_path_factory: pytest.TempPathFactory) -> DrillsOf:
         return forked_drills(tmp_path_factory.mktemp("drills"), num_ranks=num_ranks)
 
     return drills
+
+
+@pytest.fixture(scope="module")
+def drills_under_hooks(tmp_path_factory: pytest.TempPathFactory) -> Drills:
+    return forked_drills(tmp_path_factory.mktemp("hooks"), flags=["--no_shared_memory"])
 
 
 def check(drills: Drills, fault: Fault) -> None:
@@ -82,6 +89,16 @@ def test_a_fault_comes_to_its_verdict_on_more_ranks(
     fault = find(name)
     assert fault is not None
     check(drills_of(num_ranks), fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNDER_HOOKS)
+def test_a_fault_comes_to_its_verdict_where_hooks_of_ddp_average(
+    name: str, drills_under_hooks: Drills
+) -> None:
+    fault = find(name)
+    assert fault is not None
+    check(drills_under_hooks, fault)
 
 
 def test_a_drill_with_a_wrong_expectation_fails(drills_of: DrillsOf) -> None:

@@ -123,8 +123,10 @@ def read_work(request: Request, num_ranks: int) -> "Work":
         for name, value in request.settings.items()
         if name not in _OF_THE_DRILL
     ]
-    if not _has_gpus(num_ranks) and "cpu_only" not in request.settings:
+    if config.device.cpu_only or not _has_gpus(config.device.backend, num_ranks):
         flags.append("--cpu_only")
+    else:
+        flags.append("--deterministic")  # WHY: else two runs on GPUs need not agree bit for bit
     return Work(
         num_ranks=num_ranks,
         model=config.model.model if given & {"model", "dataset"} else "mlp",
@@ -192,11 +194,12 @@ def markdown(verdicts: "Sequence[Verdict]", num_ranks: int) -> list[str]:
     return lines
 
 
-def _has_gpus(num_ranks: int) -> bool:
+def _has_gpus(backend: str, num_ranks: int) -> bool:
+    """Say whether each rank can have a GPU; with gloo they may share one."""
     # WHY here: the list of drills is told without torch
     import torch
 
-    return torch.cuda.device_count() >= num_ranks
+    return torch.cuda.device_count() >= (1 if backend == "gloo" else num_ranks)
 
 
 def _word(value: Any) -> str:  # Any: the type of the setting
