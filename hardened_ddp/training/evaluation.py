@@ -15,7 +15,8 @@ from hardened_ddp.data.loader import Batch, EvalLoader
 from hardened_ddp.errors import HardenedError, OutOfMemoryError, SampleError, StepError
 from hardened_ddp.ranks.beacon import EVALUATION
 from hardened_ddp.ranks.lost import lost_peer
-from hardened_ddp.training.failure import is_out_of_memory, where_of
+from hardened_ddp.training.failure import where_of
+from hardened_ddp.training.memory import is_out_of_memory
 from hardened_ddp.training.parts import Parts
 from hardened_ddp.training.totals import Totals
 
