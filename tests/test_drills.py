@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hardened_ddp.drill.acts import Act, Board
-from hardened_ddp.drill.command import list_faults, report
+from hardened_ddp.drill.command import list_faults, markdown, report, write_table
 from hardened_ddp.drill.fault import Fault
 from hardened_ddp.drill.faults import all_faults, find
 from hardened_ddp.drill.runner import Drills
@@ -203,6 +203,16 @@ class TestCommand:
         assert completed.status == 1, completed.output
         assert "the run fails without any fault" in completed.stdout
         assert "the loss is nan" in completed.stdout
+
+
+def test_a_table_is_written_in_its_place_and_leaves_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "table.md"
+    table = markdown([], 2)
+    write_table(path, [*table, "| `a` | old |"])
+    path.write_text(f"# Title\n\n{path.read_text(encoding='utf-8')}\nThe end.\n", encoding="utf-8")
+    write_table(path, [*table, "| `b` | new |"])
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert lines == ["# Title", "", *table, "| `b` | new |", "", "The end."]
 
 
 class TestBoard:

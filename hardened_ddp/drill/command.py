@@ -5,10 +5,13 @@ none. Does not own: the drills (runner.py), the list (faults.py).
 """
 
 import contextlib
+import os
+import platform
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from hardened_ddp.drill.work import Work
 
 ALL = "all"
+_CAPTION = "Measured by `drill all --table` on"
 _OF_THE_DRILL: tuple[str, ...] = ("run_name", "output_dir", "resume", "ledger", "model", "dataset")
 _OF_THE_DRILL += ("model_args", "dataset_args", "single_gpu", "time_limit")
 
@@ -57,8 +61,7 @@ def run_drills(request: Request, *, output: TextIO, env: Mapping[str, str]) -> i
         _say(output, [f"FAIL: {error}", f"see {folder}"])
         return 1
     if order.table:
-        text = "\n".join(markdown(verdicts, order.num_ranks))
-        Path(order.table).write_text(text + "\n", encoding="utf-8")
+        write_table(Path(order.table), markdown(verdicts, order.num_ranks))
     if all(verdict.passed for verdict in verdicts):
         shutil.rmtree(folder, ignore_errors=True)
         return 0
@@ -181,9 +184,26 @@ def row_of(verdict: "Verdict") -> str:
     return f"{word}  {fault.name:<22} {verdict.lost_s:5.1f} s lost  {fault.verdict}"
 
 
+def write_table(path: Path, table: Sequence[str]) -> None:
+    """Write the table to path; in a document that has one, in its place."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    starts = [index for index, line in enumerate(lines) if line.startswith(_CAPTION)]
+    begin = starts[0] if starts else len(lines)
+    end = begin + 2
+    while end < len(lines) and lines[end].startswith("|"):
+        end += 1
+    text = "\n".join([*lines[:begin], *table, *lines[end:]])
+    path.write_text(text + "\n", encoding="utf-8")
+
+
 def markdown(verdicts: "Sequence[Verdict]", num_ranks: int) -> list[str]:
-    """Write the table of DRILLS.md."""
+    """Make the table of DRILLS.md."""
+    import torch
+
     lines = [
+        f"{_CAPTION} {os.cpu_count()} CPUs, Python {platform.python_version()}, torch "
+        f"{torch.__version__}, {datetime.now(UTC):%Y-%m-%d}:",
+        "",
         f"| drill | what happens | what comes of it, on {num_ranks} ranks | time lost | passed |",
         "| --- | --- | --- | --- | --- |",
     ]
