@@ -42,7 +42,7 @@ FAMILIES = {
     "memory": 5,
     "worker": 6,
     "bad": 8,
-    "nan": 2,
+    "nan": 3,
     "hang": 3,
 }
 

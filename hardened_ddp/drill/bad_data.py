@@ -51,11 +51,11 @@ def _workers() -> Iterator[Fault]:
 
 def _samples() -> Iterator[Fault]:
     """One sample is bad, always."""
-    for word, kind, text, code in (
-        ("sample", "unreadable", "can't be read", "DDP-D02"),
-        ("shape", "shape", "has another shape than the others", "DDP-D02"),
-        ("label", "label", "has a label out of range", "DDP-S01"),
-        ("input", "not a number", "has NaN in it", "DDP-S03"),
+    for word, kind, text in (
+        ("sample", "unreadable", "can't be read"),
+        ("shape", "shape", "has another shape than the others"),
+        ("label", "label", "has a label out of range"),
+        ("input", "not a number", "has NaN in it"),
     ):
         acts = (Act(kind=kind, phase="sample", lasts=True),)
         yield Fault(
@@ -63,8 +63,8 @@ def _samples() -> Iterator[Fault]:
             text=f"a sample {text}",
             acts=acts,
             ends="stops",
-            code=code,
-            says=("SAMPLE",),
+            code="DDP-D02",
+            says=("can't read sample SAMPLE",),
         )
         yield Fault(
             name=f"bad-{word}-left-out",

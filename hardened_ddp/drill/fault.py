@@ -11,7 +11,11 @@ from hardened_ddp.drill.acts import Act
 LAST = (-1,)
 ALL: tuple[int, ...] = ()
 HANGS = ("--timeout_s", "5")
-"""Settings for a drill that waits for a rank in vain."""
+"""Settings for a drill that waits for a rank in vain, where the watch for hangs has more patience:
+at the start, in an evaluation, in a checkpoint."""
+
+WATCHED = ("--hang_after_s", "1.5")
+"""Settings for a drill in which a rank hangs inside of a step."""
 
 Ends = Literal["goes on", "saves", "stops", "restarts", "several starts"]
 Keeps = Literal["same weights", "equal replicas"]

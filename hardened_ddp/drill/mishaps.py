@@ -4,7 +4,7 @@ import signal
 from collections.abc import Iterator
 
 from hardened_ddp.drill.acts import Act
-from hardened_ddp.drill.fault import ALL, HANGS, LAST, Fault
+from hardened_ddp.drill.fault import ALL, LAST, WATCHED, Fault
 
 
 def all_mishaps() -> Iterator[Fault]:
@@ -97,6 +97,29 @@ def _numbers() -> Iterator[Fault]:
         says=("the loss is nan",),
     )
     yield Fault(
+        name="nan-gradient",
+        text="the loss of one rank is a number, its gradient is NaN, once",
+        acts=(Act(kind="no gradient that is a number", phase="backward", ranks=LAST),),
+        says=("the window is done again", "is not finite"),
+    )
+    yield Fault(
+        name="bit-flip",
+        text="a bit of a weight flips on one rank; replicas are compared every 10 steps",
+        acts=(Act(kind="bit", phase="update", step=17, ranks=LAST),),
+        flags=("--check_replicas_every", "10"),
+        says=("the replicas are not equal", "going back to the checkpoint"),
+        min_ranks=2,
+    )
+    yield Fault(
+        name="bit-flip-early",
+        text="a bit of a weight flips before there is a checkpoint that was compared",
+        acts=(Act(kind="bit", phase="update", ranks=LAST),),
+        ends="stops",
+        code="DDP-S05",
+        says=("the replicas are not equal",),
+        min_ranks=2,
+    )
+    yield Fault(
         name="unused-parameter",
         text="one rank does not use a layer any more from some step on",
         acts=(Act(kind="detach", phase="layer", ranks=LAST, lasts=True),),
@@ -127,9 +150,10 @@ def _waits() -> Iterator[Fault]:
             name=f"hang-{phase}",
             text=f"{text}, on one rank",
             acts=(Act(kind=kind, phase="data" if phase == "data" else "forward", ranks=LAST),),
-            flags=HANGS,
+            flags=WATCHED,
             ends="stops",
-            code="DDP-G04",
+            code="DDP-G05",
+            says=(", step 7, ", "rank 0 waits in all-reduce"),
             min_ranks=2,
         )
 

@@ -4,7 +4,7 @@ import signal
 from collections.abc import Iterator
 
 from hardened_ddp.drill.acts import Act
-from hardened_ddp.drill.fault import HANGS, LAST, Fault
+from hardened_ddp.drill.fault import HANGS, LAST, WATCHED, Fault
 
 
 def all_strikes() -> Iterator[Fault]:
@@ -46,19 +46,32 @@ def _signals() -> Iterator[Fault]:
         ("sigterm", signal.SIGTERM, "gets SIGTERM"),
     ):
         for phase, where in _PHASES.items():
-            is_hang, is_kind = number == signal.SIGSTOP, number == signal.SIGTERM
+            code, says, flags = _told(number, phase)
             yield Fault(
                 name=f"{word}-{phase}",
                 text=f"a rank {text} {where}",
                 acts=_moment(phase),
                 signal=number,
                 outside="at a checkpoint" if phase == "checkpoint" else "",
-                ends="saves" if is_kind else "stops",
-                code="" if is_kind else "DDP-G04",
-                says=("SIGTERM: stopping",) if is_kind else ("lost another rank",),
-                flags=HANGS if is_hang else (),
+                ends="stops" if code else "saves",
+                code=code,
+                says=says,
+                flags=flags,
                 min_ranks=2,
             )
+
+
+def _told(number: int, phase: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Give the code and the words that such a signal leads to, and the settings of its drill."""
+    if number == signal.SIGTERM:
+        return "", ("SIGTERM: stopping",), ()
+    if number != signal.SIGSTOP:
+        return "DDP-G04", ("lost another rank",), ()
+    if phase == "checkpoint":  # of rank 0, whose threads write it
+        return "DDP-G04", ("Timed out waiting",), HANGS
+    if phase == "evaluation":
+        return "DDP-G05", ("rank 0 waits in",), HANGS
+    return "DDP-G05", ("the process is stopped (SIGSTOP)", "rank 0 waits in all-reduce"), WATCHED
 
 
 def _first_and_all() -> Iterator[Fault]:
