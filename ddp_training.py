@@ -5,6 +5,7 @@
     python ddp_training.py --single_gpu             one process, no DDP
     python ddp_training.py evaluate RUN             how good is each class? JSON and a table
     python ddp_training.py doctor                   what is wrong with this machine?
+    python ddp_training.py drill NAME               does a run survive this fault here?
 
 Read from main() down, in the order of the run: settings, launch, process group, run folder, data,
 model, DDP, the loop, the end. Every rank runs this same page; rank 0 also writes files. A line
@@ -68,6 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from hardened_ddp.diagnosis.ledger_check import check_ledger
 
             return check_ledger(Path(request.options["run"]), output=sys.stdout)
+        if request.command == "drill":
+            from hardened_ddp.drill.command import run_drills
+
+            return run_drills(request, output=sys.stdout, env=environment())
         sys.path.append(str(Path.cwd()))  # for models and datasets named package.module:callable
         if request.command == "export":
             return export(request.options)

@@ -10,6 +10,7 @@ __all__ = ["leaves_nothing_behind"]
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out the tests marked slow")
     parser.addoption("--rounds", type=int, default=20, help="of the chaos test")
+    parser.addoption("--plans", type=int, default=3, help="of the test of fault plans")
     parser.addoption("--seed", type=int, default=0, help="of the chaos test's first round")
 
 
@@ -18,6 +19,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         first = metafunc.config.getoption("--seed")
         seeds = range(first, first + metafunc.config.getoption("--rounds"))
         metafunc.parametrize("chaos_seed", seeds)
+    if "plan_seed" in metafunc.fixturenames:
+        metafunc.parametrize("plan_seed", range(metafunc.config.getoption("--plans")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

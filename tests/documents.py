@@ -18,8 +18,8 @@ from tests.processes import ROOT
 
 README, TROUBLES = "README.md", "DDP_TROUBLESHOOTING.md"
 GLOSSARY, READING = "docs/GLOSSARY.md", "docs/READING_ORDER.md"
-CONCEPTS = "docs/CONCEPTS.md"
-DOCUMENTS = (README, TROUBLES, GLOSSARY, READING, CONCEPTS)
+CONCEPTS, DRILLS = "docs/CONCEPTS.md", "docs/DRILLS.md"
+DOCUMENTS = (README, TROUBLES, GLOSSARY, READING, CONCEPTS, DRILLS)
 
 # What the tree says of files that can't say it themselves.
 ONE_LINERS = {
@@ -38,13 +38,14 @@ ONE_LINERS = {
     ".ci/run": "What every change must pass: make check.",
     "docs/CONCEPTS.md": "How data parallel training works, for students.",
     ".ci/components.sh": "Installs MPI and Slurm for the tests, where it can.",
+    "docs/DRILLS.md": "Every fault drill, what comes of it, and the time that it costs.",
     "docs/GLOSSARY.md": "The words of DDP.",
     "docs/READING_ORDER.md": "Which file to read first, and six exercises.",
     "docs/first_run.txt": "What the first run prints.",
     "docs/tensorboard.png": "What TensorBoard shows of it.",
 }
 ROOMS = ["settings", "ranks", "reporting", "data", "model", "checkpoint", "guard", "training"]
-ROOMS += ["diagnosis"]
+ROOMS += ["diagnosis", "drill"]
 
 
 def settings_tables() -> str:

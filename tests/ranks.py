@@ -95,13 +95,17 @@ def start_training(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     launcher: Literal["torchrun", "none"] = "torchrun",
+    missing: int = 0,
 ) -> Running:
-    """Start ddp_training.py with these arguments on each rank, as the given launcher would."""
+    """Start ddp_training.py with these arguments on each rank, as the given launcher would.
+
+    missing: so many of the last ranks never come.
+    """
     if launcher == "none" and world_size != 1:
         raise ValueError(f"without a launcher there is one rank, and not {world_size}")
     port = free_port()
     jobs = []
-    for rank in range(world_size):
+    for rank in range(world_size - missing):
         variables = _launch(rank, world_size, port) if launcher != "none" else {}
         jobs.append(
             {

@@ -98,6 +98,11 @@ class Running:
         self._link.take_news(0.0)
         return [rank for rank, pid in enumerate(self.pids) if pid not in self._link.statuses]
 
+    def statuses(self) -> list[int | None]:
+        """Return how each rank ended; None: it has not."""
+        self._link.take_news(0.0)
+        return [self._link.statuses.get(pid) for pid in self.pids]
+
     def output(self, rank: int) -> str:
         """Return what a rank has written up to now."""
         return _text_of(self._folder / f"output-{rank}.txt")

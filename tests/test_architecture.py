@@ -18,7 +18,7 @@ import pytest
 from tests.processes import ROOT, clean_environment
 
 ROOMS = ["errors", "settings", "ranks", "reporting", "data", "model", "checkpoint", "guard"]
-ROOMS += ["training", "diagnosis"]
+ROOMS += ["training", "diagnosis", "drill"]
 LAUNCHERS = sorted((ROOT / "launchers").glob("*.py"))
 PRODUCT = [ROOT / "ddp_training.py", *sorted((ROOT / "hardened_ddp").rglob("*.py"))]
 NAMELESS = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}
@@ -42,7 +42,10 @@ OWNERS = {
     "torch.distributed.*.DistributedDataParallel torch.nn.parallel.*": (
         "model/replica.py model/buckets.py"
     ),
-    "torch.distributed.[a-z_]*": "ranks/group.py model/replica.py model/buckets.py",
+    # drill/deeds.py: a model that misbehaves calls a collective on its own, ends its process
+    "torch.distributed.[a-z_]*": (
+        "ranks/group.py model/replica.py model/buckets.py drill/deeds.py"
+    ),
     "torch.save torch.load safetensors*": "checkpoint/*",
     "torch.manual_seed torch.seed torch.*.manual_seed* torch.*.set_rng_state*": "ranks/seeding.py",
     "torch.set_rng_state torch.use_deterministic_algorithms random.seed": "ranks/seeding.py",
@@ -54,7 +57,7 @@ OWNERS = {
     ),
     "print": "reporting/* diagnosis/* ddp_training.py",
     "sys.exit exit quit SystemExit": "ddp_training.py",
-    "os._exit": "guard/watchdog.py",
+    "os._exit": "guard/watchdog.py drill/deeds.py",
 }
 
 

@@ -55,6 +55,9 @@ ELSEWHERE |= dict.fromkeys(
     RUN_WITH, "tests/test_run_with.py::test_every_launcher_ends_in_the_same_weights"
 )
 ELSEWHERE |= {
+    "python ddp_training.py drill all --table drills.md": (
+        "tests/test_drills.py::test_a_fault_comes_to_its_verdict"
+    ),
     INSPECT: "tests/test_run_with.py::test_each_process_is_shown_once_in_rank_order",
     SRUN: "tests/test_slurm.py::test_srun_of_one_task_per_rank_ends_in_the_weights_of_torchrun",
     SBATCH: "tests/test_slurm.py::test_a_submitted_job_finishes_on_two_nodes",
@@ -77,7 +80,8 @@ STATUSES = {
 OTHER_PROGRAMS = {"shm-size", "ipc", "cap-add", "pid", "logdir", "local_addr", "shutdown-timeout"}
 OTHER_PROGRAMS |= {"ntasks", "ntasks-per-node", "gpus-per-node", "partition", "nodes", "signal"}
 OURS = {"config", "help", "format", "output", "dry-run"}
-OURS |= {"width", "ranks"}  # of benchmarks/dp_vs_ddp.py
+OURS |= {"width", "ranks"}  # of benchmarks/dp_vs_ddp.py; ranks of the command drill, too
+OURS |= {"table"}  # of the command drill
 OURS |= {"inspect", "nproc", "hosts"}  # of launchers/
 
 
@@ -293,13 +297,20 @@ def run_documented(command: str, folder: Path, *, max_steps: int) -> str:
     command = INSTEAD.get(command, command)
     words = command.split()
     is_training = words[0] == "torchrun" or words[:2] == ["python", "ddp_training.py"]
-    if is_training and not {"doctor", "verify-ledger", "evaluate", "export", "--help"} & set(words):
+    if is_training and not {
+        "doctor",
+        "verify-ledger",
+        "evaluate",
+        "export",
+        "drill",
+        "--help",
+    } & set(words):
         return run_training(command, folder, max_steps=max_steps)
     command = command.replace("launchers/", f"{ROOT}/launchers/")
     for name in ("ddp_training.py", "launch_examples.sh", "setup.sh"):
         command = re.sub(rf"(\./)?\b{re.escape(name)}", str(ROOT / name), command)
     env = {"PYTHONPATH": str(ROOT)}
-    done = run_command(["bash", "-c", command], timeout_s=60, cwd=folder, env=env)
+    done = run_command(["bash", "-c", command], timeout_s=150, cwd=folder, env=env)
     assert done.status == status, f"{command}\n{done.output}"
     assert "Traceback" not in done.output, f"{command}\n{done.output}"
     return done.stdout

@@ -128,6 +128,15 @@ class TestCommands:
             parse(["evaluate", "--cpu_only"])
         assert parse(["evaluate", "runs/a", "--epoch", "3"]).problems
 
+    def test_drill_takes_a_name_or_none_ranks_a_file_and_settings(self) -> None:
+        request = parse(["drill", "nan-once", "--ranks", "3", "--model", "resnet18"])
+        assert request.command == "drill"
+        assert request.options == {"name": "nan-once", "ranks": "3", "table": ""}
+        assert request.settings == {"model": "resnet18"}
+        assert parse(["drill"]).options["name"] == ""
+        with pytest.raises(ConfigError, match="'twice': unexpected behind drill"):
+            parse(["drill", "nan-once", "twice"])
+
     def test_export_takes_a_run_a_format_and_a_folder(self) -> None:
         request = parse(["export", "runs/first"])
         assert request.command == "export"
@@ -147,7 +156,7 @@ class TestCommands:
         with pytest.raises(ConfigError, match="'docter': no such command; did you mean doctor"):
             parse(["docter"])
         with pytest.raises(
-            ConfigError, match="known: train, doctor, verify-ledger, evaluate, export"
+            ConfigError, match="known: train, doctor, verify-ledger, evaluate, drill, export"
         ):
             parse(["xyzzy"])
 

@@ -31,7 +31,9 @@ class Option:
     default: str = ""
     choices: tuple[str, ...] = ()
     is_word: bool = False
-    """Given by its place, without a flag; such an option must be given."""
+    """Given by its place, without a flag; such an option must be given, unless it is_optional."""
+
+    is_optional: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +43,7 @@ class Command:
     text: str
     options: tuple[Option, ...] = ()
     takes_settings: bool = False
-    """It goes on from the RUN that it names, so settings of training may stand behind it."""
+    """It trains, or goes on from the RUN that it names: settings may stand behind it."""
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -58,6 +60,20 @@ COMMANDS: Mapping[str, Command] = {
                 name="output",
                 text="JSON file to write. Left out: in the run folder, named for the step.",
             ),
+        ),
+        takes_settings=True,
+    ),
+    "drill": Command(
+        text="Try a fault: it strikes a run on this machine, which has to end as if nothing was.",
+        options=(
+            Option(
+                name="name",
+                text="Which fault; all: one after the other. Left out: they are listed.",
+                is_word=True,
+                is_optional=True,
+            ),
+            Option(name="ranks", text="How many processes train.", default="2"),
+            Option(name="table", text="File to write the verdicts to, as a Markdown table."),
         ),
         takes_settings=True,
     ),
@@ -183,11 +199,13 @@ def _train_request(flags: Sequence[_Flag]) -> Request:
 
 
 def _continuing_request(command: str, flags: Sequence[_Flag]) -> Request:
-    """Read a command that names a RUN and may change its settings. Raises ConfigError."""
+    """Read a command that takes settings, for the RUN that it names if any. Raises ConfigError."""
     own = {option.name for option in COMMANDS[command].options if not option.is_word}
     options = _read_options(command, [f for f in flags if not f.given or f.name in own])
     request = _train_request([flag for flag in flags if flag.given and flag.name not in own])
-    settings = {**request.settings, "resume": options["run"]}
+    settings = dict(request.settings)
+    if "run" in options:
+        settings["resume"] = options["run"]
     return replace(request, command=command, options=options, settings=settings)
 
 
@@ -254,7 +272,7 @@ def _read_options(command: str, flags: Sequence[_Flag]) -> dict[str, str]:
     problems += [f"{shown(word)}: unexpected behind {command}" for word in words[len(by_place) :]]
     for name, option in options.items():
         value = values.setdefault(name, option.default)
-        if option.is_word and not value:
+        if option.is_word and not value and not option.is_optional:
             problems.append(f"{name.upper()}: is missing: {option.text}")
         if option.choices and value not in option.choices:
             problems.append(

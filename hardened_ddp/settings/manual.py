@@ -59,14 +59,17 @@ def _command_help(name: str, command: Command) -> str:
     entries = []
     for option in command.options:
         value = "|".join(option.choices) or option.name.upper()
-        form = option.name.upper() if option.is_word else f"--{option.name} {value}"
+        word = f"[{option.name.upper()}]" if option.is_optional else option.name.upper()
+        form = word if option.is_word else f"--{option.name} {value}"
         short = f"[--{option.name} {option.name.upper()}]"  # its choices stand below
         usage.append(form if option.is_word else short)
         default = f" (default: {option.default})" if option.default else ""
         entries.append(_entry(form, option.text + default))
     if command.takes_settings:
         usage.append("[--SETTING VALUE ...]")
-        text = "Any setting of training, such as --cpu_only; the others are those of the run."
+        text = "Any setting of training, such as --cpu_only"
+        is_of_run = any(option.name == "run" for option in command.options)
+        text += "; the others are those of the run." if is_of_run else "."
         entries.append(_entry("--SETTING VALUE", text))
     blocks = [" ".join(usage) + "\n", command.text + "\n"]
     return "\n".join([*blocks, "".join(entries)] if entries else blocks)

@@ -4,17 +4,23 @@ Owns the sums behind test loss and accuracy. Runs the plain module, never the DD
 do different numbers of batches, and only the sums at the end are exchanged.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from hardened_ddp.data.fetch import describe
 from hardened_ddp.data.loader import Batch, EvalLoader
-from hardened_ddp.errors import OutOfMemoryError, SampleError, StepError
+from hardened_ddp.errors import HardenedError, OutOfMemoryError, SampleError, StepError
 from hardened_ddp.ranks.beacon import EVALUATION
 from hardened_ddp.ranks.lost import lost_peer
+from hardened_ddp.training.failure import where_of
+from hardened_ddp.training.memory import is_out_of_memory
 from hardened_ddp.training.parts import Parts
 from hardened_ddp.training.totals import Totals
+
+log = logging.getLogger(__name__)
 
 MAX_PICTURES = 16
 
@@ -75,14 +81,19 @@ def evaluate(
                 _score(parts, batch, totals, mistakes)
         sums = totals.read(parts.group)  # collective
         everyone = parts.group.gather_json(left_out) if leaves_out else []  # collective
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
+    except HardenedError:
+        raise
+    except Exception as error:  # WHY broad: the model and the test set are the user's code
+        if (lost := lost_peer(error, parts.group)) is not None:
+            raise lost from error
+        log.debug("the evaluation failed", exc_info=error)
+        text = f"rank {parts.group.launch.rank}, evaluation failed: {describe(error)} "
+        text += f"({where_of(error)})"
+        if is_out_of_memory(error):
             raise OutOfMemoryError(
-                f"rank {parts.group.launch.rank}, evaluation: {error}",
-                fix="lower --eval_batch_size, then --resume the run",
+                text, fix="lower --eval_batch_size, then --resume the run"
             ) from error
-        lost = lost_peer(error, parts.group)
-        raise lost or StepError(f"evaluation failed: {error}") from error
+        raise StepError(text, fix="the traceback is in this rank's log file") from error
     finally:
         module.train()
     return Evaluation(

@@ -1,0 +1,240 @@
+"""The ranks of a drill: real processes, started as a launcher would, and nothing of them left.
+
+Owns: the commands, the environment, signals to ranks, and finding what still runs. Every process
+that a drill starts has a mark in its environment, and a session of its own: so whatever it starts
+in turn is found too, and Ctrl-C ends the drill alone, which then ends all of them.
+Does not own: what is done to them (outside.py).
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+SCRIPT = Path(__file__).resolve().parents[2] / "ddp_training.py"
+MARK = "HARDENED_DDP_DRILL"
+SHARED_MEMORY = Path("/dev/shm")
+_LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "GROUP_", "ROLE_", "MASTER_", "OMPI_", "PMI", "MPI_")
+_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "HARDENED_DDP_LAUNCHER")
+_POLL_S = 0.02
+_LOOK_EVERY_S = 0.25
+
+
+class Ranks(Protocol):
+    """Ranks under way."""
+
+    @property
+    def statuses(self) -> list[int | None]:
+        """Exit status of each process, in rank order; -N: signal N; None: it lives."""
+
+    def pid_of(self, rank: int) -> int | None:
+        """Give the process of a rank, or with -1 that of torchrun; None if there is none."""
+
+    def output(self) -> str:
+        """Give all that they wrote."""
+
+    def end(self) -> list[str]:
+        """Kill what is left, and say what was left although every rank had ended."""
+
+
+class Starter(Protocol):
+    """Starts ranks. missing: that many of the last ones are not started."""
+
+    def __call__(
+        self, flags: Sequence[str], *, num_ranks: int, port: int, missing: int = 0
+    ) -> Ranks: ...
+
+
+class Processes:
+    """One process for each rank, or torchrun with them below it."""
+
+    def __init__(
+        self,
+        commands: Sequence[Sequence[str]],
+        environments: Sequence[Mapping[str, str]],
+        log: Path,
+        *,
+        mark: str,
+        is_torchrun: bool,
+    ) -> None:
+        self._is_torchrun = is_torchrun
+        self._mark = f"{MARK}={mark}".encode()
+        self._log = log
+        self._seen: set[int] = set()
+        self._look_at = 0.0
+        with log.open("ab") as file:
+            self._started = [
+                subprocess.Popen(
+                    command,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+                for command, env in zip(commands, environments, strict=True)
+            ]
+
+    @property
+    def statuses(self) -> list[int | None]:
+        if time.monotonic() > self._look_at:
+            self._seen.update(self._marked())
+            self._look_at = time.monotonic() + _LOOK_EVERY_S
+        return [process.poll() for process in self._started]
+
+    def pid_of(self, rank: int) -> int | None:
+        if not self._is_torchrun:
+            return self._started[rank].pid if self._started[rank].poll() is None else None
+        agent = self._started[0].pid
+        if rank < 0:
+            return agent
+        wanted = f"RANK={rank}".encode()
+        for pid in self._marked():
+            # WHY the parent: what a rank starts has the same environment.
+            if wanted in _environment_of(pid) and _parent_of(pid) == agent:
+                return pid
+        return None
+
+    def output(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def end(self) -> list[str]:
+        have_ended = None not in self.statuses
+        left: list[str] = []
+        if have_ended:
+            left = [f"process {pid} was left" for pid in await_end(self._marked)]
+        limit = time.monotonic() + 10
+        while (pids := self._marked()) and time.monotonic() < limit:
+            for pid in pids:
+                send(pid, signal.SIGKILL)
+            time.sleep(_POLL_S)
+        for process in self._started:
+            process.wait()
+        return left + [f"/dev/shm/{name} was left" for name in orphans(self._seen)]
+
+    def _marked(self) -> list[int]:
+        return [pid for pid in _pids() if self._mark in _environment_of(pid) and _is_alive(pid)]
+
+
+class Launcher:
+    """Starts ranks of the script with this machine's Python. See Starter."""
+
+    def __init__(self, env: Mapping[str, str], log: Path, *, by_torchrun: bool = False) -> None:
+        self._env, self._log, self._by_torchrun = env, log, by_torchrun
+
+    def __call__(
+        self, flags: Sequence[str], *, num_ranks: int, port: int, missing: int = 0
+    ) -> Processes:
+        mark = uuid.uuid4().hex
+        script = [str(SCRIPT), *flags]
+        own = clean(self._env) | {MARK: mark, "OMP_NUM_THREADS": "1"}
+        if self._by_torchrun:
+            words = ["--standalone", f"--nproc_per_node={num_ranks}", "--max_restarts=3"]
+            command = [sys.executable, "-m", "torch.distributed.run", *words, *script]
+            # WHY TMPDIR: torchrun leaves folders of logs behind.
+            own["TMPDIR"] = str(self._log.parent)
+            return Processes([command], [own], self._log, mark=mark, is_torchrun=True)
+        ranks = range(num_ranks - missing)
+        return Processes(
+            [[sys.executable, *script] for _ in ranks],
+            [own | variables(rank, num_ranks, port) for rank in ranks],
+            self._log,
+            mark=mark,
+            is_torchrun=False,
+        )
+
+
+def variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """Give what torchrun tells a rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def clean(env: Mapping[str, str]) -> dict[str, str]:
+    """Give an environment without what another launcher left there."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name not in _NAMES and not name.startswith(_LAUNCHERS)
+    }
+
+
+def free_port() -> int:
+    """Give a port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def send(pid: int, number: int) -> None:
+    """Send a signal to a process that may be gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def await_end(find: Callable[[], list[int]], *, limit_s: float = 15.0) -> list[int]:
+    """Wait until find gives no process any more; give those that it still does at the limit.
+
+    WHY so long: a process that loads samples looks every few seconds whether its rank still lives.
+    """
+    end = time.monotonic() + limit_s
+    while (pids := find()) and time.monotonic() < end:
+        time.sleep(_POLL_S)
+    return pids
+
+
+def orphans(pids: Collection[int]) -> list[str]:
+    """List the shared memory of torch that these processes, which are gone, have left."""
+    names = os.listdir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else []
+    # torch_PID_RANDOM_NUMBER
+    return [
+        name for name in names if (parts := name.split("_"))[0] == "torch" and _is_of(parts, pids)
+    ]
+
+
+def _is_of(parts: Sequence[str], pids: Collection[int]) -> bool:
+    return len(parts) > 1 and parts[1].isdigit() and int(parts[1]) in pids
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _environment_of(pid: int) -> list[bytes]:
+    return _read(pid, "environ").split(b"\0")
+
+
+def _parent_of(pid: int) -> int:
+    fields = _fields(pid)
+    return int(fields[1]) if len(fields) > 1 else -1
+
+
+def _is_alive(pid: int) -> bool:
+    fields = _fields(pid)
+    return bool(fields) and fields[0] not in ("Z", "X")
+
+
+def _fields(pid: int) -> list[str]:
+    # WHY after the last bracket: the name before it may hold blanks and brackets itself
+    return _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:  # it ended while we looked, or belongs to somebody else
+        return b""

@@ -1,0 +1,155 @@
+"""Faults of whole ranks: signals in each phase, ranks that can't start together, the launcher."""
+
+import signal
+from collections.abc import Iterator
+
+from hardened_ddp.drill.acts import Act
+from hardened_ddp.drill.fault import HANGS, LAST, WATCHED, Fault
+
+
+def all_strikes() -> Iterator[Fault]:
+    """Give all of them."""
+    yield from _signals()
+    yield from _first_and_all()
+    yield from _starts()
+    yield from _launchers()
+
+
+def _moment(phase: str) -> tuple[Act, ...]:
+    """Have the last rank hold still in a phase, so that it can be struck there."""
+    if phase == "checkpoint":
+        return ()
+    if phase != "sum":
+        return (Act(kind="pause", phase=phase, ranks=LAST),)
+    late = Act(kind="pause while another rank waits", phase="forward", ranks=(0,))
+    return (Act(kind="pass", phase="backward", ranks=LAST), late)
+
+
+_PHASES = {
+    "data": "while it reads samples",
+    "forward": "in forward",
+    "backward": "in backward",
+    "sum": "while it waits for the others' gradients",
+    "optimizer": "before it updates the weights",
+    "evaluation": "in the evaluation",
+    "checkpoint": "while it writes a checkpoint",
+}
+
+
+def _signals() -> Iterator[Fault]:
+    """A signal to one rank, in each phase."""
+    for word, number, text in (
+        ("kill", signal.SIGKILL, "is killed"),
+        ("segfault", signal.SIGSEGV, "crashes (SIGSEGV)"),
+        ("abort", signal.SIGABRT, "aborts (SIGABRT)"),
+        ("stop", signal.SIGSTOP, "is stopped for good (SIGSTOP)"),
+        ("sigterm", signal.SIGTERM, "gets SIGTERM"),
+    ):
+        for phase, where in _PHASES.items():
+            code, says, flags = _told(number, phase)
+            yield Fault(
+                name=f"{word}-{phase}",
+                text=f"a rank {text} {where}",
+                acts=_moment(phase),
+                signal=number,
+                outside="at a checkpoint" if phase == "checkpoint" else "",
+                ends="stops" if code else "saves",
+                code=code,
+                says=says,
+                flags=flags,
+                min_ranks=2,
+            )
+
+
+def _told(number: int, phase: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Give the code and the words that such a signal leads to, and the settings of its drill."""
+    if number == signal.SIGTERM:
+        return "", ("SIGTERM: stopping",), ()
+    if number != signal.SIGSTOP:
+        return "DDP-G04", ("lost another rank",), ()
+    if phase == "checkpoint":  # of rank 0, whose threads write it
+        return "DDP-G04", ("Timed out waiting",), HANGS
+    if phase == "evaluation":
+        return "DDP-G05", ("rank 0 waits in",), HANGS
+    return "DDP-G05", ("the process is stopped (SIGSTOP)", "rank 0 waits in all-reduce"), WATCHED
+
+
+def _first_and_all() -> Iterator[Fault]:
+    """SIGKILL to those that others depend on."""
+    first = (Act(kind="pause", phase="forward", ranks=(0,), victim=0),)
+    yield Fault(
+        name="kill-rank-0",
+        text="rank 0, which serves the store and writes checkpoints, is killed in forward",
+        acts=first,
+        signal=signal.SIGKILL,
+        ends="stops",
+        code="DDP-G04",
+        says=("lost another rank",),
+        min_ranks=2,
+    )
+    yield Fault(
+        name="kill-all",
+        text="all ranks are killed at once, as when the power fails",
+        acts=first,
+        signal=signal.SIGKILL,
+        outside="strike all",
+        ends="stops",
+    )
+
+
+def _starts() -> Iterator[Fault]:
+    """Ranks that can't start together, and the launcher."""
+    yield Fault(
+        name="port-taken",
+        text="the port where the ranks meet is taken by another program",
+        outside="port taken",
+        ends="stops",
+        code="DDP-G01",
+        says=("is taken",),
+        flags=HANGS,
+        min_ranks=2,
+    )
+    yield Fault(
+        name="missing-rank",
+        text="one rank never comes",
+        outside="missing rank",
+        ends="stops",
+        code="DDP-G01",
+        says=("never came",),
+        flags=HANGS,
+        min_ranks=2,
+    )
+    yield Fault(
+        name="other-data",
+        text="one rank has another dataset: a sample less",
+        acts=(Act(kind="shorter", phase="open", step=0, ranks=LAST, lasts=True),),
+        ends="stops",
+        code="DDP-G02",
+        says=("the ranks would not train the same model",),
+        min_ranks=2,
+    )
+
+
+def _launchers() -> Iterator[Fault]:
+    """Faults under torchrun."""
+    yield Fault(
+        name="torchrun-restart",
+        text="a rank under torchrun --max_restarts is killed",
+        acts=(Act(kind="pause", phase="forward", ranks=LAST),),
+        signal=signal.SIGKILL,
+        outside="torchrun",
+        ends="restarts",
+        code="DDP-G04",
+        says=("going on in",),
+        min_ranks=2,
+    )
+    yield Fault(
+        name="torchrun-killed",
+        text="torchrun itself is killed: its ranks save and leave",
+        acts=(Act(kind="pause", phase="forward", ranks=LAST),),
+        signal=signal.SIGKILL,
+        outside="torchrun killed",
+        ends="stops",
+        says=("SIGTERM: stopping",),
+        min_ranks=2,
+    )

@@ -1,0 +1,253 @@
+"""The drills: each fault comes to its verdict, on 2 ranks and some on 3 and 4; and the command.
+
+The ranks are forked here, which saves the import of torch; what the command itself does, with
+processes of its own, some tests try as it is typed.
+"""
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from hardened_ddp.drill.acts import Act, Board
+from hardened_ddp.drill.command import list_faults, markdown, report, write_table
+from hardened_ddp.drill.fault import Fault
+from hardened_ddp.drill.faults import all_faults, find
+from hardened_ddp.drill.runner import Drills
+from hardened_ddp.errors import HardenedError
+from tests.commands import run_command
+from tests.documents import DRILLS, TROUBLES, table_rows
+from tests.forked_drills import forked_drills
+from tests.marks import slow_after
+
+DrillsOf = Callable[[int], Drills]
+# The others are slow: these show each a way that a run can end.
+QUICK = ("kill-forward", "raise-loss-one", "sigterm-data", "bad-sample-left-out")
+ON_MORE_RANKS = ("kill-sum", "kill-rank-0", "sigterm-evaluation", "raise-backward-some")
+ON_MORE_RANKS += ("nan-once", "memory-forward", "unused-parameter", "other-data", "disk-full")
+UNDER_HOOKS = ("kill-backward", "raise-forward-one", "raise-backward-one", "raise-backward-all")
+UNDER_HOOKS += ("nan-once", "memory-backward", "unused-parameter")
+# How many there are of a family, by the first part of the names.
+FAMILIES = {
+    "kill": 9,
+    "segfault": 7,
+    "abort": 7,
+    "stop": 7,
+    "sigterm": 7,
+    "raise": 11,
+    "memory": 5,
+    "worker": 6,
+    "bad": 8,
+    "nan": 3,
+    "hang": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def drills_of(tmp_path_factory: pytest.TempPathFactory) -> DrillsOf:
+    """Give the drills by number of ranks: with one quiet run for all of them."""
+
+    @cache
+    def drills(num_ranks: int) -> Drills:
+        return forked_drills(tmp_path_factory.mktemp("drills"), num_ranks=num_ranks)
+
+    return drills
+
+
+@pytest.fixture(scope="module")
+def drills_under_hooks(tmp_path_factory: pytest.TempPathFactory) -> Drills:
+    return forked_drills(tmp_path_factory.mktemp("hooks"), flags=["--no_shared_memory"])
+
+
+def check(drills: Drills, fault: Fault) -> None:
+    """Do one drill; show what the command would have said if it fails."""
+    output = io.StringIO()
+    [verdict] = report(drills, [fault], output)
+    assert verdict.passed, f"{output.getvalue()}{drills.said_by(fault)}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    slow_after(len(QUICK), [*QUICK, *(f.name for f in all_faults() if f.name not in QUICK)]),
+)
+def test_a_fault_comes_to_its_verdict(name: str, drills_of: DrillsOf) -> None:
+    fault = find(name)
+    assert fault is not None
+    check(drills_of(2), fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [3, 4])
+@pytest.mark.parametrize("name", ON_MORE_RANKS)
+def test_a_fault_comes_to_its_verdict_on_more_ranks(
+    name: str, num_ranks: int, drills_of: DrillsOf
+) -> None:
+    fault = find(name)
+    assert fault is not None
+    check(drills_of(num_ranks), fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNDER_HOOKS)
+def test_a_fault_comes_to_its_verdict_where_hooks_of_ddp_average(
+    name: str, drills_under_hooks: Drills
+) -> None:
+    fault = find(name)
+    assert fault is not None
+    check(drills_under_hooks, fault)
+
+
+def test_a_drill_with_a_wrong_expectation_fails(drills_of: DrillsOf) -> None:
+    """One that goes on is expected to stop, with words that nobody says, and the other way."""
+    goes_on = Fault(
+        name="wrong-1",
+        text="nothing at all",
+        ends="stops",
+        code="DDP-G04",
+        acts=(Act(kind="sleep", phase="forward"),),
+    )
+    verdict = drills_of(2).run(goes_on)
+    assert not verdict.passed
+    assert "it went on, as if nothing was" in verdict.problems
+    assert "nobody said: DDP-G04" in verdict.problems
+    never = replace(goes_on, name="wrong-2", ends="goes on", code="", acts=())
+    assert drills_of(2).run(never).problems == (
+        "the fault did not happen: has the run as many steps as it needs?",
+    )
+
+
+@pytest.mark.slow
+def test_other_weights_unequal_replicas_and_lost_samples_are_found(drills_of: DrillsOf) -> None:
+    flip = Fault(name="wrong-3", text="", acts=(Act(kind="bit", phase="update", ranks=(0,)),))
+    left_out = find("bad-sample-left-out")
+    assert left_out is not None
+    strict = replace(left_out, name="wrong-4", keeps="same weights", leaves_out=False)
+    assert "the weights are not those of the quiet run" in drills_of(2).run(strict).problems
+    exact = replace(left_out, name="wrong-5", flags=(), ends="goes on")
+    assert any("go on by itself" in problem for problem in drills_of(2).run(exact).problems)
+    verdict = drills_of(2).run(flip)
+    assert not verdict.passed, "a bit that flips on rank 0 is found by somebody"
+
+
+class TestTable:
+    def test_it_has_every_family_with_names_texts_and_verdicts(self) -> None:
+        faults = all_faults()
+        names = [fault.name for fault in faults]
+        assert len(set(names)) == len(names) >= 80
+        for first, number in FAMILIES.items():
+            assert sum(name.startswith(f"{first}-") for name in names) == number, first
+        assert all(fault.text and fault.verdict for fault in faults)
+
+    def test_a_code_that_is_expected_exists(self) -> None:
+        codes = {HardenedError.code, *(c.code for c in HardenedError.__subclasses__())}
+        assert {fault.code for fault in all_faults()} <= {"", *codes}
+
+    def test_the_list_is_told_without_torch(self) -> None:
+        argv = ["python", "-X", "importtime", "ddp_training.py", "drill"]
+        completed = run_command(argv, timeout_s=30).ok()
+        for fault in all_faults():
+            assert fault.name in completed.stdout
+        assert "| torch\n" not in completed.stderr.replace("  ", "")
+        assert completed.stdout.splitlines() == list_faults()
+
+
+class TestCommand:
+    def test_an_unknown_drill_is_told_with_the_nearest_one(self) -> None:
+        completed = run_command(["python", "ddp_training.py", "drill", "kil-sum"], timeout_s=30)
+        assert completed.status == 2
+        assert "no drill is called 'kil-sum'; did you mean kill-sum?" in completed.stderr
+
+    @pytest.mark.parametrize(
+        ("words", "told"),
+        [
+            (["kill-sum", "--ranks", "1"], "needs 2 ranks or more"),
+            (["kill-sum", "--ranks", "many"], "--ranks: found 'many'"),
+            (["kill-sum", "--epoch", "3"], "did you mean --epochs?"),
+            (["kill-sum", "--run_name", "x"], "--run_name: a drill sets that by itself"),
+        ],
+    )
+    def test_what_it_can_not_do_is_told_before_anything_is_started(
+        self, words: list[str], told: str
+    ) -> None:
+        completed = run_command(["python", "ddp_training.py", "drill", *words], timeout_s=30)
+        assert completed.status == 2
+        assert told in completed.stderr
+
+    @pytest.mark.slow
+    def test_one_drill_as_it_is_typed_with_a_model_and_data_of_the_user(
+        self, tmp_path: Path
+    ) -> None:
+        argv = ["python", "ddp_training.py", "drill", "kill-forward", "--cpu_only"]
+        argv += ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 96}"]
+        argv += ["--model", "tests.plugins:Stumbling", "--batch_size", "6", "--ranks", "2"]
+        table = tmp_path / "table.md"
+        argv += ["--table", str(table)]
+        completed = run_command(argv, timeout_s=170, env={"TMPDIR": str(tmp_path)})
+        assert completed.status == 0, completed.output
+        for word in ("drill kill-forward: a rank is killed in forward", "PASS", "DDP-G04"):
+            assert word in completed.stdout
+        assert "equal to the quiet run, bit for bit; replicas equal" in completed.stdout
+        assert "| `kill-forward` |" in table.read_text(encoding="utf-8")
+        assert not list(tmp_path.glob("drill-*")), "a drill that passes leaves nothing"
+
+    @pytest.mark.slow
+    def test_a_work_that_fails_by_itself_is_told_and_has_status_1(self, tmp_path: Path) -> None:
+        argv = ["python", "ddp_training.py", "drill", "nan-once", "--cpu_only", "--ranks", "1"]
+        argv += ["--dataset", "tests.plugins:points", "--model", "tests.plugins:Poisoned"]
+        argv += ["--model_args", "{nan_from: 4}"]
+        completed = run_command(argv, timeout_s=170, env={"TMPDIR": str(tmp_path)})
+        assert completed.status == 1, completed.output
+        assert "the run fails without any fault" in completed.stdout
+        assert "the loss is nan" in completed.stdout
+
+
+def test_a_table_is_written_in_its_place_and_leaves_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "table.md"
+    table = markdown([], 2)
+    write_table(path, [*table, "| `a` | old |"])
+    path.write_text(f"# Title\n\n{path.read_text(encoding='utf-8')}\nThe end.\n", encoding="utf-8")
+    write_table(path, [*table, "| `b` | new |"])
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert lines == ["# Title", "", *table, "| `b` | new |", "", "The end."]
+
+
+class TestBoard:
+    def test_a_note_is_left_once_and_a_pause_ends_when_the_drill_says_so(
+        self, tmp_path: Path
+    ) -> None:
+        board = Board(tmp_path)
+        board.set_acts([Act(kind="raise", phase="forward", ranks=(-1,))])
+        assert board.acts() == [Act(kind="raise", phase="forward", ranks=(-1,))]
+        assert board.claim("struck-0-1")
+        assert not board.claim("struck-0-1")
+        assert board.num_struck() == 1
+        assert not board.is_bad_sample(5, may_choose=False)
+        assert board.is_bad_sample(5, may_choose=True)
+        assert not Board(tmp_path).is_bad_sample(6, may_choose=True)
+        assert Board(tmp_path).is_bad_sample(5, may_choose=False)
+
+    def test_ranks_are_counted_from_either_end(self) -> None:
+        act = Act(kind="raise", phase="forward", ranks=(0, -2))
+        assert [rank for rank in range(4) if act.is_for(rank, 4)] == [0, 2]
+        assert [rank for rank in range(2) if act.is_for(rank, 2)] == [0]
+        assert Act(kind="raise", phase="forward").is_for(3, 4)
+
+
+class TestDocuments:
+    def test_the_table_of_drills_is_that_of_the_program(self) -> None:
+        rows = [row[:3] for row in table_rows(DRILLS, cells=5)[1:] if row[0].startswith("`")]
+        assert rows == [[f"`{f.name}`", f.text, f.verdict] for f in all_faults()]
+
+    def test_a_drill_that_the_troubleshooting_names_says_that_code(self) -> None:
+        rows = [row for row in table_rows(TROUBLES) if re.fullmatch(r"`[a-z-]+`", row[0])]
+        assert len(rows) >= 8
+        for name, code, besides in (row for row in rows if row[1].startswith("DDP-")):
+            fault = find(name.strip("`"))
+            assert fault is not None, name
+            assert fault.code == code or "warning" in code, name
+            for other in re.findall(r"`([^`]+)`", besides):
+                assert find(other) is not None, other
