@@ -67,10 +67,8 @@ def _told(number: int, phase: str) -> tuple[str, tuple[str, ...], tuple[str, ...
         return "", ("SIGTERM: stopping",), ()
     if number != signal.SIGSTOP:
         return "DDP-G04", ("lost another rank",), ()
-    if phase == "checkpoint":  # of rank 0, whose threads write it
-        return "DDP-G04", ("Timed out waiting",), HANGS
-    if phase == "evaluation":
-        return "DDP-G05", ("rank 0 waits in",), HANGS
+    if phase in ("evaluation", "checkpoint"):
+        return "DDP-G05", ("waits in",), HANGS
     return "DDP-G05", ("the process is stopped (SIGSTOP)", "rank 0 waits in all-reduce"), WATCHED
 
 
