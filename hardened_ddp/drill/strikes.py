@@ -53,7 +53,7 @@ def _signals() -> Iterator[Fault]:
                 acts=_moment(phase),
                 signal=number,
                 outside="at a checkpoint" if phase == "checkpoint" else "",
-                ends="stops" if code else "saves",
+                ends="saves" if number == signal.SIGTERM else "stops",
                 code=code,
                 says=says,
                 flags=flags,
@@ -68,7 +68,8 @@ def _told(number: int, phase: str) -> tuple[str, tuple[str, ...], tuple[str, ...
     if number != signal.SIGSTOP:
         return "DDP-G04", ("lost another rank",), ()
     if phase in ("evaluation", "checkpoint"):
-        return "DDP-G05", ("waits in",), HANGS
+        # WHY no code: the watch (G05) and the timeout (G04) notice it at about the same time.
+        return "", ("ERROR [DDP-G0",), HANGS
     return "DDP-G05", ("the process is stopped (SIGSTOP)", "rank 0 waits in all-reduce"), WATCHED
 
 
