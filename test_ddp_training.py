@@ -8,6 +8,7 @@ Commands run as real torchrun and python where those are the point, and on forke
 """
 
 import json
+import os
 import re
 import signal
 import sys
@@ -259,9 +260,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 
 def main(argv: Sequence[str]) -> int:
     """Run this file and tests/ under pytest, or the files that argv names; give its exit status."""
-    is_named = any(Path(word.partition("::")[0]).exists() for word in argv)
-    here = [] if is_named else [str(ROOT / "test_ddp_training.py"), str(ROOT / "tests")]
-    return int(pytest.main(["-c", str(ROOT / "pyproject.toml"), *here, *argv]))
+    words = ["-c", str(ROOT / "pyproject.toml"), *argv]
+    if not any(Path(word.partition("::")[0]).exists() for word in argv):
+        # Two files at a time: most tests wait for processes, or for time to pass.
+        words += ["-n", "2", "--dist", "loadfile"] if len(os.sched_getaffinity(0)) > 1 else []
+        words += [str(ROOT / "test_ddp_training.py"), str(ROOT / "tests")]
+    return int(pytest.main(words))
 
 
 def _check_run_folder(run: Path, command: str) -> None:
