@@ -8,10 +8,11 @@ Commands run as real torchrun and python where those are the point, and on forke
 """
 
 import json
-import os
 import re
 import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -70,6 +71,9 @@ TYPED = {
     "torchrun --nnodes=1 --node_rank=0 --nproc_per_node=2 --master_addr=localhost"
     " --master_port=12355 ddp_training.py": LEARNED,
 }
+# Files of tests that take the longest, longest first.
+LONG = ("test_drills.py", "test_chaos.py", "test_restarts.py", "test_slurm.py", "test_hangs.py")
+LONG += ("test_data_faults.py", "test_numbers.py", "test_docs.py", "test_healing.py")
 QUICK = 1  # of these, so many run with --quick too
 
 
@@ -259,13 +263,30 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run this file and tests/ under pytest, or the files that argv names; give its exit status."""
+    """Run all tests under pytest, or those of the files that argv names; give its exit status.
+
+    All: in two processes, for most tests wait, for processes or for time to pass. What the second
+    one says comes after the first one's.
+    """
     words = ["-c", str(ROOT / "pyproject.toml"), *argv]
-    if not any(Path(word.partition("::")[0]).exists() for word in argv):
-        # Two files at a time: most tests wait for processes, or for time to pass.
-        words += ["-n", "2", "--dist", "loadfile"] if len(os.sched_getaffinity(0)) > 1 else []
-        words += [str(ROOT / "test_ddp_training.py"), str(ROOT / "tests")]
-    return int(pytest.main(words))
+    if any(Path(word.partition("::")[0]).exists() for word in argv):
+        return int(pytest.main(words))
+    rest = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if path.name not in LONG]
+    paths = [ROOT / "test_ddp_training.py", *(ROOT / "tests" / name for name in LONG), *rest]
+    # Dealt as cards are, so that both get long ones.
+    halves = [[str(path) for path in paths[half::2]] for half in (0, 1)]
+    python = [sys.executable, "-m", "pytest", *words]
+    with tempfile.TemporaryFile() as output:
+        with subprocess.Popen([*python, *halves[1]], stdout=output, stderr=output) as second:
+            try:
+                first_status = subprocess.run([*python, *halves[0]], check=False).returncode
+            except KeyboardInterrupt:
+                second.send_signal(signal.SIGINT)
+                raise
+        output.seek(0)
+        print(output.read().decode(errors="replace"), flush=True)
+    statuses = {first_status, second.returncode} - {pytest.ExitCode.NO_TESTS_COLLECTED}
+    return max(statuses, default=int(pytest.ExitCode.NO_TESTS_COLLECTED))
 
 
 def _check_run_folder(run: Path, command: str) -> None:

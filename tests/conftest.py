@@ -1,7 +1,5 @@
 """Every test is checked for what it leaves behind; --quick leaves out the slow ones."""
 
-from collections.abc import Generator
-
 import pytest
 
 from tests.leftovers import leaves_nothing_behind
@@ -14,16 +12,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rounds", type=int, default=20, help="of the chaos test")
     parser.addoption("--plans", type=int, default=3, help="of the test of fault plans")
     parser.addoption("--seed", type=int, default=0, help="of the chaos test's first round")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """WHY: a report goes from one process to another as UTF-8, which can't hold half a character."""
-    report = yield
-    report.sections = [
-        (name, text.encode("utf-8", "backslashreplace").decode()) for name, text in report.sections
-    ]
-    return report
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

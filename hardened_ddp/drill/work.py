@@ -14,6 +14,7 @@ DEFAULTS: Mapping[str, str] = {
 }
 """Settings that the user may give otherwise."""
 
+_AT_HAND = ("digits", "synthetic")
 ALWAYS = (
     *("--run_name", "drill", "--ledger", "--log_interval", "5", "--checkpoint_every_steps", "5"),
     *("--tensorboard", "false", "--progress", "false", "--stop_grace_s", "6"),
@@ -37,6 +38,8 @@ class Work:
         model = {"inner": self.model, "inner_args": dict(self.model_args), "board": str(board)}
         data = {"inner": self.dataset, "inner_args": dict(self.dataset_args), "board": str(board)}
         words = [*self.flags, *ALWAYS, "--output_dir", str(output)]
+        if self.dataset in _AT_HAND:
+            words.append("--no_download")  # else it makes a folder for what is downloaded
         words += ["--model", "hardened_ddp.drill.wrappers:model"]
         words += ["--model_args", json.dumps(model)]
         words += ["--dataset", "hardened_ddp.drill.wrappers:dataset"]
