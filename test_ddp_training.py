@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -273,19 +272,16 @@ def main(argv: Sequence[str]) -> int:
         return int(pytest.main(words))
     rest = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if path.name not in LONG]
     paths = [ROOT / "test_ddp_training.py", *(ROOT / "tests" / name for name in LONG), *rest]
-    # Dealt as cards are, so that both get long ones.
-    halves = [[str(path) for path in paths[half::2]] for half in (0, 1)]
+    # Dealt as cards are, so that both get long ones. WHY then sorted: tests that fork come early,
+    # before others have set torch's threads to work, which a fork would not have.
+    halves = [sorted(map(str, paths[half::2])) for half in (0, 1)]
     python = [sys.executable, "-m", "pytest", *words]
-    with tempfile.TemporaryFile() as output:
-        with subprocess.Popen([*python, *halves[1]], stdout=output, stderr=output) as second:
-            try:
-                first_status = subprocess.run([*python, *halves[0]], check=False).returncode
-            except KeyboardInterrupt:
-                second.send_signal(signal.SIGINT)
-                raise
-        output.seek(0)
-        print(output.read().decode(errors="replace"), flush=True)
-    statuses = {first_status, second.returncode} - {pytest.ExitCode.NO_TESTS_COLLECTED}
+    first = subprocess.Popen([*python, *halves[0]])
+    # WHY a pipe: a test limits the size of files, and its output must not be one
+    second = subprocess.run([*python, *halves[1]], capture_output=True, text=True, check=False)
+    first.wait()
+    print(f"\nThe other half of the tests:\n{second.stdout}{second.stderr}", flush=True)
+    statuses = {first.returncode, second.returncode} - {pytest.ExitCode.NO_TESTS_COLLECTED}
     return max(statuses, default=int(pytest.ExitCode.NO_TESTS_COLLECTED))
 
 
