@@ -175,6 +175,7 @@ def test_a_run_killed_in_mid_epoch_resumes_to_the_same_weights(
     assert last_tensors(tmp_path) == undisturbed(world_size, *flags)
 
 
+@pytest.mark.slow
 def test_a_corrupt_checkpoint_is_passed_over_with_its_reason(
     tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
