@@ -30,25 +30,24 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimizerC
     return family(trainable, rate, weight_decay=decay, fused=fused)
 
 
-@torch.no_grad()
 def allocate_state(optimizer: Optimizer) -> None:
-    """Make the optimizer's state before the first step needs it. Weights stay as they are.
+    """Make the state that the first step would make, all zero: the first step takes it as it is.
 
     WHY: a first step that runs out of memory half way would have moved some weights, not others.
+    WHY by hand: a step for nothing would call the hooks of whoever counts steps.
     """
-    rates = [(group, group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = group["weight_decay"] = 0.0
         for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate, decay in rates:
-        group["lr"], group["weight_decay"] = rate, decay
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):  # the number of steps, too
-                value.zero_()
+            if isinstance(optimizer, SGD):
+                names = ["momentum_buffer"] if group["momentum"] else []
+            else:
+                names = ["exp_avg", "exp_avg_sq"]
+                # A fused kernel counts steps where the parameter is.
+                device = parameter.device if group["fused"] else None
+                steps = torch.zeros((), dtype=torch.float32, device=device)
+                optimizer.state[parameter]["step"] = steps
+            for name in names:
+                optimizer.state[parameter][name] = torch.zeros_like(parameter, requires_grad=False)
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> float:
