@@ -25,6 +25,7 @@ from hardened_ddp.ranks.beacon import (
     Beacon,
 )
 from hardened_ddp.ranks.stacks import ask_for_stacks, is_debugged
+from hardened_ddp.reporting.goodput import read_attempts
 from hardened_ddp.training.rescue import read_failures
 from tests.processes import ROOT, clean_environment
 from tests.ranks import Finished, run_command, start_training, train
@@ -140,6 +141,8 @@ def test_after_a_hang_torchrun_restarts_to_the_same_weights(tmp_path: Path) -> N
     assert saved is not None
     assert f"from step {saved[1]}\n" in done.output
     assert last_tensors(tmp_path / "hung_once") == last_tensors(tmp_path / "quiet")
+    first, _ = read_attempts(only_run(tmp_path / "hung_once"))
+    assert first["step"] == int(saved[1])
 
 
 @pytest.mark.slow

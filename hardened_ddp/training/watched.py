@@ -47,6 +47,7 @@ def watched(
 
     def save(error: HangError | None = None) -> None:
         save_while_stuck(stepper, progress, saver, folder, error=error)
+        journal.goodput.note(progress.step, is_last=True)  # the process ends after this
 
     def samples(phase: int) -> Sequence[int]:
         batch = stepper.passes.batch
