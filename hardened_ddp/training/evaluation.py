@@ -10,13 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hardened_ddp.data.fetch import describe
 from hardened_ddp.data.loader import Batch, EvalLoader
-from hardened_ddp.errors import HardenedError, OutOfMemoryError, SampleError, StepError
+from hardened_ddp.errors import HardenedError, SampleError
 from hardened_ddp.ranks.beacon import EVALUATION
-from hardened_ddp.ranks.lost import lost_peer
-from hardened_ddp.training.failure import where_of
-from hardened_ddp.training.memory import is_out_of_memory
+from hardened_ddp.training.failure import explain_evaluation
 from hardened_ddp.training.parts import Parts
 from hardened_ddp.training.totals import Totals
 
@@ -84,16 +81,7 @@ def evaluate(
     except HardenedError:
         raise
     except Exception as error:  # WHY broad: the model and the test set are the user's code
-        if (lost := lost_peer(error, parts.group)) is not None:
-            raise lost from error
-        log.debug("the evaluation failed", exc_info=error)
-        text = f"rank {parts.group.launch.rank}, evaluation failed: {describe(error)} "
-        text += f"({where_of(error)})"
-        if is_out_of_memory(error):
-            raise OutOfMemoryError(
-                text, fix="lower --eval_batch_size, then --resume the run"
-            ) from error
-        raise StepError(text, fix="the traceback is in this rank's log file") from error
+        raise explain_evaluation(error, parts.group) from error
     finally:
         module.train()
     return Evaluation(

@@ -21,14 +21,14 @@ from hardened_ddp.checkpoint.rebuild import MODEL_PREFIX, model_tensors, rebuild
 from hardened_ddp.data.datasets import TaskData, build_data, prepare_data
 from hardened_ddp.data.feeding import build_eval_loader
 from hardened_ddp.data.loader import EvalLoader
-from hardened_ddp.errors import DataError, OutOfMemoryError, SampleError, StepError
+from hardened_ddp.errors import DataError, HardenedError, SampleError, StepError
 from hardened_ddp.model.objective import Objective, check_fit
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.lost import lost_peer
 from hardened_ddp.reporting.confusion import class_figures, print_report, write_report
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.layers import Resolved
+from hardened_ddp.training.failure import explain_evaluation
 from hardened_ddp.training.state import Saved, share_state
 
 
@@ -89,12 +89,10 @@ def examine(model: nn.Module, data: TaskData, config: Config, group: Group) -> d
         counts, loss_sum, left_out = _count(model, loader, data, config, group)
         group.sum_(counts)  # collective
         group.sum_(loss_sum)  # collective
-    except RuntimeError as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise OutOfMemoryError(
-                f"rank {group.launch.rank}, evaluation: {error}", fix="lower --eval_batch_size"
-            ) from error
-        raise lost_peer(error, group) or StepError(f"evaluation failed: {error}") from error
+    except HardenedError:
+        raise
+    except Exception as error:  # WHY broad: the model and the test set are the user's code
+        raise explain_evaluation(error, group) from error
     finally:
         loader.close()
     everyone = group.gather_json(left_out)  # collective

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from hardened_ddp.data.fetch import Batch
+from hardened_ddp.data.fetch import Batch, describe
 from hardened_ddp.errors import (
     HardenedError,
     NonFiniteError,
@@ -84,6 +84,17 @@ def explain_failure(
         return OutOfMemoryError(
             text, fix="halve --batch_size and double --accumulation_steps: the same gradient"
         )
+    return StepError(text, fix="the traceback is in this rank's log file")
+
+
+def explain_evaluation(error: Exception, group: Group) -> HardenedError:
+    """Say which rank an exception in an evaluation belongs to."""
+    if (lost := lost_peer(error, group)) is not None:
+        return lost
+    log.debug("the evaluation failed", exc_info=error)
+    text = f"rank {group.launch.rank}, evaluation failed: {describe(error)} ({where_of(error)})"
+    if is_out_of_memory(error):
+        return OutOfMemoryError(text, fix="lower --eval_batch_size, then --resume the run")
     return StepError(text, fix="the traceback is in this rank's log file")
 
 
