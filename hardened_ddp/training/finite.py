@@ -28,13 +28,13 @@ class FiniteCheck:
         self.last_good = -1
         """The last step that was done well. The same on all ranks."""
 
-        self._is_cpu = parts.device.type == "cpu"
+        self._watches = parts.watches_loss
         # WHY no vote on the sum: every rank has the same one
-        self._asks_sum = self._is_cpu or parts.config.loop.continue_on_error
+        self._asks_sum = self._watches or parts.config.loop.continue_on_error
 
     def own_problem(self, before: Mark) -> str:
         """Say what of this rank's own loss and gradient is no number; else empty. Rank-local."""
-        if self._is_cpu or self.is_close:
+        if self._watches or self.is_close:
             loss = self.passes.totals.loss_since(before)
             if not math.isfinite(loss):
                 return f"the loss is {loss}"
