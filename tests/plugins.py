@@ -309,15 +309,15 @@ class Stumbling(nn.Module):
 class Greedy(nn.Module):
     """Has no memory for more than most samples at once, on rank 1, after its first forwards."""
 
-    def __init__(self, num_classes: int, most: int = 1000) -> None:
+    def __init__(self, num_classes: int, most: int = 1000, num_first: int = 8) -> None:
         super().__init__()
         self.layer = nn.Linear(3, num_classes)
         self.most = most if os.environ.get("RANK") == "1" else 1000
-        self.num_forwards = 0
+        self.num_first, self.num_forwards = num_first, 0
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.num_forwards += self.training
-        if self.num_forwards > 8 and self.training and len(inputs) > self.most:
+        if self.num_forwards > self.num_first and self.training and len(inputs) > self.most:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory, as a test has it")
         logits: torch.Tensor = self.layer(inputs)
         return logits
@@ -354,23 +354,6 @@ class Hungry(nn.Module):
         if not self.training:
             return logits
         return _HungryStep.apply(logits, self.phase, len(inputs) * self.sample_bytes)
-
-
-class Small(nn.Module):
-    """Has no memory for more than most samples at once, on rank 1, after its first forwards."""
-
-    def __init__(self, num_classes: int, most: int = 1000, num_first: int = 2) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, num_classes)
-        self.most = most if os.environ.get("RANK") == "1" else 1000
-        self.num_first, self.num_forwards = num_first, 0
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.num_forwards += self.training
-        if self.training and len(inputs) > self.most and self.num_forwards > self.num_first:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory, as a test has it")
-        logits: torch.Tensor = self.layer(inputs)
-        return logits
 
 
 class Picky(nn.Module):

@@ -167,7 +167,7 @@ def _losses(folder: Path) -> list[float]:
 def test_batch_size_auto_takes_what_fits_and_keeps_the_global_batch(
     num_first: int, tmp_path: Path
 ) -> None:
-    model = ["--model", "tests.plugins:Small", "--global_batch_size", "24"]
+    model = ["--model", "tests.plugins:Greedy", "--global_batch_size", "24"]
     model += ["--lr_schedule", "constant"]
     model += [HOOKS] if num_first == 4 else []
     run(tmp_path / "given", 2, *model, "--batch_size", "12", "--model_args", "{}").ok()
@@ -187,7 +187,7 @@ def test_batch_size_auto_takes_what_fits_and_keeps_the_global_batch(
 
 
 def test_batch_size_auto_without_memory_for_one_sample_says_so(tmp_path: Path) -> None:
-    model = ["--model", "tests.plugins:Small", "--model_args", "{most: 0}"]
+    model = ["--model", "tests.plugins:Greedy", "--model_args", "{most: 0, num_first: 2}"]
     finished = run(tmp_path, 2, *model, "--batch_size", "auto")
     assert finished.statuses == (1, 1)
     assert "on some rank not even one sample fits" in finished.outputs[1]
