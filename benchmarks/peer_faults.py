@@ -2,7 +2,7 @@
 """Do the same faults to ddp_training.py, to a bare DDP loop and to its peers, and see what happens.
 
     benchmarks/setup.sh                                    once: about 2 minutes, 2 GB
-    python benchmarks/peer_faults.py                       everything: about 45 minutes
+    python benchmarks/peer_faults.py                       everything: about an hour
     python benchmarks/peer_faults.py --faults kill nan --contenders bare ddp_training.py
     python benchmarks/peer_faults.py --list                what there is
 
