@@ -17,6 +17,7 @@ import os
 import signal
 import socket
 import sys
+from multiprocessing import connection
 from pathlib import Path
 from types import FrameType
 
@@ -79,7 +80,7 @@ def start_and_wait(num_ranks: int, *, lesson: bool, words: list[str]) -> int:
         run_rank, args=arguments, nprocs=num_ranks, join=False, start_method="spawn"
     )
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
+    def pass_on(number: int, frame: FrameType | None = None) -> None:
         for process in ranks.processes:
             if process.is_alive():
                 os.kill(process.pid, number)
@@ -87,10 +88,15 @@ def start_and_wait(num_ranks: int, *, lesson: bool, words: list[str]) -> int:
     # A signal to this launcher is meant for the ranks: they save and leave by themselves.
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
+    while living := [process.sentinel for process in ranks.processes if process.is_alive()]:
+        if any(process.exitcode for process in ranks.processes):
+            pass_on(signal.SIGTERM)  # one failed: the others can't go on without it
+            break
+        connection.wait(living)
     try:
-        # join ends the others (SIGTERM, and SIGKILL after GRACE_S) as soon as one process fails,
-        # and raises what that one said, with its traceback.
-        while not ranks.join(timeout=1.0, grace_period=GRACE_S):
+        # join kills after GRACE_S what still runs, and raises what the one that failed has said,
+        # with its traceback.
+        while not ranks.join(grace_period=GRACE_S):
             continue
     except mp.ProcessExitedException as error:
         print(f"run_with_python.py: rank {error.error_index} failed: {error}", file=sys.stderr)
