@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Install the programs that some tests talk to: MPI, Slurm, network namespaces. Best effort: a test
-# whose program is missing is skipped, and says so.
+# Install the programs that some tests talk to: MPI, Slurm, ssh, network namespaces. Best effort: a
+# test whose program is missing is skipped, and says so.
 set -euo pipefail
 
-packages=(openmpi-bin mpich slurmctld slurmd slurm-client munge iproute2 util-linux)
-programs=(mpirun.openmpi mpirun.mpich slurmctld slurmd sbatch munged ip nsenter)
+packages=(openmpi-bin mpich slurmctld slurmd slurm-client munge iproute2 util-linux
+  openssh-server openssh-client)
+programs=(mpirun.openmpi mpirun.mpich slurmctld slurmd sbatch munged ip nsenter sshd ssh)
 PATH=$PATH:/usr/sbin:/sbin
 
 has_all() {

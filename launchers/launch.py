@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -71,7 +72,8 @@ def host_command(host: str, command: str, ssh: str) -> list[str]:
     """Give the words that run a shell command on a host."""
     if host in LOCAL:
         return ["bash", "-c", command]
-    # WHY -tt: when ssh is ended here, what it started there gets SIGHUP, and saves and leaves.
+    # WHY -tt: what runs there has a terminal. Ctrl-C reaches it through that, and when ssh is ended
+    # here, SIGHUP: either way it saves and leaves.
     return [*shlex.split(ssh), "-tt", host, command]
 
 
@@ -80,19 +82,20 @@ def run_everywhere(plan: Plan, ssh: str) -> int:
     machines: dict[str, subprocess.Popen[bytes]] = {}
     end: float | None = None
 
-    def stop_all(number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
+    def stop_all(number: int, frame: FrameType | None) -> None:
         nonlocal end
-        end = end or time.monotonic() + GRACE_S
+        is_first, end = end is None, end or time.monotonic() + GRACE_S
         for process in machines.values():
             if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
+                _stop(process, gently=is_first)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, stop_all)
     for node_rank, host in enumerate(plan.hosts):
         argv = host_command(host, torchrun_command(plan, node_rank), ssh)
         # WHY a group of its own: Ctrl-C reaches only this launcher, and it passes it on once.
-        machines[host] = subprocess.Popen(argv, stdin=subprocess.DEVNULL, process_group=0)
+        stdin = subprocess.DEVNULL if host in LOCAL else subprocess.PIPE
+        machines[host] = subprocess.Popen(argv, stdin=stdin, process_group=0)
 
     while running := [host for host, process in machines.items() if process.poll() is None]:
         if end is None and any(process.returncode for process in machines.values()):
@@ -111,6 +114,19 @@ def run_everywhere(plan: Plan, ssh: str) -> int:
             print(f"launch.py: {host} ended with status {status}", file=sys.stderr)
     failed = [status if status > 0 else 128 - status for status in statuses.values() if status]
     return failed[0] if failed else 0
+
+
+def _stop(process: subprocess.Popen[bytes], *, gently: bool) -> None:
+    """Have the ranks of one machine save and leave.
+
+    gently: ssh stays until they have. WHY Ctrl-C: ssh passes on what is typed, but no signals.
+    """
+    if process.stdin is None or not gently:
+        process.terminate()
+        return
+    with suppress(OSError):  # it has just ended
+        process.stdin.write(b"\x03")
+        process.stdin.flush()
 
 
 def main(argv: Sequence[str]) -> int:

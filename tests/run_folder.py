@@ -65,3 +65,54 @@ def printed_command(output: str, words: str) -> list[str]:
     command = re.search(r"(python3?|torchrun|tensorboard) .*", line)
     assert command, line
     return shlex.split(command[0])
+
+
+def samples_by_step(run: Path) -> dict[int, list[int]]:
+    """Give the samples of each step, sorted, by what the ledger says of the steps that count."""
+    found: dict[int, list[int]] = {}
+    starts: dict[int, list[Path]] = {}
+    for path in sorted((run / "ledger").iterdir()):
+        starts.setdefault(int(path.name[:4]), []).append(path)
+    for number in sorted(starts):
+        new: dict[int, list[int]] = {}
+        for path in starts[number]:
+            head, _, raw = path.read_bytes().partition(b"\n")
+            found = {s: ids for s, ids in found.items() if s < json.loads(head)["step"]}
+            for step, ids in _records(raw):
+                new.setdefault(step, []).extend(ids)
+        found |= new
+    return {step: sorted(ids) for step, ids in found.items() if step < read_summary(run)["step"]}
+
+
+def _records(raw: bytes) -> list[tuple[int, list[int]]]:
+    records, position = [], 0
+    while position + 16 <= len(raw):
+        step = int.from_bytes(raw[position : position + 8], "little")
+        count = int.from_bytes(raw[position + 12 : position + 16], "little")
+        position += 16
+        ids = raw[position : position + 4 * count]
+        position += 4 * count
+        if len(ids) == 4 * count:
+            records.append((step, list(memoryview(ids).cast("I"))))
+    return records
+
+
+def last_step(output: Path) -> int:
+    """Give the newest step in the metrics of the run under output; 0 before there is any."""
+    for path in output.glob("[!.]*/metrics.jsonl"):
+        steps = re.findall(r'^{"step": (\d+),', path.read_text(encoding="utf-8"), re.MULTILINE)
+        if steps:
+            return int(steps[-1])
+    return 0
+
+
+def is_past(output: Path, step: int) -> bool:
+    """Say whether the run under output wrote metrics of a later step."""
+    return last_step(output) > step
+
+
+def ranks_of_newest_start(output: Path) -> int:
+    """Count the ranks of the newest start of the run under output, by its ledger."""
+    names = [path.name for path in output.glob("[!.]*/ledger/*.bin")]
+    newest = max(names, default="")[:4]
+    return sum(name[:4] == newest for name in names)

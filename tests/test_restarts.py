@@ -1,7 +1,6 @@
 """Restarts by the launcher: each goes on where the last attempt ended, on whatever ranks it has."""
 
 import json
-import re
 import signal
 from pathlib import Path
 
@@ -12,7 +11,17 @@ from hardened_ddp.training.rescue import read_failures
 from tests.commands import Command, run_command, start_command
 from tests.processes import kill
 from tests.ranks import free_port, start_training, train
-from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
+from tests.run_folder import (
+    find_checkpoints,
+    is_past,
+    last_step,
+    last_tensors,
+    only_run,
+    ranks_of_newest_start,
+    read_summary,
+    samples_by_step,
+    step_of,
+)
 
 POINTS: list[str | Path] = ["--dataset", "tests.plugins:points", "--cpu_only", "--batch_size", "2"]
 POINTS += ["--log_interval", "1", "--eval_every", "0", "--checkpoint_every_steps", "0"]
@@ -57,7 +66,7 @@ def test_a_stop_that_comes_while_another_rank_hangs_saves_the_last_step(
     output = tmp_path / "struck"
     argv = [*quiet, "--stop_grace_s", "1.5", "--output_dir", output]
     with start_training(argv, 2) as running:
-        running.wait_for(lambda: _is_past(output, 10), timeout_s=60, what="10 steps")
+        running.wait_for(lambda: is_past(output, 10), timeout_s=60, what="10 steps")
         running.kill(1, signal.SIGSTOP)
         running.kill(0, signal.SIGTERM)
         running.wait_for(lambda: running.living() == [1], timeout_s=20, what="rank 0's end")
@@ -80,7 +89,7 @@ def test_a_rank_that_hangs_is_left_after_the_timeout(
     argv = [*STEADY, *flags, "--epochs", "20", "--timeout_s", "3", "--output_dir", tmp_path]
     argv += ["--hang_after_s", "0"]  # with a watch, see test_hangs.py
     with start_training([*argv, "--checkpoint_every_steps", "0"], 2) as running:
-        running.wait_for(lambda: _is_past(tmp_path, 10), timeout_s=60, what="10 steps")
+        running.wait_for(lambda: is_past(tmp_path, 10), timeout_s=60, what="10 steps")
         running.kill(victim, signal.SIGSTOP)
         running.wait_for(lambda: running.living() == [victim], timeout_s=25, what="the other's end")
         running.kill(victim)
@@ -133,8 +142,8 @@ def test_any_number_of_ranks_goes_on_with_the_same_samples_in_each_step(tmp_path
     for world_size, last in ((4, 11), (2, 25), (3, 41), (1, 0)):
         train([*argv, "--max_steps", str(last)], world_size).ok()
     alone_run, run = tmp_path / "alone" / "run", tmp_path / "changing" / "run"
-    assert _samples(run) == _samples(alone_run)
-    assert len(_samples(run)) == 60
+    assert samples_by_step(run) == samples_by_step(alone_run)
+    assert len(samples_by_step(run)) == 60
     losses, expected = _losses(run), _losses(alone_run)
     assert losses.keys() == expected.keys()
     # The same sums in another order of additions, fed back over 60 steps.
@@ -150,26 +159,33 @@ def test_a_node_that_joins_or_dies_changes_nothing_but_the_speed(tmp_path: Path)
     launch += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--rdzv_id=job"]
     output = tmp_path / "elastic"
     train_it = ["--local_addr=127.0.0.1", "ddp_training.py", *map(str, STEADY)]
-    train_it += ["--epochs", "40", "--batch_size", "24", "--checkpoint_every_steps", "0"]
+    train_it += ["--epochs", "1000", "--batch_size", "24", "--checkpoint_every_steps", "0"]
     train_it += ["--model", "tests.plugins:Paced", "--output_dir", str(output)]
     # WHY not both: on one machine both agents would take themselves for the host of the endpoint
     host, guest = (["--rdzv_conf=last_call_timeout=1" + more] for more in ("", ",is_host=0"))
     # WHY: torch 2.13's agents wait for each other for ever when a node joins and they share it
     env = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with start_command([*launch, *host, *train_it], env=env) as first:
-        first.wait_for(lambda: _is_past(output, 5), timeout_s=60, what="5 steps")
+        first.wait_for(lambda: is_past(output, 5), timeout_s=60, what="5 steps")
         with start_command([*launch, *guest, *train_it], env=env) as second:
-            first.wait_for(lambda: _ranks_in(output) == 2, timeout_s=60, what="a second rank")
-            begin = _last_step(output)
-            first.wait_for(lambda: _is_past(output, begin + 5), timeout_s=60, what="steps of two")
+            first.wait_for(
+                lambda: ranks_of_newest_start(output) == 2, timeout_s=60, what="a second rank"
+            )
+            begin = last_step(output)
+            first.wait_for(lambda: is_past(output, begin + 5), timeout_s=60, what="steps of two")
             _kill_node(second)
-        completed = first.wait(timeout_s=120).ok()
+        first.wait_for(lambda: ranks_of_newest_start(output) == 1, timeout_s=90, what="one rank")
+        begin = last_step(output)
+        first.wait_for(lambda: is_past(output, begin + 5), timeout_s=60, what="steps of one")
+        first.signal(signal.SIGTERM)
+        completed = first.wait(timeout_s=60)
     run = only_run(output)
-    assert read_summary(run)["status"] == "finished"
     assert completed.output.count("going on in") == 2
-    alone = [*STEADY, "--epochs", "40", "--batch_size", "24", "--model", "mlp"]
+    summary = read_summary(run)
+    assert summary["status"] == "stopped"
+    alone = [*STEADY, "--batch_size", "24", "--model", "mlp", "--max_steps", str(summary["step"])]
     train([*alone, "--run_name", "run", "--output_dir", tmp_path / "alone"], 1).ok()
-    assert _samples(run) == _samples(tmp_path / "alone" / "run")
+    assert samples_by_step(run) == samples_by_step(tmp_path / "alone" / "run")
 
 
 def _kill_node(agent: Command) -> None:
@@ -181,56 +197,7 @@ def _kill_node(agent: Command) -> None:
             kill(pid)
 
 
-def _samples(run: Path) -> dict[int, list[int]]:
-    """Give the samples of each step, sorted, by what the ledger says of the steps that count."""
-    found: dict[int, list[int]] = {}
-    starts: dict[int, list[Path]] = {}
-    for path in sorted((run / "ledger").iterdir()):
-        starts.setdefault(int(path.name[:4]), []).append(path)
-    for number in sorted(starts):
-        new: dict[int, list[int]] = {}
-        for path in starts[number]:
-            head, _, raw = path.read_bytes().partition(b"\n")
-            found = {s: ids for s, ids in found.items() if s < json.loads(head)["step"]}
-            for step, ids in _records(raw):
-                new.setdefault(step, []).extend(ids)
-        found |= new
-    return {step: sorted(ids) for step, ids in found.items() if step < read_summary(run)["step"]}
-
-
-def _records(raw: bytes) -> list[tuple[int, list[int]]]:
-    records, position = [], 0
-    while position + 16 <= len(raw):
-        step = int.from_bytes(raw[position : position + 8], "little")
-        count = int.from_bytes(raw[position + 12 : position + 16], "little")
-        position += 16
-        ids = raw[position : position + 4 * count]
-        position += 4 * count
-        if len(ids) == 4 * count:
-            records.append((step, list(memoryview(ids).cast("I"))))
-    return records
-
-
 def _losses(run: Path) -> dict[int, float]:
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     entries = [json.loads(line) for line in lines]
     return {e["step"]: e["loss/train"] for e in entries if "loss/train" in e}
-
-
-def _last_step(output: Path) -> int:
-    for path in output.glob("[!.]*/metrics.jsonl"):
-        steps = re.findall(r'^{"step": (\d+),', path.read_text(encoding="utf-8"), re.MULTILINE)
-        if steps:
-            return int(steps[-1])
-    return 0
-
-
-def _is_past(output: Path, step: int) -> bool:
-    return _last_step(output) > step
-
-
-def _ranks_in(output: Path) -> int:
-    """Count the ranks of the newest start, by its ledger."""
-    names = [path.name for path in output.glob("[!.]*/ledger/*.bin")]
-    newest = max(names, default="")[:4]
-    return sum(name[:4] == newest for name in names)

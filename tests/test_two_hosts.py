@@ -1,20 +1,36 @@
 """A run on two hosts with addresses of their own: it trains, and a cut cable has a verdict."""
 
+import os
 import shlex
 import shutil
+import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import run_command, start_command
-from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary
+from tests.processes import find_marked, kill
+from tests.ranks import run_command, start_command, train
+from tests.run_folder import (
+    find_checkpoints,
+    is_past,
+    last_step,
+    last_tensors,
+    only_run,
+    ranks_of_newest_start,
+    read_summary,
+    samples_by_step,
+    step_of,
+)
 from tests.two_hosts import ADDRESSES, TwoHosts, why_not
 
 pytestmark = [pytest.mark.slow]
 RUN = ["--cpu_only", "--epochs", "2", "--batch_size", "64"]
 TIMEOUT_S = 8.0
+SSHD = "/usr/sbin/sshd"
+MARK = "OVER_SSH"
 MPI_ON_TWO_HOSTS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -77,6 +93,79 @@ def test_ssh_to_each_host_is_one_run(hosts: TwoHosts, tmp_path: Path) -> None:
         f"host node{rank}  rank {rank}  local rank 0  world size 2  device cpu" for rank in (0, 1)
     ]
     assert read_summary(only_run(tmp_path / "runs"))["status"] == "finished"
+
+
+def test_a_real_ssh_server_on_each_host_is_one_run_and_ends_with_it(
+    hosts: TwoHosts, tmp_path: Path
+) -> None:
+    if missing := [program for program in (SSHD, "ssh") if shutil.which(program) is None]:
+        pytest.skip(f"not installed on this machine: {', '.join(missing)} (see .ci/run)")
+    settings = make_ssh_settings(tmp_path)
+    serve = [SSHD, "-D", "-e", "-f", settings.with_name("sshd_config")]
+    words = ["--cpu_only", "--epochs", "1000", "--log_interval", "1", "--time_limit", "60s"]
+    argv = ["python", "launchers/launch.py", "--hosts", "node0,node1", "--nproc_per_node", "1"]
+    argv += ["--ssh", f"ssh -F {settings}", "--env", f"TMPDIR={tmp_path}", "--env", f"{MARK}=1"]
+    argv += ["ddp_training.py", *words, "--output_dir", str(tmp_path / "runs")]
+    with start_command(hosts.on(0, *serve)) as first, start_command(hosts.on(1, *serve)) as second:
+        first.wait_for(lambda: "listening" in first.stderr, timeout_s=20, what="a server")
+        second.wait_for(lambda: "listening" in second.stderr, timeout_s=20, what="a server")
+        with start_command(hosts.on(0, *argv)) as launched:
+            launched.wait_for(
+                lambda: is_past(tmp_path / "runs", 5), timeout_s=90, what="steps of two hosts"
+            )
+            os.kill(launched.pid, signal.SIGINT)
+            launched.wait(timeout_s=60)
+            assert not find_marked(MARK, "1"), "the launcher waits for the ranks of all hosts"
+    summary = read_summary(only_run(tmp_path / "runs"))
+    assert (summary["status"], summary["world_size"]) == ("stopped", 2)
+    assert step_of(find_checkpoints(tmp_path / "runs")[-1]) == summary["step"]
+
+
+def test_a_killed_agent_of_an_elastic_run_changes_nothing_but_the_speed(
+    hosts: TwoHosts, tmp_path: Path
+) -> None:
+    output = tmp_path / "runs"
+    argv = ["torchrun", "--nnodes=1:2", "--nproc_per_node=1", "--max_restarts=3"]
+    argv += ["--rdzv_backend=c10d", "--rdzv_endpoint=node0:29701", "--rdzv_id=job"]
+    argv += ["--rdzv_conf=last_call_timeout=1"]
+    words = [
+        "--cpu_only",
+        "--batch_size",
+        "12",
+        "--epochs",
+        "1000",
+        "--num_workers",
+        "0",
+        "--ledger",
+    ]
+    words += ["--lr_schedule", "constant", "--log_interval", "1", "--eval_every", "0"]
+    paced = ["--model", "tests.plugins:Paced", "--timeout_s", "20", "--output_dir", str(output)]
+    # WHY: torch 2.13's agents wait for each other for ever when a node joins and they share it
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+    def on(index: int) -> list[str]:
+        agent = [*argv, f"--local_addr={ADDRESSES[index]}"]
+        return hosts.on(index, *agent, "ddp_training.py", *words, *paced)
+
+    with start_command(on(0), env=env) as first, start_command(on(1), env=env) as second:
+        first.wait_for(lambda: ranks_of_newest_start(output) == 2, timeout_s=90, what="two ranks")
+        begin = last_step(output)
+        first.wait_for(lambda: is_past(output, begin + 5), timeout_s=60, what="steps of two")
+        kill(second.pid)  # the agent alone: its rank finds out by itself, and leaves
+        first.wait_for(lambda: ranks_of_newest_start(output) == 1, timeout_s=90, what="one rank")
+        begin = last_step(output)
+        first.wait_for(lambda: is_past(output, begin + 5), timeout_s=60, what="steps of one")
+        first.signal(signal.SIGTERM)
+        completed = first.wait(timeout_s=60)
+    run = only_run(output)
+    summary = read_summary(run)
+    assert "going on in" in completed.output
+    assert summary["status"] == "stopped"
+    # Two ranks with 12 samples each make the same global batch as one with 24.
+    words[words.index("12")] = "24"
+    alone = [*words, "--model", "mlp", "--run_name", "run", "--max_steps", str(summary["step"])]
+    train([*alone, "--output_dir", tmp_path / "alone"], 1).ok()
+    assert samples_by_step(run) == samples_by_step(tmp_path / "alone" / "run")
 
 
 def test_mpirun_on_two_hosts_agrees_on_a_place_to_meet(hosts: TwoHosts, tmp_path: Path) -> None:
@@ -154,3 +243,27 @@ def make_ssh(hosts: TwoHosts, path: Path, *, host: str, command: str) -> Path:
     path.write_text(f'#!/bin/bash\ncase "{host}" in\n{cases}\nesac\n')
     path.chmod(0o755)
     return path
+
+
+def make_ssh_settings(folder: Path) -> Path:
+    """Make keys for a server and its user, and the settings of both; give the user's."""
+    for name in ("host_key", "user_key"):
+        argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+        subprocess.run(argv, check=True, timeout=20)
+    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # the server insists on it
+    # WHY no StrictModes: it would refuse keys below a folder that all may write to, such as /tmp
+    served = f"""Port 2222
+        HostKey {folder}/host_key
+        AuthorizedKeysFile {folder}/user_key.pub
+        StrictModes no
+        PidFile none
+        PermitRootLogin yes"""
+    (folder / "sshd_config").write_text(served)
+    asked = f"""Port 2222
+        User root
+        IdentityFile {folder}/user_key
+        UserKnownHostsFile {folder}/known_hosts
+        StrictHostKeyChecking accept-new
+        LogLevel ERROR"""
+    (folder / "ssh_config").write_text(asked)
+    return folder / "ssh_config"

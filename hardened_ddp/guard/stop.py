@@ -20,6 +20,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from hardened_ddp.errors import PeerLostError
 from hardened_ddp.guard.watchdog import SAME_REQUEST_S, LastResort
 from hardened_ddp.ranks.group import Group
 
@@ -27,11 +28,15 @@ log = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 0.05
 MAX_INTERVAL = 1000
+ENDING_S = 0.05
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 STOP_FILE = "stop.request"
 # Above every signal number.
 _FILE_CODE = 1000
 _TIME_CODE = 1001
+# And above those: the launcher of rank code - _LOST_CODE died. WHY not a stop like another: the
+# launchers of the other nodes live, and go on without that one if they may.
+_LOST_CODE = 1002
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 
 
@@ -61,6 +66,7 @@ class StopRequest:
         self._started_at = time.perf_counter()
         self.last_resort: LastResort | None = None
         self._previous = {number: signal.getsignal(number) for number in SIGNALS}
+        self._launcher_pid = os.getppid()
 
     def __enter__(self) -> "StopRequest":
         """Take over the signals that mean: save and stop. Rank-local, main thread."""
@@ -68,8 +74,15 @@ class StopRequest:
             signal.signal(number, self._note)
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.release()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Give the signals back, but not after an error.
+
+        WHY: torchrun ends the ranks that are left, and why this one leaves is said after this.
+        """
+        if kind is None:
+            self.release()
+        else:
+            self._relieve_last_resort()
 
     def watch(self, folder: Path) -> None:
         """Look for the stop file in folder. Rank-local, before the first poll."""
@@ -99,10 +112,19 @@ class StopRequest:
         """Say why all ranks stop now; empty: go on. Collective: all ranks, equally often.
 
         Call it between steps, and between batches of an evaluation. Costs a comparison, mostly.
+        Raises PeerLostError, on all ranks, if the launcher of one of several nodes died.
         """
-        self.reason = self._poll()
-        if self.reason and self.last_resort is not None:
+        code = self._poll()
+        self.reason = _describe(code)
+        if code and self.last_resort is not None:
             self.last_resort.relieve()  # all ranks stop here: from now on, no one waits in vain
+        if code >= _LOST_CODE:
+            raise PeerLostError(
+                f"the launcher of rank {code - _LOST_CODE}, torchrun for instance, died on one of "
+                f"{self.group.launch.num_nodes} nodes; its ranks leave",
+                fix="nothing, if --max_restarts lets the other launchers go on without it; else "
+                "start the run again with the same --run_name",
+            )
         return self.reason
 
     def change_pace(self) -> None:
@@ -114,16 +136,16 @@ class StopRequest:
         self._started_at = time.perf_counter()
         self._has_new_pace = True
 
-    def _poll(self) -> str:
+    def _poll(self) -> int:
         self._tick += 1
         if self.group.world_size == 1:
             now = time.perf_counter()
             if now - self._started_at > CHECK_EVERY_S:
                 self._look_around()
                 self._started_at = now
-            return _describe(self.code)
+            return self.code
         if self._tick - self._started_tick < self._interval and self._pending is not None:
-            return ""
+            return 0
         code = 0
         if self._pending is not None:
             self.group.finish(self._pending)
@@ -134,7 +156,7 @@ class StopRequest:
             self._read_notice(int(self._word[2]))
         if not code:
             self._start()
-        return _describe(code)
+        return code
 
     def finish(self) -> None:
         """Wait for the all-reduce under way. Collective: all ranks."""
@@ -147,10 +169,7 @@ class StopRequest:
 
     def release(self) -> None:
         """Give the signals back to whoever had them. Rank-local."""
-        if self.last_resort is not None:
-            signal.set_wakeup_fd(-1)
-            self.last_resort.relieve()
-            self.last_resort = None
+        self._relieve_last_resort()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -160,6 +179,8 @@ class StopRequest:
         num_polls = max(1, self._tick - self._started_tick)
         poll_time = max(1e-6, (now - self._started_at) / num_polls)
         self._look_around()
+        if self.code == signal.SIGTERM and self._launcher_died():
+            self.code = _LOST_CODE + self.group.launch.rank
         self._word[0] = self.code
         interval = min(MAX_INTERVAL, max(1, int(CHECK_EVERY_S / poll_time)))
         self._word[1] = 1 if self._has_new_pace else interval  # no poll was timed yet
@@ -191,6 +212,24 @@ class StopRequest:
         elif self._ends_at is not None and time.time() >= self._ends_at:
             self.code = _TIME_CODE
 
+    def _relieve_last_resort(self) -> None:
+        if self.last_resort is not None:
+            signal.set_wakeup_fd(-1)
+            self.last_resort.relieve()
+            self.last_resort = None
+
+    def _launcher_died(self) -> bool:
+        """Say whether SIGTERM came because this node's launcher died, among several that live."""
+        if self.group.launch.num_nodes == 1:
+            return False
+        import psutil  # WHY here: only a run that is stopped needs it
+
+        # WHY wait: the signal comes while the launcher is still ending, thread by thread
+        time.sleep(max(0.0, self._noted_at + ENDING_S - time.monotonic()))
+        if os.getppid() != self._launcher_pid:
+            return True
+        return psutil.Process(self._launcher_pid).status() == psutil.STATUS_ZOMBIE
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.code == 0:
@@ -205,7 +244,7 @@ def _hear_nothing() -> None:
 
 
 def _describe(code: int) -> str:
-    if code == 0:
+    if code == 0 or code >= _LOST_CODE:
         return ""
     return {_FILE_CODE: STOP_FILE, _TIME_CODE: "time_limit"}.get(code) or signal.Signals(code).name
 
