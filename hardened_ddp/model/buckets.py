@@ -39,7 +39,11 @@ class Buckets:
         self._sent_as = sent_as
         self._layout: list[list[torch.Tensor]] = []
         self._under_way: list[list[torch.Tensor]] = []
+        self._buffers: list[torch.Tensor] = []
         self._futures: list[Work] = []
+        self.are_finite = False
+        """What the last backward has sent came back as numbers; False: not known."""
+
         ddp.register_comm_hook(None, self._send)
 
         # WHY: SyncBatchNorm sends within forward, where nobody knows of it. And a reducer that
@@ -50,7 +54,8 @@ class Buckets:
 
     def begin(self) -> None:
         """Forget what was sent in the last backward. Rank-local."""
-        self._under_way, self._futures = [], []
+        self._under_way, self._buffers, self._futures = [], [], []
+        self.are_finite = False
 
     def stand_in(self) -> bool:
         """Send NaN for all that this rank owes of a backward that failed, or never began.
@@ -78,14 +83,15 @@ class Buckets:
     def some_rank_failed(self, failed_here: bool) -> bool:
         """Say whether any rank sent NaN in the last backward; the same on all ranks.
 
-        On the CPU it is seen in the sums, one number of each bucket. WHY not on a GPU: reading one
-        waits for it. There the ranks ask each other, while the GPU still works. Collective there.
+        On the CPU it is seen in the sums. WHY not on a GPU: reading one waits for it. There the
+        ranks ask each other, while the GPU still works. Collective there.
         """
         if self._device.type == "cpu":
             if failed_here:
                 return True
-            firsts = [bucket[0].grad for bucket in self._under_way]
-            return any(math.isnan(g[(0,) * g.dim()]) for g in firsts if g is not None)
+            # nan and inf stay in a sum: mostly one look at each bucket is enough
+            self.are_finite = math.isfinite(sum(buffer.sum().item() for buffer in self._buffers))
+            return not self.are_finite and any(math.isnan(buffer[0]) for buffer in self._buffers)
         flag = torch.tensor([float(failed_here)])
         if (work := self._group.start_max(flag)) is not None:  # collective
             self._group.finish(work)  # collective
@@ -104,6 +110,7 @@ class Buckets:
         used: the parameters that have a gradient on some rank; the others get none.
         """
         before = self._group.beacon.enter(ALL_REDUCE)
+        self.are_finite = False
         used_ids = {id(parameter) for parameter in used}
         for parameters in self._layout:
             size = sum(parameter.numel() for parameter in parameters)
@@ -132,6 +139,7 @@ class Buckets:
             self._layout = self._under_way
             self._group.beacon.enter(ALL_REDUCE)  # from here on backward waits for the others
         buffer = bucket.buffer()
+        self._buffers.append(buffer)
         sent = buffer if self._sent_as is None else buffer.to(self._sent_as)
         future = dist.all_reduce(sent, async_op=True).get_future()  # collective
         done: Work

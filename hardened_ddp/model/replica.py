@@ -122,8 +122,9 @@ class Replica:
         return math.isfinite(sum(sums)) or all(bool(g.isfinite().all()) for g in gradients)
 
     def has_finite_sums(self) -> bool:
-        """Say whether what sum_gradients has made is numbers. The same on all ranks."""
-        return self._sums_are_finite or self.has_finite_gradients()
+        """Say whether the gradient over all ranks is made of numbers. The same on all ranks."""
+        is_known = self._sums_are_finite or (self.buckets is not None and self.buckets.are_finite)
+        return is_known or self.has_finite_gradients()
 
     def sum_gradients(self, marks: Sequence[float] = ()) -> list[float]:
         """Add up local gradients over the ranks, and marks as well, which it returns. Collective.

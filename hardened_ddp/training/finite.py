@@ -28,19 +28,19 @@ class FiniteCheck:
         self.last_good = -1
         """The last step that was done well. The same on all ranks."""
 
-        self._watches = parts.watches_loss
         # WHY no vote on the sum: every rank has the same one
-        self._asks_sum = self._watches or parts.config.loop.continue_on_error
+        self._asks_sum = parts.watches_loss or parts.config.loop.continue_on_error
 
     def own_problem(self, before: Mark) -> str:
         """Say what of this rank's own loss and gradient is no number; else empty. Rank-local."""
-        if self._watches or self.is_close:
-            loss = self.passes.totals.loss_since(before)
-            if not math.isfinite(loss):
-                return f"the loss is {loss}"
-        if self.is_close and self.parts.precision.scaler is None:
-            return "" if self.parts.replica.has_finite_gradients() else "the gradient is not finite"
-        return ""
+        if not self.is_close:  # on the CPU each loss was looked at before its backward
+            return ""
+        loss = self.passes.totals.loss_since(before)
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if self.parts.precision.scaler is not None or self.parts.replica.has_finite_gradients():
+            return ""
+        return "the gradient is not finite"
 
     def accepts_sum(self) -> bool:
         """Say whether the gradient over all ranks is made of numbers: the same on all ranks."""
