@@ -58,6 +58,9 @@ ELSEWHERE |= {
     "python ddp_training.py drill all --table drills.md": (
         "tests/test_drills.py::test_a_fault_comes_to_its_verdict"
     ),
+    "python ddp_training.py drill kill-forward": (
+        "tests/test_drills.py::test_one_drill_as_it_is_typed_with_a_model_and_data_of_the_user"
+    ),
     INSPECT: "tests/test_run_with.py::test_each_process_is_shown_once_in_rank_order",
     SRUN: "tests/test_slurm.py::test_srun_of_one_task_per_rank_ends_in_the_weights_of_torchrun",
     SBATCH: "tests/test_slurm.py::test_a_submitted_job_finishes_on_two_nodes",
@@ -209,6 +212,7 @@ class TestAllDocuments:
 
 class TestCommands:
     @pytest.mark.slow
+    @pytest.mark.timeout(600)  # some thirty commands, each with a limit of its own
     @pytest.mark.parametrize("document", [README, TROUBLES])
     def test_the_commands_of_a_document_run_in_their_order(
         self, document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

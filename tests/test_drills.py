@@ -178,23 +178,6 @@ class TestCommand:
         assert told in completed.stderr
 
     @pytest.mark.slow
-    def test_one_drill_as_it_is_typed_with_a_model_and_data_of_the_user(
-        self, tmp_path: Path
-    ) -> None:
-        argv = ["python", "ddp_training.py", "drill", "kill-forward", "--cpu_only"]
-        argv += ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 96}"]
-        argv += ["--model", "tests.plugins:Stumbling", "--batch_size", "6", "--ranks", "2"]
-        table = tmp_path / "table.md"
-        argv += ["--table", str(table)]
-        completed = run_command(argv, timeout_s=170, env={"TMPDIR": str(tmp_path)})
-        assert completed.status == 0, completed.output
-        for word in ("drill kill-forward: a rank is killed in forward", "PASS", "DDP-G04"):
-            assert word in completed.stdout
-        assert "equal to the quiet run, bit for bit; replicas equal" in completed.stdout
-        assert "| `kill-forward` |" in table.read_text(encoding="utf-8")
-        assert not list(tmp_path.glob("drill-*")), "a drill that passes leaves nothing"
-
-    @pytest.mark.slow
     def test_a_work_that_fails_by_itself_is_told_and_has_status_1(self, tmp_path: Path) -> None:
         argv = ["python", "ddp_training.py", "drill", "nan-once", "--cpu_only", "--ranks", "1"]
         argv += ["--dataset", "tests.plugins:points", "--model", "tests.plugins:Poisoned"]
@@ -203,6 +186,24 @@ class TestCommand:
         assert completed.status == 1, completed.output
         assert "the run fails without any fault" in completed.stdout
         assert "the loss is nan" in completed.stdout
+
+
+@pytest.mark.slow
+def test_one_drill_as_it_is_typed_with_a_model_and_data_of_the_user(
+    tmp_path: Path,
+) -> None:
+    argv = ["python", "ddp_training.py", "drill", "kill-forward", "--cpu_only"]
+    argv += ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 96}"]
+    argv += ["--model", "tests.plugins:Stumbling", "--batch_size", "6", "--ranks", "2"]
+    table = tmp_path / "table.md"
+    argv += ["--table", str(table)]
+    completed = run_command(argv, timeout_s=170, env={"TMPDIR": str(tmp_path)})
+    assert completed.status == 0, completed.output
+    for word in ("drill kill-forward: a rank is killed in forward", "PASS", "DDP-G04"):
+        assert word in completed.stdout
+    assert "equal to the quiet run, bit for bit; replicas equal" in completed.stdout
+    assert "| `kill-forward` |" in table.read_text(encoding="utf-8")
+    assert not list(tmp_path.glob("drill-*")), "a drill that passes leaves nothing"
 
 
 def test_a_table_is_written_in_its_place_and_leaves_the_rest(tmp_path: Path) -> None:
