@@ -136,6 +136,7 @@ def read_work(request: Request, num_ranks: int) -> "Work":
         model_args=config.model.model_args,
         dataset=config.data.dataset,
         dataset_args=config.data.dataset_args,
+        may_download=config.data.download,
         flags=tuple(flags),
     )
 

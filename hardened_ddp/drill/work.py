@@ -14,7 +14,6 @@ DEFAULTS: Mapping[str, str] = {
 }
 """Settings that the user may give otherwise."""
 
-_AT_HAND = ("digits", "synthetic")
 ALWAYS = (
     *("--run_name", "drill", "--ledger", "--log_interval", "5", "--checkpoint_every_steps", "5"),
     *("--tensorboard", "false", "--progress", "false", "--stop_grace_s", "6"),
@@ -30,16 +29,20 @@ class Work:
     model_args: Mapping[str, Any] = field(default_factory=dict)  # Any: arguments of a callable
     dataset: str = "digits"
     dataset_args: Mapping[str, Any] = field(default_factory=dict)  # Any: as above
+    may_download: bool = True
     flags: tuple[str, ...] = tuple(f"--{name}={value}" for name, value in DEFAULTS.items())
     """Settings, as on the command line."""
 
     def command(self, board: Path, output: Path) -> list[str]:
         """Give the flags of a run whose model and dataset misbehave as board says."""
         model = {"inner": self.model, "inner_args": dict(self.model_args), "board": str(board)}
-        data = {"inner": self.dataset, "inner_args": dict(self.dataset_args), "board": str(board)}
+        data = {
+            "inner": self.dataset,
+            "inner_args": dict(self.dataset_args),
+            "board": str(board),
+            "may_download": self.may_download,
+        }
         words = [*self.flags, *ALWAYS, "--output_dir", str(output)]
-        if self.dataset in _AT_HAND:
-            words.append("--no_download")  # else it makes a folder for what is downloaded
         words += ["--model", "hardened_ddp.drill.wrappers:model"]
         words += ["--model_args", json.dumps(model)]
         words += ["--dataset", "hardened_ddp.drill.wrappers:dataset"]

@@ -100,14 +100,16 @@ def dataset(
     train: bool,
     board: str,
     data_dir: str = "data",
-    download: bool = False,
+    may_download: bool = True,
     inner: str = "digits",
     inner_args: Mapping[str, Any] | None = None,  # Any: the arguments of a callable
 ) -> Any:  # Any: a dataset, or None
     """Open the dataset that inner names; acts happen where training samples are read."""
-    config = DataConfig(dataset=inner, dataset_args=inner_args or {}, data_dir=data_dir)
-    if download:
-        prepare_data(config)
+    config = DataConfig(
+        dataset=inner, dataset_args=inner_args or {}, data_dir=data_dir, download=may_download
+    )
+    # WHY here, on every rank: a dataset that has nothing to download is to leave no folder for it
+    prepare_data(config)
     task = build_data(config)
     return Misbehaving(task, board) if train else task.test
 
