@@ -364,6 +364,7 @@ def fit(
         # of it, in micro-batches.
         for window, batches in parts.train_loader.windows(progress.epoch, progress.cursor):
             if reason := stop.poll():  # collective: all ranks stop here, or none
+                stepper.settle(progress)  # collective
                 log.warning("%s: stopping at step %d, saving first", reason, progress.step)
                 return "stopped"
             journal.clock.mark("data")
@@ -404,7 +405,7 @@ def report(parts: Parts, progress: Progress, stepper: Stepper, journal: Journal)
     """Add up the ranks' losses since the last report, and write them down. Collective."""
     from hardened_ddp.training.saving import refuse_non_finite
 
-    sums = stepper.read_totals()  # collective
+    sums = stepper.read_totals(progress)  # collective
     refuse_non_finite(sums["loss"], step=progress.step)
     journal.log_training(progress, stepper, sums)
 
@@ -412,10 +413,7 @@ def report(parts: Parts, progress: Progress, stepper: Stepper, journal: Journal)
 def finish_epoch(
     parts: Parts, progress: Progress, saver: Saver, journal: Journal, stop: StopRequest
 ) -> bool:
-    """Evaluate and save as often as asked, and after the last step. Collective: all ranks.
-
-    False: it was asked to stop within the evaluation.
-    """
+    """Evaluate and save if that is due; False: stopped within the evaluation. Collective."""
     from hardened_ddp.training.evaluation import evaluate
     from hardened_ddp.training.plan import is_due
 

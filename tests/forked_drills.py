@@ -62,9 +62,11 @@ class Forked:
         return ForkedRanks(start_training(flags, num_ranks, env=env, missing=missing), self._log)
 
 
-def forked_drills(folder: Path, *, num_ranks: int = 2, flags: Sequence[str] = ()) -> Drills:
+def forked_drills(
+    folder: Path, *, num_ranks: int = 2, flags: Sequence[str] = (), model: str = "mlp"
+) -> Drills:
     """Prepare drills in folder; what needs a real torchrun gets one."""
-    work = Work(num_ranks=num_ranks)
+    work = Work(num_ranks=num_ranks, model=model)
     return Drills(replace(work, flags=(*work.flags, "--cpu_only", *flags)), folder, _starter_of)
 
 

@@ -31,6 +31,9 @@ ON_MORE_RANKS = ("kill-sum", "kill-rank-0", "sigterm-evaluation", "raise-backwar
 ON_MORE_RANKS += ("nan-once", "memory-forward", "unused-parameter", "other-data", "disk-full")
 UNDER_HOOKS = ("kill-backward", "raise-forward-one", "raise-backward-one", "raise-backward-all")
 UNDER_HOOKS += ("nan-once", "memory-backward", "unused-parameter")
+LATE = (*UNDER_HOOKS, "kill-forward", "kill-optimizer", "kill-sum", "sigterm-backward")
+LATE += ("raise-loss-one", "raise-optimizer", "nan-repeated", "nan-gradient", "bit-flip")
+LATE += ("stop-forward", "bad-sample", "kill-evaluation", "kill-checkpoint")
 # How many there are of a family, by the first part of the names.
 FAMILIES = {
     "kill": 9,
@@ -61,6 +64,13 @@ def drills_of(tmp_path_factory: pytest.TempPathFactory) -> DrillsOf:
 @pytest.fixture(scope="module")
 def drills_under_hooks(tmp_path_factory: pytest.TempPathFactory) -> Drills:
     return forked_drills(tmp_path_factory.mktemp("hooks"), flags=["--no_shared_memory"])
+
+
+@pytest.fixture(scope="module")
+def drills_that_look_late(tmp_path_factory: pytest.TempPathFactory) -> Drills:
+    """Drills on CPU ranks that learn of a bad gradient one step later, as on GPUs."""
+    folder = tmp_path_factory.mktemp("late")
+    return forked_drills(folder, flags=["--no_shared_memory"], model="tests.late_looks:mlp")
 
 
 def check(drills: Drills, fault: Fault) -> None:
@@ -99,6 +109,16 @@ def test_a_fault_comes_to_its_verdict_where_hooks_of_ddp_average(
     fault = find(name)
     assert fault is not None
     check(drills_under_hooks, fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LATE)
+def test_a_fault_comes_to_its_verdict_where_ranks_learn_of_it_a_step_later(
+    name: str, drills_that_look_late: Drills
+) -> None:
+    fault = find(name)
+    assert fault is not None
+    check(drills_that_look_late, fault)
 
 
 def test_a_drill_with_a_wrong_expectation_fails(drills_of: DrillsOf) -> None:

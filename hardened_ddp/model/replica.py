@@ -121,6 +121,15 @@ class Replica:
             sums = torch.stack([g.sum().double() for g in gradients]).tolist() if gradients else []
         return math.isfinite(sum(sums)) or all(bool(g.isfinite().all()) for g in gradients)
 
+    def is_gradient_bad(self) -> torch.Tensor:
+        """Say on the device whether the gradient is not made of numbers: 1.0 or 0.0, of shape ().
+
+        Rank-local. Very large numbers may look bad, too.
+        """
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients).float()
+        return norm.to(self.group.device).isfinite().logical_not().float()
+
     def has_finite_sums(self) -> bool:
         """Say whether the gradient over all ranks is made of numbers. The same on all ranks."""
         is_known = self._sums_are_finite or (self.buckets is not None and self.buckets.are_finite)

@@ -6,7 +6,7 @@ ranks tell each other of one.
 
 import logging
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -102,3 +102,8 @@ def where_of(error: BaseException) -> str:
     """Give file and line where an exception was raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.filename}:{frame.lineno}"
+
+
+def told(causes: Mapping[int, Failure]) -> str:
+    """Tell the failures of several ranks; what several say stands there once."""
+    return "; ".join(dict.fromkeys(cause.text for cause in causes.values()))

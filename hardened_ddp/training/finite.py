@@ -1,8 +1,8 @@
 """Whether the loss and the gradient of a window are numbers, and how long they have not been.
 
 Owns where that is looked at: on the CPU at each loss and at each gradient, after it was summed. On
-GPUs a look would wait for the device in each step: there only windows that failed are looked at,
-all windows with --continue_on_error, and else the loss of each report.
+GPUs a look would wait for the device in each step: there the gradient makes a flag on the device
+(late.py), and with fp16 the loss of each report is looked at; with --continue_on_error all windows.
 fp16 is another matter: an overflow of its gradients is the GradScaler's business.
 """
 
@@ -29,7 +29,8 @@ class FiniteCheck:
         """The last step that was done well. The same on all ranks."""
 
         # WHY no vote on the sum: every rank has the same one
-        self._asks_sum = parts.watches_loss or parts.config.loop.continue_on_error
+        is_asked = parts.watches_loss or parts.config.loop.continue_on_error
+        self._asks_sum = is_asked or (parts.looks_late and parts.config.loop.recovery == "on")
 
     def own_problem(self, before: Mark) -> str:
         """Say what of this rank's own loss and gradient is no number; else empty. Rank-local."""

@@ -2,10 +2,11 @@
 
 Owns what happens when a rank fails inside of a step. There are two forms of a window.
 Overlapped: DDP's hook sends gradients while backward still runs; a rank that failed sends NaN for
-what it owes (model/buckets.py). Safe: gradients stay local, and are summed after it; each rank adds
-a mark to that sum, and one that failed takes part with zeros. Either way the good path has no vote
-and nobody waits for a rank that failed. For CPU ranks of one machine the safe form is the faster
-one; it also serves windows in which some rank has no sample, and --continue_on_error.
+what it owes (model/buckets.py). On a GPU that is seen one step later (late.py).
+Safe: gradients stay local, and are summed after it; each rank adds a mark, and one that failed
+takes part with zeros. Between CPU ranks of one machine it is the faster one; it also serves windows
+in which some rank has no sample, and --continue_on_error.
+Either way the good path has no vote, and nobody waits for a rank that failed.
 
 After a failure all ranks put back what the window has changed, tell each other what happened, and
 do the window again in the safe form: with the same random numbers and the same order of additions,
@@ -17,17 +18,14 @@ was, and a number that is none is then watched for, to name the module (blame.py
 is no accident: with --continue_on_error the samples that fail alone are left out, or else the whole
 window; without it all ranks stop with that one cause.
 
-With SyncBatchNorm or PowerSGD nobody can stand in for a rank: there an exception in the overlapped
-form ends the attempt.
+With SyncBatchNorm or PowerSGD nobody can stand in for a rank: an exception there ends the attempt.
 """
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-
-import torch
 
 from hardened_ddp.data.fetch import BadSample, describe, split, take
 from hardened_ddp.data.loader import Batch
@@ -35,13 +33,13 @@ from hardened_ddp.data.sampler import Window
 from hardened_ddp.ranks.lost import lost_peer
 from hardened_ddp.ranks.seeding import seed_step
 from hardened_ddp.training.blame import watch
-from hardened_ddp.training.failure import NUM_SHOWN, Failure, error_of, shown, where_of
+from hardened_ddp.training.failure import NUM_SHOWN, Failure, error_of, shown, told, where_of
 from hardened_ddp.training.finite import FiniteCheck
+from hardened_ddp.training.late import Attempt, Flag
 from hardened_ddp.training.left_out import LeftOut
 from hardened_ddp.training.memory import is_out_of_memory
 from hardened_ddp.training.parts import Parts, Progress
 from hardened_ddp.training.passes import LossNotFinite, Passes
-from hardened_ddp.training.totals import Mark
 
 log = logging.getLogger(__name__)
 
@@ -58,50 +56,66 @@ class Healer:
         self._checks_unused = parts.replica.ddp is not None
         self._heals = parts.config.loop.recovery == "on"
         self.finite = FiniteCheck(parts, passes)
+        self._is_late = self._heals and parts.looks_late
 
-    def do(
-        self,
-        window: Window,
-        batches: Sequence[Batch],
-        progress: Progress,
-        buffers: Sequence[torch.Tensor],
-    ) -> bool:
-        """Bring the gradient of window to all ranks; False: it was given up. Collective: all ranks.
+    def do(self, attempt: Attempt, progress: Progress) -> bool:
+        """Bring the gradient of a window to all ranks; False: it was given up. Collective.
 
-        Raises the same error on all ranks if it can't be had.
+        If attempt has a flag then, the gradient is in doubt until that is read (late.py). Raises
+        the same error on all ranks if it can't be had.
         """
-        before = self.passes.totals.mark()
-        num_failures: Counter[int] = Counter()  # by rank
         self.finite.is_close = False
-        is_overlapped = self._overlaps(window)
+        if not self.is_quick(attempt.window):
+            return self._until_done(attempt, progress, has_failed=False)  # collective
+        attempt.failure = self._try(attempt, progress, keep_local=False)  # collective
+        if self._end_overlapped(attempt):  # collective
+            return self._until_done(attempt, progress, has_failed=True)  # collective
+        if attempt.flag is None and not self.finite.accepts_sum():
+            attempt.failure = Failure("not finite", _BAD_SUM)
+            return self._until_done(attempt, progress, has_failed=True)  # collective
+        return self._finish(attempt, progress, attempt.window.size)  # collective
+
+    def do_again(self, attempt: Attempt, progress: Progress) -> bool:
+        """Do a window whose flag is up as do does, without doubt. Collective: all ranks."""
+        attempt.flag = None
+        self.finite.is_close = False
+        if (buckets := self.parts.replica.buckets) is not None:
+            buckets.reset()  # WHY here too: DDP builds its buckets anew after it, on all ranks
+        if attempt.failure is None and not math.isfinite(loss := attempt.loss()):
+            where = f"rank {self.parts.group.launch.rank}, step {progress.step}"
+            text = f"{where}, samples {shown(attempt.batches)}: the loss is {loss}"
+            attempt.failure = Failure("not finite", text)
+        return self._until_done(attempt, progress, has_failed=True)  # collective
+
+    def _until_done(self, attempt: Attempt, progress: Progress, *, has_failed: bool) -> bool:
+        """Do the window in the safe form, again and again if need be; False: it was given up.
+
+        has_failed: it was tried already, and failed on some rank or in the sum. Collective.
+        """
+        num_failures: Counter[int] = Counter()  # by rank
         while True:
-            keep_local = not is_overlapped
-            failure = self._try(window, batches, progress, before, keep_local=keep_local)
-            if is_overlapped:
-                num_failed = int(self._end_overlapped(failure))  # collective
-                num_valid = window.size
-                is_overlapped = False
-            else:
-                num_failed, num_valid = self._sum(batches, failure)  # collective
-            if not num_failed and self.finite.accepts_sum():
-                if self._finish(window, batches, progress, num_valid):  # collective
-                    self.finite.note_good(progress.step)
-                    return True
-                self._undo(buffers, before)
-                return False
-            if not num_failed:
-                failure = Failure("not finite", _BAD_SUM)
-            self._undo(buffers, before)
+            if not has_failed:
+                attempt.failure = self._try(attempt, progress)
+                num_failed, num_valid = self._sum(attempt)  # collective
+                if not num_failed and self.finite.accepts_sum():
+                    if self._finish(attempt, progress, num_valid):  # collective
+                        return True
+                    self._undo(attempt)
+                    return False
+                if not num_failed:
+                    attempt.failure = Failure("not finite", _BAD_SUM)
+            has_failed = False
+            failure = attempt.failure
+            self._undo(attempt)
             everyone = self.parts.group.gather_json(failure and asdict(failure))  # collective
             causes = {rank: Failure(**cause) for rank, cause in enumerate(everyone) if cause}
-            self.finite.is_close = any(cause.kind == "not finite" for cause in causes.values())
             if not causes:  # nobody failed, so the sum that DDP made is no number
-                self.finite.is_close = True
-                continue
+                causes = {0: Failure("not finite", _BAD_SUM)}
+            self.finite.is_close = any(cause.kind == "not finite" for cause in causes.values())
             if self._adapt(causes, progress):
                 continue
             num_failures.update(causes.keys())
-            # WHY so: the first failure of another rank is another accident, with its own second try
+            # WHY: the first failure of another rank is another accident, with its own second try
             num_tries = max(num_failures[rank] for rank in causes)
             self._stop_unless_useful(causes, num_tries)
             if num_tries == 1 and self._heals:
@@ -109,35 +123,30 @@ class Healer:
             elif num_tries == 2 and self._heals:
                 _say(causes, progress, "looking for the samples that fail alone")
                 if failure is not None:
-                    batches = self._without_bad(window, batches, progress, before)
-                    self._undo(buffers, before)
+                    attempt.batches = self._without_bad(attempt, progress)
             else:
                 if self.finite.is_close:
-                    self.finite.poisoned.append(f"step {progress.step}: {_texts(causes)}")
-                self.left_out.add(batches, failure.text if failure else "", progress)  # collective
+                    self.finite.poisoned.append(f"step {progress.step}: {told(causes)}")
+                self.left_out.add(attempt.batches, failure.text if failure else "", progress)
                 return False
 
-    def _overlaps(self, window: Window) -> bool:
-        """Say whether gradients are sent within backward: the same on all ranks."""
-        parts = self.parts
-        can_weigh = not parts.config.loop.continue_on_error  # the number of samples is then known
-        has_empty_share = window.size < parts.group.world_size
-        return parts.replica.can_overlap and can_weigh and not has_empty_share
+    def is_quick(self, window: Window) -> bool:
+        """Say whether gradients are sent within backward, if at all: the same on all ranks."""
+        parts, world_size = self.parts, self.parts.group.world_size
+        if parts.config.loop.continue_on_error:  # which samples are left out is seen in the sum
+            return False
+        can = parts.replica.can_overlap if world_size > 1 else self._is_late
+        return can and window.size >= world_size
 
     def _try(
-        self,
-        window: Window,
-        batches: Sequence[Batch],
-        progress: Progress,
-        before: Mark,
-        *,
-        keep_local: bool = True,
+        self, attempt: Attempt, progress: Progress, *, keep_local: bool = True
     ) -> Failure | None:
         """Run forward and backward on what can be read; say how it failed.
 
         Rank-local, but for a backward that does not keep_local: that is collective.
         """
         parts, rank = self.parts, self.parts.group.launch.rank
+        window, batches = attempt.window, attempt.batches
         if not keep_local and parts.replica.buckets is not None:
             parts.replica.buckets.begin()
         bad = [sample for batch in batches for sample in batch.bad]
@@ -163,7 +172,7 @@ class Healer:
             text = f"{where}, {self.passes.phase}, samples {shown(micro_batches)}: "
             text += f"{describe(error)} ({where_of(error)})"
             return Failure(kind, text, max(batch.num_samples for batch in micro_batches))
-        if problem or (keep_local and (problem := self.finite.own_problem(before))):
+        if problem or (keep_local and (problem := self.finite.own_problem(attempt.before))):
             text = f"samples {shown(micro_batches)}: {problem}"
             if witness is not None:
                 text = witness.tell(problem, micro_batches)
@@ -176,40 +185,52 @@ class Healer:
                 return Failure("unused", f"rank {rank}: no gradient came for {some}")
         return None
 
-    def _end_overlapped(self, failure: Failure | None) -> bool:
-        """Do the rest of this rank's part in the sums; say whether some rank failed. Collective."""
-        buckets = self.parts.replica.buckets
+    def _end_overlapped(self, attempt: Attempt) -> bool:
+        """Do the rest of this rank's part in the sums; say whether some rank failed. Collective.
+
+        On a GPU that is known later: attempt gets a flag.
+        """
+        buckets, failure = self.parts.replica.buckets, attempt.failure
+        if self.parts.group.world_size == 1:
+            attempt.flag = None if failure else Flag(self.parts.replica.is_gradient_bad())
+            return failure is not None
         if failure is not None and (buckets is None or not buckets.stand_in()):
             raise error_of(failure.kind, failure.text)
-        if buckets is None or not buckets.some_rank_failed(failure is not None):
+        if buckets is None:
             return False
-        buckets.reset()
-        return True
+        has_failed = failure is not None
+        if self._is_late and not buckets.are_old:
+            attempt.flag = Flag(buckets.are_bad(has_failed))
+            attempt.loss_after = self.passes.totals.loss_sum.clone()
+            if has_failed:
+                buckets.disarm()
+            return False
+        if buckets.some_rank_failed(has_failed):  # collective
+            buckets.reset()
+            return True
+        buckets.renew()  # collective
+        return False
 
-    def _sum(self, batches: Sequence[Batch], failure: Failure | None) -> tuple[int, int]:
+    def _sum(self, attempt: Attempt) -> tuple[int, int]:
         """Add up the gradients, with the marks of failed ranks and the samples. Collective."""
-        num_valid = sum(batch.num_samples for batch in batches)
-        marks = self.parts.replica.sum_gradients([float(failure is not None), float(num_valid)])
+        num_valid = sum(batch.num_samples for batch in attempt.batches)
+        has_failed = float(attempt.failure is not None)
+        marks = self.parts.replica.sum_gradients([has_failed, float(num_valid)])  # collective
         return int(marks[0]), int(marks[1])
 
-    def _finish(
-        self,
-        window: Window,
-        batches: Sequence[Batch],
-        progress: Progress,
-        num_valid: int,
-    ) -> bool:
+    def _finish(self, attempt: Attempt, progress: Progress, num_valid: int) -> bool:
         """Weigh what is left if samples are missing; False: there is none left. Collective."""
-        parts = self.parts
-        if num_valid < window.size:
-            self.left_out.add(batches, "", progress)  # collective
+        parts, size = self.parts, attempt.window.size
+        if num_valid < size:
+            self.left_out.add(attempt.batches, "", progress)  # collective
         if not num_valid:
             return False
-        if num_valid < window.size:
+        if num_valid < size:
             for parameter in parts.replica.trainable.values():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(window.size / num_valid)
+                    parameter.grad.mul_(size / num_valid)
         parts.replica.sync_buffers()  # collective
+        self.finite.note_good(progress.step)
         return True
 
     def _adapt(self, causes: dict[int, Failure], progress: Progress) -> bool:
@@ -240,50 +261,38 @@ class Healer:
         kinds = [cause.kind for cause in causes.values()]
         if self._heals and num_tries == 1 and not {"sample", "unused"} & set(kinds):
             return
-        raise error_of(kinds[0], _texts(causes))
+        raise error_of(kinds[0], told(causes))
 
-    def _without_bad(
-        self, window: Window, batches: Sequence[Batch], progress: Progress, before: Mark
-    ) -> list[Batch]:
+    def _without_bad(self, attempt: Attempt, progress: Progress) -> list[Batch]:
         """Run each sample alone; give the batches without those that fail again. Rank-local.
 
         WHY unless all fail: then it is not the samples (BatchNorm can't train on a single one).
         """
         found, num_good = [], 0
-        for batch in batches:
+        for batch in attempt.batches:
             good, bad = [], list(batch.bad)
             for index in range(batch.num_samples):
-                single = take(batch, [index])
-                failure = self._try(window, [single], progress, before)
+                single = replace(attempt, batches=[take(batch, [index])])
+                failure = self._try(single, progress)
                 if failure is None or failure.kind == "unused":
                     good.append(index)
                 else:
                     bad.append(BadSample(int(batch.indices[index]), failure.text))
-                self._forget(before)
+                self._undo(attempt)
             num_good += len(good)
             found.append(replace(take(batch, good), bad=tuple(bad)))
-        return found if num_good else list(batches)
+        return found if num_good else list(attempt.batches)
 
-    def _undo(self, buffers: Sequence[torch.Tensor], before: Mark) -> None:
-        self.parts.replica.put_back_buffers(buffers)
-        self._forget(before)
-
-    def _forget(self, before: Mark) -> None:
+    def _undo(self, attempt: Attempt) -> None:
+        self.parts.replica.put_back_buffers(attempt.buffers)
         self.parts.optimizer.zero_grad(set_to_none=True)
-        self.passes.totals.go_back(before)
+        self.passes.totals.go_back(attempt.before)
 
     def _seed(self, progress: Progress) -> None:
-        seed_step(
-            self.parts.config.device.seed,
-            step=progress.step,
-            rank=self.parts.group.launch.rank,
-            device_type=self.parts.device.type,
-        )
+        seed, device = self.parts.config.device.seed, self.parts.device
+        rank = self.parts.group.launch.rank
+        seed_step(seed, step=progress.step, rank=rank, device_type=device.type)
 
 
 def _say(causes: dict[int, Failure], progress: Progress, what: str) -> None:
-    log.warning("step %d: %s: %s", progress.step, what, _texts(causes))
-
-
-def _texts(causes: dict[int, Failure]) -> str:
-    return "; ".join(dict.fromkeys(cause.text for cause in causes.values()))
+    log.warning("step %d: %s: %s", progress.step, what, told(causes))

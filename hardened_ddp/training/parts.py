@@ -20,6 +20,9 @@ from hardened_ddp.ranks.beacon import PHASE
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import Config
 
+LATE_DEVICES = ("cuda",)
+"""Where to read a number is to wait for all work before it."""
+
 
 @dataclass(slots=True)
 class Progress:
@@ -75,7 +78,16 @@ class Parts:
     def watches_loss(self) -> bool:
         """Look at the loss of each forward. WHY not on a GPU: the look would wait for it."""
         loop = self.config.loop
-        return self.device.type == "cpu" and (loop.recovery == "on" or loop.continue_on_error)
+        is_near = self.device.type not in LATE_DEVICES
+        return is_near and (loop.recovery == "on" or loop.continue_on_error)
+
+    @property
+    def looks_late(self) -> bool:
+        """Learn a step later whether a gradient was good, see late.py. The same on all ranks."""
+        can_skip = all(group.get("fused") for group in self.optimizer.param_groups)
+        can_skip = can_skip and self.precision.scaler is None
+        can_tell = self.group.world_size == 1 or self.replica.can_stand_in
+        return self.device.type in LATE_DEVICES and can_skip and can_tell
 
     def open_ledger(self, folder: Path, *, step: int) -> LedgerWriter | None:
         """Begin this rank's part of the ledger, if there is to be one. Collective: all ranks."""

@@ -102,6 +102,7 @@ class Recovery:
         is_due_now = is_last or len(poisoned) == 1 or is_due(progress.step, self._compare_every)
         step = progress.step
         if self._compare_every and is_due_now:
+            self.stepper.settle(progress)  # collective
             self._mend(progress)  # collective
         if progress.step != step:
             return False

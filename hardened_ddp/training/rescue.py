@@ -64,6 +64,7 @@ def rescue(
     try:
         # WHY first: the others wait for this rank, and one of them may be the one that saves
         group.leave()
+        stepper.settle_alone(progress)
         if not _is_mine(group, progress.step):
             return
         _note_failure(folder, progress.step, error)
@@ -95,7 +96,7 @@ def save_while_stuck(
         return
     try:
         # WHY a limit: a GPU may be behind a sum that never comes, and with it every look at it
-        is_finite = progress.step == 0 or ask_within(stepper.is_finite, LOCK_LIMIT_S)
+        is_finite = ask_within(lambda: _is_good(stepper, progress), LOCK_LIMIT_S)
         if is_finite is None:
             log.warning("the device does not answer: nothing is saved, the last checkpoint stays")
         if not (is_finite and stepper.is_whole and _is_mine(stepper.parts.group, progress.step)):
@@ -138,6 +139,12 @@ def read_failures(folder: Path) -> list[dict[str, Any]]:
         except ValueError:  # a line that was cut off
             continue
     return found
+
+
+def _is_good(stepper: Stepper, progress: Progress) -> bool:
+    """Say whether what is in memory may be saved, as the state of progress. Rank-local."""
+    stepper.settle_alone(progress)
+    return progress.step == 0 or stepper.is_finite()
 
 
 def _say_saved(progress: Progress, folder: Path) -> None:

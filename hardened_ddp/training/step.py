@@ -4,10 +4,11 @@ Owns the order forward, backward, all-reduce, unscale, clip, update. The first t
 healing.py, which also does them again if a rank fails in one of them.
 """
 
+import contextlib
 import logging
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -22,6 +23,7 @@ from hardened_ddp.model.precision import clip
 from hardened_ddp.reporting.step_clock import StepClock
 from hardened_ddp.training.failure import explain_failure
 from hardened_ddp.training.healing import Healer
+from hardened_ddp.training.late import Attempt
 from hardened_ddp.training.left_out import LeftOut
 from hardened_ddp.training.parts import Parts, Progress
 from hardened_ddp.training.passes import Passes
@@ -62,6 +64,9 @@ class Stepper:
         self.buffers_before: Sequence[torch.Tensor] = ()
         """The moving buffers at the last step boundary; a forward under way has changed them."""
 
+        self._doubtful: Attempt | None = None
+        """The last step, if nobody has looked yet whether its gradient was good."""
+
         config = parts.config
         self._has_schedule = (
             config.optimizer.lr_schedule != "constant" or config.optimizer.warmup_steps > 0
@@ -73,8 +78,9 @@ class Stepper:
         """The learning rate of the last step."""
         return float(self.parts.optimizer.param_groups[0]["lr"])
 
-    def read_totals(self) -> dict[str, float]:
+    def read_totals(self, progress: Progress) -> dict[str, float]:
         """Give mean loss and accuracy since the last reading, and start anew. Collective."""
+        self.settle(progress)  # collective
         sums = self.passes.totals.read(self.parts.group)  # collective
         self.passes.totals = Totals(self.parts.device)
         self.has_unread_totals = False
@@ -86,61 +92,118 @@ class Stepper:
         self.passes.totals = Totals(self.parts.device)
         self.has_unread_totals = False
         self.buffers_before = ()
+        self._doubtful = None
 
     def is_finite(self) -> bool:
-        """Say whether this rank's losses since the last reading are numbers. Waits for the device.
+        """Say whether losses since the last reading, and the last gradient, are numbers.
+
+        Rank-local; waits for the device.
 
         WHY: a checkpoint of poisoned weights would push out the good ones.
         """
-        return math.isfinite(self.passes.totals.loss())
+        return not self._is_last_bad() and math.isfinite(self.passes.totals.loss())
 
     def do(self, window: Window, batches: Sequence[Batch], progress: Progress) -> None:
         """Train on this rank's batches of window, and commit it. Collective: all ranks.
 
-        Raises SampleError, OutOfMemoryError, StepError or PeerLostError, each naming rank, step,
-        phase and samples; then nothing of the window is committed.
+        On a GPU the step may be in doubt until the next one or settle. Raises SampleError,
+        OutOfMemoryError, StepError or PeerLostError, each naming rank, step, phase and samples;
+        then nothing of the window is committed.
         """
-        parts = self.parts
         if self.ledger is not None:
             ids = [batch.indices.numpy() for batch in batches]
             self.ledger.bring(progress.step, progress.epoch, ids)
+        if not self.healer.is_quick(window):
+            self.settle(progress)  # collective
+        attempt = self._bring(window, batches, progress)  # collective
+        if self._is_last_bad():
+            self.settle(progress)  # collective
+            attempt = self._bring(window, batches, progress)  # collective
+        self._commit(attempt, progress)
+        self.has_unread_totals = True
+        self.clock.mark("optimizer")
+        self.parts.group.beacon.end_step(progress.step)
+
+    def settle(self, progress: Progress) -> None:
+        """Bring the last step out of doubt: do it again if it was bad. Collective: all ranks.
+
+        Call it before the weights, the losses or progress are read for more than the next step.
+        """
+        if (attempt := self.settle_alone(progress)) is not None:
+            with self._explained(attempt, progress):
+                self._set_rate(progress)
+                attempt.has_gradient = self.healer.do_again(attempt, progress)  # collective
+            self._commit(attempt, progress)
+
+    def settle_alone(self, progress: Progress) -> Attempt | None:
+        """Make progress that of the weights; give the last step if it is to be done again.
+
+        Rank-local; waits for the device.
+        """
+        is_bad, attempt, self._doubtful = self._is_last_bad(), self._doubtful, None
+        if not is_bad or attempt is None:
+            return None
+        self.parts.replica.put_back_buffers(attempt.buffers)
+        self.parts.optimizer.zero_grad(set_to_none=True)
+        self.passes.totals.go_back(attempt.before)
+        self.buffers_before = ()
+        progress.step -= 1
+        progress.cursor = attempt.window.start
+        return attempt
+
+    def _is_last_bad(self) -> bool:
+        last = self._doubtful
+        return last is not None and last.flag is not None and last.flag.is_up()
+
+    def _bring(self, window: Window, batches: Sequence[Batch], progress: Progress) -> Attempt:
+        """Bring the gradient of a window to all ranks. Collective: all ranks."""
         # WHY: forward changes them; if the step fails, they are those of the last step again
-        self.buffers_before = buffers = parts.replica.copy_buffers()
-        if self._has_schedule:
-            set_learning_rate(
-                parts.optimizer,
-                learning_rate(
-                    parts.config.optimizer, step=progress.step, total_steps=parts.total_steps
-                ),
-            )
+        self.buffers_before = buffers = self.parts.replica.copy_buffers()
+        attempt = Attempt(window, batches, buffers, self.passes.totals.mark())
+        with self._explained(attempt, progress):
+            self._set_rate(progress)
+            attempt.has_gradient = self.healer.do(attempt, progress)  # collective
+        return attempt
+
+    def _commit(self, attempt: Attempt, progress: Progress) -> None:
+        """Move weights and progress."""
+        with self._explained(attempt, progress), self.commit_lock:
+            if attempt.has_gradient:
+                self._update(attempt)
+            progress.step += 1
+            progress.cursor = attempt.window.stop
+            self.buffers_before = ()
+            self._doubtful = attempt if attempt.flag is not None else None
+        self.parts.optimizer.zero_grad(set_to_none=True)
+
+    @contextlib.contextmanager
+    def _explained(self, attempt: Attempt, progress: Progress) -> Iterator[None]:
+        """Put back what a step that fails has changed, and name the step in the error."""
+        parts = self.parts
         try:
-            has_gradient = self.healer.do(window, batches, progress, buffers)  # collective
-            with self.commit_lock:
-                if has_gradient:
-                    self._update()
-                progress.step += 1
-                progress.cursor = window.stop
-                self.buffers_before = ()
+            yield
         except Exception as error:
             if self.is_whole:
-                parts.replica.put_back_buffers(buffers)
+                parts.replica.put_back_buffers(attempt.buffers)
             if isinstance(error, HardenedError):
                 raise
-            samples = [int(index) for batch in batches for index in batch.indices]
+            samples = [int(index) for batch in attempt.batches for index in batch.indices]
             raise explain_failure(
                 error, parts.group, step=progress.step, phase=self.passes.phase, samples=samples
             ) from error
-        parts.optimizer.zero_grad(set_to_none=True)
-        self.has_unread_totals = True
-        self.clock.mark("optimizer")
-        parts.group.beacon.end_step(progress.step)
 
-    def _update(self) -> None:
+    def _set_rate(self, progress: Progress) -> None:
+        config = self.parts.config.optimizer
+        if self._has_schedule:
+            rate = learning_rate(config, step=progress.step, total_steps=self.parts.total_steps)
+            set_learning_rate(self.parts.optimizer, rate)
+
+    def _update(self, attempt: Attempt) -> None:
         """Unscale, clip, update the weights. Every rank has the same gradients: no vote."""
         parts = self.parts
         self.passes.phase = "optimizer"
         max_norm = parts.config.optimizer.clip_grad_norm
-        if self.looks_closely:
+        if self.looks_closely and attempt.failure is None:
             self._name_unused()
         if max_norm > 0 or self.looks_closely:
             parts.precision.unscale(parts.optimizer)
@@ -148,6 +211,10 @@ class Stepper:
         # WHY here: a checkpoint that is being written still reads the old weights.
         self.before_update()
         self.is_whole = False
+        if parts.looks_late:
+            # The device leaves the update out if the flag is up. WHY so: see GradScaler of torch.
+            flag = None if attempt.flag is None else attempt.flag.on_device
+            parts.optimizer.found_inf = flag  # type: ignore[attr-defined]
         parts.precision.step(parts.optimizer)
         self.is_whole = True
 
