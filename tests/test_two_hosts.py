@@ -102,7 +102,7 @@ def test_a_real_ssh_server_on_each_host_is_one_run_and_ends_with_it(
         pytest.skip(f"not installed on this machine: {', '.join(missing)} (see .ci/run)")
     settings = make_ssh_settings(tmp_path)
     serve = [SSHD, "-D", "-e", "-f", settings.with_name("sshd_config")]
-    words = ["--cpu_only", "--epochs", "1000", "--log_interval", "1", "--time_limit", "60s"]
+    words = ["--cpu_only", "--epochs", "1000", "--log_interval", "1", "--time_limit", "120s"]
     argv = ["python", "launchers/launch.py", "--hosts", "node0,node1", "--nproc_per_node", "1"]
     argv += ["--ssh", f"ssh -F {settings}", "--env", f"TMPDIR={tmp_path}", "--env", f"{MARK}=1"]
     argv += ["ddp_training.py", *words, "--output_dir", str(tmp_path / "runs")]

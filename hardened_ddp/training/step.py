@@ -67,6 +67,7 @@ class Stepper:
         self._doubtful: Attempt | None = None
         """The last step, if nobody has looked yet whether its gradient was good."""
 
+        self._looks_late = parts.looks_late
         config = parts.config
         self._has_schedule = (
             config.optimizer.lr_schedule != "constant" or config.optimizer.warmup_steps > 0
@@ -211,7 +212,7 @@ class Stepper:
         # WHY here: a checkpoint that is being written still reads the old weights.
         self.before_update()
         self.is_whole = False
-        if parts.looks_late:
+        if self._looks_late:
             # The device leaves the update out if the flag is up. WHY so: see GradScaler of torch.
             flag = None if attempt.flag is None else attempt.flag.on_device
             parts.optimizer.found_inf = flag  # type: ignore[attr-defined]
