@@ -8,8 +8,9 @@ Two models, a tiny one and a ResNet-18, and two ways of the gradients: summed af
 through shared memory (CPU ranks of one machine), and sent by DDP's hooks within it (several
 machines, GPUs).
 Each process holds both forms, on and off, of one model, and does blocks of steps in turns; so what
-else the machine does hits both. The figure is the median over the pairs of blocks of the ratio on
-to off, with its quartiles. Bar: 1.01.
+else the machine does hits both. Two figures: the ratio on to off of the blocks' fastest fifth (its
+upper end), which is what the steps themselves cost, and has the bar, 1.01; and the median of the
+ratios of neighbouring blocks with its quartiles, which shows how much else the machine did.
 """
 
 import argparse
@@ -53,11 +54,11 @@ def main() -> int:
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
         found = json.loads(done.stdout.splitlines()[-1])
         low, middle, high = found["quartiles"]
-        misses += middle > BAR
+        misses += found["fastest"] > BAR
         print(
-            f"{work:8}{form:15}{found['off_ms']:9.3f} ms a step without, x {middle:.4f} with "
-            f"(quartiles {low:.4f} to {high:.4f}, {options.pairs} pairs)  "
-            f"{'PASS' if middle <= BAR else 'MISS'}",
+            f"{work:8}{form:15}{found['off_ms']:9.3f} ms a step without, x {found['fastest']:.4f} "
+            f"with (pairs {middle:.4f}, quartiles {low:.4f} to {high:.4f}, {options.pairs} pairs)  "
+            f"{'PASS' if found['fastest'] <= BAR else 'MISS'}",
             flush=True,
         )
     return 1 if misses else 0
@@ -95,17 +96,23 @@ def measure(options: argparse.Namespace) -> int:
             steppers[recovery].do(window, batches, Progress(cursor=window.start))  # collective
         return (time.perf_counter() - started_at) / block
 
-    ratios, off_s = [], []
+    blocks_s: dict[str, list[float]] = {"on": [], "off": []}
     for pair in range(-2, options.pairs):  # the first ones warm up
         order = ("on", "off") if pair % 2 else ("off", "on")
-        took = {recovery: seconds(recovery) for recovery in order}
-        if pair >= 0:
-            ratios.append(took["on"] / took["off"])
-            off_s.append(took["off"])
+        for recovery in order:
+            took_s = seconds(recovery)
+            if pair >= 0:
+                blocks_s[recovery].append(took_s)
     group.close()
     if launch.is_main:
-        figures = {"quartiles": statistics.quantiles(ratios, n=4)}
-        print(json.dumps({**figures, "off_ms": 1000 * statistics.median(off_s)}))
+        ratios = [on / off for on, off in zip(blocks_s["on"], blocks_s["off"], strict=True)]
+        fast_s = {name: statistics.quantiles(each, n=5)[0] for name, each in blocks_s.items()}
+        figures = {
+            "fastest": fast_s["on"] / fast_s["off"],
+            "quartiles": statistics.quantiles(ratios, n=4),
+            "off_ms": 1000 * fast_s["off"],
+        }
+        print(json.dumps(figures))
     return 0
 
 
