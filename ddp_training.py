@@ -380,9 +380,9 @@ def fit(
                 profile_step()
             if is_logged:
                 report(parts, progress, stepper, journal)  # collective
+            saver.tell_errors()
             if saver.is_due(progress.step) and stepper.is_finite() and not recovery.is_in_doubt:
                 saver.save(progress)
-            saver.catch_up(progress)
             stop.notice = saver.warning
             journal.goodput.enter("data_wait")
             journal.goodput.note(progress.step)

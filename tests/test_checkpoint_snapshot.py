@@ -5,7 +5,8 @@ import os
 import threading
 import timeit
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from hardened_ddp.checkpoint import stream as stream_module
 from hardened_ddp.checkpoint.stream import HostArena, TensorStream, flat_bytes
 from hardened_ddp.checkpoint.tensors import plan_file
 from hardened_ddp.errors import CheckpointError
+from hardened_ddp.training.saving import Saver
 from tests.checkpoint_bench import LIMIT_S, Bench
 from tests.checkpoint_states import assert_same
 
@@ -298,3 +300,11 @@ def test_a_state_on_a_gpu_is_written_as_it_was_at_submit(bench: Bench) -> None:
             tensor.copy_(expected[name])
     bench.writer.write_now(3, tensors=state, meta={})
     assert_same(bench.loaded(3), expected)
+
+
+def test_a_save_that_was_refused_is_due_as_soon_as_the_writer_is_free() -> None:
+    saver = Saver.__new__(Saver)
+    saver._every_steps = 100
+    for is_wanted in (False, True):
+        saver.writer = cast(Any, SimpleNamespace(is_wanted=is_wanted, is_busy=False))
+        assert saver.is_due(7) == is_wanted

@@ -206,7 +206,7 @@ class FakeStepper:
         self.parts = SimpleNamespace(group=Group(Launch(), torch.device("cpu")))
         self.is_whole = is_whole
         self.is_finite = lambda: is_finite
-        self.settle_alone = lambda progress: None
+        self.take_back = lambda progress: None
 
 
 def rescue_after(

@@ -228,7 +228,10 @@ class StopRequest:
         time.sleep(max(0.0, self._noted_at + ENDING_S - time.monotonic()))
         if os.getppid() != self._launcher_pid:
             return True
-        return psutil.Process(self._launcher_pid).status() == psutil.STATUS_ZOMBIE
+        try:
+            return psutil.Process(self._launcher_pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -100,13 +100,11 @@ class Buckets:
             self._group.finish(work)  # collective
         return bool(flag)
 
-    def are_bad(self, failed_here: bool) -> torch.Tensor:
+    def are_bad(self) -> torch.Tensor:
         """Say on the device whether some rank sent NaN in the last backward, or a sum is no number.
 
-        1.0 or 0.0, of shape (), the same on all ranks. Very large numbers may look bad, too.
+        On a rank that did not fail. 1.0 or 0.0, of shape ().
         """
-        if failed_here:
-            return torch.ones((), device=self._device)
         total = torch.stack([buffer.sum().float() for buffer in self._buffers]).sum()
         return total.isfinite().logical_not().float()
 

@@ -121,11 +121,15 @@ class Replica:
             sums = torch.stack([g.sum().double() for g in gradients]).tolist() if gradients else []
         return math.isfinite(sum(sums)) or all(bool(g.isfinite().all()) for g in gradients)
 
-    def is_gradient_bad(self) -> torch.Tensor:
-        """Say on the device whether the gradient is not made of numbers: 1.0 or 0.0, of shape ().
+    def is_gradient_bad(self, failed_here: bool) -> torch.Tensor:
+        """Say on the device whether some rank failed in it, or it is not made of numbers.
 
-        Rank-local. Very large numbers may look bad, too.
+        1.0 or 0.0, of shape (), the same on all ranks. Very large numbers may look bad, too.
         """
+        if failed_here:
+            return torch.ones((), device=self.group.device)
+        if self.buckets is not None:
+            return self.buckets.are_bad()
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients).float()
         return norm.to(self.group.device).isfinite().logical_not().float()

@@ -190,20 +190,17 @@ class Healer:
 
         On a GPU that is known later: attempt gets a flag.
         """
-        buckets, failure = self.parts.replica.buckets, attempt.failure
-        if self.parts.group.world_size == 1:
-            attempt.flag = None if failure else Flag(self.parts.replica.is_gradient_bad())
-            return failure is not None
-        if failure is not None and (buckets is None or not buckets.stand_in()):
+        replica, failure = self.parts.replica, attempt.failure
+        buckets, has_failed = replica.buckets, failure is not None
+        is_alone = self.parts.group.world_size == 1
+        if failure is not None and not is_alone and (buckets is None or not buckets.stand_in()):
             raise error_of(failure.kind, failure.text)
-        if buckets is None:
-            return False
-        has_failed = failure is not None
-        if self._is_late and not buckets.are_old:
-            attempt.flag = Flag(buckets.are_bad(has_failed))
+        if self._is_late and (buckets is None or not buckets.are_old):
+            attempt.flag = Flag(replica.is_gradient_bad(has_failed))
             attempt.loss_after = self.passes.totals.loss_sum.clone()
-            if has_failed:
+            if has_failed and buckets is not None:
                 buckets.disarm()
+        if attempt.flag is not None or buckets is None:
             return False
         if buckets.some_rank_failed(has_failed):  # collective
             buckets.reset()

@@ -87,6 +87,8 @@ class Recovery:
     def _do(self, window: Window, batches: Sequence[Batch], progress: Progress) -> bool:
         try:
             self.stepper.do(window, batches, progress)  # collective
+            if self._is_read_next(window, progress):
+                self.stepper.settle(progress)  # collective
         except NonFiniteError as error:
             # WHY: a rank whose memory went bad may see it first as a loss that is no number. All
             # ranks raise this error, in the same state, unless nobody could stand in for a rank.
@@ -102,13 +104,18 @@ class Recovery:
         is_due_now = is_last or len(poisoned) == 1 or is_due(progress.step, self._compare_every)
         step = progress.step
         if self._compare_every and is_due_now:
-            self.stepper.settle(progress)  # collective
             self._mend(progress)  # collective
         if progress.step != step:
             return False
         if self._rollback_after and len(poisoned) >= self._rollback_after:
             self._leave_poisoned(progress, list(poisoned))  # collective
         return progress.step == step
+
+    def _is_read_next(self, window: Window, progress: Progress) -> bool:
+        """Say whether the loss or the weights of this step are looked at before the next one."""
+        is_last = progress.step >= self.parts.total_steps or window.stop >= self.parts.sampler.end
+        is_compared = bool(self._compare_every) and is_due(progress.step, self._compare_every)
+        return self.stepper.looks_closely or is_last or is_compared
 
     def _leave_poisoned(self, progress: Progress, windows: list[str]) -> None:
         """Go back to before windows that had no finite loss or gradient. Collective."""

@@ -41,6 +41,9 @@ NUM_ATTEMPTS = 3
 HEAD_START_S = 1.0
 """How long the others leave it to rank 0, which writes checkpoints as a rule."""
 
+DEVICE_LIMIT_S = 15.0
+"""How long a GPU is waited for, which may be in the middle of a step; torchrun kills after 30 s."""
+
 LOCK_LIMIT_S = 3.0
 """How long an update of the weights under way is waited for."""
 
@@ -64,12 +67,13 @@ def rescue(
     try:
         # WHY first: the others wait for this rank, and one of them may be the one that saves
         group.leave()
-        stepper.settle_alone(progress)
+        # WHY a limit: a GPU may be behind a sum that never comes
+        is_good = ask_within(lambda: _is_good(stepper, progress), DEVICE_LIMIT_S)
         if not _is_mine(group, progress.step):
             return
         _note_failure(folder, progress.step, error)
         # WHY finite: the loss is looked at when it is reported, and that was some steps ago
-        if progress.step == 0 or not stepper.is_finite():
+        if progress.step == 0 or not is_good:
             return
         saver.save_in_need(progress)
         _say_saved(progress, folder)
@@ -143,7 +147,7 @@ def read_failures(folder: Path) -> list[dict[str, Any]]:
 
 def _is_good(stepper: Stepper, progress: Progress) -> bool:
     """Say whether what is in memory may be saved, as the state of progress. Rank-local."""
-    stepper.settle_alone(progress)
+    stepper.take_back(progress)
     return progress.step == 0 or stepper.is_finite()
 
 

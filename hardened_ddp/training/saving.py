@@ -72,6 +72,8 @@ class Saver:
         """Say whether this step is one to save after. Rank-local: False but on rank 0."""
         if self.writer is None:
             return False
+        if self.writer.is_wanted:  # it was due while the writer was busy
+            return True
         if self._every_steps is not None:
             return is_due(step, self._every_steps)
         return not self.writer.is_busy and self._pace.is_due()
@@ -111,15 +113,11 @@ class Saver:
             with self.goodput.within("checkpoint"), self._beacon.within(CHECKPOINT):
                 self.writer.before_update()
 
-    def catch_up(self, progress: Progress) -> None:
-        """Report a write that failed; start one that was due while the writer was busy."""
-        if self.writer is None:
-            return
-        if (error := self.writer.poll()) is not None:
+    def tell_errors(self) -> None:
+        """Report a write that failed. Rank-local."""
+        if self.writer is not None and (error := self.writer.poll()) is not None:
             self._saved_step = -1
             self._warn(error)
-        elif self.writer.is_wanted:
-            self.save(progress)
 
     def close(self) -> None:
         """Wait for the write under way. Rank-local."""

@@ -20,6 +20,7 @@ from hardened_ddp.errors import (
 )
 from hardened_ddp.model.optimizer import learning_rate, set_learning_rate
 from hardened_ddp.model.precision import clip
+from hardened_ddp.ranks.beacon import ALL_REDUCE
 from hardened_ddp.reporting.step_clock import StepClock
 from hardened_ddp.training.failure import explain_failure
 from hardened_ddp.training.healing import Healer
@@ -102,7 +103,9 @@ class Stepper:
 
         WHY: a checkpoint of poisoned weights would push out the good ones.
         """
-        return not self._is_last_bad() and math.isfinite(self.passes.totals.loss())
+        last = self._doubtful
+        is_bad = last is not None and last.flag is not None and last.flag.is_up()
+        return not is_bad and math.isfinite(self.passes.totals.loss())
 
     def do(self, window: Window, batches: Sequence[Batch], progress: Progress) -> None:
         """Train on this rank's batches of window, and commit it. Collective: all ranks.
@@ -130,31 +133,40 @@ class Stepper:
 
         Call it before the weights, the losses or progress are read for more than the next step.
         """
-        if (attempt := self.settle_alone(progress)) is not None:
+        if not self._is_last_bad():
+            self._doubtful = None
+            return
+        with self.commit_lock:
+            attempt = self.take_back(progress)
+        if attempt is not None:
             with self._explained(attempt, progress):
                 self._set_rate(progress)
                 attempt.has_gradient = self.healer.do_again(attempt, progress)  # collective
             self._commit(attempt, progress)
 
-    def settle_alone(self, progress: Progress) -> Attempt | None:
-        """Make progress that of the weights; give the last step if it is to be done again.
+    def take_back(self, progress: Progress) -> Attempt | None:
+        """Make progress that of the weights; give the last step if the device left it out.
 
-        Rank-local; waits for the device.
+        Rank-local, while no other thread commits a step. Waits for the device.
         """
-        is_bad, attempt, self._doubtful = self._is_last_bad(), self._doubtful, None
-        if not is_bad or attempt is None:
+        attempt, self._doubtful = self._doubtful, None
+        if attempt is None or attempt.flag is None or not attempt.flag.is_up():
             return None
         self.parts.replica.put_back_buffers(attempt.buffers)
         self.parts.optimizer.zero_grad(set_to_none=True)
         self.passes.totals.go_back(attempt.before)
-        self.buffers_before = ()
+        self.buffers_before = attempt.buffers
         progress.step -= 1
         progress.cursor = attempt.window.start
         return attempt
 
     def _is_last_bad(self) -> bool:
-        last = self._doubtful
-        return last is not None and last.flag is not None and last.flag.is_up()
+        """Say whether the last step is to be done again. Rank-local, main thread."""
+        if (last := self._doubtful) is None or last.flag is None:
+            return False
+        # WHY so: this rank may wait here for another one, whose part of a sum is missing
+        with self.parts.group.beacon.within(ALL_REDUCE):
+            return last.flag.is_up()
 
     def _bring(self, window: Window, batches: Sequence[Batch], progress: Progress) -> Attempt:
         """Bring the gradient of a window to all ranks. Collective: all ranks."""
