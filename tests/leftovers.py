@@ -37,7 +37,8 @@ GRACE_S = 6.0  # WHY: a DataLoader worker looks every 5 s whether its parent sti
 POLL_S = 0.02
 SHM = Path("/dev/shm")
 _WATCHED_FOLDERS = (ROOT, ROOT / "runs", ROOT / "data", ROOT / "exports", ROOT / "models")
-_MADE_BY_SETUP = ("data", "models", "runs")  # by setup.sh, perhaps by the tests that run beside
+# By setup.sh, perhaps for the tests that run beside these: what is in them counts.
+_MADE_BY_SETUP = [ROOT / name for name in ("data", "models", "runs")]
 _OWN_TOOLS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # Set for good by libraries when they are first imported, or by pytest itself.
@@ -219,7 +220,7 @@ def _list_files() -> frozenset[Path]:
         if folder.is_dir()
         for name in os.listdir(folder)
         if not name.startswith((".", "__pycache__"))  # caches of tools
-        and not (name in _MADE_BY_SETUP and not any((folder / name).iterdir()))
+        and folder / name not in _MADE_BY_SETUP
     )
 
 
