@@ -3,12 +3,29 @@
 Imported by a rank when it builds its model, which is before that choice is made.
 """
 
+import logging
+
 from torch import nn
 
-from hardened_ddp.training import parts
+from hardened_ddp.training import healing, parts
+from hardened_ddp.training.late import Flag
 from tests.plugins import Stumbling
 
-parts.LATE_DEVICES = ("cuda", "cpu")
+log = logging.getLogger("hardened_ddp.late_looks")
+
+
+class ToldFlag(Flag):
+    """Says that it is up: so a test knows that this is how the fault was learned of."""
+
+    def is_up(self) -> bool:
+        is_up = super().is_up()
+        if is_up:
+            log.warning("a flag was up")
+        return is_up
+
+
+parts.LATE_DEVICES = (*parts.LATE_DEVICES, "cpu")
+healing.Flag = ToldFlag  # type: ignore[misc]
 
 __all__ = ["Stumbling", "mlp"]
 

@@ -73,6 +73,7 @@ def test_faults_of_ranks_inside_of_steps_leave_no_trace_in_the_weights(
     # A fault may hit a window that is taken back in any case.
     num_healed = struck.outputs[0].count("the window is done again")
     assert num_healed >= (2 if LATE in form[1] else 3)
+    assert ("a flag was up" in struck.outputs[0]) == (LATE in form[1])
     assert "rank 0, step" in struck.outputs[0]
     assert "a fault in backward" in struck.outputs[0]
     assert "Traceback" not in struck.output
