@@ -69,3 +69,7 @@ class Attempt:
     def loss(self) -> float:
         """Give this rank's loss in it. Waits for the device."""
         return float(self.loss_after) - float(self.before[0])
+
+    def is_bad(self) -> bool:
+        """Say whether its flag is up. Waits for the device."""
+        return self.flag is not None and self.flag.is_up()

@@ -103,8 +103,7 @@ class Stepper:
 
         WHY: a checkpoint of poisoned weights would push out the good ones.
         """
-        last = self._doubtful
-        is_bad = last is not None and last.flag is not None and last.flag.is_up()
+        is_bad = self._doubtful is not None and self._doubtful.is_bad()
         return not is_bad and math.isfinite(self.passes.totals.loss())
 
     def do(self, window: Window, batches: Sequence[Batch], progress: Progress) -> None:
@@ -150,7 +149,7 @@ class Stepper:
         Rank-local, while no other thread commits a step. Waits for the device.
         """
         attempt, self._doubtful = self._doubtful, None
-        if attempt is None or attempt.flag is None or not attempt.flag.is_up():
+        if attempt is None or not attempt.is_bad():
             return None
         self.parts.replica.put_back_buffers(attempt.buffers)
         self.parts.optimizer.zero_grad(set_to_none=True)
@@ -162,11 +161,11 @@ class Stepper:
 
     def _is_last_bad(self) -> bool:
         """Say whether the last step is to be done again. Rank-local, main thread."""
-        if (last := self._doubtful) is None or last.flag is None:
+        if self._doubtful is None:
             return False
         # WHY so: this rank may wait here for another one, whose part of a sum is missing
         with self.parts.group.beacon.within(ALL_REDUCE):
-            return last.flag.is_up()
+            return self._doubtful.is_bad()
 
     def _bring(self, window: Window, batches: Sequence[Batch], progress: Progress) -> Attempt:
         """Bring the gradient of a window to all ranks. Collective: all ranks."""
