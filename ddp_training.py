@@ -193,7 +193,7 @@ def train(settings: Resolved, group: Group) -> int:
         saved = read_checkpoint(run, group)  # collective: rank 0 reads, all get it
         parts = build(settings, group, saved)  # collective
         progress = begin(parts, saved)  # collective
-        if progress.step >= parts.total_steps:
+        if progress.step >= parts.total_steps and run.is_finished(group, progress.step):
             log.info("%s is finished: %d steps are done", run.folder, progress.step)
             return 0
         parts.call_when_workers_start(stop.leave_children_alone)
@@ -359,10 +359,10 @@ def fit(
     journal.left_out = stepper.left_out.entries
     recovery.begin(progress)
     profile_step = journal.start_profile() if config.run.profile else None
-    while progress.step < parts.total_steps:
+    while True:
         # A window: the samples of one optimizer step over all ranks. batches: this rank's share
-        # of it, in micro-batches.
-        for window, batches in parts.train_loader.windows(progress.epoch, progress.cursor):
+        # of it, in micro-batches. None is left if only the last evaluation was cut short.
+        for window, batches in parts.windows_from(progress):
             if reason := stop.poll():  # collective: all ranks stop here, or none
                 stepper.settle(progress)  # collective
                 log.warning("%s: stopping at step %d, saving first", reason, progress.step)
@@ -398,7 +398,8 @@ def fit(
             log.warning("%s: stopping in the evaluation after step %d", stop.reason, progress.step)
             progress.reopen_epoch(parts.sampler.end)  # the evaluation is done again
             return "stopped"
-    return "finished"
+        if progress.step >= parts.total_steps:
+            return "finished"
 
 
 def report(parts: Parts, progress: Progress, stepper: Stepper, journal: Journal) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from hardened_ddp.checkpoint.listing import find_newest
+from hardened_ddp.reporting.summary import finished_at
 from tests.commands import POLL_S, run_command, start_command
 from tests.processes import kill, read_process
 from tests.ranks import start_training, train
@@ -85,8 +86,7 @@ class Watch:
 
     def is_finished(self) -> bool:
         """Say whether the run came to its end."""
-        run = self.checkpoints.parent
-        return (run / "summary.json").exists() and read_summary(run)["status"] == "finished"
+        return finished_at(self.checkpoints.parent) is not None
 
     def is_past(self, step: int) -> bool:
         """Say whether step was done, by the newest line of the metrics."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hardened_ddp.errors import PeerLostError
+from hardened_ddp.reporting.summary import finished_at
 from hardened_ddp.training.rescue import read_failures
 from tests.commands import Command, run_command, start_command
 from tests.processes import kill
@@ -131,6 +132,32 @@ def test_a_stop_in_an_evaluation_is_saved_and_the_evaluation_done_again(tmp_path
     assert "from step 5\n" in resumed.outputs[0]
     assert "epoch 1 done" in resumed.outputs[0]
     assert read_summary(only_run(tmp_path))["step"] == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
+def test_a_last_evaluation_that_was_cut_short_is_done_by_the_next_start(
+    sign: signal.Signals, tmp_path: Path
+) -> None:
+    argv: list[str | Path] = ["--dataset", "tests.plugins:points_slow_to_test", "--cpu_only"]
+    argv += ["--model", "mlp", "--batch_size", "4", "--eval_batch_size", "4", "--epochs", "1"]
+    argv += ["--num_workers", "0", "--log_interval", "5", "--checkpoint_every_steps", "5"]
+    argv += ["--run_name", "run", "--ledger", "--output_dir", tmp_path]
+    with start_training(argv, 2) as running:
+        running.wait_for(lambda: bool(find_checkpoints(tmp_path)), timeout_s=60, what="a save")
+        for rank in (0, 1):
+            running.kill(rank, sign)
+        running.wait(20)
+    assert finished_at(tmp_path / "run") is None
+    assert [step_of(path) for path in find_checkpoints(tmp_path)] == [5]
+    resumed = train(argv, 2).ok()
+    assert "epoch 1 done" in resumed.outputs[0]
+    summary = read_summary(tmp_path / "run")
+    assert (summary["status"], summary["step"], summary["epoch"]) == ("finished", 5, 1)
+    assert summary["test_accuracy"] is not None
+    assert "run is finished: 5 steps are done" in train(argv, 2).ok().outputs[0]
+    verify = ["python", "ddp_training.py", "verify-ledger", str(tmp_path / "run")]
+    assert "40 samples, each exactly once" in run_command(verify, timeout_s=20).ok().stdout
 
 
 @pytest.mark.slow

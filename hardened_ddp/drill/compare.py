@@ -5,7 +5,6 @@ to: exit statuses, words, weights, replicas, ledger, and what is left behind.
 """
 
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,15 +140,6 @@ def _check_ends(fault: Fault, attempts: Sequence[Attempt]) -> list[str]:
     elif fault.ends == "stops" and 0 in first.statuses:
         problems.append(f"a rank left with status 0: {_describe(first)}")
     return problems
-
-
-def is_finished(run: Path) -> bool:
-    """Say whether a run came to its end."""
-    try:
-        summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not there yet, or half written
-        return False
-    return bool(summary["status"] == "finished")
 
 
 def _read_ledger(run: Path) -> tuple[str, bool]:

@@ -10,11 +10,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from hardened_ddp.drill.acts import Board
-from hardened_ddp.drill.compare import Attempt, Record, Verdict, is_finished, judge
+from hardened_ddp.drill.compare import Attempt, Record, Verdict, judge
 from hardened_ddp.drill.fault import Fault
 from hardened_ddp.drill.outside import Outside, occupied
 from hardened_ddp.drill.processes import Ranks, Starter, free_port
 from hardened_ddp.drill.work import Work
+from hardened_ddp.reporting.summary import finished_at
 
 QUIET = Fault(name="quiet", text="nothing happens")
 MOST_STARTS = 3
@@ -70,7 +71,7 @@ class Drills:
         starter = self._starter_of(folder, fault)
         outside = Outside(fault, board, run, num_ranks=self.work.num_ranks)
         most_starts = MOST_STARTS + max(0, len(fault.acts) - 2)
-        while len(record.attempts) < most_starts and not is_finished(run):
+        while len(record.attempts) < most_starts and finished_at(run) is None:
             for path in board.folder.glob("digest-*"):
                 path.unlink()
             is_first = not record.attempts
@@ -81,7 +82,7 @@ class Drills:
                 missing = int(is_kept_out and "rank" in fault.outside)
                 ranks = starter(flags, num_ranks=self.work.num_ranks, port=port, missing=missing)
                 self._watch(ranks, outside, record)
-            if not is_finished(run):
+            if finished_at(run) is None:
                 outside.mend()
         record.has_struck = outside.has_struck or board.num_struck() > 0 or board.has("sample")
         return record
@@ -101,5 +102,5 @@ class Drills:
             record.problems += ranks.end()
         if None in statuses:
             record.problems.append(f"it did not end within {limit_s:.0f} s, and was killed")
-        record.attempts.append(Attempt(statuses, is_finished(record.run), wall_s))
+        record.attempts.append(Attempt(statuses, finished_at(record.run) is not None, wall_s))
         record.output = ranks.output()

@@ -29,6 +29,15 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
         _remove(aside)
 
 
+def finished_at(folder: Path) -> int | None:
+    """Give the step at which a run came to its end; None: it did not, or can't be read."""
+    try:
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # not there yet, or half written
+        return None
+    return int(summary["step"]) if summary["status"] == "finished" else None
+
+
 def closing_lines(
     folder: Path, *, status: str, test_accuracy: float | None, has_tensorboard: bool
 ) -> list[str]:

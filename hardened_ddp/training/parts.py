@@ -3,7 +3,7 @@
 Owns nothing but the grouping: each part is owned by its room.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +11,8 @@ import torch
 
 from hardened_ddp.data.datasets import TaskData
 from hardened_ddp.data.ledger import LedgerWriter, next_start
-from hardened_ddp.data.loader import EvalLoader, TrainLoader
-from hardened_ddp.data.sampler import WindowSampler
+from hardened_ddp.data.loader import Batch, EvalLoader, TrainLoader
+from hardened_ddp.data.sampler import Window, WindowSampler
 from hardened_ddp.model.objective import Objective
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
@@ -97,6 +97,12 @@ class Parts:
         facts = {"num_samples": self.sampler.num_total, "epoch_end": self.sampler.end}
         rank = self.group.launch.rank
         return LedgerWriter(folder, start=start, rank=rank, step=step, facts=facts)
+
+    def windows_from(self, progress: Progress) -> Iterator[tuple[Window, list[Batch]]]:
+        """Give the windows from here to the end of the epoch, each with this rank's share."""
+        if progress.step >= self.total_steps:
+            return iter(())
+        return self.train_loader.windows(progress.epoch, progress.cursor)
 
     def next_samples(self, progress: Progress) -> list[int]:
         """Name the samples of the window that comes next, over all ranks."""

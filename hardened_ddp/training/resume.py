@@ -18,6 +18,7 @@ from hardened_ddp.checkpoint.verify import Found
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.reporting.summary import finished_at
 from hardened_ddp.settings.config import Config
 from hardened_ddp.training.state import Saved, share_state
 
@@ -45,6 +46,10 @@ class Run:
         """Give the folder free."""
         if self.lock is not None:
             self.lock.release()
+
+    def is_finished(self, group: Group, step: int) -> bool:
+        """Say whether the run came to its end at this step: tested, summed up. Collective."""
+        return bool(group.run_on_main(lambda: finished_at(self.folder) == step, what="the summary"))
 
     def write_settings(self, text: str) -> None:
         """Write the resolved settings beside the run, on rank 0; a resume takes them up."""
