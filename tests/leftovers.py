@@ -24,6 +24,7 @@ from tests import ranks
 from tests.processes import (
     ROOT,
     SESSION_MARK,
+    deadline,
     is_fork_of,
     kill,
     list_pids,
@@ -89,7 +90,7 @@ def take_snapshot() -> Snapshot:
 
 def find_leftovers(before: Snapshot, *, grace_s: float = GRACE_S) -> list[str]:
     """Say what is there that was not there before; what is ending has grace_s for that."""
-    end = time.monotonic() + grace_s
+    end = deadline(grace_s)
     lasting = [*_changed_state(before), *_new_files(before)]
     while ending := [
         *_new_processes(before),

@@ -20,6 +20,9 @@ _LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC", "GROUP_", "ROLE_", "SLURM_", "O
 _LAUNCHER_PREFIXES += ("MPI_LOCAL", "HARDENED_DDP_LAUNCHER")
 _LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST")
 _KILL_LIMIT_S = 10.0
+PATIENCE = 3
+"""The limits in the tests are for an idle machine of 2 cores. So many times as long on any other:
+a limit is there to end what hangs, and a slow machine is no fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,11 @@ class Process:
     @property
     def is_alive(self) -> bool:
         return self.state not in ("Z", "X")
+
+
+def deadline(timeout_s: float) -> float:
+    """Say until when, by time.monotonic(), to wait for what takes timeout_s at most."""
+    return time.monotonic() + PATIENCE * timeout_s
 
 
 def session_mark() -> str:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.processes import ROOT, clean_environment, kill_group
+from tests.processes import ROOT, clean_environment, deadline, kill_group
 from tests.rank_server import MAX_MESSAGE_BYTES
 
 START_LIMIT_S = 60.0  # imports of torch and the rooms, on a machine that does other things too
@@ -57,7 +57,7 @@ class RankLink:
         self._pids = []
         request = {"folder": str(folder), "world_size": len(jobs)}
         self._channel.send(json.dumps(request).encode())
-        end = time.monotonic() + START_LIMIT_S
+        end = deadline(START_LIMIT_S)
         while not self._pids:
             if time.monotonic() > end:
                 raise RuntimeError(f"the fork server did not answer in {START_LIMIT_S:g} s")

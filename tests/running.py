@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tests.commands import POLL_S, tail
-from tests.processes import kill, kill_group
+from tests.processes import PATIENCE, deadline, kill, kill_group
 from tests.rank_link import RankLink
 from tests.rank_server import STACK_SIGNAL
 
@@ -126,7 +126,7 @@ class Running:
 
         Raises RankFailure if all ranks end before, or after timeout_s.
         """
-        end = time.monotonic() + timeout_s
+        end = deadline(timeout_s)
         while True:
             has_ended = not self.living()
             if found := condition():
@@ -134,16 +134,17 @@ class Running:
             if has_ended:
                 raise RankFailure(f"all ranks ended before {what}", self._finished())
             if time.monotonic() > end:
-                self._fail(f"{timeout_s:g} s went by without {what}")
+                self._fail(f"{PATIENCE * timeout_s:g} s went by without {what}")
             self._link.take_news(POLL_S)
 
     def wait(self, timeout_s: float) -> Finished:
         """Wait for the end of all ranks. Raises RankFailure with their stacks after timeout_s."""
-        end = time.monotonic() + timeout_s
+        end = deadline(timeout_s)
         while living := self.living():
             left_s = end - time.monotonic()
             if left_s <= 0:
-                self._fail(f"rank {', '.join(map(str, living))} did not end in {timeout_s:g} s")
+                names = ", ".join(map(str, living))
+                self._fail(f"rank {names} did not end in {PATIENCE * timeout_s:g} s")
             self._link.take_news(left_s)
         return self._finished()
 

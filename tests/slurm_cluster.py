@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Self
 
 from tests.commands import Completed, run_command
-from tests.processes import clean_environment
+from tests.processes import PATIENCE, clean_environment, deadline
 from tests.ranks import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun")
@@ -164,12 +164,14 @@ class SlurmCluster:
         return sum(line.endswith(" idle") for line in found)
 
     def _wait(self, condition: Callable[[], bool], *, what: str, timeout_s: float = 30) -> None:
-        end = time.monotonic() + timeout_s
+        end = deadline(timeout_s)
         while not condition():
             if time.monotonic() > end:
                 logs = [f"{p.name}:\n{p.read_text()[-1500:]}" for p in self.folder.glob("log/*")]
                 text = "\n".join(logs)
-                raise AssertionError(f"after {timeout_s:g} s still without {what}\n{text}")
+                raise AssertionError(
+                    f"after {PATIENCE * timeout_s:g} s still without {what}\n{text}"
+                )
             time.sleep(POLL_S)
 
 

@@ -19,7 +19,7 @@ import pytest
 from hardened_ddp.checkpoint.listing import find_newest
 from hardened_ddp.reporting.summary import finished_at
 from tests.commands import POLL_S, run_command, start_command
-from tests.processes import kill, read_process
+from tests.processes import deadline, kill, read_process
 from tests.ranks import start_training, train
 from tests.run_folder import last_tensors, only_run, read_summary
 
@@ -179,7 +179,7 @@ def strike_torchrun(argv: list[str | Path], world_size: int, fault: Fault, watch
         elif (pid := pids[fault.victim]) is not None:
             kill(pid)
             command.wait(timeout_s=TRY_S).ok()
-    end = time.monotonic() + LEAVE_ALONE_S
+    end = deadline(LEAVE_ALONE_S)
     while living := [pid for pid in pids if pid is not None and is_alive(pid)]:
         assert time.monotonic() < end, f"ranks {living} outlive their torchrun"
         time.sleep(POLL_S)

@@ -212,7 +212,7 @@ class TestAllDocuments:
 
 class TestCommands:
     @pytest.mark.slow
-    @pytest.mark.timeout(600)  # some thirty commands, each with a limit of its own
+    @pytest.mark.timeout(1200)  # some thirty commands, each with a limit of its own
     @pytest.mark.parametrize("document", [README, TROUBLES])
     def test_the_commands_of_a_document_run_in_their_order(
         self, document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -27,7 +27,7 @@ from hardened_ddp.ranks.beacon import (
 from hardened_ddp.ranks.stacks import ask_for_stacks, is_debugged
 from hardened_ddp.reporting.goodput import read_attempts
 from hardened_ddp.training.rescue import read_failures
-from tests.processes import ROOT, clean_environment
+from tests.processes import ROOT, clean_environment, deadline
 from tests.ranks import Finished, run_command, start_training, train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, step_of
 
@@ -319,7 +319,7 @@ def test_stacks_come_from_a_process_that_holds_pythons_lock() -> None:
         assert process.stdout is not None
         fd = int(process.stdout.readline())
         try:
-            end = time.monotonic() + 30
+            end = deadline(30)
             while "in hang" not in ask_for_stacks(process.pid, fd):  # not there yet
                 assert time.monotonic() < end
             assert ask_for_stacks(process.pid, 2) == ""  # that is no offer: the signal would kill

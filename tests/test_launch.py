@@ -19,6 +19,7 @@ from hardened_ddp.ranks.device import pick_device
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import Launch, prepare_environment, read_launch
 from tests.launcher_environments import TORCHRUN
+from tests.processes import deadline
 from tests.ranks import free_port, run_ranks, start_training
 
 CPU = torch.device("cpu")
@@ -215,7 +216,7 @@ def tell_notice() -> str:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("hardened_ddp.guard.stop").addHandler(handler)
     with StopRequest(group) as stop:
-        end, num_after = time.monotonic() + 40, 0
+        end, num_after = deadline(40), 0
         while num_after < 100:  # WHY so many: it is to be told once
             if group.launch.is_main:
                 stop.notice = "no new checkpoint: the disk is full"

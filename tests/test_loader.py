@@ -24,6 +24,7 @@ from hardened_ddp.data.sampler import WindowSampler
 from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError, SampleError
 from hardened_ddp.settings.config import DataConfig
+from tests.processes import deadline
 from tests.scripted import (
     MARKED,
     SIZE,
@@ -371,7 +372,7 @@ def test_no_worker_outlives_a_killed_rank(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     rank = multiprocessing.get_context("fork").Process(target=read_until_killed, args=(flag,))
     rank.start()
-    end = time.monotonic() + 20
+    end = deadline(20)
     # WHY: between two requests a worker looks for its parent itself; in a hung sample it can't.
     while not (flag.exists() and flag.read_text()) and time.monotonic() < end:
         time.sleep(0.01)
@@ -380,7 +381,7 @@ def test_no_worker_outlives_a_killed_rank(tmp_path: Path) -> None:
     assert _is_running(worker)
     rank.kill()
     rank.join(5)
-    end = time.monotonic() + 5
+    end = deadline(5)
     while _is_running(worker) and time.monotonic() < end:
         time.sleep(0.01)
     has_outlived = _is_running(worker)

@@ -40,6 +40,7 @@ from hardened_ddp.reporting.step_clock import GpuTimeline, StepClock
 from hardened_ddp.reporting.summary import closing_lines, program, write_summary
 from tests.commands import run_command
 from tests.forks import run_forked
+from tests.processes import deadline
 
 log = logging.getLogger("hardened_ddp.tests")
 CPU = torch.device("cpu")
@@ -728,7 +729,7 @@ class TestMetrics:
 
 def wait_for(condition: Callable[[], object], *, limit_s: float) -> None:
     """Wait until condition holds. Raises AssertionError after limit_s."""
-    end = time.monotonic() + limit_s
+    end = deadline(limit_s)
     tick = threading.Event()
     while not condition():
         assert time.monotonic() < end, "this took too long"

@@ -27,7 +27,7 @@ from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.training.parts import Progress
 from hardened_ddp.training.rescue import read_failures, refuse_crash_loop, rescue
 from tests.commands import start_command
-from tests.processes import kill, read_process
+from tests.processes import deadline, kill, read_process
 from tests.ranks import run_command, start_training, train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
 
@@ -143,7 +143,7 @@ def test_ranks_of_a_killed_torchrun_save_and_leave(tmp_path: Path) -> None:
         ranks = [pid for rank in (0, 1) if (pid := command.pid_of_rank(rank)) is not None]
         assert len(ranks) == 2
         kill(command.pid)
-        end = time.monotonic() + 30
+        end = deadline(30)
         while living := [pid for pid in ranks if _is_alive(pid)]:
             assert time.monotonic() < end, f"{living} live on"
             time.sleep(0.05)

@@ -13,7 +13,7 @@ from tests.slurm_cluster import SlurmCluster, why_not
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(420),  # WHY: Slurm looks at time limits only every 30 seconds
+    pytest.mark.timeout(900),  # WHY: Slurm looks at time limits only every 30 seconds
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
 RUN = ["--cpu_only", "--epochs", "2"]
