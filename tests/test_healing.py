@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from hardened_ddp.checkpoint.files import load_checkpoint
+from hardened_ddp.checkpoint.listing import open_checkpoint
 from hardened_ddp.model.optimizer import allocate_state, build_optimizer
 from hardened_ddp.settings.config import OptimizerConfig
 from tests.marks import slow_after
@@ -78,6 +80,38 @@ def test_faults_of_ranks_inside_of_steps_leave_no_trace_in_the_weights(
     assert "a fault in backward" in struck.outputs[0]
     assert "Traceback" not in struck.output
     assert not (only_run(tmp_path / "struck") / "skipped_samples.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_with_fp16_a_fault_that_is_learned_of_late_leaves_no_trace_in_its_scale(
+    world_size: int, tmp_path: Path
+) -> None:
+    faults = {0: {8: "forward", 18: "nan"}, 1: {12: "backward"}, 2: {14: "forward"}}
+    half = ["--dataset", "tests.halves:points", "--dataset_args", "{}", HOOKS, "--epochs", "5"]
+    half += ["--model", "tests.plugins:Stumbling", "--model_args"]
+    run(tmp_path / "quiet", world_size, *half, "{}").ok()
+    struck = run(tmp_path / "struck", world_size, *half, str({"faults": faults})).ok()
+    assert last_tensors(tmp_path / "struck") == last_tensors(tmp_path / "quiet")
+    assert "a flag was up" in struck.outputs[0]
+    assert struck.outputs[0].count("the window is done again") >= min(world_size, 2)
+    assert _scale(tmp_path / "struck") == _scale(tmp_path / "quiet")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--clip_grad_norm", "1", "--log_interval", "7"]])
+def test_an_overflow_of_fp16_is_its_scalers_business_whenever_it_is_learned_of(
+    flags: list[str], tmp_path: Path
+) -> None:
+    steep = ["--dataset", "tests.halves:points", HOOKS, *flags, "--model", "tests.halves:Steep"]
+    at_once = run(tmp_path / "once", 2, *steep, "--dataset_args", "{late: false}").ok()
+    late = run(tmp_path / "late", 2, *steep, "--dataset_args", "{late: true}").ok()
+    assert "a flag was up" in late.outputs[0]
+    assert "a flag was up" not in at_once.outputs[0]
+    assert "done again" not in late.outputs[0] + at_once.outputs[0]
+    assert last_tensors(tmp_path / "late") == last_tensors(tmp_path / "once")
+    assert _scale(tmp_path / "late") == _scale(tmp_path / "once")
+    assert _scale(tmp_path / "late")["scale"] < 65536
 
 
 @pytest.mark.slow
@@ -164,6 +198,11 @@ def test_without_recovery_the_first_exception_ends_the_run(tmp_path: Path) -> No
     finished = run(tmp_path, 2, *model, "--recovery", "off")
     assert finished.statuses == (75, 1)
     assert "a fault in forward" in finished.output
+
+
+def _scale(output: Path) -> Any:
+    """Read the numbers of fp16's scaler at the end of the run."""
+    return load_checkpoint(open_checkpoint(find_checkpoints(output)[-1]))[1]["precision"]
 
 
 def _losses(folder: Path) -> list[float]:

@@ -7,7 +7,8 @@ overflowed: all ranks see the same averaged gradients, so all ranks skip alike, 
 
 import contextlib
 import logging
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,6 +25,8 @@ class Precision:
         self.device_type = device.type
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.name)
         self.scaler = torch.amp.GradScaler(device.type) if self.name == "fp16" else None
+        if self.scaler is not None:
+            self.scaler.scale(torch.zeros((), device=device))  # WHY: now it has its numbers
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Run matrix work in 16 bits inside; a context for forward and loss."""
@@ -40,6 +43,22 @@ class Precision:
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
+    def leave_out(self, optimizer: torch.optim.Optimizer, flag: torch.Tensor | None) -> None:
+        """Have the next step leave all as it is if flag is up. Call it before unscale.
+
+        flag: on the device, of shape (), 1.0 or 0.0; nobody waits for it. Needs a fused optimizer.
+        None: the step is done.
+        """
+        if self.scaler is None:
+            optimizer.found_inf = flag  # type: ignore[attr-defined]  # as GradScaler tells it
+        elif flag is not None:
+            # The scaler asks the gradients themselves: one number of them is enough.
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            some = next((p for p in parameters if p.grad is not None), parameters[0])
+            if some.grad is None:  # a rank that failed before its backward
+                some.grad = torch.zeros_like(some)
+            some.grad[(0,) * some.dim()].masked_fill_(flag.bool(), math.nan)
+
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the weights; with fp16, skip it on all ranks alike if gradients overflowed."""
         if self.scaler is None:
@@ -47,6 +66,22 @@ class Precision:
         else:
             self.scaler.step(optimizer)
             self.scaler.update()
+
+    def mark(self) -> list[torch.Tensor]:
+        """Copy the scaler's numbers for go_back, on the device: nobody waits for it."""
+        return [number.clone() for number in self._numbers()]
+
+    def go_back(self, mark: Sequence[torch.Tensor]) -> None:
+        """Take back what the scaler has learned since mark."""
+        for number, copy in zip(self._numbers(), mark, strict=True):
+            number.copy_(copy)
+
+    def _numbers(self) -> list[torch.Tensor]:
+        """Give the scale and how many steps it held. WHY private: state_dict waits."""
+        if self.scaler is None:
+            return []
+        numbers = (self.scaler._scale, self.scaler._growth_tracker)
+        return [number for number in numbers if number is not None]
 
     def state(self) -> dict[str, Any]:  # Any: JSON numbers
         """Give the scaler's numbers for a checkpoint."""

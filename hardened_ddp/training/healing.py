@@ -109,6 +109,8 @@ class Healer:
             self._undo(attempt)
             everyone = self.parts.group.gather_json(failure and asdict(failure))  # collective
             causes = {rank: Failure(**cause) for rank, cause in enumerate(everyone) if cause}
+            if not causes and self.parts.precision.scaler is not None:
+                continue  # an overflow of fp16: now its scaler may leave the step out for good
             if not causes:  # nobody failed, so the sum that DDP made is no number
                 causes = {0: Failure("not finite", _BAD_SUM)}
             self.finite.is_close = any(cause.kind == "not finite" for cause in causes.values())

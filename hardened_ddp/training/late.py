@@ -8,7 +8,8 @@ skips a step. It is the same on all ranks, because the sums are. Its copy is on 
 while the next step is computed already; only then is it read, and if it is up, the host takes both
 steps back and does them again (Stepper). So the host is at most one step ahead of the GPU.
 
-WHY not with fp16: there a gradient that is no number is an everyday matter of its GradScaler.
+With fp16 a gradient that is no number is an everyday matter: its GradScaler leaves such a step out
+and takes a smaller scale. That is taken back too; the step done again tells what it was.
 """
 
 from collections.abc import Sequence
@@ -54,6 +55,9 @@ class Attempt:
     """The moving buffers before it."""
 
     before: Mark
+    scale_before: Sequence[torch.Tensor]
+    """The numbers of fp16's scaler before it."""
+
     failure: Failure | None = None
     """How this rank failed in it."""
 

@@ -85,7 +85,6 @@ class Parts:
     def looks_late(self) -> bool:
         """Learn a step later whether a gradient was good, see late.py. The same on all ranks."""
         can_skip = all(group.get("fused") for group in self.optimizer.param_groups)
-        can_skip = can_skip and self.precision.scaler is None
         can_tell = self.group.world_size == 1 or self.replica.can_stand_in
         return self.device.type in LATE_DEVICES and can_skip and can_tell
 
@@ -99,10 +98,13 @@ class Parts:
         return LedgerWriter(folder, start=start, rank=rank, step=step, facts=facts)
 
     def windows_from(self, progress: Progress) -> Iterator[tuple[Window, list[Batch]]]:
-        """Give the windows from here to the end of the epoch, each with this rank's share."""
-        if progress.step >= self.total_steps:
-            return iter(())
-        return self.train_loader.windows(progress.epoch, progress.cursor)
+        """Give the windows from here to the end of the epoch or of the run, with this rank's share.
+
+        None if the run's last step is done. progress is to go on with each of them.
+        """
+        windows = self.train_loader.windows(progress.epoch, progress.cursor)
+        while progress.step < self.total_steps and (found := next(windows, None)) is not None:
+            yield found
 
     def next_samples(self, progress: Progress) -> list[int]:
         """Name the samples of the window that comes next, over all ranks."""

@@ -68,7 +68,6 @@ class Stepper:
         self._doubtful: Attempt | None = None
         """The last step, if nobody has looked yet whether its gradient was good."""
 
-        self._looks_late = parts.looks_late
         config = parts.config
         self._has_schedule = (
             config.optimizer.lr_schedule != "constant" or config.optimizer.warmup_steps > 0
@@ -154,6 +153,7 @@ class Stepper:
         self.parts.replica.put_back_buffers(attempt.buffers)
         self.parts.optimizer.zero_grad(set_to_none=True)
         self.passes.totals.go_back(attempt.before)
+        self.parts.precision.go_back(attempt.scale_before)
         self.buffers_before = attempt.buffers
         progress.step -= 1
         progress.cursor = attempt.window.start
@@ -171,7 +171,8 @@ class Stepper:
         """Bring the gradient of a window to all ranks. Collective: all ranks."""
         # WHY: forward changes them; if the step fails, they are those of the last step again
         self.buffers_before = buffers = self.parts.replica.copy_buffers()
-        attempt = Attempt(window, batches, buffers, self.passes.totals.mark())
+        scale = self.parts.precision.mark()
+        attempt = Attempt(window, batches, buffers, self.passes.totals.mark(), scale)
         with self._explained(attempt, progress):
             self._set_rate(progress)
             attempt.has_gradient = self.healer.do(attempt, progress)  # collective
@@ -217,16 +218,14 @@ class Stepper:
         max_norm = parts.config.optimizer.clip_grad_norm
         if self.looks_closely and attempt.failure is None:
             self._name_unused()
+        flag = None if attempt.flag is None else attempt.flag.on_device
+        parts.precision.leave_out(parts.optimizer, flag)
         if max_norm > 0 or self.looks_closely:
             parts.precision.unscale(parts.optimizer)
             self.grad_norm = clip(parts.replica.trainable.values(), max_norm=max_norm)
         # WHY here: a checkpoint that is being written still reads the old weights.
         self.before_update()
         self.is_whole = False
-        if self._looks_late:
-            # The device leaves the update out if the flag is up. WHY so: see GradScaler of torch.
-            flag = None if attempt.flag is None else attempt.flag.on_device
-            parts.optimizer.found_inf = flag  # type: ignore[attr-defined]
         parts.precision.step(parts.optimizer)
         self.is_whole = True
 
