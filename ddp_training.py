@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 # WHY so few imports here: these need no torch, so --help and wrong flags answer at once.
-from hardened_ddp.errors import CrashLoopError, HardenedError
+from hardened_ddp.errors import CrashLoopError, HardenedError, PeerLostError
 from hardened_ddp.ranks.launch import (
     Launch,
     end_with_launcher,
@@ -112,9 +112,9 @@ def run_ranks(settings: Resolved, launch: Launch, work: Callable[[Group], int]) 
 
     from hardened_ddp.ranks.device import pick_device
     from hardened_ddp.ranks.group import open_group
-    from hardened_ddp.ranks.lost import lost_peer
     from hardened_ddp.ranks.seeding import seed_run
     from hardened_ddp.reporting.log import start_logging, stop_logging
+    from hardened_ddp.training.failure import explain_outside
 
     config = settings.config.device
     start_logging(rank=launch.rank, world_size=launch.world_size, debug=debug)
@@ -143,9 +143,11 @@ def run_ranks(settings: Resolved, launch: Launch, work: Callable[[Group], int]) 
             group.publish_failure(error.message)
             raise
         except Exception as error:
-            if (lost := lost_peer(error, group)) is not None:
-                raise lost from error
-            group.publish_failure(f"{type(error).__name__}: {error}")
+            known = explain_outside(error, group)
+            if not isinstance(known, PeerLostError):
+                group.publish_failure(f"{type(error).__name__}: {error}")
+            if known is not None:
+                raise known from error
             log.exception("[DDP-X01] an error that this program does not know; its traceback:")
             return HardenedError.exit_status
         finally:
@@ -386,8 +388,6 @@ def fit(
             stop.notice = saver.warning
             journal.goodput.enter("data_wait")
             journal.goodput.note(progress.step)
-            if progress.step >= parts.total_steps:
-                break
         if recovery.begins_anew():  # at another window, maybe of another epoch
             continue
         if stepper.has_unread_totals:

@@ -10,6 +10,7 @@ import torch
 
 from hardened_ddp.checkpoint.files import load_checkpoint
 from hardened_ddp.checkpoint.listing import open_checkpoint
+from hardened_ddp.errors import OutOfMemoryError, PeerLostError
 from hardened_ddp.model.optimizer import allocate_state, build_optimizer
 from hardened_ddp.settings.config import OptimizerConfig
 from tests.marks import slow_after
@@ -138,6 +139,17 @@ def test_memory_for_not_even_one_sample_stops_all_ranks_with_that_cause(tmp_path
     assert "DDP-S02" in finished.outputs[0]
     assert "DDP-S02" in finished.outputs[1]
     assert re.search(r"rank 1, step \d+, forward, samples \[", finished.outputs[0])
+
+
+@pytest.mark.slow
+def test_no_memory_before_the_first_step_is_one_clear_error(tmp_path: Path) -> None:
+    faults = "{faults: {1: {4: memory}}}"  # in the warm-up, after DDP made its buckets
+    flags = [HOOKS, "--model", "tests.plugins:Stumbling", "--model_args", faults]
+    finished = run(tmp_path, 2, *flags)
+    assert finished.statuses == (PeerLostError.exit_status, OutOfMemoryError.exit_status)
+    assert "[DDP-S02] rank 1 has no memory for the model and its gradients" in finished.outputs[1]
+    assert "Traceback" not in finished.output
+    assert "Cause: rank 1: OutOfMemoryError" in finished.outputs[0]
 
 
 @pytest.mark.slow

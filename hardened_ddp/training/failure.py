@@ -87,6 +87,21 @@ def explain_failure(
     return StepError(text, fix="the traceback is in this rank's log file")
 
 
+def explain_outside(error: Exception, group: Group) -> HardenedError | None:
+    """Say which rank an exception outside of all steps belongs to; None: it is not known here."""
+    if (lost := lost_peer(error, group)) is not None:
+        return lost
+    if not is_out_of_memory(error):
+        return None
+    log.debug("out of memory", exc_info=error)
+    return OutOfMemoryError(
+        f"rank {group.launch.rank} has no memory for the model and its gradients: "
+        f"{describe(error)} ({where_of(error)})",
+        fix="look at what else is on that device: python ddp_training.py doctor; else train a "
+        "smaller model",
+    )
+
+
 def explain_evaluation(error: Exception, group: Group) -> HardenedError:
     """Say which rank an exception in an evaluation belongs to."""
     if (lost := lost_peer(error, group)) is not None:

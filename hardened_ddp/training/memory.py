@@ -16,6 +16,9 @@ from hardened_ddp.training.parts import Parts
 
 log = logging.getLogger(__name__)
 
+_WORDS = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What errors of other classes say then: the host's allocator, the driver, cuBLAS's workspace."""
+
 _FINENESS = 8
 """The search ends when it knows the answer to one part in so many."""
 
@@ -23,7 +26,7 @@ _FINENESS = 8
 def is_out_of_memory(error: BaseException) -> bool:
     """Say whether the GPU's allocator or the host's had nothing left."""
     is_one = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return is_one or "can't allocate memory" in str(error)
+    return is_one or any(words in str(error) for words in _WORDS)
 
 
 def fit_into_memory(parts: Parts) -> int:
