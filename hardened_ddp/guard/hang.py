@@ -28,7 +28,7 @@ from hardened_ddp.errors import HangError
 from hardened_ddp.guard.inquiry import Inquiry
 from hardened_ddp.guard.neighbours import Neighbours
 from hardened_ddp.guard.slow import SlowRanks, Split
-from hardened_ddp.guard.verdict import Report, Verdict, decide, limits_ns
+from hardened_ddp.guard.verdict import Report, Verdict, decide, limits_ns, patience_for
 from hardened_ddp.guard.watchdog import leave_at_once
 from hardened_ddp.ranks.beacon import FIRST_WAIT, HEART, LIMITS, NAMES, PHASE, SINCE, STEP
 from hardened_ddp.ranks.group import Group
@@ -45,7 +45,6 @@ _MOST_TICKS = 3
 _NUM_WITNESSES = 2  # ranks that look at all others; more of them would only load the store
 _COMPARE_EVERY_S = 2.0
 _END_LIMIT_S = 3.0
-_SHARE_OF_TIMEOUT = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +75,7 @@ class HangWatch:
         self._group = group
         self._folder = folder / FOLDER
         self._hang_after_s = hang_after_s
-        self._patience_s = _SHARE_OF_TIMEOUT * timeout_s if group.world_size > 1 else float("inf")
+        self._patience_s = patience_for(timeout_s) if group.world_size > 1 else float("inf")
         self._tick_s = min(TICK_S, hang_after_s / 4, self._patience_s / 4)
         self._subject = Subject(save=lambda *why: None)
         self._age_s = self._quiet_s = self._compare_in_s = 0.0

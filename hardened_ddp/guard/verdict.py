@@ -27,6 +27,9 @@ LEARNED_FACTOR = 5
 LONG_FACTOR = 30
 """What has no usual time (start-up, first steps, evaluation) gets so many times more."""
 
+_SHARE_OF_TIMEOUT = 0.9
+_HEAD_START_S = 3.0
+
 _LONG = {START_UP, CHECKPOINT, EVALUATION}
 _SHOWN = 8
 
@@ -93,6 +96,12 @@ def limits_ns(
         floor_s = max(factor * hang_after_s, least_s.get(phase, 0.0))
         found.append(max(int(floor_s * 1e9), LEARNED_FACTOR * longest_ns[phase]))
     return found
+
+
+def patience_for(timeout_s: float) -> float:
+    """Say how long to wait for another rank: the verdict is to come before torch's timeout."""
+    most_s = min(_SHARE_OF_TIMEOUT * timeout_s, timeout_s - _HEAD_START_S)
+    return max(most_s, timeout_s / 2)
 
 
 def decide(
