@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING
 from hardened_ddp.errors import CrashLoopError, HardenedError, PeerLostError
 from hardened_ddp.ranks.launch import (
     Launch,
-    end_with_launcher,
     environment,
     prepare_environment,
+    prepare_signals,
     read_launch,
     stop_launcher,
 )
@@ -106,7 +106,7 @@ def run_ranks(settings: Resolved, launch: Launch, work: Callable[[Group], int]) 
     """Choose the device, meet the other ranks, do the work, and leave nothing behind."""
     debug = settings.config.loop.debug
     prepare_environment(launch, environment(), debug=debug)
-    end_with_launcher(launch)
+    prepare_signals(launch)
     # WHY here: importing torch takes a second, and everything above answers without it.
     import torch
 

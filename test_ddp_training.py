@@ -218,6 +218,22 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint_to_go_on_from(
     assert last_tensors(tmp_path) == undisturbed(world_size)
 
 
+def test_a_request_to_save_that_comes_while_torch_is_imported_is_kept(tmp_path: Path) -> None:
+    # As Slurm's --signal, on a machine where a start takes long.
+    argv = ["python", "ddp_training.py", *STEADY, "--run_name", "run", "--output_dir", tmp_path]
+    with start_command(argv) as command:
+        command.wait_for(
+            lambda: _blocks(command.pid, signal.SIGUSR1), timeout_s=20, what="a kept signal"
+        )
+        command.signal(signal.SIGUSR1)
+        completed = command.wait(timeout_s=60).ok()
+    assert "SIGUSR1: stopping at step 0" in completed.output
+    assert read_summary(tmp_path / "run")["status"] == "stopped"
+    short = [*argv, "--max_steps", "3"]
+    assert "from step 0\n" in run_command(short, timeout_s=60).ok().output
+    assert read_summary(tmp_path / "run")["step"] == 3
+
+
 @pytest.mark.slow
 def test_torchrun_restarts_after_a_killed_worker_to_the_same_weights(
     tmp_path: Path, undisturbed: Undisturbed
@@ -284,6 +300,13 @@ def main(argv: Sequence[str]) -> int:
     print(f"\nThe other half of the tests:\n{second.stdout}{second.stderr}", flush=True)
     statuses = {first.returncode, second.returncode} - {pytest.ExitCode.NO_TESTS_COLLECTED}
     return max(statuses, default=int(pytest.ExitCode.NO_TESTS_COLLECTED))
+
+
+def _blocks(pid: int, number: signal.Signals) -> bool:
+    """Say whether a process keeps this signal for later."""
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    [mask] = [int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:")]
+    return bool(mask >> (number - 1) & 1)
 
 
 def _check_run_folder(run: Path, command: str) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from hardened_ddp.errors import PeerLostError
 from hardened_ddp.guard.watchdog import SAME_REQUEST_S, LastResort
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import SAVE_REQUESTS
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class StopRequest:
         """Take over the signals that mean: save and stop. Rank-local, main thread."""
         for number in SIGNALS:
             signal.signal(number, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SAVE_REQUESTS)  # what came before comes now
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:

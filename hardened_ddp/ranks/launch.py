@@ -23,6 +23,7 @@ from hardened_ddp.ranks.launchers_env import TORCHRUN, names_of_mpi, read_mpi, r
 from hardened_ddp.ranks.place import TORCHRUN_COMMAND, Launch, whole_number
 
 __all__ = [
+    "SAVE_REQUESTS",
     "TORCHRUN_COMMAND",
     "Launch",
     "end_with_launcher",
@@ -80,6 +81,20 @@ def prepare_environment(
         # WHY: ranks of one node need no network card; loopback also keeps the sockets private.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         env.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+SAVE_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
+"""What clusters send so that a job saves. Without a handler they would kill it."""
+
+
+def prepare_signals(launch: Launch) -> None:
+    """Keep save requests for later, and end with the launcher. Rank-local.
+
+    WHY keep: on a busy machine torch's import takes longer than the time from a job's start to the
+    signal before its limit. Who can save lets them through (guard/stop.py).
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, SAVE_REQUESTS)
+    end_with_launcher(launch)
 
 
 def end_with_launcher(launch: Launch) -> None:
