@@ -212,9 +212,10 @@ def train(settings: Resolved, group: Group) -> int:
             if group.launch.is_restart:
                 refuse_crash_loop(run.folder, progress, parts.next_samples(progress))
             recovery = Recovery(parts, run, stepper, saver, journal)
-            status = fit(parts, progress, recovery, saver, journal, stop)  # collective
+            ending = fit(parts, progress, recovery, saver, journal, stop)  # collective
             saver.save_last(progress)
             stop.finish()  # collective
+            status = ending
         except Exception as error:
             watch.close()  # if a rank hung: this waits for the verdict, and the process ends
             # This rank failed, or another one: whoever is left saves the last completed step.

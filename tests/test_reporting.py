@@ -37,7 +37,13 @@ from hardened_ddp.reporting.progress import ProgressBar
 from hardened_ddp.reporting.resources import MemorySource, ResourceMonitor
 from hardened_ddp.reporting.sinks import FileSink, TextSink
 from hardened_ddp.reporting.step_clock import GpuTimeline, StepClock
-from hardened_ddp.reporting.summary import closing_lines, program, write_summary
+from hardened_ddp.reporting.summary import (
+    closing_lines,
+    finished_at,
+    program,
+    withdraw_summary,
+    write_summary,
+)
 from tests.commands import run_command
 from tests.forks import run_forked
 from tests.processes import deadline
@@ -922,6 +928,26 @@ class TestSummary:
         write_summary(tmp_path / "summary.json", {})  # not a folder
         assert "summary.json can't be written" in caplog.text
         assert json.loads((tmp_path / "summary.json").read_text()) == expected
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "{", "{}", "[]", "null", '"finished"', "[" * 100_000, '{"status": "finished"}']
+        + [f'{{"status": "finished", "step": {s}}}' for s in ("null", '"x"', "[1]", "Infinity")],
+    )
+    def test_one_that_is_none_means_that_the_run_is_not_finished(
+        self, text: str, tmp_path: Path
+    ) -> None:
+        (tmp_path / "summary.json").write_text(text)
+        assert finished_at(tmp_path) is None
+
+    def test_it_says_where_a_run_came_to_its_end(self, tmp_path: Path) -> None:
+        write_summary(tmp_path, {"status": "stopped", "step": 3})
+        assert finished_at(tmp_path) is None
+        write_summary(tmp_path, {"status": "finished", "step": 3})
+        assert finished_at(tmp_path) == 3
+        withdraw_summary(tmp_path)
+        assert finished_at(tmp_path) is None
+        withdraw_summary(tmp_path)
 
     def test_the_last_lines_can_be_typed_whatever_the_folder_is_called(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

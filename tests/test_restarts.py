@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hardened_ddp.errors import PeerLostError
-from hardened_ddp.reporting.summary import finished_at
+from hardened_ddp.reporting.summary import finished_at, write_summary
 from hardened_ddp.training.rescue import read_failures
 from tests.commands import Command, run_command, start_command
 from tests.processes import kill
@@ -143,6 +143,9 @@ def test_a_last_evaluation_that_was_cut_short_is_done_by_the_next_start(
     argv += ["--model", "mlp", "--batch_size", "4", "--eval_batch_size", "4", "--epochs", "1"]
     argv += ["--num_workers", "0", "--log_interval", "5", "--checkpoint_every_steps", "5"]
     argv += ["--run_name", "run", "--ledger", "--output_dir", tmp_path]
+    # Of an earlier course of the run: it must not speak for this one.
+    (tmp_path / "run").mkdir()
+    write_summary(tmp_path / "run", {"status": "finished", "step": 5})
     with start_training(argv, 2) as running:
         running.wait_for(lambda: bool(find_checkpoints(tmp_path)), timeout_s=60, what="a save")
         for rank in (0, 1):

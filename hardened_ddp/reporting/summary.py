@@ -13,10 +13,12 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 
+_NAME = "summary.json"
+
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write summary.json, complete or not at all. A failure is a warning."""
-    path = folder / "summary.json"
+    path = folder / _NAME
     aside = path.with_name(f".summary-{os.getpid()}.json")
     try:
         with aside.open("w", encoding="utf-8") as file:
@@ -32,10 +34,16 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
 def finished_at(folder: Path) -> int | None:
     """Give the step at which a run came to its end; None: it did not, or can't be read."""
     try:
-        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # not there yet, or half written
+        summary = json.loads((folder / _NAME).read_text(encoding="utf-8"))
+        step = summary["step"] if summary["status"] == "finished" else None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # none yet, or no summary
         return None
-    return int(summary["step"]) if summary["status"] == "finished" else None
+    return step if type(step) is int else None
+
+
+def withdraw_summary(folder: Path) -> None:
+    """Remove the summary of an earlier start. WHY: it must not speak for the one that begins."""
+    _remove(folder / _NAME)
 
 
 def closing_lines(
@@ -99,4 +107,4 @@ def _remove(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        log.debug("%s stays behind: %s", path, error)
+        log.warning("%s can't be removed: %s", path, error)

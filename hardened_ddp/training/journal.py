@@ -20,7 +20,7 @@ from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.progress import ProgressBar
 from hardened_ddp.reporting.resources import ResourceMonitor
 from hardened_ddp.reporting.step_clock import StepClock
-from hardened_ddp.reporting.summary import closing_lines, write_summary
+from hardened_ddp.reporting.summary import closing_lines, withdraw_summary, write_summary
 from hardened_ddp.training.evaluation import Evaluation
 from hardened_ddp.training.parts import Parts, Progress
 from hardened_ddp.training.profiling import start_profile
@@ -38,6 +38,8 @@ class Journal:
         self.parts = parts
         self.folder = folder
         self.is_main = parts.group.launch.is_main
+        if self.is_main:
+            withdraw_summary(folder)
         run = parts.config.run
         self.metrics = MetricsLog(folder, tensorboard=run.tensorboard, is_main=self.is_main)
         self.bar = ProgressBar(
