@@ -245,8 +245,9 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     # Data. Each node downloads once; then every rank opens the same files.
     group.run_on_local_main(lambda: prepare_data(config.data), what="the download")  # collective
     data = build_data(config.data, leaves_out=config.loop.continue_on_error)
+    precision = Precision(config.optimizer.amp, group.device)  # autocast; a GradScaler for fp16
     group.check_equal(  # collective: do all ranks mean the same run?
-        facts_of_rank(agreed_settings(config), dataset_fingerprint=data.fingerprint)
+        facts_of_rank(agreed_settings(config), data.fingerprint, precision.name)
     )
     # A DistributedSampler: each rank gets its share of every window of global_batch samples.
     global_batch = choose_global_batch(
@@ -266,7 +267,6 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
         drop_last=config.data.drop_last,
     )
     loader = build_train_loader(data, sampler, config.data, launch=launch, device=group.device)
-    precision = Precision(config.optimizer.amp, group.device)  # autocast; a GradScaler for fp16
     replica, objective = build_replica(  # collective
         settings, group, data, loader, precision, saved=saved
     )

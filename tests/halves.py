@@ -4,6 +4,8 @@ To be named as the dataset: that is read before the run chooses its precision.
 """
 
 import importlib
+import os
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -11,13 +13,13 @@ from torch import nn
 from hardened_ddp.model import precision
 from tests.plugins import Points
 
-precision._choose = lambda amp, device: "fp16"
 
-
-def points(train: bool, late: bool = True) -> Points:
-    """Give points. late: as late_looks."""
+def points(train: bool, late: bool = True, ranks: Sequence[int] = range(8)) -> Points:
+    """Give points. late: as late_looks. ranks: which have fp16."""
     if late:
         importlib.import_module("tests.late_looks")
+    name = "fp16" if int(os.environ.get("RANK", "0")) in ranks else "off"
+    precision._choose = lambda amp, device: name
     return Points(48) if train else Points(17)
 
 

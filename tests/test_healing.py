@@ -100,6 +100,14 @@ def test_with_fp16_a_fault_that_is_learned_of_late_leaves_no_trace_in_its_scale(
 
 
 @pytest.mark.slow
+def test_ranks_that_would_compute_in_other_types_stop_at_once(tmp_path: Path) -> None:
+    half = ["--dataset", "tests.halves:points", "--dataset_args", "{ranks: [1]}"]
+    finished = run(tmp_path, 2, *half, "--model", "mlp")
+    assert 0 not in finished.statuses
+    assert "rank 1: precision is 'fp16', rank 0 has 'off'" in finished.outputs[0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--clip_grad_norm", "1", "--log_interval", "7"]])
 def test_an_overflow_of_fp16_is_its_scalers_business_whenever_it_is_learned_of(
     flags: list[str], tmp_path: Path
@@ -147,7 +155,7 @@ def test_no_memory_before_the_first_step_is_one_clear_error(tmp_path: Path) -> N
     flags = [HOOKS, "--model", "tests.plugins:Stumbling", "--model_args", faults]
     finished = run(tmp_path, 2, *flags)
     assert finished.statuses == (PeerLostError.exit_status, OutOfMemoryError.exit_status)
-    assert "[DDP-S02] rank 1 has no memory for the model and its gradients" in finished.outputs[1]
+    assert "[DDP-S02] rank 1 ran out of memory outside of the steps" in finished.outputs[1]
     assert "Traceback" not in finished.output
     assert "Cause: rank 1: OutOfMemoryError" in finished.outputs[0]
 

@@ -53,7 +53,8 @@ class Precision:
             optimizer.found_inf = flag  # type: ignore[attr-defined]  # as GradScaler tells it
         elif flag is not None:
             # The scaler asks the gradients themselves: one number of them is enough.
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            groups = optimizer.param_groups
+            parameters = [p for group in groups for p in group["params"] if p.numel()]
             some = next((p for p in parameters if p.grad is not None), parameters[0])
             if some.grad is None:  # a rank that failed before its backward
                 some.grad = torch.zeros_like(some)

@@ -95,10 +95,10 @@ def explain_outside(error: Exception, group: Group) -> HardenedError | None:
         return None
     log.debug("out of memory", exc_info=error)
     return OutOfMemoryError(
-        f"rank {group.launch.rank} has no memory for the model and its gradients: "
+        f"rank {group.launch.rank} ran out of memory outside of the steps: "
         f"{describe(error)} ({where_of(error)})",
-        fix="look at what else is on that device: python ddp_training.py doctor; else train a "
-        "smaller model",
+        fix="look at what else needs that memory: python ddp_training.py doctor; else take a "
+        "smaller model, or data that is read as it is needed",
     )
 
 

@@ -2,7 +2,7 @@
 
 Owns where that is looked at: on the CPU at each loss and at each gradient, after it was summed. On
 GPUs a look would wait for the device in each step: there the gradient makes a flag on the device
-(late.py), and with --continue_on_error all windows are looked at.
+(late.py), or else the loss of each report is looked at; with --continue_on_error all windows are.
 fp16 is another matter: an overflow of its gradients is the GradScaler's business.
 """
 

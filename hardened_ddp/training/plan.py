@@ -81,13 +81,16 @@ def count_steps(
     return min(steps, config.max_steps) if config.max_steps else steps
 
 
-def facts_of_rank(settings: Mapping[str, str], *, dataset_fingerprint: str) -> dict[str, str]:
+def facts_of_rank(
+    settings: Mapping[str, str], dataset_fingerprint: str, precision: str
+) -> dict[str, str]:
     """Tell what must be equal on all ranks before they may train together. Rank-local."""
     return {
         "code": _code_hash(),
         "torch": torch.__version__,
         **settings,
         "dataset": dataset_fingerprint,
+        "precision": precision,  # WHY: with amp auto it is each GPU's own
     }
 
 

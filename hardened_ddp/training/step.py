@@ -147,8 +147,10 @@ class Stepper:
 
         Rank-local, while no other thread commits a step. Waits for the device.
         """
-        attempt, self._doubtful = self._doubtful, None
-        if attempt is None or not attempt.is_bad():
+        attempt = self._doubtful
+        is_bad = attempt is not None and attempt.is_bad()
+        self._doubtful = None  # WHY not before: another thread may ask while this one waits
+        if attempt is None or not is_bad:
             return None
         self.parts.replica.put_back_buffers(attempt.buffers)
         self.parts.optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,65 @@
+"""fp16's scaler: a step that is left out on the device, and what is taken back of it."""
+
+import pytest
+import torch
+from torch import nn
+
+from hardened_ddp.model import precision
+from hardened_ddp.model.optimizer import build_optimizer
+from hardened_ddp.model.precision import Precision, clip
+from hardened_ddp.settings.config import OptimizerConfig
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def halves(monkeypatch: pytest.MonkeyPatch) -> Precision:
+    monkeypatch.setattr(precision, "_choose", lambda amp, device: "fp16")
+    return Precision("fp16", CPU)
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Copy weights and optimizer state."""
+    states = [t for state in optimizer.state.values() for t in state.values()]
+    return [t.detach().clone() for t in [*model.parameters(), *states]]
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("has_failed", [False, True])
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("first", [0, 4])
+def test_a_flag_that_is_up_leaves_all_as_it_is(
+    first: int, clips: bool, has_failed: bool, halves: Precision
+) -> None:
+    # first 0: a layer that has no weights at all, as some models have.
+    model = nn.Sequential(nn.Linear(first, 4), nn.Linear(4, 2))
+    optimizer = build_optimizer(model.parameters(), OptimizerConfig())
+
+    def step(flag: float, *, has_gradient: bool = True) -> None:
+        with halves.autocast():
+            loss = model(torch.ones(3, first)).float().square().mean() / 100
+        if has_gradient:
+            halves.backward(loss)
+        halves.leave_out(optimizer, torch.tensor(flag))
+        if clips:
+            halves.unscale(optimizer)
+            clip(model.parameters(), max_norm=1.0)
+        halves.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+
+    step(0.0)
+    before, mark = everything(model, optimizer), halves.mark()
+    state = halves.state()
+    step(1.0, has_gradient=not has_failed)
+    assert all(map(torch.equal, everything(model, optimizer), before))
+    assert halves.state() != state
+    halves.go_back(mark)
+    assert halves.state() == state
+    step(0.0)
+    assert not all(map(torch.equal, everything(model, optimizer), before))
+
+
+def test_a_mark_is_a_copy(halves: Precision) -> None:
+    [scale, _] = halves.mark()
+    scale.fill_(1.0)
+    assert halves.state()["scale"] == 65536.0
