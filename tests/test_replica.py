@@ -1,6 +1,7 @@
 """The model's replicas: equal weights, equal buffers, and parameters without gradient by name."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from hardened_ddp.data.fetch import Batch
 from hardened_ddp.errors import HardenedError, ModelError, UnusedParameterError
+from hardened_ddp.model.buckets import Buckets
 from hardened_ddp.model.objective import Objective
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.probe import Findings, choose_find_unused, probe, warm_up
@@ -198,3 +200,13 @@ def sum_without_samples() -> list[float]:
 def test_a_rank_without_samples_takes_part_with_zeros() -> None:
     for gradient in run_ranks(sum_without_samples, 2):
         assert gradient == [1.0] * 12
+
+
+@pytest.mark.parametrize("can_stand_in", [True, False])
+def test_ranks_with_gpus_ask_each_other_only_if_a_failed_one_could_tell(can_stand_in: bool) -> None:
+    asked = []
+    gpus = SimpleNamespace(device=torch.device("cuda"), start_max=asked.append)
+    buckets = Buckets.__new__(Buckets)
+    buckets._group, buckets.can_stand_in = gpus, can_stand_in  # type: ignore[assignment]
+    assert not buckets.some_rank_failed(False)
+    assert len(asked) == can_stand_in

@@ -95,6 +95,8 @@ class Buckets:
             # nan and inf stay in a sum: mostly one look at each bucket is enough
             self.are_finite = math.isfinite(sum(buffer.sum().item() for buffer in self._buffers))
             return not self.are_finite and any(math.isnan(buffer[0]) for buffer in self._buffers)
+        if not self.can_stand_in:  # then a rank that fails ends the attempt: nobody is to be asked
+            return False
         flag = torch.tensor([float(failed_here)])
         if (work := self._group.start_max(flag)) is not None:  # collective
             self._group.finish(work)  # collective
