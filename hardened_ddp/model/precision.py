@@ -55,7 +55,8 @@ class Precision:
             # The scaler asks the gradients themselves: one number of them is enough.
             groups = optimizer.param_groups
             parameters = [p for group in groups for p in group["params"] if p.numel()]
-            some = next((p for p in parameters if p.grad is not None), parameters[0])
+            given = [p for p in parameters if p.grad is not None]
+            some = min(given or parameters, key=torch.Tensor.numel)
             if some.grad is None:  # a rank that failed before its backward
                 some.grad = torch.zeros_like(some)
             some.grad[(0,) * some.dim()].masked_fill_(flag.bool(), math.nan)

@@ -29,11 +29,15 @@ __all__ = [
     "end_with_launcher",
     "environment",
     "prepare_environment",
+    "prepare_signals",
     "read_launch",
     "stop_launcher",
 ]
 
 MODELS_FOLDER = Path("models")  # made by setup.sh
+SAVE_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
+"""What clusters send so that a job saves. Without a handler they would kill it."""
+
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
@@ -81,10 +85,6 @@ def prepare_environment(
         # WHY: ranks of one node need no network card; loopback also keeps the sockets private.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         env.setdefault("NCCL_SOCKET_IFNAME", "lo")
-
-
-SAVE_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
-"""What clusters send so that a job saves. Without a handler they would kill it."""
 
 
 def prepare_signals(launch: Launch) -> None:
