@@ -122,6 +122,7 @@ class TestCheck:
         assert all(words[1] == "ok," and words[-1] == "s" for words in stages)
         assert (checked / "calls").read_text().splitlines() == [
             "setup.sh --dev --print_python",
+            "python -m pip install --quiet -r requirements-extras.txt",
             "python -m ruff format --check --quiet .",
             "python -m ruff check --quiet .",
             "python -m mypy",
