@@ -218,6 +218,7 @@ def test_a_signal_to_one_rank_stops_all_with_a_checkpoint_to_go_on_from(
     assert last_tensors(tmp_path) == undisturbed(world_size)
 
 
+@pytest.mark.slow
 def test_a_request_to_save_that_comes_while_torch_is_imported_is_kept(tmp_path: Path) -> None:
     # As Slurm's --signal, on a machine where a start takes long.
     argv = ["python", "ddp_training.py", *STEADY, "--run_name", "run", "--output_dir", tmp_path]
