@@ -1,12 +1,13 @@
 """Restarts by the launcher: each goes on where the last attempt ended, on whatever ranks it has."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
-from hardened_ddp.errors import PeerLostError
+from hardened_ddp.errors import CheckpointError, PeerLostError
 from hardened_ddp.reporting.summary import finished_at, write_summary
 from hardened_ddp.training.rescue import read_failures
 from tests.commands import Command, run_command, start_command
@@ -161,6 +162,28 @@ def test_a_last_evaluation_that_was_cut_short_is_done_by_the_next_start(
     assert "run is finished: 5 steps are done" in train(argv, 2).ok().outputs[0]
     verify = ["python", "ddp_training.py", "verify-ledger", str(tmp_path / "run")]
     assert "40 samples, each exactly once" in run_command(verify, timeout_s=20).ok().stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--checkpoint_every_epochs", "0"]], ids=" ".join)
+def test_a_run_whose_last_save_fails_is_not_finished(flags: list[str], tmp_path: Path) -> None:
+    argv: list[str | Path] = ["--dataset", "tests.plugins:points_slow_to_test", "--cpu_only"]
+    argv += ["--model", "mlp", "--batch_size", "4", "--eval_batch_size", "4", "--epochs", "1"]
+    argv += ["--num_workers", "0", "--log_interval", "5", "--checkpoint_every_steps", "0"]
+    argv += ["--run_name", "run", "--output_dir", tmp_path, *flags]
+    checkpoints = tmp_path / "run" / "checkpoints"
+    with start_training(argv, 1) as running:
+        running.wait_for(lambda: "step 10/10" in running.output(0), timeout_s=60, what="the steps")
+        if checkpoints.exists():
+            shutil.rmtree(checkpoints)
+        checkpoints.write_text("in the way")
+        finished = running.wait(30)
+    assert finished.statuses == (CheckpointError.exit_status,)
+    assert "[DDP-K01]" in finished.outputs[0]
+    assert finished_at(tmp_path / "run") is None
+    checkpoints.unlink()
+    train(argv).ok()
+    assert finished_at(tmp_path / "run") == 10
 
 
 @pytest.mark.slow

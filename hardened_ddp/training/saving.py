@@ -99,7 +99,8 @@ class Saver:
         write = self._store.write if self.writer is None else self.writer.write_now
         if self.writer is not None and self._saved_step == progress.step:
             self.writer.close()
-            return
+            if self.writer.poll() is None:
+                return  # else it failed in the background: once more, and now it must not be silent
         write(
             progress.step,
             tensors=collect_tensors(self.parts, buffers=buffers),
