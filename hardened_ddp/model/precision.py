@@ -8,7 +8,7 @@ overflowed: all ranks see the same averaged gradients, so all ranks skip alike, 
 import contextlib
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -53,13 +53,11 @@ class Precision:
             optimizer.found_inf = flag  # type: ignore[attr-defined]  # as GradScaler tells it
         elif flag is not None:
             # The scaler asks the gradients themselves: one number of them is enough.
-            groups = optimizer.param_groups
-            parameters = [p for group in groups for p in group["params"] if p.numel()]
-            given = [p for p in parameters if p.grad is not None]
-            some = min(given or parameters, key=torch.Tensor.numel)
-            if some.grad is None:  # a rank that failed before its backward
-                some.grad = torch.zeros_like(some)
-            some.grad[(0,) * some.dim()].masked_fill_(flag.bool(), math.nan)
+            gradient = next((p.grad for p in _weights(optimizer) if p.grad is not None), None)
+            if gradient is None:  # a rank that failed before its backward, maybe out of memory
+                least = min(_weights(optimizer), key=torch.Tensor.numel)
+                least.grad = gradient = torch.zeros_like(least)
+            gradient[(0,) * gradient.dim()].masked_fill_(flag.bool(), math.nan)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update the weights; with fp16, skip it on all ranks alike if gradients overflowed."""
@@ -93,6 +91,12 @@ class Precision:
         """Take the scaler's numbers from a checkpoint."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
+
+
+def _weights(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Give the parameters that have numbers. WHY one by one: mostly the first is enough."""
+    for group in optimizer.param_groups:
+        yield from (parameter for parameter in group["params"] if parameter.numel())
 
 
 def clip(parameters: Iterable[torch.nn.Parameter], *, max_norm: float) -> torch.Tensor:
