@@ -13,7 +13,16 @@ import pytest
 
 from hardened_ddp.errors import HangError
 from hardened_ddp.guard.slow import NUM_REPORTS, SlowRanks
-from hardened_ddp.guard.verdict import HELD, LONG_FACTOR, SILENT, STOPPED, Report, decide, limits_ns
+from hardened_ddp.guard.verdict import (
+    HELD,
+    LONG_FACTOR,
+    SILENT,
+    STOPPED,
+    Report,
+    decide,
+    limits_ns,
+    patience_for,
+)
 from hardened_ddp.ranks.beacon import (
     AGREEMENT,
     ALL_REDUCE,
@@ -306,6 +315,11 @@ def test_a_rank_is_slow_after_several_reports_and_is_named_once() -> None:
         quick = work(data=0.001, forward=0.019)
         told += slow.note({rank: (number, quick) for rank in range(3)})
     assert told[1:] == ["rank 1 is no longer slow: 20 ms of work a step"]
+
+
+@pytest.mark.parametrize(("timeout_s", "patience_s"), [(2, 1), (8, 5), (30, 27), (600, 540)])
+def test_a_verdict_has_time_before_torchs_own_timeout(timeout_s: float, patience_s: float) -> None:
+    assert patience_for(timeout_s) == patience_s
 
 
 def test_stacks_come_from_a_process_that_holds_pythons_lock() -> None:

@@ -13,6 +13,7 @@ from hardened_ddp.checkpoint.listing import open_checkpoint
 from hardened_ddp.errors import OutOfMemoryError, PeerLostError
 from hardened_ddp.model.optimizer import allocate_state, build_optimizer
 from hardened_ddp.settings.config import OptimizerConfig
+from hardened_ddp.training.memory import is_out_of_memory
 from tests.marks import slow_after
 from tests.ranks import train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
@@ -147,6 +148,22 @@ def test_memory_for_not_even_one_sample_stops_all_ranks_with_that_cause(tmp_path
     assert "DDP-S02" in finished.outputs[0]
     assert "DDP-S02" in finished.outputs[1]
     assert re.search(r"rank 1, step \d+, forward, samples \[", finished.outputs[0])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+    ],
+    ids=str,
+)
+def test_want_of_memory_is_known_by_all_its_words(error: Exception) -> None:
+    assert is_out_of_memory(error)
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access"))
 
 
 @pytest.mark.slow
