@@ -40,16 +40,16 @@ if TYPE_CHECKING:
     from hardened_ddp.data.datasets import TaskData
     from hardened_ddp.data.loader import TrainLoader
     from hardened_ddp.guard.stop import StopRequest
-    from hardened_ddp.model.objective import Objective
     from hardened_ddp.model.precision import Precision
     from hardened_ddp.model.replica import Replica
     from hardened_ddp.ranks.group import Group
-    from hardened_ddp.training.journal import Journal
-    from hardened_ddp.training.parts import Parts, Progress
-    from hardened_ddp.training.recovery import Recovery
+    from hardened_ddp.step.parts import Parts, Progress
+    from hardened_ddp.step.step import Stepper
+    from hardened_ddp.task.classification import Objective
+    from hardened_ddp.training.rollback import Rollback
+    from hardened_ddp.training.run_report import RunReport
     from hardened_ddp.training.saving import Saver
     from hardened_ddp.training.state import Saved
-    from hardened_ddp.training.step import Stepper
 
 log = logging.getLogger("hardened_ddp")
 
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return check_ledger(Path(request.options["run"]), output=sys.stdout)
         if request.command == "drill":
-            from hardened_ddp.drill.command import run_drills
+            from drills.command import run_drills
 
             return run_drills(request, output=sys.stdout, env=environment())
         sys.path.append(str(Path.cwd()))  # for models and datasets named package.module:callable
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def export(options: Mapping[str, str]) -> int:
     """Write the model of a run for other programs, and say where."""
-    from hardened_ddp.checkpoint.export import SAFETENSORS, export_model
+    from hardened_ddp.export.export import SAFETENSORS, export_model
 
     source, form = Path(options["run"]), options["format"]
     name = source.name if form == SAFETENSORS else f"{source.name}-{form}"
@@ -114,7 +114,7 @@ def run_ranks(settings: Resolved, launch: Launch, work: Callable[[Group], int]) 
     from hardened_ddp.ranks.group import open_group
     from hardened_ddp.ranks.seeding import seed_run
     from hardened_ddp.reporting.log import start_logging, stop_logging
-    from hardened_ddp.training.failure import explain_outside
+    from hardened_ddp.step.failure import explain_outside
 
     config = settings.config.device
     start_logging(rank=launch.rank, world_size=launch.world_size, debug=debug)
@@ -163,9 +163,9 @@ def run_ranks(settings: Resolved, launch: Launch, work: Callable[[Group], int]) 
 
 def evaluate(settings: Resolved, group: Group, output: str) -> int:
     """Measure a trained model on its test set, every sample once. Collective: all ranks."""
-    from hardened_ddp.training.exam import take_exam
+    from hardened_ddp.training.evaluate_run import evaluate_run
 
-    return take_exam(settings, group, output=output)  # collective
+    return evaluate_run(settings, group, output=output)  # collective
 
 
 def train(settings: Resolved, group: Group) -> int:
@@ -173,14 +173,14 @@ def train(settings: Resolved, group: Group) -> int:
     from hardened_ddp.guard.stop import StopRequest
     from hardened_ddp.reporting.log import add_log_file
     from hardened_ddp.settings.record import dump
-    from hardened_ddp.training.journal import Journal
-    from hardened_ddp.training.recovery import Recovery
-    from hardened_ddp.training.rescue import refuse_crash_loop, rescue
+    from hardened_ddp.step.step import Stepper
+    from hardened_ddp.training.hang_subject import watch_for_hangs, watched
     from hardened_ddp.training.resume import open_run, read_checkpoint
+    from hardened_ddp.training.rollback import Rollback
+    from hardened_ddp.training.run_report import RunReport
     from hardened_ddp.training.saving import Saver
     from hardened_ddp.training.state import begin
-    from hardened_ddp.training.step import Stepper
-    from hardened_ddp.training.watched import watch_for_hangs, watched
+    from hardened_ddp.training.survivor_save import refuse_crash_loop, rescue
 
     # From here on a signal means: save, then leave.
     loop = settings.config.loop
@@ -199,11 +199,11 @@ def train(settings: Resolved, group: Group) -> int:
             log.info("%s is finished: %d steps are done", run.folder, progress.step)
             return 0
         parts.call_when_workers_start(stop.leave_children_alone)
-        journal = Journal(parts, run.folder, settings_text=settings_text, step=progress.step)
-        saver = Saver(parts, run.store, goodput=journal.goodput)
-        stepper = Stepper(parts, clock=journal.clock, before_update=saver.before_update)
+        report = RunReport(parts, run.folder, settings_text=settings_text, step=progress.step)
+        saver = Saver(parts, run.store, goodput=report.goodput)
+        stepper = Stepper(parts, clock=report.clock, before_update=saver.before_update)
         stop.watch(run.folder)
-        subject = watched(stepper, progress, saver, run.folder, journal)
+        subject = watched(stepper, progress, saver, run.folder, report)
         watch.attach(subject)
         stop.start_last_resort(subject.save, grace_s=loop.stop_grace_s)
         stepper.ledger = parts.open_ledger(run.folder, step=progress.step)  # collective
@@ -211,8 +211,8 @@ def train(settings: Resolved, group: Group) -> int:
         try:
             if group.launch.is_restart:
                 refuse_crash_loop(run.folder, progress, parts.next_samples(progress))
-            recovery = Recovery(parts, run, stepper, saver, journal)
-            ending = fit(parts, progress, recovery, saver, journal, stop)  # collective
+            recovery = Rollback(parts, run, stepper, saver, report)
+            ending = fit(parts, progress, recovery, saver, report, stop)  # collective
             saver.save_last(progress)
             stop.finish()  # collective
             status = ending
@@ -225,20 +225,20 @@ def train(settings: Resolved, group: Group) -> int:
             # On every path: what is on its way to the disk gets there.
             saver.close()
             parts.close()
-            journal.close(progress, status=status)
-        journal.say_what_next(status)
+            report.close(progress, status=status)
+        report.say_what_next(status)
     return 0
 
 
 def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     """Put together data, model, DDP and optimizer. Collective: all ranks."""
     from hardened_ddp.data.datasets import build_data, prepare_data
-    from hardened_ddp.data.feeding import build_eval_loader, build_train_loader
+    from hardened_ddp.data.loader_setup import build_eval_loader, build_train_loader
     from hardened_ddp.data.sampler import WindowSampler
     from hardened_ddp.model.optimizer import build_optimizer
     from hardened_ddp.model.precision import Precision
     from hardened_ddp.settings.record import agreed_settings
-    from hardened_ddp.training.parts import Parts
+    from hardened_ddp.step.parts import Parts
     from hardened_ddp.training.plan import choose_global_batch, count_steps, facts_of_rank
 
     config, launch = settings.config, group.launch
@@ -298,10 +298,10 @@ def build_replica(
 ) -> tuple[Replica, Objective]:
     """Build the model and wrap it in DDP. Collective: all ranks."""
     from hardened_ddp.model.memory_format import Trial, choose_channels_last
-    from hardened_ddp.model.objective import Objective
     from hardened_ddp.model.probe import choose_find_unused, probe, warm_up
     from hardened_ddp.model.replica import choose_comm_hook, wrap
     from hardened_ddp.model.zoo import build_model, place_model
+    from hardened_ddp.task.classification import Objective
     from hardened_ddp.training.plan import count_steps
 
     config = settings.config
@@ -350,18 +350,18 @@ def build_replica(
 def fit(
     parts: Parts,
     progress: Progress,
-    recovery: Recovery,
+    recovery: Rollback,
     saver: Saver,
-    journal: Journal,
+    report: RunReport,
     stop: StopRequest,
 ) -> str:
     """Train from where progress stands to the end, or to an agreed stop; say which. Collective."""
     from hardened_ddp.training.plan import is_due
 
     config, stepper = parts.config, recovery.stepper
-    journal.left_out = stepper.left_out.entries
+    report.left_out = stepper.left_out.entries
     recovery.begin(progress)
-    profile_step = journal.start_profile() if config.run.profile else None
+    profile_step = report.start_profile() if config.run.profile else None
     while True:
         # A window: the samples of one optimizer step over all ranks. batches: this rank's share
         # of it, in micro-batches. None is left if only the last evaluation was cut short.
@@ -370,32 +370,32 @@ def fit(
                 stepper.settle(progress)  # collective
                 log.warning("%s: stopping at step %d, saving first", reason, progress.step)
                 return "stopped"
-            journal.clock.mark("data")
-            journal.goodput.enter("training")
+            report.clock.mark("data")
+            report.goodput.enter("training")
             is_logged = is_due(progress.step + 1, config.loop.log_interval)
             stepper.looks_closely = is_logged
             # Forward, backward, all-reduce, update; no_sync covers all micro-batches but the last.
             # Now and then the ranks compare their weights. False: the run went back.
             if not recovery.do(window, batches, progress):  # collective
                 break
-            journal.bar.update(progress.step)
+            report.bar.update(progress.step)
             if profile_step is not None:
                 profile_step()
             if is_logged:
-                report(parts, progress, stepper, journal)  # collective
+                report_losses(parts, progress, stepper, report)  # collective
             saver.tell_errors()
             if saver.is_due(progress.step) and stepper.is_finite() and not recovery.is_in_doubt:
                 saver.save(progress)
             stop.notice = saver.warning
-            journal.goodput.enter("data_wait")
-            journal.goodput.note(progress.step)
+            report.goodput.enter("data_wait")
+            report.goodput.note(progress.step)
         if recovery.begins_anew():  # at another window, maybe of another epoch
             continue
         if stepper.has_unread_totals:
-            report(parts, progress, stepper, journal)  # collective
+            report_losses(parts, progress, stepper, report)  # collective
         with stepper.commit_lock:
             progress.end_epoch(parts.sampler.end)
-        if not finish_epoch(parts, progress, saver, journal, stop):  # collective
+        if not finish_epoch(parts, progress, saver, report, stop):  # collective
             log.warning("%s: stopping in the evaluation after step %d", stop.reason, progress.step)
             progress.reopen_epoch(parts.sampler.end)  # the evaluation is done again
             return "stopped"
@@ -403,17 +403,17 @@ def fit(
             return "finished"
 
 
-def report(parts: Parts, progress: Progress, stepper: Stepper, journal: Journal) -> None:
+def report_losses(parts: Parts, progress: Progress, stepper: Stepper, report: RunReport) -> None:
     """Add up the ranks' losses since the last report, and write them down. Collective."""
     from hardened_ddp.training.saving import refuse_non_finite
 
     sums = stepper.read_totals(progress)  # collective
     refuse_non_finite(sums["loss"], step=progress.step)
-    journal.log_training(progress, stepper, sums)
+    report.log_training(progress, stepper, sums)
 
 
 def finish_epoch(
-    parts: Parts, progress: Progress, saver: Saver, journal: Journal, stop: StopRequest
+    parts: Parts, progress: Progress, saver: Saver, report: RunReport, stop: StopRequest
 ) -> bool:
     """Evaluate and save if that is due; False: stopped within the evaluation. Collective."""
     from hardened_ddp.training.evaluation import evaluate
@@ -422,8 +422,8 @@ def finish_epoch(
     config = parts.config
     is_last = progress.step >= parts.total_steps
     best_metric = None
-    journal.pause_time()
-    journal.goodput.enter("evaluation")
+    report.pause_time()
+    report.goodput.enter("evaluation")
     every = config.loop.eval_every
     if parts.eval_loader is not None and every and (is_last or is_due(progress.epoch, every)):
         stop.change_pace()
@@ -431,13 +431,13 @@ def finish_epoch(
         stop.change_pace()
         if evaluation is None:
             return False
-        journal.log_evaluation(progress, evaluation)
+        report.log_evaluation(progress, evaluation)
         if evaluation.accuracy > progress.best_accuracy:
             progress.best_accuracy = best_metric = evaluation.accuracy
     if is_due(progress.epoch, config.run.checkpoint_every_epochs) or best_metric is not None:
         saver.save(progress, best_metric=best_metric)
-    journal.goodput.enter("data_wait")
-    journal.skip_time()
+    report.goodput.enter("data_wait")
+    report.skip_time()
     return True
 
 

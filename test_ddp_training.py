@@ -72,7 +72,7 @@ TYPED = {
 }
 # Files of tests that take the longest, longest first.
 LONG = ("test_drills.py", "test_chaos.py", "test_restarts.py", "test_slurm.py", "test_hangs.py")
-LONG += ("test_data_faults.py", "test_numbers.py", "test_docs.py", "test_healing.py")
+LONG += ("test_data_faults.py", "test_numbers.py", "test_docs.py", "test_step_retry.py")
 QUICK = 1  # of these, so many run with --quick too
 
 

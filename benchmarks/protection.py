@@ -87,8 +87,8 @@ def measure(options: argparse.Namespace) -> int:
     from hardened_ddp.reporting.step_clock import StepClock
     from hardened_ddp.settings.cli import parse
     from hardened_ddp.settings.layers import resolve
-    from hardened_ddp.training.parts import Progress
-    from hardened_ddp.training.step import Stepper
+    from hardened_ddp.step.parts import Progress
+    from hardened_ddp.step.step import Stepper
 
     flags, data, block = WORKS[options.work[0]]
     launch, device = read_launch(os.environ), torch.device("cpu")

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hardened_ddp.ranks.device import pick_device
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.meeting import meet, open_store
+from hardened_ddp.ranks.rendezvous import open_store, rendezvous
 
 TIMEOUT_S = 60.0
 
@@ -35,7 +35,7 @@ def give_lesson(launch: Launch, *, cpu_only: bool) -> None:
         return
     # The process group. NCCL moves tensors between GPUs, gloo between CPUs.
     timeout = timedelta(seconds=TIMEOUT_S)
-    store = meet(open_store(launch, timeout), launch, TIMEOUT_S)  # collective
+    store = rendezvous(open_store(launch, timeout), launch, TIMEOUT_S)  # collective
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=store,

@@ -32,7 +32,7 @@ ONE_LINERS = {
     "requirements.txt": "What training needs, with versions that fit together.",
     "requirements-dev.txt": "What the tests need besides.",
     "requirements-extras.txt": "What only some commands need: exports, Hugging Face.",
-    "CONTRIBUTING.md": "The rules of the house.",
+    "CONTRIBUTING.md": "The rules of the code, and recipes.",
     "pyproject.toml": "Settings of ruff, mypy and pytest.",
     "Makefile": "make check, quick, test, format.",
     ".ci/run": "What every change must pass: make check.",
@@ -44,8 +44,8 @@ ONE_LINERS = {
     "docs/first_run.txt": "What the first run prints.",
     "docs/tensorboard.png": "What TensorBoard shows of it.",
 }
-ROOMS = ["settings", "ranks", "reporting", "data", "model", "checkpoint", "guard", "training"]
-ROOMS += ["diagnosis", "drill"]
+LAYERS = ["settings", "ranks", "reporting", "data", "task", "model", "checkpoint", "guard", "step"]
+LAYERS += ["training", "export", "diagnosis"]
 
 
 def settings_tables() -> str:
@@ -72,12 +72,12 @@ def layout_tree() -> str:
     top += [name for name in ONE_LINERS if name not in in_docs]
     lines = ["```text", *(entry(name, purpose_of(ROOT / name), 0) for name in top)]
     lines += ["hardened_ddp/", entry("errors.py", purpose_of(ROOT / "hardened_ddp/errors.py"), 1)]
-    for room in ROOMS:
-        folder = ROOT / "hardened_ddp" / room
-        lines.append(entry(f"{room}/", purpose_of(folder / "__init__.py"), 1))
+    for layer in LAYERS:
+        folder = ROOT / "hardened_ddp" / layer
+        lines.append(entry(f"{layer}/", purpose_of(folder / "__init__.py"), 1))
         files = [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
         lines += [entry(path.name, purpose_of(path), 2) for path in files]
-    for folder in ("launchers", "benchmarks", "examples", "tests"):
+    for folder in ("drills", "launchers", "benchmarks", "examples", "tests"):
         files = [p for p in sorted((ROOT / folder).rglob("*.py")) if p.name != "__init__.py"]
         lines += [f"{folder}/"] * bool(files)
         names = [str(path.relative_to(ROOT / folder)) for path in files]

@@ -1,6 +1,6 @@
 """Drills on forked ranks: the same as the command drill does, without an import of torch per rank.
 
-Owns: ForkedRanks, which is to drill/runner.py what its own processes are.
+Owns: ForkedRanks, which is to drills/runner.py what its own processes are.
 """
 
 import os
@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hardened_ddp.drill.fault import Fault
-from hardened_ddp.drill.processes import Launcher, Starter, await_end
-from hardened_ddp.drill.runner import OUTPUT_NAME, Drills
-from hardened_ddp.drill.work import Work
+from drills.fault import Fault
+from drills.processes import Launcher, Starter, await_end
+from drills.runner import OUTPUT_NAME, Drills
+from drills.work import Work
 from tests.processes import kill, list_pids, read_process
 from tests.ranks import start_training
 from tests.running import Running
 
 
 class ForkedRanks:
-    """Ranks of the fork server, as drill/processes.py has them."""
+    """Ranks of the fork server, as drills/processes.py has them."""
 
     def __init__(self, running: Running, log: Path) -> None:
         self._running, self._log = running, log
@@ -50,7 +50,7 @@ class ForkedRanks:
 
 
 class Forked:
-    """Starts forked ranks. See Starter of drill/processes.py."""
+    """Starts forked ranks. See Starter of drills/processes.py."""
 
     def __init__(self, log: Path) -> None:
         self._log = log

@@ -7,8 +7,8 @@ import logging
 
 from torch import nn
 
-from hardened_ddp.training import healing, parts
-from hardened_ddp.training.late import Flag
+from hardened_ddp.step import parts, retry
+from hardened_ddp.step.late import Flag
 from tests.plugins import Stumbling
 
 log = logging.getLogger("hardened_ddp.late_looks")
@@ -25,7 +25,7 @@ class ToldFlag(Flag):
 
 
 parts.LATE_DEVICES = (*parts.LATE_DEVICES, "cpu")
-healing.Flag = ToldFlag  # type: ignore[misc]
+retry.Flag = ToldFlag  # type: ignore[misc]
 
 __all__ = ["Stumbling", "mlp"]
 

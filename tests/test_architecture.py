@@ -1,4 +1,4 @@
-"""The rules of the house that a machine can check; CONTRIBUTING.md tells them to people.
+"""The rules of the code that a machine can check; CONTRIBUTING.md tells them to people.
 
 A rule takes a file's name, its tree and what its names stand for, and yields what breaks it. All
 of it is shown at once. Beside each rule stands a source that breaks it: a rule that sees nothing
@@ -17,13 +17,35 @@ import pytest
 
 from tests.processes import ROOT, clean_environment
 
-ROOMS = ["errors", "settings", "ranks", "reporting", "data", "model", "checkpoint", "guard"]
-ROOMS += ["training", "diagnosis", "drill"]
+LAYERS = [
+    "errors",
+    "settings",
+    "ranks",
+    "reporting",
+    "data",
+    "task",
+    "model",
+    "checkpoint",
+    "guard",
+]
+LAYERS += ["step", "training", "export", "diagnosis"]
 LAUNCHERS = sorted((ROOT / "launchers").glob("*.py"))
 PRODUCT = [ROOT / "ddp_training.py", *sorted((ROOT / "hardened_ddp").rglob("*.py"))]
+PRODUCT += sorted((ROOT / "drills").glob("*.py"))
 NAMELESS = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}
-MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 6
-MAX_FILE_LINES = {"ddp_training.py": 450, "settings/*": 450, "*": 300}
+MAX_FUNCTION_LINES, MAX_FILE_LINES, MAX_PARAMETERS = 60, 300, 6
+ROOM_LINES = 5
+"""A file has at least so many lines less than MAX_FILE_LINES: the next change must have room."""
+
+# Longer than the signal, each for its reason.
+LONG_FILES = {
+    "ddp_training.py": "the whole run on one page",
+    "settings/config.py": "all settings, with their texts",
+    "checkpoint/files.py": "writing, finding and reading a checkpoint keep one contract",
+    "guard/hang.py": "one thread, from its start to the end of the process",
+    "step/retry.py": "all that happens when a rank fails in a step",
+    "ranks/group.py": "all collectives are in one place",
+}
 # Functions that take one value, by its name, for each thing that they make or pass on.
 ONE_FOR_EACH_FIELD = {
     "data/sampler.py": {"__init__"},
@@ -42,29 +64,29 @@ OWNERS = {
     "torch.distributed.*.DistributedDataParallel torch.nn.parallel.*": (
         "model/replica.py model/buckets.py"
     ),
-    # drill/deeds.py: a model that misbehaves calls a collective on its own, ends its process
+    # drills/injectors.py: a model that misbehaves calls a collective on its own, ends its process
     "torch.distributed.[a-z_]*": (
-        "ranks/group.py model/replica.py model/buckets.py drill/deeds.py"
+        "ranks/group.py model/replica.py model/buckets.py drills/injectors.py"
     ),
-    "torch.save torch.load safetensors*": "checkpoint/*",
+    "torch.save torch.load safetensors*": "checkpoint/* export/*",
     "torch.manual_seed torch.seed torch.*.manual_seed* torch.*.set_rng_state*": "ranks/seeding.py",
     "torch.set_rng_state torch.use_deterministic_algorithms random.seed": "ranks/seeding.py",
     "numpy.random.seed": "ranks/seeding.py",
     "signal.signal signal.set_wakeup_fd signal.siginterrupt": "guard/stop.py",
     "threading.Thread threading.Timer _thread.* concurrent.futures.Thread*": (
-        "guard/watchdog.py guard/hang.py checkpoint/snapshot.py reporting/* data/crew.py "
+        "guard/watchdog.py guard/hang.py checkpoint/snapshot.py reporting/* data/worker_pool.py "
         "ranks/patient_store.py"
     ),
-    "print": "reporting/* diagnosis/* ddp_training.py",
+    "print": "reporting/* diagnosis/* drills/* ddp_training.py",
     "sys.exit exit quit SystemExit": "ddp_training.py",
-    "os._exit": "guard/watchdog.py drill/deeds.py",
+    "os._exit": "guard/watchdog.py drills/injectors.py",
 }
 
 
 def find_upward_imports(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
-    """A room imports only rooms below it; nobody imports the script or the tests."""
+    """A layer imports only layers above it in LAYERS; nobody imports the script or the tests."""
     own = name.split("/")[0].removesuffix(".py")
-    allowed = ROOMS[: ROOMS.index(own) + 1] if own in ROOMS else ROOMS
+    allowed = LAYERS[: LAYERS.index(own) + 1] if own in LAYERS else LAYERS
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             yield f"{node.lineno}: a relative import; write the whole name"
@@ -128,7 +150,7 @@ def find_silence(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str
 Rule = Callable[[str, ast.AST, dict[str, str]], Iterator[str]]
 BREAKS: dict[Rule, list[tuple[str, str]]] = {
     find_upward_imports: [
-        ("model/zoo.py", "from hardened_ddp.training.step import Stepper"),
+        ("model/zoo.py", "from hardened_ddp.step.step import Stepper"),
         ("model/zoo.py", "def f():\n    from hardened_ddp import guard"),
         ("settings/cli.py", "import hardened_ddp.ranks.launch"),
         ("data/loader.py", "from . import sampler"),
@@ -137,10 +159,10 @@ BREAKS: dict[Rule, list[tuple[str, str]]] = {
     find_foreign_acts: [
         ("ranks/group.py", "import os\nos.environ['A'] = '1'"),
         ("ddp_training.py", "from os import getenv as read\nread('RANK')"),
-        ("training/step.py", "import torch.distributed as dist\ndist.all_reduce(t)"),
-        ("training/step.py", "from torch.distributed import barrier\nbarrier()"),
-        ("training/step.py", "import torch\ntorch.distributed.broadcast(t, 0)"),
-        ("training/step.py", "from torch.nn.parallel import DistributedDataParallel as D\nD(m)"),
+        ("step/step.py", "import torch.distributed as dist\ndist.all_reduce(t)"),
+        ("step/step.py", "from torch.distributed import barrier\nbarrier()"),
+        ("step/step.py", "import torch\ntorch.distributed.broadcast(t, 0)"),
+        ("step/step.py", "from torch.nn.parallel import DistributedDataParallel as D\nD(m)"),
         ("training/resume.py", "import torch\ntorch.load('x')"),
         ("model/zoo.py", "from safetensors.torch import load_file\nload_file('x')"),
         ("data/workers.py", "import numpy as np\nnp.random.seed(0)"),
@@ -149,8 +171,8 @@ BREAKS: dict[Rule, list[tuple[str, str]]] = {
         ("data/workers.py", "import threading\nthreading.Thread(target=f)"),
         ("data/workers.py", "from concurrent.futures import ThreadPoolExecutor as T\nT()"),
         ("checkpoint/files.py", "print('saved')"),
-        ("training/step.py", "import sys\nsys.exit(1)"),
-        ("training/step.py", "raise SystemExit(1)"),
+        ("step/step.py", "import sys\nsys.exit(1)"),
+        ("step/step.py", "raise SystemExit(1)"),
         ("guard/stop.py", "import os\nos._exit(1)"),
     ],
     find_private_torch: [
@@ -171,7 +193,7 @@ RULES = pytest.mark.parametrize("rule", BREAKS, ids=lambda rule: rule.__name__.s
 
 
 @RULES
-def test_the_house_keeps_the_rule(rule: Rule) -> None:
+def test_the_code_keeps_the_rule(rule: Rule) -> None:
     found = [f"{name_of(p)}: {problem}" for p in PRODUCT for problem in rule(*parts_of(p))]
     assert not found, f"{rule.__doc__}\n  " + "\n  ".join(found)
 
@@ -190,12 +212,10 @@ def test_an_owner_may_do_what_is_his() -> None:
 
 
 def test_files_are_short() -> None:
-    found = []
-    for path in [*PRODUCT, *LAUNCHERS]:
-        limit = next(v for k, v in MAX_FILE_LINES.items() if fnmatch.fnmatch(name_of(path), k))
-        num_lines = len(path.read_text(encoding="utf-8").splitlines())
-        if num_lines > limit:
-            found.append(f"{name_of(path)} has {num_lines} lines, and may have {limit}")
+    lengths = {name_of(p): len(p.read_text().splitlines()) for p in [*PRODUCT, *LAUNCHERS]}
+    long = {name: n for name, n in lengths.items() if n > MAX_FILE_LINES - ROOM_LINES}
+    found = [f"{name} has {n} lines" for name, n in long.items() if name not in LONG_FILES]
+    found += [f"{name} is short now: take it from LONG_FILES" for name in LONG_FILES.keys() - long]
     assert not found, "\n".join(found)
 
 
@@ -208,8 +228,8 @@ def test_modules_are_named_for_what_they_own() -> None:
     others = [*LAUNCHERS, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     bad = [path for path in [*PRODUCT, *others] if NAMELESS & set(path.stem.lower().split("_"))]
     assert not bad
-    rooms = {p.name for p in (ROOT / "hardened_ddp").iterdir() if (p / "__init__.py").exists()}
-    assert rooms == set(ROOMS[1:]), "a room that has no place in the order of ROOMS"
+    layers = {p.name for p in (ROOT / "hardened_ddp").iterdir() if (p / "__init__.py").exists()}
+    assert layers == set(LAYERS[1:]), "a layer that has no place in the order of LAYERS"
 
 
 def test_settings_errors_and_launch_import_no_torch() -> None:

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from hardened_ddp.checkpoint.disk import Disk
-from hardened_ddp.checkpoint.export import export_model
 from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.checkpoint.listing import open_checkpoint
 from hardened_ddp.checkpoint.verify import Rejected
 from hardened_ddp.errors import CheckpointError
+from hardened_ddp.export.export import export_model
 from tests.checkpoint_states import assert_same, every_kind, small_state
 
 

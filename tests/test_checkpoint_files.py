@@ -9,9 +9,9 @@ import pytest
 
 from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.process import this_process
 from hardened_ddp.checkpoint.verify import Found
 from hardened_ddp.errors import CheckpointError
+from hardened_ddp.ranks.process import this_process
 from tests.checkpoint_states import assert_same, small_state
 
 

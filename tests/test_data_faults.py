@@ -25,13 +25,13 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from hardened_ddp.data import crew, read_errors
+from hardened_ddp.data import read_errors, worker_pool
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.checks import Checks
 from hardened_ddp.data.fetch import Fetcher
-from hardened_ddp.data.ladder import Ladder, Rung
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.read_errors import StumbleReport, file_of, may_pass
+from hardened_ddp.data.worker_fallback import WorkerFallback, WorkerLevel
 from hardened_ddp.errors import LoaderError
 from tests.marks import slow_after
 from tests.ranks import run_command, run_ranks, train
@@ -55,7 +55,7 @@ CLONE_NEWNS = 0x00020000  # of linux/sched.h
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_errors, "WAITS_S", (0.0, 0.0, 0.0))
-    monkeypatch.setattr(crew, "POLL_S", 0.1)
+    monkeypatch.setattr(worker_pool, "POLL_S", 0.1)
 
 
 def undisturbed(epoch: int = 0) -> dict[int, tuple[float, ...]]:
@@ -152,7 +152,7 @@ def test_after_a_bus_error_batches_come_through_pipes(
 ) -> None:
     loader = make_loader(Scripted(read_past_the_end_once, tmp_path / "flag"), num_workers)
     batches = read(loader)
-    assert loader.stream.ladder.rung == Rung(num_workers, shares_memory=False)
+    assert loader.stream.fallback.level == WorkerLevel(num_workers, shares_memory=False)
     loader.close()
     assert content(batches) == undisturbed()
     assert bad_numbers(batches) == []
@@ -199,7 +199,7 @@ def check_many(limit: str) -> str:
             subprocess.run(command, check=True)
     loader = make_loader(Many(), 1)
     batches = read(loader)
-    rung = loader.stream.ladder.rung
+    level = loader.stream.fallback.level
     loader.close()
     seen = []
     for batch in batches:
@@ -208,7 +208,7 @@ def check_many(limit: str) -> str:
             assert torch.equal(tensor[:, 0], batch.indices.float())
         seen += batch.indices.tolist()
     assert seen == loader.sampler.order(0).take(0, SIZE).tolist()
-    return str(rung)
+    return str(level)
 
 
 def may_mount() -> bool:
@@ -225,7 +225,7 @@ def test_too_little_shared_memory_or_too_many_open_files_cost_no_sample(limit: s
 
 def test_what_comes_through_pipes_is_the_same() -> None:
     loader = make_loader(Scripted(), 2)
-    loader.stream.ladder.go_down(Rung(2, shares_memory=False))
+    loader.stream.fallback.go_down(WorkerLevel(2, shares_memory=False))
     assert content(read(loader)) == undisturbed()
     loader.close()
 
@@ -242,8 +242,8 @@ def test_when_the_thread_that_pins_memory_is_dead_batches_come_another_way(
     loader = make_loader(Scripted(linger_once, tmp_path / "flag"), 1, loader_timeout_s=30.0)
     windows = loader.windows(0, 0)
     batches = list(next(windows)[1])
-    assert loader.stream._crew is not None
-    iterator: Any = loader.stream._crew._iterator
+    assert loader.stream._pool is not None
+    iterator: Any = loader.stream._pool._iterator
     iterator._pin_memory_thread = threading.Thread()
     iterator._pin_memory_thread.start()
     iterator._pin_memory_thread.join()
@@ -269,65 +269,67 @@ class Clock:
 
 def test_after_calm_the_loader_goes_up_one_rung_at_a_time() -> None:
     clock = Clock()
-    ladder = Ladder(Rung(4), quiet_s=10, clock=clock)
-    for rung in (Rung(2), Rung(2, shares_memory=False), Rung(0)):
-        ladder.go_down(rung)
+    fallback = WorkerFallback(WorkerLevel(4), quiet_s=10, clock=clock)
+    for level in (WorkerLevel(2), WorkerLevel(2, shares_memory=False), WorkerLevel(0)):
+        fallback.go_down(level)
     clock.now += 9
-    assert not ladder.is_quiet()
+    assert not fallback.is_quiet()
     found = []
-    while ladder.is_low:
+    while fallback.is_low:
         clock.now += 10
-        assert ladder.is_quiet()
-        ladder.go_up()
-        assert not ladder.is_quiet()
-        found.append(str(ladder.rung))
+        assert fallback.is_quiet()
+        fallback.go_up()
+        assert not fallback.is_quiet()
+        found.append(str(fallback.level))
     assert found == ["2 workers through pipes", "2 workers", "4 workers"]
 
 
 def test_a_fault_soon_after_going_up_doubles_the_calm_that_is_asked_for() -> None:
     clock = Clock()
-    ladder = Ladder(Rung(2), quiet_s=10, clock=clock)
+    fallback = WorkerFallback(WorkerLevel(2), quiet_s=10, clock=clock)
     waits = []
     for _ in range(9):
-        ladder.go_down(Rung(1))
+        fallback.go_down(WorkerLevel(1))
         clock.now += 1
-        ladder.stay()
-        waits.append(ladder.wait_s)
-        clock.now += ladder.wait_s
-        assert ladder.is_quiet()
-        ladder.go_up()
+        fallback.stay()
+        waits.append(fallback.wait_s)
+        clock.now += fallback.wait_s
+        assert fallback.is_quiet()
+        fallback.go_up()
         clock.now += 1
     assert waits == [10, 20, 40, 80, 160, 320, 640, 640, 640]
     clock.now += 2000  # a long calm: the next fault is another one
-    ladder.go_down(Rung(1))
-    assert ladder.wait_s == 10
-    never = Ladder(Rung(2), quiet_s=0, clock=clock)
-    never.go_down(Rung(1))
+    fallback.go_down(WorkerLevel(1))
+    assert fallback.wait_s == 10
+    never = WorkerFallback(WorkerLevel(2), quiet_s=0, clock=clock)
+    never.go_down(WorkerLevel(1))
     clock.now += 10**9
     assert not never.is_quiet()
 
 
-@pytest.mark.parametrize("low", slow_after(1, [Rung(0), Rung(1), Rung(2, shares_memory=False)]))
+@pytest.mark.parametrize(
+    "low", slow_after(1, [WorkerLevel(0), WorkerLevel(1), WorkerLevel(2, shares_memory=False)])
+)
 def test_going_up_keeps_every_sample_in_its_place(
-    low: Rung, caplog: pytest.LogCaptureFixture
+    low: WorkerLevel, caplog: pytest.LogCaptureFixture
 ) -> None:
     loader = make_loader(Scripted(), 2, loader_quiet_s=100.0)
     clock = Clock()
-    loader.stream.ladder = Ladder(Rung(2), quiet_s=100, clock=clock)
-    loader.stream.ladder.go_down(low)
+    loader.stream.fallback = WorkerFallback(WorkerLevel(2), quiet_s=100, clock=clock)
+    loader.stream.fallback.go_down(low)
     batches = []
     for number, (_, share) in enumerate(loader.windows(0, 0)):
         batches += share
         if number == 1:
-            assert loader.stream.ladder.rung == low
+            assert loader.stream.fallback.level == low
             clock.now += 101
-    assert loader.stream.ladder.rung == Rung(2)
+    assert loader.stream.fallback.level == WorkerLevel(2)
     assert content(batches) == undisturbed()
     assert caplog.text.count("Going on at the same sample with 2 workers instead of") == 1
-    loader.stream.ladder.go_down(low)
+    loader.stream.fallback.go_down(low)
     clock.now += 201  # this fault came soon, so the calm has to last twice as long
     assert content(read(loader, 1)) == undisturbed(1)
-    assert loader.stream.ladder.rung == Rung(2)
+    assert loader.stream.fallback.level == WorkerLevel(2)
     loader.close()
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from hardened_ddp.drill.acts import Act, Board
-from hardened_ddp.drill.command import list_faults, markdown, report, write_table
-from hardened_ddp.drill.fault import Fault
-from hardened_ddp.drill.faults import all_faults, find
-from hardened_ddp.drill.runner import Drills
+from drills.command import list_faults, markdown, report, write_table
+from drills.fault import Fault
+from drills.faults import all_faults, find
+from drills.injections import Board, Injection
+from drills.runner import Drills
 from hardened_ddp.errors import HardenedError
 from tests.commands import run_command
 from tests.documents import DRILLS, TROUBLES, table_rows
@@ -128,13 +128,13 @@ def test_a_drill_with_a_wrong_expectation_fails(drills_of: DrillsOf) -> None:
         text="nothing at all",
         ends="stops",
         code="DDP-G04",
-        acts=(Act(kind="sleep", phase="forward"),),
+        injections=(Injection(kind="sleep", phase="forward"),),
     )
     verdict = drills_of(2).run(goes_on)
     assert not verdict.passed
     assert "it went on, as if nothing was" in verdict.problems
     assert "nobody said: DDP-G04" in verdict.problems
-    never = replace(goes_on, name="wrong-2", ends="goes on", code="", acts=())
+    never = replace(goes_on, name="wrong-2", ends="goes on", code="", injections=())
     assert drills_of(2).run(never).problems == (
         "the fault did not happen: has the run as many steps as it needs?",
     )
@@ -142,7 +142,9 @@ def test_a_drill_with_a_wrong_expectation_fails(drills_of: DrillsOf) -> None:
 
 @pytest.mark.slow
 def test_other_weights_unequal_replicas_and_lost_samples_are_found(drills_of: DrillsOf) -> None:
-    flip = Fault(name="wrong-3", text="", acts=(Act(kind="bit", phase="update", ranks=(0,)),))
+    flip = Fault(
+        name="wrong-3", text="", injections=(Injection(kind="bit", phase="update", ranks=(0,)),)
+    )
     left_out = find("bad-sample-left-out")
     assert left_out is not None
     strict = replace(left_out, name="wrong-4", keeps="same weights", leaves_out=False)
@@ -241,8 +243,8 @@ class TestBoard:
         self, tmp_path: Path
     ) -> None:
         board = Board(tmp_path)
-        board.set_acts([Act(kind="raise", phase="forward", ranks=(-1,))])
-        assert board.acts() == [Act(kind="raise", phase="forward", ranks=(-1,))]
+        board.set_injections([Injection(kind="raise", phase="forward", ranks=(-1,))])
+        assert board.injections() == [Injection(kind="raise", phase="forward", ranks=(-1,))]
         assert board.claim("struck-0-1")
         assert not board.claim("struck-0-1")
         assert board.num_struck() == 1
@@ -252,10 +254,10 @@ class TestBoard:
         assert Board(tmp_path).is_bad_sample(5, may_choose=False)
 
     def test_ranks_are_counted_from_either_end(self) -> None:
-        act = Act(kind="raise", phase="forward", ranks=(0, -2))
-        assert [rank for rank in range(4) if act.is_for(rank, 4)] == [0, 2]
-        assert [rank for rank in range(2) if act.is_for(rank, 2)] == [0]
-        assert Act(kind="raise", phase="forward").is_for(3, 4)
+        injection = Injection(kind="raise", phase="forward", ranks=(0, -2))
+        assert [rank for rank in range(4) if injection.is_for(rank, 4)] == [0, 2]
+        assert [rank for rank in range(2) if injection.is_for(rank, 2)] == [0]
+        assert Injection(kind="raise", phase="forward").is_for(3, 4)
 
 
 class TestDocuments:

@@ -9,10 +9,10 @@ import torch
 
 from hardened_ddp.checkpoint.files import load_checkpoint
 from hardened_ddp.checkpoint.listing import open_checkpoint
-from hardened_ddp.checkpoint.rebuild import example_inputs, model_tensors, rebuild_model
 from hardened_ddp.data.digits import open_digits
 from hardened_ddp.errors import CheckpointMismatchError, ModelError
 from hardened_ddp.reporting.confusion import class_figures, print_report
+from hardened_ddp.training.rebuild import example_inputs, model_tensors, rebuild_model
 from tests.ranks import train
 from tests.run_folder import only_run
 

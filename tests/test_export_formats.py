@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hardened_ddp.checkpoint import formats
-from hardened_ddp.checkpoint.export import export_model
 from hardened_ddp.checkpoint.files import load_checkpoint
 from hardened_ddp.checkpoint.listing import open_checkpoint
-from hardened_ddp.checkpoint.rebuild import model_tensors, rebuild_model
 from hardened_ddp.errors import CheckpointError, MissingPackageError, ModelError
+from hardened_ddp.export import formats
+from hardened_ddp.export.export import export_model
+from hardened_ddp.training.rebuild import model_tensors, rebuild_model
 from tests.processes import ROOT
 from tests.ranks import run_command, train
 from tests.run_folder import only_run

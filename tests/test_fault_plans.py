@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from hardened_ddp.drill.acts import Act
-from hardened_ddp.drill.fault import Fault
-from hardened_ddp.drill.runner import Drills
+from drills.fault import Fault
+from drills.injections import Injection
+from drills.runner import Drills
 from tests.forked_drills import forked_drills
 
 NUM_STEPS, NUM_FAULTS = 100, 10
@@ -21,7 +21,7 @@ NUM_RANKS = 2
 FLAGS = (f"--max_steps={NUM_STEPS}", "--eval_every=0", "--num_workers=1", "--batch_size=8")
 RESTARTS = {"SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL}
 KINDS = {
-    # kind of the plan: (what deeds.py calls it, in which phases)
+    # kind of the plan: (what drills/injectors.py calls it, in which phases)
     "raise": ("raise", ("forward", "backward")),
     "raise in the loss": ("too few", ("loss",)),
     "NaN": ("not a number", ("loss",)),
@@ -51,8 +51,8 @@ def plan_of(seed: int) -> Plan:
 def fault_of(seed: int) -> Fault:
     """Make one fault of a plan."""
     plan = plan_of(seed)
-    acts = [
-        Act(
+    injections = [
+        Injection(
             kind=KINDS[kind][0],
             phase=phase,
             step=step,
@@ -68,7 +68,7 @@ def fault_of(seed: int) -> Fault:
         text="; ".join(
             f"{kind} on rank {rank} in {phase} of step {s}" for rank, s, phase, kind in plan
         ),
-        acts=tuple(acts),
+        injections=tuple(injections),
         ends="several starts",
         keeps="equal replicas" if has_split else "same weights",
     )

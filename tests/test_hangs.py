@@ -23,7 +23,7 @@ from hardened_ddp.guard.verdict import (
     limits_ns,
     patience_for,
 )
-from hardened_ddp.ranks.beacon import (
+from hardened_ddp.ranks.heartbeat import (
     AGREEMENT,
     ALL_REDUCE,
     DATA,
@@ -31,11 +31,11 @@ from hardened_ddp.ranks.beacon import (
     FORWARD,
     NUM_FIRST_STEPS,
     NUM_PHASES,
-    Beacon,
+    Heartbeat,
 )
 from hardened_ddp.ranks.stacks import ask_for_stacks, is_debugged
 from hardened_ddp.reporting.goodput import read_attempts
-from hardened_ddp.training.rescue import read_failures
+from hardened_ddp.training.survivor_save import read_failures
 from tests.processes import ROOT, clean_environment, deadline
 from tests.ranks import Finished, run_command, start_training, train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, step_of
@@ -276,19 +276,19 @@ def test_a_phase_may_take_five_times_the_longest_and_never_less_than_the_floor()
 
 
 def test_first_steps_teach_nothing() -> None:
-    beacon = Beacon()
+    heartbeat = Heartbeat()
     for step in range(NUM_FIRST_STEPS):
-        beacon.enter(FORWARD)
-        assert not beacon.is_warm
-        beacon.end_step(step)
-    assert not any(beacon.longest_ns)
-    with beacon.within(FORWARD):
-        beacon.enter(DATA)
-    beacon.end_step(NUM_FIRST_STEPS)
-    assert beacon.is_warm
-    assert beacon.longest_ns[FORWARD] > 0
-    assert {"forward", "data"} <= beacon.read_split().keys()
-    assert beacon.read_split() == {}
+        heartbeat.enter(FORWARD)
+        assert not heartbeat.is_warm
+        heartbeat.end_step(step)
+    assert not any(heartbeat.longest_ns)
+    with heartbeat.within(FORWARD):
+        heartbeat.enter(DATA)
+    heartbeat.end_step(NUM_FIRST_STEPS)
+    assert heartbeat.is_warm
+    assert heartbeat.longest_ns[FORWARD] > 0
+    assert {"forward", "data"} <= heartbeat.read_split().keys()
+    assert heartbeat.read_split() == {}
 
 
 def work(**seconds: float) -> Mapping[str, float]:

@@ -77,7 +77,7 @@ def test_ctrl_c_before_training_is_one_line(
     assert capsys.readouterr().err == "ddp_training.py: stopped before training began\n"
 
 
-def meet(timeout_s: float = 30) -> Group:
+def rendezvous(timeout_s: float = 30) -> Group:
     return open_group(read_launch(os.environ), device=CPU, backend="auto", timeout_s=timeout_s)
 
 
@@ -86,7 +86,7 @@ def meet_without_rank_2() -> tuple[str, float]:
         return "", 0.0
     started = time.monotonic()
     with pytest.raises(GroupError) as caught:
-        meet(timeout_s=3)
+        rendezvous(timeout_s=3)
     return caught.value.message, time.monotonic() - started
 
 
@@ -101,7 +101,7 @@ def meet_with_wrong_numbers(name: str, value: str) -> str:
     if rank == "2":
         os.environ[name] = value
     with pytest.raises(LaunchError) as caught:
-        meet(timeout_s=20)
+        rendezvous(timeout_s=20)
     return caught.value.message
 
 
@@ -125,7 +125,7 @@ def meet_at_taken_port(port: int) -> str:
         return ""  # WHY: rank 0 serves the store; without it nobody else gets anywhere
     os.environ["MASTER_PORT"] = str(port)
     with pytest.raises(GroupError) as caught:
-        meet(timeout_s=2)
+        rendezvous(timeout_s=2)
     return caught.value.message
 
 
@@ -139,7 +139,7 @@ def test_a_taken_port_is_named() -> None:
 
 
 def share_values() -> tuple[object, ...]:
-    group = meet()
+    group = rendezvous()
     rank = group.launch.rank
     values = group.gather_json({"rank": rank, "text": "x" * rank})
     total = group.sum_(torch.tensor([float(rank)])).item()
@@ -171,7 +171,7 @@ def test_ranks_share_values_results_and_errors_of_rank_0() -> None:
 
 
 def stop_one_rank(number: int) -> tuple[int, str]:
-    group = meet()
+    group = rendezvous()
     with StopRequest(group) as stop:
         stop.watch(Path("."))
         step = 0
@@ -210,7 +210,7 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint(tmp_path: Path, world_size: 
 
 
 def tell_notice() -> str:
-    group = meet()
+    group = rendezvous()
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]

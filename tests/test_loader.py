@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from hardened_ddp.data import crew, read_errors
+from hardened_ddp.data import read_errors, worker_pool
 from hardened_ddp.data.fetch import Batch, Fetcher
 from hardened_ddp.data.loader import BatchStream, EvalLoader, TrainLoader
 from hardened_ddp.data.memory import MemoryImages
@@ -100,7 +100,7 @@ def no_worker_is_left() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_errors, "WAITS_S", (0.0, 0.0, 0.0))
-    monkeypatch.setattr(crew, "POLL_S", 0.1)
+    monkeypatch.setattr(worker_pool, "POLL_S", 0.1)
 
 
 @pytest.mark.parametrize("dataset", [Scripted(), Whole(), Listed()], ids=["one", "whole", "listed"])
@@ -214,12 +214,12 @@ def test_a_sample_that_crashes_its_reader_is_named_and_the_rank_lives(num_worker
 def test_samples_are_tried_one_at_a_time_to_find_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[int, int]] = []
 
-    class Watched(crew.Crew):
+    class Watched(worker_pool.WorkerPool):
         def __init__(self, fetcher: Fetcher, plan: WorkerPlan, **how: Any) -> None:
             started.append((plan.num_workers, plan.prefetch_factor))
             super().__init__(fetcher, plan, **how)
 
-    monkeypatch.setattr("hardened_ddp.data.stream.Crew", Watched)
+    monkeypatch.setattr("hardened_ddp.data.stream.WorkerPool", Watched)
     loader = make_loader(Scripted(crash_always), 2)
     assert bad_numbers(read(loader)) == [MARKED]
     loader.close()

@@ -10,12 +10,12 @@ from torch import nn
 from hardened_ddp.data.fetch import Batch
 from hardened_ddp.model import memory_format
 from hardened_ddp.model.memory_format import Trial, choose_channels_last
-from hardened_ddp.model.objective import Objective
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.host_memory import keep_freed_memory
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.settings.config import Config, DeviceConfig, ModelConfig
+from hardened_ddp.task.classification import Objective
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

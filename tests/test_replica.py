@@ -10,13 +10,13 @@ from torch import nn
 from hardened_ddp.data.fetch import Batch
 from hardened_ddp.errors import HardenedError, ModelError, UnusedParameterError
 from hardened_ddp.model.buckets import Buckets
-from hardened_ddp.model.objective import Objective
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.probe import Findings, choose_find_unused, probe, warm_up
 from hardened_ddp.model.replica import Replica, wrap
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.settings.config import DdpConfig
+from hardened_ddp.task.classification import Objective
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ class Branching(nn.Module):
         return self.second(hidden) if self.uses_second else hidden
 
 
-def meet(*, shared_memory: bool = True) -> Group:
+def rendezvous(*, shared_memory: bool = True) -> Group:
     return open_group(
         read_launch(os.environ),
         device=CPU,
@@ -58,7 +58,7 @@ def look_at(model: nn.Module, group: Group) -> Findings:
 
 
 def probe_branching() -> tuple[tuple[str, ...], bool, str]:
-    group = meet()
+    group = rendezvous()
     findings = look_at(Branching(uses_second=group.launch.rank == 0), group)
     group.close()
     return findings.unused, findings.is_varying, findings.where
@@ -74,7 +74,7 @@ def test_probe_names_parameters_that_are_unused_on_one_rank_only() -> None:
 
 def train_branching(shared_memory: bool) -> list[float]:
     """Train with find_unused_parameters chosen by the probe; return the second layer's weights."""
-    group = meet(shared_memory=shared_memory)
+    group = rendezvous(shared_memory=shared_memory)
     torch.manual_seed(0)
     model = Branching(uses_second=group.launch.rank == 0)
     findings = look_at(model, group)
@@ -114,7 +114,7 @@ def test_find_unused_auto_stays_off_when_all_are_used() -> None:
 
 
 def probe_failing() -> str:
-    group = meet()
+    group = rendezvous()
     model = nn.Linear(4, 3 if group.launch.rank == 0 else 2)
     try:
         look_at(model, group)
@@ -157,7 +157,7 @@ def test_labels_beyond_the_classes_are_named() -> None:
 
 
 def average_buffers() -> dict[str, list[float]]:
-    group = meet()
+    group = rendezvous()
     model = nn.BatchNorm1d(2)
     names = ("running_mean", "running_var", "num_batches_tracked")
     replica = Replica(model, group, ddp=None, moving_buffers=names)
@@ -182,7 +182,7 @@ def test_moving_buffers_become_the_mean_over_ranks() -> None:
 
 def sum_without_samples() -> list[float]:
     """Only rank 1 has a gradient; the safe form must average it with zeros."""
-    group = meet()
+    group = rendezvous()
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     replica = wrap(model, group, DdpConfig(), find_unused=False, moving_buffers=())

@@ -9,7 +9,7 @@ import pytest
 
 from hardened_ddp.errors import CheckpointError, PeerLostError
 from hardened_ddp.reporting.summary import finished_at, write_summary
-from hardened_ddp.training.rescue import read_failures
+from hardened_ddp.training.survivor_save import read_failures
 from tests.commands import Command, run_command, start_command
 from tests.processes import kill
 from tests.ranks import free_port, start_training, train

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.folder import create_run_folder, newest_run, probe_folder
 from hardened_ddp.errors import RunFolderError
+from hardened_ddp.training.run_folder import create_run_folder, newest_run, probe_folder
 from tests.forks import run_forked
 
 NOW = datetime(2031, 2, 3, 4, 5, 6)

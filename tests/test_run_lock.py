@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hardened_ddp.checkpoint.lock import LOCK_NAME, RunLock
-from hardened_ddp.checkpoint.process import is_gone, is_pid_gone, this_process
 from hardened_ddp.errors import RunFolderError
+from hardened_ddp.ranks.process import is_gone, is_pid_gone, this_process
+from hardened_ddp.training.run_lock import LOCK_NAME, RunLock
 from tests.forks import run_forked
 
 REFUSED = 7

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hardened_ddp.training.rescue import read_failures
+from hardened_ddp.training.survivor_save import read_failures
 from tests.ranks import free_port, run_command, start_command
 from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary
 

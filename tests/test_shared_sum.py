@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 FLOATS = CHUNK_BYTES // 4
 
 
-def meet(timeout_s: float = 30, *, shared_memory: bool = True) -> Group:
+def rendezvous(timeout_s: float = 30, *, shared_memory: bool = True) -> Group:
     return open_group(
         read_launch(os.environ),
         device=CPU,
@@ -34,7 +34,7 @@ def numbers(rank: int, *shape: int) -> torch.Tensor:
 
 def sums_of_shapes(shared_memory: bool) -> list[torch.Tensor]:
     """Sum tensors around the size of a chunk, and some that lie oddly in memory."""
-    group = meet(shared_memory=shared_memory)
+    group = rendezvous(shared_memory=shared_memory)
     assert (group.shared is not None) == shared_memory
     rank = group.launch.rank
     sizes = [1, 7, FLOATS - 8, FLOATS, 1, 2 * FLOATS + 3, 0, 5]
@@ -63,7 +63,7 @@ def test_all_ranks_get_the_sum_in_the_same_bits(world_size: int) -> None:
 
 def sum_with_changing_pace() -> float:
     """Each rank is now ahead, now behind: no place may be filled before all have read it."""
-    group = meet()
+    group = rendezvous()
     total = torch.zeros(3000)
     for number in range(200):
         if number % 7 == group.launch.rank:
@@ -81,7 +81,7 @@ def test_a_fast_rank_never_overwrites_what_a_slow_one_still_reads() -> None:
 
 
 def lose_a_rank(how: str) -> tuple[str, float]:
-    group = meet(timeout_s=1 if how == "late" else 30)
+    group = rendezvous(timeout_s=1 if how == "late" else 30)
     if group.launch.rank == 1:
         if how == "closes":
             assert group.shared is not None

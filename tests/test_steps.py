@@ -14,9 +14,9 @@ from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.reporting.step_clock import StepClock
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
+from hardened_ddp.step.parts import Parts, Progress
+from hardened_ddp.step.step import Stepper
 from hardened_ddp.training.evaluation import evaluate
-from hardened_ddp.training.parts import Parts, Progress
-from hardened_ddp.training.step import Stepper
 from tests.marks import slow_after
 from tests.ranks import run_ranks, train
 from tests.run_folder import find_checkpoints

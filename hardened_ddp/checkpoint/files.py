@@ -2,7 +2,7 @@
 
 Owns: CheckpointStore, which writes, finds, loads and removes the folders step-000000123 of a run.
 Does not own: the check of one folder (verify.py), the background write (snapshot.py), what the
-tensors mean (training/). It has no lock: whoever writes holds the run's lock (lock.py).
+tensors mean (training/). It has no lock: whoever writes holds the run's lock (run_lock.py).
 What goes wrong here: a crash between any two calls, and a full disk. So everything is written
 aside, the manifest last, then renamed into place; what is taken away is renamed out of sight first.
 Read next: verify.py, then stream.py.

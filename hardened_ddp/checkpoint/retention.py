@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from hardened_ddp.checkpoint.disk import Disk, is_real_folder, remove_tree
-from hardened_ddp.checkpoint.process import is_pid_gone, this_process
+from hardened_ddp.ranks.process import is_pid_gone, this_process
 
 # The name of a folder being written or dropped: what it will be or was, where and by whom.
 _ASIDE = re.compile(r"\.(?:partial|dropped)-.+-([0-9a-f]{12})-(\d+)-(\d*)")

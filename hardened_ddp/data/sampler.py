@@ -4,7 +4,7 @@ Owns the order of an epoch: a pure function of (seed, epoch, number of samples),
 world size and worker count. A step takes the next window of it; a rank takes its contiguous share
 of the window. Nothing is padded, nothing is dropped unless drop_last says so.
 
-Does not own: the cursor (it moves when a step is done, training/step.py), reading (loader.py).
+Does not own: the cursor (it moves when a step is done, step/step.py), reading (loader.py).
 What goes wrong here: fewer samples than ranks. Then a share is empty, and that is no error.
 Read next: loader.py.
 """

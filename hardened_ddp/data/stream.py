@@ -1,9 +1,9 @@
 """Batches in order, whatever happens to a worker.
 
-Owns the stream of micro-batches: read in this process, or by worker processes (crew.py). What was
+Owns the stream of micro-batches: read in this process, or by worker processes (worker_pool.py). What was
 asked for and not handed out is remembered, so a worker that dies costs nothing: new workers start
 at the first micro-batch that was not handed out. There are half as many, or their batches come
-through pipes, as the fault has it; after a calm time it goes back up (ladder.py).
+through pipes, as the fault has it; after a calm time it goes back up (worker_fallback.py).
 
 WHY no DataLoader without workers: it would cost a tiny model 8 % of each step.
 What goes wrong here: workers killed for memory, hung, or out of shared memory: see _recover.
@@ -18,9 +18,9 @@ from dataclasses import replace
 import torch
 
 from hardened_ddp.data.batch import BadSample, Batch, Request
-from hardened_ddp.data.crew import Crew, CrewLost
+from hardened_ddp.data.worker_pool import WorkerPool, WorkersLost
 from hardened_ddp.data.fetch import Fetcher
-from hardened_ddp.data.ladder import Ladder, Rung
+from hardened_ddp.data.worker_fallback import WorkerFallback, WorkerLevel
 from hardened_ddp.data.read_errors import StumbleReport, file_of
 from hardened_ddp.data.workers import WorkerPlan, raise_open_file_limit
 from hardened_ddp.errors import LoaderError
@@ -43,14 +43,14 @@ class BatchStream:
         self.plan = plan
         self.config = config
         self.pin_memory = pin_memory
-        self.ladder = Ladder(
-            Rung(plan.num_workers, plan.shares_memory), quiet_s=config.loader_quiet_s
+        self.fallback = WorkerFallback(
+            WorkerLevel(plan.num_workers, plan.shares_memory), quiet_s=config.loader_quiet_s
         )
         self.stumbles = StumbleReport()
         self.after_start: Callable[[], None] | None = None
         """Called when workers have started: torch has then taken over SIGCHLD."""
 
-        self._crew: Crew | None = None
+        self._pool: WorkerPool | None = None
         self._is_idle = True  # the crew has answered all requests of the last epoch
         self._waited_for: Request | None = None
         self._suspect: Request | None = None  # what was waited for when workers were lost
@@ -60,12 +60,12 @@ class BatchStream:
             raise_open_file_limit()
             if why_not := self._why_not_sendable():
                 log.warning("num_workers %d asked, running 0: %s", plan.num_workers, why_not)
-                self.ladder = Ladder(Rung(0), quiet_s=0)
+                self.fallback = WorkerFallback(WorkerLevel(0), quiet_s=0)
 
     @property
     def num_workers(self) -> int:
         """Workers that read at the moment."""
-        return self.ladder.rung.num_workers
+        return self.fallback.level.num_workers
 
     def batches(self, requests: Requests) -> Iterator[Batch]:
         """Give the batch of each request, in order, none twice and none left out.
@@ -75,28 +75,28 @@ class BatchStream:
         tape = _Tape(requests())
         is_done = False
         while not is_done:
-            if self.ladder.is_low:
+            if self.fallback.is_low:
                 self._go_up_if_quiet()
             try:
                 read = self._read_by_workers if self.num_workers else self._read_here
                 is_done = yield from read(tape)
-            except CrewLost as lost:
+            except WorkersLost as lost:
                 yield from self._recover(lost, tape.unanswered)
 
     def _read_by_workers(self, tape: "_Tape") -> Generator[Batch, None, bool]:
         """Give batches that workers read; False: not to the end, as more workers are to go on."""
-        crew = self._start(tape.read())
-        while (batch := self._receive(crew, tape)) is not None:
+        pool = self._start(tape.read())
+        while (batch := self._receive(pool, tape)) is not None:
             if not (tape.unanswered and _answers(batch, tape.unanswered[0])):
-                raise CrewLost("a batch came that was not asked for")
+                raise WorkersLost("a batch came that was not asked for")
             tape.unanswered.popleft()
             if batch.troubles:
                 self.stumbles.note(batch.troubles)
             yield batch
-            if self.ladder.is_low and self.ladder.is_quiet():
+            if self.fallback.is_low and self.fallback.is_quiet():
                 return False
         if tape.unanswered:
-            raise CrewLost("workers ended before they had answered all requests")
+            raise WorkersLost("workers ended before they had answered all requests")
         self._is_idle = True
         if not self.config.persistent_workers:
             self.close()
@@ -117,48 +117,48 @@ class BatchStream:
             if batch.troubles:
                 self.stumbles.note(batch.troubles)
             yield batch
-            if self.ladder.is_low and self.ladder.is_quiet():
+            if self.fallback.is_low and self.fallback.is_quiet():
                 return False
         return True
 
     def being_read(self) -> list[int]:
         """Name the sample that this rank waits for, or all of its batch. For any thread."""
-        request, crew = self._waited_for, self._crew
+        request, pool = self._waited_for, self._pool
         if request is None:
             return []
-        found = crew.being_read() if crew is not None else [self.fetcher.reading[0]]
+        found = pool.being_read() if pool is not None else [self.fetcher.reading[0]]
         awaited: list[int] = request[1].tolist()
         return [index for index in found if index in awaited] or awaited
 
     def stacks(self) -> dict[int, str]:
         """Give the Python stacks of the workers by pid. For any thread."""
-        crew = self._crew
-        return crew.stacks() if crew is not None else {}
+        pool = self._pool
+        return pool.stacks() if pool is not None else {}
 
     def close(self) -> None:
         """End the workers, and tell what was not told yet."""
-        self._end_crew()
+        self._end_pool()
         self.stumbles.tell()
 
-    def _end_crew(self) -> None:
-        if self._crew is not None:
-            self._crew.close(is_broken=not self._is_idle)
-            self._crew = None
+    def _end_pool(self) -> None:
+        if self._pool is not None:
+            self._pool.close(is_broken=not self._is_idle)
+            self._pool = None
 
-    def _start(self, requests: Iterator[Request], *, num_workers: int = 0) -> Crew:
+    def _start(self, requests: Iterator[Request], *, num_workers: int = 0) -> WorkerPool:
         """Set the workers to work: those of the last epoch if they are idle, or new ones."""
-        if self._crew is None or not self._is_idle:
-            self._end_crew()
+        if self._pool is None or not self._is_idle:
+            self._end_pool()
             is_single = num_workers > 0
             plan = replace(
                 self.plan,
                 num_workers=num_workers or self.num_workers,
                 # WHY: a worker that dies over the next request takes shared memory with it.
-                shares_memory=self.ladder.rung.shares_memory and not is_single,
+                shares_memory=self.fallback.level.shares_memory and not is_single,
                 # WHY: with one request under way, it is known which one a worker died of.
                 prefetch_factor=1 if is_single else self.plan.prefetch_factor,
             )
-            self._crew = Crew(
+            self._pool = WorkerPool(
                 self.fetcher,
                 plan,
                 pin_memory=self.pin_memory,
@@ -166,31 +166,31 @@ class BatchStream:
                 is_lasting=self.config.persistent_workers and not is_single,
             )
         self._is_idle = False
-        self._crew.start(requests)
+        self._pool.start(requests)
         if self.after_start is not None:
             self.after_start()
-        return self._crew
+        return self._pool
 
-    def _receive(self, crew: Crew, tape: "_Tape") -> Batch | None:
+    def _receive(self, pool: WorkerPool, tape: "_Tape") -> Batch | None:
         self._waited_for = tape.unanswered[0] if tape.unanswered else None
-        return crew.receive()
+        return pool.receive()
 
-    def _recover(self, lost: CrewLost, unanswered: deque[Request]) -> Iterator[Batch]:
+    def _recover(self, lost: WorkersLost, unanswered: deque[Request]) -> Iterator[Batch]:
         """Go one rung down, as the fault has it; give what had to be read singly.
 
         WHY singly, before reading in this process: a sample that crashes its reader would take the
         rank with it; one that hangs would cost a timeout for each halving.
         """
-        self._end_crew()
-        before = self.ladder.rung
-        after = Rung(before.num_workers // 2, before.shares_memory)
+        self._end_pool()
+        before = self.fallback.level
+        after = WorkerLevel(before.num_workers // 2, before.shares_memory)
         is_again = bool(unanswered) and unanswered[0] is self._suspect
         self._suspect = unanswered[0] if unanswered else None
         batches: list[Batch] = []
         if lost.is_about_sharing and before.shares_memory:
-            after = Rung(before.num_workers, shares_memory=False)
+            after = WorkerLevel(before.num_workers, shares_memory=False)
         elif is_again and not lost.is_dangerous:
-            after = Rung(0)  # fewer workers did not help; without any, the error has a name
+            after = WorkerLevel(0)  # fewer workers did not help; without any, the error has a name
         elif unanswered and lost.is_dangerous and (before.num_workers == 1 or is_again):
             log.warning("DataLoader: %s. Reading the next samples singly, to find the cause", lost)
             batches = [self._read_singly(request) for request in unanswered]
@@ -198,9 +198,9 @@ class BatchStream:
                 after = before  # the workers were not to blame
             unanswered.clear()
         if after == before:
-            self.ladder.stay()
+            self.fallback.stay()
         else:
-            self.ladder.go_down(after)
+            self.fallback.go_down(after)
             log.warning(
                 "DataLoader: %s. No sample is lost: going on at the same one with %s",
                 lost,
@@ -212,15 +212,15 @@ class BatchStream:
 
     def _go_up_if_quiet(self) -> None:
         """Go one rung up if it has been calm; what workers had read ahead is read again."""
-        if not self.ladder.is_quiet():
+        if not self.fallback.is_quiet():
             return
-        self._end_crew()
-        before, calm_s = self.ladder.rung, self.ladder.wait_s
-        self.ladder.go_up()
+        self._end_pool()
+        before, calm_s = self.fallback.level, self.fallback.wait_s
+        self.fallback.go_up()
         log.warning(
             "DataLoader: no fault for %.0f s. Going on at the same sample with %s instead of %s",
             calm_s,
-            self.ladder.rung,
+            self.fallback.level,
             before,
         )
 
@@ -235,10 +235,10 @@ class BatchStream:
         while left:
             singles = [(epoch, torch.tensor([index])) for index in left]
             try:
-                crew = self._start(iter(singles), num_workers=1)
-                while left and crew.receive() is not None:
+                pool = self._start(iter(singles), num_workers=1)
+                while left and pool.receive() is not None:
                     good.append(left.pop(0))
-            except CrewLost as lost:
+            except WorkersLost as lost:
                 if lost.is_dangerous and not lost.is_hang and doubted != left[0]:
                     doubted = left[0]
                     log.warning("DataLoader: %s; sample %d is tried once more", lost, doubted)
@@ -250,7 +250,7 @@ class BatchStream:
                 else:
                     good.append(index)
             finally:
-                self._end_crew()
+                self._end_pool()
             if len(bad) > MAX_LOST_PER_BATCH:
                 raise LoaderError(
                     f"reading samples {', '.join(str(b.index) for b in bad)} ended or hung the "

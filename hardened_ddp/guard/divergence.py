@@ -6,7 +6,7 @@ of other weights, go into everybody's.
 
 The comparison costs a pass over the tensors, one small sum over the ranks and one wait for the
 device; only if it fails are the checksums of all tensors exchanged.
-Does not own: when to compare and what is done about it (training/recovery.py).
+Does not own: when to compare and what is done about it (training/rollback.py).
 """
 
 from collections import Counter

@@ -10,7 +10,8 @@ machine that slept, did not hang. Neither does a rank in a debugger.
 What it can't see: a process that is alone on its machine while native code holds Python's lock.
 Its stacks are written all the same (by faulthandler's timer), but it does not end.
 
-Does not own: what is saved (training/rescue.py), where the others are (neighbours.py, inquiry.py).
+Does not own: what is saved (training/survivor_save.py), where the others are (neighbours.py,
+hang_consensus.py).
 """
 
 import contextlib
@@ -25,13 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hardened_ddp.errors import HangError
-from hardened_ddp.guard.inquiry import Inquiry
+from hardened_ddp.guard.hang_consensus import HangConsensus
 from hardened_ddp.guard.neighbours import Neighbours
 from hardened_ddp.guard.slow import SlowRanks, Split
 from hardened_ddp.guard.verdict import Report, Verdict, decide, limits_ns, patience_for
 from hardened_ddp.guard.watchdog import leave_at_once
-from hardened_ddp.ranks.beacon import FIRST_WAIT, HEART, LIMITS, NAMES, PHASE, SINCE, STEP
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.heartbeat import FIRST_WAIT, HEART, LIMITS, NAMES, PHASE, SINCE, STEP
 from hardened_ddp.ranks.stacks import is_debugged, offer_stacks, withdraw_stacks
 
 log = logging.getLogger(__name__)
@@ -89,14 +90,14 @@ class HangWatch:
         """Begin to watch. Main thread. Collective: all ranks."""
         group, store, fds = self._group, None, (-1, -1)
         if self._hang_after_s > 0:
-            fds = group.beacon.share(), offer_stacks()
-        self._beacon_fd, self._stacks_fd = fds
+            fds = group.heartbeat.share(), offer_stacks()
+        self._heartbeat_fd, self._stacks_fd = fds
         self._neighbours = Neighbours(group, fds, stopped_limit_s=self._hang_after_s)  # collective
         if self._hang_after_s <= 0:
             return self
         with contextlib.suppress(RuntimeError):  # no answer: then each rank watches itself
             store = None if group.store is None else group.store.second()
-        self._inquiry = Inquiry(store, rank=group.launch.rank, world_size=group.world_size)
+        self._consensus = HangConsensus(store, rank=group.launch.rank, world_size=group.world_size)
         self._held = self._open_held()
         self._main_thread = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
@@ -127,8 +128,8 @@ class HangWatch:
         faulthandler.cancel_dump_traceback_later()
         withdraw_stacks(self._stacks_fd)
         self._neighbours.close()
-        if self._beacon_fd >= 0:
-            os.close(self._beacon_fd)
+        if self._heartbeat_fd >= 0:
+            os.close(self._heartbeat_fd)
         self._drop_held()
 
     def _watch(self) -> None:
@@ -140,28 +141,28 @@ class HangWatch:
                 self._tick(awake_s)
             except Exception:  # WHY broad: a watch that fell asleep would be missed too late
                 log.debug("the watch for hangs stumbled", exc_info=True)
-        self._inquiry.leave()
+        self._consensus.leave()
 
     def _tick(self, awake_s: float) -> None:
-        words = self._group.beacon.words
+        words = self._group.heartbeat.words
         words[HEART] += 1
         self._age(awake_s)
         self._set_limits()
         report = self._report()
         if self._group.world_size > 1:
-            self._inquiry.beat(report, words[HEART], self._subject.split())
+            self._consensus.beat(report, words[HEART], self._subject.split())
             self._neighbours.look(awake_s)
             self._compare_speeds(awake_s)
         self._quiet_s = max(0.0, self._quiet_s - awake_s)
         is_suspicious = self._quiet_s == 0.0 and self._is_suspicious(report, awake_s)
         # WHY the step and the time: several hangs of one run are told apart, on all ranks alike
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-step-{report.step}" if is_suspicious else ""
-        if alarm := self._inquiry.alarm(name):
+        if alarm := self._consensus.alarm(name):
             self._judge(self._folder / alarm, is_witness=is_suspicious)
 
     def _age(self, awake_s: float) -> None:
         """Add up for how long this rank is in its phase, as far as this thread was awake."""
-        since = self._group.beacon.words[SINCE]
+        since = self._group.heartbeat.words[SINCE]
         age_s = (time.monotonic_ns() - since) / 1e9
         is_new = since != self._seen_since
         self._age_s = min(age_s, awake_s if is_new else self._age_s + awake_s)
@@ -169,23 +170,23 @@ class HangWatch:
 
     def _set_limits(self) -> None:
         """Learn how long each phase may take; show it to the neighbours, and to the timer."""
-        beacon = self._group.beacon
+        heartbeat = self._group.heartbeat
         limits = limits_ns(
             hang_after_s=self._hang_after_s,
-            longest_ns=beacon.longest_ns,
-            is_warm=beacon.is_warm,
+            longest_ns=heartbeat.longest_ns,
+            is_warm=heartbeat.is_warm,
             least_s=self._subject.least_s,
         )
         for phase, limit in enumerate(limits):
-            beacon.words[LIMITS + phase] = limit
+            heartbeat.words[LIMITS + phase] = limit
         if self._held >= 0:
             os.ftruncate(self._held, 0)  # it was held for a while, and went on
             # WHY armed anew each time: it goes off only where this thread can't run any more.
-            timeout_s = 2 * limits[beacon.words[PHASE]] / 1e9
+            timeout_s = 2 * limits[heartbeat.words[PHASE]] / 1e9
             faulthandler.dump_traceback_later(timeout_s, file=self._held)
 
     def _report(self, samples: tuple[int, ...] = ()) -> Report:
-        words, rank = self._group.beacon.words, self._group.launch.rank
+        words, rank = self._group.heartbeat.words, self._group.launch.rank
         phase = words[PHASE]
         limit_s = words[LIMITS + phase] / 1e9
         return Report(rank, words[STEP], phase, self._age_s, limit_s, samples)
@@ -202,26 +203,26 @@ class HangWatch:
             return not is_working
         if not report.is_late or report.rank >= _NUM_WITNESSES:
             return False
-        seen = {**self._inquiry.watch_beats(awake_s), report.rank: report}
+        seen = {**self._consensus.watch_beats(awake_s), report.rank: report}
         is_complete = len(seen) == self._group.world_size
         return is_complete and decide(list(seen.values()), patience_s=self._patience_s) is not None
 
     def _judge(self, folder: Path, *, is_witness: bool) -> None:
         """Write stacks, report, and agree on a verdict; then act, or go on if nobody hangs."""
         self._is_judging.set()
-        mine = self._report(tuple(self._subject.samples(self._group.beacon.words[PHASE])))
+        mine = self._report(tuple(self._subject.samples(self._group.heartbeat.words[PHASE])))
         with contextlib.suppress(OSError):  # WHY go on: a full disk must not hide the verdict
             self._write_stacks(folder, mine)
-        self._inquiry.report(mine)
+        self._consensus.report(mine)
         lost = self._neighbours.lost()
         known = {mine.rank: mine, **{neighbour.rank: neighbour.report() for neighbour in lost}}
         verdict = None
-        if is_witness or mine.rank < _NUM_WITNESSES or not self._inquiry.await_verdict(COLLECT_S):
-            found = self._inquiry.collect(known, limit_s=COLLECT_S)
+        if is_witness or mine.rank < _NUM_WITNESSES or not self._consensus.await_verdict(COLLECT_S):
+            found = self._consensus.collect(known, limit_s=COLLECT_S)
             reports = {**self._neighbours.reports(), **found}
-            missing = self._inquiry.missing(reports)
+            missing = self._consensus.missing(reports)
             verdict = decide(list(reports.values()), patience_s=self._patience_s, missing=missing)
-        verdict = self._inquiry.settle(verdict)
+        verdict = self._consensus.settle(verdict)
         if verdict is not None:
             self._act(verdict, folder)
         log.warning("a hang was suspected, but all ranks go on; their stacks: %s", folder)
@@ -230,7 +231,7 @@ class HangWatch:
 
     def _act(self, verdict: Verdict, folder: Path) -> None:
         """Tell the verdict, save, end the neighbours that can't end themselves, and leave."""
-        self._inquiry.blame(verdict)
+        self._consensus.blame(verdict)
         error = HangError(
             verdict.text,
             fix=f"read the stacks of all ranks in {folder}; to go on: python ddp_training.py "
@@ -247,7 +248,7 @@ class HangWatch:
                     neighbour.kill()
             launch = self._group.launch
             is_server = launch.is_main and not launch.agent_owns_store
-            self._inquiry.await_others(is_server=is_server, limit_s=_END_LIMIT_S)
+            self._consensus.await_others(is_server=is_server, limit_s=_END_LIMIT_S)
         finally:
             self._drop_held()
             leave_at_once(HangError.exit_status)
@@ -275,7 +276,7 @@ class HangWatch:
         self._compare_in_s -= awake_s
         if self._group.launch.is_main and self._compare_in_s <= 0:
             self._compare_in_s = _COMPARE_EVERY_S
-            for text in self._slow.note(self._inquiry.splits()):
+            for text in self._slow.note(self._consensus.splits()):
                 log.warning("%s", text)
 
     def _drop_held(self) -> None:

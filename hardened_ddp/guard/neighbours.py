@@ -13,9 +13,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hardened_ddp.checkpoint.process import this_process
 from hardened_ddp.guard.verdict import HELD, STOPPED, UNINTERRUPTIBLE, Report
-from hardened_ddp.ranks.beacon import (
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.heartbeat import (
     DATA,
     HEART,
     LIMITS,
@@ -24,10 +24,10 @@ from hardened_ddp.ranks.beacon import (
     SINCE,
     STEP,
     TOKEN,
-    Beacon,
+    Heartbeat,
     open_words,
 )
-from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.process import this_process
 from hardened_ddp.ranks.stacks import ask_for_stacks
 
 TRACED, GONE = "t", "gone"
@@ -41,7 +41,7 @@ class Neighbour:
     pid: int
     pidfd: int
     words: memoryview
-    limits: Beacon
+    limits: Heartbeat
     """That of this rank: it learns as the others do, and what it knows is not older."""
 
     stacks_fd: int
@@ -121,11 +121,11 @@ class Neighbours:
         WHY at once: once a rank is stopped, it is too late to ask for anything.
         """
         self._rank = group.launch.rank
-        self._beacon = group.beacon
+        self._heartbeat = group.heartbeat
         self._stopped_limit_s = stopped_limit_s
         self._found: dict[int, Neighbour] = {}
         place = this_process().place
-        me = [place, os.getpid(), group.beacon.words[TOKEN], *fds]
+        me = [place, os.getpid(), group.heartbeat.words[TOKEN], *fds]
         for rank, entry in enumerate(group.gather_json(me)):  # collective
             can_hold = hasattr(os, "pidfd_open") and entry[3] >= 0
             if rank != self._rank and entry[0] == place and can_hold:
@@ -167,5 +167,5 @@ class Neighbours:
             os.close(pidfd)
         else:
             self._found[rank] = Neighbour(
-                rank, pid, pidfd, words, self._beacon, stacks_fd, self._stopped_limit_s
+                rank, pid, pidfd, words, self._heartbeat, stacks_fd, self._stopped_limit_s
             )

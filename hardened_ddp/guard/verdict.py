@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from hardened_ddp.ranks.beacon import (
+from hardened_ddp.ranks.heartbeat import (
     CHECKPOINT,
     EVALUATION,
     FIRST_WAIT,

@@ -6,7 +6,7 @@ none, until the launcher kills it (torchrun and Slurm: 30 s after SIGTERM) with 
 since the last checkpoint. The weights in its memory are those of the last completed step; the
 thread saves them and ends the process.
 
-Does not own: the handlers (stop.py), what is saved and by which rank (training/rescue.py).
+Does not own: the handlers (stop.py), what is saved and by which rank (training/survivor_save.py).
 """
 
 import contextlib

@@ -7,7 +7,7 @@ without a message for it. It also gives the order of additions in which the wind
 the same one, so that the weights come out bitwise equal.
 
 WHY sums: losses are divided by the samples of the whole window, so the sum is the mean.
-Read next: training/healing.py, what is done after a failure.
+Read next: step/retry.py, what is done after a failure.
 """
 
 import logging
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hardened_ddp.ranks.beacon import ALL_REDUCE
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.heartbeat import ALL_REDUCE
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Buckets:
         """
         if not self.can_stand_in:
             return False
-        self._group.beacon.enter(ALL_REDUCE)
+        self._group.heartbeat.enter(ALL_REDUCE)
         owed = self._layout[len(self._under_way) :]
         for parameters in owed:
             size = sum(parameter.numel() for parameter in parameters)
@@ -140,7 +140,7 @@ class Buckets:
 
         used: the parameters that have a gradient on some rank; the others get none.
         """
-        before = self._group.beacon.enter(ALL_REDUCE)
+        before = self._group.heartbeat.enter(ALL_REDUCE)
         self.are_finite = False
         used_ids = {id(parameter) for parameter in used}
         for parameters in self._layout:
@@ -157,7 +157,7 @@ class Buckets:
             for place, parameter in zip(places, parameters, strict=True):
                 if id(parameter) in used_ids:
                     parameter.grad = place
-        self._group.beacon.enter(before)
+        self._group.heartbeat.enter(before)
 
     @property
     def _device(self) -> torch.device:
@@ -168,7 +168,7 @@ class Buckets:
         self._under_way.append(bucket.parameters())
         if bucket.is_last():
             self._layout = self._under_way
-            self._group.beacon.enter(ALL_REDUCE)  # from here on backward waits for the others
+            self._group.heartbeat.enter(ALL_REDUCE)  # from here on backward waits for the others
         buffer = bucket.buffer()
         self._buffers.append(buffer)
         sent = buffer if self._sent_as is None else buffer.to(self._sent_as)

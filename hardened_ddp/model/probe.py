@@ -16,10 +16,10 @@ from torch import nn
 
 from hardened_ddp.data.fetch import Batch
 from hardened_ddp.errors import HardenedError, ModelError, UnusedParameterError
-from hardened_ddp.model.objective import Objective, check_fit
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.task.classification import Objective, check_fit
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ where every core computes, sending beside it gains nothing. They are summed afte
 shared memory (ranks/shared_sum.py), which is many times as fast.
 
 Evaluate and save replica.module: calling the DDP object on one rank alone is how runs hang.
-Read next: probe.py (what is learned before wrapping), training/step.py (who calls this).
+Read next: probe.py (what is learned before wrapping), step/step.py (who calls this).
 """
 
 import contextlib

@@ -27,11 +27,18 @@ from hardened_ddp.errors import (
     RankMismatchError,
     first_line,
 )
-from hardened_ddp.ranks.beacon import AGREEMENT, ALL_REDUCE, BROADCAST, GATHER, Beacon, waits_in
 from hardened_ddp.ranks.device import choose_backend
+from hardened_ddp.ranks.heartbeat import (
+    AGREEMENT,
+    ALL_REDUCE,
+    BROADCAST,
+    GATHER,
+    Heartbeat,
+    waits_in,
+)
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.meeting import meet, open_store
 from hardened_ddp.ranks.patient_store import PatientStore
+from hardened_ddp.ranks.rendezvous import open_store, rendezvous
 from hardened_ddp.ranks.shared_sum import SharedSum, is_supported, open_shared_sum
 
 log = logging.getLogger(__name__)
@@ -47,7 +54,7 @@ class Group:
         self.launch = launch
         self.device = device
         self.world_size = launch.world_size
-        self.beacon = Beacon()
+        self.heartbeat = Heartbeat()
         self.store: PatientStore | None = None
         self.control: dist.ProcessGroup | None = None
         self.shared: SharedSum | None = None
@@ -267,7 +274,7 @@ def open_group(
     timeout = timedelta(seconds=timeout_s)
     where = f"{launch.master_addr}:{launch.master_port}"
     try:
-        store = meet(open_store(launch, timeout), launch, timeout_s)  # collective
+        store = rendezvous(open_store(launch, timeout), launch, timeout_s)  # collective
         group.store = PatientStore(store)
         dist.init_process_group(
             name,

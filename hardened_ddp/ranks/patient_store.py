@@ -1,6 +1,7 @@
 """The store of a run as it is asked while training: an answer soon, or an error.
 
-Owns PatientStore, which puts a limit to each question. Does not own: how ranks meet (meeting.py).
+Owns PatientStore, which puts a limit to each question. Does not own: how ranks meet
+(rendezvous.py).
 What goes wrong here: the rank that serves the store is stopped or hangs, or its cable is cut. Then
 torch's own calls wait for ever, and a rank could neither save nor say what happened.
 """

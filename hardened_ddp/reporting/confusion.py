@@ -1,7 +1,7 @@
 """The report of the command evaluate: figures of each class, a table, a JSON file.
 
 Owns what is made of a confusion matrix. Rows are labels, columns are predictions.
-Does not own: counting it (training/exam.py).
+Does not own: counting it (training/evaluate_run.py).
 """
 
 import json

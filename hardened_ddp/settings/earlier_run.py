@@ -43,7 +43,7 @@ def find_run(*, resume: str, run_name: str, output_dir: str) -> Path | None:
 
 
 def _newest_run(output_dir: Path) -> Path:
-    """Find the run whose checkpoints changed last: the same that checkpoint/folder.py takes."""
+    """Find the run whose checkpoints changed last: the same that training/run_folder.py takes."""
     found = [
         (checkpoints.stat().st_mtime_ns, checkpoints.parent)
         for checkpoints in output_dir.glob(f"*/{CHECKPOINTS}")

@@ -12,10 +12,10 @@ import torch
 
 from hardened_ddp.data.loader import Batch, EvalLoader
 from hardened_ddp.errors import HardenedError, SampleError
-from hardened_ddp.ranks.beacon import EVALUATION
-from hardened_ddp.training.failure import explain_evaluation
-from hardened_ddp.training.parts import Parts
-from hardened_ddp.training.totals import Totals
+from hardened_ddp.ranks.heartbeat import EVALUATION
+from hardened_ddp.step.failure import explain_evaluation
+from hardened_ddp.step.parts import Parts
+from hardened_ddp.step.totals import Totals
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def evaluate(
     try:
         batches = iter(loader)
         for _ in range(loader.most_batches):
-            parts.group.beacon.enter(EVALUATION)
+            parts.group.heartbeat.enter(EVALUATION)
             if should_stop():  # collective
                 return None
             batch = next(batches, None)

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.folder import create_run_folder, newest_run, probe_folder
 from hardened_ddp.checkpoint.listing import CHECKPOINTS_NAME, open_checkpoint
-from hardened_ddp.checkpoint.lock import RunLock
 from hardened_ddp.checkpoint.verify import Found
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.reporting.summary import finished_at
 from hardened_ddp.settings.config import Config
+from hardened_ddp.training.run_folder import create_run_folder, newest_run, probe_folder
+from hardened_ddp.training.run_lock import RunLock
 from hardened_ddp.training.state import Saved, share_state
 
 log = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ import torch
 from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.checkpoint.snapshot import BackgroundWriter
 from hardened_ddp.errors import CheckpointError, NonFiniteError
-from hardened_ddp.ranks.beacon import CHECKPOINT
+from hardened_ddp.ranks.heartbeat import CHECKPOINT
 from hardened_ddp.reporting.goodput import Goodput
-from hardened_ddp.training.parts import Parts, Progress
+from hardened_ddp.step.parts import Parts, Progress
 from hardened_ddp.training.plan import is_due
 from hardened_ddp.training.state import collect_meta, collect_tensors, volatile_names
 
@@ -57,7 +57,7 @@ class Saver:
     def __init__(self, parts: Parts, store: CheckpointStore, *, goodput: Goodput) -> None:
         self.parts = parts
         self.goodput = goodput
-        self._beacon = parts.group.beacon
+        self._heartbeat = parts.group.heartbeat
         self.writer = BackgroundWriter(store) if parts.group.launch.is_main else None
         self._store = store
         self._saved_step = -1
@@ -82,13 +82,13 @@ class Saver:
         """Start writing the state of this step boundary; training goes on beside it. Rank-local."""
         if self.writer is None:
             return
-        with self.goodput.within("checkpoint"), self._beacon.within(CHECKPOINT):
+        with self.goodput.within("checkpoint"), self._heartbeat.within(CHECKPOINT):
             self._start(self.writer, progress, best_metric)
 
     def save_last(self, progress: Progress) -> None:
         """Write the state and wait until it is on the disk. Rank-local. Raises CheckpointError."""
         if self.writer is not None:
-            with self.goodput.within("checkpoint"), self._beacon.within(CHECKPOINT):
+            with self.goodput.within("checkpoint"), self._heartbeat.within(CHECKPOINT):
                 self.save_in_need(progress)
 
     def save_in_need(self, progress: Progress, *, buffers: Sequence[torch.Tensor] = ()) -> None:
@@ -111,7 +111,7 @@ class Saver:
     def before_update(self) -> None:
         """Let a write under way finish with the old weights. Rank-local, before each update."""
         if self.writer is not None and self.writer.is_busy:
-            with self.goodput.within("checkpoint"), self._beacon.within(CHECKPOINT):
+            with self.goodput.within("checkpoint"), self._heartbeat.within(CHECKPOINT):
                 self.writer.before_update()
 
     def tell_errors(self) -> None:
@@ -124,7 +124,7 @@ class Saver:
         """Wait for the write under way. Rank-local."""
         if self.writer is None:
             return
-        self._beacon.enter(CHECKPOINT)  # WHY: this may take longer than any step
+        self._heartbeat.enter(CHECKPOINT)  # WHY: this may take longer than any step
         try:
             self.writer.close()
             if (error := self.writer.poll()) is not None:

@@ -1,0 +1,241 @@
+"""The command drill: the list, one drill, all of them, and the table for the documents.
+
+Owns what is said, and the exit status: 0 if all came as expected, 1 if not, 2 for a name that is
+none. Does not own: the drills (runner.py), the list (faults.py).
+"""
+
+import contextlib
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from drills.fault import Fault
+from drills.faults import all_faults, find
+from hardened_ddp.errors import ConfigError
+from hardened_ddp.settings.cli import Request
+from hardened_ddp.settings.layers import resolve
+from hardened_ddp.settings.wording import nearest, shown
+
+if TYPE_CHECKING:
+    from drills.compare import Verdict
+    from drills.runner import Drills
+    from drills.work import Work
+
+ALL = "all"
+_CAPTION = "Measured by `drill all --table` on"
+_OF_THE_DRILL: tuple[str, ...] = ("run_name", "output_dir", "resume", "ledger", "model", "dataset")
+_OF_THE_DRILL += ("model_args", "dataset_args", "single_gpu", "time_limit")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """What is asked for, checked."""
+
+    faults: tuple[Fault, ...]
+    num_ranks: int
+    table: str
+
+
+def run_drills(request: Request, *, output: TextIO, env: Mapping[str, str]) -> int:
+    """Do what the command drill asks. Raises ConfigError for a name or a setting that is none."""
+    name = request.options["name"]
+    if not name:
+        _say(output, list_faults())
+        return 0
+    order = read_order(request)
+    work = read_work(request, order.num_ranks)
+    folder = Path(tempfile.mkdtemp(prefix="drill-"))
+    drills = prepare(work, folder, env)
+    _say(output, [f"the quiet run: {work.model} on {work.dataset}, {work.num_ranks} ranks ..."])
+    try:
+        quiet = drills.quiet()
+        _say(output, [f"the quiet run took {quiet.wall_s:.1f} s"])
+        verdicts = report(drills, order.faults, output)
+    except RuntimeError as error:
+        _say(output, [f"FAIL: {error}", f"see {folder}"])
+        return 1
+    if order.table:
+        write_table(Path(order.table), markdown(verdicts, order.num_ranks))
+    if all(verdict.passed for verdict in verdicts):
+        shutil.rmtree(folder, ignore_errors=True)
+        return 0
+    _say(output, [f"what the runs left is in {folder}"])
+    return 1
+
+
+def report(drills: "Drills", faults: Sequence[Fault], output: TextIO) -> "list[Verdict]":
+    """Do drills, one after the other; say each verdict when it is known."""
+    verdicts = []
+    for fault in faults:
+        verdicts.append(drills.run(fault))
+        is_table = len(faults) > 1 and verdicts[-1].passed
+        _say(output, [row_of(verdicts[-1])] if is_table else lines_of(verdicts[-1]))
+    if len(faults) > 1:
+        num_failed = sum(not verdict.passed for verdict in verdicts)
+        _say(output, [f"{len(verdicts)} drills: {num_failed or 'none'} failed"])
+    return verdicts
+
+
+def read_order(request: Request) -> Order:
+    """Read the name, the ranks and the file. Raises ConfigError."""
+    name, ranks = request.options["name"], request.options["ranks"]
+    if not ranks.isdigit() or not 1 <= int(ranks) <= 64:
+        raise ConfigError(
+            f"--ranks: found {shown(ranks)}, needs a whole number from 1 to 64",
+            fix="python ddp_training.py drill --help",
+        )
+    fault = find(name)
+    if fault is None and name != ALL:
+        names = [*(known.name for known in all_faults()), ALL]
+        near = nearest(name, names)
+        meant = (
+            f"did you mean {near}?" if near else "they are listed by the command in the next line"
+        )
+        raise ConfigError(f"no drill is called {shown(name)}; {meant}", fix=_list_command())
+    num_ranks = int(ranks)
+    if fault is not None and fault.min_ranks > num_ranks:
+        raise ConfigError(
+            f"drill {name} needs {fault.min_ranks} ranks or more, not {num_ranks}",
+            fix=f"python ddp_training.py drill {name} --ranks {fault.min_ranks}",
+        )
+    chosen = [fault] if fault else [f for f in all_faults() if f.min_ranks <= num_ranks]
+    return Order(faults=tuple(chosen), num_ranks=num_ranks, table=request.options["table"])
+
+
+def read_work(request: Request, num_ranks: int) -> "Work":
+    """Read what is to be trained. Raises ConfigError with all that is wrong with the settings."""
+    from drills.work import DEFAULTS, Work
+
+    resolved = resolve(request, world_size=num_ranks)
+    refused = [name for name in _OF_THE_DRILL[:4] if name in request.settings]
+    if refused or resolved.config.device.single_gpu:
+        names = ", ".join(f"--{name}" for name in refused or ["single_gpu"])
+        raise ConfigError(f"{names}: a drill sets that by itself", fix=_list_command())
+    config = resolved.config
+    given = {name for name, source in resolved.sources.items() if source != "default"}
+    flags = [f"--config={request.config_file}"] if request.config_file else []
+    flags += [f"--{name}={value}" for name, value in DEFAULTS.items() if name not in given]
+    flags += [
+        f"--{name}={_word(value)}"
+        for name, value in request.settings.items()
+        if name not in _OF_THE_DRILL
+    ]
+    if config.device.cpu_only or not _has_gpus(config.device.backend, num_ranks):
+        flags.append("--cpu_only")
+    else:
+        flags.append("--deterministic")  # WHY: else two runs on GPUs need not agree bit for bit
+    return Work(
+        num_ranks=num_ranks,
+        model=config.model.model if given & {"model", "dataset"} else "mlp",
+        model_args=config.model.model_args,
+        dataset=config.data.dataset,
+        dataset_args=config.data.dataset_args,
+        may_download=config.data.download,
+        flags=tuple(flags),
+    )
+
+
+def prepare(work: "Work", folder: Path, env: Mapping[str, str]) -> "Drills":
+    """Prepare drills with processes of this machine's Python."""
+    from drills.processes import Launcher
+    from drills.runner import OUTPUT_NAME, Drills
+
+    def starter_of(place: Path, fault: Fault) -> Launcher:
+        by_torchrun = fault.outside.startswith("torchrun")
+        return Launcher(env, place / OUTPUT_NAME, by_torchrun=by_torchrun)
+
+    return Drills(work, folder, starter_of)
+
+
+def list_faults() -> list[str]:
+    """List names, what happens, and what is to come of it."""
+    faults = all_faults()
+    lines = [f"{len(faults)} drills; each compares a run that is struck with one that is not."]
+    for fault in faults:
+        lines += [f"  {fault.name:<22} {fault.text}", f"  {'':<22}   -> {fault.verdict}"]
+    return [*lines, "do one: python ddp_training.py drill NAME; all: drill all"]
+
+
+def lines_of(verdict: "Verdict") -> list[str]:
+    """Tell one drill in plain lines."""
+    fault = verdict.fault
+    lines = [
+        f"drill {fault.name}: {fault.text}",
+        f"  the run:   {verdict.ended}",
+        f"  weights:   {verdict.weights}",
+        f"  ledger:    {verdict.ledger}",
+        f"  time lost: {verdict.lost_s:.1f} s",
+        f"  message:   {verdict.message or '(none is needed)'}",
+        f"  expected:  {fault.verdict}",
+    ]
+    problems = [f"  problem:   {problem}" for problem in verdict.problems]
+    return [*lines, *problems, "PASS" if verdict.passed else "FAIL"]
+
+
+def row_of(verdict: "Verdict") -> str:
+    """Tell one drill in a line of the table."""
+    word = "PASS" if verdict.passed else "FAIL"
+    fault = verdict.fault
+    return f"{word}  {fault.name:<22} {verdict.lost_s:5.1f} s lost  {fault.verdict}"
+
+
+def write_table(path: Path, table: Sequence[str]) -> None:
+    """Write the table to path; in a document that has one, in its place."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    starts = [index for index, line in enumerate(lines) if line.startswith(_CAPTION)]
+    begin = starts[0] if starts else len(lines)
+    end = begin + 2
+    while end < len(lines) and lines[end].startswith("|"):
+        end += 1
+    text = "\n".join([*lines[:begin], *table, *lines[end:]])
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def markdown(verdicts: "Sequence[Verdict]", num_ranks: int) -> list[str]:
+    """Make the table of DRILLS.md."""
+    import torch
+
+    lines = [
+        f"{_CAPTION} {os.cpu_count()} CPUs, Python {platform.python_version()}, torch "
+        f"{torch.__version__}, {datetime.now(UTC):%Y-%m-%d}:",
+        "",
+        f"| drill | what happens | what comes of it, on {num_ranks} ranks | time lost | passed |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for verdict in verdicts:
+        fault = verdict.fault
+        cells = [f"`{fault.name}`", fault.text, fault.verdict, f"{verdict.lost_s:.1f} s"]
+        lines.append(f"| {' | '.join([*cells, 'yes' if verdict.passed else 'no'])} |")
+    return lines
+
+
+def _has_gpus(backend: str, num_ranks: int) -> bool:
+    """Say whether each rank can have a GPU; with gloo they may share one."""
+    # WHY here: the list of drills is told without torch
+    import torch
+
+    return torch.cuda.device_count() >= (1 if backend == "gloo" else num_ranks)
+
+
+def _word(value: Any) -> str:  # Any: the type of the setting
+    from hardened_ddp.settings.record import yaml_word
+
+    return yaml_word(value)
+
+
+def _list_command() -> str:
+    return "python ddp_training.py drill lists all of them"
+
+
+def _say(output: TextIO, lines: Sequence[str]) -> None:
+    # WHY: whoever reads only the first lines (drill | head) closes the pipe, and means no harm.
+    with contextlib.suppress(BrokenPipeError):
+        for line in lines:
+            output.write(line.encode("ascii", "backslashreplace").decode("ascii") + "\n")
+        output.flush()

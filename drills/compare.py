@@ -1,0 +1,175 @@
+"""Whether a run that was struck came to what was expected.
+
+Owns: Record, what is known of a drill's run; and the comparison with the run that nothing happened
+to: exit statuses, words, weights, replicas, ledger, and what is left behind.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from drills.digest import digest_of
+from drills.fault import Fault
+from drills.injections import Board
+from hardened_ddp.checkpoint.files import load_checkpoint
+from hardened_ddp.checkpoint.listing import CHECKPOINTS_NAME, find_newest
+from hardened_ddp.diagnosis.ledger_check import check_ledger
+from hardened_ddp.errors import HardenedError
+from hardened_ddp.training.run_lock import LOCK_NAME
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One start of the command."""
+
+    statuses: tuple[int | None, ...]
+    """Of each rank, or of torchrun; None: it did not end, and was killed."""
+
+    is_finished: bool
+    wall_s: float
+
+
+@dataclass(slots=True)
+class Record:
+    """All starts of one run."""
+
+    run: Path
+    board: Board
+    num_ranks: int
+    attempts: list[Attempt] = field(default_factory=list)
+    output: str = ""
+    problems: list[str] = field(default_factory=list)
+    """What was left behind, or did not end."""
+
+    has_struck: bool = False
+
+    @property
+    def wall_s(self) -> float:
+        return sum(attempt.wall_s for attempt in self.attempts)
+
+    def weights(self) -> str:
+        """Give the hash of the last checkpoint's weights and optimizer state."""
+        newest, _ = find_newest(self.run / CHECKPOINTS_NAME)
+        return "" if newest is None else digest_of(load_checkpoint(newest)[0])
+
+    def digests(self) -> list[str]:
+        """Give the hash of each replica, by the process that held it."""
+        found = [self.board.read(f"digest-{rank}") for rank in range(self.num_ranks)]
+        return [digest or "none" for digest in found]
+
+    def words(self) -> str:
+        """Give all that the ranks said, on their output and in their logs."""
+        logs = sorted((self.run / "logs").glob("rank-*.log"))
+        texts = [path.read_text(encoding="utf-8", errors="replace") for path in logs]
+        return "\n".join([self.output, *texts])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What came of a drill."""
+
+    fault: Fault
+    ended: str
+    weights: str
+    ledger: str
+    message: str
+    """What the user of such a run would have read."""
+
+    lost_s: float
+    """How much longer it took than the run that nothing happened to."""
+
+    problems: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return not self.problems
+
+
+def judge(fault: Fault, struck: Record, quiet: Record) -> Verdict:
+    """Compare a run with its quiet twin, and both with what is expected of fault."""
+    problems = list(struck.problems)
+    if not struck.has_struck:
+        problems.append("the fault did not happen: has the run as many steps as it needs?")
+    problems += _check_ends(fault, struck.attempts)
+    said = struck.words()
+    sample = struck.board.read("sample")
+    wanted = [word.replace("SAMPLE", str(sample)) for word in (fault.code, *fault.says) if word]
+    problems += [f"nobody said: {word}" for word in wanted if word not in said]
+    if "Traceback" in struck.output and not fault.outside.startswith("torchrun"):
+        problems.append("a traceback was printed")
+    digests = struck.digests()
+    are_equal = len(set(digests)) == 1 and "none" not in digests
+    is_same = bool(struck.weights()) and struck.weights() == quiet.weights()
+    if not are_equal:
+        problems.append("the replicas of the ranks are not equal")
+    if fault.keeps == "same weights" and not is_same:
+        problems.append("the weights are not those of the quiet run")
+    ledger, is_exact = _read_ledger(struck.run)
+    if not is_exact or (fault.leaves_out and "left out, as reported" not in ledger):
+        problems.append(f"the ledger: {ledger}")
+    if (struck.run / LOCK_NAME).exists():
+        problems.append(f"{LOCK_NAME} was left in the run folder")
+    same = "equal to the quiet run, bit for bit" if is_same else "not those of the quiet run"
+    return Verdict(
+        fault=fault,
+        ended="; the same command again: ".join(map(_describe, struck.attempts)),
+        weights=f"{same}; replicas {'equal' if are_equal else 'NOT equal'}",
+        ledger=ledger,
+        message=_find_message(said, wanted),
+        lost_s=max(0.0, struck.wall_s - quiet.wall_s),
+        problems=tuple(problems),
+    )
+
+
+def _check_ends(fault: Fault, attempts: Sequence[Attempt]) -> list[str]:
+    """Say what is wrong with how the starts ended."""
+    first, last = attempts[0], attempts[-1]
+    problems: list[str] = []
+    if fault.ends == "several starts":
+        return problems if last.is_finished else [f"it did not come to its end: {_describe(last)}"]
+    if not last.is_finished or any(last.statuses):
+        problems.append(f"it did not come to its end: {_describe(last)}")
+    if fault.ends in ("goes on", "restarts"):
+        if len(attempts) > 1:
+            problems.append(f"it did not go on by itself: {_describe(first)}")
+    elif first.is_finished:
+        problems.append("it went on, as if nothing was")
+    elif fault.ends == "saves" and any(first.statuses):
+        problems.append(f"it did not leave with status 0: {_describe(first)}")
+    elif fault.ends == "stops" and 0 in first.statuses:
+        problems.append(f"a rank left with status 0: {_describe(first)}")
+    return problems
+
+
+def _read_ledger(run: Path) -> tuple[str, bool]:
+    output = io.StringIO()
+    try:
+        status = check_ledger(run, output=output)
+    except HardenedError as error:
+        return error.message, False
+    lines = output.getvalue().splitlines()
+    if status == 0 and not any("left out" in line for line in lines):
+        return "every sample exactly once", True
+    return "; ".join(lines), status == 0
+
+
+def _describe(attempt: Attempt) -> str:
+    if attempt.is_finished and not any(attempt.statuses):
+        return "finished"
+    shown = {None: "did not end", 0: "status 0"}
+    words = [
+        shown.get(status)
+        or (f"status {status}" if (status or 0) > 0 else f"signal {-(status or 0)}")
+        for status in attempt.statuses
+    ]
+    if len(words) == 1:
+        return words[0]
+    return ", ".join(f"rank {rank}: {word}" for rank, word in enumerate(words))
+
+
+def _find_message(said: str, wanted: Sequence[str]) -> str:
+    """Find the first line that says most of what was expected."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    best = max(lines, key=lambda line: sum(word in line for word in wanted), default="")
+    return best if any(word in best for word in wanted) else ""

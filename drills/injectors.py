@@ -1,0 +1,210 @@
+"""What a bad model, a bad dataset or a bad machine does to a rank.
+
+Each is real: memory is asked for that nobody has, a process gets a real signal, an address is read
+that is none. Does not own: when they happen (wrappers.py).
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import active_children
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from drills.injections import Injection, Pause
+
+TOO_MUCH = 1 << 50  # bytes
+TEXT = "a fault of the drill"
+
+
+def do(
+    injection: Injection, moments: Any, number: int, gradient: torch.Tensor | None = None
+) -> Any:
+    """Do what the injection says, now. Any: wrappers.Moments; a gradient that replaces its own."""
+    match injection.kind:
+        case "pause":
+            moments.board.pause(_pause(injection, moments, number))
+        case "pause while another rank waits":
+            while not moments.board.has("passed"):
+                time.sleep(0.01)
+            time.sleep(0.1)  # WHY: from there to the wait for this rank the other one is quick
+            moments.board.pause(_pause(injection, moments, number))
+        case "pass":
+            moments.board.claim("passed")
+        case "sleep":
+            time.sleep(injection.seconds)
+        case "no gradient that is a number" if gradient is not None:
+            return gradient * float("nan")
+        case "kill a worker":
+            for worker in active_children():
+                worker.kill()
+        case _:
+            _DEEDS[injection.kind]()
+    return None
+
+
+def _pause(injection: Injection, moments: Any, number: int) -> Pause:  # Any: wrappers.Moments
+    victim = injection.victim % moments.world_size
+    return Pause(number, victim, injection.signal, f"{injection.phase} of step {moments.step}")
+
+
+def spoil(kind: str, sample: Any, num_classes: int) -> Any:  # Any: whatever the dataset gives
+    """Give a bad sample instead of a good one, or raise."""
+    match kind:
+        case "unreadable":
+            raise ValueError("broken file")
+        case "label":
+            return _with_label(sample, num_classes + 3)
+        case "not a number":
+            return _with_inputs(sample, lambda tensor: tensor * float("nan"))
+        case "shape":
+            return _with_inputs(sample, lambda tensor: tensor.reshape(-1)[:-1])
+    raise KeyError(kind)
+
+
+def change_output(kind: str, output: Any) -> Any:  # Any: logits, or a mapping that has them
+    """Give a bad output instead of a good one."""
+    changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "not a number": lambda tensor: tensor * float("nan"),
+        # The loss is then asked to compare fewer logits with all labels.
+        "too few": lambda tensor: tensor[:-1] if tensor.dim() else tensor * float("nan"),
+    }
+    change = changes[kind]
+    if isinstance(output, torch.Tensor):
+        return change(output)
+    found = {name: output[name] for name in output}
+    for name in ("logits", "loss"):
+        if isinstance(found.get(name), torch.Tensor):
+            found[name] = change(found[name])
+    return found
+
+
+def change_weights(kind: str, network: nn.Module) -> None:
+    """Flip a bit of one weight, as a cosmic ray does; or close what this process writes to."""
+    if kind == "close output":
+        reader, writer = os.pipe()
+        os.close(reader)
+        for descriptor in (1, 2):
+            os.dup2(writer, descriptor)  # WHY: a pipe that nobody reads, as after "| head"
+        os.close(writer)
+        return
+    with torch.no_grad():
+        weight = next(p for p in network.parameters() if p.requires_grad)
+        is_half = weight.element_size() == 2
+        words = weight.view(torch.int16 if is_half else torch.int32).view(-1)
+        words[0] ^= 1 << (6 if is_half else 20)  # a high bit of the fraction
+
+
+def tensors_of(output: Any) -> Iterator[torch.Tensor]:  # Any: logits, or a mapping that has them
+    """Give the tensors of an output whose backward leads through the whole model."""
+    found = output
+    if isinstance(output, Mapping):
+        found = output["logits"] if output.get("loss") is None else output["loss"]
+    if isinstance(found, torch.Tensor) and found.requires_grad:
+        yield found
+
+
+def first_layer(network: nn.Module) -> nn.Module:
+    """Give the first part that has parameters and no parts of its own."""
+    for part in network.modules():
+        if not list(part.children()) and any(True for _ in part.parameters()):
+            return part
+    return network
+
+
+def _with_label(sample: Any, label: int) -> Any:  # Any: a pair, or a mapping
+    if isinstance(sample, Mapping):
+        name = next(n for n in ("labels", "label", "targets", "target") if n in sample)
+        return {**sample, name: _like(sample[name], label)}
+    return sample[0], _like(sample[1], label)
+
+
+def _like(old: Any, label: int) -> Any:  # Any: a number or a tensor of one
+    return torch.full_like(old, label) if isinstance(old, torch.Tensor) else label
+
+
+def _with_inputs(sample: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    def changed(value: Any) -> Any:  # Any: an input tensor, or what is not one
+        is_input = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return change(value) if is_input else value
+
+    if isinstance(sample, Mapping):
+        return {name: changed(value) for name, value in sample.items()}
+    return changed(sample[0]), sample[1]
+
+
+def _raise() -> None:
+    raise ValueError(TEXT)
+
+
+def _ask_for_too_much() -> None:
+    torch.empty(TOO_MUCH, dtype=torch.uint8, device=_device())
+
+
+def _ask_python_for_too_much() -> None:
+    bytearray(TOO_MUCH)
+
+
+def _fail_to_read() -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _hang() -> None:
+    time.sleep(1e6)
+
+
+def _call_a_collective_alone() -> None:
+    dist.all_reduce(torch.zeros(1, device=_device()))
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_initialized() else "cpu"  # type: ignore[no-untyped-call]  # torch
+
+
+def _hold_the_lock_of_python() -> None:
+    # WHY PyDLL: it calls native code without giving Python's lock back, as a careless extension.
+    ctypes.PyDLL(None).usleep(900_000)
+
+
+def _crash() -> None:
+    ctypes.string_at(0)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leave() -> None:
+    os._exit(3)
+
+
+def _touch_a_page_that_is_gone() -> None:
+    """Get SIGBUS, as where /dev/shm is full."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(mmap.PAGESIZE)
+        with mmap.mmap(file.fileno(), mmap.PAGESIZE) as page:
+            file.truncate(0)
+            page[0] = 1
+
+
+_DEEDS: Mapping[str, Callable[[], None]] = {
+    "raise": _raise,
+    "memory": _ask_for_too_much,
+    "memory of Python": _ask_python_for_too_much,
+    "disk": _fail_to_read,
+    "hang": _hang,
+    "collective": _call_a_collective_alone,
+    "lock": _hold_the_lock_of_python,
+    "segfault": _crash,
+    "die": _die,
+    "leave": _leave,
+    "bus": _touch_a_page_that_is_gone,
+}

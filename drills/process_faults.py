@@ -1,0 +1,154 @@
+"""Faults of whole ranks: signals in each phase, ranks that can't start together, the launcher."""
+
+import signal
+from collections.abc import Iterator
+
+from drills.fault import HANGS, LAST, WATCHED, Fault
+from drills.injections import Injection
+
+
+def all_process_faults() -> Iterator[Fault]:
+    """Give all of them."""
+    yield from _signals()
+    yield from _first_and_all()
+    yield from _starts()
+    yield from _launchers()
+
+
+def _moment(phase: str) -> tuple[Injection, ...]:
+    """Have the last rank hold still in a phase, so that it can be struck there."""
+    if phase == "checkpoint":
+        return ()
+    if phase != "sum":
+        return (Injection(kind="pause", phase=phase, ranks=LAST),)
+    late = Injection(kind="pause while another rank waits", phase="forward", ranks=(0,))
+    return (Injection(kind="pass", phase="backward", ranks=LAST), late)
+
+
+_PHASES = {
+    "data": "while it reads samples",
+    "forward": "in forward",
+    "backward": "in backward",
+    "sum": "while it waits for the others' gradients",
+    "optimizer": "before it updates the weights",
+    "evaluation": "in the evaluation",
+    "checkpoint": "while it writes a checkpoint",
+}
+
+
+def _signals() -> Iterator[Fault]:
+    """A signal to one rank, in each phase."""
+    for word, number, text in (
+        ("kill", signal.SIGKILL, "is killed"),
+        ("segfault", signal.SIGSEGV, "crashes (SIGSEGV)"),
+        ("abort", signal.SIGABRT, "aborts (SIGABRT)"),
+        ("stop", signal.SIGSTOP, "is stopped for good (SIGSTOP)"),
+        ("sigterm", signal.SIGTERM, "gets SIGTERM"),
+    ):
+        for phase, where in _PHASES.items():
+            code, says, flags = _told(number, phase)
+            yield Fault(
+                name=f"{word}-{phase}",
+                text=f"a rank {text} {where}",
+                injections=_moment(phase),
+                signal=number,
+                outside="at a checkpoint" if phase == "checkpoint" else "",
+                ends="saves" if number == signal.SIGTERM else "stops",
+                code=code,
+                says=says,
+                flags=flags,
+                min_ranks=2,
+            )
+
+
+def _told(number: int, phase: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Give the code and the words that such a signal leads to, and the settings of its drill."""
+    if number == signal.SIGTERM:
+        return "", ("SIGTERM: stopping",), ()
+    if number != signal.SIGSTOP:
+        return "DDP-G04", ("lost another rank",), ()
+    if phase in ("evaluation", "checkpoint"):
+        # WHY no code: the watch (G05) and the timeout (G04) notice it at about the same time.
+        return "", ("ERROR [DDP-G0",), HANGS
+    return "DDP-G05", ("the process is stopped (SIGSTOP)", "rank 0 waits in all-reduce"), WATCHED
+
+
+def _first_and_all() -> Iterator[Fault]:
+    """SIGKILL to those that others depend on."""
+    first = (Injection(kind="pause", phase="forward", ranks=(0,), victim=0),)
+    yield Fault(
+        name="kill-rank-0",
+        text="rank 0, which serves the store and writes checkpoints, is killed in forward",
+        injections=first,
+        signal=signal.SIGKILL,
+        ends="stops",
+        code="DDP-G04",
+        says=("lost another rank",),
+        min_ranks=2,
+    )
+    yield Fault(
+        name="kill-all",
+        text="all ranks are killed at once, as when the power fails",
+        injections=first,
+        signal=signal.SIGKILL,
+        outside="strike all",
+        ends="stops",
+    )
+
+
+def _starts() -> Iterator[Fault]:
+    """Ranks that can't start together, and the launcher."""
+    yield Fault(
+        name="port-taken",
+        text="the port where the ranks meet is taken by another program",
+        outside="port taken",
+        ends="stops",
+        code="DDP-G01",
+        says=("is taken",),
+        flags=HANGS,
+        min_ranks=2,
+    )
+    yield Fault(
+        name="missing-rank",
+        text="one rank never comes",
+        outside="missing rank",
+        ends="stops",
+        code="DDP-G01",
+        says=("never came",),
+        flags=HANGS,
+        min_ranks=2,
+    )
+    yield Fault(
+        name="other-data",
+        text="one rank has another dataset: a sample less",
+        injections=(Injection(kind="shorter", phase="open", step=0, ranks=LAST, lasts=True),),
+        ends="stops",
+        code="DDP-G02",
+        says=("the ranks would not train the same model",),
+        min_ranks=2,
+    )
+
+
+def _launchers() -> Iterator[Fault]:
+    """Faults under torchrun."""
+    yield Fault(
+        name="torchrun-restart",
+        text="a rank under torchrun --max_restarts is killed",
+        injections=(Injection(kind="pause", phase="forward", ranks=LAST),),
+        signal=signal.SIGKILL,
+        outside="torchrun",
+        ends="restarts",
+        code="DDP-G04",
+        says=("going on in",),
+        min_ranks=2,
+    )
+    yield Fault(
+        name="torchrun-killed",
+        text="torchrun itself is killed: its ranks save and leave",
+        injections=(Injection(kind="pause", phase="forward", ranks=LAST),),
+        signal=signal.SIGKILL,
+        outside="torchrun killed",
+        ends="stops",
+        says=("SIGTERM: stopping",),
+        min_ranks=2,
+    )

@@ -1,0 +1,194 @@
+"""Faults inside of a step: exceptions, memory, numbers that are none, waits; and full disks."""
+
+import signal
+from collections.abc import Iterator
+
+from drills.fault import ALL, LAST, WATCHED, Fault
+from drills.injections import Injection
+
+
+def all_step_faults() -> Iterator[Fault]:
+    """Give all of them."""
+    for family in (_errors, _memory, _numbers, _waits, _places):
+        yield from family()
+
+
+def _errors() -> Iterator[Fault]:
+    """An exception inside of a step, once."""
+    kinds = {"forward": "raise", "loss": "too few", "backward": "raise"}
+    groups = {"one": LAST, "some": (), "all": ALL}
+    for phase, kind in kinds.items():
+        for who, ranks in groups.items():
+            yield Fault(
+                name=f"raise-{phase}-{who}",
+                text=f"{who} of the ranks raise an exception in {phase}, once".replace(
+                    "one of the ranks raise", "one rank raises"
+                ).replace("all of the", "all"),
+                # WHY so: all but the last, which is rank 0 where there are two.
+                injections=(
+                    Injection(kind=kind, phase=phase, ranks=ranks if who != "some" else (0, -2)),
+                ),
+                says=("the window is done again",),
+                min_ranks=1 if who == "all" else 2,
+            )
+    yield Fault(
+        name="raise-optimizer",
+        text="one rank raises an exception in the optimizer's step",
+        injections=(Injection(kind="raise", phase="optimizer", ranks=LAST),),
+        ends="stops",
+        code="DDP-S01",
+        says=("a fault of the drill",),
+        min_ranks=2,
+    )
+    yield Fault(
+        name="raise-evaluation",
+        text="one rank raises an exception in the evaluation",
+        injections=(Injection(kind="raise", phase="evaluation", ranks=LAST),),
+        ends="stops",
+        code="DDP-S01",
+        says=("a fault of the drill",),
+        min_ranks=2,
+    )
+    yield Fault(
+        name="disk-error",
+        text="a read error of the disk, once (EIO): it is tried again",
+        injections=(Injection(kind="disk", phase="data", ranks=LAST),),
+    )
+
+
+def _memory() -> Iterator[Fault]:
+    """Not enough memory."""
+    for phase in ("forward", "backward"):
+        yield Fault(
+            name=f"memory-{phase}",
+            text=f"one rank is out of memory in {phase}, once: smaller micro-batches",
+            injections=(Injection(kind="memory", phase=phase, ranks=LAST),),
+            says=("at most from now on",),
+            keeps="equal replicas",
+        )
+    yield Fault(
+        name="memory-optimizer",
+        text="one rank is out of memory in the optimizer's step",
+        injections=(Injection(kind="memory", phase="optimizer", ranks=LAST),),
+        ends="stops",
+        code="DDP-S02",
+    )
+    yield Fault(
+        name="memory-evaluation",
+        text="one rank is out of memory in the evaluation",
+        injections=(Injection(kind="memory", phase="evaluation", ranks=LAST),),
+        ends="stops",
+        code="DDP-S02",
+    )
+
+
+def _numbers() -> Iterator[Fault]:
+    """Numbers that are none, or that are wrong."""
+    yield Fault(
+        name="nan-once",
+        text="the loss of one rank is NaN, once",
+        injections=(Injection(kind="not a number", phase="loss", ranks=LAST),),
+        says=("the window is done again", "the loss is nan"),
+    )
+    yield Fault(
+        name="nan-repeated",
+        text="the loss of one rank is NaN in each step from some step on",
+        injections=(Injection(kind="not a number", phase="loss", ranks=LAST, lasts=True),),
+        ends="stops",
+        code="DDP-S03",
+        says=("the loss is nan",),
+    )
+    yield Fault(
+        name="nan-gradient",
+        text="the loss of one rank is a number, its gradient is NaN, once",
+        injections=(Injection(kind="no gradient that is a number", phase="backward", ranks=LAST),),
+        says=("the window is done again", "is not finite"),
+    )
+    yield Fault(
+        name="bit-flip",
+        text="a bit of a weight flips on one rank; replicas are compared every 10 steps",
+        injections=(Injection(kind="bit", phase="update", step=17, ranks=LAST),),
+        flags=("--check_replicas_every", "10"),
+        says=("the replicas are not equal", "going back to the checkpoint"),
+        min_ranks=2,
+    )
+    yield Fault(
+        name="bit-flip-early",
+        text="a bit of a weight flips before there is a checkpoint that was compared",
+        injections=(Injection(kind="bit", phase="update", ranks=LAST),),
+        ends="stops",
+        code="DDP-S05",
+        says=("the replicas are not equal",),
+        min_ranks=2,
+    )
+    yield Fault(
+        name="unused-parameter",
+        text="one rank does not use a layer any more from some step on",
+        injections=(Injection(kind="detach", phase="layer", ranks=LAST, lasts=True),),
+        says=("find_unused_parameters is on from now",),
+        keeps="equal replicas",
+        min_ranks=2,
+    )
+
+
+def _waits() -> Iterator[Fault]:
+    """A rank that is slow, or comes no more."""
+    yield Fault(
+        name="straggler",
+        text="one rank needs a second more for a step",
+        injections=(Injection(kind="sleep", phase="forward", ranks=LAST, seconds=1.0),),
+    )
+    yield Fault(
+        name="lock-of-python",
+        text="native code holds Python's lock for a second, on one rank",
+        injections=(Injection(kind="lock", phase="forward", ranks=LAST),),
+    )
+    for phase, kind, text in (
+        ("data", "hang", "reading a sample hangs"),
+        ("forward", "hang", "forward hangs"),
+        ("collective", "collective", "a model calls a collective that the others don't"),
+    ):
+        yield Fault(
+            name=f"hang-{phase}",
+            text=f"{text}, on one rank",
+            injections=(
+                Injection(kind=kind, phase="data" if phase == "data" else "forward", ranks=LAST),
+            ),
+            flags=WATCHED,
+            ends="stops",
+            code="DDP-G05",
+            says=(", step 7, ", "rank 0 waits in all-reduce"),
+            min_ranks=2,
+        )
+
+
+def _places() -> Iterator[Fault]:
+    """Disks, files, and where a run speaks to."""
+    yield Fault(
+        name="disk-full",
+        text="no checkpoint can be written for a while: the disk is full",
+        injections=(
+            Injection(kind="pause", phase="forward", ranks=(0,), victim=0),
+            Injection(kind="pause", phase="forward", step=24, ranks=(0,), victim=0),
+        ),
+        outside="full disk",
+        says=("no new checkpoint, training goes on",),
+    )
+    for word, text in (
+        ("torn", "the newest checkpoint is cut in half"),
+        ("flipped", "a bit of the newest checkpoint flips"),
+    ):
+        yield Fault(
+            name=f"{word}-checkpoint",
+            text=f"a run is stopped, and {text}",
+            injections=(Injection(kind="pause", phase="forward", step=12, ranks=(0,), victim=0),),
+            signal=signal.SIGTERM,
+            outside=f"{word} checkpoint",
+            ends="saves",
+            says=("passed over the checkpoint",),
+        )
+    yield Fault(
+        name="closed-output",
+        text="nobody reads the output any more: the pipe is closed",
+        injections=(Injection(kind="close output", phase="update", ranks=ALL),),
+    )

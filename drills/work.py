@@ -1,0 +1,49 @@
+"""What is trained in a drill, and the flags of its runs. No torch: mistakes are told at once."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+DEFAULTS: Mapping[str, str] = {
+    "batch_size": "24",
+    "num_workers": "0",
+    "max_steps": "40",
+    "epochs": "1000",  # WHY so many: max_steps is what ends it
+}
+"""Settings that the user may give otherwise."""
+
+ALWAYS = (
+    *("--run_name", "drill", "--ledger", "--log_interval", "5", "--checkpoint_every_steps", "5"),
+    *("--tensorboard", "false", "--progress", "false", "--stop_grace_s", "6"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What is trained."""
+
+    num_ranks: int = 2
+    model: str = "mlp"
+    model_args: Mapping[str, Any] = field(default_factory=dict)  # Any: arguments of a callable
+    dataset: str = "digits"
+    dataset_args: Mapping[str, Any] = field(default_factory=dict)  # Any: as above
+    may_download: bool = True
+    flags: tuple[str, ...] = tuple(f"--{name}={value}" for name, value in DEFAULTS.items())
+    """Settings, as on the command line."""
+
+    def command(self, board: Path, output: Path) -> list[str]:
+        """Give the flags of a run whose model and dataset misbehave as board says."""
+        model = {"inner": self.model, "inner_args": dict(self.model_args), "board": str(board)}
+        data = {
+            "inner": self.dataset,
+            "inner_args": dict(self.dataset_args),
+            "board": str(board),
+            "may_download": self.may_download,
+        }
+        words = [*self.flags, *ALWAYS, "--output_dir", str(output)]
+        words += ["--model", "drills.wrappers:model"]
+        words += ["--model_args", json.dumps(model)]
+        words += ["--dataset", "drills.wrappers:dataset"]
+        return [*words, "--dataset_args", json.dumps(data)]

@@ -1,0 +1,196 @@
+"""Your model and your dataset, and at the agreed moment they misbehave.
+
+    --model drills.wrappers:model --model_args '{inner: mlp, board: FOLDER}'
+
+Owns the moments: which step it is, by a hook on the optimizer; which phase, by hooks on the model.
+The model itself stays as it is: the same names, the same numbers, so that its checkpoints compare.
+Does not own: the injectors (injectors.py), what is to come of them (faults.py). The program that is
+drilled has no hook for them: all of this could be a user's own code.
+"""
+
+import atexit
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data import Dataset, get_worker_info
+
+from drills import injectors
+from drills.digest import digest_of
+from drills.injections import Board, Injection
+from hardened_ddp.data.datasets import build_data, prepare_data
+from hardened_ddp.model.zoo import build_model
+from hardened_ddp.ranks.launch import environment, read_launch
+from hardened_ddp.settings.config import DataConfig, ModelConfig
+
+
+class Moments:
+    """Says in which step this process is, and which acts are due."""
+
+    def __init__(self, board: Board) -> None:
+        launch = read_launch(environment())
+        self.rank, self.world_size, self.board = launch.rank, launch.world_size, board
+        self.step = 0
+        """Optimizer steps that are done, over all starts; 0 up to the first one of this start."""
+
+        self._injections = {
+            number: injection
+            for number, injection in enumerate(board.injections())
+            if injection.is_for(launch.rank, launch.world_size)
+        }
+
+    def due(self, phase: str) -> list[tuple[int, Injection]]:
+        """Give the acts whose moment is now, each once unless it lasts."""
+        return [
+            (number, injection)
+            for number, injection in self._injections.items()
+            if injection.phase == phase
+            and self.step >= injection.step
+            and self._take(number, injection)
+        ]
+
+    def bad_samples(self, index: int) -> list[Injection]:
+        """Give what is wrong with this sample."""
+        injections = [
+            injection for injection in self._injections.values() if injection.phase == "sample"
+        ]
+        if not injections or self.board.has("mended"):
+            return []
+        # WHY these only: a sample that is bad from the start would be found before the first step.
+        may_choose = self.rank == self.world_size - 1 and self.step >= injections[0].step
+        return injections if self.board.is_bad_sample(index, may_choose=may_choose) else []
+
+    def count(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that a step is done. WHY by the optimizer's own count: a resumed run has it."""
+        counts = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
+        self.step = max(counts, default=self.step + 1)
+
+    def _take(self, number: int, injection: Injection) -> bool:
+        is_new = self.board.claim(f"struck-{number}-{self.rank}")
+        return not self.board.has("mended") if injection.lasts else is_new
+
+
+@functools.cache
+def moments_of(board: str) -> Moments:
+    """Give the one Moments of this process: model and dataset are built apart."""
+    return Moments(Board(Path(board)))
+
+
+def model(
+    num_classes: int,
+    input_shape: tuple[int, ...],
+    board: str,
+    inner: str = "mlp",
+    inner_args: Mapping[str, Any] | None = None,  # Any: the arguments of a callable
+) -> nn.Module:
+    """Build the model that inner names, and have acts happen around it. For --model."""
+    config = ModelConfig(model=inner, model_args=inner_args or {})
+    network = build_model(config, num_classes=num_classes, input_shape=tuple(input_shape))
+    moments = moments_of(board)
+    _watch_forward(network, moments)
+    _watch_optimizer(network, moments)
+    atexit.register(_leave_digest, network, moments)
+    return network
+
+
+def dataset(
+    train: bool,
+    board: str,
+    data_dir: str = "data",
+    may_download: bool = True,
+    inner: str = "digits",
+    inner_args: Mapping[str, Any] | None = None,  # Any: the arguments of a callable
+) -> Any:  # Any: a dataset, or None
+    """Open the dataset that inner names; acts happen where training samples are read."""
+    config = DataConfig(
+        dataset=inner, dataset_args=inner_args or {}, data_dir=data_dir, download=may_download
+    )
+    # WHY here, on every rank: a dataset that has nothing to download is to leave no folder for it
+    prepare_data(config)
+    task = build_data(config)
+    return Misbehaving(task, board) if train else task.test
+
+
+class Misbehaving(Dataset[Any]):
+    """A training set, and what is to happen when its samples are read."""
+
+    def __init__(self, task: Any, board: str) -> None:  # Any: TaskData
+        self.inner, self.board = task.train, board
+        self.num_classes, self.classes = task.num_classes, list(task.class_names)
+        self.uses_randomness = getattr(task.train, "uses_randomness", True)
+        moments = moments_of(board)
+        self.size = len(task.train) - len(moments.due("open"))
+        if moments.due("start"):
+            self.handle = lambda: None  # what can't be sent to another process
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:  # Any: what the inner one gives
+        moments = moments_of(self.board)
+        is_worker = get_worker_info() is not None
+        for number, injection in moments.due("worker" if is_worker else "data"):
+            injectors.do(injection, moments, number)
+        moments.step += is_worker  # WHY: nobody counts steps there
+        sample = self.inner[index]
+        for injection in moments.bad_samples(index):
+            sample = injectors.spoil(injection.kind, sample, self.num_classes)
+        return sample
+
+
+def _watch_forward(network: nn.Module, moments: Moments) -> None:
+    """Have acts happen before and after each forward, and in its backward."""
+
+    def before(module: nn.Module, inputs: Any) -> None:
+        for number, injection in moments.due("forward" if module.training else "evaluation"):
+            injectors.do(injection, moments, number)
+
+    def after(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if not module.training or not torch.is_grad_enabled():
+            return None
+        for _, injection in moments.due("loss"):
+            output = injectors.change_output(injection.kind, output)
+        for tensor in injectors.tensors_of(output):
+            tensor.register_hook(in_backward)  # type: ignore[no-untyped-call]  # torch
+        return output
+
+    def in_backward(gradient: torch.Tensor) -> torch.Tensor | None:
+        changed = None
+        for number, injection in moments.due("backward"):
+            changed = injectors.do(injection, moments, number, gradient)
+        return changed
+
+    def after_layer(module: nn.Module, inputs: Any, output: Any) -> Any:
+        return output.detach() if module.training and moments.due("layer") else None
+
+    network.register_forward_pre_hook(before)
+    network.register_forward_hook(after)
+    injectors.first_layer(network).register_forward_hook(after_layer)
+
+
+def _watch_optimizer(network: nn.Module, moments: Moments) -> None:
+    """Count steps, and have acts happen before and after the update."""
+
+    def before(optimizer: torch.optim.Optimizer, *rest: Any) -> None:
+        for number, injection in moments.due("optimizer"):
+            injectors.do(injection, moments, number)
+
+    def after(optimizer: torch.optim.Optimizer, *rest: Any) -> None:
+        moments.count(optimizer)
+        for _, injection in moments.due("update"):
+            injectors.change_weights(injection.kind, network)
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+def _leave_digest(network: nn.Module, moments: Moments) -> None:
+    """Leave the hash of all weights for the drill: are the replicas equal? At the end."""
+    moments.board.write(f"digest-{moments.rank}", digest_of(network.state_dict()))

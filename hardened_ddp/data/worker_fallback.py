@@ -1,0 +1,73 @@
+"""How many workers read, and how their batches come back: a step down after a fault, up after calm.
+
+Owns the steps that were left and when to take one back. WHY longer each time: a fault that comes
+again whenever there are more workers must not cost a restart of them every few minutes.
+Does not own: which step a fault leads to (stream.py).
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MOST_DOUBLINGS = 6
+"""So often the calm that is asked for doubles: from 5 minutes to 5 hours."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLevel:
+    """One way to read."""
+
+    num_workers: int
+    shares_memory: bool = True
+
+    def __str__(self) -> str:
+        workers = f"{self.num_workers or 'no'} worker{'' if self.num_workers == 1 else 's'}"
+        return workers if self.shares_memory or not self.num_workers else f"{workers} through pipes"
+
+
+class WorkerFallback:
+    """The rung that is in use, and those above it that were left."""
+
+    def __init__(
+        self, top: WorkerLevel, *, quiet_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """quiet_s: seconds without a fault before a step up; 0: never."""
+        self.level = top
+        self._quiet_s = quiet_s
+        self._clock = clock
+        self._above: list[WorkerLevel] = []
+        self._num_doublings = 0
+        self._moved_at = clock()
+        self._went_up = False
+
+    @property
+    def is_low(self) -> bool:
+        """Whether a rung above was left."""
+        return bool(self._above)
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds of calm that are asked for now."""
+        return self._quiet_s * 2.0**self._num_doublings
+
+    def go_down(self, level: WorkerLevel) -> None:
+        """Leave the rung for one below, because of a fault."""
+        if self._went_up:  # else this fault belongs to the one before, or is the first
+            is_soon = self._clock() - self._moved_at < 2 * self.wait_s
+            self._num_doublings = min(self._num_doublings + 1, MOST_DOUBLINGS) if is_soon else 0
+        self._above.append(self.level)
+        self.level = level
+        self._moved_at, self._went_up = self._clock(), False
+
+    def stay(self) -> None:
+        """Note a fault that leads to no other rung."""
+        self._moved_at = self._clock()
+
+    def is_quiet(self) -> bool:
+        """Say whether it has been calm for long enough to go up."""
+        return self.is_low and 0 < self.wait_s <= self._clock() - self._moved_at
+
+    def go_up(self) -> None:
+        """Go back to the rung that was left last."""
+        self.level = self._above.pop()
+        self._moved_at, self._went_up = self._clock(), True

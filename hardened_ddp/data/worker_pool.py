@@ -1,0 +1,289 @@
+"""Worker processes that read micro-batches for one rank, through torch's DataLoader.
+
+Owns their start, the wait for a batch, and their end; says what happened to them in CrewLost.
+Does not own: what follows from that (loader.py), how many there are (workers.py).
+
+What goes wrong here: a worker is killed for memory, crashes in a decoder, hangs on a disk. torch
+notices a dead worker only when a wait for data has timed out, so we wait in short turns.
+WHY never next() again after any other error: torch would silently leave out the lost batch.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+
+from hardened_ddp.data.fetch import Batch, Fetcher, Request, map_tensors
+from hardened_ddp.data.workers import WorkerPlan
+from hardened_ddp.ranks.stacks import ask_for_stacks, offer_stacks
+
+POLL_S = 0.5  # how long a dead worker may go unnoticed while a batch is waited for
+_NUM_NOTES = 3  # of each worker: the sample under way, its pid, where it writes its stacks
+END_S = 5.0  # how long workers may take to end before they are killed
+# For the rank, not for its workers; a scheduler sends them to every process of a job.
+_SIGNALS_OF_THE_RANK = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
+
+
+_NOT_RECEIVED = "a batch could not be received"
+# What is said where shared memory is full or too many files are open: by the kernel, by torch, by us.
+_SIGNS_OF_SHARING = (
+    *("SIGBUS", "shared memory", "(shm)", "unable to mmap", "unable to resize file"),
+    *("No space left on device", "Too many open files", _NOT_RECEIVED),
+)
+
+
+class WorkersLost(Exception):
+    """The workers can't go on; they are to be closed, and nothing more asked of them.
+
+    is_dangerous: what ended or hung them may do the same to the process that reads it next.
+    is_hang: it was waited for as long as is allowed.
+    is_about_sharing: the way batches come back (shared memory, open files) may be the cause.
+    """
+
+    def __init__(
+        self, reason: str, *, is_dangerous: bool = False, is_hang: bool = False
+    ) -> None:
+        super().__init__(reason)
+        self.is_dangerous, self.is_hang = is_dangerous, is_hang
+        self.is_about_sharing = any(sign in reason for sign in _SIGNS_OF_SHARING)
+
+
+class WorkerPool:
+    """The workers of one rank. start() them on requests, receive() each batch in order."""
+
+    def __init__(
+        self,
+        fetcher: Fetcher,
+        plan: WorkerPlan,
+        *,
+        pin_memory: bool,
+        timeout_s: float,
+        is_lasting: bool = False,
+    ) -> None:
+        """timeout_s: how long a batch may take, 0 for ever. is_lasting: start() may come again."""
+        self.timeout_s = timeout_s
+        self._requests = _Requests()
+        self._workers: list[BaseProcess] = []
+        self._iterator: Iterator[Any] | None = None  # Any: what _Reader sends
+        context = multiprocessing.get_context(plan.start_method)
+        self._notes = context.RawArray("q", _NUM_NOTES * plan.num_workers)
+        if plan.start_method == "forkserver":
+            context.set_forkserver_preload(["torch", "hardened_ddp.data.worker_pool"])
+        self._loader: DataLoader[Any] | None = DataLoader(
+            _Reader(fetcher, self._notes, shares_memory=plan.shares_memory),
+            batch_size=None,
+            sampler=self._requests,
+            num_workers=plan.num_workers,
+            prefetch_factor=plan.prefetch_factor,
+            collate_fn=_unchanged,
+            persistent_workers=is_lasting,
+            pin_memory=pin_memory,
+            timeout=POLL_S,
+            worker_init_fn=_prepare_worker,
+            multiprocessing_context=context,
+            # WHY: without one of its own, torch draws a seed from the generator of the run.
+            generator=torch.Generator(),
+        )
+
+    def start(self, requests: Iterator[Request]) -> None:
+        """Have the workers read requests. Raises CrewLost if they can't be started."""
+        assert self._loader is not None, "a closed crew was started"
+        self._requests.source = requests
+        before = set(multiprocessing.active_children())
+        try:
+            self._iterator = iter(self._loader)
+        except Exception as error:  # WHY broad: processes, pipes, and pickling the user's dataset
+            error.__traceback__ = None  # see receive
+            raise WorkersLost(f"workers can't be started: {_summary(error)}") from None
+        finally:
+            self._workers += set(multiprocessing.active_children()) - before
+
+    def receive(self) -> Batch | None:
+        """Wait for the next batch; None if all requests are answered. Raises CrewLost."""
+        assert self._iterator is not None, "a crew that was not started has no batches"
+        end = time.monotonic() + self.timeout_s if self.timeout_s else float("inf")
+        while True:
+            try:
+                found = next(self._iterator)
+                parts = found.open() if isinstance(found, _Parcel) else found
+                inputs, targets, numbers, bad, troubles = parts
+                return Batch(inputs, targets, torch.from_numpy(numbers), bad, troubles)
+            except StopIteration:
+                return None
+            except Exception as error:  # WHY broad: RuntimeError, OSError, EOFError, pickle's own
+                is_late = str(error).startswith("DataLoader timed out")
+                if is_late and time.monotonic() < end and self._can_pin():
+                    continue
+                reason, is_dangerous = self._explain(error, is_late=is_late)
+                error.__traceback__ = None
+            # WHY so: a traceback (torch puts it in a cycle) would keep its iterator and threads.
+            raise WorkersLost(reason, is_dangerous=is_dangerous, is_hang=is_late and is_dangerous)
+
+    def being_read(self) -> list[int]:
+        """Give the sample that each worker reads, or read last; -1 where that is not known."""
+        return list(self._notes[::_NUM_NOTES])
+
+    def stacks(self) -> dict[int, str]:
+        """Give the Python stacks of each worker by its pid; empty where it does not answer."""
+        places = zip(self._notes[1::_NUM_NOTES], self._notes[2::_NUM_NOTES], strict=True)
+        return {pid: ask_for_stacks(pid, fd) for pid, fd in places if pid}
+
+    def close(self, *, is_broken: bool = False) -> None:
+        """End the workers; at once if they are broken."""
+        if is_broken:
+            for worker in self._workers:
+                worker.kill()
+        # WHY suppress: without guard/stop.py, torch raises a worker's death wherever we are.
+        with contextlib.suppress(RuntimeError):
+            self._loader = self._iterator = None  # torch ends its workers when this is gone
+        end = time.monotonic() + END_S
+        for worker in self._workers:
+            worker.join(max(0.0, end - time.monotonic()))
+            if worker.is_alive():
+                worker.kill()
+                worker.join(END_S)
+        self._workers = []
+
+    def _explain(self, error: Exception, *, is_late: bool) -> tuple[str, bool]:
+        """Say what happened, and whether it may happen to whoever reads the same samples next."""
+        if not self._can_pin():
+            return "the thread that pins memory has ended", False
+        if is_late:
+            return f"no batch in {self.timeout_s:g} s", True
+        if _was_told(error):  # the worker lives, and reported what its dataset raised
+            return _summary(error), False
+        # WHY wait: a process closes its connections first, and tells how it ended only later. To
+        # take its death for something harmless could cost the rank. A death ends the wait.
+        multiprocessing.connection.wait([worker.sentinel for worker in self._workers], END_S)
+        for worker in self._workers:
+            if multiprocessing.connection.wait([worker.sentinel], 0):
+                worker.join(END_S)
+            code = worker.exitcode
+            # WHY status 0 too: as long as batches are asked for, no worker has a reason to end.
+            if not worker.is_alive() and code is not None:
+                how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+                hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+                return f"worker process {worker.pid} ended with {how}{hint}", True
+        return f"{_NOT_RECEIVED} ({_summary(error)})", False
+
+
+    def _can_pin(self) -> bool:
+        """Say whether torch's thread that pins batches still lives, where there is one.
+
+        WHY here: with a limit for the wait, torch does not look.
+        """
+        thread = getattr(self._iterator, "_pin_memory_thread", None)
+        return thread is None or bool(thread.is_alive())
+
+
+class _Requests(Sampler[Any]):
+    """What torch draws from: the requests that are wanted at the moment."""
+
+    def __init__(self) -> None:
+        self.source: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        # WHY numpy: a tensor would be sent as an open file in shared memory, each time.
+        return ((epoch, indices.numpy()) for epoch, indices in self.source)
+
+
+class _Reader(Dataset[Any]):
+    """The dataset that a worker sees: a request in, a batch's parts out."""
+
+    def __init__(self, fetcher: Fetcher, notes: Any, *, shares_memory: bool) -> None:
+        """notes: what the rank may see of each worker. Any: ctypes' array."""
+        self.fetcher = fetcher
+        self.notes = notes
+        self.shares_memory = fetcher.shares_memory = shares_memory
+
+    def begin(self, worker_id: int) -> None:
+        """Let the rank see, from now on, where this worker is."""
+        notes = memoryview(self.notes).cast("B").cast("q")[_NUM_NOTES * worker_id :]
+        self.fetcher.reading = notes[:1]
+        notes[0], notes[1], notes[2] = -1, os.getpid(), offer_stacks()
+
+    def __getitem__(self, request: Any) -> Any:  # Any: arrays, which torch sends without types
+        epoch, numbers = request
+        batch = self.fetcher[(epoch, torch.from_numpy(numbers))]
+        rest = (batch.indices.numpy(), batch.bad, batch.troubles)
+        if not self.shares_memory:
+            # Slower, but through a pipe: needs no room in /dev/shm, and no open file per tensor.
+            parts = map_tensors((batch.inputs, batch.targets), torch.Tensor.detach)
+            return _Parcel(pickle.dumps((*parts, *rest)))
+        parts = map_tensors((batch.inputs, batch.targets), _share)
+        return _Parcel(bytes(ForkingPickler.dumps((*parts, *rest))))
+
+
+class _Parcel:
+    """The parts of a batch on their way: bytes that name shared memory, or hold all of it.
+
+    WHY not the parts themselves: torch would pack and open them in threads of its own. What fails
+    there (no picklable thing, too many open files) ends the thread, and the rank waits in vain.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def open(self) -> Any:  # Any: inputs as the dataset nests them, and the other parts
+        return pickle.loads(self.content)
+
+    def pin_memory(self) -> Any:  # Any: as above
+        """Open it and pin its tensors. The name is what torch calls in its thread for that."""
+        return map_tensors(self.open(), torch.Tensor.pin_memory)
+
+
+def _share(tensor: torch.Tensor) -> torch.Tensor:
+    """Move to shared memory. WHY here: running out of it is then an error with a name."""
+    tensor = tensor.detach()
+    if tensor.untyped_storage().nbytes() > tensor.nbytes:
+        tensor = tensor.clone()  # WHY: of a view, torch would send the whole tensor behind it
+    tensor.share_memory_()  # type: ignore[no-untyped-call]  # torch left it untyped
+    return tensor
+
+
+def _unchanged(data: Any) -> Any:
+    return data  # WHY: torch's default would turn the sample numbers into tensors
+
+
+def _prepare_worker(worker_id: int) -> None:
+    """Make a worker die with its rank, and leave the rank's signals to the rank."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        # WHY not the kernel's signal at a parent's death: that parent is the fork server.
+        watch = partial(_end_with, parent.sentinel)
+        threading.Thread(target=watch, name="end-with-rank", daemon=True).start()
+    info = get_worker_info()
+    if info is not None and isinstance(info.dataset, _Reader):
+        info.dataset.begin(worker_id)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_THE_RANK)
+    torch.set_num_threads(1)
+
+
+def _end_with(sentinel: int) -> None:
+    """Wait until the process behind sentinel is gone, then end this one."""
+    multiprocessing.connection.wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _was_told(error: BaseException) -> bool:
+    return "in DataLoader worker process" in str(error)  # torch's words for a worker's exception
+
+
+def _summary(error: BaseException) -> str:
+    """Give the line that tells most: the last one of what torch brings from a worker."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # After a traceback, the error stands in the first line that is not indented.
+    after = [line for line in lines[1:] if not line.startswith((" ", "Original", "Traceback"))]
+    return (after or lines)[0].rstrip(".")

@@ -1,0 +1,1 @@
+"""Weights and whole models for other programs."""

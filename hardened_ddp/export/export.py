@@ -1,0 +1,160 @@
+"""The trained model in a folder of its own, for those who use it and not its training.
+
+Owns: export_model and what that folder holds: the model in one format, config.json, a model card.
+Does not own: the checkpoint it is made from (listing.py, files.py), the formats that hold more
+than the weights (formats.py).
+What goes wrong here: an export that is half written, or that differs from the checkpoint. So it is
+written aside, read back, compared, and renamed into place.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from hardened_ddp.checkpoint.disk import Disk, make_folders, write_file
+from hardened_ddp.checkpoint.files import load_checkpoint
+from hardened_ddp.checkpoint.listing import open_checkpoint
+from hardened_ddp.checkpoint.manifest import JSON
+from hardened_ddp.checkpoint.retention import aside_path, remove_aside
+from hardened_ddp.checkpoint.stream import TensorStream, flat_bytes, write_stream_to
+from hardened_ddp.checkpoint.tensors import plan_file, read_tensors, specs_of
+from hardened_ddp.checkpoint.verify import Found
+from hardened_ddp.errors import CheckpointError
+from hardened_ddp.export.formats import (
+    CARD_NAME,
+    HUGGINGFACE,
+    WEIGHTS_NAME,
+    how_to_load,
+    write_model,
+)
+from hardened_ddp.model.described import DESCRIPTION
+from hardened_ddp.training.rebuild import MODEL_PREFIX, model_tensors
+
+SAFETENSORS = "safetensors"
+# What config.json takes from the checkpoint's meta; null where it has none.
+CONFIG_KEYS = (*DESCRIPTION, "dataset")
+_HOW_TO_LOAD_WEIGHTS = f"""\
+from safetensors.torch import load_file
+
+weights = load_file("{WEIGHTS_NAME}")  # names and shapes as in the model's state_dict()
+model.load_state_dict(weights)
+model.eval()"""
+
+
+def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path:
+    """Write the model of a run or a checkpoint to the new folder output, and return that.
+
+    A run gives its best checkpoint, or else its newest valid one. form: see cli.py. Raises
+    CheckpointError; of a form that runs the model also ModelError and MissingPackageError.
+    """
+    if os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):
+        raise CheckpointError(
+            f"{output} exists: an export would mix with what is there",
+            fix=f"give another --output, or remove it first: rm -r {output}",
+        )
+    found = open_checkpoint(source, prefer_best=True)
+    tensors, meta = load_checkpoint(found)
+    weights = model_tensors(tensors)
+    if not weights:
+        raise CheckpointError(
+            f"{found.path} holds no tensor named {MODEL_PREFIX}*: it has no model to export"
+        )
+    disk = Disk()
+    aside = aside_path(output.absolute(), what="partial")
+    try:
+        make_folders(aside.parent, disk=disk)
+        if os.path.lexists(aside):
+            remove_aside(aside, disk=disk)
+        disk.make_folder(aside)
+        try:
+            card = _model_card(found, weights=weights, meta=meta, form=form)
+            write_file(aside / CARD_NAME, card.encode(), disk=disk)
+            config: dict[str, JSON] = {key: meta.get(key) for key in CONFIG_KEYS}
+            config |= {"step": found.step, "epoch": meta.get("epoch")}
+            if form == SAFETENSORS:
+                config["sha256"] = _write_weights(aside, weights)
+            else:
+                write_model(aside, form, weights, meta)
+            if form != HUGGINGFACE:  # that has a config.json of its own
+                text = json.dumps(config, indent=2) + "\n"
+                write_file(aside / "config.json", text.encode(), disk=disk)
+            _sync(aside, disk=disk)
+            disk.rename(aside, output)
+        finally:
+            if os.path.lexists(aside):
+                remove_aside(aside, disk=disk)
+    except OSError as error:
+        raise CheckpointError(
+            f"the export to {output} failed: {error}", fix=f"look at the disk: df {output.parent}"
+        ) from error
+    return output
+
+
+def _write_weights(folder: Path, weights: Mapping[str, Tensor]) -> str:
+    """Write the weights alone, compare them with what was to be written, and give their hash."""
+    stream = TensorStream(weights, plan=plan_file(weights))
+    sha256 = write_stream_to(folder / WEIGHTS_NAME, stream, disk=Disk())
+    _compare(read_tensors(folder / WEIGHTS_NAME), weights)
+    return sha256
+
+
+def _sync(folder: Path, *, disk: Disk) -> None:
+    """Bring files that libraries wrote to the disk, before the folder gets its name."""
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            disk.sync(descriptor)
+        finally:
+            disk.close(descriptor)
+    disk.sync_folder(folder)
+
+
+def _compare(written: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError unless what was written is what was to be written, byte for byte."""
+    same = specs_of(written) == specs_of(weights) and all(
+        # WHY bytes and not values: NaN does not equal itself
+        np.array_equal(flat_bytes(written[name]), flat_bytes(weights[name]))
+        for name in weights
+    )
+    if not same:
+        raise CheckpointError(
+            "the exported weights, read back, differ from the checkpoint",
+            fix="check the disk and the memory of this machine, then export again",
+        )
+
+
+def _model_card(
+    found: Found, *, weights: Mapping[str, Tensor], meta: Mapping[str, JSON], form: str
+) -> str:
+    num_values = sum(tensor.numel() for tensor in weights.values())
+    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    keys = (*CONFIG_KEYS, "best_accuracy", "epoch", "world_size", "torch")
+    told = {key: meta[key] for key in keys if key != "hub_config" and meta.get(key) is not None}
+    rows = "\n".join(f"| {key} | {json.dumps(value)} |" for key, value in told.items())
+    return f"""---
+library_name: pytorch
+pipeline_tag: image-classification
+---
+
+# {meta.get("model") or "Model"}
+
+Exported from `{found.path.parent.parent.name}/{found.path.name}` (optimizer step {found.step}).
+{num_values:,} values in {len(weights)} tensors, {size_bytes:,} bytes.
+
+| setting | value |
+| --- | --- |
+{rows}
+
+## Load it
+
+```python
+{_HOW_TO_LOAD_WEIGHTS if form == SAFETENSORS else how_to_load(form, meta)}
+```
+
+Inputs have the shape (samples, *input_shape), prepared as the dataset above prepares them. The
+export was read back and compared with the checkpoint before it was put in place.
+"""

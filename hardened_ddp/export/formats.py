@@ -1,0 +1,186 @@
+"""The formats of an export that hold a whole model: huggingface, torch_export, onnx.
+
+Owns: writing each one with the library that is made for it, reading it back with the same, and
+comparing its logits with those of the checkpoint's model, for two batch sizes. An export that gives
+other logits is an error, and is not kept.
+Does not own: the folder, which is made aside and renamed (export.py).
+What goes wrong here: a package is not installed; a model does what can't be traced.
+"""
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hardened_ddp.data.extras import import_extra
+from hardened_ddp.data.fetch import describe
+from hardened_ddp.errors import CheckpointError, HardenedError, ModelError
+from hardened_ddp.model.described import DESCRIPTION
+from hardened_ddp.model.huggingface import ImageClassifier
+from hardened_ddp.training.rebuild import example_inputs, rebuild_model
+
+HUGGINGFACE, TORCH_EXPORT, ONNX = "huggingface", "torch_export", "onnx"
+CARD_NAME, WEIGHTS_NAME = "README.md", "model.safetensors"
+TORCH_EXPORT_NAME, ONNX_NAME = "model.pt2", "model.onnx"
+# Traced programs add up in another order than the model does. A wrong weight differs by far more.
+_TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
+_TRACED_SAMPLES, _TRIED_SAMPLES = 2, (2, 5)  # WHY another number: a fixed batch size is found out
+
+Run = Callable[[Tensor], Tensor]
+log = logging.getLogger(__name__)
+
+_HOW_TO_LOAD = {
+    HUGGINGFACE: """\
+from hardened_ddp.model.hub import HubModel
+
+model = HubModel.from_pretrained("FOLDER")  # with this project on PYTHONPATH
+logits = model(inputs)""",
+    TORCH_EXPORT: f"""\
+import torch
+
+model = torch.export.load("{TORCH_EXPORT_NAME}").module()
+logits = model(inputs)""",
+    ONNX: f"""\
+import onnxruntime
+
+session = onnxruntime.InferenceSession("{ONNX_NAME}")
+[logits] = session.run(["logits"], {{"inputs": inputs}})  # inputs: float32 array""",
+}
+
+
+class _Logits(nn.Module):
+    """A model with logits for its only output."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output = self.model(inputs)
+        logits: Tensor = output if isinstance(output, Tensor) else output["logits"]
+        return logits
+
+
+@torch.no_grad()
+def write_model(
+    folder: Path, form: str, weights: Mapping[str, Tensor], meta: Mapping[str, Any]
+) -> None:
+    """Write the model of a checkpoint to folder in this form, and prove it. Rank-local.
+
+    Raises MissingPackageError, ModelError if the model can't be built or traced, CheckpointError
+    if what was written gives other logits.
+    """
+    write = {HUGGINGFACE: _write_huggingface, TORCH_EXPORT: _write_torch_export, ONNX: _write_onnx}
+    if form == HUGGINGFACE:
+        import_extra("huggingface_hub", what="--format huggingface")
+    if form == ONNX:
+        for package in ("onnx", "onnxscript"):
+            import_extra(package, what="--format onnx")
+    model = _Logits(rebuild_model(weights, meta)).eval()
+    try:
+        wanted = [model(example_inputs(meta, num_samples=count)) for count in _TRIED_SAMPLES]
+        run = write[form](folder, model, meta)
+        got = [run(example_inputs(meta, num_samples=count)) for count in _TRIED_SAMPLES]
+    except HardenedError:
+        raise
+    except Exception as error:  # WHY broad: the user's model, and tracers that raise what they meet
+        log.debug("the export failed", exc_info=True)
+        raise ModelError(
+            f"the model {meta['model']} can't be written as {form}: {describe(error)}",
+            fix="--format safetensors writes the weights without running the model",
+        ) from error
+    for ours, theirs in zip(wanted, got, strict=True):
+        if ours.shape != theirs.shape or not torch.allclose(
+            ours, theirs, equal_nan=True, **_TOLERANCE
+        ):
+            raise CheckpointError(
+                f"the exported model, read back, gives other logits than the checkpoint: "
+                f"{_difference(ours, theirs)}",
+                fix="export with --format safetensors, and report this model",
+            )
+
+
+def _write_huggingface(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Run:
+    from hardened_ddp.model.hub import HubModel
+
+    read_back: Run
+    with contextlib.redirect_stdout(io.StringIO()):  # WHY: the library prints what it does
+        if isinstance(model.model, ImageClassifier):
+            read_back = _write_transformers(folder, model.model, meta)
+        else:
+            hub_model = HubModel(facts={name: meta.get(name) for name in DESCRIPTION})
+            hub_model.net.load_state_dict(model.model.state_dict())
+            hub_model.save_pretrained(folder)
+            read_back = HubModel.from_pretrained(folder, local_files_only=True, strict=True)
+    # WHY: the library writes it for its owner only, and a group's folder is read by others.
+    for path in folder.glob("*.safetensors"):
+        path.chmod((folder / CARD_NAME).stat().st_mode)
+    return read_back
+
+
+def _write_transformers(folder: Path, model: ImageClassifier, meta: Mapping[str, Any]) -> Run:
+    """Write the library's own model, as it would itself, with the names of our classes."""
+    auto = import_extra("transformers", what="--format huggingface").AutoModelForImageClassification
+    names = dict(enumerate(meta.get("class_names") or ()))
+    if len(names) == model.net.config.num_labels:
+        model.net.config.id2label = names
+        model.net.config.label2id = {name: index for index, name in names.items()}
+    model.net.save_pretrained(folder)
+    net = auto.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+    return ImageClassifier(net.eval(), input_shape=tuple(meta["input_shape"]))
+
+
+def _write_torch_export(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Run:
+    batch = {0: torch.export.Dim.DYNAMIC}
+    inputs = (example_inputs(meta, num_samples=_TRACED_SAMPLES),)
+    program = torch.export.export(model, inputs, dynamic_shapes=(batch,))
+    torch.export.save(program, folder / TORCH_EXPORT_NAME)
+    loaded: Run = torch.export.load(folder / TORCH_EXPORT_NAME).module()
+    return loaded
+
+
+def _write_onnx(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Run:
+    onnx = import_extra("onnx", what="--format onnx")
+    reference = import_extra("onnx.reference", what="--format onnx")
+    path = folder / ONNX_NAME
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about torch's own
+        torch.onnx.export(
+            model,
+            (example_inputs(meta, num_samples=_TRACED_SAMPLES),),
+            path,
+            dynamo=True,
+            dynamic_shapes=({0: torch.export.Dim.DYNAMIC},),
+            input_names=["inputs"],
+            output_names=["logits"],
+            external_data=False,
+            verbose=False,
+        )
+    onnx.checker.check_model(str(path))
+    evaluator = reference.ReferenceEvaluator(str(path))
+    return lambda inputs: torch.as_tensor(evaluator.run(None, {"inputs": inputs.numpy()})[0])
+
+
+def how_to_load(form: str, meta: Mapping[str, Any]) -> str:
+    """Give the lines that load an export in this form, for its model card."""
+    if form == HUGGINGFACE and meta.get("hub_config"):
+        return """\
+from transformers import AutoModelForImageClassification
+
+model = AutoModelForImageClassification.from_pretrained("FOLDER")
+# Here in the size and with the channels that config.json says: in training, other sizes were
+# scaled to that (bilinear, antialias), and a grey channel was repeated.
+logits = model(pixel_values=inputs).logits"""
+    return _HOW_TO_LOAD[form]
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> str:
+    if ours.shape != theirs.shape:
+        return f"shape {tuple(theirs.shape)} instead of {tuple(ours.shape)}"
+    return f"they differ by up to {float((ours - theirs).abs().max()):.3g}"

@@ -1,0 +1,89 @@
+"""Which process made a file, and whether it is still alive.
+
+Owns: ProcessMark, what a process writes beside its work so that a later one can tell.
+Does not own: what follows from it (run_lock.py, files.py).
+What goes wrong here: a pid alone lies. It is used again after a while, means another process after
+a reboot, and another one in each container; so a mark holds the start time, the boot and the
+namespace too. Off Linux those are empty, and the pid has to do.
+"""
+
+import hashlib
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+_STATE_FIELD = 0
+_START_FIELD = 19
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessMark:
+    """Who a process is, for others on this host, on another one, or after a reboot."""
+
+    host: str
+    pid: int
+    started: str
+    """Clock ticks between boot and start; empty where the system doesn't tell."""
+    boot: str
+    namespace: str
+    """Of process ids: two containers on one host have two."""
+
+    @property
+    def place(self) -> str:
+        """The boot and the namespace, short enough for a file name."""
+        return hashlib.sha256(f"{self.host}|{self.boot}|{self.namespace}".encode()).hexdigest()[:12]
+
+
+def this_process() -> ProcessMark:
+    """Return the mark of the running process."""
+    pid = os.getpid()
+    fields = _stat_fields(pid)
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return ProcessMark(
+        host=socket.gethostname(),
+        pid=pid,
+        started=fields[_START_FIELD] if fields else "",
+        boot=_text_of(Path("/proc/sys/kernel/random/boot_id")),
+        namespace=namespace,
+    )
+
+
+def is_gone(mark: ProcessMark) -> bool | None:
+    """Say whether that process has ended; None if it can't be seen from here."""
+    here = this_process()
+    if mark.boot != here.boot:
+        return True if mark.host == here.host else None
+    if mark.host != here.host or mark.namespace != here.namespace:
+        return None
+    return is_pid_gone(mark.pid, started=mark.started)
+
+
+def is_pid_gone(pid: int, *, started: str) -> bool:
+    """Say whether the process of this pid and start time, seen from here, has ended."""
+    fields = _stat_fields(pid)
+    if fields:
+        return fields[_STATE_FIELD] in "ZX" or fields[_START_FIELD] != started
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the name, or nothing."""
+    # WHY after the last bracket: the name before it may hold blanks and brackets itself
+    return _text_of(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

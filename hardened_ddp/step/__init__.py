@@ -1,0 +1,1 @@
+"""One optimizer step, and what happens when a rank fails in it."""

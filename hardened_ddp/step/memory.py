@@ -1,0 +1,98 @@
+"""What memory holds: the optimizer's state, and the samples of one backward.
+
+Owns both trials, made before the first step of a fresh run, where running out of memory costs
+nothing. What runs out of it later is retry.py's business; both keep the gradient of the window.
+"""
+
+import logging
+
+import torch
+
+from hardened_ddp.data.fetch import Batch, take
+from hardened_ddp.errors import OutOfMemoryError
+from hardened_ddp.model.optimizer import allocate_state
+from hardened_ddp.model.probe import untouched_buffers
+from hardened_ddp.step.parts import Parts
+
+log = logging.getLogger(__name__)
+
+_WORDS = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""What errors of other classes say then: the host's allocator, the driver, cuBLAS's workspace."""
+
+_FINENESS = 8
+"""The search ends when it knows the answer to one part in so many."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Say whether the GPU's allocator or the host's had nothing left."""
+    is_one = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_one or any(words in str(error) for words in _WORDS)
+
+
+def fit_into_memory(parts: Parts) -> int:
+    """Make the optimizer's state; with batch_size auto, find how many samples fit. Collective.
+
+    Returns the most samples of a micro-batch, the same on all ranks; 0: no limit was met.
+    Raises OutOfMemoryError if not even the state fits, or one sample.
+    """
+    rank = parts.group.launch.rank
+    try:
+        allocate_state(parts.optimizer)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(
+            f"rank {rank} has no memory for the state of {parts.config.optimizer.optimizer}",
+            fix="--optimizer sgd --momentum 0 needs none, adamw twice the model",
+        ) from error
+    if parts.config.data.batch_size is not None:
+        return 0
+    share = parts.sampler.batch_size
+    found = min(parts.group.gather_json(_most_that_fit(parts, share)))  # collective
+    if not found:
+        raise OutOfMemoryError(
+            "batch_size auto: on some rank not even one sample fits",
+            fix="a smaller model, --gradient_checkpointing, or --amp bf16",
+        )
+    log.info(
+        "batch_size auto: %d samples fit at once on every rank: %d backwards for the %d of a step",
+        found,
+        -(-share // found),
+        parts.global_batch,
+    )
+    return found if found < share else 0
+
+
+def _most_that_fit(parts: Parts, share: int) -> int:
+    """Search the most samples, up to share, that go forward and backward at once. Rank-local."""
+    sample = parts.train_loader.sample_batches(parts.device)[0]
+    if _fits(parts, sample, share):
+        return share
+    fits, too_many = 0, share
+    while too_many - fits > max(1, fits // _FINENESS):
+        middle = (fits + too_many) // 2
+        if _fits(parts, sample, middle):
+            fits = middle
+        else:
+            too_many = middle
+    return fits
+
+
+def _fits(parts: Parts, sample: Batch, num_samples: int) -> bool:
+    """Try forward and backward of so many samples, without the other ranks; forget them."""
+    try:
+        batch = take(sample, [i % sample.num_samples for i in range(num_samples)])
+        batch = batch.to(parts.device, channels_last=parts.replica.channels_last)
+        with untouched_buffers(parts.replica.module), parts.replica.no_sync():
+            with parts.precision.autocast():
+                scored = parts.objective(parts.replica.module, batch.inputs, batch.targets)
+            scored.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    finally:
+        parts.optimizer.zero_grad(set_to_none=True)
+        if parts.device.type == "cuda":
+            torch.cuda.empty_cache()  # else its pieces are in the way
+    return True

@@ -1,0 +1,204 @@
+"""Which module first gave a number that is none: a window that failed, watched as it is done again.
+
+Owns the hooks for that: on all modules in forward, and on what goes in and out of them in backward.
+They look and change nothing, so a window that succeeds while it is watched counts like any other;
+they wait for the device at every module, so nothing else is ever watched.
+What goes wrong here: modules inside of a compiled model are not called one by one.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hardened_ddp.data.fetch import map_tensors
+from hardened_ddp.data.loader import Batch
+from hardened_ddp.step.failure import NUM_SHOWN, shown
+
+
+@dataclass(slots=True)
+class _Finding:
+    """The first number that was none."""
+
+    text: str
+    micro_batch: int
+    rows: list[int]
+    """Which ones of the tensor's first dimension have such a number."""
+
+    size: int
+    """Of that dimension."""
+
+
+@dataclass(slots=True)
+class _Link:
+    """A tensor between modules."""
+
+    producer: nn.Module | None = None
+    maker: nn.Module | None = None
+    """The module in whose own forward the tensor is at hand."""
+
+    consumer: nn.Module | None = None
+    is_result: bool = False
+
+
+class NonFiniteFinder:
+    """Remembers where forward and backward first met a number that is none."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._root = module
+        self._names = {part: name for name, part in module.named_modules()}
+        self._forward: _Finding | None = None
+        self._backward: _Finding | None = None
+        self._num_forwards = 0
+        self._running: list[nn.Module] = []
+        self._links: dict[int, tuple[weakref.ref[torch.Tensor], _Link]] = {}
+
+    def tell(self, what: str, batches: Sequence[Batch]) -> str:
+        """Give samples and place of what went wrong. batches: the micro-batches watched."""
+        finding = self._forward or self._backward
+        if finding is None:
+            where = "no module gave such a number while they were watched"
+            if self._num_forwards == 0:
+                where = "which module was first is not known: a compiled model hides its modules"
+            elif what.startswith("the loss"):
+                where = "the model's output is finite, the loss of it is not"
+            return f"samples {shown(batches)}: {what}; {where}"
+        batch = batches[min(finding.micro_batch, len(batches) - 1)]
+        samples = shown([batch])
+        if finding.size == batch.num_samples and len(finding.rows) < finding.size:
+            samples = str([int(batch.indices[row]) for row in finding.rows[:NUM_SHOWN]])
+        return f"samples {samples}: {what}; {finding.text}"
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # Any: a user's arguments
+        """Look at what goes into a module."""
+        is_root = module is self._root
+        if is_root:
+            self._num_forwards += 1
+            self._running.clear()
+        for tensor in _tensors((args, kwargs)):
+            if self._forward is None and _is_bad(tensor, allows_mask=not is_root):
+                text = "the input itself is not finite"
+                if not is_root:
+                    first = f"gave the first {_kind(tensor)}, in its own forward, before"
+                    text = f"{self._name(self._caller())} {first} {self._name(module)}"
+                self._forward = self._finding(text, tensor)
+            link = self._link(tensor)
+            # WHY so: a block hands its input on to its first layer, and that one uses it
+            if link.consumer is None or link.consumer in self._running:
+                link.consumer = module
+        self._running.append(module)
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Look at what a module gives. Any: a user's arguments and result."""
+        if self._running:
+            self._running.pop()
+        for tensor in _tensors(output):
+            if self._forward is None and _is_bad(tensor, allows_mask=True):
+                text = f"{self._name(module)} gave the first {_kind(tensor)}, of finite inputs"
+                own = module.named_parameters(recurse=False)
+                bad = [name for name, value in own if not bool(value.isfinite().all())]
+                text += f": its {' and '.join(bad)} had it already" if bad else ""
+                self._forward = self._finding(text, tensor)
+            link = self._link(tensor)
+            if link.producer is None:
+                link.producer, link.maker = module, self._caller()
+            link.is_result = link.is_result or module is self._root
+
+    def after_gradient(self, name: str, parameter: torch.Tensor) -> None:
+        """Look at the gradient of a parameter."""
+        if self._backward is None and parameter.grad is not None and _is_bad(parameter.grad):
+            owner = self._root.get_submodule(name.rpartition(".")[0])
+            text = f"in backward {self._name(owner)} gave the first {_kind(parameter.grad)}"
+            self._backward = self._finding(f"{text}, the gradient of {name}")
+
+    def _look_back(self, link: _Link, gradient: torch.Tensor) -> None:
+        """Look at the gradient of what lies between two modules."""
+        if self._backward is not None or not _is_bad(gradient):
+            return
+        kind = _kind(gradient)
+        if link.consumer is not None and link.consumer is not self._root:
+            text = f"in backward {self._name(link.consumer)} gave the first {kind}"
+        elif link.is_result:
+            text = f"in backward the loss gave the first {kind}"
+        else:
+            after = f"after {self._name(link.producer)}" if link.producer else "on its inputs"
+            maker = self._name(link.maker or self._root)
+            text = f"in backward {maker} gave the first {kind}, for what it did {after}"
+        self._backward = self._finding(text, gradient)
+
+    def _link(self, tensor: torch.Tensor) -> _Link:
+        """Find what is known of a tensor; watch its gradient if it is new."""
+        reference, link = self._links.get(id(tensor), (None, _Link()))
+        if reference is None or reference() is not tensor:  # the id of one that is gone
+            link = _Link()
+            self._links[id(tensor)] = weakref.ref(tensor), link
+            if tensor.requires_grad:
+
+                def look(gradient: torch.Tensor, link: _Link = link) -> None:
+                    self._look_back(link, gradient)
+
+                tensor.register_hook(look)  # type: ignore[no-untyped-call]  # torch
+        return link
+
+    def _caller(self) -> nn.Module:
+        return self._running[-1] if self._running else self._root
+
+    def _name(self, module: nn.Module | None) -> str:
+        name = self._names.get(module or self._root, "")
+        return f"{name or 'the model'} ({type(module).__name__})"
+
+    def _finding(self, text: str, tensor: torch.Tensor | None = None) -> _Finding:
+        """Note what was found. tensor: one that may have the samples first."""
+        if tensor is None or not tensor.dim():
+            return _Finding(text, self._num_forwards - 1, [], -1)
+        is_bad = ~tensor.detach().isfinite().reshape(len(tensor), -1).all(dim=1)
+        rows: list[int] = torch.nonzero(is_bad).flatten().tolist()
+        return _Finding(text, self._num_forwards - 1, rows, len(tensor))
+
+
+@contextmanager
+def watch(module: nn.Module) -> Iterator[NonFiniteFinder]:
+    """Watch all forwards and backwards of module inside. Rank-local."""
+    finder = NonFiniteFinder(module)
+    handles: list[Any] = []  # Any: torch has one type of handle for each kind of hook
+    try:
+        for part in module.modules():
+            handles.append(part.register_forward_pre_hook(finder.before, with_kwargs=True))
+            handles.append(part.register_forward_hook(finder.after, with_kwargs=True))
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+
+                def look(parameter: torch.Tensor, name: str = name) -> None:
+                    finder.after_gradient(name, parameter)
+
+                handle = parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]  # torch
+                handles.append(handle)
+        yield finder
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:  # Any: whatever a module takes or gives
+    found: list[torch.Tensor] = []
+    map_tensors(value, found.append)
+    return [tensor for tensor in found if tensor.is_floating_point()]
+
+
+def _is_bad(tensor: torch.Tensor, *, allows_mask: bool = False) -> bool:
+    """Say whether a tensor has a number that is none; waits for the device.
+
+    allows_mask: -inf is fine in a tensor that needs no gradient: attention masks are made of it.
+    """
+    values = tensor.detach()
+    if allows_mask and not tensor.requires_grad:
+        return bool((values.isnan() | (values == float("inf"))).any())
+    return not bool(values.isfinite().all())
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return "nan" if bool(tensor.detach().isnan().any()) else "inf"

@@ -1,0 +1,131 @@
+"""What a run is made of, put together once and handed around.
+
+Owns nothing but the grouping: each part is owned by its room.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hardened_ddp.data.datasets import TaskData
+from hardened_ddp.data.ledger import LedgerWriter, next_start
+from hardened_ddp.data.loader import Batch, EvalLoader, TrainLoader
+from hardened_ddp.data.sampler import Window, WindowSampler
+from hardened_ddp.model.precision import Precision
+from hardened_ddp.model.replica import Replica
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.heartbeat import PHASE
+from hardened_ddp.settings.config import Config
+from hardened_ddp.task.classification import Objective
+
+LATE_DEVICES = ("cuda",)
+"""Where to read a number is to wait for all work before it."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where the run stands. Equal on all ranks at every step boundary."""
+
+    step: int = 0
+    """Optimizer steps done."""
+
+    epoch: int = 0
+    cursor: int = 0
+    """Samples of this epoch that are consumed, over all ranks."""
+
+    best_accuracy: float = -1.0
+    num_errors: int = 0
+    """Samples and windows left out so far."""
+
+    most_samples: int = 0
+    """What memory was found to hold at once: a micro-batch has no more samples. 0: no limit."""
+
+    def end_epoch(self, end: int) -> None:
+        """Go to the start of the next epoch if the cursor is at the end of this one."""
+        if self.cursor >= end:
+            self.epoch, self.cursor = self.epoch + 1, 0
+
+    def reopen_epoch(self, end: int) -> None:
+        """Go back before end_epoch: what follows an epoch's last step is still to be done."""
+        if self.cursor == 0:
+            self.epoch, self.cursor = self.epoch - 1, end
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """The parts of one run on this rank."""
+
+    config: Config
+    group: Group
+    device: torch.device
+    data: TaskData
+    sampler: WindowSampler
+    train_loader: TrainLoader
+    eval_loader: EvalLoader | None
+    replica: Replica
+    objective: Objective
+    precision: Precision
+    optimizer: torch.optim.Optimizer
+    global_batch: int
+    """Samples of one window, over all ranks."""
+
+    total_steps: int
+    """Optimizer steps of the whole run."""
+
+    @property
+    def watches_loss(self) -> bool:
+        """Look at the loss of each forward. WHY not on a GPU: the look would wait for it."""
+        loop = self.config.loop
+        is_near = self.device.type not in LATE_DEVICES
+        return is_near and (loop.recovery == "on" or loop.continue_on_error)
+
+    @property
+    def looks_late(self) -> bool:
+        """Learn a step later whether a gradient was good, see late.py. The same on all ranks."""
+        can_skip = all(group.get("fused") for group in self.optimizer.param_groups)
+        can_tell = self.group.world_size == 1 or self.replica.can_stand_in
+        return self.device.type in LATE_DEVICES and can_skip and can_tell
+
+    def open_ledger(self, folder: Path, *, step: int) -> LedgerWriter | None:
+        """Begin this rank's part of the ledger, if there is to be one. Collective: all ranks."""
+        if not self.config.run.ledger:
+            return None
+        start = self.group.run_on_main(lambda: next_start(folder), what="opening the ledger")
+        facts = {"num_samples": self.sampler.num_total, "epoch_end": self.sampler.end}
+        rank = self.group.launch.rank
+        return LedgerWriter(folder, start=start, rank=rank, step=step, facts=facts)
+
+    def windows_from(self, progress: Progress) -> Iterator[tuple[Window, list[Batch]]]:
+        """Give the windows from here to the end of the epoch or of the run, with this rank's share.
+
+        None if the run's last step is done. progress is to go on with each of them.
+        """
+        windows = self.train_loader.windows(progress.epoch, progress.cursor)
+        while progress.step < self.total_steps and (found := next(windows, None)) is not None:
+            yield found
+
+    def next_samples(self, progress: Progress) -> list[int]:
+        """Name the samples of the window that comes next, over all ranks."""
+        stop = min(progress.cursor + self.global_batch, self.sampler.end)
+        return [int(i) for i in self.sampler.order(progress.epoch).take(progress.cursor, stop)]
+
+    def close(self) -> None:
+        """End the loaders' workers, and free DDP while the process group still lives."""
+        self.replica.release()
+        self.train_loader.close()
+        if self.eval_loader is not None:
+            self.eval_loader.close()
+
+    def call_when_workers_start(self, call: Callable[[], None]) -> None:
+        """Have the loaders call back each time that they have started workers."""
+        heartbeat = self.group.heartbeat
+
+        def has_started() -> None:
+            heartbeat.enter(heartbeat.words[PHASE])  # WHY: workers that are replaced are no hang
+            call()
+
+        self.train_loader.stream.after_start = has_started
+        if self.eval_loader is not None:
+            self.eval_loader.stream.after_start = has_started

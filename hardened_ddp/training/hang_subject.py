@@ -1,0 +1,86 @@
+"""What the watch for hangs is told about a run: where it stands, and how its state is saved.
+
+Owns the way from a phase to the samples that are under way in it. Called while the main thread is
+somewhere else, perhaps for ever: so nothing here waits, and a moment's inconsistency does no harm.
+Does not own: when a rank counts as hung, and what follows (guard/hang.py).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hardened_ddp.errors import HangError
+from hardened_ddp.guard.hang import HangWatch, Subject
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.heartbeat import BACKWARD, DATA, EVALUATION, FORWARD, SAMPLE, STEP
+from hardened_ddp.settings.config import Config
+from hardened_ddp.step.parts import Parts, Progress
+from hardened_ddp.step.step import Stepper
+from hardened_ddp.training.run_report import RunReport
+from hardened_ddp.training.saving import Saver
+from hardened_ddp.training.survivor_save import save_while_stuck
+
+COMPILE_LIMIT_S = 600.0
+"""A compiled model is compiled again where a batch has another shape, in the middle of a run."""
+
+MARGIN_S = 30.0
+"""For the loader, to find out by itself which sample its workers hang in."""
+
+
+def watch_for_hangs(config: Config, group: Group, folder: Path) -> HangWatch:
+    """Make the watch of this run. To enter it is collective: all ranks."""
+    return HangWatch(
+        group,
+        folder,
+        hang_after_s=config.loop.hang_after_s,
+        timeout_s=config.device.timeout_s,
+    )
+
+
+def watched(
+    stepper: Stepper, progress: Progress, saver: Saver, folder: Path, report: RunReport
+) -> Subject:
+    """Begin to show where this run is, and say what is to be known of it. Main thread."""
+    parts = stepper.parts
+    heartbeat = parts.group.heartbeat
+    heartbeat.words[STEP] = progress.step
+    parts.train_loader.stream.fetcher.reading = heartbeat.words[SAMPLE : SAMPLE + 1]
+
+    def save(error: HangError | None = None) -> None:
+        save_while_stuck(stepper, progress, saver, folder, error=error)
+        report.goodput.note(progress.step, is_last=True)  # the process ends after this
+
+    def samples(phase: int) -> Sequence[int]:
+        batch = stepper.passes.batch
+        if phase == DATA:
+            return parts.train_loader.stream.being_read()
+        if phase == EVALUATION and parts.eval_loader is not None:
+            return parts.eval_loader.stream.being_read()
+        if phase in (FORWARD, BACKWARD) and batch is not None:
+            return [int(index) for index in batch.indices]
+        return ()
+
+    def worker_stacks() -> dict[int, str]:
+        found = parts.train_loader.stream.stacks()
+        if parts.eval_loader is not None:
+            found |= parts.eval_loader.stream.stacks()
+        return found
+
+    return Subject(
+        save=save,
+        samples=samples,
+        worker_stacks=worker_stacks,
+        split=report.splits.newest,
+        least_s=_least_s(parts),
+    )
+
+
+def _least_s(parts: Parts) -> dict[int, float]:
+    """Give the phases of this run that may take longer than those of others."""
+    found = {}
+    stream, config = parts.train_loader.stream, parts.config
+    if stream.num_workers > 0 and config.data.loader_timeout_s:
+        # WHY: workers that hang are replaced, and their sample is named, without any restart
+        found[DATA] = config.data.loader_timeout_s + MARGIN_S
+    if config.model.compile:
+        found[FORWARD] = found[BACKWARD] = COMPILE_LIMIT_S
+    return found

@@ -1,0 +1,185 @@
+"""What is saved when training ends by an error, and by which rank.
+
+Owns the rule. Every rank holds the whole state of the last completed step, so as long as one rank
+lives, nothing is lost: one of those that are left writes it, and a restart goes on at the next
+step. Which one: rank 0 if it can, else the first to claim it in the store; without a store, whoever
+is left. If two of them write the same step, the second finds it there (checkpoint/files.py).
+Nothing is saved that is half updated (Stepper.is_whole) or not wanted (_NOT_SAVED).
+
+No collective here: some rank may be dead.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hardened_ddp.errors import (
+    CheckpointError,
+    CrashLoopError,
+    DivergenceError,
+    HardenedError,
+    NonFiniteError,
+    PeerLostError,
+)
+from hardened_ddp.guard.watchdog import ask_within
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.reporting.summary import program
+from hardened_ddp.step.parts import Progress
+from hardened_ddp.step.step import Stepper
+from hardened_ddp.training.saving import Saver
+
+log = logging.getLogger(__name__)
+
+FAILURES_NAME = "failures.jsonl"
+NUM_ATTEMPTS = 3
+"""Failures at one step, one after the other, that end a run's automatic restarts."""
+
+HEAD_START_S = 1.0
+"""How long the others leave it to rank 0, which writes checkpoints as a rule."""
+
+DEVICE_LIMIT_S = 15.0
+"""How long a GPU is waited for, which may be in the middle of a step; torchrun kills after 30 s."""
+
+LOCK_LIMIT_S = 3.0
+"""How long an update of the weights under way is waited for."""
+
+# WHY: weights that are not numbers, or not the right ones, would push out good ones; and where the
+# disk is the trouble, or the checkpoints are, another one does not help.
+_NOT_SAVED = (NonFiniteError, DivergenceError, CheckpointError, CrashLoopError)
+
+
+def rescue(
+    error: Exception, stepper: Stepper, progress: Progress, saver: Saver, folder: Path
+) -> None:
+    """Write the state of the last completed step if this rank is the one to do it. Rank-local.
+
+    Never raises: the error is what counts.
+    """
+    is_seen_early = isinstance(error, NonFiniteError) and not error.reached_weights
+    is_wanted = is_seen_early or not isinstance(error, _NOT_SAVED)
+    if not is_wanted or not stepper.is_whole:
+        return
+    group = stepper.parts.group
+    try:
+        # WHY first: the others wait for this rank, and one of them may be the one that saves
+        group.leave()
+        # WHY a limit: a GPU may be behind a sum that never comes
+        is_good = ask_within(lambda: _is_good(stepper, progress), DEVICE_LIMIT_S)
+        if not _is_mine(group, progress.step):
+            return
+        _note_failure(folder, progress.step, error)
+        # WHY finite: the loss is looked at when it is reported, and that was some steps ago
+        if progress.step == 0 or not is_good:
+            return
+        saver.save_in_need(progress)
+        _say_saved(progress, folder)
+    except Exception:  # WHY broad: the error that ended training must stay the one that is told
+        log.warning("the last state could not be saved", exc_info=True)
+
+
+def save_while_stuck(
+    stepper: Stepper,
+    progress: Progress,
+    saver: Saver,
+    folder: Path,
+    *,
+    error: HardenedError | None = None,
+) -> None:
+    """Save the last completed step beside a main thread that waits for another rank. Rank-local.
+
+    error: why, for the list of failures. On a thread of its own; the process ends after it. Never
+    raises.
+    """
+    # WHY no release: should the wait end after all, the weights must not move any more.
+    if not stepper.commit_lock.acquire(timeout=LOCK_LIMIT_S):
+        log.warning("weights are being updated: they are not saved, the last checkpoint stays")
+        return
+    try:
+        # WHY a limit: a GPU may be behind a sum that never comes, and with it every look at it
+        is_finite = ask_within(lambda: _is_good(stepper, progress), LOCK_LIMIT_S)
+        if is_finite is None:
+            log.warning("the device does not answer: nothing is saved, the last checkpoint stays")
+        if not (is_finite and stepper.is_whole and _is_mine(stepper.parts.group, progress.step)):
+            return
+        if error is not None:
+            _note_failure(folder, progress.step, error)
+        if progress.step > 0:
+            saver.save_in_need(replace(progress), buffers=stepper.buffers_before)
+            _say_saved(progress, folder)
+    except Exception:  # WHY broad: the process ends in any case
+        log.warning("the last state could not be saved", exc_info=True)
+
+
+def refuse_crash_loop(folder: Path, progress: Progress, sample_ids: Sequence[int]) -> None:
+    """Raise CrashLoopError if the last attempts all failed at the step that comes now. Rank-local.
+
+    sample_ids: those of the window that comes.
+    """
+    failures = read_failures(folder)[-NUM_ATTEMPTS:]
+    if len(failures) < NUM_ATTEMPTS or any(f["step"] != progress.step for f in failures):
+        return
+    causes = sorted({str(failure["error"]) for failure in failures})
+    raise CrashLoopError(
+        f"{NUM_ATTEMPTS} attempts failed at step {progress.step}, one after the other: "
+        f"{'; '.join(causes)}. Its samples: {list(sample_ids)}",
+        fix=f"mend the cause; then: python ddp_training.py --resume {folder}",
+    )
+
+
+def read_failures(folder: Path) -> list[dict[str, Any]]:
+    """Read the failures of all attempts, oldest first; what can't be read is left out."""
+    try:
+        lines = (folder / FAILURES_NAME).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # a line that was cut off
+            continue
+    return found
+
+
+def _is_good(stepper: Stepper, progress: Progress) -> bool:
+    """Say whether what is in memory may be saved, as the state of progress. Rank-local."""
+    stepper.take_back(progress)
+    return progress.step == 0 or stepper.is_finite()
+
+
+def _say_saved(progress: Progress, folder: Path) -> None:
+    log.warning(
+        "the state after step %d is saved; to go on: %s ddp_training.py --resume %s",
+        progress.step,
+        program("python"),
+        folder,
+    )
+
+
+def _is_mine(group: Group, step: int) -> bool:
+    """Claim the rescue of step for this rank; False if another one has it."""
+    if group.store is None:
+        return True
+    key = f"rescue/{step}"
+    try:
+        if not group.launch.is_main:
+            end = time.monotonic() + HEAD_START_S
+            is_left = group.shared is not None and group.shared.has_left(0)
+            while not is_left and time.monotonic() < end and not group.store.has(key):
+                time.sleep(0.02)
+        mine = str(group.launch.rank)
+        return group.store.claim(key, mine) == mine
+    except RuntimeError as error:  # rank 0 served the store, and is dead or hangs
+        log.debug("the store is gone: %s", error)
+        return True
+
+
+def _note_failure(folder: Path, step: int, error: Exception) -> None:
+    text = error.message if isinstance(error, HardenedError) else f"{type(error).__name__}: {error}"
+    entry = {"step": step, "is_peer": isinstance(error, PeerLostError), "error": text}
+    with (folder / FAILURES_NAME).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(entry) + "\n")

@@ -1,0 +1,269 @@
+"""No step is lost while one rank lives: the others save, and a restart goes on at the next step."""
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from hardened_ddp.errors import (
+    CheckpointError,
+    CrashLoopError,
+    HardenedError,
+    NonFiniteError,
+    PeerLostError,
+    StepError,
+)
+from hardened_ddp.guard.stop import seconds_of
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.step.parts import Progress
+from hardened_ddp.training.survivor_save import read_failures, refuse_crash_loop, rescue
+from tests.commands import start_command
+from tests.processes import deadline, kill, read_process
+from tests.ranks import run_command, start_training, train
+from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
+
+# No checkpoint before the end: what there is after a fault was saved because of it.
+BARE: list[str | Path] = ["--cpu_only", "--batch_size", "16", "--epochs", "12", "--eval_every", "0"]
+BARE += ["--num_workers", "0", "--checkpoint_every_steps", "0", "--log_interval", "1"]
+POINTS: list[str | Path] = ["--dataset", "tests.plugins:points", "--cpu_only", "--batch_size", "2"]
+POINTS += ["--log_interval", "1", "--checkpoint_every_steps", "0", "--eval_every", "0"]
+POINTS += ["--model", "tests.plugins:Crashing"]
+RETRY = PeerLostError.exit_status
+"""The exit status of a rank that lost another one."""
+
+Undisturbed = Callable[..., dict[str, str]]
+
+
+def logged_steps(run: Path) -> list[int]:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
+    return [json.loads(line)["step"] for line in lines[:-1]]  # the last may be half written
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Give the final tensors of the BARE run that nothing happens to, by ranks and flags."""
+
+    @cache
+    def final_tensors(world_size: int, *flags: str) -> dict[str, str]:
+        output = tmp_path_factory.mktemp("undisturbed")
+        train([*BARE, *flags, "--output_dir", output], world_size).ok()
+        return last_tensors(output)
+
+    return final_tensors
+
+
+@pytest.mark.parametrize(
+    ("world_size", "victim", "flags"),
+    [
+        pytest.param(2, 1, (), marks=pytest.mark.slow),
+        pytest.param(2, 0, (), marks=pytest.mark.slow),
+        pytest.param(3, 1, (), marks=pytest.mark.slow),
+        pytest.param(2, 1, ("--no_shared_memory",), marks=pytest.mark.slow),
+        pytest.param(2, 0, ("--no_shared_memory",), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_ranks_that_are_left_save_the_step_before_a_kill(
+    world_size: int, victim: int, flags: tuple[str, ...], tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    argv = [*BARE, *flags, "--output_dir", tmp_path]
+    with start_training(argv, world_size) as running:
+        running.wait_for(
+            lambda: len(logged_steps(only_run(tmp_path))) > 20 if _has_run(tmp_path) else None,
+            timeout_s=60,
+            what="20 steps",
+        )
+        running.kill(victim)
+        finished = running.wait(40)
+    assert finished.statuses[victim] == -signal.SIGKILL
+    assert {s for rank, s in enumerate(finished.statuses) if rank != victim} == {RETRY}
+    run = only_run(tmp_path)
+    saved = step_of(find_checkpoints(tmp_path)[-1])
+    assert f"the state after step {saved} is saved" in finished.output
+    if victim != 0:  # rank 0 writes the metrics: it knows the last step that was done
+        assert saved >= max(logged_steps(run))
+    assert [failure["step"] for failure in read_failures(run)] == [saved]
+    resumed = train([*argv, "--resume", run], world_size).ok()
+    assert f"from step {saved}\n" in resumed.outputs[0]
+    assert last_tensors(tmp_path) == undisturbed(world_size, *flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_an_exception_on_one_rank_loses_no_step(world_size: int, rank: int, tmp_path: Path) -> None:
+    broken = ["--model_args", f"{{rank: {rank}}}"]
+    healthy = ["--model_args", "{rank: 9}"]
+    finished = train([*POINTS, *broken, "--output_dir", tmp_path / "a"], world_size)
+    assert all(finished.statuses)
+    assert "a fault of this model" in finished.outputs[0]
+    [checkpoint] = find_checkpoints(tmp_path / "a")
+    saved = step_of(checkpoint)
+    assert 0 < saved < 8
+    # Saved is the state after that step, the buffers too, and nothing of the one that failed.
+    limited = [*POINTS, *healthy, "--lr_schedule", "constant"]
+    again = [*POINTS, *broken, "--lr_schedule", "constant"]
+    train([*again, "--output_dir", tmp_path / "b"], world_size)
+    train([*limited, "--max_steps", str(saved), "--output_dir", tmp_path / "c"], world_size).ok()
+    assert last_tensors(tmp_path / "b") == last_tensors(tmp_path / "c")
+
+
+@pytest.mark.slow
+def test_three_failures_at_one_step_end_the_restarts_and_name_the_samples(tmp_path: Path) -> None:
+    argv = ["torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=6"]
+    argv += ["ddp_training.py", *map(str, POINTS), "--model_args", "{forward_number: 3}"]
+    completed = run_command([*argv, "--output_dir", str(tmp_path)], timeout_s=120)
+    assert completed.status != 0
+    run = only_run(tmp_path)
+    # The fourth attempt refuses, and ends torchrun itself: three restarts of six are not used up.
+    assert len(read_failures(run)) == 3
+    assert completed.output.count("going on in") <= 3
+    assert "DDP-S04" in completed.output
+    assert "Its samples: [" in completed.output
+
+
+@pytest.mark.slow
+def test_ranks_of_a_killed_torchrun_save_and_leave(tmp_path: Path) -> None:
+    argv = ["torchrun", "--standalone", "--nproc_per_node=2", "ddp_training.py", *map(str, BARE)]
+    argv += ["--epochs", "1000", "--output_dir", str(tmp_path)]
+    with start_command(argv) as command:
+        command.wait_for(
+            lambda: len(logged_steps(only_run(tmp_path))) > 5 if _has_run(tmp_path) else None,
+            timeout_s=60,
+            what="5 steps",
+        )
+        ranks = [pid for rank in (0, 1) if (pid := command.pid_of_rank(rank)) is not None]
+        assert len(ranks) == 2
+        kill(command.pid)
+        end = deadline(30)
+        while living := [pid for pid in ranks if _is_alive(pid)]:
+            assert time.monotonic() < end, f"{living} live on"
+            time.sleep(0.05)
+    summary = read_summary(only_run(tmp_path))
+    assert summary["status"] == "stopped"
+    assert step_of(find_checkpoints(tmp_path)[-1]) == summary["step"]
+
+
+@pytest.mark.slow
+def test_the_workers_of_a_killed_rank_end_with_it(tmp_path: Path) -> None:
+    argv = [*BARE, "--num_workers", "2", "--epochs", "1000", "--output_dir", tmp_path]
+    with start_training(argv, 1) as running:
+        running.wait_for(
+            lambda: len(logged_steps(only_run(tmp_path))) > 2 if _has_run(tmp_path) else None,
+            timeout_s=60,
+            what="2 steps",
+        )
+        children = psutil.Process(running.pids[0]).children(recursive=True)
+        assert len(children) >= 2
+        running.kill(0)
+        _, living = psutil.wait_procs(children, timeout=8)
+        assert not living, f"{living} live on"
+
+
+@pytest.mark.slow
+def test_the_time_limit_stops_a_run_that_can_go_on(tmp_path: Path) -> None:
+    argv = ["python", "ddp_training.py", *map(str, BARE), "--epochs", "100000"]
+    argv += ["--time_limit", "4s", "--output_dir", str(tmp_path)]
+    completed = run_command(argv, timeout_s=60).ok()
+    assert "time_limit: stopping at step" in completed.output
+    summary = read_summary(only_run(tmp_path))
+    assert summary["status"] == "stopped"
+    assert step_of(find_checkpoints(tmp_path)[-1]) == summary["step"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("3h55m", 14100), ("1d12h", 129600), ("1.5h", 5400)]
+)
+def test_times_are_read(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+class FakeSaver:
+    """Notes what it was asked to save."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.steps: list[int] = []
+        self.error = error
+
+    def save_in_need(self, progress: Progress) -> None:
+        if self.error is not None:
+            raise self.error
+        self.steps.append(progress.step)
+
+
+class FakeStepper:
+    """A stepper at a step boundary or within an update, whose losses were numbers or not."""
+
+    def __init__(self, *, is_whole: bool = True, is_finite: bool = True) -> None:
+        self.parts = SimpleNamespace(group=Group(Launch(), torch.device("cpu")))
+        self.is_whole = is_whole
+        self.is_finite = lambda: is_finite
+        self.take_back = lambda progress: None
+
+
+def rescue_after(
+    error: Exception, saver: Any, folder: Path, *, step: int = 5, stepper: Any = None
+) -> None:
+    rescue(error, stepper or FakeStepper(), Progress(step=step), saver, folder)
+
+
+@pytest.mark.parametrize(
+    ("error", "stepper"),
+    [
+        (NonFiniteError("nan"), FakeStepper()),
+        (CheckpointError("disk"), FakeStepper()),
+        (CrashLoopError("again"), FakeStepper()),
+        (StepError("torn"), FakeStepper(is_whole=False)),
+        (PeerLostError("after a nan"), FakeStepper(is_finite=False)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_torn_or_poisoned_is_not_saved(
+    error: HardenedError, stepper: FakeStepper, tmp_path: Path
+) -> None:
+    saver = FakeSaver()
+    rescue_after(error, saver, tmp_path, stepper=stepper)
+    assert not saver.steps
+
+
+def test_a_rescue_that_fails_keeps_the_first_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rescue_after(StepError("first"), FakeSaver(OSError("no disk")), tmp_path)
+    assert "could not be saved" in caplog.text
+
+
+def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
+    saver = FakeSaver()
+    rescue_after(StepError("first"), saver, tmp_path, step=0)
+    assert not saver.steps
+    assert read_failures(tmp_path)[0]["error"] == "first"
+
+
+def test_only_failures_at_the_same_step_are_a_crash_loop(tmp_path: Path) -> None:
+    for step in (4, 5, 5):
+        rescue_after(StepError("no"), FakeSaver(), tmp_path, step=step)
+    refuse_crash_loop(tmp_path, Progress(step=5), [1, 2])
+    rescue_after(StepError("no"), FakeSaver(), tmp_path, step=5)
+    with (tmp_path / "failures.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 5, "err')  # cut off by a crash
+    refuse_crash_loop(tmp_path, Progress(step=6), [1, 2])
+    with pytest.raises(CrashLoopError, match=r"3 attempts failed at step 5.*\[1, 2\]"):
+        refuse_crash_loop(tmp_path, Progress(step=5), [1, 2])
+
+
+def _has_run(output_dir: Path) -> bool:
+    return any(output_dir.glob("*/metrics.jsonl"))
+
+
+def _is_alive(pid: int) -> bool:
+    process = read_process(pid)
+    return process is not None and process.state != "Z"
