@@ -342,7 +342,7 @@ def build_replica(
         channels_last=channels_last,
     )
     # What sends them can also answer for a rank whose backward failed.
-    choose_comm_hook(replica, config.ddp.comm_hook, heals=config.loop.recovery == "on")
+    choose_comm_hook(replica, config.ddp.comm_hook, heals=config.loop.step_retry == "on")
     warm_up(replica, samples[0], objective=objective, precision=precision)  # collective
     return replica, objective
 

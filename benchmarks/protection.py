@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the protection of a step costs: --recovery on against off, on the same windows.
+"""What the protection of a step costs: --step_retry on against off, on the same windows.
 
     python benchmarks/protection.py                    some minutes
     torchrun --nproc_per_node=2 benchmarks/protection.py --rank   what it starts: all in one process
@@ -95,27 +95,27 @@ def measure(options: argparse.Namespace) -> int:
     is_shared = options.form == "shared memory"
     group = open_group(launch, device=device, backend="gloo", timeout_s=60, shared_memory=is_shared)
     steppers = {}
-    for recovery in ("on", "off") if options.first == "on" else ("off", "on"):
-        argv = [*IMAGES, *flags, data, *FORMS[options.form], "--recovery", recovery]
+    for step_retry in ("on", "off") if options.first == "on" else ("off", "on"):
+        argv = [*IMAGES, *flags, data, *FORMS[options.form], "--step_retry", step_retry]
         settings = resolve(parse(argv), world_size=launch.world_size)
         parts = ddp_training.build(settings, group, None)  # collective
-        steppers[recovery] = Stepper(parts, clock=StepClock(device), before_update=lambda: None)
+        steppers[step_retry] = Stepper(parts, clock=StepClock(device), before_update=lambda: None)
     windows = list(itertools.islice(parts.train_loader.windows(0, 0), 8))
 
-    def seconds(recovery: str) -> float:
+    def seconds(step_retry: str) -> float:
         started_at = time.perf_counter()
         for number in range(block):
             window, batches = windows[number % len(windows)]
-            steppers[recovery].do(window, batches, Progress(cursor=window.start))  # collective
+            steppers[step_retry].do(window, batches, Progress(cursor=window.start))  # collective
         return (time.perf_counter() - started_at) / block
 
     blocks_s: dict[str, list[float]] = {"on": [], "off": []}
     for pair in range(-2, options.pairs):  # the first ones warm up
         order = ("on", "off") if pair % 2 else ("off", "on")
-        for recovery in order:
-            took_s = seconds(recovery)
+        for step_retry in order:
+            took_s = seconds(step_retry)
             if pair >= 0:
-                blocks_s[recovery].append(took_s)
+                blocks_s[step_retry].append(took_s)
     group.close()
     if launch.is_main:
         print(json.dumps(blocks_s))

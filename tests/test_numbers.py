@@ -159,7 +159,7 @@ def test_a_rank_that_differs_gets_the_state_of_the_others(tmp_path: Path) -> Non
 
 STOPS = [
     (2, ["--checkpoint_every_steps", "0"], "and no checkpoint is from before: rank 1 differs"),
-    (3, ["--recovery", "off"], "rank 1 differs from rank 0 in model.first.weight"),
+    (3, ["--step_retry", "off"], "rank 1 differs from rank 0 in model.first.weight"),
 ]
 
 

@@ -143,6 +143,25 @@ class TestContinuedRun:
         line = problem_of("--resume runs/first")
         assert line.startswith("runs/first/config.yaml:2: epohcs: no such setting")
 
+    def test_a_run_saved_under_an_old_name_goes_on_with_its_value(self) -> None:
+        saved = make_run("first", command="--step_retry off") / "config.yaml"
+        saved.write_text(saved.read_text().replace("step_retry:", "recovery:"))
+        resolved = settings_of("--resume runs/first")
+        assert resolved.config.loop.step_retry == "off"
+        assert resolved.sources["step_retry"] == "run"
+        assert settings_of("--resume runs/first --step_retry on").config.loop.step_retry == "on"
+
+    def test_a_bad_value_under_an_old_name_is_told_with_its_line(self) -> None:
+        saved = make_run("first") / "config.yaml"
+        saved.write_text("epochs: 2\nrecovery: maybe\n")
+        line = problem_of("--resume runs/first")
+        assert line.startswith("runs/first/config.yaml:2: step_retry: found 'maybe'")
+
+    def test_an_old_name_beside_the_new_one_is_told(self) -> None:
+        saved = make_run("first") / "config.yaml"
+        saved.write_text("step_retry: off\nrecovery: on\n")
+        assert problem_of("--resume runs/first").endswith("did you mean step_retry?")
+
     def test_a_rule_can_be_broken_by_an_inherited_value(self) -> None:
         make_run("first", command="--amp fp16")
         line = problem_of("--resume runs/first --cpu_only")

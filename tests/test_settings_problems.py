@@ -11,7 +11,7 @@ from hardened_ddp.settings.config import Config, DeviceConfig, OptimizerConfig
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.settings.rules import RULES, validate
 from hardened_ddp.settings.schema import SETTINGS
-from hardened_ddp.settings.wording import OTHER_NAMES
+from hardened_ddp.settings.wording import OLD_NAMES, OTHER_NAMES
 from tests.settings_given import problem_of, problems_in, problems_of, settings_of
 
 
@@ -57,6 +57,7 @@ class TestProblems:
             ("find_unused_parameter", "find_unused_parameters"),
             ("no_tensorbord", "tensorboard"),
             ("checkpoint_every_step", "checkpoint_every_steps"),
+            ("recovery", "step_retry"),
         ],
     )
     def test_an_unknown_name_gets_the_nearest_right_one(self, given: str, meant: str) -> None:
@@ -76,6 +77,10 @@ class TestProblems:
     def test_names_of_other_programs_lead_to_settings_that_exist(self) -> None:
         assert set(OTHER_NAMES.values()) <= SETTINGS.keys()
         assert not OTHER_NAMES.keys() & SETTINGS.keys()
+
+    def test_old_names_lead_to_settings_that_exist(self) -> None:
+        assert set(OLD_NAMES.values()) <= SETTINGS.keys()
+        assert not OLD_NAMES.keys() & (SETTINGS.keys() | OTHER_NAMES.keys())
 
     def test_a_name_like_no_other_is_not_guessed(self) -> None:
         assert "did you mean" not in problem_of("--xyzzy 3")

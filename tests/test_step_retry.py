@@ -232,7 +232,7 @@ def test_a_layer_that_one_rank_stops_using_switches_the_search_on(tmp_path: Path
 @pytest.mark.slow
 def test_without_recovery_the_first_exception_ends_the_run(tmp_path: Path) -> None:
     model = ["--model", "tests.plugins:Stumbling", "--model_args", "{faults: {1: {7: forward}}}"]
-    finished = run(tmp_path, 2, *model, "--recovery", "off")
+    finished = run(tmp_path, 2, *model, "--step_retry", "off")
     assert finished.statuses == (75, 1)
     assert "a fault in forward" in finished.output
 

@@ -360,7 +360,7 @@ class LoopConfig:
         "Check more and say more: an error in backward names its forward line, torch's "
         "distributed checks, every rank's log. Slow.",
     )
-    recovery: Literal["on", "off"] = setting(
+    step_retry: Literal["on", "off"] = setting(
         "on",
         "When one rank fails inside a step, do the window again on all: out of memory with smaller "
         "micro-batches. off: the first exception ends the run.",

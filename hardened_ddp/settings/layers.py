@@ -31,7 +31,7 @@ from hardened_ddp.settings.rules import (
     problems_error,
 )
 from hardened_ddp.settings.schema import SETTINGS, TITLES, Misfit, assemble, fit, flatten
-from hardened_ddp.settings.wording import advice, as_word
+from hardened_ddp.settings.wording import OLD_NAMES, advice, as_word
 
 RUN = "run"
 
@@ -133,9 +133,17 @@ def _earlier_run(chosen: _Layer, *, is_named: bool) -> tuple[Path | None, _Layer
     if folder is None:
         return None, _Layer()
     path = str(folder / SAVED_SETTINGS)
-    layer = _layer(read_file(path), path)
+    layer = _layer(_under_new_names(read_file(path)), path)
     values = {name: value for name, value in layer.values.items() if name not in NOT_INHERITED}
     return folder, replace(layer, values=values, sources=dict.fromkeys(values, RUN))
+
+
+def _under_new_names(saved: Document) -> Document:
+    """Read names of earlier versions. WHY only in a saved run: no user wrote that file."""
+    keys = {entry.key for entry in saved.entries}
+    new_names = {old: new for old, new in OLD_NAMES.items() if new not in keys}
+    entries = (replace(entry, key=new_names.get(entry.key, entry.key)) for entry in saved.entries)
+    return replace(saved, entries=tuple(entries))
 
 
 def _layer(document: Document, path: str) -> _Layer:

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 LONGEST_VALUE = 60
 _NO_BREAK = "\0"  # stands for a space that stays inside its line
+# Names that a setting had in earlier versions. A saved run is read with them, too (layers.py).
+OLD_NAMES = {"recovery": "step_retry"}
 # How other programs call a setting of ours, where the letters are too far apart to guess it.
 OTHER_NAMES = {
     "lr": "learning_rate",
@@ -87,7 +89,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     import difflib  # WHY here: only a mistake needs it, and --help need not wait for it
 
     known = list(known)
-    meant = OTHER_NAMES.get(name.lower(), "")
+    meant = OLD_NAMES.get(name.lower()) or OTHER_NAMES.get(name.lower(), "")
     if meant in known:
         return meant
     near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.6)

@@ -30,7 +30,7 @@ class FiniteCheck:
 
         # WHY no vote on the sum: every rank has the same one
         is_asked = parts.watches_loss or parts.config.loop.continue_on_error
-        self._asks_sum = is_asked or (parts.looks_late and parts.config.loop.recovery == "on")
+        self._asks_sum = is_asked or (parts.looks_late and parts.config.loop.step_retry == "on")
 
     def own_problem(self, before: Mark) -> str:
         """Say what of this rank's own loss and gradient is no number; else empty. Rank-local."""

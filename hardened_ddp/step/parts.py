@@ -79,7 +79,7 @@ class Parts:
         """Look at the loss of each forward. WHY not on a GPU: the look would wait for it."""
         loop = self.config.loop
         is_near = self.device.type not in LATE_DEVICES
-        return is_near and (loop.recovery == "on" or loop.continue_on_error)
+        return is_near and (loop.step_retry == "on" or loop.continue_on_error)
 
     @property
     def looks_late(self) -> bool:

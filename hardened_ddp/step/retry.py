@@ -54,7 +54,7 @@ class StepRetry:
         self.passes = passes
         self.left_out = left_out
         self._checks_unused = parts.replica.ddp is not None
-        self._heals = parts.config.loop.recovery == "on"
+        self._heals = parts.config.loop.step_retry == "on"
         self.finite = FiniteCheck(parts, passes)
         self._is_late = self._heals and parts.looks_late
 

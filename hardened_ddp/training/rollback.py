@@ -53,7 +53,7 @@ class Rollback:
         self.saver = saver
         self.report = report
         loop = parts.config.loop
-        self._heals = loop.recovery == "on"
+        self._heals = loop.step_retry == "on"
         self._rollback_after = loop.rollback_after if self._heals else 0
         self._compare_every = loop.check_replicas_every if parts.group.world_size > 1 else 0
         self._equal_at = -1
