@@ -132,6 +132,29 @@ def test_a_model_that_fails_on_one_rank_fails_on_all_with_one_message() -> None:
         assert "(2, 2)" in message
 
 
+class Failing(nn.Module):
+    """Raises what it is given."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        raise self.error
+
+
+FIXES = {ModelError: "", ValueError: "the whole traceback is in this rank's log"}
+
+
+@pytest.mark.parametrize("kind", FIXES)
+def test_a_message_with_a_bar_arrives_whole(kind: type[Exception]) -> None:
+    group = Group(read_launch({}), CPU)
+    with pytest.raises(ModelError) as caught:
+        look_at(Failing(kind("int | None is no dtype")), group)
+    assert caught.value.message.endswith("int | None is no dtype")
+    assert caught.value.fix == FIXES[kind]
+
+
 def test_probe_leaves_weights_buffers_and_gradients_as_they_were() -> None:
     group = Group(read_launch({}), CPU)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))

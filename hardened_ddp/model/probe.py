@@ -53,7 +53,7 @@ def probe(
 
     Raises ModelError on every rank if the model failed on any.
     """
-    mine: dict[str, Any] = {"unused": [], "moving": [], "error": ""}
+    mine: dict[str, Any] = {"unused": [], "moving": []}
     try:
         for batch in samples:
             inputs, targets = batch.inputs, batch.targets
@@ -70,10 +70,13 @@ def probe(
             mine["moving"] = sorted({*mine["moving"], *moving})
             module.zero_grad(set_to_none=True)
     except HardenedError as error:
-        mine["error"] = f"{error.message}|{error.fix}"
+        mine["error"] = {"message": error.message, "fix": error.fix}
     except Exception as error:  # WHY broad: it is the user's model, and the other ranks wait
         log.debug("the probe failed", exc_info=True)
-        mine["error"] = f"{type(error).__name__}: {error}|the whole traceback is in this rank's log"
+        mine["error"] = {
+            "message": f"{type(error).__name__}: {error}",
+            "fix": "the whole traceback is in this rank's log",
+        }
     return _compare(group.gather_json(mine))  # collective
 
 
@@ -137,13 +140,13 @@ def untouched_buffers(module: nn.Module) -> Iterator[list[str]]:
 
 def _compare(everyone: Sequence[dict[str, Any]]) -> Findings:
     """Turn the ranks' notes into findings, the same on each rank."""
-    failed = [(rank, notes["error"]) for rank, notes in enumerate(everyone) if notes["error"]]
+    failed = [(rank, notes["error"]) for rank, notes in enumerate(everyone) if "error" in notes]
     if failed:
         rank, error = failed[0]
-        message, _, fix = error.partition("|")
         others = f" (and on {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
         raise ModelError(
-            f"the model failed on a first batch, rank {rank}{others}: {message}", fix=fix
+            f"the model failed on a first batch, rank {rank}{others}: {error['message']}",
+            fix=error["fix"],
         )
     unions = [sorted({name for names in notes["unused"] for name in names}) for notes in everyone]
     different = {tuple(names) for notes in everyone for names in notes["unused"]}
