@@ -333,12 +333,16 @@ def test_going_up_keeps_every_sample_in_its_place(
     loader.close()
 
 
-def test_a_killed_worker_is_missed_for_a_while_only(tmp_path: Path) -> None:
+def test_a_killed_worker_is_missed_for_a_while_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     loader = make_loader(Scripted(abort_once, tmp_path / "flag"), 2, loader_quiet_s=0.01)
     assert content(read(loader, 0)) == undisturbed(0)
     assert content(read(loader, 1)) == undisturbed(1)
     assert loader.stream.num_workers == 2
     loader.close()
+    down = caplog.text.index("with 1 instead of 2 workers")
+    assert "with 2 workers instead of 1" in caplog.text[down:]
 
 
 # Storage that stumbles.
