@@ -109,7 +109,11 @@ def find_foreign_acts(name: str, tree: ast.AST, full: dict[str, str]) -> Iterato
 
 
 def find_private_torch(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
-    """A private name of torch can be gone in its next version: look first, with hasattr."""
+    """A private name of torch can be gone in its next version: look first, with hasattr.
+
+    Whose a name is that is reached through an object, nobody can read: all count that the file
+    does not make itself.
+    """
     asked = {
         argument.value
         for node in ast.walk(tree)
@@ -117,9 +121,14 @@ def find_private_torch(name: str, tree: ast.AST, full: dict[str, str]) -> Iterat
         for argument in node.args
         if isinstance(argument, ast.Constant)
     }
+    own = names_made_in(tree)
     for node, act in acts_of(tree, full):
-        private = [part for part in act.split(".")[1:] if part[0] == "_" and part[-1] != "_"]
-        if act.startswith("torch") and not set(private) <= asked:
+        private = {part for part in act.split(".")[1:] if part[0] == "_" and part[-1] != "_"}
+        if not act.startswith("torch"):
+            # An object that is not imported may be one of torch: self.scaler, or a parameter.
+            is_imported = dotted(node).split(".")[0] in full
+            private = set() if is_imported else private - own
+        if not private <= asked:
             yield f"{node.lineno}: {act} is private; ask with hasattr, and fall back"
 
 
@@ -178,6 +187,10 @@ BREAKS: dict[Rule, list[tuple[str, str]]] = {
     find_private_torch: [
         ("model/replica.py", "import torch\ntorch._C._cuda_init()"),
         ("model/replica.py", "from torch._utils import _flatten\n_flatten(x)"),
+        ("model/replica.py", "class A:\n    def f(self):\n        return self.scaler._scale"),
+        ("model/replica.py", "def f(ddp):\n    ddp.reducer._reset_state()"),
+        ("model/replica.py", "def f(ddp):\n    ddp.parts()._reset_state()"),
+        ("model/replica.py", "import torch\n_flatten = 1\ntorch._flatten(x)"),
     ],
     find_long: [
         ("a.py", "def f():\n" + "    x = 1\n" * 60),
@@ -294,6 +307,20 @@ def full_names(tree: ast.AST) -> dict[str, str]:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             for alias in node.names:
                 names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return names
+
+
+def names_made_in(tree: ast.AST) -> set[str]:
+    """Collect the names that a file itself gives: to functions, classes, fields, attributes."""
+    names = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                names.add(name)
     return names
 
 

@@ -50,9 +50,11 @@ class Buckets:
         ddp.register_comm_hook(None, self._send)
 
         # WHY: SyncBatchNorm sends within forward, where nobody knows of it. And a reducer that
-        # waits for a backward that never came must be told so; torch has no public word for that.
+        # waits for a backward that never came must be told so, and build its buckets anew before
+        # a rank can fail again; torch has no public word for either.
         has_sync_norm = any(isinstance(part, nn.SyncBatchNorm) for part in ddp.module.modules())
-        self.can_stand_in = not has_sync_norm and hasattr(ddp.reducer, "_reset_state")
+        has_words = all(hasattr(ddp.reducer, n) for n in ("_reset_state", "_rebuild_buckets"))
+        self.can_stand_in = not has_sync_norm and has_words
         """A rank that failed can do its part in what the others send."""
 
     def begin(self) -> None:
@@ -132,7 +134,8 @@ class Buckets:
         """
         if self.are_old:
             self.are_old = False
-            self._ddp.reducer._rebuild_buckets()  # collective
+            if hasattr(self._ddp.reducer, "_rebuild_buckets"):  # else see can_stand_in
+                self._ddp.reducer._rebuild_buckets()  # collective
 
     @torch.no_grad()
     def sum_local(self, used: Iterable[torch.Tensor]) -> None:

@@ -73,6 +73,10 @@ class Precision:
 
     def go_back(self, mark: Sequence[torch.Tensor]) -> None:
         """Take back what the scaler has learned since mark."""
+        if self.scaler is not None and not self._shows_numbers:
+            scale, num_held = (copy.item() for copy in mark)
+            self.restore({**self.state(), "scale": scale, "_growth_tracker": int(num_held)})
+            return
         for number, copy in zip(self._numbers(), mark, strict=True):
             number.copy_(copy)
 
@@ -80,8 +84,16 @@ class Precision:
         """Give the scale and how many steps it held. WHY private: state_dict waits."""
         if self.scaler is None:
             return []
+        if not self._shows_numbers:
+            state = self.scaler.state_dict()
+            return [torch.tensor(state["scale"]), torch.tensor(state["_growth_tracker"])]
         numbers = (self.scaler._scale, self.scaler._growth_tracker)
         return [number for number in numbers if number is not None]
+
+    @property
+    def _shows_numbers(self) -> bool:
+        """Whether this torch has the scaler's numbers where they are read without a wait."""
+        return hasattr(self.scaler, "_scale") and hasattr(self.scaler, "_growth_tracker")
 
     def state(self) -> dict[str, Any]:  # Any: JSON numbers
         """Give the scaler's numbers for a checkpoint."""

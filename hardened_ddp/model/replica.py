@@ -261,7 +261,8 @@ def choose_comm_hook(replica: Replica, name: str, *, heals: bool) -> None:
     if heals and not replica.can_stand_in:
         log.warning(
             "an error of one rank within a step ends this attempt, and a restart goes on from the "
-            "step before: with powersgd or SyncBatchNorm the other ranks can't be told in time"
+            "step before: with powersgd, SyncBatchNorm, or a torch whose reducer lacks "
+            "_reset_state or _rebuild_buckets, the other ranks can't be told in time"
         )
 
 
