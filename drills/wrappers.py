@@ -28,7 +28,8 @@ from drills.injections import Board, Injection
 from hardened_ddp.data.datasets import build_data, prepare_data
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.ranks.launch import environment, read_launch
-from hardened_ddp.settings.config import DataConfig, ModelConfig
+from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.model import ModelConfig
 
 
 class Moments:

@@ -1,9 +1,9 @@
 """The documents as text: their commands, tables, links, and the parts that are made from code.
 
-    python -m tests.documents      write the generated parts of README.md anew
+    python -m tests.documents      write config.yaml and the generated parts of README.md anew
 
-Owns: reading the documents, and the generated parts of README.md: settings (from config.py), layout
-(from the first line of each file), and the capture of the first run (from docs/first_run.txt).
+Owns: reading the documents, and the generated parts of README.md: settings (from their sections),
+layout (from the first line of each file), and the capture of the first run (docs/first_run.txt).
 Does not own: whether what they say is true (test_docs.py).
 """
 
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from hardened_ddp.settings.record import names_of, yaml_word
+from hardened_ddp.settings.record import names_of, template, yaml_word
 from hardened_ddp.settings.schema import SETTINGS, TITLES, limits
 from tests.processes import ROOT
 
@@ -49,7 +49,7 @@ LAYERS += ["training", "export", "diagnosis"]
 
 
 def settings_tables() -> str:
-    """Write every setting as a Markdown table for each section, from config.py."""
+    """Write every setting as a Markdown table for each section."""
     lines = []
     for section, title in TITLES.items():
         lines += [f"### {title}", "", "| setting | default | takes | what it does |"]
@@ -166,4 +166,5 @@ def commands_of(document: str) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    (ROOT / "config.yaml").write_text(template(), encoding="utf-8")
     (ROOT / README).write_text(rendered(text_of(README)), encoding="utf-8")

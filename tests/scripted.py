@@ -18,7 +18,7 @@ from hardened_ddp.data.fetch import Batch, Fetcher
 from hardened_ddp.data.loader import BatchStream, TrainLoader
 from hardened_ddp.data.sampler import WindowSampler
 from hardened_ddp.data.workers import WorkerPlan
-from hardened_ddp.settings.config import DataConfig
+from hardened_ddp.settings.data import DataConfig
 
 SIZE = 40
 MARKED = 20  # the sample at which something happens

@@ -40,7 +40,6 @@ ROOM_LINES = 5
 # Longer than the signal, each for its reason.
 LONG_FILES = {
     "ddp_training.py": "the whole run on one page",
-    "settings/config.py": "all settings, with their texts",
     "checkpoint/files.py": "writing, finding and reading a checkpoint keep one contract",
     "guard/hang.py": "one thread, from its start to the end of the process",
     "step/retry.py": "all that happens when a rank fails in a step",

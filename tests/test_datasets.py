@@ -22,7 +22,7 @@ from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.workers import plan_workers, read_cpu_quota
 from hardened_ddp.errors import DataError
-from hardened_ddp.settings.config import DataConfig
+from hardened_ddp.settings.data import DataConfig
 from tests.processes import ROOT
 
 HERE = "tests.test_datasets"
@@ -371,7 +371,7 @@ import logging, sys
 logging.basicConfig(level=logging.WARNING, format="WARNED %(message)s", stream=sys.stdout)
 from hardened_ddp.data.datasets import build_data
 from hardened_ddp.data.vision import import_torchvision
-from hardened_ddp.settings.config import DataConfig
+from hardened_ddp.settings.data import DataConfig
 build_data(DataConfig())
 assert not {"sklearn", "torchvision"} & set(sys.modules), "digits need neither"
 try:

@@ -23,7 +23,7 @@ from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.sampler import WindowSampler
 from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError, SampleError
-from hardened_ddp.settings.config import DataConfig
+from hardened_ddp.settings.data import DataConfig
 from tests.processes import deadline
 from tests.scripted import (
     MARKED,

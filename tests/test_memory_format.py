@@ -14,7 +14,9 @@ from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.host_memory import keep_freed_memory
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.settings.config import Config, DeviceConfig, ModelConfig
+from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.device import DeviceConfig
+from hardened_ddp.settings.model import ModelConfig
 from hardened_ddp.task.classification import Objective
 from tests.ranks import run_ranks
 

@@ -16,7 +16,7 @@ from hardened_ddp.model.probe import Findings, choose_find_unused, probe, warm_u
 from hardened_ddp.model.replica import Replica, wrap
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import read_launch
-from hardened_ddp.settings.config import DdpConfig
+from hardened_ddp.settings.ddp import DdpConfig
 from hardened_ddp.task.classification import Objective
 from tests.ranks import run_ranks
 

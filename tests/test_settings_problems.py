@@ -7,8 +7,10 @@ import pytest
 
 from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.cli import parse
-from hardened_ddp.settings.config import Config, DeviceConfig, OptimizerConfig
+from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.device import DeviceConfig
 from hardened_ddp.settings.layers import resolve
+from hardened_ddp.settings.optimizer import OptimizerConfig
 from hardened_ddp.settings.rules import RULES, validate
 from hardened_ddp.settings.schema import SETTINGS
 from hardened_ddp.settings.wording import OLD_NAMES, OTHER_NAMES

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from hardened_ddp.errors import ConfigError
-from hardened_ddp.settings.cli import COMMANDS, Request, parse
+from hardened_ddp.settings.cli import Request, parse
+from hardened_ddp.settings.commands import COMMANDS
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.document import read_text
 from hardened_ddp.settings.layers import resolve
@@ -96,7 +97,7 @@ class TestRecord:
         document = read_text(text, where="config.yaml")
         assert [entry.key for entry in document.entries] == list(SETTINGS)
         assert settings_of(f"--config {path}").config == Config()
-        assert text == template(), "record.py says how to write it again"
+        assert text == template(), "python -m tests.documents writes it"
 
     def test_config_yaml_has_short_ascii_lines(self) -> None:
         text = (PROJECT / "config.yaml").read_text(encoding="utf-8")

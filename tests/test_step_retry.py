@@ -12,7 +12,7 @@ from hardened_ddp.checkpoint.files import load_checkpoint
 from hardened_ddp.checkpoint.listing import open_checkpoint
 from hardened_ddp.errors import OutOfMemoryError, PeerLostError
 from hardened_ddp.model.optimizer import allocate_state, build_optimizer
-from hardened_ddp.settings.config import OptimizerConfig
+from hardened_ddp.settings.optimizer import OptimizerConfig
 from hardened_ddp.step.memory import is_out_of_memory
 from tests.marks import slow_after
 from tests.ranks import train
@@ -230,7 +230,7 @@ def test_a_layer_that_one_rank_stops_using_switches_the_search_on(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_without_recovery_the_first_exception_ends_the_run(tmp_path: Path) -> None:
+def test_without_step_retry_the_first_exception_ends_the_run(tmp_path: Path) -> None:
     model = ["--model", "tests.plugins:Stumbling", "--model_args", "{faults: {1: {7: forward}}}"]
     finished = run(tmp_path, 2, *model, "--step_retry", "off")
     assert finished.statuses == (75, 1)

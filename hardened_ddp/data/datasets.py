@@ -38,7 +38,7 @@ from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.synthetic import SyntheticImages
 from hardened_ddp.data.vision import DOWNLOADABLE, open_downloadable, open_folder
 from hardened_ddp.errors import DataError, HardenedError
-from hardened_ddp.settings.config import DataConfig
+from hardened_ddp.settings.data import DataConfig
 
 log = logging.getLogger(__name__)
 

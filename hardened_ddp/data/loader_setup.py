@@ -9,7 +9,7 @@ from hardened_ddp.data.loader import BatchStream, EvalLoader, TrainLoader
 from hardened_ddp.data.sampler import WindowSampler
 from hardened_ddp.data.workers import plan_workers
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.settings.config import DataConfig
+from hardened_ddp.settings.data import DataConfig
 
 
 def build_train_loader(

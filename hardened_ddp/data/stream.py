@@ -24,7 +24,7 @@ from hardened_ddp.data.worker_fallback import WorkerFallback, WorkerLevel
 from hardened_ddp.data.read_errors import StumbleReport, file_of
 from hardened_ddp.data.workers import WorkerPlan, raise_open_file_limit
 from hardened_ddp.errors import LoaderError
-from hardened_ddp.settings.config import DataConfig
+from hardened_ddp.settings.data import DataConfig
 
 log = logging.getLogger(__name__)
 

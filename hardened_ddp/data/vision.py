@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.errors import DataError
-from hardened_ddp.settings.config import DataConfig
+from hardened_ddp.settings.data import DataConfig
 
 log = logging.getLogger(__name__)
 

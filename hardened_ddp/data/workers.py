@@ -11,7 +11,7 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from hardened_ddp.settings.config import DataConfig
+from hardened_ddp.settings.data import DataConfig
 
 log = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ model.eval()"""
 def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path:
     """Write the model of a run or a checkpoint to the new folder output, and return that.
 
-    A run gives its best checkpoint, or else its newest valid one. form: see cli.py. Raises
+    A run gives its best checkpoint, or else its newest valid one. form: see commands.py. Raises
     CheckpointError; of a form that runs the model also ModelError and MissingPackageError.
     """
     if os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):

@@ -19,7 +19,7 @@ from torch.nn.functional import interpolate
 from hardened_ddp.data.extras import import_extra
 from hardened_ddp.data.fetch import describe
 from hardened_ddp.errors import HardenedError, ModelError
-from hardened_ddp.settings.config import ModelConfig
+from hardened_ddp.settings.model import ModelConfig
 
 PREFIX = "hf:"
 log = logging.getLogger(__name__)

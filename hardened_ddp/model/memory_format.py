@@ -19,7 +19,8 @@ from hardened_ddp.data.fetch import Batch
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.probe import untouched_buffers
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.settings.config import AUTO_BATCH_SIZE, Config
+from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.data import AUTO_BATCH_SIZE
 from hardened_ddp.task.classification import Objective
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from hardened_ddp.settings.config import OptimizerConfig
+from hardened_ddp.settings.optimizer import OptimizerConfig
 
 STEP_DROPS = 3
 """lr_schedule step: the rate falls to a tenth this many times, at equal distances less one."""

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hardened_ddp.errors import ModelError
 from hardened_ddp.model.buckets import Buckets
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.settings.config import DdpConfig
+from hardened_ddp.settings.ddp import DdpConfig
 
 log = logging.getLogger(__name__)
 

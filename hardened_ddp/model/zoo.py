@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from hardened_ddp.data.vision import import_torchvision
 from hardened_ddp.errors import ModelError
 from hardened_ddp.model.huggingface import PREFIX, load_classifier
-from hardened_ddp.settings.config import ModelConfig
+from hardened_ddp.settings.model import ModelConfig
 
 log = logging.getLogger(__name__)
 

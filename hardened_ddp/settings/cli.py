@@ -1,13 +1,14 @@
 """The command line: which command, and which settings with which values.
 
-Owns: the commands beside training, and how words become flags and values. A flag is --name, with
-dashes or underscores, never shortened; a switch is --flag, --flag true|false or --no_flag; of two
-equal flags the last one holds, so that a command can be continued by hand.
+Owns how words become a command, flags and values. A flag is --name, with dashes or underscores,
+never shortened; a switch is --flag, --flag true|false or --no_flag; of two equal flags the last one
+holds, so that a command can be continued by hand.
 
 WHY not argparse: it stops at the first mistake, while we tell all of them, those in the file
 included; and it reads -1e-3 as a flag.
 
-Does not own: what --help says (manual.py); the other sources of values (layers.py).
+Does not own: which commands there are (commands.py); what --help says (manual.py); the other
+sources of values (layers.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,86 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hardened_ddp.errors import ConfigError
+from hardened_ddp.settings.commands import COMMANDS, HELP, TRAIN
 from hardened_ddp.settings.schema import SETTINGS, Misfit, fit, from_text, needs
 from hardened_ddp.settings.wording import advice, as_word, nearest, shown
-
-TRAIN = "train"
-HELP = "help"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
-    """A flag with a value, or a bare word, of a command other than training."""
-
-    name: str
-    text: str
-    default: str = ""
-    choices: tuple[str, ...] = ()
-    is_word: bool = False
-    """Given by its place, without a flag; such an option must be given, unless it is_optional."""
-
-    is_optional: bool = False
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Command:
-    """A command other than training."""
-
-    text: str
-    options: tuple[Option, ...] = ()
-    takes_settings: bool = False
-    """It trains, or goes on from the RUN that it names: settings may stand behind it."""
-
-
-COMMANDS: Mapping[str, Command] = {
-    "doctor": Command(text="Check this machine: Python, torch, GPUs, network, disk, memory."),
-    "verify-ledger": Command(
-        text="Prove from a run's ledger that each epoch took every sample exactly once.",
-        options=(Option(name="run", text="Run folder.", is_word=True),),
-    ),
-    "evaluate": Command(
-        text="Measure a trained model on its whole test set; torchrun shares the work.",
-        options=(
-            Option(name="run", text="Run folder or checkpoint folder.", is_word=True),
-            Option(
-                name="output",
-                text="JSON file to write. Left out: in the run folder, named for the step.",
-            ),
-        ),
-        takes_settings=True,
-    ),
-    "drill": Command(
-        text="Try a fault: it strikes a run on this machine, which has to end as if nothing was.",
-        options=(
-            Option(
-                name="name",
-                text="Which fault; all: one after the other. Left out: they are listed.",
-                is_word=True,
-                is_optional=True,
-            ),
-            Option(name="ranks", text="How many processes train.", default="2"),
-            Option(name="table", text="File to write the verdicts to, as a Markdown table."),
-        ),
-        takes_settings=True,
-    ),
-    "export": Command(
-        text="Write the model of a run for other programs; it is read back and compared.",
-        options=(
-            Option(name="run", text="Run folder or checkpoint folder.", is_word=True),
-            Option(
-                name="format",
-                text="safetensors: the weights; huggingface: for from_pretrained(); torch_export, "
-                "onnx: a program that needs none of this code.",
-                default="safetensors",
-                choices=("safetensors", "huggingface", "torch_export", "onnx"),
-            ),
-            Option(
-                name="output",
-                text="New folder to write to. Left out: exports/ and the run's name (and format).",
-            ),
-        ),
-    ),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

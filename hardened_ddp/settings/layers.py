@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hardened_ddp.settings.cli import TRAIN, Request
+from hardened_ddp.settings.cli import Request
+from hardened_ddp.settings.commands import TRAIN
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.document import Document, Entry, read_file
 from hardened_ddp.settings.earlier_run import (

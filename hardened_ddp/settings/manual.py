@@ -1,10 +1,10 @@
 """What --help says: every setting by section, its default and what it takes.
 
-Owns the layout; the texts are those of config.py, the commands those of cli.py.
+Owns the layout; the texts are those of each section, the commands those of commands.py.
 Does not own: printing.
 """
 
-from hardened_ddp.settings.cli import COMMANDS, TRAIN, Command
+from hardened_ddp.settings.commands import COMMANDS, TRAIN, Command
 from hardened_ddp.settings.record import WIDTH, names_of, yaml_word
 from hardened_ddp.settings.schema import AUTO, SETTINGS, TITLES, Setting, limits
 from hardened_ddp.settings.wording import unbroken, wrapped

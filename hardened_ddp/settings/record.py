@@ -4,8 +4,8 @@ Owns the YAML that we write. It reads back to the same values with document.py, 
 YAML reader: words that YAML 1.1 takes for truth values are quoted.
 
 Does not own: where the text is saved (checkpoint/ owns the run folder).
-config.yaml at the top is template(). A test keeps it so; after a change of config.py write it with
-  python -c "from hardened_ddp.settings import record; print(record.template(), end='')"
+config.yaml at the top is template(). A test keeps it so; after a change of a setting write it with
+  python -m tests.documents
 """
 
 import hashlib
@@ -71,11 +71,11 @@ def template() -> str:
 def agreed_settings(config: Config) -> dict[str, str]:
     """Give the settings, as text, that all ranks must agree on.
 
-    Left out is what may differ between nodes without changing what a run computes or when its
-    ranks meet: paths (data_dir, output_dir), how batches are loaded (num_workers and its kin,
-    pin_memory, download), and what is shown (tensorboard, progress). In config.py these have
-    may_differ. All else is in, also what is no number of the model: a rank with another
-    checkpoint_every_steps or eval_every would wait for ranks that never come.
+    Left out is what has may_differ: it may differ between nodes and changes neither what a run
+    computes nor when its ranks meet. These are paths (data_dir, output_dir), how batches are loaded
+    (num_workers, pin_memory, download, ...) and what is shown (tensorboard, progress). All other
+    settings are in, also those that change no weight: a rank with another checkpoint_every_steps or
+    eval_every would wait for ranks that never come.
     """
     values = flatten(config)
     return {

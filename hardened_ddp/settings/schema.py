@@ -1,6 +1,6 @@
 """The settings as one flat table, and whether a value fits its setting.
 
-Owns: the table SETTINGS, built from the dataclasses of config.py; the check of one value by type,
+Owns: the table SETTINGS, built from the dataclass of each section; the check of one value by type,
 choices and bounds; the way between a Config and a flat mapping of name to value.
 
 Types are strict, as in YAML: a whole number fits a float, but true fits no number, 3.0 no whole
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
-from hardened_ddp.settings.config import LARGEST_COUNT, Bounds, Config, Facts
+from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.declare import LARGEST_COUNT, Bounds, Facts
 from hardened_ddp.settings.document import plain_value, read_word
 from hardened_ddp.settings.wording import nearest, shown
 
@@ -57,7 +58,7 @@ class Misfit(ValueError):
 
 
 def read_table() -> dict[str, Setting]:
-    """Read the dataclasses of config.py as a table. Names are unique over all sections."""
+    """Read the dataclasses of Config as a table. Names are unique over all sections."""
     table: dict[str, Setting] = {}
     for section in dataclasses.fields(Config):
         assert isinstance(section.type, type)

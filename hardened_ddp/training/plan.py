@@ -13,7 +13,9 @@ import torch
 
 import hardened_ddp
 from hardened_ddp.data.sampler import WindowSampler
-from hardened_ddp.settings.config import AUTO_BATCH_SIZE, Config, LoopConfig
+from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.data import AUTO_BATCH_SIZE
+from hardened_ddp.settings.loop import LoopConfig
 
 log = logging.getLogger(__name__)
 

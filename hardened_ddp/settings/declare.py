@@ -1,0 +1,80 @@
+"""How a setting is declared: its default, its text, and the values that it takes.
+
+The dataclass of each section is in its own file (data.py, loop.py, ...); config.py groups them.
+The text beside a setting is its only documentation: --help, config.yaml and README.md show it.
+WHY not a docstring under the field: Python throws those away, so there would be a second copy.
+
+Owns the bounds that several sections use; those of one section are in its file.
+Does not own: checking a value against them (schema.py).
+"""
+
+from copy import copy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+T = TypeVar("T")
+
+LARGEST_COUNT = 2**31 - 1
+"""Counts end up in C ints somewhere: batch sizes, worker counts."""
+
+ONE_WEEK_S = 7 * 24 * 3600
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """The numbers that a setting may take; an open end does not belong to them."""
+
+    low: float
+    high: float
+    is_low_open: bool = False
+    is_high_open: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What a text must look like: a regular expression, and the same in words."""
+
+    pattern: str
+    words: str
+
+
+COUNT = Bounds(low=1, high=LARGEST_COUNT)
+COUNT_OR_ZERO = Bounds(low=0, high=LARGEST_COUNT)
+SECONDS = Bounds(low=0, high=ONE_WEEK_S, is_low_open=True)
+SECONDS_OR_ZERO = Bounds(low=0, high=ONE_WEEK_S)
+FRACTION = Bounds(low=0, high=1, is_high_open=True)
+NOT_NEGATIVE = Bounds(low=0, high=float("inf"))
+NOT_EMPTY = Shape(pattern=".+", words="text that is not empty")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """What is known of a setting beside its name, type and default."""
+
+    text: str
+    bounds: Bounds | None
+    bare: str
+    shape: Shape
+    may_differ: bool
+
+
+def setting(
+    default: T,
+    text: str,
+    *,
+    bounds: Bounds | None = None,
+    bare: str = "",
+    shape: Shape = NOT_EMPTY,
+    may_differ: bool = False,
+) -> T:
+    """Declare a field: its default, what it does, and what values it takes.
+
+    bare: what the flag means without a value. shape: what a text must look like.
+    may_differ: ranks may have different values, such as a path on their own disk.
+    """
+    facts = Facts(text=text, bounds=bounds, bare=bare, shape=shape, may_differ=may_differ)
+    metadata = {"facts": facts}
+    if isinstance(default, dict):
+        return field(default_factory=partial(copy, default), metadata=metadata)
+    return field(default=default, metadata=metadata)

@@ -1,0 +1,46 @@
+"""Settings of the optimizer, its learning rate, and precision."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hardened_ddp.settings.declare import COUNT, COUNT_OR_ZERO, FRACTION, NOT_NEGATIVE, setting
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    optimizer: Literal["adamw", "adam", "sgd"] = setting("adamw", "What updates the weights.")
+    learning_rate: float = setting(
+        3e-3,
+        "Peak learning rate. Too high: the loss becomes NaN; too low: it hardly falls.",
+        bounds=NOT_NEGATIVE,
+    )
+    weight_decay: float = setting(
+        0.01,
+        "Pull of the weights to zero; adamw keeps it apart from the gradient.",
+        bounds=NOT_NEGATIVE,
+    )
+    momentum: float = setting(0.9, "Momentum of sgd; the others don't use it.", bounds=FRACTION)
+    lr_schedule: Literal["constant", "cosine", "linear", "step"] = setting(
+        "cosine",
+        "Learning rate after the warm-up. cosine, linear: down to 0 at the end; step: a tenth at "
+        "each third of the run.",
+    )
+    warmup_steps: int = setting(
+        0, "Steps in which the learning rate rises to its peak.", bounds=COUNT_OR_ZERO
+    )
+    accumulation_steps: int = setting(
+        1,
+        "Backwards before one optimizer step: a larger global batch in the same memory.",
+        bounds=COUNT,
+    )
+    clip_grad_norm: float = setting(
+        0.0, "Shorten a gradient that is longer than this. 0: never.", bounds=NOT_NEGATIVE
+    )
+    label_smoothing: float = setting(
+        0.0, "Share of each target that is spread over all classes.", bounds=FRACTION
+    )
+    amp: Literal["auto", "off", "bf16", "fp16"] = setting(
+        "auto",
+        "Mixed precision. auto: bf16, or fp16 on a GPU without bf16; off on the CPU. fp16 scales "
+        "the loss, because small gradients vanish in it.",
+    )
