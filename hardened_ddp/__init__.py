@@ -1,2 +1,3 @@
-"""The rooms behind ddp_training.py, lowest first: errors, settings, ranks, reporting, data, model,
-checkpoint, guard, training, diagnosis. A room imports only from rooms before it in that list."""
+"""The layers behind ddp_training.py, lowest first: errors, settings, ranks, reporting, data, task,
+model, checkpoint, guard, step, training, export, diagnosis. A layer imports only from layers before
+it in that list."""

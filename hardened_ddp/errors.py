@@ -5,7 +5,7 @@ starting again can help); the message of an instance says what was found, where,
 matters; `fix` says what to type next. Each code is a section of DDP_TROUBLESHOOTING.md.
 
 Does not own: printing (ddp_training.py prints one of these, without a traceback).
-Imports the standard library only, so that every room can use it.
+Imports the standard library only, so that every layer can use it.
 """
 
 from typing import ClassVar

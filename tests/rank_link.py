@@ -19,7 +19,7 @@ from typing import Any
 from tests.processes import ROOT, clean_environment, deadline, kill_group
 from tests.rank_server import MAX_MESSAGE_BYTES
 
-START_LIMIT_S = 60.0  # imports of torch and the rooms, on a machine that does other things too
+START_LIMIT_S = 60.0  # imports of torch and the package, on a machine that does other things too
 CLOSE_LIMIT_S = 10.0
 
 

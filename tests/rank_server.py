@@ -64,11 +64,11 @@ def preload() -> None:
     for name in _HEAVY:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    # WHY broad: a room that is broken must not take the tests of the other rooms with it
+    # WHY broad: a module that is broken must not take the tests of the others with it
     with contextlib.suppress(Exception):
-        rooms = importlib.import_module("hardened_ddp")
+        package = importlib.import_module("hardened_ddp")
         for module in pkgutil.walk_packages(
-            rooms.__path__, "hardened_ddp.", onerror=lambda _: None
+            package.__path__, "hardened_ddp.", onerror=lambda _: None
         ):
             with contextlib.suppress(Exception):
                 importlib.import_module(module.name)

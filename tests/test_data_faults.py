@@ -267,7 +267,7 @@ class Clock:
         return self.now
 
 
-def test_after_calm_the_loader_goes_up_one_rung_at_a_time() -> None:
+def test_after_calm_the_loader_goes_up_one_level_at_a_time() -> None:
     clock = Clock()
     fallback = WorkerFallback(WorkerLevel(4), quiet_s=10, clock=clock)
     for level in (WorkerLevel(2), WorkerLevel(2, shares_memory=False), WorkerLevel(0)):

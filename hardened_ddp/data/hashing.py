@@ -5,7 +5,7 @@ not a generator: number i is found without drawing the numbers before it, so wha
 depends neither on its batch nor on workers, ranks or restarts; and no version of a library can
 change it under a resumed run.
 
-Does not own: what the numbers are used for (sampler.py, augment.py, synthetic.py).
+Does not own: what the numbers are used for (sampler.py).
 """
 
 import numpy as np

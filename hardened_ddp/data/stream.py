@@ -51,7 +51,7 @@ class BatchStream:
         """Called when workers have started: torch has then taken over SIGCHLD."""
 
         self._pool: WorkerPool | None = None
-        self._is_idle = True  # the crew has answered all requests of the last epoch
+        self._is_idle = True  # the worker pool has answered all requests of the last epoch
         self._waited_for: Request | None = None
         self._suspect: Request | None = None  # what was waited for when workers were lost
         for reason in plan.reasons:
@@ -176,7 +176,7 @@ class BatchStream:
         return pool.receive()
 
     def _recover(self, lost: WorkersLost, unanswered: deque[Request]) -> Iterator[Batch]:
-        """Go one rung down, as the fault has it; give what had to be read singly.
+        """Go one level down, as the fault has it; give what had to be read singly.
 
         WHY singly, before reading in this process: a sample that crashes its reader would take the
         rank with it; one that hangs would cost a timeout for each halving.
@@ -211,7 +211,7 @@ class BatchStream:
         yield from batches
 
     def _go_up_if_quiet(self) -> None:
-        """Go one rung up if it has been calm; what workers had read ahead is read again."""
+        """Go one level up if it has been calm; what workers had read ahead is read again."""
         if not self.fallback.is_quiet():
             return
         self._end_pool()

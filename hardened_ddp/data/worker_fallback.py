@@ -26,7 +26,7 @@ class WorkerLevel:
 
 
 class WorkerFallback:
-    """The rung that is in use, and those above it that were left."""
+    """The level that is in use, and those above it that were left."""
 
     def __init__(
         self, top: WorkerLevel, *, quiet_s: float, clock: Callable[[], float] = time.monotonic
@@ -42,7 +42,7 @@ class WorkerFallback:
 
     @property
     def is_low(self) -> bool:
-        """Whether a rung above was left."""
+        """Whether a level above was left."""
         return bool(self._above)
 
     @property
@@ -51,7 +51,7 @@ class WorkerFallback:
         return self._quiet_s * 2.0**self._num_doublings
 
     def go_down(self, level: WorkerLevel) -> None:
-        """Leave the rung for one below, because of a fault."""
+        """Leave the level for one below, because of a fault."""
         if self._went_up:  # else this fault belongs to the one before, or is the first
             is_soon = self._clock() - self._moved_at < 2 * self.wait_s
             self._num_doublings = min(self._num_doublings + 1, MOST_DOUBLINGS) if is_soon else 0
@@ -60,7 +60,7 @@ class WorkerFallback:
         self._moved_at, self._went_up = self._clock(), False
 
     def stay(self) -> None:
-        """Note a fault that leads to no other rung."""
+        """Note a fault that leads to no other level."""
         self._moved_at = self._clock()
 
     def is_quiet(self) -> bool:
@@ -68,6 +68,6 @@ class WorkerFallback:
         return self.is_low and 0 < self.wait_s <= self._clock() - self._moved_at
 
     def go_up(self) -> None:
-        """Go back to the rung that was left last."""
+        """Go back to the level that was left last."""
         self.level = self._above.pop()
         self._moved_at, self._went_up = self._clock(), True

@@ -1,7 +1,7 @@
 """Worker processes that read micro-batches for one rank, through torch's DataLoader.
 
-Owns their start, the wait for a batch, and their end; says what happened to them in CrewLost.
-Does not own: what follows from that (loader.py), how many there are (workers.py).
+Owns their start, the wait for a batch, and their end; says what happened to them in WorkersLost.
+Does not own: what follows from that (stream.py), how many there are (workers.py).
 
 What goes wrong here: a worker is killed for memory, crashes in a decoder, hangs on a disk. torch
 notices a dead worker only when a wait for data has timed out, so we wait in short turns.
@@ -98,8 +98,8 @@ class WorkerPool:
         )
 
     def start(self, requests: Iterator[Request]) -> None:
-        """Have the workers read requests. Raises CrewLost if they can't be started."""
-        assert self._loader is not None, "a closed crew was started"
+        """Have the workers read requests. Raises WorkersLost if they can't be started."""
+        assert self._loader is not None, "a closed worker pool was started"
         self._requests.source = requests
         before = set(multiprocessing.active_children())
         try:
@@ -111,8 +111,8 @@ class WorkerPool:
             self._workers += set(multiprocessing.active_children()) - before
 
     def receive(self) -> Batch | None:
-        """Wait for the next batch; None if all requests are answered. Raises CrewLost."""
-        assert self._iterator is not None, "a crew that was not started has no batches"
+        """Wait for the next batch; None if all requests are answered. Raises WorkersLost."""
+        assert self._iterator is not None, "a worker pool that was not started has no batches"
         end = time.monotonic() + self.timeout_s if self.timeout_s else float("inf")
         while True:
             try:

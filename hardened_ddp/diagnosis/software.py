@@ -56,7 +56,7 @@ def judge_torch(version: str) -> Check:
 def check_torchvision() -> Check:
     """Check that torchvision fits torch. Only its own data sets and models need it."""
     name = "torchvision"
-    # WHY here: it needs torch, and this room must answer without.
+    # WHY here: it needs torch, and the doctor must answer without.
     try:
         from hardened_ddp.data.vision import import_torchvision
     except (ImportError, OSError) as error:

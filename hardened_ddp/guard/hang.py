@@ -1,9 +1,10 @@
 """The watch for hangs: says which rank does not come on, and where; then saves and leaves.
 
-Owns a thread of each rank that looks at this rank's beacon, and at those of its neighbours, about
-once in a second. If a phase takes longer than it may, it raises the alarm; then the threads of all
-ranks write Python's stacks to RUN/hangs, agree on a verdict (verdict.py), save the last completed
-step, end what can't end itself, and leave with a status that has the launcher start again.
+Owns a thread of each rank that looks at this rank's heartbeat, and at those of its neighbours,
+about once a second. If a phase takes longer than it may, it raises the alarm; then the threads of
+all ranks write Python's stacks to RUN/hangs, agree on a verdict (verdict.py), save the last
+completed step, end what can't end itself, and leave with a status that has the launcher
+start again.
 
 Time counts only while the thread itself runs: a job that was stopped as a whole and goes on, or a
 machine that slept, did not hang. Neither does a rank in a debugger.

@@ -1,7 +1,7 @@
 """The other ranks of this machine, looked at from outside.
 
-Owns what a process can learn of another one that can't speak: where its beacon says it is, whether
-its watch still ticks, what the kernel says of it, its stacks, and its end.
+Owns what a process can learn of another one that can't speak: where its heartbeat says it is,
+whether its watch still ticks, what the kernel says of it, its stacks, and its end.
 What goes wrong here: a pid may mean another process by now, or another container. A neighbour is
 only who shows the token that its rank told, and it is held by a pidfd from then on.
 """
@@ -79,7 +79,7 @@ class Neighbour:
         return letter if letter in (STOPPED, UNINTERRUPTIBLE, TRACED) else HELD
 
     def report(self) -> Report:
-        """Tell where it is by its beacon."""
+        """Tell where it is by its heartbeat."""
         words = self.words
         phase = words[PHASE]
         has_sample = phase == DATA and words[SAMPLE] >= 0
@@ -115,8 +115,8 @@ class Neighbours:
     def __init__(self, group: Group, fds: tuple[int, int], *, stopped_limit_s: float) -> None:
         """Introduce this rank to the others. Collective: all ranks.
 
-        fds: the descriptors of its beacon and its stacks; -1 without. stopped_limit_s: how long a
-        process may be stopped.
+        fds: the descriptors of its heartbeat and its stacks; -1 without. stopped_limit_s: how
+        long a process may be stopped.
 
         WHY at once: once a rank is stopped, it is too late to ask for anything.
         """
@@ -141,7 +141,7 @@ class Neighbours:
         return [neighbour for neighbour in self._found.values() if neighbour.is_lost]
 
     def reports(self) -> dict[int, Report]:
-        """Tell where each of them is by its beacon, those that ended left out."""
+        """Tell where each of them is by its heartbeat, those that ended left out."""
         living = {r: n for r, n in self._found.items() if n.state() != GONE}
         return {rank: neighbour.report() for rank, neighbour in living.items()}
 
@@ -156,13 +156,13 @@ class Neighbours:
             os.close(neighbour.pidfd)
         self._found = {}
 
-    def _meet(self, rank: int, pid: int, token: int, beacon_fd: int, stacks_fd: int) -> None:
+    def _meet(self, rank: int, pid: int, token: int, heartbeat_fd: int, stacks_fd: int) -> None:
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
             return
         # WHY after the pidfd: the memory is that of the process that is held.
-        words = open_words(pid, beacon_fd, token)
+        words = open_words(pid, heartbeat_fd, token)
         if words is None:
             os.close(pidfd)
         else:

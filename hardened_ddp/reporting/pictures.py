@@ -1,6 +1,5 @@
 """Pictures for people: a grid of a few images as one PNG, without an imaging library."""
 
-import ctypes
 import struct
 import zlib
 from dataclasses import dataclass
@@ -59,8 +58,7 @@ def draw_grid(images: torch.Tensor) -> Picture:
     for index, image in enumerate(shown):
         top, left = index // columns * step_y + _GAP, index % columns * step_x + _GAP
         canvas[top : top + height, left : left + width] = image.permute(1, 2, 0)
-    # WHY not numpy: it is not a requirement of torch, and this is all that it would do here.
-    pixels = ctypes.string_at(canvas.data_ptr(), canvas.numel())
+    pixels = canvas.numpy().tobytes()
     return Picture(width=canvas.shape[1], height=canvas.shape[0], channels=channels, pixels=pixels)
 
 

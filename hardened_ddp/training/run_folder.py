@@ -2,7 +2,7 @@
 
 Owns: making one under the output folder (create_run_folder), finding the newest (newest_run), and
 the trial that shows at the start, and not after an hour, that it can't be written (probe_folder).
-Does not own: the lock in it (run_lock.py), the files of other rooms in it.
+Does not own: the lock in it (run_lock.py), the files of other layers in it.
 What goes wrong here: a name with a path in it that leads out of the output folder, two jobs that
 start in the same second, a link where a folder is expected, a full or read-only disk.
 """
