@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.snapshot import BackgroundWriter
+from hardened_ddp.checkpoint.snapshot import CheckpointWriter
 
 
 class Method(Protocol):
@@ -107,12 +107,12 @@ class DcpAsyncSave:
 
 
 class Ours:
-    """BackgroundWriter on rank 0, as ddp_training.py uses it."""
+    """CheckpointWriter on rank 0, as ddp_training.py uses it."""
 
     def __init__(self, network: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
         self.network, self.optimizer = network, optimizer
         store = CheckpointStore(folder / "checkpoints", keep_last=1)
-        self.writer = BackgroundWriter(store) if dist.get_rank() == 0 else None
+        self.writer = CheckpointWriter(store) if dist.get_rank() == 0 else None
 
     def save(self, step: int) -> None:
         if self.writer is not None:

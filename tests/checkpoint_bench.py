@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.snapshot import BackgroundWriter
+from hardened_ddp.checkpoint.snapshot import CheckpointWriter
 
 LIMIT_S = 20
 
@@ -57,7 +57,7 @@ class Bench:
         self.disk = GatedDisk()
         disk: Any = self.disk
         self.store = CheckpointStore(root, keep_last=5, disk=disk)
-        self.writer = BackgroundWriter(self.store)
+        self.writer = CheckpointWriter(self.store)
 
     def loaded(self, step: int) -> dict[str, Tensor]:
         found, rejected = self.store.find_valid()

@@ -688,10 +688,10 @@ class TestMetrics:
     def test_a_program_that_forgets_to_close_ends_all_the_same(self) -> None:
         program = (
             "import threading\n"
-            "from hardened_ddp.reporting.background import BackgroundWriter\n"
+            "from hardened_ddp.reporting.background import ReportWriter\n"
             "is_stuck = threading.Event()\n"
             "def hang(): is_stuck.set(); threading.Event().wait()\n"
-            "BackgroundWriter(flush=lambda: True, name='metrics').do(hang)\n"
+            "ReportWriter(flush=lambda: True, name='metrics').do(hang)\n"
             "is_stuck.wait()\n"
         )
         run_command([sys.executable, "-c", program], timeout_s=30).ok()
@@ -709,7 +709,7 @@ class TestMetrics:
                 is_over.set()
             return is_written
 
-        writer = background.BackgroundWriter(flush=flush, name="metrics")
+        writer = background.ReportWriter(flush=flush, name="metrics")
         writer.do(lambda: None)
         assert is_over.wait(5)
         outcomes.append(True)

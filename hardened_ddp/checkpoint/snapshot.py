@@ -43,7 +43,7 @@ class _InFlight:
     """Held until then: memory that is freed while it is copied would be used again."""
 
 
-class BackgroundWriter:
+class CheckpointWriter:
     """Writes checkpoints beside training. All methods are for the training thread."""
 
     def __init__(self, store: CheckpointStore) -> None:

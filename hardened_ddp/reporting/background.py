@@ -20,8 +20,8 @@ _RETRY_AFTER_S = 10.0
 _MAX_WAITING = 10_000
 
 
-class BackgroundWriter:
-    """Runs jobs one after the other, and flushes soon after them."""
+class ReportWriter:
+    """Runs the jobs of reports one after the other, and flushes soon after them."""
 
     def __init__(self, *, flush: Callable[[], bool], name: str) -> None:
         """flush: writes what the jobs left; says whether all of it is written."""

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from hardened_ddp.reporting import event_file, pictures
-from hardened_ddp.reporting.background import BackgroundWriter
+from hardened_ddp.reporting.background import ReportWriter
 from hardened_ddp.reporting.sinks import FileSink
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class MetricsLog:
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
         path = folder / "tensorboard" / name
         self._events = FileSink(path, keep_bytes=_KEEP_BYTES, has_lines=False)
-        self._writer = BackgroundWriter(flush=self._flush, name="metrics")
+        self._writer = ReportWriter(flush=self._flush, name="metrics")
         self._failing: set[Path] = set()
         self._has_first_record = False
         self._has_restart_record = False

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.snapshot import BackgroundWriter
+from hardened_ddp.checkpoint.snapshot import CheckpointWriter
 from hardened_ddp.errors import CheckpointError, NonFiniteError
 from hardened_ddp.ranks.heartbeat import CHECKPOINT
 from hardened_ddp.reporting.goodput import Goodput
@@ -58,7 +58,7 @@ class Saver:
         self.parts = parts
         self.goodput = goodput
         self._heartbeat = parts.group.heartbeat
-        self.writer = BackgroundWriter(store) if parts.group.launch.is_main else None
+        self.writer = CheckpointWriter(store) if parts.group.launch.is_main else None
         self._store = store
         self._saved_step = -1
         self.warning = ""
@@ -139,7 +139,7 @@ class Saver:
             log.warning("set aside %s: its state is in doubt", path)
 
     def _start(
-        self, writer: BackgroundWriter, progress: Progress, best_metric: float | None
+        self, writer: CheckpointWriter, progress: Progress, best_metric: float | None
     ) -> None:
         try:
             if best_metric is not None:
