@@ -12,7 +12,6 @@ Does not own: the handlers (stop.py), what is saved and by which rank (training/
 import contextlib
 import logging
 import os
-import queue
 import select
 import socket
 import sys
@@ -41,20 +40,6 @@ def leave_at_once(status: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or never opened
             stream.flush()
     os._exit(status)
-
-
-def ask_within(question: Callable[[], bool], limit_s: float) -> bool | None:
-    """Give the answer to a question that may take for ever; None: it did not come in limit_s."""
-    answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
-
-    def ask() -> None:
-        answers.put(question())
-
-    threading.Thread(target=ask, name="ask-within", daemon=True).start()
-    try:
-        return answers.get(timeout=limit_s)
-    except queue.Empty:
-        return None
 
 
 class LastResort:

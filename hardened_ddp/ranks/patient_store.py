@@ -6,13 +6,14 @@ What goes wrong here: the rank that serves the store is stopped or hangs, or its
 torch's own calls wait for ever, and a rank could neither save nor say what happened.
 """
 
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
 import torch.distributed as dist
+
+from hardened_ddp.ranks.patience import ask_within
 
 PATIENCE_S = 2.0
 
@@ -24,7 +25,8 @@ class PatientStore:
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
-        self._asking: threading.Thread | None = None
+        self._unanswered: threading.Event | None = None
+        """Set when the last question that took too long is answered after all."""
 
     def has(self, key: str) -> bool:
         return self._ask(lambda: self._store.check([key]))
@@ -63,24 +65,19 @@ class PatientStore:
         self._store.wait(keys, timedelta(seconds=limit_s))
 
     def _ask(self, question: Callable[[], T]) -> T:
-        if self._asking is not None and self._asking.is_alive():
+        if self._unanswered is not None and not self._unanswered.is_set():
             # WHY at once: the connection still waits for the last answer
             raise RuntimeError("the store does not answer")
-        answers: queue.SimpleQueue[T | RuntimeError] = queue.SimpleQueue()
+        is_answered = threading.Event()
 
-        def ask() -> None:
+        def ask() -> T:
             try:
-                answers.put(question())
-            except RuntimeError as error:
-                answers.put(error)
+                return question()
+            finally:
+                is_answered.set()
 
-        asking = threading.Thread(target=ask, name="ask-store", daemon=True)
-        asking.start()
         try:
-            answer = answers.get(timeout=PATIENCE_S)
-        except queue.Empty:
-            self._asking = asking
+            return ask_within(ask, PATIENCE_S)
+        except TimeoutError:
+            self._unanswered = is_answered
             raise RuntimeError(f"the store gave no answer for {PATIENCE_S:g} s") from None
-        if isinstance(answer, RuntimeError):
-            raise answer
-        return answer

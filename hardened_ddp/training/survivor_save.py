@@ -25,8 +25,8 @@ from hardened_ddp.errors import (
     NonFiniteError,
     PeerLostError,
 )
-from hardened_ddp.guard.watchdog import ask_within
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.patience import ask_within
 from hardened_ddp.reporting.summary import program
 from hardened_ddp.step.parts import Progress
 from hardened_ddp.step.step import Stepper
@@ -67,8 +67,7 @@ def rescue(
     try:
         # WHY first: the others wait for this rank, and one of them may be the one that saves
         group.leave()
-        # WHY a limit: a GPU may be behind a sum that never comes
-        is_good = ask_within(lambda: _is_good(stepper, progress), DEVICE_LIMIT_S)
+        is_good = _is_good(stepper, progress, limit_s=DEVICE_LIMIT_S)
         if not _is_mine(group, progress.step):
             return
         _note_failure(folder, progress.step, error)
@@ -99,11 +98,10 @@ def save_while_stuck(
         log.warning("weights are being updated: they are not saved, the last checkpoint stays")
         return
     try:
-        # WHY a limit: a GPU may be behind a sum that never comes, and with it every look at it
-        is_finite = ask_within(lambda: _is_good(stepper, progress), LOCK_LIMIT_S)
-        if is_finite is None:
+        is_good = _is_good(stepper, progress, limit_s=LOCK_LIMIT_S)
+        if is_good is None:
             log.warning("the device does not answer: nothing is saved, the last checkpoint stays")
-        if not (is_finite and stepper.is_whole and _is_mine(stepper.parts.group, progress.step)):
+        if not (is_good and stepper.is_whole and _is_mine(stepper.parts.group, progress.step)):
             return
         if error is not None:
             _note_failure(folder, progress.step, error)
@@ -145,10 +143,22 @@ def read_failures(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _is_good(stepper: Stepper, progress: Progress) -> bool:
-    """Say whether what is in memory may be saved, as the state of progress. Rank-local."""
-    stepper.take_back(progress)
-    return progress.step == 0 or stepper.is_finite()
+def _is_good(stepper: Stepper, progress: Progress, *, limit_s: float) -> bool | None:
+    """Say whether what is in memory may be saved, as the state of progress. Rank-local.
+
+    None: the device gave no answer, or an error.
+    """
+
+    def look() -> bool:
+        stepper.take_back(progress)
+        return progress.step == 0 or stepper.is_finite()
+
+    try:
+        # WHY a limit: a GPU may be behind a sum that never comes, and with it every look at it
+        return ask_within(look, limit_s)
+    except Exception:  # WHY broad: whatever it is, nothing is saved, and the failure is noted
+        log.debug("the device does not say what is in memory", exc_info=True)
+        return None
 
 
 def _say_saved(progress: Progress, folder: Path) -> None:
