@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from hardened_ddp.ranks.group import Group
     from hardened_ddp.step.parts import Parts, Progress
     from hardened_ddp.step.step import Stepper
-    from hardened_ddp.task.classification import Objective
+    from hardened_ddp.task.task import Task
     from hardened_ddp.training.rollback import Rollback
     from hardened_ddp.training.run_report import RunReport
     from hardened_ddp.training.saving import Saver
@@ -267,7 +267,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
         drop_last=config.data.drop_last,
     )
     loader = build_train_loader(data, sampler, config.data, launch=launch, device=group.device)
-    replica, objective = build_replica(  # collective
+    replica, task = build_replica(  # collective
         settings, group, data, loader, precision, saved=saved
     )
     return Parts(
@@ -279,7 +279,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
         train_loader=loader,
         eval_loader=build_eval_loader(data, config.data, launch=launch, device=group.device),
         replica=replica,
-        objective=objective,
+        task=task,
         precision=precision,
         optimizer=build_optimizer(replica.module.parameters(), config.optimizer),
         global_batch=global_batch,
@@ -295,36 +295,35 @@ def build_replica(
     precision: Precision,
     *,
     saved: Saved | None,
-) -> tuple[Replica, Objective]:
+) -> tuple[Replica, Task]:
     """Build the model and wrap it in DDP. Collective: all ranks."""
     from hardened_ddp.model.memory_format import Trial, choose_channels_last
     from hardened_ddp.model.probe import choose_find_unused, probe, warm_up
     from hardened_ddp.model.replica import choose_comm_hook, wrap
     from hardened_ddp.model.zoo import build_model, place_model
-    from hardened_ddp.task.classification import Objective
+    from hardened_ddp.task.build import build_task
     from hardened_ddp.training.plan import count_steps
 
     config = settings.config
     # The same model on every rank: seeded alike, and DDP sends rank 0's weights to all.
     model = build_model(config.model, num_classes=data.num_classes, input_shape=data.input_shape)
     model = place_model(model, config.model, device=group.device, world_size=group.world_size)
-    objective = Objective(model, label_smoothing=config.optimizer.label_smoothing)
+    task = build_task(model, data, config.optimizer)  # calls the model, and scores its output
     # Try it on a few samples without DDP: which parameters get no gradient, and on which rank?
     # DDP would wait for those for ever, unless find_unused_parameters is on.
     samples = loader.sample_batches(group.device)
     findings = probe(  # collective
         model,
         samples,
-        objective=objective,
+        task=task,
         precision=precision,
         group=group,
-        num_classes=data.num_classes,
     )
     find_unused = choose_find_unused(config.ddp.find_unused_parameters, findings)
     # Images with channels last: as asked, as the run began, or as a measurement says.
     steps = count_steps(config.loop, loader.sampler)
     channels_last = choose_channels_last(  # collective
-        Trial(model, objective, precision),
+        Trial(model, task, precision),
         samples[0],
         group,
         config=config,
@@ -343,8 +342,8 @@ def build_replica(
     )
     # What sends them can also answer for a rank whose backward failed.
     choose_comm_hook(replica, config.ddp.comm_hook, heals=config.loop.step_retry == "on")
-    warm_up(replica, samples[0], objective=objective, precision=precision)  # collective
-    return replica, objective
+    warm_up(replica, samples[0], task=task, precision=precision)  # collective
+    return replica, task
 
 
 def fit(

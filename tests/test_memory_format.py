@@ -17,7 +17,7 @@ from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.device import DeviceConfig
 from hardened_ddp.settings.model import ModelConfig
-from hardened_ddp.task.classification import Objective
+from hardened_ddp.task.classification import Classification
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def choose(
     batch: Batch | None = None,
 ) -> bool:
     return choose_channels_last(
-        Trial(model, Objective(model), Precision("off", CPU)),
+        Trial(model, Classification(model, num_classes=3), Precision("off", CPU)),
         sample() if batch is None else batch,
         Group(Launch(), CPU),
         config=Config() if config is None else config,

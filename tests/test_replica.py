@@ -17,7 +17,7 @@ from hardened_ddp.model.replica import Replica, wrap
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.settings.ddp import DdpConfig
-from hardened_ddp.task.classification import Objective
+from hardened_ddp.task.classification import Classification
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -51,10 +51,9 @@ def look_at(model: nn.Module, group: Group) -> Findings:
     return probe(
         model,
         samples,
-        objective=Objective(model),
+        task=Classification(model, num_classes=3),
         precision=Precision("off", CPU),
         group=group,
-        num_classes=3,
     )
 
 
@@ -173,10 +172,9 @@ def test_labels_beyond_the_classes_are_named() -> None:
         probe(
             model,
             [Batch(torch.randn(2, 4), torch.tensor([0, 7]), torch.arange(2))],
-            objective=Objective(model),
+            task=Classification(model, num_classes=3),
             precision=Precision("off", CPU),
             group=group,
-            num_classes=3,
         )
 
 
@@ -211,7 +209,9 @@ def sum_without_samples() -> list[float]:
     model = nn.Linear(4, 3)
     replica = wrap(model, group, DdpConfig(), find_unused=False, moving_buffers=())
     sample = Batch(torch.ones(2, 4), torch.tensor([0, 1]), torch.arange(2))
-    warm_up(replica, sample, objective=Objective(model), precision=Precision("off", CPU))
+    warm_up(
+        replica, sample, task=Classification(model, num_classes=3), precision=Precision("off", CPU)
+    )
     if group.launch.rank == 1:
         with replica.no_sync():
             replica.call(torch.ones(1, 4)).sum().backward()

@@ -21,7 +21,7 @@ from hardened_ddp.model.probe import untouched_buffers
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.data import AUTO_BATCH_SIZE
-from hardened_ddp.task.classification import Objective
+from hardened_ddp.task.task import Task
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Trial:
     """The model, and what a forward and backward of it needs."""
 
     model: nn.Module
-    objective: Objective
+    task: Task
     precision: Precision
 
     def is_possible(self, sample: Batch) -> bool:
@@ -126,8 +126,8 @@ class Trial:
                 _wait_for(batch.targets.device)
                 started_at = time.perf_counter()
                 with self.precision.autocast():
-                    scored = self.objective(self.model, batch.inputs, batch.targets)
-                scored.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
+                    score = self.task.score(self.model, batch.inputs, batch.targets)
+                score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
                 _wait_for(batch.targets.device)
                 return time.perf_counter() - started_at
         finally:

@@ -19,7 +19,7 @@ from hardened_ddp.errors import HardenedError, ModelError, UnusedParameterError
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.task.classification import Objective, check_fit
+from hardened_ddp.task.task import Task
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +44,9 @@ def probe(
     module: nn.Module,
     samples: Sequence[Batch],
     *,
-    objective: Objective,
+    task: Task,
     precision: Precision,
     group: Group,
-    num_classes: int,
 ) -> Findings:
     """Run samples through module, locally, and compare what ranks saw. Collective: all ranks.
 
@@ -56,14 +55,10 @@ def probe(
     mine: dict[str, Any] = {"unused": [], "moving": []}
     try:
         for batch in samples:
-            inputs, targets = batch.inputs, batch.targets
             with untouched_buffers(module) as moving:
                 with precision.autocast():
-                    logits, loss = objective.run(module, inputs, targets)
-                    # WHY before the loss: a wrong label would raise there, or worse on a GPU.
-                    check_fit(logits, targets, num_classes=num_classes)
-                    scored = objective.score(logits, loss, targets)
-                scored.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
+                    score = task.score(module, batch.inputs, batch.targets, checks=True)
+                score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
             mine["unused"].append(
                 [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
             )
@@ -104,7 +99,7 @@ def choose_find_unused(wanted: str, findings: Findings) -> bool:
     return True
 
 
-def warm_up(replica: Replica, sample: Batch, *, objective: Objective, precision: Precision) -> None:
+def warm_up(replica: Replica, sample: Batch, *, task: Task, precision: Precision) -> None:
     """Do synced forward and backward passes and forget them. Collective: all ranks.
 
     WHY: DDP lays its buckets out anew after the first backward; from 3 ranks on that changes the
@@ -118,8 +113,8 @@ def warm_up(replica: Replica, sample: Batch, *, objective: Objective, precision:
     for _ in range(3 if replica.ddp.static_graph else 2):
         with untouched_buffers(replica.module):
             with precision.autocast():
-                scored = objective(replica.call, sample.inputs, sample.targets)
-            scored.loss_sum.backward()  # type: ignore[no-untyped-call]  # collective
+                score = task.score(replica.call, sample.inputs, sample.targets)
+            score.loss_sum.backward()  # type: ignore[no-untyped-call]  # collective
         replica.module.zero_grad(set_to_none=True)
 
 

@@ -18,7 +18,7 @@ from hardened_ddp.model.replica import Replica
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.heartbeat import PHASE
 from hardened_ddp.settings.config import Config
-from hardened_ddp.task.classification import Objective
+from hardened_ddp.task.task import Task
 
 LATE_DEVICES = ("cuda",)
 """Where to read a number is to wait for all work before it."""
@@ -65,7 +65,7 @@ class Parts:
     train_loader: TrainLoader
     eval_loader: EvalLoader | None
     replica: Replica
-    objective: Objective
+    task: Task
     precision: Precision
     optimizer: torch.optim.Optimizer
     global_batch: int

@@ -26,7 +26,7 @@ class Passes:
     def __init__(self, parts: Parts, clock: StepClock) -> None:
         self.parts = parts
         self.clock = clock
-        self.totals = Totals(parts.device)
+        self.totals = Totals(parts.task, parts.device)
         self.phase = "forward"
         """What is under way, for a message about an exception in it."""
 
@@ -48,14 +48,14 @@ class Passes:
             heartbeat.enter(FORWARD)
             with contextlib.nullcontext() if is_synced else parts.replica.no_sync():
                 with parts.precision.autocast():
-                    scored = parts.objective(parts.replica.call, batch.inputs, batch.targets)
-                if self._watches_loss and not math.isfinite(value := scored.loss_sum.item()):
+                    score = parts.task.score(parts.replica.call, batch.inputs, batch.targets)
+                if self._watches_loss and not math.isfinite(value := score.loss_sum.item()):
                     raise LossNotFinite(f"the loss is {value}")
                 self.clock.mark("forward")
                 self.phase = "backward"
                 heartbeat.enter(BACKWARD)
-                parts.precision.backward(scored.loss_sum * scale)  # collective if is_synced
-            self.totals.add(scored, batch.targets)
+                parts.precision.backward(score.loss_sum * scale)  # collective if is_synced
+            self.totals.add(score)
             self.clock.mark("backward")
         self.batch = None
         heartbeat.enter(OPTIMIZER)

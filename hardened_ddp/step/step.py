@@ -83,14 +83,14 @@ class Stepper:
         """Give mean loss and accuracy since the last reading, and start anew. Collective."""
         self.settle(progress)  # collective
         sums = self.passes.totals.read(self.parts.group)  # collective
-        self.passes.totals = Totals(self.parts.device)
+        self.passes.totals = Totals(self.parts.task, self.parts.device)
         self.has_unread_totals = False
         return sums
 
     def forget(self) -> None:
         """Drop what was added up since the last report: those steps are taken back. Rank-local."""
         self.parts.optimizer.zero_grad(set_to_none=True)
-        self.passes.totals = Totals(self.parts.device)
+        self.passes.totals = Totals(self.parts.task, self.parts.device)
         self.has_unread_totals = False
         self.buffers_before = ()
         self._doubtful = None

@@ -1,4 +1,4 @@
-"""Sums over training samples, kept on the device so that adding to them never waits for it.
+"""Sums over scored samples, kept on the device so that adding to them never waits for it.
 
 WHY in place, at once: small tensors that outlive a step lie between the large ones that it frees,
 so the next step's large ones no longer fit there: memory grew by 200 MiB for a 2 MiB model.
@@ -7,40 +7,48 @@ so the next step's large ones no longer fit there: memory grew by 200 MiB for a 
 import torch
 
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.task.classification import Scored
+from hardened_ddp.task.task import Score, Task
 
-Mark = tuple[torch.Tensor | float, torch.Tensor | int, int]
+Mark = tuple[torch.Tensor | float, list[torch.Tensor] | list[float], int]
+"""The loss, the sums of the metrics and the count at one moment."""
 
 
 class Totals:
-    """Loss, correct predictions and samples since the last reading."""
+    """Loss, sums of the task's metrics, and their count, since the last reading."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.loss_sum = torch.zeros((), device=device)
-        self.num_correct = torch.zeros((), dtype=torch.int64, device=device)
-        self.num_samples = 0
+    def __init__(
+        self, task: Task, device: torch.device, *, loss_dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.task = task
+        self.loss_sum = torch.zeros((), dtype=loss_dtype, device=device)
+        self.sums = {
+            name: torch.zeros((), dtype=dtype, device=device) for name, dtype in task.sums.items()
+        }
+        self.count = 0
 
-    def add(self, scored: Scored, targets: torch.Tensor) -> None:
-        """Add one forward, scored against targets of shape (num_samples,)."""
-        self.loss_sum += scored.loss_sum.detach()
-        self.num_correct += scored.logits.detach().argmax(dim=1).eq(targets).sum()
-        self.num_samples += targets.shape[0]
+    def add(self, score: Score) -> None:
+        """Add the score of one forward."""
+        self.loss_sum += score.loss_sum.detach()
+        for name, total in self.sums.items():
+            total += score.metrics[name]
+        self.count += score.count
 
     def mark(self) -> Mark:
         """Remember this moment, to go back to it or to compare. On the CPU without new tensors."""
         if self.loss_sum.is_cpu:
-            return float(self.loss_sum), int(self.num_correct), self.num_samples
-        return self.loss_sum.clone(), self.num_correct.clone(), self.num_samples
+            return self.loss_sum.item(), [total.item() for total in self.sums.values()], self.count
+        return self.loss_sum.clone(), [total.clone() for total in self.sums.values()], self.count
 
     def go_back(self, mark: Mark) -> None:
         """Forget what was added since mark."""
-        loss_sum, num_correct, self.num_samples = mark
-        if isinstance(loss_sum, torch.Tensor):
-            self.loss_sum.copy_(loss_sum)
-            self.num_correct.copy_(num_correct)  # type: ignore[arg-type]  # a tensor too
-        else:
-            self.loss_sum.fill_(loss_sum)
-            self.num_correct.fill_(num_correct)
+        loss_sum, sums, self.count = mark
+        for total, before in zip(
+            (self.loss_sum, *self.sums.values()), (loss_sum, *sums), strict=True
+        ):
+            if isinstance(before, torch.Tensor):
+                total.copy_(before)
+            else:
+                total.fill_(before)
 
     def loss(self) -> float:
         """Give the sum of the losses. Waits for the device."""
@@ -51,14 +59,16 @@ class Totals:
         return self.loss() - float(mark[0])
 
     def read(self, group: Group) -> dict[str, float]:
-        """Give mean loss, accuracy and the number of samples over all ranks. Collective."""
+        """Give the mean loss, each metric and the samples over all ranks. Collective."""
+        device = self.loss_sum.device
         sums = torch.stack(
             [
                 self.loss_sum.double(),
-                self.num_correct.double(),
-                torch.tensor(float(self.num_samples), dtype=torch.float64).to(self.loss_sum.device),
+                *(total.double() for total in self.sums.values()),
+                torch.tensor(float(self.count), dtype=torch.float64).to(device),
             ]
         )
-        loss, correct, samples = group.sum_(sums).tolist()  # collective
+        loss, *values, samples = group.sum_(sums).tolist()  # collective
         count = max(1.0, samples)
-        return {"loss": loss / count, "accuracy": correct / count, "samples": samples}
+        figures = self.task.figures(dict(zip(self.sums, values, strict=True)), count)
+        return {"loss": loss / count, **figures, "samples": samples}

@@ -1,12 +1,11 @@
-"""What a model's output means: logits to compare with labels, or a loss of its own.
+"""Classification: one label for each sample, the number of a class.
 
-Owns the loss as a SUM over samples. WHY a sum: divided once by the number of samples of the whole
-window, it gives the gradient of one big batch, however ranks and micro-batches share the window.
+Owns what the model's output means: logits to compare with the labels, or a loss of its own; and the
+loss as a sum over samples. No other layer knows of classes or accuracy.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,68 +13,72 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from hardened_ddp.errors import ModelError
+from hardened_ddp.task.task import Metric, Score
 
 
-@dataclass(slots=True)
-class Scored:
-    """The outcome of one forward."""
-
-    loss_sum: torch.Tensor
-    """Scalar: loss summed over the samples."""
-
-    logits: torch.Tensor
-    """(num_samples, num_classes)."""
-
-
-class Objective:
+class Classification:
     """Calls the model as it wants to be called, and scores what it returns."""
 
-    def __init__(self, model: nn.Module, *, label_smoothing: float = 0.0) -> None:
+    metrics = (Metric("accuracy", form=".2%"),)
+    sums: Mapping[str, torch.dtype] = {"correct": torch.int64}
+
+    def __init__(self, model: nn.Module, *, num_classes: int, label_smoothing: float = 0.0) -> None:
         self.takes_labels = "labels" in inspect.signature(model.forward).parameters
+        self.num_classes = num_classes
         self.label_smoothing = label_smoothing
 
-    def __call__(
-        self, call: Callable[..., Any], inputs: Any, targets: torch.Tensor
-    ) -> Scored:  # Any: a tensor, or what the dataset nests tensors in
-        """Run call on inputs and score it against targets, (num_samples,) int64. Rank-local.
+    def score(
+        self,
+        call: Callable[..., Any],
+        inputs: Any,  # a tensor, or what the dataset nests tensors in
+        targets: torch.Tensor,
+        *,
+        checks: bool = False,
+    ) -> Score:
+        """Run call on inputs and compare its logits with targets, (num_samples,) int64. Rank-local.
 
-        Raises ModelError if the output is neither logits nor {"loss", "logits"}.
+        checks: make sure first that both fit the number of classes. Costs a wait for the device.
+        Raises ModelError if the output is neither logits nor {"loss", "logits"}, or does not fit.
         """
-        return self.score(*self.run(call, inputs, targets), targets)
-
-    def run(
-        self, call: Callable[..., Any], inputs: Any, targets: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run call on inputs; return logits, and the model's own mean loss if it gives one."""
         labels = {"labels": targets} if self.takes_labels else {}
         named = isinstance(inputs, Mapping)
         output = call(**inputs, **labels) if named else call(inputs, **labels)
-        if isinstance(output, torch.Tensor):
-            return output, None
-        if isinstance(output, Mapping) and isinstance(output.get("logits"), torch.Tensor):
-            return output["logits"], output.get("loss")
-        raise ModelError(
-            f"the model returned {_describe(output)}; need logits, or a mapping with 'logits' "
-            "and 'loss'",
-            fix="return a tensor of shape (num_samples, num_classes) from forward",
-        )
+        logits, mean_loss = _taken_apart(output)
+        if checks:
+            # WHY before the loss: a wrong label would raise there, or worse on a GPU.
+            _check_fit(logits, targets, num_classes=self.num_classes)
+        num_samples = targets.shape[0]
+        if mean_loss is None:
+            # WHY float(): under autocast logits are bf16, and a sum over a batch needs fp32.
+            loss_sum = cross_entropy(
+                logits.float(), targets, reduction="sum", label_smoothing=self.label_smoothing
+            )
+        else:
+            loss_sum = mean_loss.float() * num_samples  # a model's own loss is a mean by custom
+        predictions = logits.detach().argmax(dim=1)
+        correct = predictions.eq(targets).sum()
+        return Score(loss_sum, num_samples, {"correct": correct}, predictions)
 
-    def score(
-        self, logits: torch.Tensor, loss: torch.Tensor | None, targets: torch.Tensor
-    ) -> Scored:
-        """Make the summed loss."""
-        if loss is not None:
-            # A model's own loss is a mean by custom.
-            return Scored(loss.float() * targets.shape[0], logits)
-        # WHY float(): under autocast logits are bf16, and a sum over a batch needs fp32.
-        loss_sum = cross_entropy(
-            logits.float(), targets, reduction="sum", label_smoothing=self.label_smoothing
-        )
-        return Scored(loss_sum, logits)
+    def figures(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        """Give the accuracy: the share of samples whose largest logit is that of their label."""
+        return {"accuracy": sums["correct"] / count}
 
 
-def check_fit(logits: torch.Tensor, targets: torch.Tensor, *, num_classes: int) -> None:
-    """Raise ModelError if logits or labels do not fit the number of classes. Costs a sync."""
+def _taken_apart(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Give the logits of what a model returned, whatever that is, and its own loss if any."""
+    if isinstance(output, torch.Tensor):
+        return output, None
+    if isinstance(output, Mapping) and isinstance(output.get("logits"), torch.Tensor):
+        return output["logits"], output.get("loss")
+    raise ModelError(
+        f"the model returned {_described(output)}; need logits, or a mapping with 'logits' "
+        "and 'loss'",
+        fix="return a tensor of shape (num_samples, num_classes) from forward",
+    )
+
+
+def _check_fit(logits: torch.Tensor, targets: torch.Tensor, *, num_classes: int) -> None:
+    """Raise ModelError if logits or labels do not fit the number of classes."""
     shape = tuple(logits.shape)
     if len(shape) != 2 or shape[0] != targets.shape[0] or shape[1] < num_classes:
         raise ModelError(
@@ -91,7 +94,7 @@ def check_fit(logits: torch.Tensor, targets: torch.Tensor, *, num_classes: int) 
         )
 
 
-def _describe(output: object) -> str:
+def _described(output: object) -> str:
     if isinstance(output, Mapping):
         return f"a {type(output).__name__} with {sorted(map(str, output))}"
     return f"a {type(output).__name__}"

@@ -27,7 +27,7 @@ from hardened_ddp.reporting.confusion import class_figures, print_report, write_
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.layers import Resolved
 from hardened_ddp.step.failure import explain_evaluation
-from hardened_ddp.task.classification import Objective, check_fit
+from hardened_ddp.task.build import build_task
 from hardened_ddp.training.rebuild import MODEL_PREFIX, model_tensors, rebuild_model
 from hardened_ddp.training.state import Saved, share_state
 
@@ -119,7 +119,7 @@ def _count(
     The last column is for predictions of no class: a model may have more outputs than classes.
     """
     device, size = group.device, data.num_classes
-    objective = Objective(model, label_smoothing=config.optimizer.label_smoothing)
+    task = build_task(model, data, config.optimizer)
     precision = Precision(config.optimizer.amp, device)
     counts = torch.zeros(size * (size + 1), dtype=torch.int64, device=device)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
@@ -135,10 +135,9 @@ def _count(
             continue
         batch = batch.to(device)
         with precision.autocast():
-            scored = objective(model, batch.inputs, batch.targets)
-        check_fit(scored.logits, batch.targets, num_classes=size)
-        predictions = scored.logits.argmax(dim=1).clamp(max=size)
+            score = task.score(model, batch.inputs, batch.targets, checks=True)
+        predictions = score.predictions.clamp(max=size)
         places = batch.targets * (size + 1) + predictions
         counts += torch.bincount(places, minlength=len(counts))
-        loss_sum += scored.loss_sum
+        loss_sum += score.loss_sum
     return counts.view(size, size + 1), loss_sum, left_out

@@ -55,7 +55,7 @@ def evaluate(
     """
     module = parts.replica.module
     module.eval()
-    totals = Totals(parts.device)
+    totals = Totals(parts.task, parts.device)
     mistakes: list[Mistake] = []
     left_out: list[str] = []
     leaves_out = parts.config.loop.continue_on_error
@@ -96,10 +96,10 @@ def evaluate(
 def _score(parts: Parts, batch: Batch, totals: Totals, mistakes: list[Mistake]) -> None:
     batch = batch.to(parts.device, channels_last=parts.replica.channels_last)
     with parts.precision.autocast():
-        scored = parts.objective(parts.replica.module, batch.inputs, batch.targets)
-    totals.add(scored, batch.targets)
+        score = parts.task.score(parts.replica.module, batch.inputs, batch.targets)
+    totals.add(score)
     if len(mistakes) < MAX_PICTURES and isinstance(batch.inputs, torch.Tensor):
-        predictions = scored.logits.argmax(dim=1)
+        predictions = score.predictions
         wrong = predictions.ne(batch.targets).nonzero().flatten()[: MAX_PICTURES - len(mistakes)]
         mistakes += [
             Mistake(batch.inputs[i].cpu(), int(batch.targets[i]), int(predictions[i]))

@@ -1,0 +1,151 @@
+"""The task: what a batch is worth, and that training adds up any task's scores alike."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hardened_ddp.errors import ModelError
+from hardened_ddp.ranks.group import Group, open_group
+from hardened_ddp.ranks.launch import Launch, environment, read_launch
+from hardened_ddp.step.totals import Totals
+from hardened_ddp.task.classification import Classification
+from hardened_ddp.task.task import Metric, Score, Task, described
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+LOGITS = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [1.0, 0.5, 0.0]])
+TARGETS = torch.tensor([0, 1, 2])
+
+
+class Distance:
+    """A toy task with floats as labels: how far off is the model?"""
+
+    metrics = (Metric("distance", is_higher_better=False), Metric("near", form=".1%"))
+    sums: Mapping[str, torch.dtype] = {"distance": torch.float64, "near": torch.int64}
+
+    def score(
+        self, call: Any, inputs: Any, targets: torch.Tensor, *, checks: bool = False
+    ) -> Score:
+        output = call(inputs).flatten()
+        distance = (output.detach() - targets).abs()
+        sums = {"distance": distance.sum(), "near": distance.le(1).sum()}
+        return Score((output - targets).square().sum(), len(targets), sums, output.detach())
+
+    def figures(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        return {name: sums[name] / count for name in ("distance", "near")}
+
+
+def score_of(task: Task, *, seed: int = 0, size: int = 4) -> Score:
+    generator = torch.Generator().manual_seed(seed)
+    return task.score(nn.Identity(), torch.randn(size, generator=generator), torch.zeros(size))
+
+
+def test_logits_are_worth_their_summed_loss_and_the_correct_ones_are_counted() -> None:
+    score = Classification(nn.Identity(), num_classes=3).score(nn.Identity(), LOGITS, TARGETS)
+    wanted = nn.functional.cross_entropy(LOGITS, TARGETS, reduction="sum")
+    assert torch.equal(score.loss_sum, wanted)
+    assert (score.count, int(score.metrics["correct"])) == (3, 2)
+    assert score.predictions.tolist() == [0, 1, 0]
+
+
+def test_the_mean_loss_of_a_model_itself_becomes_a_sum() -> None:
+    class WithLoss(nn.Module):
+        def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": labels.float().mean(), "logits": inputs}
+
+    model = WithLoss()
+    score = Classification(model, num_classes=3).score(model, LOGITS, TARGETS)
+    assert float(score.loss_sum) == 3.0
+    assert int(score.metrics["correct"]) == 2
+
+
+def test_only_the_task_stands_between_its_caller_and_the_model() -> None:
+    """Whoever reads a traceback of a forward finds the loop right above the model."""
+    above: list[str] = []
+
+    def model(inputs: torch.Tensor) -> torch.Tensor:
+        above.extend(frame.function for frame in inspect.stack()[1:3])
+        return inputs
+
+    Classification(nn.Identity(), num_classes=3).score(model, LOGITS, TARGETS)
+    test = "test_only_the_task_stands_between_its_caller_and_the_model"
+    assert above == ["score", test]
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ([1.0], "returned a list; need logits"),
+        ({"prediction": LOGITS}, r"returned a dict with \['prediction'\]; need logits"),
+        (LOGITS[:, :2], r"logits of shape \(3, 2\) for 3 samples and 3 classes"),
+    ],
+    ids=["no tensor", "no logits", "too few classes"],
+)
+def test_an_output_that_does_not_fit_is_told_in_words(output: object, message: str) -> None:
+    task = Classification(nn.Identity(), num_classes=3)
+    with pytest.raises(ModelError, match=message):
+        task.score(lambda inputs: output, LOGITS, TARGETS, checks=True)
+
+
+@pytest.mark.parametrize("task", [Classification(nn.Identity(), num_classes=3), Distance()])
+def test_a_score_has_the_sums_that_its_task_names(task: Task) -> None:
+    inputs, targets = (LOGITS, TARGETS) if isinstance(task, Classification) else (TARGETS,) * 2
+    score = task.score(nn.Identity(), inputs, targets)
+    figures = task.figures({name: float(s) for name, s in score.metrics.items()}, score.count)
+    assert score.metrics.keys() == task.sums.keys()
+    assert figures.keys() == {metric.name for metric in task.metrics}
+    assert not any(s.requires_grad for s in (*score.metrics.values(), score.predictions))
+
+
+def test_totals_add_up_the_sums_of_any_task_and_go_back_to_a_mark() -> None:
+    task = Distance()
+    totals = Totals(task, CPU)
+    first, second = score_of(task, seed=1), score_of(task, seed=2, size=3)
+    totals.add(first)
+    kept = totals.sums["distance"]
+    mark = totals.mark()
+    totals.add(second)
+    assert totals.loss_since(mark) == pytest.approx(float(second.loss_sum))
+    totals.go_back(mark)
+    assert totals.sums["distance"] is kept  # in place: see totals.py
+    assert totals.read(Group(Launch(), CPU)) == {
+        "loss": float(first.loss_sum) / 4,
+        "distance": float(first.metrics["distance"]) / 4,
+        "near": int(first.metrics["near"]) / 4,
+        "samples": 4.0,
+    }
+
+
+def read_shared() -> dict[str, float]:
+    """Rank 0 has no samples."""
+    launch = read_launch(environment())
+    group = open_group(launch, device=CPU, backend="gloo", timeout_s=30)
+    totals = Totals(Distance(), CPU)
+    for seed in range(launch.rank):
+        totals.add(score_of(totals.task, seed=seed))
+    found = totals.read(group)
+    group.close()
+    return found
+
+
+def test_a_reading_is_over_all_ranks_and_one_without_samples_takes_part() -> None:
+    alone = Totals(Distance(), CPU)
+    for seed in (0, 0, 1):
+        alone.add(score_of(alone.task, seed=seed))
+    wanted = alone.read(Group(Launch(), CPU))
+    first, *others = run_ranks(read_shared, 3)
+    assert first == pytest.approx(wanted)
+    assert all(found == first for found in others)
+
+
+def test_a_metric_says_which_value_is_better_and_how_it_is_printed() -> None:
+    distance, near = Distance.metrics
+    assert distance.is_better(1.0, than=2.0)
+    assert near.is_better(2.0, than=1.0)
+    assert not near.is_better(1.0, than=1.0)
+    text = described(Distance.metrics, {"near": 0.97125, "distance": 0.5})
+    assert text == "distance 0.5000  near 97.1%"
