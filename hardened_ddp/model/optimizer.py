@@ -6,6 +6,7 @@ nothing of it is saved, and it goes on rightly after a resume on any number of r
 
 import math
 from collections.abc import Iterable
+from typing import assert_never
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -24,10 +25,15 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimizerC
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     rate, decay = config.learning_rate, config.weight_decay
     fused = all(parameter.is_floating_point() for parameter in trainable)
-    if config.optimizer == "sgd":
-        return SGD(trainable, rate, momentum=config.momentum, weight_decay=decay, fused=fused)
-    family = AdamW if config.optimizer == "adamw" else Adam
-    return family(trainable, rate, weight_decay=decay, fused=fused)
+    match config.optimizer:
+        case "adamw":
+            return AdamW(trainable, rate, weight_decay=decay, fused=fused)
+        case "adam":
+            return Adam(trainable, rate, weight_decay=decay, fused=fused)
+        case "sgd":
+            return SGD(trainable, rate, momentum=config.momentum, weight_decay=decay, fused=fused)
+        case _:
+            assert_never(config.optimizer)
 
 
 def allocate_state(optimizer: Optimizer) -> None:
@@ -40,12 +46,14 @@ def allocate_state(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             if isinstance(optimizer, SGD):
                 names = ["momentum_buffer"] if group["momentum"] else []
-            else:
+            elif isinstance(optimizer, Adam | AdamW):
                 names = ["exp_avg", "exp_avg_sq"]
                 # A fused kernel counts steps where the parameter is.
                 device = parameter.device if group["fused"] else None
                 steps = torch.zeros((), dtype=torch.float32, device=device)
                 optimizer.state[parameter]["step"] = steps
+            else:
+                raise TypeError(f"what state does {type(optimizer).__name__} have? say it here")
             for name in names:
                 optimizer.state[parameter][name] = torch.zeros_like(parameter, requires_grad=False)
 
@@ -62,6 +70,8 @@ def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> fl
     length = max(1, total_steps - config.warmup_steps)
     done = min(1.0, (step - config.warmup_steps) / length)
     match config.lr_schedule:
+        case "constant":
+            return peak
         case "cosine":
             return peak * 0.5 * (1 + math.cos(math.pi * done))
         case "linear":
@@ -69,7 +79,7 @@ def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> fl
         case "step":
             return peak * 0.1 ** min(STEP_DROPS - 1, int(done * STEP_DROPS))
         case _:
-            return peak
+            assert_never(config.lr_schedule)
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:

@@ -8,22 +8,31 @@ overflowed: all ranks see the same averaged gradients, so all ranks skip alike, 
 import contextlib
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal, assert_never
 
 import torch
 
+from hardened_ddp.settings.optimizer import Amp
+
 log = logging.getLogger(__name__)
+
+PrecisionName = Literal["off", "bf16", "fp16"]
+_DTYPES: Mapping[PrecisionName, torch.dtype | None] = {
+    "off": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 class Precision:
     """How one run computes: fp32, bf16 or fp16 with a scaler."""
 
-    def __init__(self, amp: str, device: torch.device) -> None:
+    def __init__(self, amp: Amp, device: torch.device) -> None:
         self.name = _choose(amp, device)
         self.device_type = device.type
-        self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.name)
+        self.dtype = _DTYPES[self.name]
         self.scaler = torch.amp.GradScaler(device.type) if self.name == "fp16" else None
         if self.scaler is not None:
             self.scaler.scale(torch.zeros((), device=device))  # WHY: now it has its numbers
@@ -116,14 +125,18 @@ def clip(parameters: Iterable[torch.nn.Parameter], *, max_norm: float) -> torch.
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm if max_norm > 0 else float("inf"))
 
 
-def _choose(amp: str, device: torch.device) -> str:
+def _choose(amp: Amp, device: torch.device) -> PrecisionName:
     """Decide the precision; a GPU without bf16 gets fp16, and says so."""
-    if device.type == "cpu":
-        return "bf16" if amp == "bf16" else "off"
-    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    if amp == "auto":
-        return "bf16" if has_bf16 else "fp16"
-    if amp == "bf16" and not has_bf16:
-        log.warning("amp: asked for bf16, this GPU can't do it; running fp16 with a scaler")
-        return "fp16"
-    return amp
+    has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
+    match amp:
+        case "auto" | "fp16" if device.type == "cpu":
+            return "off"
+        case "auto":
+            return "bf16" if has_bf16 else "fp16"
+        case "bf16" if not has_bf16:
+            log.warning("amp: asked for bf16, this GPU can't do it; running fp16 with a scaler")
+            return "fp16"
+        case "off" | "bf16" | "fp16":
+            return amp
+        case _:
+            assert_never(amp)

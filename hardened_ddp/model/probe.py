@@ -9,7 +9,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from hardened_ddp.errors import HardenedError, ModelError, UnusedParameterError
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.settings.ddp import FindUnused
 from hardened_ddp.task.task import Task
 
 log = logging.getLogger(__name__)
@@ -75,28 +76,33 @@ def probe(
     return _compare(group.gather_json(mine))  # collective
 
 
-def choose_find_unused(wanted: str, findings: Findings) -> bool:
+def choose_find_unused(wanted: FindUnused, findings: Findings) -> bool:
     """Decide find_unused_parameters from the setting and the probe, and say so. Rank-local.
 
     Raises UnusedParameterError if it is switched off but needed.
     """
-    if not findings.unused:
-        if wanted == "on":
+    kind = "on some ranks or batches" if findings.is_varying else "on all ranks"
+    text = f"{len(findings.unused)} parameters get no gradient {kind}: {findings.where}"
+    match wanted:
+        case "auto" | "on" if findings.unused:
+            log.warning("find_unused_parameters: on, because %s", text)
+            return True
+        case "off" if findings.unused:
+            raise UnusedParameterError(
+                f"{text}. DDP would wait for their gradients for ever",
+                fix="--find_unused_parameters auto, or use them in forward, or freeze them "
+                "(requires_grad=False)",
+            )
+        case "on":
             log.info(
                 "find_unused_parameters: on as asked; every parameter got a gradient in the probe, "
                 "so 'auto' would save its search of the graph in each step"
             )
-        return wanted == "on"
-    kind = "on some ranks or batches" if findings.is_varying else "on all ranks"
-    text = f"{len(findings.unused)} parameters get no gradient {kind}: {findings.where}"
-    if wanted == "off":
-        raise UnusedParameterError(
-            f"{text}. DDP would wait for their gradients for ever",
-            fix="--find_unused_parameters auto, or use them in forward, or freeze them "
-            "(requires_grad=False)",
-        )
-    log.warning("find_unused_parameters: on, because %s", text)
-    return True
+            return True
+        case "auto" | "off":
+            return False
+        case _:
+            assert_never(wanted)
 
 
 def warm_up(replica: Replica, sample: Batch, *, task: Task, precision: Precision) -> None:

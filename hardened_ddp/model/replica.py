@@ -17,9 +17,9 @@ import contextlib
 import inspect
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,9 +28,16 @@ from torch.nn.parallel import DistributedDataParallel
 from hardened_ddp.errors import ModelError
 from hardened_ddp.model.buckets import Buckets
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.settings.ddp import DdpConfig
+from hardened_ddp.settings.ddp import CommHook, DdpConfig
 
 log = logging.getLogger(__name__)
+
+# What our hook rounds gradients to on their way; powersgd is torch's own hook.
+_SENT_AS: Mapping[Literal["none", "bf16", "fp16"], torch.dtype | None] = {
+    "none": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 class Replica:
@@ -239,7 +246,7 @@ def wrap(
     )
 
 
-def choose_comm_hook(replica: Replica, name: str, *, heals: bool) -> None:
+def choose_comm_hook(replica: Replica, name: CommHook, *, heals: bool) -> None:
     """Decide what sends gradients within backward: DDP itself, or a hook. Rank-local.
 
     heals: a rank's failure within backward is to be healed; the hook for that sends what DDP does.
@@ -256,8 +263,7 @@ def choose_comm_hook(replica: Replica, name: str, *, heals: bool) -> None:
                 f"{replica.group.backend}",
                 fix="--comm_hook fp16, which works everywhere",
             )
-        sent_as = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
-        replica.buckets = Buckets(ddp, replica.group, sent_as=sent_as)
+        replica.buckets = Buckets(ddp, replica.group, sent_as=_SENT_AS[name])
     if heals and not replica.can_stand_in:
         log.warning(
             "an error of one rank within a step ends this attempt, and a restart goes on from the "

@@ -1,12 +1,13 @@
 """The device of this rank: its own GPU, else the CPU; and what carries its collectives."""
 
-from typing import Literal
+from typing import Literal, assert_never
 
 import torch
 import torch.distributed as dist
 
 from hardened_ddp.errors import LaunchError
 from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.settings.device import Backend
 
 # As many ranks as GPUs, by launcher.
 _COMMANDS = {
@@ -39,13 +40,17 @@ def pick_device(launch: Launch, *, cpu_only: bool, backend: str) -> torch.device
     return device
 
 
-def choose_backend(device: torch.device, backend: str) -> Literal["nccl", "gloo"]:
+def choose_backend(device: torch.device, backend: Backend) -> Literal["nccl", "gloo"]:
     """Decide what carries the collectives between ranks with such devices. Rank-local."""
-    if backend == "auto":
-        return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    if backend == "nccl" and device.type != "cuda":
-        raise LaunchError(
-            "backend nccl needs a GPU on every rank, and this rank has none",
-            fix="leave --backend out: gloo is chosen on the CPU",
-        )
-    return "nccl" if backend == "nccl" else "gloo"
+    match backend:
+        case "auto":
+            return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+        case "nccl" if device.type != "cuda":
+            raise LaunchError(
+                "backend nccl needs a GPU on every rank, and this rank has none",
+                fix="leave --backend out: gloo is chosen on the CPU",
+            )
+        case "nccl" | "gloo":
+            return backend
+        case _:
+            assert_never(backend)

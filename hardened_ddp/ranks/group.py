@@ -40,6 +40,7 @@ from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.patient_store import PatientStore
 from hardened_ddp.ranks.rendezvous import open_store, rendezvous
 from hardened_ddp.ranks.shared_sum import SharedSum, is_supported, open_shared_sum
+from hardened_ddp.settings.device import Backend
 
 log = logging.getLogger(__name__)
 
@@ -257,7 +258,7 @@ def open_group(
     launch: Launch,
     *,
     device: torch.device,
-    backend: str,
+    backend: Backend,
     timeout_s: float,
     shared_memory: bool = True,
 ) -> Group:

@@ -5,12 +5,14 @@ from typing import Literal
 
 from hardened_ddp.settings.declare import Bounds, setting
 
+FindUnused = Literal["auto", "on", "off"]
+CommHook = Literal["none", "bf16", "fp16", "powersgd"]
 MEGABYTES = Bounds(low=0, high=65536, is_low_open=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpConfig:
-    find_unused_parameters: Literal["auto", "on", "off"] = setting(
+    find_unused_parameters: FindUnused = setting(
         "auto",
         "Look in each step for parameters that get no gradient. auto: look once, before the "
         "first step. off with such parameters: the run stops.",
@@ -34,7 +36,7 @@ class DdpConfig:
         "Sum gradients of CPU ranks on one machine through shared memory, after backward. false: "
         "by DDP's hooks over gloo, as between machines.",
     )
-    comm_hook: Literal["none", "bf16", "fp16", "powersgd"] = setting(
+    comm_hook: CommHook = setting(
         "none",
         "Compress gradients on their way between ranks. Less to send, rounded gradients; "
         "powersgd also does not resume bit for bit.",

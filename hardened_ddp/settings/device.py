@@ -5,6 +5,7 @@ from typing import Literal
 
 from hardened_ddp.settings.declare import SECONDS, Bounds, setting
 
+Backend = Literal["auto", "nccl", "gloo"]
 SEED = Bounds(low=0, high=2**63 - 1)  # torch takes a signed 64-bit int
 
 
@@ -16,7 +17,7 @@ class DeviceConfig:
     cpu_only: bool = setting(
         False, "Train on the CPU even if there are GPUs. Several ranks then talk over gloo."
     )
-    backend: Literal["auto", "nccl", "gloo"] = setting(
+    backend: Backend = setting(
         "auto", "What carries the collectives. auto: nccl between GPUs, gloo between CPUs."
     )
     timeout_s: float = setting(

@@ -5,10 +5,14 @@ from typing import Literal
 
 from hardened_ddp.settings.declare import COUNT, COUNT_OR_ZERO, FRACTION, NOT_NEGATIVE, setting
 
+OptimizerName = Literal["adamw", "adam", "sgd"]
+LrSchedule = Literal["constant", "cosine", "linear", "step"]
+Amp = Literal["auto", "off", "bf16", "fp16"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    optimizer: Literal["adamw", "adam", "sgd"] = setting("adamw", "What updates the weights.")
+    optimizer: OptimizerName = setting("adamw", "What updates the weights.")
     learning_rate: float = setting(
         3e-3,
         "Peak learning rate. Too high: the loss becomes NaN; too low: it hardly falls.",
@@ -20,7 +24,7 @@ class OptimizerConfig:
         bounds=NOT_NEGATIVE,
     )
     momentum: float = setting(0.9, "Momentum of sgd; the others don't use it.", bounds=FRACTION)
-    lr_schedule: Literal["constant", "cosine", "linear", "step"] = setting(
+    lr_schedule: LrSchedule = setting(
         "cosine",
         "Learning rate after the warm-up. cosine, linear: down to 0 at the end; step: a tenth at "
         "each third of the run.",
@@ -39,7 +43,7 @@ class OptimizerConfig:
     label_smoothing: float = setting(
         0.0, "Share of each target that is spread over all classes.", bounds=FRACTION
     )
-    amp: Literal["auto", "off", "bf16", "fp16"] = setting(
+    amp: Amp = setting(
         "auto",
         "Mixed precision. auto: bf16, or fp16 on a GPU without bf16; off on the CPU. fp16 scales "
         "the loss, because small gradients vanish in it.",

@@ -1,0 +1,90 @@
+"""The optimizer and its learning rate; and that no code guesses what an unknown choice means."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, get_args, get_type_hints
+
+import pytest
+import torch
+
+from hardened_ddp.model.optimizer import allocate_state, build_optimizer, learning_rate
+from hardened_ddp.model.precision import Precision
+from hardened_ddp.model.probe import Findings, choose_find_unused
+from hardened_ddp.model.replica import choose_comm_hook
+from hardened_ddp.ranks.device import choose_backend
+from hardened_ddp.settings.optimizer import OptimizerConfig
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+SCHEDULES = get_args(get_type_hints(OptimizerConfig)["lr_schedule"])
+OPTIMIZERS = get_args(get_type_hints(OptimizerConfig)["optimizer"])
+UNKNOWN: Any = "a new choice"
+"""What a setting would give if a choice was added to it, and nothing else."""
+
+
+def curve(schedule: str, *, warmup_steps: int = 0) -> list[float]:
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=warmup_steps)
+    config = replace(config, lr_schedule=schedule)  # type: ignore[arg-type]  # one of SCHEDULES
+    return [learning_rate(config, step=step, total_steps=12) for step in range(12)]
+
+
+def test_each_schedule_begins_at_the_peak_and_has_its_own_curve() -> None:
+    curves = [tuple(curve(schedule)) for schedule in SCHEDULES]
+    assert all(found[0] == 1.0 for found in curves)
+    assert len(set(curves)) == len(SCHEDULES)
+
+
+def test_the_schedules_are_the_known_ones() -> None:
+    assert curve("constant") == [1.0] * 12
+    assert curve("linear") == pytest.approx([1 - step / 12 for step in range(12)])
+    assert curve("cosine")[6] == pytest.approx(0.5)
+    assert curve("step") == pytest.approx([1.0] * 4 + [0.1] * 4 + [0.01] * 4)
+    assert curve("constant", warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_a_schedule_without_a_case_is_refused() -> None:
+    with pytest.raises(AssertionError, match="a new choice"):
+        curve(UNKNOWN)
+
+
+def test_each_optimizer_is_its_own() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    kinds = {type(build_optimizer([weight], OptimizerConfig(optimizer=n))) for n in OPTIMIZERS}
+    assert len(kinds) == len(OPTIMIZERS)
+
+
+def test_an_optimizer_without_a_case_is_refused() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(AssertionError, match="a new choice"):
+        build_optimizer([weight], OptimizerConfig(optimizer=UNKNOWN))
+
+
+def test_state_is_allocated_for_known_optimizers_only() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(TypeError, match="RMSprop"):
+        allocate_state(torch.optim.RMSprop([weight]))
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+def test_a_precision_without_a_case_is_refused(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    with pytest.raises(AssertionError, match="a new choice"):
+        Precision(UNKNOWN, device)
+
+
+def test_a_backend_without_a_case_is_refused() -> None:
+    with pytest.raises(AssertionError, match="a new choice"):
+        choose_backend(CPU, UNKNOWN)
+
+
+def test_a_search_for_unused_parameters_without_a_case_is_refused() -> None:
+    for names in ((), ("a",)):
+        with pytest.raises(AssertionError, match="a new choice"):
+            choose_find_unused(UNKNOWN, Findings(names, False, "a", ()))
+
+
+def test_a_hook_without_a_case_is_refused() -> None:
+    replica: Any = SimpleNamespace(ddp=object(), sums_after=False, group=None)
+    with pytest.raises(KeyError, match="a new choice"):
+        choose_comm_hook(replica, UNKNOWN, heals=True)
