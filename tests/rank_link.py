@@ -29,6 +29,7 @@ class RankLink:
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self.statuses: dict[int, int] = {}
+        self.cpu_s = 0.0  # of all ranks that have ended
         self._pids: list[int] = []
         self._num_jobs = 0
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -78,6 +79,7 @@ class RankLink:
                     self.statuses.pop(pid, None)  # WHY: the system uses a number again
             else:
                 self.statuses[news["pid"]] = news["status"]
+                self.cpu_s += news["cpu_s"]
             wait_s = 0.0
 
     def close(self) -> None:

@@ -87,9 +87,14 @@ def serve(channel: socket.socket) -> tuple[Path, int] | None:
                 pid = children.pop(fd)
                 waiter.unregister(fd)
                 os.close(fd)
-                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                _, status, used = os.wait4(pid, 0)
+                news = {
+                    "pid": pid,
+                    "status": os.waitstatus_to_exitcode(status),
+                    "cpu_s": used.ru_utime + used.ru_stime,
+                }
                 with contextlib.suppress(OSError):
-                    channel.send(json.dumps({"pid": pid, "status": status}).encode())
+                    channel.send(json.dumps(news).encode())
                 continue
             raw = channel.recv(MAX_MESSAGE_BYTES)
             if not raw:

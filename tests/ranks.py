@@ -154,6 +154,11 @@ def server_pid() -> int | None:
     return _link.process.pid if _link else None
 
 
+def cpu_seconds() -> float:
+    """Return the CPU time of all ranks that have ended."""
+    return _link.cpu_s if _link else 0.0
+
+
 def close_server() -> None:
     """End the fork server with all its ranks."""
     global _link
