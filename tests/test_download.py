@@ -3,21 +3,31 @@
 import gzip
 import hashlib
 import http.server
+import io
 import struct
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from hardened_ddp.data.published import fetch_dataset, fetch_weights, files_of
+from hardened_ddp.data import transfer
+from hardened_ddp.data.datasets import prepare_data
+from hardened_ddp.data.published import fetch_dataset, fetch_weights, files_of, weights_of
 from hardened_ddp.data.transfer import Wanted, fetch
 from hardened_ddp.data.vision import import_torchvision
-from hardened_ddp.errors import DataError
+from hardened_ddp.errors import DataError, ModelError
+from hardened_ddp.model import zoo
+from hardened_ddp.model.zoo import build_model
 from hardened_ddp.ranks.launch import prepare_environment, read_launch
+from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.model import ModelConfig
 from tests.ranks import run_command
 
+SQUEEZENET = ModelConfig(model="squeezenet1_1")
 CONTENT = np.random.default_rng(0).bytes(3_000_000)
 
 
@@ -64,6 +74,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Say nothing."""
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "WAIT_S", 0.0)
+
+
 @pytest.fixture
 def server() -> Iterator[Server]:
     with Server() as server:
@@ -80,7 +95,7 @@ def wanted(server: Server, path: Path, content: bytes = CONTENT) -> Wanted:
 
 
 def quietly(file: Wanted) -> None:
-    fetch(file, say=lambda text: None, wait_s=0)
+    fetch(file, say=lambda text: None)
 
 
 def test_a_connection_that_breaks_is_continued_from_where_it_broke(
@@ -141,9 +156,8 @@ def test_many_at_once_fetch_it_once(server: Server, tmp_path: Path) -> None:
     assert server.asked == [""]
 
 
-def test_a_dataset_is_fetched_unpacked_and_opened(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def publish_mnist(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have server publish an MNIST of 6 samples, and torchvision know its files."""
     mnist = import_torchvision().datasets.MNIST
     resources = []
     for name, _ in mnist.resources:
@@ -154,12 +168,70 @@ def test_a_dataset_is_fetched_unpacked_and_opened(
         resources.append((name, hashlib.md5(packed).hexdigest()))
     monkeypatch.setattr(mnist, "resources", resources)
     monkeypatch.setattr(mnist, "mirrors", [server.url("/")])
+
+
+def test_a_dataset_is_fetched_unpacked_and_opened(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_mnist(server, monkeypatch)
     said: list[str] = []
     fetch_dataset("mnist", tmp_path, say=said.append)
     assert said[-2:] == ["mnist: 6 samples to train on", "mnist: 6 samples to test on"]
     assert len(server.asked) == 4
     fetch_dataset("mnist", tmp_path, say=said.append)
     assert len(server.asked) == 4
+
+
+def test_training_fetches_as_the_command_does(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_mnist(server, monkeypatch)
+    server.cut_after = 20
+    config = DataConfig(dataset="mnist", data_dir=str(tmp_path))
+    prepare_data(config)
+    assert "bytes=20-" in server.asked
+    for archive in tmp_path.rglob("*.gz"):
+        archive.unlink()
+    num_asked = len(server.asked)
+    prepare_data(config)  # what is unpacked needs no archive
+    assert len(server.asked) == num_asked
+    server.files.clear()
+    with pytest.raises(DataError, match="the server answers 404") as caught:
+        prepare_data(DataConfig(dataset="mnist", data_dir=str(tmp_path / "other")))
+    assert "python download.py --dataset mnist" in caught.value.fix
+
+
+def test_pretrained_weights_are_fetched_once_and_the_head_is_new(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import_torchvision()
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    published = build_model(SQUEEZENET, num_classes=1000, input_shape=(3, 32, 32)).state_dict()
+    file = io.BytesIO()
+    torch.save(published, file)
+    server.files["/weights"] = file.getvalue()
+    name = Path(weights_of("squeezenet1_1", tmp_path).path).name
+    digest = hashlib.sha256(file.getvalue()).hexdigest()
+    wanted = Wanted(
+        urls=[server.url("/weights")],
+        path=tmp_path / "checkpoints" / name,
+        algorithm="sha256",
+        digest=digest,
+    )
+    monkeypatch.setattr(zoo, "weights_of", lambda name, folder: wanted)
+    config = replace(SQUEEZENET, pretrained=True)
+    for _ in range(2):
+        model = build_model(config, num_classes=7, input_shape=(3, 32, 32))
+    assert server.asked == [""]
+    found = model.state_dict()
+    assert found["classifier.1.weight"].shape[0] == 7
+    kept = [name for name in published if not name.startswith("classifier")]
+    assert all(torch.equal(found[name], published[name]) for name in kept)
+    wanted.path.unlink()
+    server.files.clear()
+    with pytest.raises(ModelError, match="the server answers 404") as caught:
+        build_model(config, num_classes=7, input_shape=(3, 32, 32))
+    assert "python download.py --model squeezenet1_1" in caught.value.fix
 
 
 def test_each_published_set_has_its_files_and_hashes(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ Does not own: the order of samples (sampler.py), reading them (loader.py).
 
 import contextlib
 import difflib
-import fcntl
 import functools
 import importlib
 import inspect
@@ -35,14 +34,15 @@ from hardened_ddp.data.facts import (
 from hardened_ddp.data.fetch import describe
 from hardened_ddp.data.huggingface import PREFIX, open_hub_set
 from hardened_ddp.data.memory import MemoryImages
+from hardened_ddp.data.published import fetch_dataset, is_here
 from hardened_ddp.data.synthetic import SyntheticImages
-from hardened_ddp.data.vision import DOWNLOADABLE, open_downloadable, open_folder
+from hardened_ddp.data.transfer import TIMEOUT_S, locked
+from hardened_ddp.data.vision import DOWNLOADABLE, by_hand, open_downloadable, open_folder
 from hardened_ddp.errors import DataError, HardenedError
 from hardened_ddp.settings.data import DataConfig
 
 log = logging.getLogger(__name__)
 
-NETWORK_TIMEOUT_S = 30.0  # of one network operation in a download
 NAMES = ("digits", *DOWNLOADABLE, "image_folder", "synthetic")
 
 AnyDataset = Dataset[Any]
@@ -75,9 +75,16 @@ def prepare_data(config: DataConfig) -> None:
     taken = inspect.signature(_find_source(name, config)).parameters
     if not config.download or "download" not in taken:
         return
-    with _ready_to_download(Path(config.data_dir)):
-        for train in (True, False):
-            _open(name, config, train=train, download=True)
+    folder = Path(config.data_dir)
+    with _ready_to_download(folder):
+        if name not in DOWNLOADABLE:
+            for train in (True, False):
+                _open(name, config, train=train, download=True)
+        elif not is_here(name, folder):
+            try:
+                fetch_dataset(name, folder, say=log.info)
+            except DataError as error:
+                raise DataError(error.message, fix=error.fix or by_hand(name, folder)) from error
 
 
 def build_data(config: DataConfig, *, leaves_out: bool = False) -> TaskData:
@@ -207,19 +214,17 @@ def _ready_to_download(folder: Path) -> Iterator[None]:
     WHY a lock: the folder may be shared by several nodes, or by two runs.
     """
     before = socket.getdefaulttimeout()
+    lock = contextlib.ExitStack()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".download.lock").open("w", encoding="utf-8")
+        lock.enter_context(locked(folder / "download"))
     except OSError as error:
         raise DataError(
             f"data_dir {folder.resolve()} can't be written: {error}",
             fix="--data_dir FOLDER, one that you may write to; --no_download if all is there",
         ) from error
     with lock:
-        # Not every network file system has locks.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        socket.setdefaulttimeout(NETWORK_TIMEOUT_S)
+        socket.setdefaulttimeout(TIMEOUT_S)
         try:
             yield
         finally:

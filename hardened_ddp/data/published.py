@@ -19,8 +19,21 @@ WEIGHTS_FOLDER = Path("hub") / "checkpoints"  # under TORCH_HOME
 _HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.")
 
 
+def is_here(name: str, data_dir: Path) -> bool:
+    """Say whether a dataset can be opened as it lies in data_dir, with or without its archives."""
+    try:
+        for train in (True, False):
+            open_downloadable(name, train=train, data_dir=str(data_dir), download=False)
+    except DataError:
+        return False
+    return True
+
+
 def fetch_dataset(name: str, data_dir: Path, *, say: Callable[[str], None]) -> None:
-    """Bring a dataset to data_dir, unpacked and proved to open. Raises DataError."""
+    """Bring a dataset to data_dir, unpacked and proved to open. Rank-local. Raises DataError.
+
+    An archive that is here already is checked by its hash.
+    """
     if name not in DOWNLOADABLE:
         raise DataError(
             f"{name!r} can't be downloaded", fix=f"--dataset {' | '.join(DOWNLOADABLE)}"
@@ -53,6 +66,11 @@ def files_of(dataset: Any, data_dir: Path) -> Sequence[Wanted]:  # Any: a class 
 
 def fetch_weights(name: str, models_dir: Path, *, say: Callable[[str], None]) -> None:
     """Bring torchvision's published weights of a model to models_dir. Raises DataError."""
+    fetch(weights_of(name, models_dir / WEIGHTS_FOLDER), say=say)
+
+
+def weights_of(name: str, folder: Path) -> Wanted:
+    """Name the file in folder that holds torchvision's weights of a model. Raises DataError."""
     models = import_torchvision().models
     try:
         url: str = models.get_model_weights(name).DEFAULT.url
@@ -66,5 +84,4 @@ def fetch_weights(name: str, models_dir: Path, *, say: Callable[[str], None]) ->
     found = _HASH_IN_NAME.search(file_name)
     if found is None:
         raise DataError(f"{file_name} has no hash in its name, so it can't be checked")
-    path = models_dir / WEIGHTS_FOLDER / file_name
-    fetch(Wanted(urls=[url], path=path, algorithm="sha256", digest=found[1]), say=say)
+    return Wanted(urls=[url], path=folder / file_name, algorithm="sha256", digest=found[1])

@@ -50,7 +50,7 @@ class Wanted:
             return hashlib.file_digest(file, self.algorithm).hexdigest().startswith(self.digest)
 
 
-def fetch(wanted: Wanted, *, say: Callable[[str], None], wait_s: float = WAIT_S) -> None:
+def fetch(wanted: Wanted, *, say: Callable[[str], None]) -> None:
     """Bring a file here, unless it is here already. Rank-local; waits for others that fetch it.
 
     Raises DataError: no address could be reached, or what they sent has another hash.
@@ -60,22 +60,22 @@ def fetch(wanted: Wanted, *, say: Callable[[str], None], wait_s: float = WAIT_S)
         return
     try:
         wanted.path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(wanted.path):
+        with locked(wanted.path):
             if wanted.is_here():  # another process was quicker
                 say(f"{wanted.path}: is here now")
                 return
-            _fetch_from_any(wanted, say, wait_s)
+            _fetch_from_any(wanted, say)
     except OSError as error:
         raise DataError(
             f"{wanted.path} can't be written: {error}", fix="choose another folder, or make room"
         ) from error
 
 
-def _fetch_from_any(wanted: Wanted, say: Callable[[str], None], wait_s: float) -> None:
+def _fetch_from_any(wanted: Wanted, say: Callable[[str], None]) -> None:
     reasons: list[str] = []
     part = wanted.path.with_name(wanted.path.name + ".part")
     for url in wanted.urls:
-        reason = _fetch_from(url, part, say, wait_s)
+        reason = _fetch_from(url, part, say)
         if not reason and wanted.fits(part):
             part.replace(wanted.path)
             say(f"{wanted.path}: complete, {wanted.algorithm} is right")
@@ -87,7 +87,7 @@ def _fetch_from_any(wanted: Wanted, say: Callable[[str], None], wait_s: float) -
     raise DataError(f"{wanted.path.name} can't be fetched:\n  " + "\n  ".join(reasons))
 
 
-def _fetch_from(url: str, part: Path, say: Callable[[str], None], wait_s: float) -> str:
+def _fetch_from(url: str, part: Path, say: Callable[[str], None]) -> str:
     """Fill part from one address, going on as long as something arrives. Gives what hindered it."""
     num_idle, reason = 0, ""
     while num_idle < MOST_TRIES:
@@ -107,7 +107,7 @@ def _fetch_from(url: str, part: Path, say: Callable[[str], None], wait_s: float)
             reason = str(getattr(error, "reason", "") or error) or type(error).__name__
         after = part.stat().st_size if part.exists() else 0
         num_idle = 0 if after > before else num_idle + 1
-        time.sleep(wait_s)
+        time.sleep(WAIT_S)
     return reason
 
 
@@ -126,7 +126,8 @@ def _receive(url: str, part: Path, start: int) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
+    """Let in one process at a time that makes path, over all nodes that share its folder."""
     with path.with_name(f".{path.name}.lock").open("w", encoding="utf-8") as lock:
         with contextlib.suppress(OSError):  # not every network file system has locks
             fcntl.flock(lock, fcntl.LOCK_EX)

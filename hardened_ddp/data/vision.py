@@ -74,15 +74,21 @@ def open_downloadable(name: str, *, train: bool, data_dir: str, download: bool) 
         action = "downloaded" if download else "found whole"
         raise DataError(
             f"{class_name} can't be {action} in {root.resolve()}: {error}",
-            fix=f'on a machine with internet: python -c "from torchvision.datasets import '
-            f"{class_name}; {class_name}('data', download=True)\", and copy what is in its folder "
-            f"data to {root.resolve()} (remove what is there of {class_name} first); or choose "
-            "--dataset digits, which needs no download",
+            fix=by_hand(name, root),
         ) from error
     images = torch.as_tensor(np.asarray(source.data))
     images = images.unsqueeze(1) if images.dim() == 3 else images.permute(0, 3, 1, 2).contiguous()
     labels = torch.as_tensor(source.targets, dtype=torch.int64)
     return MemoryImages(images, labels, classes=source.classes, scale=(mean, deviation))
+
+
+def by_hand(name: str, data_dir: Path) -> str:
+    """Say how one of DOWNLOADABLE comes to a machine without internet."""
+    return (
+        f"on a machine with internet: python download.py --dataset {name} --data_dir data, and "
+        f"copy what is in its folder data to {data_dir.resolve()} (remove what is there of "
+        f"{DOWNLOADABLE[name][0]} first); or choose --dataset digits, which needs no download"
+    )
 
 
 def open_folder(

@@ -12,14 +12,17 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hardened_ddp.data.published import weights_of
+from hardened_ddp.data.transfer import fetch
 from hardened_ddp.data.vision import import_torchvision
-from hardened_ddp.errors import ModelError
+from hardened_ddp.errors import DataError, ModelError
 from hardened_ddp.model.huggingface import PREFIX, load_classifier
 from hardened_ddp.settings.model import ModelConfig
 
@@ -169,6 +172,7 @@ def _torchvision_model(config: ModelConfig, num_classes: int, channels: int) -> 
         arguments = {"init_weights": True, "aux_logits": False}
     try:
         if config.pretrained:
+            _bring_weights(config.model)
             model = models.get_model(config.model, weights="DEFAULT", **config.model_args)
             _fit_head(model, num_classes, config.model)
         else:
@@ -179,14 +183,25 @@ def _torchvision_model(config: ModelConfig, num_classes: int, channels: int) -> 
             f"{config.model} can't be built with model_args {dict(config.model_args)}: {error}",
             fix="check --model_args against the torchvision documentation of the model",
         ) from error
-    except OSError as error:
+    except (OSError, DataError) as error:
+        reason = error.message if isinstance(error, DataError) else error
         raise ModelError(
-            f"the pretrained weights of {config.model} can't be downloaded: {error}",
-            fix="fetch them once on a machine with internet (TORCH_HOME names the folder), or "
-            "leave --pretrained out",
+            f"the pretrained weights of {config.model} can't be downloaded: {reason}",
+            fix=f"on a machine with internet: python download.py --model {config.model}, and copy "
+            "its folder models here; or leave --pretrained out",
         ) from error
     _fit_channels(model, channels)
     return model  # type: ignore[no-any-return]  # torchvision is untyped here
+
+
+def _bring_weights(name: str) -> None:
+    """Bring published weights to where torchvision looks for them, once for all ranks of a node.
+
+    WHY no look at a file that is here: its hash was right when it came, and takes seconds.
+    """
+    wanted = weights_of(name, Path(torch.hub.get_dir()) / "checkpoints")
+    if not wanted.path.is_file():
+        fetch(wanted, say=log.info)
 
 
 def _fit_head(model: nn.Module, num_classes: int, name: str) -> None:
