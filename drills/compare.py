@@ -13,9 +13,10 @@ from drills.digest import digest_of
 from drills.fault import Fault
 from drills.injections import Board
 from hardened_ddp.checkpoint.files import load_checkpoint
-from hardened_ddp.checkpoint.listing import CHECKPOINTS_NAME, find_newest
+from hardened_ddp.checkpoint.listing import find_newest
 from hardened_ddp.diagnosis.ledger_check import check_ledger
 from hardened_ddp.errors import HardenedError
+from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
 from hardened_ddp.training.run_lock import LOCK_NAME
 
 

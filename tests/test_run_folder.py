@@ -9,8 +9,11 @@ import torch
 
 from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.errors import RunFolderError
-from hardened_ddp.training.run_folder import create_run_folder, newest_run, probe_folder
+from hardened_ddp.settings.earlier_run import newest_run
+from hardened_ddp.training.resume import find_place
+from hardened_ddp.training.run_folder import create_run_folder, probe_folder
 from tests.forks import run_forked
+from tests.settings_given import make_run, settings_of
 
 NOW = datetime(2031, 2, 3, 4, 5, 6)
 
@@ -85,6 +88,60 @@ def test_the_newest_run_is_the_one_whose_checkpoints_changed_last(tmp_path: Path
     assert newest_run(tmp_path) == runs["z"]
     os.utime(runs["a"] / "checkpoints", (100, 100))
     assert newest_run(tmp_path) == runs["a"]
+
+
+@pytest.mark.parametrize("name", ["step-5", "step-000000005.partial", "state.pt"])
+def test_settings_and_checkpoint_come_from_the_same_newest_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, other = make_run("run", step=None), make_run("other", step=None)
+    store = CheckpointStore(run / "checkpoints", keep_last=1)
+    store.write(1, tensors={"model.w": torch.zeros(1)}, meta={})
+    (other / "checkpoints" / name).mkdir()  # no checkpoint
+    os.utime(run / "checkpoints", (1, 1))
+    settings = settings_of("--resume newest")
+    folder, found = find_place(settings.config, None)
+    assert folder == settings.run_folder == run
+    assert found is not None
+
+
+def test_a_file_named_checkpoints_hides_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run("run")
+    (tmp_path / "runs" / "other").mkdir()
+    (tmp_path / "runs" / "other" / "checkpoints").touch()
+    assert settings_of("--resume newest").run_folder == run
+
+
+def test_a_checkpoint_named_from_inside_its_run_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run("run", step=None)
+    store = CheckpointStore(run / "checkpoints", keep_last=1)
+    store.write(1, tensors={"model.w": torch.zeros(1)}, meta={})
+    monkeypatch.chdir(store.root)
+    settings = settings_of("--resume step-000000001")
+    folder, found = find_place(settings.config, None)
+    assert folder == settings.run_folder
+    assert found is not None
+
+
+def test_a_run_in_a_folder_named_checkpoints_is_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run("run", step=None)
+    store = CheckpointStore(run / "checkpoints", keep_last=1)
+    store.write(1, tensors={"model.w": torch.zeros(1)}, meta={})
+    (tmp_path / "runs").rename("checkpoints")
+    settings = settings_of("--output_dir checkpoints --resume checkpoints/run")
+    folder, found = find_place(settings.config, None)
+    assert folder == settings.run_folder == Path("checkpoints/run")
+    assert found is not None
 
 
 def test_a_folder_that_can_be_used_is_left_as_it_was(tmp_path: Path) -> None:

@@ -9,17 +9,15 @@ the next older one is taken; the caller decides whether to go on from that one.
 
 import json
 import logging
-import re
 from pathlib import Path
 
 from hardened_ddp.checkpoint.disk import is_real_folder
 from hardened_ddp.checkpoint.manifest import MANIFEST_NAME, step_folder_name
 from hardened_ddp.checkpoint.verify import Found, Rejected, verify_checkpoint
 from hardened_ddp.errors import CheckpointError
+from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, STEP_FOLDER
 
-CHECKPOINTS_NAME = "checkpoints"
 BEST_NAME = "best.json"
-_STEP_FOLDER = re.compile(r"step-(\d{9,15})")
 _MAX_BEST_BYTES = 4096
 
 log = logging.getLogger(__name__)
@@ -29,7 +27,7 @@ def list_steps(root: Path) -> list[int]:
     """Return the steps that have a folder under root, newest first, valid or not."""
     if not is_real_folder(root):
         return []
-    matches = [_STEP_FOLDER.fullmatch(path.name) for path in root.iterdir()]
+    matches = [STEP_FOLDER.fullmatch(path.name) for path in root.iterdir()]
     return sorted((int(match[1]) for match in matches if match), reverse=True)
 
 
@@ -73,7 +71,7 @@ def open_checkpoint(path: Path, *, prefer_best: bool = False) -> Found:
             f"{path} is no folder: there is no checkpoint",
             fix="give the folder of a run (runs/NAME) or of a checkpoint (.../step-000000123)",
         )
-    if (path / MANIFEST_NAME).is_file() or _STEP_FOLDER.fullmatch(path.name):
+    if (path / MANIFEST_NAME).is_file() or STEP_FOLDER.fullmatch(path.name):
         verdict = verify_checkpoint(path)
         if isinstance(verdict, Found):
             return verdict

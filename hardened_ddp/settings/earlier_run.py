@@ -1,6 +1,7 @@
 """The earlier run that a new one continues: its folder, and the settings saved in it.
 
-Owns: what --resume newest and --resume PATH mean on the disk.
+Owns: what --resume newest and --resume PATH mean on the disk, and the names of the folders that
+hold checkpoints: they are read here first, and torch is not loaded yet.
 Does not own: which checkpoint is used, and whether it is valid (checkpoint/).
 What goes wrong here: a path that does not exist, or that is no run folder.
 """
@@ -11,8 +12,10 @@ from pathlib import Path
 from hardened_ddp.settings.wording import nearest, shown
 
 SAVED_SETTINGS = "config.yaml"
-CHECKPOINTS = "checkpoints"
-CHECKPOINT_NAME = re.compile(r"step-[0-9]+")  # one that is being written has another name
+CHECKPOINTS_NAME = "checkpoints"
+STEP_FOLDER = re.compile(r"step-([0-9]{9,15})")
+"""The name of a finished checkpoint: one that is being written, or set aside, has another."""
+
 # The first four belong to the machine of today, the others say which run this is. WHY seed and
 # deterministic are not among them, though of the same section: they belong to the samples' order.
 NOT_INHERITED = frozenset(
@@ -38,24 +41,41 @@ def find_run(*, resume: str, run_name: str, output_dir: str) -> Path | None:
             folder = Path(output_dir) / run_name
             return folder if run_name and (folder / SAVED_SETTINGS).is_file() else None
         case "newest":
-            return _newest_run(Path(output_dir))
+            newest = newest_run(Path(output_dir))
+            if newest is None:
+                raise NoSuchRun(
+                    f"there is no run with a checkpoint in {output_dir}; auto starts anew"
+                )
+            if not _is_run(newest):
+                raise NoSuchRun(
+                    f"the newest run, {newest}, has no {SAVED_SETTINGS}; give another one"
+                )
+            return newest
     return _run_at(Path(resume), Path(output_dir))
 
 
-def _newest_run(output_dir: Path) -> Path:
-    """Find the run whose checkpoints changed last: the same that training/run_folder.py takes."""
+def newest_run(output_dir: Path) -> Path | None:
+    """Give the run whose checkpoints changed last; None if no run has any. Rank-local."""
     found = [
+        # WHY the folder's time: it is that of the last rename into it, so of the last checkpoint
         (checkpoints.stat().st_mtime_ns, checkpoints.parent)
-        for checkpoints in output_dir.glob(f"*/{CHECKPOINTS}")
-        if not (checkpoints.is_symlink() or checkpoints.parent.is_symlink())
-        and any(CHECKPOINT_NAME.fullmatch(child.name) for child in checkpoints.iterdir())
+        for checkpoints in output_dir.glob(f"*/{CHECKPOINTS_NAME}")
+        if not checkpoints.parent.is_symlink() and _has_checkpoint(checkpoints)
     ]
-    if not found:
-        raise NoSuchRun(f"there is no run with a checkpoint in {output_dir}; auto starts anew")
-    newest = max(found)[1]
-    if not _is_run(newest):
-        raise NoSuchRun(f"the newest run, {newest}, has no {SAVED_SETTINGS}; give another one")
-    return newest
+    return max(found)[1] if found else None
+
+
+def run_of_checkpoint(path: Path) -> Path | None:
+    """Give the run folder that path is a checkpoint of; None if it is not inside of one."""
+    full = path.resolve()  # WHY: "." has no parents
+    # WHY not a run: the output folder may be named checkpoints, too
+    is_inside = full.parent.name == CHECKPOINTS_NAME and not _is_run(full)
+    return full.parents[1] if is_inside else None
+
+
+def _has_checkpoint(checkpoints: Path) -> bool:
+    is_real_folder = checkpoints.is_dir() and not checkpoints.is_symlink()
+    return is_real_folder and any(STEP_FOLDER.fullmatch(p.name) for p in checkpoints.iterdir())
 
 
 def _run_at(path: Path, output_dir: Path) -> Path:
@@ -65,18 +85,18 @@ def _run_at(path: Path, output_dir: Path) -> Path:
         raise NoSuchRun(f"{shown(str(path))} {what}; {_hint(path, output_dir)}")
     if _is_run(path):
         return path
-    full = path.resolve()  # WHY: "." has no parents
-    if full.parent.name == CHECKPOINTS and _is_run(full.parents[1]):
-        return full.parents[1]
+    run = run_of_checkpoint(path)
+    if run is not None and _is_run(run):
+        return run
     raise NoSuchRun(
-        f"{shown(str(path))} is neither a run folder, with {SAVED_SETTINGS} and {CHECKPOINTS}/, "
-        f"nor a checkpoint folder inside one; {_hint(path, output_dir)}"
+        f"{shown(str(path))} is neither a run folder, with {SAVED_SETTINGS} and "
+        f"{CHECKPOINTS_NAME}/, nor a checkpoint folder inside one; {_hint(path, output_dir)}"
     )
 
 
 def _is_run(folder: Path) -> bool:
     # WHY both: the project's own folder has a config.yaml too
-    return (folder / SAVED_SETTINGS).is_file() and (folder / CHECKPOINTS).is_dir()
+    return (folder / SAVED_SETTINGS).is_file() and (folder / CHECKPOINTS_NAME).is_dir()
 
 
 def _hint(path: Path, output_dir: Path) -> str:

@@ -11,14 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.listing import CHECKPOINTS_NAME, open_checkpoint
+from hardened_ddp.checkpoint.listing import open_checkpoint
 from hardened_ddp.checkpoint.verify import Found
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.reporting.summary import finished_at
 from hardened_ddp.settings.config import Config
-from hardened_ddp.training.run_folder import create_run_folder, newest_run, probe_folder
+from hardened_ddp.settings.earlier_run import (
+    CHECKPOINTS_NAME,
+    SAVED_SETTINGS,
+    newest_run,
+    run_of_checkpoint,
+)
+from hardened_ddp.training.run_folder import create_run_folder, probe_folder
 from hardened_ddp.training.run_lock import RunLock
 from hardened_ddp.training.state import Saved, share_state
 
@@ -56,7 +62,7 @@ class Run:
         if self.lock is None:
             return
         try:
-            (self.folder / "config.yaml").write_text(text, encoding="utf-8")
+            (self.folder / SAVED_SETTINGS).write_text(text, encoding="utf-8")
         except OSError as error:
             raise RunFolderError(
                 f"the settings can't be written to {self.folder}: {error}",
@@ -158,8 +164,9 @@ def find_place(config: Config, earlier: Path | None) -> tuple[Path, Found | None
 
 def _place_at(path: Path, config: Config) -> tuple[Path, Found | None]:
     """Take a run folder, or one checkpoint inside of it, that the user named."""
-    if path.parent.name == CHECKPOINTS_NAME:
-        return path.parent.parent, open_checkpoint(path)
+    run = run_of_checkpoint(path)
+    if run is not None:
+        return run, open_checkpoint(path)
     if not path.is_dir():
         raise CheckpointError(
             f"--resume {path}: there is no such folder",

@@ -15,7 +15,6 @@ from datetime import datetime
 from pathlib import Path
 
 from hardened_ddp.checkpoint.disk import Disk, make_folders, write_file
-from hardened_ddp.checkpoint.listing import CHECKPOINTS_NAME, list_steps
 from hardened_ddp.errors import RunFolderError
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
@@ -62,23 +61,6 @@ def create_run_folder(
     except OSError as error:
         raise _unusable(output_dir, error) from error
     raise RunFolderError(f"{output_dir} has {_MAX_SUFFIX} runs named {run_name}")
-
-
-def newest_run(output_dir: Path) -> Path | None:
-    """Return the run whose checkpoints changed last, or None if no run has any."""
-    best: tuple[int, Path] | None = None
-    try:
-        folders = sorted(output_dir.iterdir())
-    except OSError:
-        return None
-    for folder in folders:
-        root = folder / CHECKPOINTS_NAME
-        if folder.is_symlink() or root.is_symlink() or not list_steps(root):
-            continue
-        # WHY the folder's time: it is that of the last rename into it, so of the last checkpoint
-        candidate = (root.stat().st_mtime_ns, folder)
-        best = candidate if best is None else max(best, candidate)
-    return best[1] if best else None
 
 
 def probe_folder(folder: Path) -> None:
