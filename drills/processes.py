@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-SCRIPT = Path(__file__).resolve().parents[2] / "ddp_training.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "ddp_training.py"
 MARK = "HARDENED_DDP_DRILL"
 SHARED_MEMORY = Path("/dev/shm")
 _LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "GROUP_", "ROLE_", "MASTER_", "OMPI_", "PMI", "MPI_")

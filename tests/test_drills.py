@@ -17,6 +17,7 @@ from drills.command import list_faults, markdown, report, write_table
 from drills.fault import Fault
 from drills.faults import all_faults, find
 from drills.injections import Board, Injection
+from drills.processes import SCRIPT
 from drills.runner import Drills
 from hardened_ddp.errors import HardenedError
 from tests.commands import run_command
@@ -153,6 +154,10 @@ def test_other_weights_unequal_replicas_and_lost_samples_are_found(drills_of: Dr
     assert any("go on by itself" in problem for problem in drills_of(2).run(exact).problems)
     verdict = drills_of(2).run(flip)
     assert not verdict.passed, "a bit that flips on rank 0 is found by somebody"
+
+
+def test_a_drill_outside_of_the_tests_finds_the_script() -> None:
+    assert SCRIPT.is_file()
 
 
 class TestTable:
