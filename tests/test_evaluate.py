@@ -11,7 +11,8 @@ from hardened_ddp.checkpoint.files import load_checkpoint
 from hardened_ddp.checkpoint.listing import open_checkpoint
 from hardened_ddp.data.digits import open_digits
 from hardened_ddp.errors import CheckpointMismatchError, ModelError
-from hardened_ddp.reporting.confusion import class_figures, print_report
+from hardened_ddp.reporting.evaluation_report import print_report
+from hardened_ddp.task.confusion import class_figures, confusion_lines
 from hardened_ddp.training.rebuild import example_inputs, model_tensors, rebuild_model
 from tests.ranks import train
 from tests.run_folder import only_run
@@ -131,14 +132,14 @@ def test_many_classes_are_printed_short(capsys: pytest.CaptureFixture[str]) -> N
         "dataset": "\N{SNOWMAN}",
         "num_samples": size,
         "loss": 0.0,
-        "accuracy": 1.0,
         "is_data_of_training": True,
         "left_out": [],
         "predicted_no_class": 0,
         "classes": class_figures(counts, names=[]),
         "confusion": counts,
     }
-    print_report(report, place=Path("x.json"), output=sys.stdout)
+    table = confusion_lines(report)
+    print_report(report, metrics="", table=table, place=Path("x.json"), output=sys.stdout)
     printed = capsys.readouterr().out
     assert printed.isascii()
     assert "50 worst of 200" in printed

@@ -11,5 +11,8 @@ from hardened_ddp.task.task import Task
 def build_task(model: nn.Module, data: TaskData, config: OptimizerConfig) -> Task:
     """Build the task that model is trained on data for. Rank-local."""
     return Classification(
-        model, num_classes=data.num_classes, label_smoothing=config.label_smoothing
+        model,
+        num_classes=data.num_classes,
+        class_names=data.class_names,
+        label_smoothing=config.label_smoothing,
     )

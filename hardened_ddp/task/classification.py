@@ -5,7 +5,7 @@ loss as a sum over samples. No other layer knows of classes or accuracy.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from hardened_ddp.errors import ModelError
+from hardened_ddp.task.confusion import ConfusionMatrix
 from hardened_ddp.task.task import Metric, Score
 
 
@@ -22,9 +23,17 @@ class Classification:
     metrics = (Metric("accuracy", form=".2%"),)
     sums: Mapping[str, torch.dtype] = {"correct": torch.int64}
 
-    def __init__(self, model: nn.Module, *, num_classes: int, label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        num_classes: int,
+        class_names: Sequence[str] = (),
+        label_smoothing: float = 0.0,
+    ) -> None:
         self.takes_labels = "labels" in inspect.signature(model.forward).parameters
         self.num_classes = num_classes
+        self.class_names = class_names
         self.label_smoothing = label_smoothing
 
     def score(
@@ -62,6 +71,10 @@ class Classification:
     def figures(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """Give the accuracy: the share of samples whose largest logit is that of their label."""
         return {"accuracy": sums["correct"] / count}
+
+    def table(self, device: torch.device) -> ConfusionMatrix:
+        """Give an empty confusion matrix."""
+        return ConfusionMatrix(self.num_classes, names=self.class_names, device=device)
 
 
 def _taken_apart(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

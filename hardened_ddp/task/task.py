@@ -48,6 +48,23 @@ class Metric:
         return value > than if self.is_higher_better else value < than
 
 
+class Table(Protocol):
+    """What the command evaluate reports of a task beside its metrics."""
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """What was counted, of the same shape on all ranks: to be added up over them in place."""
+
+    def add(self, score: Score, targets: torch.Tensor) -> None:
+        """Add one forward."""
+
+    def report(self) -> dict[str, Any]:  # Any: JSON
+        """Give what the report's file says of it."""
+
+    def lines(self, report: Mapping[str, Any]) -> list[str]:  # Any: JSON
+        """Print what report gave, as people read it."""
+
+
 class Task(Protocol):
     """What training and evaluation need of a task."""
 
@@ -75,6 +92,9 @@ class Task(Protocol):
 
     def figures(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """Give the value of each metric, by name, from the sums over all samples."""
+
+    def table(self, device: torch.device) -> Table | None:
+        """Give an empty table for the command evaluate, if the task has one."""
 
 
 def described(metrics: Sequence[Metric], figures: Mapping[str, float]) -> str:

@@ -1,20 +1,48 @@
-"""The report of the command evaluate: figures of each class, a table, a JSON file.
+"""The confusion matrix, and the figures of each class that come of it.
 
-Owns what is made of a confusion matrix. Rows are labels, columns are predictions.
-Does not own: counting it (training/evaluate_run.py).
+Owns the counting and what is made of it. Rows are labels, columns are predictions. The counts are
+whole numbers, so they are the same on any number of ranks.
 """
 
-import json
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from hardened_ddp.errors import RunFolderError
+import torch
+
+from hardened_ddp.task.task import Score
 
 MOST_ROWS = 50  # classes in the printed table; the file has all
 MOST_COLUMNS = 20  # classes in the printed matrix: more do not fit beside each other
 _NAME_WIDTH = 20
+
+
+class ConfusionMatrix:
+    """Counts how often each class was taken for which."""
+
+    def __init__(
+        self, num_classes: int, *, names: Sequence[str] = (), device: torch.device
+    ) -> None:
+        # The last column is for predictions of no class: a model may have more outputs.
+        self.sums = torch.zeros(num_classes, num_classes + 1, dtype=torch.int64, device=device)
+        self.names = names
+
+    def add(self, score: Score, targets: torch.Tensor) -> None:
+        """Count the predictions of one forward; each target is one of the classes."""
+        num_classes, width = self.sums.shape
+        places = targets * width + score.predictions.clamp(max=num_classes)
+        self.sums += torch.bincount(places, minlength=self.sums.numel()).view_as(self.sums)
+
+    def report(self) -> dict[str, Any]:  # Any: JSON
+        """Give the matrix and the figures of each class."""
+        return {
+            "classes": class_figures(self.sums.tolist(), names=self.names),
+            "confusion": self.sums[:, :-1].tolist(),
+            "predicted_no_class": int(self.sums[:, -1].sum()),
+        }
+
+    def lines(self, report: Mapping[str, Any]) -> list[str]:
+        """Print what report gave, as people read it."""
+        return confusion_lines(report)
 
 
 def class_figures(
@@ -41,39 +69,15 @@ def class_figures(
     return figures
 
 
-def write_report(path: Path, report: Mapping[str, Any]) -> None:
-    """Write the report, complete or not at all. Raises RunFolderError."""
-    aside = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        aside.replace(path)
-    except OSError as error:
-        raise RunFolderError(
-            f"the report can't be written to {path}: {error}",
-            fix="choose another place: --output FILE",
-        ) from error
-
-
-def print_report(report: Mapping[str, Any], *, place: Path, output: TextIO) -> None:
-    """Print the report as a table."""
-    lines = [
-        f"checkpoint {report['checkpoint']} (step {report['step']})",
-        f"test set of {report['dataset']}: {report['num_samples']} samples, each once",
-        f"loss {report['loss']:.4f}  accuracy {report['accuracy']:.2%}",
-    ]
-    if not report["is_data_of_training"]:
-        lines.append("note: this is not the data of the training")
-    if report["left_out"]:
-        lines.append(f"left out, as they can't be read: {len(report['left_out'])} samples")
+def confusion_lines(report: Mapping[str, Any]) -> list[str]:
+    """Print a table of the classes, and the matrix if it is small enough to be read."""
+    lines = []
     if report["predicted_no_class"]:
         lines.append(f"predicted as no class of the data: {report['predicted_no_class']} samples")
     lines += ["", *_class_table(report["classes"])]
     if len(report["classes"]) <= MOST_COLUMNS:
         lines += ["", *_matrix(report["classes"], report["confusion"])]
-    lines += ["", f"all of it: {place}"]
-    for line in lines:
-        print(line.encode("ascii", "backslashreplace").decode("ascii"), file=output)
+    return lines
 
 
 def _class_table(classes: Sequence[Mapping[str, Any]]) -> list[str]:

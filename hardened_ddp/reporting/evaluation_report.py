@@ -1,0 +1,44 @@
+"""The report of the command evaluate: a JSON file, and the same as text.
+
+Does not own: what a task adds to it, such as a table of classes (task/).
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from hardened_ddp.errors import RunFolderError
+
+
+def write_report(path: Path, report: Mapping[str, Any]) -> None:
+    """Write the report, complete or not at all. Raises RunFolderError."""
+    aside = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        aside.replace(path)
+    except OSError as error:
+        raise RunFolderError(
+            f"the report can't be written to {path}: {error}",
+            fix="choose another place: --output FILE",
+        ) from error
+
+
+def print_report(
+    report: Mapping[str, Any], *, metrics: str, table: Sequence[str], place: Path, output: TextIO
+) -> None:
+    """Print the report. metrics and table: what its task says of it; place: where the file is."""
+    lines = [
+        f"checkpoint {report['checkpoint']} (step {report['step']})",
+        f"test set of {report['dataset']}: {report['num_samples']} samples, each once",
+        f"loss {report['loss']:.4f}  {metrics}",
+    ]
+    if not report["is_data_of_training"]:
+        lines.append("note: this is not the data of the training")
+    if report["left_out"]:
+        lines.append(f"left out, as they can't be read: {len(report['left_out'])} samples")
+    lines += [*table, "", f"all of it: {place}"]
+    for line in lines:
+        print(line.encode("ascii", "backslashreplace").decode("ascii"), file=output)
