@@ -2,18 +2,25 @@
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import ddp_training
+from hardened_ddp.data.datasets import build_data
 from hardened_ddp.errors import ModelError
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import Launch, environment, read_launch
+from hardened_ddp.settings.cli import parse
+from hardened_ddp.settings.layers import resolve
 from hardened_ddp.step.totals import Totals
 from hardened_ddp.task.classification import Classification
-from hardened_ddp.task.task import Metric, Score, Task, described
+from hardened_ddp.task.task import Metric, Mistake, Score, Task, described
+from hardened_ddp.training.evaluate_run import measure
+from hardened_ddp.training.evaluation import Evaluation, evaluate
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -30,13 +37,19 @@ class Distance:
     def score(
         self, call: Any, inputs: Any, targets: torch.Tensor, *, checks: bool = False
     ) -> Score:
-        output = call(inputs).flatten()
+        output = call(inputs).float().reshape(len(targets), -1).mean(dim=1)
         distance = (output.detach() - targets).abs()
         sums = {"distance": distance.sum(), "near": distance.le(1).sum()}
         return Score((output - targets).square().sum(), len(targets), sums, output.detach())
 
     def figures(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         return {name: sums[name] / count for name in ("distance", "near")}
+
+    def mistakes(self, score: Score, *batch: torch.Tensor, most: int) -> list[Mistake]:
+        return []
+
+    def table(self, device: torch.device) -> None:
+        return None
 
 
 def score_of(task: Task, *, seed: int = 0, size: int = 4) -> Score:
@@ -93,7 +106,7 @@ def test_an_output_that_does_not_fit_is_told_in_words(output: object, message: s
 
 @pytest.mark.parametrize("task", [Classification(nn.Identity(), num_classes=3), Distance()])
 def test_a_score_has_the_sums_that_its_task_names(task: Task) -> None:
-    inputs, targets = (LOGITS, TARGETS) if isinstance(task, Classification) else (TARGETS,) * 2
+    inputs, targets = (LOGITS if isinstance(task, Classification) else TARGETS), TARGETS
     score = task.score(nn.Identity(), inputs, targets)
     figures = task.figures({name: float(s) for name, s in score.metrics.items()}, score.count)
     assert score.metrics.keys() == task.sums.keys()
@@ -149,3 +162,52 @@ def test_a_metric_says_which_value_is_better_and_how_it_is_printed() -> None:
     assert not near.is_better(1.0, than=1.0)
     text = described(Distance.metrics, {"near": 0.97125, "distance": 0.5})
     assert text == "distance 0.5000  near 97.1%"
+
+
+def test_mistakes_are_shown_with_names_also_of_an_output_that_has_none() -> None:
+    task = Classification(nn.Identity(), num_classes=2, class_names=("cat", "dog"))
+    images = torch.rand(4, 3, 2, 2)
+    logits = torch.tensor([[1.0, 0, 0], [1.0, 0, 0], [0, 0, 1.0], [0, 1.0, 0]])
+    targets = torch.tensor([0, 1, 1, 0])
+    score = task.score(lambda inputs: logits, images, targets)
+    first, second, third = task.mistakes(score, images, targets, most=4)
+    assert first.caption == "true dog, said cat"
+    assert second.caption == "true dog, said 2"
+    assert third.caption == "true cat, said dog"
+    assert torch.equal(first.image, images[1])
+    assert len(task.mistakes(score, images, targets, most=2)) == 2
+
+
+def evaluate_distance(argv: list[str]) -> tuple[Evaluation, Evaluation | None]:
+    """Evaluate with a task that has no accuracy, once to the end and once stopped in it."""
+    launch = read_launch(environment())
+    settings = resolve(parse(["--cpu_only", *argv]), world_size=launch.world_size)
+    group = open_group(launch, device=CPU, backend="gloo", timeout_s=30)
+    parts = replace(ddp_training.build(settings, group, None), task=Distance())
+    assert parts.eval_loader is not None
+    found = evaluate(parts, parts.eval_loader)
+    assert found is not None
+    stopped = evaluate(parts, parts.eval_loader, should_stop=lambda: True)
+    assert parts.replica.module.training
+    parts.close()
+    group.close()
+    return found, stopped
+
+
+def test_evaluation_measures_what_the_task_names() -> None:
+    argv = ["--dataset", "tests.plugins:points", "--model", "tests.plugins:Poisoned"]
+    for found, stopped in run_ranks(evaluate_distance, 2, [*argv, "--eval_batch_size", "5"]):
+        assert found.num_samples == 17
+        assert found.metrics.keys() == {"distance", "near"}
+        assert stopped is None
+
+
+def test_the_command_evaluate_reports_what_the_task_names() -> None:
+    argv = ["--dataset", "tests.plugins:points", "--cpu_only", "--num_workers", "0"]
+    config = resolve(parse(argv), world_size=1).config
+    data = build_data(config.data)
+    model = nn.Linear(3, 2)
+    group = Group(Launch(), CPU)
+    report = measure(model, Distance(), None, data, config, group)
+    assert list(report) == ["num_samples", "left_out", "loss", "distance", "near"]
+    assert report["num_samples"] == 17

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from hardened_ddp.errors import ModelError
 from hardened_ddp.task.confusion import ConfusionMatrix
-from hardened_ddp.task.task import Metric, Score
+from hardened_ddp.task.task import Metric, Mistake, Score
 
 
 class Classification:
@@ -72,9 +72,26 @@ class Classification:
         """Give the accuracy: the share of samples whose largest logit is that of their label."""
         return {"accuracy": sums["correct"] / count}
 
+    def mistakes(
+        self, score: Score, inputs: torch.Tensor, targets: torch.Tensor, *, most: int
+    ) -> list[Mistake]:
+        """Give the first samples that were taken for another class. Waits for the device."""
+        wrong = score.predictions.ne(targets).nonzero().flatten()[:most].tolist()
+        return [
+            Mistake(
+                inputs[i].cpu(),
+                f"true {self._name(int(targets[i]))}, said {self._name(int(score.predictions[i]))}",
+            )
+            for i in wrong
+        ]
+
     def table(self, device: torch.device) -> ConfusionMatrix:
         """Give an empty confusion matrix."""
         return ConfusionMatrix(self.num_classes, names=self.class_names, device=device)
+
+    def _name(self, label: int) -> str:
+        """Name a class; a model may have more outputs than there are names."""
+        return self.class_names[label] if label < len(self.class_names) else str(label)
 
 
 def _taken_apart(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

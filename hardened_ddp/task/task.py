@@ -48,6 +48,16 @@ class Metric:
         return value > than if self.is_higher_better else value < than
 
 
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """A test sample that the model got wrong, for the report."""
+
+    image: torch.Tensor
+    """On the CPU; a picture if it has the shape of one."""
+
+    caption: str
+
+
 class Table(Protocol):
     """What the command evaluate reports of a task beside its metrics."""
 
@@ -92,6 +102,11 @@ class Task(Protocol):
 
     def figures(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         """Give the value of each metric, by name, from the sums over all samples."""
+
+    def mistakes(
+        self, score: Score, inputs: torch.Tensor, targets: torch.Tensor, *, most: int
+    ) -> list[Mistake]:
+        """Give the first samples that the model got wrong, if the task knows such. At most most."""
 
     def table(self, device: torch.device) -> Table | None:
         """Give an empty table for the command evaluate, if the task has one."""

@@ -2,12 +2,11 @@
 
 Owns what is in its report. Every sample counts once: the ranks' shares do not overlap, and at the
 end the number is compared with the size of the set.
-Does not own: the metrics and the table of classes (task/), how the report looks
-(reporting/evaluation_report.py), evaluation between epochs (evaluation.py).
+Does not own: the loop over the test set (evaluation.py), the metrics and the table of classes
+(task/), how the report looks (reporting/evaluation_report.py).
 """
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,18 @@ from torch import nn
 from hardened_ddp.checkpoint.files import load_checkpoint
 from hardened_ddp.checkpoint.listing import open_checkpoint
 from hardened_ddp.data.datasets import TaskData, build_data, prepare_data
+from hardened_ddp.data.loader import Batch
 from hardened_ddp.data.loader_setup import build_eval_loader
-from hardened_ddp.errors import DataError, HardenedError, SampleError, StepError
+from hardened_ddp.errors import DataError, StepError
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.reporting.evaluation_report import print_report, write_report
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.layers import Resolved
-from hardened_ddp.step.failure import explain_evaluation
 from hardened_ddp.step.totals import Totals
 from hardened_ddp.task.build import build_task
-from hardened_ddp.task.task import Table, Task, described
+from hardened_ddp.task.task import Score, Table, Task, described
+from hardened_ddp.training.evaluation import EvaluationLoop
 from hardened_ddp.training.rebuild import MODEL_PREFIX, model_tensors, rebuild_model
 from hardened_ddp.training.state import Saved, share_state
 
@@ -80,7 +80,6 @@ def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
     return 0
 
 
-@torch.no_grad()
 def measure(
     model: nn.Module,
     task: Task,
@@ -96,42 +95,38 @@ def measure(
             f"dataset {config.data.dataset} has no test set to evaluate on",
             fix="give one that has: --dataset NAME, or a callable that takes train=False",
         )
+    loop = EvaluationLoop(
+        loader=loader,
+        task=task,
+        precision=Precision(config.optimizer.amp, group.device),
+        group=group,
+        leaves_out=config.loop.continue_on_error,
+        checks=True,
+    )
+
+    def look(batch: Batch, score: Score) -> None:
+        if table is not None:
+            table.add(score, batch.targets)
+
     # WHY double: the sum of many batches would lose digits in float32.
     totals = Totals(task, group.device, loss_dtype=torch.float64)
-    left_out: list[Mapping[str, Any]] = []
-    precision = Precision(config.optimizer.amp, group.device)
     try:
-        for batch in loader:
-            if batch.bad and not config.loop.continue_on_error:
-                raise SampleError(
-                    f"test sample {batch.bad[0].name} can't be read: {batch.bad[0].error}",
-                    fix="mend it, or leave such samples out with --continue_on_error",
-                )
-            left_out += [{"sample": b.index, "file": b.file, "error": b.error} for b in batch.bad]
-            if batch.num_samples:
-                batch = batch.to(group.device)
-                with precision.autocast():
-                    score = task.score(model, batch.inputs, batch.targets, checks=True)
-                totals.add(score)
-                if table is not None:
-                    table.add(score, batch.targets)
-        figures = totals.read(group)  # collective
-        if table is not None:
-            group.sum_(table.sums)  # collective
-    except HardenedError:
-        raise
-    except Exception as error:  # WHY broad: the model and the test set are the user's code
-        raise explain_evaluation(error, group) from error
+        found = loop.run(model, totals, look)  # collective
     finally:
         loader.close()
-    everyone = group.gather_json(left_out)  # collective
-    bad = sorted((entry for part in everyone for entry in part), key=lambda entry: entry["sample"])
+    assert found is not None  # nothing stops it
+    figures, bad = found
+    if table is not None:
+        group.sum_(table.sums)  # collective
     num_samples, expected = int(figures.pop("samples")), len(data.test)  # type: ignore[arg-type]  # it has one
     if num_samples + len(bad) != expected:
         raise StepError(f"{num_samples} of {expected} test samples were counted: a bug, report it")
     return {
         "num_samples": num_samples,
-        "left_out": bad,
+        "left_out": [
+            {"sample": sample.index, "file": sample.file, "error": sample.error}
+            for sample in sorted(bad, key=lambda sample: sample.index)
+        ],
         **figures,
         **(table.report() if table is not None else {}),
     }

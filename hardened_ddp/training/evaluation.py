@@ -1,34 +1,28 @@
 """Evaluation: every test sample once, over all ranks, whatever the sizes.
 
-Owns the sums behind test loss and accuracy. Runs the plain module, never the DDP wrapper: ranks may
-do different numbers of batches, and only the sums at the end are exchanged.
+Owns the loop over the test set, for training and for the command evaluate. Runs the plain module,
+never the DDP wrapper: ranks may do different numbers of batches, and only the sums at the end are
+exchanged.
+Does not own: what is measured (task/), what is reported of it (run_report.py, evaluate_run.py).
 """
 
-import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 
 import torch
+from torch import nn
 
-from hardened_ddp.data.loader import Batch, EvalLoader
+from hardened_ddp.data.loader import BadSample, Batch, EvalLoader
 from hardened_ddp.errors import HardenedError, SampleError
+from hardened_ddp.model.precision import Precision
+from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.heartbeat import EVALUATION
 from hardened_ddp.step.failure import explain_evaluation
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.totals import Totals
-
-log = logging.getLogger(__name__)
+from hardened_ddp.task.task import Mistake, Score, Task
 
 MAX_PICTURES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Mistake:
-    """A test sample that the model got wrong, for the report."""
-
-    image: torch.Tensor
-    label: int
-    prediction: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +30,9 @@ class Evaluation:
     """The outcome over the whole test set."""
 
     loss: float
-    accuracy: float
+    metrics: Mapping[str, float]
+    """Of the task, by name."""
+
     num_samples: int
     mistakes: tuple[Mistake, ...]
     """The first few of this rank's share."""
@@ -44,64 +40,117 @@ class Evaluation:
     left_out: tuple[str, ...] = ()
     """Under --continue_on_error: the samples that can't be used, of all ranks, each with why."""
 
+    @property
+    def accuracy(self) -> float:
+        return self.metrics["accuracy"]
 
-@torch.no_grad()
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationLoop:
+    """The loop over the test set, and what it takes to measure a model on it."""
+
+    loader: EvalLoader
+    task: Task
+    precision: Precision
+    group: Group
+    leaves_out: bool
+    """Go on without samples that can't be read, and name them: --continue_on_error."""
+
+    checks: bool = False
+    """Make sure that each output and its labels fit. Costs a wait for the device per batch."""
+
+    channels_last: bool = False
+
+    @torch.no_grad()
+    def run(
+        self,
+        module: nn.Module,
+        totals: Totals,
+        look: Callable[[Batch, Score], None],
+        *,
+        should_stop: Callable[[], object] = lambda: False,
+    ) -> tuple[dict[str, float], list[BadSample]] | None:
+        """Measure module; give what totals read, and the samples left out. Collective: all ranks.
+
+        look sees each batch of this rank with its score. should_stop is asked between batches, on
+        all ranks equally often; None: it said so. Raises SampleError, or an error that names the
+        rank whose model or data failed.
+        """
+        left_out: list[BadSample] = []
+        try:
+            batches = iter(self.loader)
+            for _ in range(self.loader.most_batches):
+                self.group.heartbeat.enter(EVALUATION)
+                if should_stop():  # collective
+                    return None
+                batch = next(batches, None)
+                if batch is None:
+                    continue
+                if batch.bad and not self.leaves_out:
+                    raise SampleError(
+                        f"test sample {batch.bad[0].name} can't be read: {batch.bad[0].error}",
+                        fix="mend it, or leave such samples out with --continue_on_error",
+                    )
+                left_out += batch.bad
+                if batch.num_samples:
+                    batch = batch.to(self.group.device, channels_last=self.channels_last)
+                    with self.precision.autocast():
+                        score = self.task.score(
+                            module, batch.inputs, batch.targets, checks=self.checks
+                        )
+                    totals.add(score)
+                    look(batch, score)
+            figures = totals.read(self.group)  # collective
+            return figures, self._gather(left_out)  # collective
+        except HardenedError:
+            raise
+        except Exception as error:  # WHY broad: the model and the test set are the user's code
+            raise explain_evaluation(error, self.group) from error
+
+    def _gather(self, left_out: list[BadSample]) -> list[BadSample]:
+        """Give the samples that all ranks left out, in the order of the ranks. Collective."""
+        if not self.leaves_out:
+            return []
+        everyone = self.group.gather_json([asdict(bad) for bad in left_out])  # collective
+        return [BadSample(**bad) for part in everyone for bad in part]
+
+
 def evaluate(
     parts: Parts, loader: EvalLoader, *, should_stop: Callable[[], object] = lambda: False
 ) -> Evaluation | None:
-    """Measure loss and accuracy on the test set. Collective: all ranks.
+    """Measure loss and metrics on the test set in a run. Collective: all ranks.
 
     should_stop is asked between batches, on all ranks equally often; None: it said so.
     """
-    module = parts.replica.module
-    module.eval()
-    totals = Totals(parts.task, parts.device)
+    module, task = parts.replica.module, parts.task
     mistakes: list[Mistake] = []
-    left_out: list[str] = []
-    leaves_out = parts.config.loop.continue_on_error
+
+    def look(batch: Batch, score: Score) -> None:
+        if len(mistakes) < MAX_PICTURES and isinstance(batch.inputs, torch.Tensor):
+            most = MAX_PICTURES - len(mistakes)
+            mistakes.extend(task.mistakes(score, batch.inputs, batch.targets, most=most))
+
+    loop = EvaluationLoop(
+        loader=loader,
+        task=task,
+        precision=parts.precision,
+        group=parts.group,
+        leaves_out=parts.config.loop.continue_on_error,
+        channels_last=parts.replica.channels_last,
+    )
+    module.eval()
     try:
-        batches = iter(loader)
-        for _ in range(loader.most_batches):
-            parts.group.heartbeat.enter(EVALUATION)
-            if should_stop():  # collective
-                return None
-            batch = next(batches, None)
-            if batch is None:
-                continue
-            left_out += [f"{bad.name}: {bad.error}" for bad in batch.bad]
-            if batch.bad and not leaves_out:
-                raise SampleError(
-                    f"test sample {batch.bad[0].name} can't be read: {batch.bad[0].error}",
-                    fix="mend it, or leave such samples out with --continue_on_error",
-                )
-            if batch.num_samples:
-                _score(parts, batch, totals, mistakes)
-        sums = totals.read(parts.group)  # collective
-        everyone = parts.group.gather_json(left_out) if leaves_out else []  # collective
-    except HardenedError:
-        raise
-    except Exception as error:  # WHY broad: the model and the test set are the user's code
-        raise explain_evaluation(error, parts.group) from error
+        totals = Totals(task, parts.device)
+        found = loop.run(module, totals, look, should_stop=should_stop)  # collective
     finally:
         module.train()
+    if found is None:
+        return None
+    figures, left_out = found
     return Evaluation(
-        sums["loss"],
-        sums["accuracy"],
-        int(sums["samples"]),
+        figures["loss"],
+        {metric.name: figures[metric.name] for metric in task.metrics},
+        int(figures["samples"]),
         tuple(mistakes),
-        tuple(text for part in everyone for text in part),
+        tuple(f"{bad.name}: {bad.error}" for bad in left_out),
     )
-
-
-def _score(parts: Parts, batch: Batch, totals: Totals, mistakes: list[Mistake]) -> None:
-    batch = batch.to(parts.device, channels_last=parts.replica.channels_last)
-    with parts.precision.autocast():
-        score = parts.task.score(parts.replica.module, batch.inputs, batch.targets)
-    totals.add(score)
-    if len(mistakes) < MAX_PICTURES and isinstance(batch.inputs, torch.Tensor):
-        predictions = score.predictions
-        wrong = predictions.ne(batch.targets).nonzero().flatten()[: MAX_PICTURES - len(mistakes)]
-        mistakes += [
-            Mistake(batch.inputs[i].cpu(), int(batch.targets[i]), int(predictions[i]))
-            for i in wrong.tolist()
-        ]

@@ -148,12 +148,11 @@ class RunReport:
         )
         mistakes = evaluation.mistakes
         if mistakes and mistakes[0].image.dim() == 3:
-            names = self.parts.data.class_names
             self.metrics.images(
                 progress.step,
                 "mistakes/test",
                 torch.stack([mistake.image for mistake in mistakes]),
-                [f"true {names[m.label]}, said {names[m.prediction]}" for m in mistakes],
+                [mistake.caption for mistake in mistakes],
             )
 
     def skip_time(self) -> None:
