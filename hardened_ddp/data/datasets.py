@@ -9,7 +9,6 @@ Does not own: the order of samples (sampler.py), reading them (loader.py).
 import contextlib
 import difflib
 import functools
-import importlib
 import inspect
 import logging
 import socket
@@ -33,6 +32,7 @@ from hardened_ddp.data.facts import (
 )
 from hardened_ddp.data.fetch import describe
 from hardened_ddp.data.huggingface import PREFIX, open_hub_set
+from hardened_ddp.data.import_path import import_callable
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.published import fetch_dataset, is_here
 from hardened_ddp.data.synthetic import SyntheticImages
@@ -185,26 +185,12 @@ def _find_source(name: str, config: DataConfig) -> Callable[..., Any]:
     if name.startswith(PREFIX):
         return functools.partial(open_hub_set, name)
     if ":" in name:
-        return _import(name)
+        return import_callable(name, setting="dataset", error=DataError)
     if name in DOWNLOADABLE:
         return functools.partial(open_downloadable, name)
     if name == "image_folder":
         return functools.partial(open_folder, config)
     return open_digits if name == "digits" else SyntheticImages
-
-
-def _import(path: str) -> Callable[..., Any]:
-    """Find package.module:callable."""
-    module_name, _, name = path.partition(":")
-    try:
-        build: Callable[..., Any] = getattr(importlib.import_module(module_name), name)
-        inspect.signature(build)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise DataError(
-            f"--dataset {path} can't be imported: {error}",
-            fix="start in the folder that holds the package, and write package.module:callable",
-        ) from error
-    return build
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ be downloaded; each is a ModelError before any training.
 """
 
 import difflib
-import importlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hardened_ddp.data.import_path import import_callable
 from hardened_ddp.data.published import weights_of
 from hardened_ddp.data.transfer import fetch
 from hardened_ddp.data.vision import import_torchvision
@@ -85,7 +85,8 @@ def build_model(
     if config.model.startswith(PREFIX):
         model: nn.Module = load_classifier(config, num_classes=num_classes, input_shape=input_shape)
     elif ":" in config.model:
-        model = _call(_import(config.model), facts, config)
+        build = import_callable(config.model, setting="model", error=ModelError)
+        model = _call(build, facts, config)
     elif config.model in BUILT_IN:
         if config.pretrained:
             raise ModelError(
@@ -137,21 +138,6 @@ def _call(build: Callable[..., Any], facts: Mapping[str, Any], config: ModelConf
             fix="name a class or function that returns an nn.Module",
         )
     return model
-
-
-def _import(path: str) -> Callable[..., Any]:
-    """Find package.module:callable."""
-    module_name, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise ModelError(
-            f"--model {path} can't be imported: {error}",
-            fix="start in the folder that holds the package, and write package.module:callable",
-        ) from error
-    if not callable(found):
-        raise ModelError(f"--model {path} is a {type(found).__name__}, not a class or function")
-    return found  # type: ignore[no-any-return]  # callable() proves what getattr can't
 
 
 def _torchvision_model(config: ModelConfig, num_classes: int, channels: int) -> nn.Module:

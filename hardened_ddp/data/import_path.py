@@ -1,0 +1,56 @@
+"""A dataset or a model of the user's by its import path, package.module:callable.
+
+What goes wrong here: a wrong path, the wrong folder, a name that is no class or function, and an
+error in the user's module itself; that one is told with its file and line.
+Does not own: the call (datasets.py, model/zoo.py).
+"""
+
+import importlib
+import inspect
+import logging
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from hardened_ddp.data.read_errors import describe
+from hardened_ddp.errors import HardenedError
+
+log = logging.getLogger(__name__)
+
+_FIX = "start in the folder that holds the package, and write package.module:callable"
+
+
+def import_callable(path: str, *, setting: str, error: type[HardenedError]) -> Callable[..., Any]:
+    """Import what a setting names as package.module:callable. Rank-local. Raises error."""
+    module_name, _, name = path.partition(":")
+    told = f"--{setting} {path}"
+    try:
+        found = getattr(_import(module_name, told, error), name)
+    except AttributeError as missing:
+        raise error(f"{told} can't be imported: {missing}", fix=_FIX) from missing
+    if not callable(found):
+        raise error(f"{told} is a {type(found).__name__}, not a class or function", fix=_FIX)
+    try:
+        inspect.signature(found)
+    except (ValueError, TypeError) as unknown:  # some of those written in C
+        raise error(
+            f"{told} has no signature: which arguments does it take?",
+            fix="name a function of your own that calls it",
+        ) from unknown
+    return found  # type: ignore[no-any-return]  # callable() proves what getattr can't
+
+
+def _import(name: str, told: str, error: type[HardenedError]) -> Any:  # Any: a module
+    try:
+        return importlib.import_module(name)
+    except Exception as problem:  # WHY broad: an import runs the user's code
+        frame = traceback.extract_tb(problem.__traceback__)[-1]
+        is_inside = not frame.filename.startswith("<frozen importlib")
+        if not (is_inside or isinstance(problem, SyntaxError)):  # there is no such module
+            raise error(f"{told} can't be imported: {problem}", fix=_FIX) from problem
+        log.debug("%s can't be imported", told, exc_info=True)
+        where = f" ({frame.filename}:{frame.lineno})" if is_inside else ""  # else the text has it
+        raise error(
+            f"{told} can't be imported: {describe(problem)}{where}",
+            fix="mend it; the traceback is in this rank's log file",
+        ) from problem

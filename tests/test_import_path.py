@@ -1,0 +1,65 @@
+"""Datasets and models by import path, package.module:callable: the same words for both."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hardened_ddp.data.datasets import build_data
+from hardened_ddp.errors import DataError, HardenedError, ModelError
+from hardened_ddp.model.zoo import build_model
+from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.model import ModelConfig
+
+NUMBER = 3
+
+
+def open_dataset(path: str) -> None:
+    build_data(DataConfig(dataset=path))
+
+
+def open_model(path: str) -> None:
+    build_model(ModelConfig(model=path), num_classes=2, input_shape=(1, 8, 8))
+
+
+WAYS = pytest.mark.parametrize(
+    ("setting", "load", "kind"),
+    [("dataset", open_dataset, DataError), ("model", open_model, ModelError)],
+    ids=["dataset", "model"],
+)
+MISTAKES = {
+    "no.such.module:it": "can't be imported: No module named 'no'",
+    "tests.test_import_path:nothing": "can't be imported: .* has no attribute 'nothing'",
+    ":it": "can't be imported: Empty module name",
+    "tests.test_import_path:NUMBER": "is a int, not a class or function",
+    "builtins:dict": "has no signature",
+}
+
+
+@WAYS
+@pytest.mark.parametrize("path", MISTAKES)
+def test_a_path_that_is_of_no_use_is_refused_in_the_same_words(
+    setting: str, load: Callable[[str], None], kind: type[HardenedError], path: str
+) -> None:
+    with pytest.raises(kind, match=MISTAKES[path]) as caught:
+        load(path)
+    assert caught.value.message.startswith(f"--{setting} {path} ")
+    assert caught.value.fix
+
+
+@WAYS
+def test_an_error_in_a_module_names_its_file_and_line(
+    setting: str,
+    load: Callable[[str], None],
+    kind: type[HardenedError],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / f"broken_{setting}.py").write_text("import os\nos.gone()\n")
+    (tmp_path / f"unread_{setting}.py").write_text("import os\nos.(\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(kind, match=rf"no attribute 'gone' \(.*broken_{setting}.py:2\)"):
+        load(f"broken_{setting}:it")
+    with pytest.raises(kind, match=rf"SyntaxError: .*\(unread_{setting}.py, line 2\)") as caught:
+        load(f"unread_{setting}:it")
+    assert "mend it" in caught.value.fix
