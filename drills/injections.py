@@ -1,8 +1,9 @@
 """What a misbehaving model or dataset is told to do, and the files by which it answers.
 
-Owns: Act, one misdeed with its moment; Board, the folder through which the wrappers (wrappers.py)
-inside of the ranks and the drill (runner.py) outside talk. What was done is a file there, so that
-a rank that is started again does not do it twice. No torch: the list of drills is quick.
+Owns: Injection, one fault with its moment; Board, the folder through which the wrappers
+(wrappers.py) inside of the ranks and the drill (runner.py) outside talk. What was done
+is a file there, so that a rank that is started again does not do it twice. No torch: the list of
+drills is quick.
 """
 
 import json
@@ -19,7 +20,7 @@ PAUSE_LIMIT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Injection:
-    """One misdeed: what, where, when."""
+    """One fault: what, where, when."""
 
     kind: str
     """What drills/injectors.py is to do."""

@@ -47,7 +47,7 @@ def do(
             for worker in active_children():
                 worker.kill()
         case _:
-            _DEEDS[injection.kind]()
+            FAULTS[injection.kind]()
     return None
 
 
@@ -98,9 +98,13 @@ def change_weights(kind: str, network: nn.Module) -> None:
         return
     with torch.no_grad():
         weight = next(p for p in network.parameters() if p.requires_grad)
-        is_half = weight.element_size() == 2
-        words = weight.view(torch.int16 if is_half else torch.int32).view(-1)
-        words[0] ^= 1 << (6 if is_half else 20)  # a high bit of the fraction
+        flip_bit(weight, 6 if weight.element_size() == 2 else 20)  # a high bit of the fraction
+
+
+def flip_bit(values: torch.Tensor, bit: int) -> None:
+    """Flip a bit of the first number, in place."""
+    words = values.view(torch.int16 if values.element_size() == 2 else torch.int32).view(-1)
+    words[0] ^= 1 << bit
 
 
 def tensors_of(output: Any) -> Iterator[torch.Tensor]:  # Any: logits, or a mapping that has them
@@ -195,7 +199,7 @@ def _touch_a_page_that_is_gone() -> None:
             page[0] = 1
 
 
-_DEEDS: Mapping[str, Callable[[], None]] = {
+FAULTS: Mapping[str, Callable[[], None]] = {
     "raise": _raise,
     "memory": _ask_for_too_much,
     "memory of Python": _ask_python_for_too_much,

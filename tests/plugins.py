@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
+from drills.injectors import FAULTS, flip_bit
+
 
 class Points(Dataset[tuple[torch.Tensor, int]]):
     """size points in a plane, of 2 classes; those listed in broken can't be read."""
@@ -59,9 +61,16 @@ def paced_points(train: bool, pace: str) -> Points:
     return PacedPoints(400, pace) if train else Points(17)
 
 
+def strike(kind: str) -> None:
+    """Have a fault of the drills happen in this process, without a report of faulthandler."""
+    for number in (signal.SIGSEGV, signal.SIGBUS):
+        signal.signal(number, signal.SIG_DFL)
+    FAULTS[kind]()
+
+
 class FaultyPoints(Points):
     """Points of which some are wrong (nan, infinite, label, half), or make trouble when a worker
-    reads them first: kill, abort, segfault, exit, stumble. flags: a folder that remembers that."""
+    reads them first: stumble, or a fault of the drills. flags: a folder that remembers that."""
 
     def __init__(self, size: int, faults: dict[int, str], flags: str) -> None:
         super().__init__(size)
@@ -89,17 +98,8 @@ class FaultyPoints(Points):
         tries.write_text("x" * (num_tries + 1))
         if kind == "stumble" and num_tries < 2:
             raise OSError(errno.ESTALE, "stale file handle")
-        if num_tries == 0:
-            match kind:
-                case "exit":
-                    os._exit(0)
-                case "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                case "abort":
-                    os.abort()
-                case "segfault":
-                    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-                    os.kill(os.getpid(), signal.SIGSEGV)
+        if num_tries == 0 and kind != "stumble":
+            strike(kind)
 
 
 def faulty_points(
@@ -140,18 +140,6 @@ class Poisoned(nn.Module):
         return logits * float("nan") if self.num_forwards > self.nan_from else logits
 
 
-class _PoisonedBackward(torch.autograd.Function):
-    """Passes values on, and gives NaN for their gradient."""
-
-    @staticmethod
-    def forward(ctx: object, values: torch.Tensor) -> torch.Tensor:
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * float("nan")
-
-
 class PoisonedBackward(nn.Module):
     """Its loss is always a number; the gradient of one forward, number nan_at, is not."""
 
@@ -164,7 +152,7 @@ class PoisonedBackward(nn.Module):
         self.num_forwards += self.training
         logits: torch.Tensor = self.layer(inputs)
         if self.training and self.num_forwards == self.nan_at:
-            logits = _PoisonedBackward.apply(logits)
+            logits.register_hook(lambda gradient: gradient * float("nan"))
         return logits
 
 
@@ -231,7 +219,7 @@ class Dying(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.num_forwards += self.training
         if self.num_forwards == self.forward_number and os.environ["RANK"] == str(self.rank):
-            os.kill(os.getpid(), signal.SIGKILL)
+            FAULTS["die"]()
         logits: torch.Tensor = self.layer(inputs)
         return logits
 
@@ -261,18 +249,6 @@ class Paced(nn.Module):
         return logits
 
 
-class _FaultyBackward(torch.autograd.Function):
-    """Passes values on, and raises in backward."""
-
-    @staticmethod
-    def forward(ctx: object, values: torch.Tensor) -> torch.Tensor:
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        raise ValueError("a fault in backward")
-
-
 class Stumbling(nn.Module):
     """Fails once in each forward that is listed for its rank, in one of several ways.
 
@@ -294,11 +270,11 @@ class Stumbling(nn.Module):
         kind = self.faults.get(self.num_forwards, "") if self.training else ""
         hidden = self.drop(self.hidden(self.norm(inputs)).relu())
         if kind == "backward":  # of the first layer: the gradient of the second one is there
-            hidden = _FaultyBackward.apply(hidden)
+            hidden.register_hook(lambda gradient: FAULTS["raise"]())
         logits: torch.Tensor = self.layer(hidden)
         match kind:
             case "forward":
-                raise ValueError("a fault in forward")
+                FAULTS["raise"]()
             case "memory":
                 raise torch.OutOfMemoryError("CUDA out of memory, as a test has it")
             case "nan":
@@ -375,8 +351,7 @@ def hang(how: str) -> None:
     """Never come back, asleep or with Python's lock in hand."""
     if how == "hold":
         re.match(r"(a?){64}a{64}", "a" * 64)
-    while True:
-        time.sleep(1)
+    FAULTS["hang"]()
 
 
 def is_first_time(marker: str) -> bool:
@@ -575,4 +550,4 @@ class Flipping(nn.Module):
         if self.what == "state":
             optimizers = (o for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer))
             values = next(optimizers).state[self.first.weight]["exp_avg"]
-        values.view(torch.int32)[0, 0] ^= 1 << (30 if self.what == "nan" else 21)
+        flip_bit(values, 30 if self.what == "nan" else 21)

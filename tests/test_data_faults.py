@@ -8,7 +8,6 @@ import ctypes
 import errno
 import faulthandler
 import json
-import mmap
 import os
 import resource
 import signal
@@ -17,6 +16,7 @@ import sys
 import threading
 import time
 import urllib.error
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,7 @@ from hardened_ddp.data.read_errors import StumbleReport, file_of, may_pass
 from hardened_ddp.data.worker_fallback import WorkerFallback, WorkerLevel
 from hardened_ddp.errors import LoaderError
 from tests.marks import slow_after
+from tests.plugins import strike
 from tests.ranks import run_command, run_ranks, train
 from tests.run_folder import last_tensors, only_run, read_summary
 from tests.scripted import (
@@ -71,12 +72,6 @@ def _first_time(flag: Path) -> bool:
     return is_first
 
 
-def segfault_once(flag: Path) -> None:
-    if _first_time(flag):
-        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-        ctypes.string_at(0)
-
-
 def abort_once(flag: Path) -> None:
     if _first_time(flag):
         faulthandler.disable()  # its report would stand in the output of the tests
@@ -88,45 +83,34 @@ def leave_once_without_a_word(flag: Path) -> None:
         os._exit(0)
 
 
-def leave_once(flag: Path) -> None:
+def strike_once(kind: str, flag: Path) -> None:
     if _first_time(flag):
-        os._exit(3)
+        strike(kind)
 
 
-def read_past_the_end_once(flag: Path) -> None:
-    if _first_time(flag):
-        read_past_the_end(flag)
+def strike_always(kind: str, flag: Path) -> None:
+    strike(kind)
 
 
-def read_past_the_end(flag: Path) -> None:
-    """Read a page of a file that has become shorter: a bus error, as in a full /dev/shm."""
-    path = flag.with_name("cut")
-    path.write_bytes(bytes(2 * mmap.PAGESIZE))
-    with path.open("r+b") as file:
-        pages = mmap.mmap(file.fileno(), 2 * mmap.PAGESIZE)
-        file.truncate(0)
-        signal.signal(signal.SIGBUS, signal.SIG_DFL)
-        pages[mmap.PAGESIZE]
-
-
-ENDS = {
-    segfault_once: "SIGSEGV",
-    leave_once_without_a_word: "exit status 0",
-    abort_once: "SIGABRT",
-    leave_once: "exit status 3",
+ENDS: dict[str, tuple[Act, str]] = {
+    "segfault": (partial(strike_once, "segfault"), "SIGSEGV"),
+    "leave without a word": (leave_once_without_a_word, "exit status 0"),
+    "abort": (abort_once, "SIGABRT"),
+    "leave": (partial(strike_once, "leave"), "exit status 3"),
 }
 
 
-@pytest.mark.parametrize("act", slow_after(2, ENDS))
+@pytest.mark.parametrize("end", slow_after(2, ENDS))
 def test_a_worker_that_crashes_costs_nothing(
-    act: Act, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    act, sign = ENDS[end]
     loader = make_loader(Scripted(act, tmp_path / "flag"), 2)
     batches = read(loader)
     loader.close()
     assert content(batches) == undisturbed()
     assert bad_numbers(batches) == []
-    assert ENDS[act] in caplog.text
+    assert sign in caplog.text
     assert "going on at the same one with 1 instead of 2 workers" in caplog.text
 
 
@@ -150,7 +134,7 @@ def test_a_sample_that_asks_to_exit_is_a_bad_one_and_the_rank_lives(num_workers:
 def test_after_a_bus_error_batches_come_through_pipes(
     num_workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loader = make_loader(Scripted(read_past_the_end_once, tmp_path / "flag"), num_workers)
+    loader = make_loader(Scripted(partial(strike_once, "bus"), tmp_path / "flag"), num_workers)
     batches = read(loader)
     assert loader.stream.fallback.level == WorkerLevel(num_workers, shares_memory=False)
     loader.close()
@@ -162,7 +146,7 @@ def test_after_a_bus_error_batches_come_through_pipes(
 
 @pytest.mark.slow
 def test_a_sample_with_a_bus_error_each_time_is_named(tmp_path: Path) -> None:
-    loader = make_loader(Scripted(read_past_the_end, tmp_path / "flag"), 1)
+    loader = make_loader(Scripted(partial(strike_always, "bus"), tmp_path / "flag"), 1)
     batches = read(loader)
     loader.close()
     assert bad_numbers(batches) == [MARKED]
@@ -594,7 +578,7 @@ def assert_ledger_is_exact(folder: Path, *, num_left_out: int = 0) -> None:
 def test_a_run_with_lost_workers_and_a_tired_disk_ends_in_the_weights_of_a_quiet_one(
     tmp_path: Path,
 ) -> None:
-    faults = {5: "kill", 11: "stumble", 29: "segfault"}
+    faults = {5: "die", 11: "stumble", 29: "segfault"}
     run(tmp_path / "quiet").ok()
     flags = ["--num_workers", "1", "--loader_quiet_s", "0.01"]
     struck = run(tmp_path / "struck", *flags, faults=faults).ok()

@@ -79,7 +79,7 @@ def test_faults_of_ranks_inside_of_steps_leave_no_trace_in_the_weights(
     assert num_healed >= (2 if LATE in form[1] else 3)
     assert ("a flag was up" in struck.outputs[0]) == (LATE in form[1])
     assert "rank 0, step" in struck.outputs[0]
-    assert "a fault in backward" in struck.outputs[0]
+    assert "a fault of the drill" in struck.outputs[0]
     assert "Traceback" not in struck.output
     assert not (only_run(tmp_path / "struck") / "skipped_samples.jsonl").exists()
 
@@ -234,7 +234,7 @@ def test_without_step_retry_the_first_exception_ends_the_run(tmp_path: Path) -> 
     model = ["--model", "tests.plugins:Stumbling", "--model_args", "{faults: {1: {7: forward}}}"]
     finished = run(tmp_path, 2, *model, "--step_retry", "off")
     assert finished.statuses == (75, 1)
-    assert "a fault in forward" in finished.output
+    assert "a fault of the drill" in finished.output
 
 
 def _scale(output: Path) -> Any:
