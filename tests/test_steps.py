@@ -1,6 +1,7 @@
 """One optimizer step, for real: what gradient comes of a window, however ranks share it."""
 
 import json
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -139,6 +140,26 @@ def test_evaluation_counts_every_sample_once(world_size: int) -> None:
         assert count == 17
         assert accuracy == alone[1]
         assert loss == pytest.approx(alone[2], rel=1e-6)
+
+
+def workers_of_evaluations(argv: list[str]) -> list[list[int]]:
+    """Evaluate twice; give the pids of the workers after each."""
+    parts = parts_of(argv)
+    assert parts.eval_loader is not None
+    found = []
+    for _ in range(2):
+        evaluate(parts, parts.eval_loader)
+        found.append(sorted(process.pid or 0 for process in multiprocessing.active_children()))
+    parts.close()
+    parts.group.close()
+    return found
+
+
+def test_lasting_workers_read_for_each_evaluation() -> None:
+    argv = [*POINTS, "--eval_batch_size", "5", "--num_workers", "1", "--persistent_workers"]
+    for first, second in run_ranks(workers_of_evaluations, 2, argv):
+        assert len(first) == 1
+        assert first == second
 
 
 @pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))

@@ -100,6 +100,7 @@ class EvaluationLoop:
                         )
                     totals.add(score)
                     look(batch, score)
+            next(batches, None)  # WHY: so that the stream sees its end, and keeps its idle workers
             figures = totals.read(self.group)  # collective
             return figures, self._gather(left_out)  # collective
         except HardenedError:
