@@ -75,8 +75,7 @@ class BatchStream:
         tape = _Tape(requests())
         is_done = False
         while not is_done:
-            if self.fallback.is_low:
-                self._go_up_if_quiet()
+            self._go_up_if_quiet()
             try:
                 read = self._read_by_workers if self.num_workers else self._read_here
                 is_done = yield from read(tape)
@@ -89,11 +88,9 @@ class BatchStream:
         while (batch := self._receive(pool, tape)) is not None:
             if not (tape.unanswered and _answers(batch, tape.unanswered[0])):
                 raise WorkersLost("a batch came that was not asked for")
-            tape.unanswered.popleft()
-            if batch.troubles:
-                self.stumbles.note(batch.troubles)
+            self._note_answer(batch, tape)
             yield batch
-            if self.fallback.is_low and self.fallback.is_quiet():
+            if self.fallback.is_quiet():
                 return False
         if tape.unanswered:
             raise WorkersLost("workers ended before they had answered all requests")
@@ -113,13 +110,16 @@ class BatchStream:
                     f"no memory to read samples {request[1][:4].tolist()} ...: {error}",
                     fix="lower --batch_size or --prefetch_factor, then --resume the run",
                 ) from error
-            tape.unanswered.popleft()
-            if batch.troubles:
-                self.stumbles.note(batch.troubles)
+            self._note_answer(batch, tape)
             yield batch
-            if self.fallback.is_low and self.fallback.is_quiet():
+            if self.fallback.is_quiet():
                 return False
         return True
+
+    def _note_answer(self, batch: Batch, tape: "_Tape") -> None:
+        tape.unanswered.popleft()
+        if batch.troubles:
+            self.stumbles.note(batch.troubles)
 
     def being_read(self) -> list[int]:
         """Name the sample that this rank waits for, or all of its batch. For any thread."""
