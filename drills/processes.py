@@ -18,6 +18,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from hardened_ddp.ranks.process import stat_fields
+
 SCRIPT = Path(__file__).resolve().parents[1] / "ddp_training.py"
 MARK = "HARDENED_DDP_DRILL"
 SHARED_MEMORY = Path("/dev/shm")
@@ -219,18 +221,13 @@ def _environment_of(pid: int) -> list[bytes]:
 
 
 def _parent_of(pid: int) -> int:
-    fields = _fields(pid)
+    fields = stat_fields(pid)
     return int(fields[1]) if len(fields) > 1 else -1
 
 
 def _is_alive(pid: int) -> bool:
-    fields = _fields(pid)
+    fields = stat_fields(pid)
     return bool(fields) and fields[0] not in ("Z", "X")
-
-
-def _fields(pid: int) -> list[str]:
-    # WHY after the last bracket: the name before it may hold blanks and brackets itself
-    return _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
 
 
 def _read(pid: int, name: str) -> bytes:

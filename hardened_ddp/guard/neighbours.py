@@ -11,7 +11,6 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from hardened_ddp.guard.verdict import HELD, STOPPED, UNINTERRUPTIBLE, Report
 from hardened_ddp.ranks.group import Group
@@ -27,7 +26,7 @@ from hardened_ddp.ranks.heartbeat import (
     Heartbeat,
     open_words,
 )
-from hardened_ddp.ranks.process import this_process
+from hardened_ddp.ranks.process import stat_fields, this_process
 from hardened_ddp.ranks.stacks import ask_for_stacks
 
 TRACED, GONE = "t", "gone"
@@ -70,13 +69,10 @@ class Neighbour:
 
     def state(self) -> str:
         """Say what keeps its threads from running, by what the kernel shows of it."""
-        try:
-            letter = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except (OSError, IndexError):
+        fields = stat_fields(self.pid)
+        if not fields or fields[0] in "ZX":
             return GONE
-        if letter in "ZX":
-            return GONE
-        return letter if letter in (STOPPED, UNINTERRUPTIBLE, TRACED) else HELD
+        return fields[0] if fields[0] in (STOPPED, UNINTERRUPTIBLE, TRACED) else HELD
 
     def report(self) -> Report:
         """Tell where it is by its heartbeat."""

@@ -38,7 +38,7 @@ class ProcessMark:
 def this_process() -> ProcessMark:
     """Return the mark of the running process."""
     pid = os.getpid()
-    fields = _stat_fields(pid)
+    fields = stat_fields(pid)
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -64,7 +64,7 @@ def is_gone(mark: ProcessMark) -> bool | None:
 
 def is_pid_gone(pid: int, *, started: str) -> bool:
     """Say whether the process of this pid and start time, seen from here, has ended."""
-    fields = _stat_fields(pid)
+    fields = stat_fields(pid)
     if fields:
         return fields[_STATE_FIELD] in "ZX" or fields[_START_FIELD] != started
     try:
@@ -76,7 +76,7 @@ def is_pid_gone(pid: int, *, started: str) -> bool:
     return False
 
 
-def _stat_fields(pid: int) -> list[str]:
+def stat_fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name, or nothing."""
     # WHY after the last bracket: the name before it may hold blanks and brackets itself
     return _text_of(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
