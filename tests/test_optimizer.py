@@ -73,6 +73,14 @@ def test_a_precision_without_a_case_is_refused(
         Precision(UNKNOWN, device)
 
 
+def test_fp16_on_the_cpu_is_said_to_run_in_fp32(caplog: pytest.LogCaptureFixture) -> None:
+    assert Precision("fp16", CPU).name == "off"
+    assert "fp16, which needs a GPU; running fp32" in caplog.text
+    caplog.clear()
+    assert Precision("auto", CPU).name == "off"
+    assert not caplog.records
+
+
 def test_a_backend_without_a_case_is_refused() -> None:
     with pytest.raises(AssertionError, match="a new choice"):
         choose_backend(CPU, UNKNOWN)

@@ -126,10 +126,13 @@ def clip(parameters: Iterable[torch.nn.Parameter], *, max_norm: float) -> torch.
 
 
 def _choose(amp: Amp, device: torch.device) -> PrecisionName:
-    """Decide the precision; a GPU without bf16 gets fp16, and says so."""
+    """Decide the precision; a device that can't do what was asked gets another, and says so."""
     has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
     match amp:
-        case "auto" | "fp16" if device.type == "cpu":
+        case "auto" if device.type == "cpu":
+            return "off"
+        case "fp16" if device.type == "cpu":
+            log.warning("amp: asked for fp16, which needs a GPU; running fp32")
             return "off"
         case "auto":
             return "bf16" if has_bf16 else "fp16"
