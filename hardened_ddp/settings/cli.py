@@ -1,10 +1,10 @@
 """The command line: which command, and which settings with which values.
 
 Owns how words become a command, flags and values. A flag is --name, with dashes or underscores,
-never shortened; a switch is --flag, --flag true|false or --no_flag; of two equal flags the last one
-holds, so that a command can be continued by hand.
+never abbreviated; a switch is --flag, --flag true|false or --no_flag; if a flag is given twice, the
+last one wins, so that a command can be extended by hand.
 
-WHY not argparse: it stops at the first mistake, while we tell all of them, those in the file
+WHY not argparse: it stops at the first mistake, while we list all of them, those in the file
 included; and it reads -1e-3 as a flag.
 
 Does not own: which commands there are (commands.py); what --help says (manual.py); the other
@@ -23,7 +23,7 @@ from hardened_ddp.settings.wording import advice, as_word, nearest, shown
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What the command line asks for. For train, its problems are told by layers.resolve."""
+    """What the command line asks for. For train, layers.resolve reports its problems."""
 
     command: str = TRAIN
     """train, help, or a key of COMMANDS."""
@@ -95,7 +95,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _train_request(flags: Sequence[_Flag]) -> Request:
-    """Read settings, collecting problems: those in the file are told along with them."""
+    """Read settings and collect problems; those in the file are reported with them."""
     settings: dict[str, Any] = {}
     problems: list[str] = []
     bad_names: set[str] = set()
@@ -209,7 +209,7 @@ def _read_options(command: str, flags: Sequence[_Flag]) -> dict[str, str]:
 
 def _command_error(problems: Sequence[str], words: str) -> ConfigError:
     return ConfigError(
-        "\n  ".join(["the command can't be carried out", *problems]),
+        "\n  ".join(["the command line can't be used", *problems]),
         fix=f"python ddp_training.py{words} --help",
     )
 

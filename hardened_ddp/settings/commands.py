@@ -32,7 +32,7 @@ class Command:
     text: str
     options: tuple[Option, ...] = ()
     takes_settings: bool = False
-    """It trains, or goes on from the RUN that it names: settings may stand behind it."""
+    """It trains, or uses the RUN that it names: settings may follow it."""
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -42,32 +42,32 @@ COMMANDS: Mapping[str, Command] = {
         options=(Option(name="run", text="Run folder.", is_word=True),),
     ),
     "evaluate": Command(
-        text="Measure a trained model on its whole test set; torchrun shares the work.",
+        text="Evaluate a trained model on its whole test set; under torchrun the ranks share it.",
         options=(
             Option(name="run", text="Run folder or checkpoint folder.", is_word=True),
             Option(
                 name="output",
-                text="JSON file to write. Left out: in the run folder, named for the step.",
+                text="JSON file to write. Default: a file in the run folder, named after the step.",
             ),
         ),
         takes_settings=True,
     ),
     "drill": Command(
-        text="Try a fault: it strikes a run on this machine, which has to end as if nothing was.",
+        text="Inject a fault into a run on this machine, and check how the run ends.",
         options=(
             Option(
                 name="name",
-                text="Which fault; all: one after the other. Left out: they are listed.",
+                text="Name of the fault; all: all of them, one by one. Without it they are listed.",
                 is_word=True,
                 is_optional=True,
             ),
-            Option(name="ranks", text="How many processes train.", default="2"),
+            Option(name="ranks", text="Number of training processes.", default="2"),
             Option(name="table", text="File to write the verdicts to, as a Markdown table."),
         ),
         takes_settings=True,
     ),
     "export": Command(
-        text="Write the model of a run for other programs; it is read back and compared.",
+        text="Write the model of a run for other programs, read it back and compare it.",
         options=(
             Option(name="run", text="Run folder or checkpoint folder.", is_word=True),
             Option(
@@ -79,7 +79,7 @@ COMMANDS: Mapping[str, Command] = {
             ),
             Option(
                 name="output",
-                text="New folder to write to. Left out: exports/ and the run's name (and format).",
+                text="New folder to write to. Default: exports/ and the run's name (and format).",
             ),
         ),
     ),

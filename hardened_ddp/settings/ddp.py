@@ -14,30 +14,34 @@ MEGABYTES = Bounds(low=0, high=65536, is_low_open=True)
 class DdpConfig:
     find_unused_parameters: FindUnused = setting(
         "auto",
-        "Look in each step for parameters that get no gradient. auto: look once, before the "
-        "first step. off with such parameters: the run stops.",
+        "Search in each step for parameters that get no gradient. auto: look once before the "
+        "first step, and search in each step if there are any. off: the run stops if there are "
+        "any.",
         bare="on",
     )
     static_graph: bool = setting(
         False,
-        "Promise that every step uses the same parameters in the same way; lets DDP do less. "
-        "A broken promise gives wrong gradients.",
+        "Promise that every step uses the same parameters in the same way, which saves DDP work. "
+        "If the promise is broken, gradients are wrong.",
     )
     gradient_as_bucket_view: bool = setting(
-        True, "Let gradients live in DDP's buckets: saves a copy and the memory of one model."
+        True,
+        "Make gradients views into DDP's buckets. Saves a copy, and as much memory as the "
+        "gradients take.",
     )
     bucket_cap_mb: float = setting(
         25.0,
-        "MiB of gradients that are sent together. Small: starts earlier, more messages.",
+        "Size of DDP's gradient buckets, in MiB. Smaller: the all-reduce starts earlier, but "
+        "sends more messages.",
         bounds=MEGABYTES,
     )
     shared_memory: bool = setting(
         True,
-        "Sum gradients of CPU ranks on one machine through shared memory, after backward. false: "
-        "by DDP's hooks over gloo, as between machines.",
+        "Sum the gradients of CPU ranks on one machine through shared memory, after backward. "
+        "false: through DDP's hooks over gloo, as between machines.",
     )
     comm_hook: CommHook = setting(
         "none",
-        "Compress gradients on their way between ranks. Less to send, rounded gradients; "
-        "powersgd also does not resume bit for bit.",
+        "Compress gradients for the all-reduce. Less to send, but gradients are rounded; with "
+        "powersgd a resumed run is also not bitwise equal.",
     )

@@ -23,7 +23,7 @@ ONE_WEEK_S = 7 * 24 * 3600
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """The numbers that a setting may take; an open end does not belong to them."""
+    """The numbers that a setting may take; an open end is not one of them."""
 
     low: float
     high: float

@@ -12,28 +12,28 @@ SEED = Bounds(low=0, high=2**63 - 1)  # torch takes a signed 64-bit int
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceConfig:
     single_gpu: bool = setting(
-        False, "Train on one GPU in this one process, without a process group."
+        False, "Train on one GPU in this single process, without a process group."
     )
     cpu_only: bool = setting(
-        False, "Train on the CPU even if there are GPUs. Several ranks then talk over gloo."
+        False, "Train on the CPU even if there are GPUs. Several ranks then communicate over gloo."
     )
     backend: Backend = setting(
-        "auto", "What carries the collectives. auto: nccl between GPUs, gloo between CPUs."
+        "auto", "Backend of the process group. auto: nccl between GPUs, gloo between CPUs."
     )
     timeout_s: float = setting(
         600.0,
-        "Seconds that a collective waits for the other ranks. Too low: a slow disk ends the run; "
-        "too high: a dead rank is noticed late.",
+        "Seconds that a collective waits for the other ranks. Too low: a slow disk ends the run. "
+        "Too high: a dead rank is noticed late.",
         bounds=SECONDS,
     )
     seed: int = setting(
         0,
-        "Fixes initial weights, sample order, augmentation and dropout. The same seed gives the "
-        "same run.",
+        "Seed of the initial weights, the sample order, augmentation and dropout. The same seed "
+        "gives the same run.",
         bounds=SEED,
     )
     deterministic: bool = setting(
         False,
-        "Ask torch for deterministic kernels, so that two GPU runs agree bit for bit. Slower; "
-        "a kernel that has no such form is named in a warning.",
+        "Use deterministic kernels, so that two runs on GPUs agree bit for bit. Slower. A kernel "
+        "without a deterministic version is named in a warning.",
     )

@@ -69,7 +69,7 @@ def plain_value(text: str) -> Any:  # Any: see Entry
         if rule.match(text):
             try:
                 return _construct(tag, text)
-            except ValueError:  # Python reads no whole number of more than 4300 digits
+            except ValueError:  # Python reads no integer of more than 4300 digits
                 return text
     return text
 
@@ -87,7 +87,7 @@ def read_file(path: str) -> Document:
     except ValueError as error:  # no file can have such a name
         return _broken(f"{shown(path)}: can't be read: {error}")
     if len(raw) > LARGEST_FILE_BYTES:
-        return _broken(f"{path}: is too large for a file of settings")
+        return _broken(f"{path}: is too large for a settings file")
     return read_text(text, where=path)
 
 
@@ -140,7 +140,7 @@ def _compose(text: str, where: str) -> Any:  # Any: a yaml.Node, None, or a prob
     except UnicodeEncodeError as error:  # the shell handed over bytes that are not UTF-8
         return f"{where}: is not YAML: byte {error.start} is not UTF-8"
     except RecursionError:
-        return f"{where}: has too many brackets inside each other"
+        return f"{where}: is nested too deeply"
 
 
 @cache
@@ -198,15 +198,15 @@ class _Reader:
         line = node.start_mark.line + 1
         if id(node) in self._seen:
             # WHY: an alias may contain itself, and a few lines of them can fill the memory
-            self._add(line, "has an alias (*name), which is not read: write the value out")
+            self._add(line, "uses an alias (*name), which is not supported: write the value out")
             return None
         if depth > DEEPEST:
-            self._add(line, f"has more than {DEEPEST} brackets inside each other")
+            self._add(line, f"is nested more than {DEEPEST} levels deep")
             return None
         self._seen.add(id(node))
         kind = node.tag.removeprefix(_TAG)
         if kind not in _KINDS[node.id]:
-            self._add(line, f"has the tag {node.tag}, which is not read: leave it out")
+            self._add(line, f"has the tag {node.tag}, which is not supported: remove it")
         elif node.id == "mapping":
             return {entry.key: entry.value for entry in self.entries(node, depth=depth)}
         elif node.id == "sequence":

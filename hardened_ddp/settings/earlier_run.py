@@ -30,7 +30,7 @@ class NoSuchRun(ValueError):
 
 
 def find_run(*, resume: str, run_name: str, output_dir: str) -> Path | None:
-    """Give the folder of the run to continue; None: start anew. Rank-local.
+    """Give the folder of the run to continue; None: start a new run. Rank-local.
 
     Raises NoSuchRun.
     """
@@ -44,7 +44,7 @@ def find_run(*, resume: str, run_name: str, output_dir: str) -> Path | None:
             newest = newest_run(Path(output_dir))
             if newest is None:
                 raise NoSuchRun(
-                    f"there is no run with a checkpoint in {output_dir}; auto starts anew"
+                    f"there is no run with a checkpoint in {output_dir}; auto starts a new run"
                 )
             if not _is_run(newest):
                 raise NoSuchRun(

@@ -1,7 +1,7 @@
 """The settings of this run, put together from all places, and where each one came from.
 
 Owns the order: default < settings saved with the run that is continued < --config FILE < command
-line; a later one wins. All problems of all places are told in one ConfigError, before anything is
+line; a later one wins. One ConfigError lists all problems of all places, before anything is
 started. Sources read "default", "run", "FILE:LINE" or "command line".
 
 Does not own: reading a file (document.py), the command line (cli.py), one value (schema.py).
@@ -58,7 +58,7 @@ class _Layer:
     problems: list[str] = field(default_factory=list)
     bad_names: set[str] = field(default_factory=set)
     is_complete: bool = True
-    """False: a part could not be read at all, so that nobody knows what it sets."""
+    """False: a part could not be read at all, so it is not known what it sets."""
 
 
 def resolve(request: Request, *, world_size: int = 1) -> Resolved:
@@ -109,7 +109,7 @@ def _merge(*layers: _Layer) -> _Layer:
 
 
 def _unsure_names(merged: _Layer) -> set[str]:
-    """Name the settings that a place which can't be read may have set otherwise."""
+    """Name the settings that a file which can't be read may set."""
     if merged.is_complete:
         return set()
     return {name for name, source in merged.sources.items() if source in (DEFAULT, RUN)}

@@ -20,65 +20,66 @@ DURATION = Shape(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopConfig:
-    epochs: int = setting(5, "How often to go through the training samples.", bounds=COUNT)
+    epochs: int = setting(5, "Number of passes over the training set.", bounds=COUNT)
     max_steps: int = setting(
         0, "Stop after this many optimizer steps. 0: no limit.", bounds=COUNT_OR_ZERO
     )
     eval_every: int = setting(
-        1, "Evaluate after every so many epochs. 0: never.", bounds=COUNT_OR_ZERO
+        1, "Evaluate every this many epochs, and at the end. 0: never.", bounds=COUNT_OR_ZERO
     )
     log_interval: int = setting(
         50,
-        "Steps from one progress report to the next. Each one waits for the GPU once.",
+        "Steps between progress reports. Each report waits for the GPU once.",
         bounds=COUNT,
     )
     time_limit: str = setting(
         "",
-        "Stop by itself so long after the launcher started, saved and ready to go on: 3h55m, 90s. "
-        "Choose it a little below the job's limit. Empty: no limit.",
+        "Stop this long after the launcher started, saved and ready to resume: 3h55m, 90s. Choose "
+        "it a little below the job's limit. Empty: no limit.",
         shape=DURATION,
     )
     stop_grace_s: float = setting(
         30.0,
-        "Seconds from the launcher's SIGTERM to its SIGKILL; 30 in torchrun and Slurm. A rank that "
-        "still waits for another one after two thirds of them saves by itself and leaves.",
+        "Seconds between the launcher's SIGTERM and its SIGKILL: 30 in torchrun and Slurm. A rank "
+        "that still waits for another rank after two thirds of them saves on its own and exits.",
         bounds=SECONDS,
         may_differ=True,
     )
     hang_after_s: float = setting(
         60.0,
-        "Seconds in one phase of a step after which a rank counts as hung, if that is also 5 times "
-        "the longest such phase so far. Start-up, first steps and evaluation may take 30 times as "
-        "long. 0: no watch.",
+        "Seconds in one phase of a step after which a rank counts as hung, if that is also 5 "
+        "times the longest such phase so far. Start-up, first steps and evaluation may take 30 "
+        "times as long. 0: no hang detection.",
         bounds=SECONDS_OR_ZERO,
         may_differ=True,
     )
     debug: bool = setting(
         False,
-        "Check more and say more: an error in backward names its forward line, torch's "
-        "distributed checks, every rank's log. Slow.",
+        "More checks and more messages: an error in backward names its line of forward, "
+        "TORCH_DISTRIBUTED_DEBUG is set to INFO, and every rank logs to the console. Slow.",
     )
     step_retry: Literal["on", "off"] = setting(
         "on",
-        "When one rank fails inside a step, do the window again on all: out of memory with smaller "
-        "micro-batches. off: the first exception ends the run.",
+        "When one rank fails inside a step, retry the step on all ranks; after an out-of-memory "
+        "error, with smaller micro-batches. off: the first exception ends the run.",
     )
     continue_on_error: bool = setting(
         False,
-        "Leave a bad sample out, count it and name it, instead of stopping the run.",
+        "Leave out a bad sample, count it and name it, instead of stopping the run.",
     )
     max_errors: int = setting(
-        100, "With continue_on_error: stop after more left-out samples than this.", bounds=COUNT
+        100, "With continue_on_error: stop if more samples than this were left out.", bounds=COUNT
     )
     rollback_after: int = setting(
         3,
-        "With continue_on_error: after so many windows in a row whose loss or gradient is not "
-        "finite, go back to the last good checkpoint; if they come again, stop. 0: never.",
+        "With continue_on_error: after this many steps in a row whose loss or gradient is not "
+        "finite, roll back to the last good checkpoint. If it happens again, stop. 0: never.",
         bounds=COUNT_OR_ZERO,
     )
     check_replicas_every: int = setting(
         1000,
-        "Steps from one comparison of the ranks' weights and optimizer state to the next; there is "
-        "one at the end too. A rank that differs is named, and the state mended. 0: never.",
+        "Steps between two comparisons of weights and optimizer state over all ranks; they are "
+        "compared at the end too. A rank that differs is named, and its state is repaired. 0: "
+        "never.",
         bounds=COUNT_OR_ZERO,
     )

@@ -28,9 +28,9 @@ Examples
 """
 _NOTES = """\
 How values are given
-  Names take underscores or dashes and are never shortened. A switch is --flag, --flag false or
-  --no_flag. Of two equal flags the last one holds. Numbers may be written 1e-4. A MAPPING is JSON
-  or YAML: '{size: 28}'.
+  Names take underscores or dashes and can't be abbreviated. A switch is --flag, --flag false or
+  --no_flag. If a flag is given twice, the last one wins. Numbers may be written 1e-4. A MAPPING is
+  JSON or YAML: '{size: 28}'.
   Order: default < settings of the run that is continued < --config FILE < command line.
 """
 
@@ -42,10 +42,10 @@ def help_text(topic: str = TRAIN) -> str:
 
 def _train_help() -> str:
     commands = [_entry(name, command.text) for name, command in COMMANDS.items()]
-    commands += [_entry("help [COMMAND]", "Say this, or what a command takes.")]
+    commands += [_entry("help [COMMAND]", "Show this help, or that of a command.")]
     common = [
         _entry("--config FILE", "YAML file of settings; config.yaml shows all of them."),
-        _entry("--help, -h", "Say this."),
+        _entry("--help, -h", "Show this help."),
     ]
     blocks = [_HEAD, "Commands\n" + "".join(commands), _NOTES, "Common\n" + "".join(common)]
     for section, title in TITLES.items():

@@ -31,7 +31,7 @@ _TEMPLATE_HEAD = """\
 #   python ddp_training.py --config my.yaml
 # A setting of the command line wins over this file: --batch_size 64, --augment, --no_download.
 # An unknown name, a wrong type or a value out of range stops the run before it starts.
-# auto, where a setting takes it, means: choose for me.
+# auto, where a setting takes it, lets the program choose.
 """
 _DUMP_HEAD = """\
 # All settings of this run, and where each value came from: default, run (the run that was

@@ -1,8 +1,8 @@
 """Rules that tie settings to each other and to the number of ranks.
 
 Owns every check across settings; schema.py owns those of one setting. A rule is a row of RULES.
-What goes wrong here: two settings, each fine by itself, contradict each other, perhaps from two
-places: so the message says where each came from.
+What goes wrong here: two settings, each valid by itself, contradict each other. They may come from
+two places, so the message says where each one came from.
 
 Does not own: what depends on the machine (GPUs, memory) or on the disk.
 """
@@ -34,7 +34,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         names=("single_gpu", "cpu_only"),
         is_broken=lambda config, _: config.device.single_gpu and config.device.cpu_only,
-        why="leave one of them out: they ask for a GPU and for none",
+        why="the one asks for a GPU, the other for the CPU; leave one of them out",
     ),
     Rule(
         names=("single_gpu",),
@@ -44,7 +44,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         names=("backend", "cpu_only"),
         is_broken=lambda config, _: config.device.backend == "nccl" and config.device.cpu_only,
-        why="nccl works between GPUs only; choose backend auto or gloo",
+        why="nccl needs GPUs; choose backend auto or gloo",
     ),
     Rule(
         names=("amp", "cpu_only"),
@@ -54,27 +54,28 @@ RULES: tuple[Rule, ...] = (
     Rule(
         names=("sync_batchnorm", "cpu_only"),
         is_broken=lambda config, _: config.model.sync_batchnorm and config.device.cpu_only,
-        why="torch's SyncBatchNorm has no CPU form; leave it out",
+        why="torch's SyncBatchNorm does not run on the CPU; leave it out",
     ),
     Rule(
         names=("static_graph", "find_unused_parameters"),
         is_broken=lambda config, _: (
             config.ddp.static_graph and config.ddp.find_unused_parameters == "on"
         ),
-        why="the one promises that nothing changes, the other looks for changes in each step; "
-        "leave one of them out",
+        why="static_graph promises that no step differs, and the other searches in each step what "
+        "differs; leave one of them out",
     ),
     Rule(
         names=("global_batch_size", "accumulation_steps"),
         is_broken=lambda config, _: (
             config.data.global_batch_size is not None and config.optimizer.accumulation_steps > 1
         ),
-        why="a global batch size says how many backwards of batch_size it takes; leave one out",
+        why="global_batch_size already says how many micro-batches a step has; leave one of them "
+        "out",
     ),
     Rule(
         names=("warmup_steps", "max_steps"),
         is_broken=lambda config, _: 0 < config.loop.max_steps <= config.optimizer.warmup_steps,
-        why="the run would end before the learning rate is at its peak; needs warmup_steps below "
+        why="the run would end before the learning rate reaches its peak; needs warmup_steps below "
         "max_steps",
     ),
 )
@@ -94,7 +95,7 @@ def broken_rules(
     sources: Mapping[str, str],
     apart_from: Collection[str] = (),
 ) -> list[str]:
-    """Say which rules are broken; a rule about a name in apart_from is not asked."""
+    """Say which rules are broken; a rule about a name in apart_from is not checked."""
     values = flatten(config)
     problems = []
     for rule in RULES:
@@ -115,7 +116,7 @@ def place(name: str, source: str) -> str:
 
 
 def problems_error(problems: Sequence[str]) -> ConfigError:
-    """Make the one error that tells all problems."""
+    """Make the one error that lists all problems."""
     count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
     return ConfigError(
         "\n  ".join([f"{count} in the settings; nothing has been started", *problems]),

@@ -3,8 +3,8 @@
 Owns: the table SETTINGS, built from the dataclass of each section; the check of one value by type,
 choices and bounds; the way between a Config and a flat mapping of name to value.
 
-Types are strict, as in YAML: a whole number fits a float, but true fits no number, 3.0 no whole
-number and 3 no text. Where the type is "X | None", the word auto stands for None.
+Types are strict, as in YAML: an integer fits a float, but true fits no number, 3.0 no integer and
+3 no text. Where the type is "X | None", the word auto stands for None.
 
 Does not own: rules that tie two settings (rules.py); where values come from (layers.py).
 """
@@ -25,12 +25,12 @@ from hardened_ddp.settings.wording import nearest, shown
 AUTO = "auto"
 _TYPE_WORDS = {
     bool: "true or false",
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
     str: "text",
     dict: "a mapping such as {size: 28}",
 }
-_FOUND_WORDS = {**_TYPE_WORDS, bool: "a truth value", dict: "a mapping", list: "a list"}
+_FOUND_WORDS = {**_TYPE_WORDS, bool: "a boolean", dict: "a mapping", list: "a list"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +145,7 @@ def needs(setting: Setting, *, found: float = 0) -> str:
 
 
 def limits(setting: Setting) -> str:
-    """Say shortly, beside an example or a default, what the setting takes; empty for any."""
+    """Say in short, beside an example or a default, what the setting takes; empty for any."""
     if setting.choices:
         return " | ".join(setting.choices)
     if setting.has_auto and setting.type is bool:
@@ -155,11 +155,11 @@ def limits(setting: Setting) -> str:
 
 
 def range_words(bounds: Bounds, *, found: float = 0) -> str:
-    """Say in words which numbers the bounds let through."""
+    """Say in words which numbers are within the bounds."""
     low = f"above {bounds.low:g}" if bounds.is_low_open else f"{bounds.low:g} or more"
     if not _is_finite(found):
         return f"{low}, finite"
-    # WHY: that a count must fit into 32 bits is of interest to those only who went past it
+    # WHY: that a count must fit into 32 bits matters only to someone who exceeded it
     if math.isinf(bounds.high) or (bounds.high >= LARGEST_COUNT and found <= bounds.high):
         return low
     return f"{low}, {'below' if bounds.is_high_open else 'at most'} {bounds.high}"
@@ -173,7 +173,7 @@ def is_within(value: float, bounds: Bounds) -> bool:
 
 
 def _is_finite(value: float) -> bool:
-    # WHY not isfinite alone: it can't take a whole number of 400 digits
+    # WHY not isfinite alone: it can't take an integer of 400 digits
     return isinstance(value, int) or math.isfinite(value)
 
 

@@ -10,7 +10,7 @@ LONGEST_VALUE = 60
 _NO_BREAK = "\0"  # stands for a space that stays inside its line
 # Names that a setting had in earlier versions. A saved run is read with them, too (layers.py).
 OLD_NAMES = {"recovery": "step_retry"}
-# How other programs call a setting of ours, where the letters are too far apart to guess it.
+# What other programs call a setting of ours, where the name is too different to guess it.
 OTHER_NAMES = {
     "lr": "learning_rate",
     "wd": "weight_decay",
@@ -101,7 +101,7 @@ def advice(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     if name in _LAUNCHER_NAMES:
         return "it belongs to torchrun: write it before ddp_training.py"
     if name == "local_rank":
-        return "torch.distributed.launch gives it; start with torchrun instead"
+        return "torch.distributed.launch passes it; start with torchrun instead"
     near = nearest(name, known)
     if near:
         return f"did you mean {prefix}{near}?"
