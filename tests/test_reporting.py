@@ -402,7 +402,9 @@ class TestProgressBar:
     ) -> None:
         with terminal:
             bar = ProgressBar(total_steps=400, initial_step=100)
-            bar.describe(epoch=2, num_epochs=5, loss=0.1234, accuracy=0.971, samples_per_s=1234.4)
+            bar.describe(
+                epoch=2, num_epochs=5, loss=0.1234, metrics="acc 97.1%", samples_per_s=1234.4
+            )
             bar.clear()  # so that the next update draws at once
             bar.update(200)
             [line] = terminal.screen()
@@ -956,7 +958,7 @@ class TestSummary:
         monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
         folder = tmp_path / "runs" / "it's my run"
         lines = closing_lines(
-            folder, status="finished", test_accuracy=0.97125, has_tensorboard=True
+            folder, status="finished", result="test accuracy 97.12%", has_tensorboard=True
         )
         assert lines[0] == "finished: test accuracy 97.12%"
         commands = [shlex.split(line.partition(": ")[2]) for line in lines[2:]]
@@ -969,9 +971,7 @@ class TestSummary:
         ]
 
     def test_a_folder_elsewhere_is_named_in_full(self, tmp_path: Path) -> None:
-        lines = closing_lines(
-            tmp_path / "run", status="stopped", test_accuracy=None, has_tensorboard=False
-        )
+        lines = closing_lines(tmp_path / "run", status="stopped", result="", has_tensorboard=False)
         assert lines[:2] == ["stopped: no test was made", f"run folder:  {tmp_path}/run"]
         assert not any("tensorboard" in line for line in lines)
 

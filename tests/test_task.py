@@ -18,7 +18,7 @@ from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.step.totals import Totals
 from hardened_ddp.task.classification import Classification
-from hardened_ddp.task.task import Metric, Mistake, Score, Task, described
+from hardened_ddp.task.task import Metric, Mistake, Score, Task, described, shortly_described
 from hardened_ddp.training.evaluate_run import measure
 from hardened_ddp.training.evaluation import Evaluation, evaluate
 from tests.ranks import run_ranks
@@ -31,7 +31,7 @@ TARGETS = torch.tensor([0, 1, 2])
 class Distance:
     """A toy task with floats as labels: how far off is the model?"""
 
-    metrics = (Metric("distance", is_higher_better=False), Metric("near", form=".1%"))
+    metrics = (Metric("distance", is_higher_better=False), Metric("near", ".1%", "close", ".0%"))
     sums: Mapping[str, torch.dtype] = {"distance": torch.float64, "near": torch.int64}
 
     def score(
@@ -162,6 +162,10 @@ def test_a_metric_says_which_value_is_better_and_how_it_is_printed() -> None:
     assert not near.is_better(1.0, than=1.0)
     text = described(Distance.metrics, {"near": 0.97125, "distance": 0.5})
     assert text == "distance 0.5000  near 97.1%"
+    assert described([near], {"near": 0.97125}, of="test") == "test near 97.1%"
+    assert shortly_described(Distance.metrics, {"near": 0.97125, "distance": 0.5}) == (
+        "distance 0.5 close 97%"
+    )
 
 
 def test_mistakes_are_shown_with_names_also_of_an_output_that_has_none() -> None:

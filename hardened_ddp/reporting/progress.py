@@ -66,25 +66,19 @@ class ProgressBar:
         epoch: int,
         num_epochs: int,
         loss: float = math.nan,
-        accuracy: float = math.nan,
+        metrics: str = "",
         samples_per_s: float = math.nan,
     ) -> None:
         """Set what stands before the bar, epoch counted from 1; numbers that are NaN are left out.
 
-        It is drawn with the next update.
+        metrics: those of the task, in short. It is drawn with the next update.
         """
         if self._bar is None:
             return
-        scores = [
-            f"{name} {shown}"
-            for name, number, shown in (
-                ("loss", loss, f"{loss:.3g}"),
-                ("acc", accuracy, f"{accuracy:.1%}"),
-            )
-            if not math.isnan(number)
-        ]
-        speed = [] if math.isnan(samples_per_s) else [f"{samples_per_s:,.0f} samples/s"]
-        parts = [f"epoch {epoch}/{num_epochs}", *filter(None, [" ".join(scores)]), *speed]
+        shown_loss = "" if math.isnan(loss) else f"loss {loss:.3g}"
+        scores = " ".join(filter(None, [shown_loss, metrics]))
+        speed = "" if math.isnan(samples_per_s) else f"{samples_per_s:,.0f} samples/s"
+        parts = filter(None, [f"epoch {epoch}/{num_epochs}", scores, speed])
         self._bar.set_description_str(" | ".join(parts) + " ", refresh=False)
 
     def clear(self) -> None:

@@ -46,16 +46,15 @@ def withdraw_summary(folder: Path) -> None:
     _remove(folder / _NAME)
 
 
-def closing_lines(
-    folder: Path, *, status: str, test_accuracy: float | None, has_tensorboard: bool
-) -> list[str]:
-    """Say how the run ended and give the commands that go on from here."""
+def closing_lines(folder: Path, *, status: str, result: str, has_tensorboard: bool) -> list[str]:
+    """Say how the run ended and give the commands that go on from here.
+
+    result: what the last evaluation gave; empty if none was made.
+    """
     shown = _show(folder)
     run = shlex.quote(shown)
     lines = [
-        f"{status}: test accuracy {test_accuracy:.2%}"
-        if test_accuracy is not None
-        else f"{status}: no test was made",
+        f"{status}: {result or 'no test was made'}",
         f"run folder:  {run}",
     ]
     if has_tensorboard:

@@ -20,7 +20,7 @@ from hardened_ddp.task.task import Metric, Mistake, Score
 class Classification:
     """Calls the model as it wants to be called, and scores what it returns."""
 
-    metrics = (Metric("accuracy", form=".2%"),)
+    metrics = (Metric("accuracy", form=".2%", short_name="acc", short_form=".1%"),)
     sums: Mapping[str, torch.dtype] = {"correct": torch.int64}
 
     def __init__(

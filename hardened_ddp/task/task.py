@@ -41,6 +41,10 @@ class Metric:
     form: str = ".4f"
     """How it is printed: a format specification."""
 
+    short_name: str = ""
+    short_form: str = ".3g"
+    """The same where there is little room: before the progress bar."""
+
     is_higher_better: bool = True
 
     def is_better(self, value: float, than: float) -> bool:
@@ -112,6 +116,11 @@ class Task(Protocol):
         """Give an empty table for the command evaluate, if the task has one."""
 
 
-def described(metrics: Sequence[Metric], figures: Mapping[str, float]) -> str:
-    """Print the figures of metrics: accuracy 97.12%."""
-    return "  ".join(f"{m.name} {figures[m.name]:{m.form}}" for m in metrics)
+def described(metrics: Sequence[Metric], figures: Mapping[str, float], *, of: str = "") -> str:
+    """Print the figures of metrics: accuracy 97.12%. of: what stands before each, such as test."""
+    return "  ".join(f"{of} {m.name} {figures[m.name]:{m.form}}".lstrip() for m in metrics)
+
+
+def shortly_described(metrics: Sequence[Metric], figures: Mapping[str, float]) -> str:
+    """Print the figures of metrics where there is little room: acc 97.1%."""
+    return " ".join(f"{m.short_name or m.name} {figures[m.name]:{m.short_form}}" for m in metrics)

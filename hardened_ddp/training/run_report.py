@@ -23,6 +23,7 @@ from hardened_ddp.reporting.step_clock import StepClock
 from hardened_ddp.reporting.summary import closing_lines, withdraw_summary, write_summary
 from hardened_ddp.step.parts import Parts, Progress
 from hardened_ddp.step.step import Stepper
+from hardened_ddp.task.task import described, shortly_described
 from hardened_ddp.training.evaluation import Evaluation
 from hardened_ddp.training.profiling import start_profile
 
@@ -90,23 +91,23 @@ class RunReport:
             epoch=progress.epoch + 1,
             num_epochs=self.parts.config.loop.epochs,
             loss=sums["loss"],
-            accuracy=sums["accuracy"],
+            metrics=shortly_described(self.parts.task.metrics, sums),
             samples_per_s=speed,
         )
         log.info(
-            "epoch %d/%d step %d/%d  loss %.4f  accuracy %.2f%%  lr %.2e  %.0f samples/s",
+            "epoch %d/%d step %d/%d  loss %.4f  %s  lr %.2e  %.0f samples/s",
             progress.epoch + 1,
             self.parts.config.loop.epochs,
             progress.step,
             self.parts.total_steps,
             sums["loss"],
-            100 * sums["accuracy"],
+            described(self.parts.task.metrics, sums),
             stepper.rate,
             speed,
         )
         values = {
             "loss/train": sums["loss"],
-            "accuracy/train": sums["accuracy"],
+            **{f"{m.name}/train": sums[m.name] for m in self.parts.task.metrics},
             "optimizer/learning_rate": stepper.rate,
             "speed/samples_per_s": speed,
             **{f"step_time/{phase}_s": seconds for phase, seconds in times.items()},
@@ -120,15 +121,15 @@ class RunReport:
             self._settings_text = ""
 
     def log_evaluation(self, progress: Progress, evaluation: Evaluation) -> None:
-        """Report the test set's loss and accuracy, and pictures of mistakes. Rank-local."""
+        """Report the test set's loss and metrics, and pictures of mistakes. Rank-local."""
         self.last_evaluation = evaluation
         if not self.is_main:
             return
         log.info(
-            "epoch %d done: test loss %.4f  test accuracy %.2f%% (%d samples%s)",
+            "epoch %d done: test loss %.4f  %s (%d samples%s)",
             progress.epoch,
             evaluation.loss,
-            100 * evaluation.accuracy,
+            described(self.parts.task.metrics, evaluation.metrics, of="test"),
             evaluation.num_samples,
             f", {len(evaluation.left_out)} left out" if evaluation.left_out else "",
         )
@@ -142,7 +143,7 @@ class RunReport:
             progress.step,
             {
                 "loss/test": evaluation.loss,
-                "accuracy/test": evaluation.accuracy,
+                **{f"{name}/test": value for name, value in evaluation.metrics.items()},
                 **_times(self.goodput.account()),
             },
         )
@@ -185,13 +186,14 @@ class RunReport:
             self._note_left_out()
             self.metrics.scalars(progress.step, _times(self.goodput.account()))
             evaluation = self.last_evaluation
+            tested = evaluation.metrics if evaluation else {}
             write_summary(
                 self.folder,
                 {
                     "status": status,
                     "step": progress.step,
                     "epoch": progress.epoch,
-                    "test_accuracy": evaluation.accuracy if evaluation else None,
+                    **{f"test_{m.name}": tested.get(m.name) for m in self.parts.task.metrics},
                     "test_loss": evaluation.loss if evaluation else None,
                     "train_loss": self.last_train.get("loss"),
                     "world_size": self.parts.group.world_size,
@@ -208,11 +210,11 @@ class RunReport:
         """Tell on rank 0 how the run ended and what to type next."""
         if self.is_main:
             log.info("time: %s", self.goodput.describe())
-            evaluation = self.last_evaluation
+            tested = self.last_evaluation.metrics if self.last_evaluation else {}
             for line in closing_lines(
                 self.folder,
                 status=status,
-                test_accuracy=evaluation.accuracy if evaluation else None,
+                result=described(self.parts.task.metrics, tested, of="test") if tested else "",
                 has_tensorboard=self.parts.config.run.tensorboard,
             ):
                 log.info("%s", line)
