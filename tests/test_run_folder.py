@@ -33,6 +33,12 @@ def test_an_import_path_becomes_a_part_of_a_name(tmp_path: Path) -> None:
     assert name == "20310203-040506-my.package-Model-v2-digits"
 
 
+def test_every_name_that_the_settings_take_can_be_a_folder(tmp_path: Path) -> None:
+    longest = "x" * 128
+    assert settings_of(f"--run_name {longest}").config.run.run_name == longest
+    assert create(tmp_path, longest).name == longest
+
+
 def test_a_given_name_is_taken_or_numbered(tmp_path: Path) -> None:
     assert create(tmp_path, "mine").name == "mine"
     assert create(tmp_path, "mine").name == "mine-2"
@@ -43,7 +49,7 @@ def test_a_given_name_is_taken_or_numbered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../out", "/etc/x", "a/b", "..", ".", ".hidden", "-rf", "a\nb", "a b", "x" * 101, "\0"]
+    "name", ["../out", "/etc/x", "a/b", "..", ".", ".hidden", "-rf", "a\nb", "a b", "x" * 129, "\0"]
 )
 def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
     output = tmp_path / "runs"

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from hardened_ddp.checkpoint.disk import Disk, make_folders, write_file
 from hardened_ddp.errors import RunFolderError
+from hardened_ddp.settings.run import FOLDER_NAME
 
-_RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.]+")
 # The suffix of a name that is taken; nobody has so many runs of one name.
 _MAX_SUFFIX = 1000
@@ -40,10 +40,10 @@ def create_run_folder(
     if not run_name:
         started = (datetime.now() if now is None else now).strftime("%Y%m%d-%H%M%S")
         run_name = f"{started}-{_as_name(model)}-{_as_name(dataset)}"
-    if not _RUN_NAME.fullmatch(run_name):
+    if not re.fullmatch(FOLDER_NAME.pattern, run_name):
         raise RunFolderError(
             f"run_name {run_name!r:.120} can't be the name of a folder in {output_dir}",
-            fix="use letters, digits, '.', '_' and '-', at most 100, no '/', no '.' in front",
+            fix=f"use {FOLDER_NAME.words}",
         )
     disk = Disk()
     try:
