@@ -62,4 +62,4 @@ def test_an_error_in_a_module_names_its_file_and_line(
         load(f"broken_{setting}:it")
     with pytest.raises(kind, match=rf"SyntaxError: .*\(unread_{setting}.py, line 2\)") as caught:
         load(f"unread_{setting}:it")
-    assert "mend it" in caught.value.fix
+    assert "fix it" in caught.value.fix

@@ -59,7 +59,7 @@ class TaskData:
     """Of one sample, without the batch: (channels, height, width)."""
 
     labels_are_classes: bool
-    """Labels are whole numbers below num_classes, and not something that only the model knows."""
+    """Labels are integers below num_classes, and not something that only the model knows."""
 
     class_names: tuple[str, ...]
     fingerprint: str
@@ -168,7 +168,7 @@ def _open(
         log.debug("opening the dataset %s failed", name, exc_info=True)
         raise DataError(
             f"dataset {name} can't be opened: {describe(error)} ({frame.filename}:{frame.lineno})",
-            fix="mend it, or its --dataset_args; the traceback is in this rank's log file",
+            fix="fix it, or its --dataset_args; the traceback is in this rank's log file",
         ) from error
     if dataset is not None and not (
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")

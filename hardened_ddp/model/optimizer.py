@@ -1,7 +1,7 @@
 """The optimizer and its learning rate.
 
 Owns the choice of optimizer and the schedule. The learning rate is a pure function of the step:
-nothing of it is saved, and it goes on rightly after a resume on any number of ranks.
+nothing of it is saved, and it is right after a resume on any number of ranks.
 """
 
 import math
@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from hardened_ddp.settings.optimizer import OptimizerConfig
 
 STEP_DROPS = 3
-"""lr_schedule step: the rate falls to a tenth this many times, at equal distances less one."""
+"""lr_schedule step has this many parts of equal length; the rate of each is a tenth of the last."""
 
 
 def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> Optimizer:
@@ -53,7 +53,7 @@ def allocate_state(optimizer: Optimizer) -> None:
                 steps = torch.zeros((), dtype=torch.float32, device=device)
                 optimizer.state[parameter]["step"] = steps
             else:
-                raise TypeError(f"what state does {type(optimizer).__name__} have? say it here")
+                raise TypeError(f"the state of {type(optimizer).__name__} is not known here")
             for name in names:
                 optimizer.state[parameter][name] = torch.zeros_like(parameter, requires_grad=False)
 

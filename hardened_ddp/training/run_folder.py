@@ -19,7 +19,7 @@ from hardened_ddp.errors import RunFolderError
 from hardened_ddp.settings.run import FOLDER_NAME
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.]+")
-# The suffix of a name that is taken; nobody has so many runs of one name.
+# Suffixes that are tried for a name that is taken.
 _MAX_SUFFIX = 1000
 _PROBE_BYTES = b"can this folder be written?\n" * 200
 
