@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hardened_ddp.checkpoint.disk import Disk
+from hardened_ddp.checkpoint.disk import Disk, remove_tree, replace_file
 from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.checkpoint.verify import Found
 from hardened_ddp.errors import CheckpointError
@@ -195,6 +195,31 @@ def test_the_manifest_comes_after_the_state_and_the_name_after_both(tmp_path: Pa
         "rename step-000000001",
         f"sync_folder {tmp_path.name}",
     ]
+
+
+def test_a_small_file_is_whole_on_the_disk_before_it_takes_the_place_of_the_old_one(
+    tmp_path: Path,
+) -> None:
+    disk: Any = RecordingDisk()
+    replace_file(tmp_path / "best.json", b"{}", disk=disk)
+    aside = ".best.json.new"
+    assert disk.calls == [
+        *(f"{call} {aside}" for call in ("create", "write", "sync", "close")),
+        "rename best.json",
+        f"sync_folder {tmp_path.name}",
+    ]
+
+
+def test_a_link_in_a_folder_that_is_removed_is_not_followed(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "thesis.txt").write_text("years of work")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "link").symlink_to(outside)
+    remove_tree(folder, disk=Disk())
+    assert not folder.exists()
+    assert (outside / "thesis.txt").read_text() == "years of work"
 
 
 def test_a_folder_under_way_is_private(tmp_path: Path) -> None:

@@ -107,6 +107,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no sha256": ({"files": {"state.safetensors": {"size_bytes": 1}}}, "no usable size and sha256"),
     "another step": ({"step": 2}, "belongs to step 2"),
+    "a step of another type": ({"step": True}, "no usable step"),
     "a negative step": ({"step": -1}, "no usable step"),
     "meta of another type": ({"meta": []}, "no usable step or meta"),
     "an absurd shape": (

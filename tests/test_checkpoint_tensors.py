@@ -53,6 +53,13 @@ def test_the_library_of_the_format_reads_our_file(store: CheckpointStore) -> Non
     assert_same(load_file(path / "state.safetensors"), kinds)
 
 
+def test_each_tensor_begins_where_readers_that_map_the_file_want_it() -> None:
+    kinds = every_kind()
+    plan = plan_file(kinds)
+    assert len(plan.header) % 8 == 0
+    assert all(slot.begin % kinds[slot.name].element_size() == 0 for slot in plan.slots)
+
+
 def test_a_state_without_tensors_is_a_state(store: CheckpointStore) -> None:
     path = store.write(1, tensors={}, meta=META)
     assert store.load(found_in(store)) == ({}, META)

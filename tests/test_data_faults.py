@@ -359,6 +359,11 @@ PASSING: dict[str, Exception] = {
 }
 
 
+@pytest.mark.parametrize("name", PASSING)
+def test_what_may_pass_is_known(name: str) -> None:
+    assert may_pass(PASSING[name])
+
+
 @pytest.mark.parametrize("kind", [Scripted, Whole, Listed])
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("name", slow_after(1, PASSING))

@@ -87,6 +87,13 @@ def test_an_order_depends_on_seed_and_epoch_and_on_nothing_else(size: int) -> No
         assert (other == first).float().mean() < 0.05
 
 
+def test_the_order_of_an_epoch_is_kept_while_workers_read_ahead_into_the_next() -> None:
+    sampler = make_sampler(20)
+    first, second = sampler.order(0), sampler.order(1)
+    assert sampler.order(0) is first
+    assert sampler.order(1) is second
+
+
 def test_an_order_stays_the_same_over_versions() -> None:
     # WHY pinned: a resumed run must go on in the order that it began with.
     assert EpochOrder(10, seed=0, epoch=0).take(0, 10).tolist() == PINNED_SMALL

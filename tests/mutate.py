@@ -1,0 +1,109 @@
+"""Take one thing away at a time, and see whether a test notices:  python -m tests.mutate
+
+Owns a copy of the working tree, in which each entry of mutations.py is made in turn, and its tests
+are run: first those that are not slow, then, if all of them pass, the slow ones too. An entry that
+nobody notices ends the command with status 1: mend the test, or add one.
+"""
+
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.mutations import MUTATIONS, Mutation
+from tests.processes import ROOT, clean_environment
+
+TIMEOUT_S = 900.0
+_FAILED, _NONE_SELECTED = 1, 5  # exit statuses of pytest
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="leave out the slow tests")
+    parser.add_argument("words", nargs="*", help="only entries whose file or text has one of them")
+    asked = parser.parse_args()
+    wanted = [
+        entry
+        for entry in MUTATIONS
+        if not asked.words or any(word in f"{entry.file} {entry.old}" for word in asked.words)
+    ]
+    unnoticed = 0
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
+        tree = Path(folder) / "tree"
+        copy_tree(ROOT, tree)
+        for number, mutation in enumerate(wanted, 1):
+            started_at = time.monotonic()
+            by = noticed_by(tree, mutation, quick=asked.quick)
+            unnoticed += by is None
+            seconds = time.monotonic() - started_at
+            print(
+                f"{number}/{len(wanted)} {mutation.file}: {shown(mutation.old)} -> "
+                f"{shown(mutation.new) or 'nothing'}: {by or 'NOBODY NOTICED'} ({seconds:.0f} s)",
+                flush=True,
+            )
+    print(f"{len(wanted) - unnoticed} of {len(wanted)} noticed")
+    return 1 if unnoticed else 0
+
+
+def copy_tree(source: Path, target: Path) -> None:
+    """Copy what git knows of a working tree, as it is now."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=source,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (source / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source / name, target / name)
+
+
+def noticed_by(tree: Path, mutation: Mutation, *, quick: bool = False) -> str | None:
+    """Make the mutation in tree, run its tests, and take it back; give the test that failed."""
+    path = tree / "hardened_ddp" / mutation.file
+    whole = path.read_text(encoding="utf-8")
+    if whole.count(mutation.old) != 1:
+        raise SystemExit(f"{mutation.file} has {whole.count(mutation.old)} x {mutation.old!r}")
+    path.write_text(whole.replace(mutation.old, mutation.new), encoding="utf-8")
+    try:
+        for marks in ("not slow",) if quick else ("not slow", "slow"):
+            if by := failing_test(tree, [*shlex.split(mutation.tests), "-m", marks]):
+                return by
+    finally:
+        path.write_text(whole, encoding="utf-8")
+    return None
+
+
+def failing_test(tree: Path, arguments: Sequence[str]) -> str:
+    """Run pytest in tree; give the first test that fails, or nothing."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(
+        command,
+        cwd=tree,
+        env=clean_environment(),
+        timeout=TIMEOUT_S,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode in (0, _NONE_SELECTED):
+        return ""
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode != _FAILED or not failed:
+        raise SystemExit(f"{shlex.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return failed[0].split(" - ")[0].split(" ", 1)[1].rpartition("/")[2]
+
+
+def shown(text: str) -> str:
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

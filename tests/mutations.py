@@ -1,0 +1,365 @@
+"""What mutate.py takes away, one at a time, and the tests that should notice it."""
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    file: str
+    """In hardened_ddp/."""
+
+    old: str
+    """It stands there exactly once."""
+
+    new: str
+    tests: str
+    """Arguments of pytest."""
+
+
+SAMPLER, LEDGER, DATASETS = (
+    "tests/test_sampler.py",
+    "tests/test_ledger.py",
+    "tests/test_datasets.py",
+)
+LOADER, FAULTS, DOWNLOAD = (
+    "tests/test_loader.py",
+    "tests/test_data_faults.py",
+    "tests/test_download.py",
+)
+REPORTING, GOODPUT, NUMBERS = (
+    "tests/test_reporting.py",
+    "tests/test_goodput.py",
+    "tests/test_numbers.py",
+)
+FILES, HOSTILE = "tests/test_checkpoint_files.py", "tests/test_checkpoint_hostile.py"
+CRASHES, TENSORS = "tests/test_checkpoint_crashes.py", "tests/test_checkpoint_tensors.py"
+SNAPSHOT, EXPORT = "tests/test_checkpoint_snapshot.py", "tests/test_checkpoint_export.py"
+HANGS, LAUNCH, REPLICA = "tests/test_hangs.py", "tests/test_launch.py", "tests/test_replica.py"
+ENVIRONMENTS, LOCK = "tests/test_launcher_environments.py", "tests/test_run_lock.py"
+SHARED, OPTIMIZER, STEPS = (
+    "tests/test_shared_sum.py",
+    "tests/test_optimizer.py",
+    "tests/test_steps.py",
+)
+DOCTOR, FORMATS = "tests/test_doctor.py", "tests/test_export_formats.py"
+PROBLEMS, SETTINGS, FORMAT = (
+    "tests/test_settings_problems.py",
+    "tests/test_settings.py",
+    "tests/test_memory_format.py",
+)
+
+MUTATIONS = [
+    # data
+    Mutation("data/sampler.py", "(rank < num_longer)", "(rank <= num_longer)", SAMPLER),
+    Mutation(
+        "data/sampler.py", "drop_last and self.num_total >= global_batch", "drop_last", SAMPLER
+    ),
+    Mutation("data/sampler.py", "list(self._orders.items())[-1:]", "[]", SAMPLER),
+    Mutation("data/ledger.py", "min([done.step, *later])", "done.step", LEDGER),
+    Mutation(
+        "data/ledger.py",
+        " - sum(taken[i] == 0 for i in left_out)",
+        "",
+        f"{LEDGER} {FAULTS} -k 'ledger or left_out'",
+    ),
+    Mutation("data/ledger.py", "if position + count * width > len(raw):", "if False:", LEDGER),
+    Mutation(
+        "data/ledger.py",
+        'expected = facts["epoch_end"] if epoch < done.epoch else done.cursor',
+        'expected = facts["epoch_end"]',
+        LEDGER,
+    ),
+    Mutation(
+        "data/checks.py",
+        "~tensor.isfinite() if is_alone else tensor.isnan()",
+        "~tensor.isfinite()",
+        f"{FAULTS} -k 'number or mask or infin or nan'",
+    ),
+    Mutation("data/checks.py", "or max(values) >= self.num_classes", "", FAULTS),
+    Mutation(
+        "data/read_errors.py",
+        "following = reason if is_error else",
+        "following =",
+        f"{FAULTS} -k 'moment or pass'",
+    ),
+    Mutation(
+        "data/read_errors.py",
+        ">= REPORT_EVERY_S",
+        ">= 0",
+        f"{FAULTS} -k 'told or report or stumble or minute'",
+    ),
+    Mutation("data/memory.py", "self.images.shape[1] == 3", "True", DATASETS),
+    Mutation("data/memory.py", "2 * max_shift + 1", "2 * max_shift", DATASETS),
+    Mutation("data/facts.py", "if key not in _PLACES", "", DATASETS),
+    Mutation("data/facts.py", 'first if first == second else b"random"', "first", DATASETS),
+    Mutation(
+        "data/transfer.py",
+        "if error.code < http.HTTPStatus.INTERNAL_SERVER_ERROR:",
+        "if False:",
+        DOWNLOAD,
+    ),
+    Mutation("data/transfer.py", "0 if after > before else num_idle + 1", "num_idle + 1", DOWNLOAD),
+    Mutation("data/transfer.py", "fcntl.flock(lock, fcntl.LOCK_EX)", "pass", DOWNLOAD),
+    Mutation(
+        "data/workers.py",
+        "return min(quotas, default=None)",
+        "return max(quotas, default=None)",
+        f"{LOADER} {DATASETS}",
+    ),
+    Mutation(
+        "data/workers.py",
+        "max(1, min(prefetch, room // workers))",
+        "prefetch",
+        f"{LOADER} {DATASETS}",
+    ),
+    # ranks
+    Mutation(
+        "ranks/shared_sum.py",
+        "        if self._counters[peer * _LINE_WORDS] >= self._number:\n            return\n",
+        "",
+        SHARED,
+    ),
+    Mutation("ranks/shared_sum.py", "self._places[self._number % 2]", "self._places[0]", SHARED),
+    Mutation(
+        "ranks/seeding.py",
+        "value = mix(seed, step, rank)",
+        "value = mix(seed, step)",
+        f"{STEPS} {SAMPLER} {REPLICA}",
+    ),
+    Mutation(
+        "ranks/seeding.py", "    np.random.seed(value & 0xFFFFFFFF)\n", "", f"{LOADER} {DATASETS}"
+    ),
+    Mutation("ranks/process.py", " or fields[_START_FIELD] != started", "", f"{LOCK} {FILES}"),
+    Mutation(
+        "ranks/slurm_env.py",
+        'env.get("MASTER_ADDR", hosts[0])',
+        'env.get("MASTER_ADDR", hosts[-1])',
+        ENVIRONMENTS,
+    ),
+    Mutation("ranks/slurm_env.py", "int(match[2] or 1)", "1", ENVIRONMENTS),
+    Mutation(
+        "ranks/rendezvous.py",
+        'store.set(f"{meeting}/refused", json.dumps(conflict))',
+        "pass",
+        f"{LAUNCH} tests/test_restarts.py",
+    ),
+    Mutation(
+        "ranks/group.py",
+        'getattr(errors, other.get("kind", ""), MainRankError)',
+        "MainRankError",
+        LAUNCH,
+    ),
+    Mutation(
+        "ranks/group.py",
+        "if theirs.get(name) != value",
+        "if theirs.get(name, value) != value",
+        LAUNCH,
+    ),
+    Mutation(
+        "ranks/launch.py",
+        'env.setdefault("GLOO_SOCKET_IFNAME", "lo")',
+        "pass",
+        f"{LAUNCH} {ENVIRONMENTS}",
+    ),
+    # reporting
+    Mutation(
+        "reporting/metrics.py",
+        "number if math.isfinite(number) else None for",
+        "number for",
+        REPORTING,
+    ),
+    Mutation(
+        "reporting/metrics.py",
+        "if step > 0 and not self._has_restart_record:",
+        "if False:",
+        REPORTING,
+    ),
+    Mutation("reporting/sinks.py", "and size and not is_begun and", "and size and", REPORTING),
+    Mutation(
+        "reporting/sinks.py",
+        "begun = [self._waiting.popleft()] if self._done_of_first else []",
+        "begun: list[bytes] = []",
+        REPORTING,
+    ),
+    Mutation("reporting/goodput.py", 'min([attempt["step"], *later])', 'attempt["step"]', GOODPUT),
+    Mutation(
+        "reporting/goodput.py",
+        'down += max(0.0, attempt["began_at"] - attempts[index - 1]["now"])',
+        "pass",
+        GOODPUT,
+    ),
+    Mutation(
+        "reporting/summary.py",
+        "        aside.replace(path)\n",
+        "        path.write_bytes(aside.read_bytes())\n",
+        REPORTING,
+    ),
+    Mutation(
+        "reporting/background.py", "if self._jobs.qsize() >= _MAX_WAITING:", "if False:", REPORTING
+    ),
+    # checkpoint
+    Mutation("checkpoint/retention.py", "if step not in protected", "", FILES),
+    Mutation(
+        "checkpoint/retention.py",
+        "return time.time() - newest > _FOREIGN_AGE_S",
+        "return True",
+        FILES,
+    ),
+    Mutation(
+        "checkpoint/disk.py",
+        "    disk.rename(aside, path)\n    disk.sync_folder(path.parent)\n",
+        "    disk.rename(aside, path)\n",
+        f"{CRASHES} {FILES}",
+    ),
+    Mutation(
+        "checkpoint/disk.py",
+        "if entry.is_dir(follow_symlinks=False):",
+        "if entry.is_dir():",
+        f"{HOSTILE} {FILES}",
+    ),
+    Mutation(
+        "checkpoint/verify.py",
+        "and path.name != step_folder_name(manifest.step)",
+        "and False",
+        f"{HOSTILE} {FILES}",
+    ),
+    Mutation(
+        "checkpoint/verify.py",
+        "is_open = bool(status.st_mode & stat.S_IWOTH)",
+        "is_open = False",
+        "tests/test_checkpoint_faults.py",
+    ),
+    Mutation(
+        "checkpoint/manifest.py",
+        "return type(value) is int and",
+        "return isinstance(value, int) and",
+        HOSTILE,
+    ),
+    Mutation("checkpoint/tensors.py", '    text += b" " * (-len(text) % 8)\n', "", TENSORS),
+    Mutation(
+        "checkpoint/tensors.py",
+        "key=lambda name: -tensors[name].element_size()",
+        "key=lambda name: name",
+        TENSORS,
+    ),
+    Mutation(
+        "checkpoint/snapshot.py",
+        "if name in volatile or not tensor.is_cpu]",
+        "if not tensor.is_cpu]",
+        SNAPSHOT,
+    ),
+    Mutation(
+        "checkpoint/listing.py",
+        "best = read_best_step(root) if prefer_best else None",
+        "best = None",
+        f"{EXPORT} {FILES}",
+    ),
+    # guard
+    Mutation(
+        "guard/verdict.py",
+        "blamed = tuple(report.rank for report in late if report.step == first)",
+        "blamed = tuple(report.rank for report in late)",
+        f"{HANGS} -k 'verdict or blam or decide or told or late or named'",
+    ),
+    Mutation(
+        "guard/verdict.py",
+        "return max(most_s, timeout_s / 2)",
+        "return most_s",
+        f"{HANGS} -k 'patience or timeout'",
+    ),
+    Mutation("guard/slow.py", "and work[rank] - usual > LEAST_S", "", f"{HANGS} -k slow"),
+    Mutation(
+        "guard/slow.py", "if self._in_a_row[rank] < NUM_REPORTS:", "if False:", f"{HANGS} -k slow"
+    ),
+    Mutation(
+        "guard/divergence.py",
+        "if 2 * count > len(everyone)",
+        "if 2 * count >= len(everyone)",
+        NUMBERS,
+    ),
+    Mutation(
+        "guard/stop.py",
+        "(self.folder / STOP_FILE).unlink(missing_ok=True)",
+        "pass",
+        f"{LAUNCH} tests/test_restarts.py test_ddp_training.py -k 'stop'",
+    ),
+    # model
+    Mutation(
+        "model/optimizer.py",
+        "return peak * (step + 1) / config.warmup_steps",
+        "return peak * step / config.warmup_steps",
+        OPTIMIZER,
+    ),
+    Mutation(
+        "model/optimizer.py",
+        'names = ["momentum_buffer"] if group["momentum"] else []',
+        "names = []",
+        OPTIMIZER,
+    ),
+    Mutation(
+        "model/replica.py",
+        "return math.isfinite(sum(sums)) or all(bool(g.isfinite().all()) for g in gradients)",
+        "return math.isfinite(sum(sums))",
+        f"{NUMBERS} {REPLICA}",
+    ),
+    Mutation(
+        "model/checksum.py", "whole.mul_(factors[: len(piece)]).sum()", "whole.sum()", NUMBERS
+    ),
+    Mutation("model/checksum.py", "        pair.mul_(_FACTOR)\n", "", NUMBERS),
+    Mutation(
+        "model/memory_format.py",
+        "gain = min(group.gather_json(",
+        "gain = max(group.gather_json(",
+        FORMAT,
+    ),
+    Mutation(
+        "model/zoo.py",
+        "mean_weight = first.weight.sum(dim=1, keepdim=True) / channels",
+        "mean_weight = first.weight.mean(dim=1, keepdim=True) / channels",
+        f"{DATASETS} {DOWNLOAD} {REPLICA}",
+    ),
+    # diagnosis
+    Mutation("diagnosis/machine.py", "if hard != unlimited and hard < 4096:", "if False:", DOCTOR),
+    Mutation(
+        "diagnosis/machine.py", "if folder.stat().st_uid != os.getuid():", "if False:", DOCTOR
+    ),
+    Mutation("diagnosis/variables.py", 'if value.startswith("="):', "if False:", DOCTOR),
+    Mutation("diagnosis/software.py", "if number > NEWEST_TRIED_TORCH:", "if False:", DOCTOR),
+    # export
+    Mutation(
+        "export/export.py", "and not (output.is_dir() and not any(output.iterdir()))", "", EXPORT
+    ),
+    Mutation(
+        "export/export.py",
+        "same = specs_of(written) == specs_of(weights) and all(",
+        "same = all(",
+        EXPORT,
+    ),
+    Mutation(
+        "export/formats.py", "path.chmod((folder / CARD_NAME).stat().st_mode)", "pass", FORMATS
+    ),
+    # settings
+    Mutation(
+        "settings/rules.py",
+        "0 < config.loop.max_steps <= config.optimizer.warmup_steps",
+        "0 < config.loop.max_steps < config.optimizer.warmup_steps",
+        PROBLEMS,
+    ),
+    Mutation(
+        "settings/schema.py",
+        "value < bounds.high if bounds.is_high_open else value <= bounds.high",
+        "value <= bounds.high",
+        PROBLEMS,
+    ),
+    Mutation(
+        "settings/layers.py",
+        "apart_from=merged.bad_names | _unsure_names(merged),",
+        "apart_from=merged.bad_names,",
+        PROBLEMS,
+    ),
+    Mutation(
+        "settings/layers.py",
+        'told = str(error).replace("--resume ", "") if is_named else str(error)',
+        "told = str(error)",
+        f"{PROBLEMS} {SETTINGS}",
+    ),
+]

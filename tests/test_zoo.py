@@ -1,0 +1,18 @@
+"""Models by name: how their first layer is fitted to the data."""
+
+import torch
+
+from hardened_ddp.model.zoo import build_model
+from hardened_ddp.settings.model import ModelConfig
+
+
+def test_a_first_layer_for_grey_images_gives_what_three_equal_channels_gave() -> None:
+    models = []
+    for channels in (3, 1):
+        torch.manual_seed(0)
+        config = ModelConfig(model="squeezenet1_1")
+        models.append(build_model(config, num_classes=5, input_shape=(channels, 64, 64)).eval())
+    rgb, grey = models
+    image = torch.rand(2, 1, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(grey(image), rgb(image.expand(-1, 3, -1, -1)))
