@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 # WHY so few imports here: these need no torch, so --help and wrong flags answer at once.
-from hardened_ddp.errors import CrashLoopError, HardenedError, PeerLostError
+from hardened_ddp.errors import CrashLoopError, HardenedError, NonFiniteError, PeerLostError
 from hardened_ddp.ranks.launch import (
     Launch,
     environment,
@@ -39,16 +39,12 @@ from hardened_ddp.settings.manual import help_text
 if TYPE_CHECKING:
     from hardened_ddp.data.datasets import TaskData
     from hardened_ddp.data.loader import TrainLoader
-    from hardened_ddp.guard.stop import StopRequest
     from hardened_ddp.model.precision import Precision
     from hardened_ddp.model.replica import Replica
     from hardened_ddp.ranks.group import Group
-    from hardened_ddp.step.parts import Parts, Progress
-    from hardened_ddp.step.step import Stepper
+    from hardened_ddp.step.parts import Parts
     from hardened_ddp.task.task import Task
-    from hardened_ddp.training.rollback import Rollback
-    from hardened_ddp.training.run_report import RunReport
-    from hardened_ddp.training.saving import Saver
+    from hardened_ddp.training.run import Ending, Run
     from hardened_ddp.training.state import Saved
 
 log = logging.getLogger("hardened_ddp")
@@ -173,60 +169,43 @@ def train(settings: Resolved, group: Group) -> int:
     from hardened_ddp.guard.stop import StopRequest
     from hardened_ddp.reporting.log import add_log_file
     from hardened_ddp.settings.record import dump
-    from hardened_ddp.step.step import Stepper
-    from hardened_ddp.training.hang_subject import watch_for_hangs, watched
+    from hardened_ddp.training.hang_subject import watch_for_hangs
     from hardened_ddp.training.resume import open_run, read_checkpoint
-    from hardened_ddp.training.rollback import Rollback
-    from hardened_ddp.training.run_report import RunReport
-    from hardened_ddp.training.saving import Saver
+    from hardened_ddp.training.run import Ending, Run
     from hardened_ddp.training.state import begin
-    from hardened_ddp.training.survivor_save import refuse_crash_loop, rescue
+    from hardened_ddp.training.survivor_save import refuse_crash_loop, save_as_survivor
 
     # From here on a signal means: save, then leave.
-    loop = settings.config.loop
     with (
-        StopRequest(group, time_limit=loop.time_limit) as stop,
-        open_run(settings.config, group) as run,  # collective
-        watch_for_hangs(settings.config, group, run.folder) as watch,  # collective
+        StopRequest(group, time_limit=settings.config.loop.time_limit) as stop,
+        open_run(settings.config, group) as folder,  # collective
+        watch_for_hangs(settings.config, group, folder.folder) as watch,  # collective
     ):
-        settings_text = dump(settings.config, settings.sources)
-        run.write_settings(settings_text)
-        add_log_file(run.folder / "logs", rank=group.launch.rank)
-        saved = read_checkpoint(run, group)  # collective: rank 0 reads, all get it
+        folder.write_settings(dump(settings.config, settings.sources))
+        add_log_file(folder.folder / "logs", rank=group.launch.rank)
+        saved = read_checkpoint(folder, group)  # collective: rank 0 reads, all get it
         parts = build(settings, group, saved)  # collective
         progress = begin(parts, saved)  # collective
-        if progress.step >= parts.total_steps and run.is_finished(group, progress.step):
-            log.info("%s is finished: %d steps are done", run.folder, progress.step)
+        if progress.step >= parts.total_steps and folder.is_finished(group, progress.step):
+            log.info("%s is finished: %d steps are done", folder.folder, progress.step)
             return 0
-        parts.call_when_workers_start(stop.leave_children_alone)
-        report = RunReport(parts, run.folder, settings_text=settings_text, step=progress.step)
-        saver = Saver(parts, run.store, goodput=report.goodput)
-        stepper = Stepper(parts, clock=report.clock, before_update=saver.before_update)
-        stop.watch(run.folder)
-        subject = watched(stepper, progress, saver, run.folder, report)
-        watch.attach(subject)
-        stop.start_last_resort(subject.save, grace_s=loop.stop_grace_s)
-        stepper.ledger = parts.open_ledger(run.folder, step=progress.step)  # collective
-        status = "failed"
+        run = Run(parts, progress, folder, stop, watch)  # collective
+        status = Ending.FAILED
         try:
             if group.launch.is_restart:
                 refuse_crash_loop(run.folder, progress, parts.next_samples(progress))
-            recovery = Rollback(parts, run, stepper, saver, report)
-            ending = fit(parts, progress, recovery, saver, report, stop)  # collective
-            saver.save_last(progress)
+            ending = fit(run)  # collective
+            run.saver.save_last(progress)
             stop.finish()  # collective
             status = ending
         except Exception as error:
             watch.close()  # if a rank hung: this waits for the verdict, and the process ends
-            # This rank failed, or another one: whoever is left saves the last completed step.
-            rescue(error, stepper, progress, saver, run.folder)
+            # This rank failed, or another one: a surviving rank saves the last completed step.
+            save_as_survivor(error, run.stepper, run.saver, run.folder)
             raise
         finally:
-            # On every path: what is on its way to the disk gets there.
-            saver.close()
-            parts.close()
-            report.close(progress, status=status)
-        report.say_what_next(status)
+            run.close(status)  # on every path: what is on its way to the disk gets there
+        run.report.say_what_next(status)
     return 0
 
 
@@ -297,9 +276,10 @@ def build_replica(
     saved: Saved | None,
 ) -> tuple[Replica, Task]:
     """Build the model and wrap it in DDP. Collective: all ranks."""
+    from hardened_ddp.model.comm_hook import choose_comm_hook
     from hardened_ddp.model.memory_format import Trial, choose_channels_last
     from hardened_ddp.model.probe import choose_find_unused, probe, warm_up
-    from hardened_ddp.model.replica import choose_comm_hook, wrap
+    from hardened_ddp.model.replica import wrap
     from hardened_ddp.model.zoo import build_model, place_model
     from hardened_ddp.task.build import build_task
     from hardened_ddp.training.plan import count_steps
@@ -341,102 +321,77 @@ def build_replica(
         channels_last=channels_last,
     )
     # What sends them can also answer for a rank whose backward failed.
-    choose_comm_hook(replica, config.ddp.comm_hook, heals=config.loop.step_retry == "on")
+    choose_comm_hook(replica, config.ddp.comm_hook, retries=config.loop.step_retry == "on")
     warm_up(replica, samples[0], task=task, precision=precision)  # collective
     return replica, task
 
 
-def fit(
-    parts: Parts,
-    progress: Progress,
-    recovery: Rollback,
-    saver: Saver,
-    report: RunReport,
-    stop: StopRequest,
-) -> str:
-    """Train from where progress stands to the end, or to an agreed stop; say which. Collective."""
-    from hardened_ddp.training.plan import is_due
+def fit(run: Run) -> Ending:
+    """Train from where the run stands to its end, or to an agreed stop; say which. Collective."""
+    from hardened_ddp.step.attempt import Outcome
+    from hardened_ddp.step.step import is_due
+    from hardened_ddp.training.rollback import Course
+    from hardened_ddp.training.run import Ending
 
-    config, stepper = parts.config, recovery.stepper
-    report.left_out = stepper.left_out.entries
-    recovery.begin(progress)
-    profile_step = report.start_profile() if config.run.profile else None
+    config, progress, stop = run.parts.config, run.progress, run.stop
     while True:
         # A window: the samples of one optimizer step over all ranks. batches: this rank's share
         # of it, in micro-batches. None is left if only the last evaluation was cut short.
-        for window, batches in parts.windows_from(progress):
-            if reason := stop.poll():  # collective: all ranks stop here, or none
-                stepper.settle(progress)  # collective
-                log.warning("%s: stopping at step %d, saving first", reason, progress.step)
-                return "stopped"
-            report.clock.mark("data")
-            report.goodput.enter("training")
-            is_logged = is_due(progress.step + 1, config.loop.log_interval)
-            stepper.looks_closely = is_logged
-            # Forward, backward, all-reduce, update; no_sync covers all micro-batches but the last.
-            # Now and then the ranks compare their weights. False: the run went back.
-            if not recovery.do(window, batches, progress):  # collective
+        for window, batches in run.windows():
+            if stop.poll():  # collective: all ranks stop here, or none
+                run.stepper.late.settle()  # collective
+                log.warning("%s: stopping at step %d, saving first", stop.reason, progress.step)
+                return Ending.STOPPED
+            if stop.has_looked:  # some times a second
+                run.look_around()  # progress bar, checkpoints by time
+            try:
+                # Forward, backward, all-reduce, update; no_sync covers all micro-batches but the
+                # last. See step/step.py.
+                outcome = run.stepper.do(window, batches)  # collective
+            except NonFiniteError as error:
+                run.rollback.mend(error)  # collective: was one rank's memory to blame?
                 break
-            report.bar.update(progress.step)
-            if profile_step is not None:
-                profile_step()
-            if is_logged:
-                report_losses(parts, progress, stepper, report)  # collective
-            saver.tell_errors()
-            if saver.is_due(progress.step) and stepper.is_finite() and not recovery.is_in_doubt:
-                saver.save(progress)
-            stop.notice = saver.warning
-            report.goodput.enter("data_wait")
-            report.goodput.note(progress.step)
-        if recovery.begins_anew():  # at another window, maybe of another epoch
-            continue
-        if stepper.has_unread_totals:
-            report_losses(parts, progress, stepper, report)  # collective
-        with stepper.commit_lock:
-            progress.end_epoch(parts.sampler.end)
-        if not finish_epoch(parts, progress, saver, report, stop):  # collective
-            log.warning("%s: stopping in the evaluation after step %d", stop.reason, progress.step)
-            progress.reopen_epoch(parts.sampler.end)  # the evaluation is done again
-            return "stopped"
-        if progress.step >= parts.total_steps:
-            return "finished"
+            # Now and then, and at the end, the ranks compare their weights. If they differ, or one
+            # step after the other gives NaN, the run goes back to a checkpoint.
+            is_last = progress.step >= run.parts.total_steps
+            is_compared = is_last or is_due(progress.step, run.compares_every)
+            needs_look = is_compared or outcome is Outcome.LEFT_OUT
+            if needs_look and run.rollback.look() is Course.ANOTHER_STEP:  # collective
+                break
+            if is_due(progress.step, config.loop.log_interval):
+                run.report_losses()  # collective
+            if is_due(progress.step, config.run.checkpoint_every_steps):
+                run.save()
+        else:  # no break: the epoch is over, or the run
+            if not finish_epoch(run):  # collective
+                return Ending.STOPPED
+            if progress.step >= run.parts.total_steps:
+                return Ending.FINISHED
 
 
-def report_losses(parts: Parts, progress: Progress, stepper: Stepper, report: RunReport) -> None:
-    """Add up the ranks' losses since the last report, and write them down. Collective."""
-    from hardened_ddp.training.saving import refuse_non_finite
-
-    sums = stepper.read_totals(progress)  # collective
-    refuse_non_finite(sums["loss"], step=progress.step)
-    report.log_training(progress, stepper, sums)
-
-
-def finish_epoch(
-    parts: Parts, progress: Progress, saver: Saver, report: RunReport, stop: StopRequest
-) -> bool:
+def finish_epoch(run: Run) -> bool:
     """Evaluate and save if that is due; False: stopped within the evaluation. Collective."""
+    from hardened_ddp.step.step import is_due
     from hardened_ddp.training.evaluation import evaluate
-    from hardened_ddp.training.plan import is_due
 
-    config = parts.config
+    parts, progress, stop = run.parts, run.progress, run.stop
+    if run.stepper.has_unread_totals:
+        run.report_losses()  # collective
+    run.stepper.end_epoch()
+    best_metric, every = None, parts.config.loop.eval_every
     is_last = progress.step >= parts.total_steps
-    best_metric = None
-    report.pause_time()
-    report.goodput.enter("evaluation")
-    every = config.loop.eval_every
     if parts.eval_loader is not None and every and (is_last or is_due(progress.epoch, every)):
-        stop.change_pace()
-        evaluation = evaluate(parts, parts.eval_loader, should_stop=stop.poll)  # collective
-        stop.change_pace()
+        with stop.another_pace():
+            evaluation = evaluate(parts, parts.eval_loader, should_stop=stop.poll)  # collective
         if evaluation is None:
+            log.warning("%s: stopping in the evaluation after step %d", stop.reason, progress.step)
+            progress.reopen_epoch(parts.sampler.end)  # the next start evaluates again
             return False
-        report.log_evaluation(progress, evaluation)
-        if evaluation.accuracy > progress.best_accuracy:
-            progress.best_accuracy = best_metric = evaluation.accuracy
-    if is_due(progress.epoch, config.run.checkpoint_every_epochs) or best_metric is not None:
-        saver.save(progress, best_metric=best_metric)
-    report.goodput.enter("data_wait")
-    report.skip_time()
+        run.report.log_evaluation(progress, evaluation)
+        if progress.note_best(evaluation.accuracy):
+            best_metric = evaluation.accuracy
+    if is_due(progress.epoch, parts.config.run.checkpoint_every_epochs) or best_metric is not None:
+        run.saver.save(progress, best_metric=best_metric)
     return True
 
 

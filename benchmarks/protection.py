@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # WHY: started by its path, Python looks beside this file only
@@ -84,10 +85,10 @@ def measure(options: argparse.Namespace) -> int:
     import ddp_training
     from hardened_ddp.ranks.group import open_group
     from hardened_ddp.ranks.launch import read_launch
-    from hardened_ddp.reporting.step_clock import StepClock
     from hardened_ddp.settings.cli import parse
     from hardened_ddp.settings.layers import resolve
-    from hardened_ddp.step.parts import Progress
+    from hardened_ddp.step.left_out import LeftOut
+    from hardened_ddp.step.progress import Progress
     from hardened_ddp.step.step import Stepper
 
     flags, data, block = WORKS[options.work[0]]
@@ -99,14 +100,16 @@ def measure(options: argparse.Namespace) -> int:
         argv = [*IMAGES, *flags, data, *FORMS[options.form], "--step_retry", step_retry]
         settings = resolve(parse(argv), world_size=launch.world_size)
         parts = ddp_training.build(settings, group, None)  # collective
-        steppers[step_retry] = Stepper(parts, clock=StepClock(device), before_update=lambda: None)
+        steppers[step_retry] = Stepper(
+            parts, Progress(), left_out=LeftOut(parts), saver=SimpleNamespace(reads_weights=False)
+        )
     windows = list(itertools.islice(parts.train_loader.windows(0, 0), 8))
 
     def seconds(step_retry: str) -> float:
         started_at = time.perf_counter()
         for number in range(block):
             window, batches = windows[number % len(windows)]
-            steppers[step_retry].do(window, batches, Progress(cursor=window.start))  # collective
+            steppers[step_retry].do(window, batches)  # collective
         return (time.perf_counter() - started_at) / block
 
     blocks_s: dict[str, list[float]] = {"on": [], "off": []}

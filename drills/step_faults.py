@@ -28,7 +28,7 @@ def _errors() -> Iterator[Fault]:
                 injections=(
                     Injection(kind=kind, phase=phase, ranks=ranks if who != "some" else (0, -2)),
                 ),
-                says=("the window is done again",),
+                says=("retrying step",),
                 min_ranks=1 if who == "all" else 2,
             )
     yield Fault(
@@ -88,7 +88,7 @@ def _numbers() -> Iterator[Fault]:
         name="nan-once",
         text="the loss of one rank is NaN, once",
         injections=(Injection(kind="not a number", phase="loss", ranks=LAST),),
-        says=("the window is done again", "the loss is nan"),
+        says=("retrying step", "the loss is nan"),
     )
     yield Fault(
         name="nan-repeated",
@@ -102,7 +102,7 @@ def _numbers() -> Iterator[Fault]:
         name="nan-gradient",
         text="the loss of one rank is a number, its gradient is NaN, once",
         injections=(Injection(kind="no gradient that is a number", phase="backward", ranks=LAST),),
-        says=("the window is done again", "is not finite"),
+        says=("retrying step", "is not finite"),
     )
     yield Fault(
         name="bit-flip",

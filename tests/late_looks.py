@@ -7,7 +7,7 @@ import logging
 
 from torch import nn
 
-from hardened_ddp.step import parts, retry
+from hardened_ddp.step import parts, step
 from hardened_ddp.step.late import Flag
 from tests.plugins import Stumbling
 
@@ -25,7 +25,7 @@ class ToldFlag(Flag):
 
 
 parts.LATE_DEVICES = (*parts.LATE_DEVICES, "cpu")
-retry.Flag = ToldFlag  # type: ignore[misc]
+step.Flag = ToldFlag  # type: ignore[misc]
 
 __all__ = ["Stumbling", "mlp"]
 

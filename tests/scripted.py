@@ -80,7 +80,7 @@ def make_stream(
     plan = WorkerPlan(num_workers=num_workers, prefetch_factor=2, start_method=start_method)
     fetcher = Fetcher(dataset, seed=1, checks=checks)
     stream = BatchStream(fetcher, plan, DataConfig(**settings), pin_memory=False)
-    stream.after_start = give_back_sigchld
+    stream.call_after_start(give_back_sigchld)
     return stream
 
 

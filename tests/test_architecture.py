@@ -42,8 +42,8 @@ LONG_FILES = {
     "ddp_training.py": "the whole run on one page",
     "checkpoint/files.py": "writing, finding and reading a checkpoint keep one contract",
     "guard/hang.py": "one thread, from its start to the end of the process",
-    "step/retry.py": "all that happens when a rank fails in a step",
-    "ranks/group.py": "all collectives are in one place",
+    "step/step.py": "a whole step, from do() down, in one file",
+    "data/stream.py": "one stream of batches, with all that may happen to its workers",
 }
 # Functions that take one value, by its name, for each thing that they make or pass on.
 ONE_FOR_EACH_FIELD = {
@@ -61,11 +61,11 @@ OWNERS = {
     HARMLESS: "*",
     "os.environ os.environb os.getenv os.putenv os.unsetenv os.getenvb": "ranks/launch.py",
     "torch.distributed.*.DistributedDataParallel torch.nn.parallel.*": (
-        "model/replica.py model/buckets.py"
+        "model/replica.py model/buckets.py model/comm_hook.py"
     ),
     # drills/injectors.py: a model that misbehaves calls a collective on its own, ends its process
     "torch.distributed.[a-z_]*": (
-        "ranks/group.py model/replica.py model/buckets.py drills/injectors.py"
+        "ranks/group.py model/replica.py model/buckets.py model/comm_hook.py drills/injectors.py"
     ),
     "torch.save torch.load safetensors*": "checkpoint/* export/*",
     "torch.manual_seed torch.seed torch.*.manual_seed* torch.*.set_rng_state*": "ranks/seeding.py",

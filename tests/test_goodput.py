@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting.goodput import NAME, Goodput, account_of, read_attempts
 from tests.ranks import start_training, train
 from tests.run_folder import find_checkpoints, only_run, read_summary
@@ -42,11 +44,12 @@ def test_an_attempt_that_kept_nothing_is_lost_whole() -> None:
 
 def test_every_second_is_in_one_phase(tmp_path: Path) -> None:
     began_at = time.time() - 3
-    goodput = Goodput(tmp_path, began_at=began_at, step=0, is_main=True)
-    goodput.enter("training")
-    with goodput.within("checkpoint"):
+    tracker = Tracker()
+    goodput = Goodput(tmp_path, tracker, began_at=began_at, step=0, is_main=True)
+    tracker.enter(Phase.FORWARD)
+    with tracker.within(Phase.ALL_REDUCE), tracker.within(Phase.CHECKPOINT):
         goodput.note(5)  # too early for a line
-    goodput.enter("data_wait")
+    tracker.enter(Phase.DATA)
     account = goodput.account()
     parts = [account[name] for name in (*PHASES, "lost", "down")]
     assert sum(parts) == pytest.approx(account["wall"])

@@ -23,17 +23,9 @@ from hardened_ddp.guard.verdict import (
     limits_ns,
     patience_for,
 )
-from hardened_ddp.ranks.heartbeat import (
-    AGREEMENT,
-    ALL_REDUCE,
-    DATA,
-    EVALUATION,
-    FORWARD,
-    NUM_FIRST_STEPS,
-    NUM_PHASES,
-    Heartbeat,
-)
+from hardened_ddp.ranks.phase import NUM_PHASES, Phase
 from hardened_ddp.ranks.stacks import ask_for_stacks, is_debugged
+from hardened_ddp.ranks.tracker import NUM_FIRST_STEPS, Tracker
 from hardened_ddp.reporting.goodput import read_attempts
 from hardened_ddp.training.survivor_save import read_failures
 from tests.processes import ROOT, clean_environment, deadline
@@ -203,9 +195,9 @@ def at(rank: int, step: int, phase: int, age_s: float, **others: object) -> Repo
     [
         (
             [
-                at(0, 412, ALL_REDUCE, 62),
-                at(1, 412, DATA, 63, samples=(9912,)),
-                at(2, 412, ALL_REDUCE, 62),
+                at(0, 412, Phase.ALL_REDUCE, 62),
+                at(1, 412, Phase.DATA, 63, samples=(9912,)),
+                at(2, 412, Phase.ALL_REDUCE, 62),
             ],
             (),
             "rank 1, step 412, data, sample 9912, 63 s; "
@@ -213,38 +205,38 @@ def at(rank: int, step: int, phase: int, age_s: float, **others: object) -> Repo
         ),
         # A GPU's rank queues work of later steps before it has to wait.
         (
-            [at(0, 414, FORWARD, 61), at(1, 412, FORWARD, 61, samples=tuple(range(9)))],
+            [at(0, 414, Phase.FORWARD, 61), at(1, 412, Phase.FORWARD, 61, samples=tuple(range(9)))],
             (),
             "rank 1, step 412, forward, samples [0, 1, 2, 3, 4, 5, 6, 7] ..., 61 s; "
             "rank 0 is in forward of step 414",
         ),
         (
-            [at(0, 7, ALL_REDUCE, 61), at(1, 7, AGREEMENT, 70)],
+            [at(0, 7, Phase.ALL_REDUCE, 61), at(1, 7, Phase.AGREEMENT, 70)],
             (),
             "all ranks wait for each other: rank 0 waits in all-reduce of step 7, "
             "rank 1 waits in agreement on a stop of step 7, 70 s",
         ),
         (
-            [at(0, 7, ALL_REDUCE, 61), at(1, 7, ALL_REDUCE, 61, state=STOPPED)],
+            [at(0, 7, Phase.ALL_REDUCE, 61), at(1, 7, Phase.ALL_REDUCE, 61, state=STOPPED)],
             (),
             "rank 1, step 7, all-reduce, 61 s, the process is stopped (SIGSTOP); "
             "rank 0 waits in all-reduce of step 7",
         ),
         # Nobody is late by itself, but the wait would soon end in a timeout.
         (
-            [at(0, 7, ALL_REDUCE, 541), at(1, 7, EVALUATION, 5)],
+            [at(0, 7, Phase.ALL_REDUCE, 541), at(1, 7, Phase.EVALUATION, 5)],
             (),
             "rank 1, step 7, evaluation, 5 s; rank 0 waits in all-reduce of step 7",
         ),
         (
-            [at(0, 7, ALL_REDUCE, 541)],
+            [at(0, 7, Phase.ALL_REDUCE, 541)],
             (1,),
             "rank 1 can't be reached: its host, its network or its process is stopped; "
             "rank 0 waits in all-reduce of step 7",
         ),
-        ([at(0, 7, ALL_REDUCE, 500), at(1, 7, FORWARD, 59)], (), None),
-        ([at(0, 7, ALL_REDUCE, 500)], (1,), None),
-        ([at(0, 7, ALL_REDUCE, 61), at(1, 7, ALL_REDUCE, 59)], (), None),
+        ([at(0, 7, Phase.ALL_REDUCE, 500), at(1, 7, Phase.FORWARD, 59)], (), None),
+        ([at(0, 7, Phase.ALL_REDUCE, 500)], (1,), None),
+        ([at(0, 7, Phase.ALL_REDUCE, 61), at(1, 7, Phase.ALL_REDUCE, 59)], (), None),
     ],
     ids=range(9),
 )
@@ -257,7 +249,9 @@ def test_the_verdict_names_who_holds_up_the_others(
 
 @pytest.mark.parametrize("state", [HELD, SILENT, "D"])
 def test_what_keeps_a_rank_from_answering_is_said(state: str) -> None:
-    verdict = decide([at(0, 7, ALL_REDUCE, 9), at(1, 7, FORWARD, 9, state=state)], patience_s=540)
+    verdict = decide(
+        [at(0, 7, Phase.ALL_REDUCE, 9), at(1, 7, Phase.FORWARD, 9, state=state)], patience_s=540
+    )
     assert verdict is not None
     assert verdict.laggards == (1,)
     assert re.match(r"rank 1, step 7, forward, 9 s, [a-z].*; rank 0 waits", verdict.text)
@@ -265,30 +259,30 @@ def test_what_keeps_a_rank_from_answering_is_said(state: str) -> None:
 
 def test_a_phase_may_take_five_times_the_longest_and_never_less_than_the_floor() -> None:
     longest = [0] * NUM_PHASES
-    longest[FORWARD] = 20 * 10**9
-    limits = limits_ns(hang_after_s=60, longest_ns=longest, is_warm=True, least_s={DATA: 150})
-    assert limits[FORWARD] == 100 * 10**9
-    assert limits[ALL_REDUCE] == 60 * 10**9
-    assert limits[DATA] == 150 * 10**9
-    assert limits[EVALUATION] == LONG_FACTOR * 60 * 10**9
+    longest[Phase.FORWARD] = 20 * 10**9
+    limits = limits_ns(hang_after_s=60, longest_ns=longest, is_warm=True, least_s={Phase.DATA: 150})
+    assert limits[Phase.FORWARD] == 100 * 10**9
+    assert limits[Phase.ALL_REDUCE] == 60 * 10**9
+    assert limits[Phase.DATA] == 150 * 10**9
+    assert limits[Phase.EVALUATION] == LONG_FACTOR * 60 * 10**9
     cold = limits_ns(hang_after_s=60, longest_ns=longest, is_warm=False, least_s={})
     assert min(cold) == LONG_FACTOR * 60 * 10**9
 
 
 def test_first_steps_teach_nothing() -> None:
-    heartbeat = Heartbeat()
+    tracker = Tracker()
     for step in range(NUM_FIRST_STEPS):
-        heartbeat.enter(FORWARD)
-        assert not heartbeat.is_warm
-        heartbeat.end_step(step)
-    assert not any(heartbeat.longest_ns)
-    with heartbeat.within(FORWARD):
-        heartbeat.enter(DATA)
-    heartbeat.end_step(NUM_FIRST_STEPS)
-    assert heartbeat.is_warm
-    assert heartbeat.longest_ns[FORWARD] > 0
-    assert {"forward", "data"} <= heartbeat.read_split().keys()
-    assert heartbeat.read_split() == {}
+        tracker.enter(Phase.FORWARD)
+        assert not tracker.is_warm
+        tracker.end_step(step)
+    assert not any(tracker.longest_ns)
+    with tracker.within(Phase.FORWARD):
+        tracker.enter(Phase.DATA)
+    tracker.end_step(NUM_FIRST_STEPS)
+    assert tracker.is_warm
+    assert tracker.longest_ns[Phase.FORWARD] > 0
+    assert {"forward", "data"} <= tracker.read_split().keys()
+    assert tracker.read_split() == {}
 
 
 def work(**seconds: float) -> Mapping[str, float]:

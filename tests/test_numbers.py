@@ -63,7 +63,7 @@ def test_numbers_that_go_wrong_once_leave_no_trace_in_the_weights(
     run(tmp_path / "quiet", world_size, *spoiled()).ok()
     once = spoiled(kind=kind, first=9, last=9, rank=world_size - 1)
     struck = run(tmp_path / "struck", world_size, *once).ok()
-    assert struck.outputs[0].count("the window is done again") == 1
+    assert struck.outputs[0].count("retrying step") == 1
     assert last_tensors(tmp_path / "struck") == last_tensors(tmp_path / "quiet")
 
 
@@ -89,7 +89,7 @@ def test_windows_without_finite_numbers_are_taken_back_and_done_again(tmp_path: 
     # A window given up is seven forwards: three tries, and each of its four samples alone.
     struck = spoiled(kind="nan", first=13, last=13 + 3 * 7 - 1)
     finished = run(tmp_path / "struck", 2, *struck, *OFTEN, "--continue_on_error").ok()
-    words = "3 windows in a row had no finite loss or gradient: going back to the checkpoint of"
+    words = "3 steps in a row had no finite loss or gradient: going back to the checkpoint of"
     assert words in finished.outputs[0]
     assert last_tensors(tmp_path / "struck") == last_tensors(tmp_path / "quiet")
     assert is_exact(tmp_path / "struck")
@@ -103,7 +103,7 @@ def test_windows_that_stay_without_finite_numbers_stop_all_ranks(tmp_path: Path)
     struck = spoiled(kind="nan", first=13)
     finished = run(tmp_path, 2, *struck, *OFTEN, "--continue_on_error")
     assert finished.statuses == (1, 1)
-    assert "3 windows in a row had no finite loss or gradient, again, after" in finished.outputs[1]
+    assert "3 steps in a row had no finite loss or gradient, again, after" in finished.outputs[1]
     assert finished.outputs[0].count("going back to the checkpoint of") == 1
     assert finished.outputs[0].count("blocks.1.1 (Spoiler) gave the first nan") >= 6
     first = int(

@@ -7,10 +7,10 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 
+from hardened_ddp.model.comm_hook import choose_comm_hook
 from hardened_ddp.model.optimizer import allocate_state, build_optimizer, learning_rate
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.probe import Findings, choose_find_unused
-from hardened_ddp.model.replica import choose_comm_hook
 from hardened_ddp.ranks.device import choose_backend
 from hardened_ddp.settings.optimizer import OptimizerConfig
 
@@ -95,4 +95,4 @@ def test_a_search_for_unused_parameters_without_a_case_is_refused() -> None:
 def test_a_hook_without_a_case_is_refused() -> None:
     replica: Any = SimpleNamespace(ddp=object(), sums_after=False, group=None)
     with pytest.raises(KeyError, match="a new choice"):
-        choose_comm_hook(replica, UNKNOWN, heals=True)
+        choose_comm_hook(replica, UNKNOWN, retries=True)

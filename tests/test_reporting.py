@@ -27,6 +27,9 @@ from typing import Any
 import pytest
 import torch
 
+from hardened_ddp.ranks import tracker as tracker_module
+from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting import background, step_clock
 from hardened_ddp.reporting import metrics as metrics_module
 from hardened_ddp.reporting.event_file import crc32c
@@ -783,44 +786,56 @@ class TestStepClock:
     def test_phases_of_several_micro_steps_add_up_to_seconds_per_step(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        now = [0.0]
-        monkeypatch.setattr(step_clock, "perf_counter", lambda: now[0])
-        clock = StepClock(CPU)
-
-        def spend(seconds: float, phase: str) -> None:
-            now[0] += seconds
-            clock.mark(phase)
-
-        for _ in range(2):
-            spend(1, "data")
-            spend(2, "forward")
-            spend(4, "backward")
-            spend(2, "forward")
-            spend(4, "backward")
-            spend(8, "optimizer")
-            now[0] += 1000
-            clock.skip()
-        expected = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 8.0}
-        assert clock.read_and_reset() == expected
+        now = [0]
+        monkeypatch.setattr(tracker_module, "monotonic_ns", lambda: now[0] * 10**9)
+        tracker = Tracker()
+        clock = StepClock(tracker, CPU)
+        micro_step = [(Phase.FORWARD, 2), (Phase.BACKWARD, 4)]
+        for step in range(2):
+            for phase, seconds in ((Phase.DATA, 1), *micro_step, *micro_step, (Phase.OPTIMIZER, 8)):
+                tracker.enter(phase)
+                now[0] += seconds
+            with tracker.within(Phase.ALL_REDUCE):
+                now[0] += 16
+            tracker.end_step(step)
+        times = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 8.0, "all-reduce": 16.0}
+        assert clock.read_and_reset() == times
         assert clock.read_and_reset() == {}
 
-    def test_a_mark_costs_less_than_a_microsecond(self) -> None:
-        clock = StepClock(CPU)
-        # 0.2 us alone; the rest is for a machine on which others work, too
-        assert cheapest(lambda: clock.mark("forward"), times=5000) < 1e-6
+    def test_a_wait_belongs_to_the_phase_that_it_interrupts(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = [0]
+        monkeypatch.setattr(tracker_module, "monotonic_ns", lambda: now[0] * 10**9)
+        tracker = Tracker()
+        tracker.enter(Phase.EVALUATION)
+        with tracker.within(Phase.GATHER):
+            now[0] += 3
+            assert tracker.work == "evaluation"
+            assert tracker.wall_s()[Phase.EVALUATION] == 3.0
+        now[0] += 2
+        tracker.enter(Phase.DATA)
+        assert tracker.wall_s()[Phase.EVALUATION] == 5.0
+        assert tracker.wall_s()[Phase.GATHER] == 0.0
+
+    def test_to_enter_a_phase_costs_about_a_microsecond(self) -> None:
+        tracker = Tracker()
+        # 0.4 us alone; the rest is for a machine on which others work, too
+        assert cheapest(lambda: tracker.enter(Phase.FORWARD), times=5000) < 2e-6
 
     def test_a_gpu_is_timed_by_its_own_queue_and_only_in_sampled_steps(self) -> None:
         gpu = FakeGpu()
         timeline = GpuTimeline(gpu.record, sample_every=4)
+        timeline.enter(Phase.DATA)
         for _ in range(8):
             for milliseconds, phase in (
-                (1, "data"),
-                (2, "forward"),
-                (4, "backward"),
-                (8, "optimizer"),
+                (1, Phase.FORWARD),
+                (2, Phase.BACKWARD),
+                (4, Phase.OPTIMIZER),
+                (8, Phase.DATA),
             ):
-                gpu.now += milliseconds
-                timeline.mark(phase)
+                gpu.now += milliseconds  # of the phase before
+                timeline.enter(phase)
         assert gpu.num_events == 2 * 5  # of steps 1 and 5, each with its start
         assert timeline.read_and_reset() == {}  # the GPU has done nothing of it yet
         gpu.done = gpu.now
@@ -832,13 +847,15 @@ class TestStepClock:
         gpu = FakeGpu()
         timeline = GpuTimeline(gpu.record, sample_every=1)
         for _ in range(2):
+            timeline.enter(Phase.EVALUATION)
             gpu.now += 1000
-            timeline.skip()
-            for phase in step_clock.PHASES:
+            for phase in (Phase.DATA, *step_clock.PHASES[1:], Phase.DATA):
+                timeline.enter(phase)
                 gpu.now += 1
-                timeline.mark(phase)
         gpu.done = gpu.now
-        assert timeline.read_and_reset() == pytest.approx(dict.fromkeys(step_clock.PHASES, 0.001))
+        assert timeline.read_and_reset() == pytest.approx(
+            dict.fromkeys(("data", "forward", "backward", "optimizer"), 0.001)
+        )
 
 
 class FakeGpu:

@@ -42,7 +42,10 @@ def sums_of_shapes(shared_memory: bool) -> list[torch.Tensor]:
     tensors.append(numbers(rank, 4, 3, 5, 5).to(memory_format=torch.channels_last))
     tensors.append(numbers(rank, 6, 8)[:, ::2])
     tensors.append(numbers(rank, 1)[0])
-    group.sum_each_(tensors)
+    if group.shared is not None:
+        group.shared.sum_(tensors)
+    else:
+        group.sum_each_(tensors)
     for dtype in (torch.float64, torch.int64):
         tensors.append(group.sum_(numbers(rank, 9).mul(100).to(dtype)))
     group.close()

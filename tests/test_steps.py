@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ from safetensors.torch import load_file
 import ddp_training
 from hardened_ddp.ranks.group import open_group
 from hardened_ddp.ranks.launch import read_launch
-from hardened_ddp.reporting.step_clock import StepClock
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
-from hardened_ddp.step.parts import Parts, Progress
+from hardened_ddp.step.left_out import LeftOut
+from hardened_ddp.step.parts import Parts
+from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.step import Stepper
 from hardened_ddp.training.evaluation import evaluate
 from tests.marks import slow_after
@@ -53,12 +55,15 @@ def window_gradients(argv: list[str], which: list[int]) -> list[torch.Tensor]:
         gradients = [p.grad for p in parts.replica.trainable.values() if p.grad is not None]
         found.append(torch.cat([gradient.flatten() for gradient in gradients]).clone())
 
-    stepper = Stepper(parts, clock=StepClock(CPU), before_update=keep)
+    progress = Progress()
+    saver = SimpleNamespace(reads_weights=True, before_update=keep)
+    stepper = Stepper(parts, progress, left_out=LeftOut(parts), saver=saver)
     stepper.parts.precision.step = lambda optimizer: None  # type: ignore[method-assign]  # stay
     windows = list(parts.train_loader.windows(0, 0))
     for number in which:
         window, batches = windows[number]
-        stepper.do(window, batches, Progress(cursor=window.start))
+        progress.step = 0
+        stepper.do(window, batches)
     parts.group.close()
     return found
 

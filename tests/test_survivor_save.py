@@ -24,8 +24,12 @@ from hardened_ddp.errors import (
 from hardened_ddp.guard.stop import seconds_of
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.step.parts import Progress
-from hardened_ddp.training.survivor_save import read_failures, refuse_crash_loop, rescue
+from hardened_ddp.step.progress import Progress
+from hardened_ddp.training.survivor_save import (
+    read_failures,
+    refuse_crash_loop,
+    save_as_survivor,
+)
 from tests.commands import start_command
 from tests.processes import deadline, kill, read_process
 from tests.ranks import run_command, start_training, train
@@ -202,17 +206,18 @@ class FakeSaver:
 class FakeStepper:
     """A stepper at a step boundary or within an update, whose losses were numbers or not."""
 
-    def __init__(self, *, is_whole: bool = True, is_finite: bool = True) -> None:
+    def __init__(self, *, is_whole: bool = True, is_finite: bool = True, step: int = 5) -> None:
         self.parts = SimpleNamespace(group=Group(Launch(), torch.device("cpu")))
         self.is_whole = is_whole
         self.is_finite = lambda: is_finite
-        self.take_back = lambda progress: None
+        self.late = SimpleNamespace(take_back=lambda: None)
+        self.progress = Progress(step=step)
 
 
-def rescue_after(
+def save_after(
     error: Exception, saver: Any, folder: Path, *, step: int = 5, stepper: Any = None
 ) -> None:
-    rescue(error, stepper or FakeStepper(), Progress(step=step), saver, folder)
+    save_as_survivor(error, stepper or FakeStepper(step=step), saver, folder)
 
 
 @pytest.mark.parametrize(
@@ -230,29 +235,29 @@ def test_what_is_torn_or_poisoned_is_not_saved(
     error: HardenedError, stepper: FakeStepper, tmp_path: Path
 ) -> None:
     saver = FakeSaver()
-    rescue_after(error, saver, tmp_path, stepper=stepper)
+    save_after(error, saver, tmp_path, stepper=stepper)
     assert not saver.steps
 
 
-def test_a_rescue_that_fails_keeps_the_first_error(
+def test_a_save_that_fails_keeps_the_first_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rescue_after(StepError("first"), FakeSaver(OSError("no disk")), tmp_path)
+    save_after(StepError("first"), FakeSaver(OSError("no disk")), tmp_path)
     assert "could not be saved" in caplog.text
 
 
 def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
     saver = FakeSaver()
-    rescue_after(StepError("first"), saver, tmp_path, step=0)
+    save_after(StepError("first"), saver, tmp_path, step=0)
     assert not saver.steps
     assert read_failures(tmp_path)[0]["error"] == "first"
 
 
 def test_only_failures_at_the_same_step_are_a_crash_loop(tmp_path: Path) -> None:
     for step in (4, 5, 5):
-        rescue_after(StepError("no"), FakeSaver(), tmp_path, step=step)
+        save_after(StepError("no"), FakeSaver(), tmp_path, step=step)
     refuse_crash_loop(tmp_path, Progress(step=5), [1, 2])
-    rescue_after(StepError("no"), FakeSaver(), tmp_path, step=5)
+    save_after(StepError("no"), FakeSaver(), tmp_path, step=5)
     with (tmp_path / "failures.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 5, "err')  # cut off by a crash
     refuse_crash_loop(tmp_path, Progress(step=6), [1, 2])

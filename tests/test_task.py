@@ -16,7 +16,7 @@ from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import Launch, environment, read_launch
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
-from hardened_ddp.step.totals import Totals
+from hardened_ddp.step.progress import Totals
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.task import Metric, Mistake, Score, Task, described, shortly_described
 from hardened_ddp.training.evaluate_run import measure

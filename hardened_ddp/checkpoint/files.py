@@ -69,7 +69,7 @@ class CheckpointStore:
         self.root = root
         self._keep_last = keep_last
         self._disk = Disk() if disk is None else disk
-        self.kept_step: int | None = None  # never too old: what the run would go back to
+        self._kept_step: int | None = None
 
     def write(
         self,
@@ -128,6 +128,10 @@ class CheckpointStore:
     def steps(self) -> list[int]:
         """Return the steps that have a folder, newest first, valid or not."""
         return list_steps(self.root)
+
+    def keep_newest(self, *, at_most: int) -> None:
+        """Never drop, as too old, the newest one up to this step: the run would go back to it."""
+        self._kept_step = max([s for s in self.steps() if s <= at_most], default=None)
 
     def find_valid(self, *, at_most: int | None = None) -> tuple[Found | None, list[Rejected]]:
         """Return the newest valid checkpoint, and the newer ones that were passed over."""
@@ -216,7 +220,7 @@ class CheckpointStore:
             log.warning("%s, an unfinished checkpoint, can't be removed: %s", partial, error)
 
     def _prune(self, *, written: int) -> None:
-        protected = (written, self.best_step(), self.kept_step)
+        protected = (written, self.best_step(), self._kept_step)
         for step in choose_drops(self.steps(), keep_last=self._keep_last, protected=protected):
             path = self.root / step_folder_name(step)
             try:
@@ -244,7 +248,7 @@ class CheckpointStore:
 
     def _make_room(self) -> bool:
         newest, _ = self.find_valid()
-        protected = (newest.step if newest else None, self.best_step(), self.kept_step)
+        protected = (newest.step if newest else None, self.best_step(), self._kept_step)
         drops = choose_drops(self.steps(), keep_last=0, protected=protected)
         candidates = list_discarded(self.root)
         candidates += [self.root / step_folder_name(step) for step in reversed(drops)]

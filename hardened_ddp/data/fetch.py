@@ -48,6 +48,7 @@ class Fetcher:
         self.dataset = dataset
         self.seed = seed
         self.checks = checks or Checks()
+        self._is_clean = self.checks.known == {}  # all of the data was looked at, and is fine
         self.shares_memory = True
         """In a worker: batches are made in shared memory."""
 
@@ -73,7 +74,8 @@ class Fetcher:
         epoch, indices = request
         if isinstance(self.dataset, MemoryImages):
             images, labels = self.dataset.fetch(indices, seed=self.seed, epoch=epoch)
-            return self._checked(Batch(images, labels, indices))
+            batch = Batch(images, labels, indices)
+            return batch if self._is_clean else self._checked(batch)
         if self.reads_batches:
             return self._checked(self._read_whole(epoch, indices))
         return self._checked(self._read_samples(epoch, indices))

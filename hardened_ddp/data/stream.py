@@ -47,9 +47,7 @@ class BatchStream:
             WorkerLevel(plan.num_workers, plan.shares_memory), quiet_s=config.loader_quiet_s
         )
         self.stumbles = StumbleReport()
-        self.after_start: Callable[[], None] | None = None
-        """Called when workers have started: torch has then taken over SIGCHLD."""
-
+        self._after_start: Callable[[], None] = lambda: None
         self._pool: WorkerPool | None = None
         self._is_idle = True  # the worker pool has answered all requests of the last epoch
         self._waited_for: Request | None = None
@@ -121,6 +119,14 @@ class BatchStream:
         if batch.troubles:
             self.stumbles.note(batch.troubles)
 
+    def call_after_start(self, call: Callable[[], None]) -> None:
+        """Have call called each time that workers started: torch has then taken over SIGCHLD."""
+        self._after_start = call
+
+    def show_reading(self, word: "memoryview[int]") -> None:
+        """Keep the sample that is read singly in a word that others can read."""
+        self.fetcher.reading = word
+
     def being_read(self) -> list[int]:
         """Name the sample that this rank waits for, or all of its batch. For any thread."""
         request, pool = self._waited_for, self._pool
@@ -167,8 +173,7 @@ class BatchStream:
             )
         self._is_idle = False
         self._pool.start(requests)
-        if self.after_start is not None:
-            self.after_start()
+        self._after_start()
         return self._pool
 
     def _receive(self, pool: WorkerPool, tape: "_Tape") -> Batch | None:

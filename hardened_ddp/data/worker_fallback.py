@@ -39,11 +39,8 @@ class WorkerFallback:
         self._num_doublings = 0
         self._moved_at = clock()
         self._went_up = False
-
-    @property
-    def is_low(self) -> bool:
+        self.is_low = False
         """Whether a level above was left."""
-        return bool(self._above)
 
     @property
     def wait_s(self) -> float:
@@ -56,7 +53,7 @@ class WorkerFallback:
             is_soon = self._clock() - self._moved_at < 2 * self.wait_s
             self._num_doublings = min(self._num_doublings + 1, MOST_DOUBLINGS) if is_soon else 0
         self._above.append(self.level)
-        self.level = level
+        self.level, self.is_low = level, True
         self._moved_at, self._went_up = self._clock(), False
 
     def stay(self) -> None:
@@ -70,4 +67,5 @@ class WorkerFallback:
     def go_up(self) -> None:
         """Go back to the level that was left last."""
         self.level = self._above.pop()
+        self.is_low = bool(self._above)
         self._moved_at, self._went_up = self._clock(), True

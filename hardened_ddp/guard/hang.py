@@ -1,4 +1,4 @@
-"""The watch for hangs: says which rank does not come on, and where; then saves and leaves.
+"""The watch for hangs: says which rank makes no progress, and where; then saves and leaves.
 
 Owns a thread of each rank that looks at this rank's heartbeat, and at those of its neighbours,
 about once a second. If a phase takes longer than it may, it raises the alarm; then the threads of
@@ -33,7 +33,8 @@ from hardened_ddp.guard.slow import SlowRanks, Split
 from hardened_ddp.guard.verdict import Report, Verdict, decide, limits_ns, patience_for
 from hardened_ddp.guard.watchdog import leave_at_once
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.heartbeat import FIRST_WAIT, HEART, LIMITS, NAMES, PHASE, SINCE, STEP
+from hardened_ddp.ranks.heartbeat import HEART, LIMITS, PHASE, SINCE, STEP
+from hardened_ddp.ranks.phase import FIRST_WAIT, Phase
 from hardened_ddp.ranks.stacks import is_debugged, offer_stacks, withdraw_stacks
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class HangWatch:
         """Begin to watch. Main thread. Collective: all ranks."""
         group, store, fds = self._group, None, (-1, -1)
         if self._hang_after_s > 0:
-            fds = group.heartbeat.share(), offer_stacks()
+            fds = group.tracker.share(), offer_stacks()
         self._heartbeat_fd, self._stacks_fd = fds
         self._neighbours = Neighbours(group, fds, stopped_limit_s=self._hang_after_s)  # collective
         if self._hang_after_s <= 0:
@@ -145,7 +146,7 @@ class HangWatch:
         self._consensus.leave()
 
     def _tick(self, awake_s: float) -> None:
-        words = self._group.heartbeat.words
+        words = self._group.tracker.words
         words[HEART] += 1
         self._age(awake_s)
         self._set_limits()
@@ -163,7 +164,7 @@ class HangWatch:
 
     def _age(self, awake_s: float) -> None:
         """Add up for how long this rank is in its phase, as far as this thread was awake."""
-        since = self._group.heartbeat.words[SINCE]
+        since = self._group.tracker.words[SINCE]
         age_s = (time.monotonic_ns() - since) / 1e9
         is_new = since != self._seen_since
         self._age_s = min(age_s, awake_s if is_new else self._age_s + awake_s)
@@ -171,23 +172,23 @@ class HangWatch:
 
     def _set_limits(self) -> None:
         """Learn how long each phase may take; show it to the neighbours, and to the timer."""
-        heartbeat = self._group.heartbeat
+        tracker = self._group.tracker
         limits = limits_ns(
             hang_after_s=self._hang_after_s,
-            longest_ns=heartbeat.longest_ns,
-            is_warm=heartbeat.is_warm,
+            longest_ns=tracker.longest_ns,
+            is_warm=tracker.is_warm,
             least_s=self._subject.least_s,
         )
         for phase, limit in enumerate(limits):
-            heartbeat.words[LIMITS + phase] = limit
+            tracker.words[LIMITS + phase] = limit
         if self._held >= 0:
             os.ftruncate(self._held, 0)  # it was held for a while, and went on
             # WHY armed anew each time: it goes off only where this thread can't run any more.
-            timeout_s = 2 * limits[heartbeat.words[PHASE]] / 1e9
+            timeout_s = 2 * limits[tracker.words[PHASE]] / 1e9
             faulthandler.dump_traceback_later(timeout_s, file=self._held)
 
     def _report(self, samples: tuple[int, ...] = ()) -> Report:
-        words, rank = self._group.heartbeat.words, self._group.launch.rank
+        words, rank = self._group.tracker.words, self._group.launch.rank
         phase = words[PHASE]
         limit_s = words[LIMITS + phase] / 1e9
         return Report(rank, words[STEP], phase, self._age_s, limit_s, samples)
@@ -211,7 +212,7 @@ class HangWatch:
     def _judge(self, folder: Path, *, is_witness: bool) -> None:
         """Write stacks, report, and agree on a verdict; then act, or go on if nobody hangs."""
         self._is_judging.set()
-        mine = self._report(tuple(self._subject.samples(self._group.heartbeat.words[PHASE])))
+        mine = self._report(tuple(self._subject.samples(self._group.tracker.words[PHASE])))
         with contextlib.suppress(OSError):  # WHY go on: a full disk must not hide the verdict
             self._write_stacks(folder, mine)
         self._consensus.report(mine)
@@ -259,7 +260,8 @@ class HangWatch:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"rank_{report.rank}.txt").open("w", encoding="utf-8") as file:
             where = f"process {os.getpid()} on {socket.gethostname()}"
-            file.write(f"rank {report.rank}, {where}: {NAMES[report.phase]} of step {report.step}")
+            phase = Phase(report.phase).label
+            file.write(f"rank {report.rank}, {where}: {phase} of step {report.step}")
             file.write(f" for {report.age_s:.1f} s; its main thread is {self._main_thread:#018x}\n")
             file.flush()
             faulthandler.dump_traceback(file=file, all_threads=True)

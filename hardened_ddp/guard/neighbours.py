@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from hardened_ddp.guard.verdict import HELD, STOPPED, UNINTERRUPTIBLE, Report
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.heartbeat import (
-    DATA,
     HEART,
     LIMITS,
     PHASE,
@@ -23,11 +22,12 @@ from hardened_ddp.ranks.heartbeat import (
     SINCE,
     STEP,
     TOKEN,
-    Heartbeat,
     open_words,
 )
+from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.process import stat_fields, this_process
 from hardened_ddp.ranks.stacks import ask_for_stacks
+from hardened_ddp.ranks.tracker import Tracker
 
 TRACED, GONE = "t", "gone"
 
@@ -40,7 +40,7 @@ class Neighbour:
     pid: int
     pidfd: int
     words: memoryview
-    limits: Heartbeat
+    limits: Tracker
     """That of this rank: it learns as the others do, and what it knows is not older."""
 
     stacks_fd: int
@@ -78,7 +78,7 @@ class Neighbour:
         """Tell where it is by its heartbeat."""
         words = self.words
         phase = words[PHASE]
-        has_sample = phase == DATA and words[SAMPLE] >= 0
+        has_sample = phase == Phase.DATA and words[SAMPLE] >= 0
         return Report(
             rank=self.rank,
             step=words[STEP],
@@ -117,11 +117,11 @@ class Neighbours:
         WHY at once: once a rank is stopped, it is too late to ask for anything.
         """
         self._rank = group.launch.rank
-        self._heartbeat = group.heartbeat
+        self._tracker = group.tracker
         self._stopped_limit_s = stopped_limit_s
         self._found: dict[int, Neighbour] = {}
         place = this_process().place
-        me = [place, os.getpid(), group.heartbeat.words[TOKEN], *fds]
+        me = [place, os.getpid(), group.tracker.words[TOKEN], *fds]
         for rank, entry in enumerate(group.gather_json(me)):  # collective
             can_hold = hasattr(os, "pidfd_open") and entry[3] >= 0
             if rank != self._rank and entry[0] == place and can_hold:
@@ -163,5 +163,5 @@ class Neighbours:
             os.close(pidfd)
         else:
             self._found[rank] = Neighbour(
-                rank, pid, pidfd, words, self._heartbeat, stacks_fd, self._stopped_limit_s
+                rank, pid, pidfd, words, self._tracker, stacks_fd, self._stopped_limit_s
             )

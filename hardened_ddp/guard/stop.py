@@ -13,7 +13,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -54,8 +55,10 @@ class StopRequest:
         """What the last poll said."""
 
         self._noted_at = 0.0
-        self.notice = ""
-        """What the other ranks are to log too, set by rank 0: each text is told once."""
+        self.has_looked = False
+        """The last poll looked around, as about every CHECK_EVERY_S: time for what is done then."""
+
+        self._notice = ""
 
         self._num_notices = 0
         self._told = ""
@@ -116,9 +119,14 @@ class StopRequest:
         Call it between steps, and between batches of an evaluation. Costs a comparison, mostly.
         Raises PeerLostError, on all ranks, if the launcher of one of several nodes died.
         """
-        code = self._poll()
+        self.has_looked = False
+        self._tick += 1
+        is_early = self._tick - self._started_tick < self._interval and self._pending is not None
+        code = 0 if is_early else self._poll()
+        if not code:
+            return ""
         self.reason = _describe(code)
-        if code and self.last_resort is not None:
+        if self.last_resort is not None:
             self.last_resort.relieve()  # all ranks stop here: from now on, no one waits in vain
         if code >= _LOST_CODE:
             raise PeerLostError(
@@ -129,25 +137,34 @@ class StopRequest:
             )
         return self.reason
 
-    def change_pace(self) -> None:
-        """Agree anew on how often to ask: what comes now takes another time than a step.
+    def tell(self, notice: str) -> None:
+        """Have the other ranks log a notice of rank 0, too: each text once. Rank-local."""
+        self._notice = notice
 
-        Collective: all ranks, between the same two polls.
+    @contextmanager
+    def another_pace(self) -> Iterator[None]:
+        """Agree anew on how often to ask: what is done inside takes another time than a step.
+
+        Collective: all ranks, between the same polls.
         """
+        self._change_pace()
+        try:
+            yield
+        finally:
+            self._change_pace()
+
+    def _change_pace(self) -> None:
         self._interval, self._started_tick = 1, self._tick
         self._started_at = time.perf_counter()
         self._has_new_pace = True
 
     def _poll(self) -> int:
-        self._tick += 1
         if self.group.world_size == 1:
             now = time.perf_counter()
             if now - self._started_at > CHECK_EVERY_S:
                 self._look_around()
                 self._started_at = now
             return self.code
-        if self._tick - self._started_tick < self._interval and self._pending is not None:
-            return 0
         code = 0
         if self._pending is not None:
             self.group.finish(self._pending)
@@ -193,11 +210,11 @@ class StopRequest:
 
     def _tell_notice(self) -> int:
         """Leave a new notice where the others find it; give the number of notices."""
-        if self.notice != self._told and self.group.launch.is_main:
-            self._told = self.notice
-            if self.notice:
+        if self._notice != self._told and self.group.launch.is_main:
+            self._told = self._notice
+            if self._notice:
                 self._num_notices += 1
-                self.group.publish(f"notice/{self._num_notices}", self.notice)
+                self.group.publish(f"notice/{self._num_notices}", self._notice)
         return self._num_notices
 
     def _read_notice(self, number: int) -> None:
@@ -207,6 +224,7 @@ class StopRequest:
 
     def _look_around(self) -> None:
         """See whether the stop file is there, or the time is over."""
+        self.has_looked = True
         if self.code:
             return
         if self.folder is not None and (self.folder / STOP_FILE).exists():

@@ -12,14 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from hardened_ddp.ranks.heartbeat import (
-    CHECKPOINT,
-    EVALUATION,
-    FIRST_WAIT,
-    NAMES,
-    NUM_PHASES,
-    START_UP,
-)
+from hardened_ddp.ranks.phase import FIRST_WAIT, NUM_PHASES, Phase
 
 LEARNED_FACTOR = 5
 """A phase may take so many times the longest that it took: as NVIDIA's resiliency extension."""
@@ -30,7 +23,7 @@ LONG_FACTOR = 30
 _SHARE_OF_TIMEOUT = 0.9
 _HEAD_START_S = 3.0
 
-_LONG = {START_UP, CHECKPOINT, EVALUATION}
+_LONG = {Phase.START_UP, Phase.CHECKPOINT, Phase.EVALUATION}
 _SHOWN = 8
 
 STOPPED, UNINTERRUPTIBLE, HELD, SILENT = "T", "D", "held", "silent"
@@ -138,7 +131,7 @@ def decide(
 
 def _describe(report: Report) -> str:
     """Tell where one rank is: rank 1, step 412, data, sample 9912, 63 s."""
-    parts = [f"rank {report.rank}", f"step {report.step}", NAMES[report.phase]]
+    parts = [f"rank {report.rank}", f"step {report.step}", Phase(report.phase).label]
     if len(report.samples) == 1:
         parts.append(f"sample {report.samples[0]}")
     elif report.samples:
@@ -161,7 +154,7 @@ def _places(reports: Sequence[Report]) -> str:
         ranks = sorted(report.rank for report in group)
         one = len(ranks) == 1
         verb = ("waits" if one else "wait") if is_waiting else ("is" if one else "are")
-        parts.append(f"{_ranks(ranks)} {verb} in {NAMES[phase]} of step {step}")
+        parts.append(f"{_ranks(ranks)} {verb} in {Phase(phase).label} of step {step}")
     return ", ".join(parts)
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.heartbeat import ALL_REDUCE
+from hardened_ddp.ranks.phase import Phase
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Buckets:
         """
         if not self.can_stand_in:
             return False
-        self._group.heartbeat.enter(ALL_REDUCE)
+        self._group.tracker.enter(Phase.ALL_REDUCE)
         owed = self._layout[len(self._under_way) :]
         for parameters in owed:
             size = sum(parameter.numel() for parameter in parameters)
@@ -143,7 +143,7 @@ class Buckets:
 
         used: the parameters that have a gradient on some rank; the others get none.
         """
-        before = self._group.heartbeat.enter(ALL_REDUCE)
+        before = self._group.tracker.enter(Phase.ALL_REDUCE)
         self.are_finite = False
         used_ids = {id(parameter) for parameter in used}
         for parameters in self._layout:
@@ -160,7 +160,7 @@ class Buckets:
             for place, parameter in zip(places, parameters, strict=True):
                 if id(parameter) in used_ids:
                     parameter.grad = place
-        self._group.heartbeat.enter(before)
+        self._group.tracker.enter(before)
 
     @property
     def _device(self) -> torch.device:
@@ -171,7 +171,8 @@ class Buckets:
         self._under_way.append(bucket.parameters())
         if bucket.is_last():
             self._layout = self._under_way
-            self._group.heartbeat.enter(ALL_REDUCE)  # from here on backward waits for the others
+            # From here on backward waits for the others.
+            self._group.tracker.enter(Phase.ALL_REDUCE)
         buffer = bucket.buffer()
         self._buffers.append(buffer)
         sent = buffer if self._sent_as is None else buffer.to(self._sent_as)

@@ -78,7 +78,7 @@ class Precision:
 
     def mark(self) -> list[torch.Tensor]:
         """Copy the scaler's numbers for go_back, on the device: nobody waits for it."""
-        return [number.clone() for number in self._numbers()]
+        return [] if self.scaler is None else [number.clone() for number in self._numbers()]
 
     def go_back(self, mark: Sequence[torch.Tensor]) -> None:
         """Take back what the scaler has learned since mark."""

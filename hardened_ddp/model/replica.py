@@ -15,29 +15,19 @@ Read next: probe.py (what is learned before wrapping), step/step.py (who calls t
 
 import contextlib
 import inspect
-import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hardened_ddp.errors import ModelError
 from hardened_ddp.model.buckets import Buckets
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.settings.ddp import CommHook, DdpConfig
-
-log = logging.getLogger(__name__)
-
-# What our hook rounds gradients to on their way; powersgd is torch's own hook.
-_SENT_AS: Mapping[Literal["none", "bf16", "fp16"], torch.dtype | None] = {
-    "none": None,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.settings.ddp import DdpConfig
 
 
 class Replica:
@@ -73,6 +63,13 @@ class Replica:
         self.buckets: Buckets | None = None
         """What DDP's hooks send, if it is this program's communication hook that sends it."""
 
+        self._has_hooks = ddp is not None and not sums_after
+        self.can_overlap = self._has_hooks
+        """Gradients can be sent within backward: DDP finds those that do not come, if it must."""
+
+        self.averages = self._has_hooks
+        """DDP divides the sum of the gradients by world_size. This program's own hook does not."""
+
         self._sums_are_finite = False  # False: not known
 
         # WHY not through DDP then: its forward would get its hooks ready for nothing.
@@ -87,26 +84,23 @@ class Replica:
         self.ddp, self.call = None, self.module
 
     @property
-    def averages(self) -> bool:
-        """DDP divides the sum of the gradients by world_size. This program's own hook does not."""
-        return self.ddp is not None and not self.sums_after and self.buckets is None
-
-    @property
     def can_stand_in(self) -> bool:
         """A rank whose backward failed can do its part in the sums of the others."""
         return self.buckets is not None and self.buckets.can_stand_in
 
-    @property
-    def can_overlap(self) -> bool:
-        """DDP can send within backward: it finds parameters that get no gradient, if it must."""
-        if self.ddp is None or self.sums_after:
-            return False
-        return bool(self.ddp.find_unused_parameters) or not self.looks_for_unused
+    def use_hook(self, buckets: Buckets) -> None:
+        """Have this program's own communication hook send the gradients. Rank-local."""
+        self.buckets, self.averages = buckets, False
+
+    def look_for_unused(self) -> None:
+        """From now on a parameter may get no gradient on some rank. Rank-local, on all ranks."""
+        self.looks_for_unused = True
+        # DDP can't learn of it any more: it then waits for every parameter.
+        self.can_overlap = self._has_hooks and bool(self.ddp and self.ddp.find_unused_parameters)
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Keep gradients on this rank inside. WHY forward too: DDP decides in forward."""
-        has_hooks = self.ddp is not None and not self.sums_after
-        return self.ddp.no_sync() if has_hooks else contextlib.nullcontext()  # type: ignore[union-attr]
+        return self.ddp.no_sync() if self.ddp is not None else contextlib.nullcontext()
 
     def parameters_without_gradient(self) -> list[str]:
         """Name the parameters that the last backward gave nothing. Rank-local."""
@@ -172,9 +166,16 @@ class Replica:
         sums = torch.tensor(marks, device=self.group.device)
         if marks:  # WHY so: no message of their own
             by_dtype.setdefault(sums.dtype, []).append(sums)
-        # WHY a list: every one has to be summed, also after one that is not finite
-        finite = [self.group.sum_each_(each) for each in by_dtype.values()]  # collective
-        self._sums_are_finite = all(finite) and self.buckets is None
+        before = self.group.tracker.enter(Phase.ALL_REDUCE)
+        are_finite = self.group.shared is not None and self.buckets is None
+        # WHY all: each has to be summed, also after one that is not finite
+        for each in by_dtype.values():
+            if self.group.shared is not None:
+                are_finite &= self.group.shared.sum_(each, checks=True)  # collective
+            else:
+                self.group.sum_each_(each)  # collective
+        self._sums_are_finite = are_finite
+        self.group.tracker.enter(before)
         found: list[float] = sums.tolist()
         return found
 
@@ -243,48 +244,4 @@ def wrap(
         moving_buffers=moving_buffers,
         sums_after=group.shared is not None and config.comm_hook == "none",
         channels_last=channels_last,
-    )
-
-
-def choose_comm_hook(replica: Replica, name: CommHook, *, heals: bool) -> None:
-    """Decide what sends gradients within backward: DDP itself, or a hook. Rank-local.
-
-    heals: a rank's failure within backward is to be healed; the hook for that sends what DDP does.
-    """
-    ddp = replica.ddp
-    if ddp is None or replica.sums_after:
-        return
-    if name == "powersgd":
-        _use_power_sgd(ddp)
-    elif heals or name != "none":
-        if name == "bf16" and replica.group.backend != "nccl":
-            raise ModelError(
-                f"comm_hook bf16 needs NCCL between GPUs, and this run uses "
-                f"{replica.group.backend}",
-                fix="--comm_hook fp16, which works everywhere",
-            )
-        replica.buckets = Buckets(ddp, replica.group, sent_as=_SENT_AS[name])
-    if heals and not replica.can_stand_in:
-        log.warning(
-            "an error of one rank within a step ends this attempt, and a restart goes on from the "
-            "step before: with powersgd, SyncBatchNorm, or a torch whose reducer lacks "
-            "_reset_state or _rebuild_buckets, the other ranks can't be told in time"
-        )
-
-
-def _use_power_sgd(ddp: DistributedDataParallel) -> None:
-    """Compress by PowerSGD (Vogels, Karimireddy, Jaggi, 2019).
-
-    The first steps go uncompressed: early gradients change too fast for its error feedback.
-    """
-    # WHY here: the import takes a tenth of a second that most runs need not wait for.
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    state = powerSGD_hook.PowerSGDState(
-        process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10
-    )
-    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    log.warning(
-        "comm_hook powersgd keeps an error memory on each rank that is not in checkpoints: "
-        "a resumed run is close to the unbroken one, not bitwise equal"
     )

@@ -28,18 +28,12 @@ from hardened_ddp.errors import (
     first_line,
 )
 from hardened_ddp.ranks.device import choose_backend
-from hardened_ddp.ranks.heartbeat import (
-    AGREEMENT,
-    ALL_REDUCE,
-    BROADCAST,
-    GATHER,
-    Heartbeat,
-    waits_in,
-)
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.patient_store import PatientStore
+from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.rendezvous import open_store, rendezvous
 from hardened_ddp.ranks.shared_sum import SharedSum, is_supported, open_shared_sum
+from hardened_ddp.ranks.tracker import Tracker, waits_in
 from hardened_ddp.settings.device import Backend
 
 log = logging.getLogger(__name__)
@@ -55,7 +49,7 @@ class Group:
         self.launch = launch
         self.device = device
         self.world_size = launch.world_size
-        self.heartbeat = Heartbeat()
+        self.tracker = Tracker()
         self.store: PatientStore | None = None
         self.control: dist.ProcessGroup | None = None
         self.shared: SharedSum | None = None
@@ -70,7 +64,7 @@ class Group:
         """nccl or gloo; none with one rank."""
         return str(dist.get_backend()) if self.world_size > 1 else "none"
 
-    @waits_in(ALL_REDUCE)
+    @waits_in(Phase.ALL_REDUCE)
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add tensor up over the ranks, in place, and return it. Collective: all ranks."""
         if self.shared is not None and tensor.is_cpu:
@@ -79,17 +73,12 @@ class Group:
             dist.all_reduce(tensor, group=self._group_of(tensor))  # collective
         return tensor
 
-    @waits_in(ALL_REDUCE)
-    def sum_each_(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Add up floats of one device and dtype, in place. Collective. True: surely finite sums."""
-        if self.shared is not None:
-            return self.shared.sum_(tensors, checks=True)  # collective
-        if self.world_size > 1:
-            flat = self.sum_(torch.cat([tensor.reshape(-1) for tensor in tensors]))  # collective
-            parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-            for tensor, part in zip(tensors, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
-        return False
+    def sum_each_(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Add up tensors of one device and dtype over the ranks, in place. Collective."""
+        flat = self.sum_(torch.cat([tensor.reshape(-1) for tensor in tensors]))  # collective
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
 
     def start_max(self, tensor: torch.Tensor) -> "dist.Work | None":
         """Start the element-wise maximum over the ranks of a CPU tensor, in place; wait() later.
@@ -103,19 +92,19 @@ class Group:
         )
         return work
 
-    @waits_in(AGREEMENT)
+    @waits_in(Phase.AGREEMENT)
     def finish(self, work: "dist.Work") -> None:
         """Wait for what start_max began. Collective: all ranks."""
         work.wait()  # collective
 
-    @waits_in(BROADCAST)
+    @waits_in(Phase.BROADCAST)
     def broadcast_(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
         """Give every rank the tensor of rank source, in place. Collective: all ranks."""
         if self.world_size > 1:
             dist.broadcast(tensor, src=source, group=self._group_of(tensor))  # collective
         return tensor
 
-    @waits_in(GATHER)
+    @waits_in(Phase.GATHER)
     def gather_json(self, value: Any) -> list[Any]:  # Any: JSON
         """Give every rank the values of all ranks, in rank order. Collective: all ranks."""
         if self.world_size == 1:

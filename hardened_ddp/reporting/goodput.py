@@ -14,70 +14,65 @@ Does not own: the split of a step into forward and backward (step_clock.py).
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.tracker import Tracker
 
 log = logging.getLogger(__name__)
 
 NAME = "attempts.jsonl"
 WRITE_EVERY_S = 5.0
-Phase = Literal["start_up", "data_wait", "training", "evaluation", "checkpoint"]
-PHASES: tuple[Phase, ...] = ("start_up", "data_wait", "training", "evaluation", "checkpoint")
+# What the tracker's phases count as. An all-reduce is not among them: it counts as what it ends.
+_COUNTED = {
+    "start_up": (Phase.START_UP,),
+    "data_wait": (Phase.DATA,),
+    "training": (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.REPORT),
+    "evaluation": (Phase.EVALUATION,),
+    "checkpoint": (Phase.CHECKPOINT,),
+}
+PHASES = tuple(_COUNTED)
 
 
 class Goodput:
     """Adds up the wall time of this attempt by phase. On ranks other than 0 nothing is written."""
 
-    def __init__(self, folder: Path, *, began_at: float, step: int, is_main: bool) -> None:
+    def __init__(
+        self, folder: Path, tracker: Tracker, *, began_at: float, step: int, is_main: bool
+    ) -> None:
         """began_at: when this attempt began, in seconds since the epoch; step: where it goes on."""
         self._path = folder / NAME
+        self._tracker = tracker
         self._is_main = is_main
         self._earlier = read_attempts(folder) if is_main else []
         self._began_at = began_at
         self._first_step = self._step = step
-        self._seconds = dict.fromkeys(PHASES, 0.0)
-        self._seconds["start_up"] = max(0.0, time.time() - began_at)
-        self._phase: Phase = "start_up"
-        self._last = self._written_at = time.perf_counter()
-
-    def enter(self, phase: Phase) -> None:
-        """End the phase under way; what comes now is phase."""
-        now = time.perf_counter()
-        self._seconds[self._phase] += now - self._last
-        self._last, self._phase = now, phase
-
-    @contextmanager
-    def within(self, phase: Phase) -> Iterator[None]:
-        """Count what is done inside as phase, and what comes after as what was before."""
-        before = self._phase
-        self.enter(phase)
-        try:
-            yield
-        finally:
-            self.enter(before)
+        self._start_up_s = max(0.0, time.time() - began_at)
+        self._before_s = tracker.wall_s()
+        self._written_at = time.perf_counter()
 
     def note(self, step: int, *, is_last: bool = False) -> None:
         """Note how far training is; write it down if the last line is some seconds old."""
         self._step = step
-        if not self._is_main or (self._last - self._written_at < WRITE_EVERY_S and not is_last):
+        now = time.perf_counter()
+        if not self._is_main or (now - self._written_at < WRITE_EVERY_S and not is_last):
             return
-        line = self._line()
-        self._written_at = self._last
+        self._written_at = now
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps(self._line()) + "\n")
         except OSError as error:
             log.debug("%s can't be written: %s", self._path, error)
 
-    def go_back(self, step: int) -> None:
+    def go_back(self, left_at: int, step: int) -> None:
         """Begin a new attempt at an earlier step, within this process; what came after is lost."""
-        self.note(self._step, is_last=True)
+        self.note(left_at, is_last=True)
         self._earlier.append(self._line())
         self._began_at = time.time()
         self._first_step = self._step = step
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._start_up_s, self._before_s = 0.0, self._tracker.wall_s()
 
     def account(self) -> dict[str, float]:
         """Give seconds and goodput of all attempts up to now."""
@@ -95,13 +90,17 @@ class Goodput:
         return f"{account['wall']:.1f} s in {count} attempt{'s' if count > 1 else ''}: {shares}"
 
     def _line(self) -> dict[str, float]:
-        self.enter(self._phase)
+        spent = [
+            now - then for now, then in zip(self._tracker.wall_s(), self._before_s, strict=True)
+        ]
+        seconds = {name: sum(spent[phase] for phase in of) for name, of in _COUNTED.items()}
+        seconds["start_up"] += self._start_up_s
         return {
             "began_at": round(self._began_at, 3),
             "now": round(time.time(), 3),
             "first_step": self._first_step,
             "step": self._step,
-            **{phase: round(seconds, 3) for phase, seconds in self._seconds.items()},
+            **{name: round(value, 3) for name, value in seconds.items()},
         }
 
 

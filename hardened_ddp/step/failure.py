@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 NUM_SHOWN = 8
 """Samples or parameters that a message names."""
 
+BAD_SUM = "the gradient over all ranks is not finite, though every loss is"
+
 _FIXES = {
     "error": "the traceback is in that rank's log file",
     "out of memory": "a smaller --batch_size with more --accumulation_steps; one sample alone did "
@@ -44,6 +46,15 @@ _CLASSES: dict[str, Callable[..., HardenedError]] = {
     "sample": SampleError,
     "unused": UnusedParameterError,
 }
+
+
+class LossNotFinite(ArithmeticError):
+    """A forward gave a loss that is NaN or inf. Its backward was not run."""
+
+    def __init__(self, problem: str, *, found: str = "") -> None:
+        """found: which samples and which module gave it first, if that was looked for."""
+        super().__init__(problem)
+        self.found = found
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,25 +2,25 @@
 
 Owns that look. To read a number on a GPU is to wait for all work before it, and to ask the other
 ranks would be a message per step. So nobody asks: a rank that failed has sent NaN (buckets.py), and
-that, or a gradient that is no number by itself, makes a flag on the device. The flag has the
+that, or a gradient that is not finite by itself, makes a flag on the device. The flag has the
 optimizer leave everything as it is: found_inf of torch's fused optimizers, by which GradScaler
 skips a step. It is the same on all ranks, because the sums are. Its copy is on its way to the host
 while the next step is computed already; only then is it read, and if it is up, the host takes both
-steps back and does them again (Stepper). So the host is at most one step ahead of the GPU.
+steps back and does them again (step.py). So the host is at most one step ahead of the GPU.
 
-With fp16 a gradient that is no number is an everyday matter: its GradScaler leaves such a step out
+With fp16 a gradient that is not finite is an everyday matter: its GradScaler leaves such a step out
 and takes a smaller scale. That is taken back too; the step done again tells what it was.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from hardened_ddp.data.loader import Batch
-from hardened_ddp.data.sampler import Window
-from hardened_ddp.step.failure import Failure
-from hardened_ddp.step.totals import Mark
+from hardened_ddp.ranks.phase import Phase
+
+if TYPE_CHECKING:
+    from hardened_ddp.step.attempt import Attempt
+    from hardened_ddp.step.step import Stepper
 
 
 class Flag:
@@ -45,35 +45,54 @@ class Flag:
         return bool(self._on_host)
 
 
-@dataclass(slots=True)
-class Attempt:
-    """The window under way, and what it takes to do it again."""
+class LateLook:
+    """The last step, as long as nobody has looked whether its gradient was good."""
 
-    window: Window
-    batches: Sequence[Batch]
-    buffers: Sequence[torch.Tensor]
-    """The moving buffers before it."""
+    def __init__(self, stepper: "Stepper") -> None:
+        self._stepper = stepper
+        self.attempt: Attempt | None = None
 
-    before: Mark
-    scale_before: Sequence[torch.Tensor]
-    """The numbers of fp16's scaler before it."""
+    def follow(self, attempt: "Attempt") -> None:
+        """Take a step that was just committed: it is in doubt if it has a flag."""
+        self.attempt = attempt if attempt.flag is not None else None
 
-    failure: Failure | None = None
-    """How this rank failed in it."""
-
-    loss_after: torch.Tensor | float = 0.0
-    """What the losses added up to after it, on the device."""
-
-    has_gradient: bool = True
-    """False: it was given up."""
-
-    flag: Flag | None = None
-    """Up: some rank failed in it, or its gradient is no number. None: that is known already."""
-
-    def loss(self) -> float:
-        """Give this rank's loss in it. Waits for the device."""
-        return float(self.loss_after) - float(self.before[0])
+    def forget(self) -> None:
+        """Drop the step: it is taken back, or known to be good."""
+        self.attempt = None
 
     def is_bad(self) -> bool:
-        """Say whether its flag is up. Waits for the device."""
-        return self.flag is not None and self.flag.is_up()
+        """Say whether the step is to be done again. Main thread; waits for the device."""
+        if self.attempt is None:
+            return False
+        # WHY so: this rank may wait here for another one, whose part of a sum is missing
+        with self._stepper.parts.group.tracker.within(Phase.ALL_REDUCE):
+            return self.attempt.is_bad()
+
+    def settle(self) -> None:
+        """Bring the last step out of doubt: do it again if it was bad. Collective: all ranks.
+
+        Call it before the weights, the losses or progress are read for more than the next step.
+        """
+        if not self.is_bad():
+            self.attempt = None
+            return
+        stepper = self._stepper
+        with stepper.commit_lock:
+            attempt = self.take_back()
+        if attempt is not None:
+            with stepper.explained(attempt):
+                stepper.retry.do_again(attempt)  # collective
+            stepper.commit(attempt)
+
+    def take_back(self) -> "Attempt | None":
+        """Make progress that of the weights; give the last step if the device left it out.
+
+        Rank-local, while no other thread commits a step. Waits for the device.
+        """
+        stepper, attempt = self._stepper, self.attempt
+        is_bad = attempt is not None and attempt.is_bad()
+        self.attempt = None  # WHY not before: another thread may ask while this one waits
+        if attempt is None or not is_bad:
+            return None
+        stepper.take_back(attempt)
+        return attempt

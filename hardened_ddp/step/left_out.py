@@ -7,7 +7,8 @@ from typing import Any
 from hardened_ddp.data.loader import BadSample, Batch
 from hardened_ddp.data.read_errors import file_of
 from hardened_ddp.errors import TooManyErrors
-from hardened_ddp.step.parts import Parts, Progress
+from hardened_ddp.step.parts import Parts
+from hardened_ddp.step.progress import Progress
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class LeftOut:
                     "step %d left out %s: rank %d, %s", progress.step, what, rank, entry["error"]
                 )
                 self.entries.append({"rank": rank, **entry})
-                progress.num_errors += 1
+                progress.count_errors(1)
         limit = self.parts.config.loop.max_errors
         if progress.num_errors > limit:
             raise TooManyErrors(
@@ -50,6 +51,10 @@ class LeftOut:
                 fix="see skipped_samples.jsonl in the run folder; mend the cause or raise "
                 "--max_errors",
             )
+
+    def note_rollback(self, step: int, earlier: int, why: str) -> None:
+        """Note that the run went back to an earlier step. The same on all ranks."""
+        self.entries.append({"rank": 0, "step": step, "taken_back_to": earlier, "error": why})
 
     def _file_of(self, bad: BadSample) -> str:
         """Give its file; of a sample that the model refused, nobody has looked yet."""

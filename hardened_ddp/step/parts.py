@@ -1,9 +1,9 @@
 """What a run is made of, put together once and handed around.
 
-Owns nothing but the grouping: each part is owned by its room.
+Owns nothing but the grouping: each part is owned by its layer.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,46 +11,18 @@ import torch
 
 from hardened_ddp.data.datasets import TaskData
 from hardened_ddp.data.ledger import LedgerWriter, next_start
-from hardened_ddp.data.loader import Batch, EvalLoader, TrainLoader
-from hardened_ddp.data.sampler import Window, WindowSampler
+from hardened_ddp.data.loader import EvalLoader, TrainLoader
+from hardened_ddp.data.sampler import WindowSampler
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.heartbeat import PHASE
 from hardened_ddp.settings.config import Config
+from hardened_ddp.step.progress import Progress
 from hardened_ddp.task.task import Task
 
 LATE_DEVICES = ("cuda",)
 """Where to read a number is to wait for all work before it."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """Where the run stands. Equal on all ranks at every step boundary."""
-
-    step: int = 0
-    """Optimizer steps done."""
-
-    epoch: int = 0
-    cursor: int = 0
-    """Samples of this epoch that are consumed, over all ranks."""
-
-    best_accuracy: float = -1.0
-    num_errors: int = 0
-    """Samples and windows left out so far."""
-
-    most_samples: int = 0
-    """What memory was found to hold at once: a micro-batch has no more samples. 0: no limit."""
-
-    def end_epoch(self, end: int) -> None:
-        """Go to the start of the next epoch if the cursor is at the end of this one."""
-        if self.cursor >= end:
-            self.epoch, self.cursor = self.epoch + 1, 0
-
-    def reopen_epoch(self, end: int) -> None:
-        """Go back before end_epoch: what follows an epoch's last step is still to be done."""
-        if self.cursor == 0:
-            self.epoch, self.cursor = self.epoch - 1, end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,9 +56,16 @@ class Parts:
     @property
     def looks_late(self) -> bool:
         """Learn a step later whether a gradient was good, see late.py. The same on all ranks."""
+        if self.config.loop.step_retry == "off":
+            return False
         can_skip = all(group.get("fused") for group in self.optimizer.param_groups)
         can_tell = self.group.world_size == 1 or self.replica.can_stand_in
         return self.device.type in LATE_DEVICES and can_skip and can_tell
+
+    @property
+    def compares_every(self) -> int:
+        """Steps from one comparison of the replicas to the next; 0: never."""
+        return self.config.loop.check_replicas_every if self.group.world_size > 1 else 0
 
     def open_ledger(self, folder: Path, *, step: int) -> LedgerWriter | None:
         """Begin this rank's part of the ledger, if there is to be one. Collective: all ranks."""
@@ -96,15 +75,6 @@ class Parts:
         facts = {"num_samples": self.sampler.num_total, "epoch_end": self.sampler.end}
         rank = self.group.launch.rank
         return LedgerWriter(folder, start=start, rank=rank, step=step, facts=facts)
-
-    def windows_from(self, progress: Progress) -> Iterator[tuple[Window, list[Batch]]]:
-        """Give the windows from here to the end of the epoch or of the run, with this rank's share.
-
-        None if the run's last step is done. progress is to go on with each of them.
-        """
-        windows = self.train_loader.windows(progress.epoch, progress.cursor)
-        while progress.step < self.total_steps and (found := next(windows, None)) is not None:
-            yield found
 
     def next_samples(self, progress: Progress) -> list[int]:
         """Name the samples of the window that comes next, over all ranks."""
@@ -118,14 +88,14 @@ class Parts:
         if self.eval_loader is not None:
             self.eval_loader.close()
 
-    def call_when_workers_start(self, call: Callable[[], None]) -> None:
-        """Have the loaders call back each time that they have started workers."""
-        heartbeat = self.group.heartbeat
+    def call_after_workers_start(self, call: Callable[[], None]) -> None:
+        """Have call called each time that the loaders have started workers."""
+        tracker = self.group.tracker
 
         def has_started() -> None:
-            heartbeat.enter(heartbeat.words[PHASE])  # WHY: workers that are replaced are no hang
+            tracker.enter(tracker.words[PHASE])  # WHY: workers that are replaced are no hang
             call()
 
-        self.train_loader.stream.after_start = has_started
+        self.train_loader.stream.call_after_start(has_started)
         if self.eval_loader is not None:
-            self.eval_loader.stream.after_start = has_started
+            self.eval_loader.stream.call_after_start(has_started)

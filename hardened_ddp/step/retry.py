@@ -1,22 +1,16 @@
-"""A window's gradient on all ranks, also when one of them fails on the way.
+"""A rank failed in a step: all ranks try it again, or give it up. Entered only then.
 
-Owns what happens when a rank fails inside of a step. There are two forms of a window.
-Overlapped: DDP's hook sends gradients while backward still runs; a rank that failed sends NaN for
-what it owes (model/buckets.py). On a GPU that is seen one step later (late.py).
-Safe: gradients stay local, and are summed after it; each rank adds a mark, and one that failed
-takes part with zeros. Between CPU ranks of one machine it is the faster one; it also serves windows
-in which some rank has no sample, and --continue_on_error.
-Either way the good path has no vote, and nobody waits for a rank that failed.
-
-After a failure all ranks put back what the window has changed, tell each other what happened, and
-do the window again in the safe form: with the same random numbers and the same order of additions,
-so that the weights are those of a run without the fault.
+Owns what follows. A rank that failed still does its part in the sums (with NaN in those of DDP's
+hooks, see model/buckets.py; with a mark beside those after backward), so all ranks know. Then all
+put back what the step has changed, tell each other what happened, and try again with local
+gradients: with the same random numbers and the same order of additions, so that the weights are
+those of a run without the fault.
 
 What is done about a cause: out of memory: smaller micro-batches, the same gradient; a parameter
-that gets no gradient any more: from now on such are looked for; anything else: once more, as it
-was, and NaN or inf are then watched for, to name the module (nonfinite.py). What fails again
-is no accident: with --continue_on_error the samples that fail alone are left out, or else the whole
-window; without it all ranks stop with that one cause.
+that gets no gradient any more: find_unused_parameters is on from now; anything else: once more, as
+it was, and NaN or inf are then looked for in each module (nonfinite.py). What fails again is no
+accident: with --continue_on_error the samples that fail alone are left out, or else the whole step;
+without it all ranks stop with that one cause.
 
 With SyncBatchNorm or PowerSGD nobody can stand in for a rank: an exception there ends the attempt.
 """
@@ -24,231 +18,205 @@ With SyncBatchNorm or PowerSGD nobody can stand in for a rank: an exception ther
 import logging
 import math
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from typing import TYPE_CHECKING
 
-from hardened_ddp.data.fetch import BadSample, describe, split, take
+from hardened_ddp.data.fetch import BadSample, describe, take
 from hardened_ddp.data.loader import Batch
-from hardened_ddp.data.sampler import Window
 from hardened_ddp.ranks.lost import lost_peer
-from hardened_ddp.ranks.seeding import seed_step
-from hardened_ddp.step.failure import NUM_SHOWN, Failure, error_of, shown, told, where_of
-from hardened_ddp.step.finite import FiniteCheck
-from hardened_ddp.step.late import Attempt, Flag
+from hardened_ddp.step.attempt import Attempt, Outcome
+from hardened_ddp.step.failure import (
+    BAD_SUM,
+    NUM_SHOWN,
+    Failure,
+    LossNotFinite,
+    error_of,
+    shown,
+    told,
+    where_of,
+)
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.memory import is_out_of_memory
 from hardened_ddp.step.nonfinite import watch
-from hardened_ddp.step.parts import Parts, Progress
-from hardened_ddp.step.passes import LossNotFinite, Passes
+
+if TYPE_CHECKING:
+    from hardened_ddp.step.step import Stepper
 
 log = logging.getLogger(__name__)
 
-_BAD_SUM = "the gradient over all ranks is not finite, though every loss is"
-
 
 class StepRetry:
-    """Does forward and backward of windows, again if need be."""
+    """Tries steps again in which a rank failed."""
 
-    def __init__(self, parts: Parts, passes: Passes, left_out: LeftOut) -> None:
-        self.parts = parts
-        self.passes = passes
+    def __init__(self, stepper: "Stepper", left_out: LeftOut) -> None:
+        self.stepper = stepper
         self.left_out = left_out
-        self._checks_unused = parts.replica.ddp is not None
-        self._heals = parts.config.loop.step_retry == "on"
-        self.finite = FiniteCheck(parts, passes)
-        self._is_late = self._heals and parts.looks_late
+        self.parts, self.progress = stepper.parts, stepper.progress
+        self.is_close = False
+        """NaN or inf was met in this step: each rank looks for the module that gives it first."""
 
-    def do(self, attempt: Attempt, progress: Progress) -> bool:
-        """Bring the gradient of a window to all ranks; False: it was given up. Collective.
+        self.given_up: list[str] = []
+        """Steps given up for NaN or inf since the last one that was done. The same on all ranks."""
 
-        If attempt has a flag then, the gradient is in doubt until that is read (late.py). Raises
-        the same error on all ranks if it can't be had.
+        self._retries = self.parts.config.loop.step_retry == "on"
+        self._known_unused: set[str] = set()
+
+    def until_done(self, attempt: Attempt) -> None:
+        """Try a step, in which some rank failed, until it is done or given up. Collective.
+
+        attempt.outcome says which. Raises the same error on all ranks if neither is possible.
         """
-        self.finite.is_close = False
-        if not self.is_quick(attempt.window):
-            return self._until_done(attempt, progress, has_failed=False)  # collective
-        attempt.failure = self._try(attempt, progress, keep_local=False)  # collective
-        if self._end_overlapped(attempt):  # collective
-            return self._until_done(attempt, progress, has_failed=True)  # collective
-        if attempt.flag is None and not self.finite.accepts_sum():
-            attempt.failure = Failure("not finite", _BAD_SUM)
-            return self._until_done(attempt, progress, has_failed=True)  # collective
-        return self._finish(attempt, progress, attempt.window.size)  # collective
+        stepper, num_failures = self.stepper, Counter[int]()  # by rank
+        try:
+            while not self._is_given_up(attempt, num_failures):  # collective
+                attempt.failure = stepper.run_once(attempt, keep_local=True)
+                has_failed, num_valid = stepper.sum_local(attempt)  # collective
+                if not has_failed and self._has_finite_sums():
+                    stepper.finish(attempt, num_valid)  # collective
+                    return
+                if not has_failed:
+                    attempt.failure = Failure("not finite", BAD_SUM)
+            attempt.outcome = Outcome.LEFT_OUT
+        finally:
+            self.is_close = False
 
-    def do_again(self, attempt: Attempt, progress: Progress) -> bool:
-        """Do a window whose flag is up as do does, without doubt. Collective: all ranks."""
+    def do_again(self, attempt: Attempt) -> None:
+        """Do a step whose flag is up once more, without doubt this time. Collective: all ranks."""
         attempt.flag = None
-        self.finite.is_close = False
         if (buckets := self.parts.replica.buckets) is not None:
             buckets.reset()  # WHY here too: DDP builds its buckets anew after it, on all ranks
         if attempt.failure is None and not math.isfinite(loss := attempt.loss()):
-            where = f"rank {self.parts.group.launch.rank}, step {progress.step}"
-            text = f"{where}, samples {shown(attempt.batches)}: the loss is {loss}"
+            text = f"{self._where()}, samples {shown(attempt.batches)}: the loss is {loss}"
             attempt.failure = Failure("not finite", text)
-        return self._until_done(attempt, progress, has_failed=True)  # collective
+        self.until_done(attempt)  # collective
 
-    def _until_done(self, attempt: Attempt, progress: Progress, *, has_failed: bool) -> bool:
-        """Do the window in the safe form, again and again if need be; False: it was given up.
+    def stand_in(self, attempt: Attempt) -> None:
+        """Do this rank's part, with NaN, in what DDP's hooks of the others send. Collective.
 
-        has_failed: it was tried already, and failed on some rank or in the sum. Collective.
+        Raises this rank's error if that can't be done.
         """
-        num_failures: Counter[int] = Counter()  # by rank
-        while True:
-            if not has_failed:
-                attempt.failure = self._try(attempt, progress)
-                num_failed, num_valid = self._sum(attempt)  # collective
-                if not num_failed and self.finite.accepts_sum():
-                    if self._finish(attempt, progress, num_valid):  # collective
-                        return True
-                    self._undo(attempt)
-                    return False
-                if not num_failed:
-                    attempt.failure = Failure("not finite", _BAD_SUM)
-            has_failed = False
-            failure = attempt.failure
-            self._undo(attempt)
-            everyone = self.parts.group.gather_json(failure and asdict(failure))  # collective
-            causes = {rank: Failure(**cause) for rank, cause in enumerate(everyone) if cause}
-            if not causes and self.parts.precision.scaler is not None:
-                continue  # an overflow of fp16: now its scaler may leave the step out for good
-            if not causes:  # nobody failed, so the sum that DDP made is no number
-                causes = {0: Failure("not finite", _BAD_SUM)}
-            self.finite.is_close = any(cause.kind == "not finite" for cause in causes.values())
-            if self._adapt(causes, progress):
-                continue
-            num_failures.update(causes.keys())
-            # WHY: the first failure of another rank is another accident, with its own second try
-            num_tries = max(num_failures[rank] for rank in causes)
-            self._stop_unless_useful(causes, num_tries)
-            if num_tries == 1 and self._heals:
-                _say(causes, progress, "the window is done again")
-            elif num_tries == 2 and self._heals:
-                _say(causes, progress, "looking for the samples that fail alone")
-                if failure is not None:
-                    attempt.batches = self._without_bad(attempt, progress)
-            else:
-                if self.finite.is_close:
-                    self.finite.poisoned.append(f"step {progress.step}: {told(causes)}")
-                self.left_out.add(attempt.batches, failure.text if failure else "", progress)
-                return False
-
-    def is_quick(self, window: Window) -> bool:
-        """Say whether gradients are sent within backward, if at all: the same on all ranks."""
-        parts, world_size = self.parts, self.parts.group.world_size
-        if parts.config.loop.continue_on_error:  # which samples are left out is seen in the sum
-            return False
-        can = parts.replica.can_overlap if world_size > 1 else self._is_late
-        return can and window.size >= world_size
-
-    def _try(
-        self, attempt: Attempt, progress: Progress, *, keep_local: bool = True
-    ) -> Failure | None:
-        """Run forward and backward on what can be read; say how it failed.
-
-        Rank-local, but for a backward that does not keep_local: that is collective.
-        """
-        parts, rank = self.parts, self.parts.group.launch.rank
-        window, batches = attempt.window, attempt.batches
-        if not keep_local and parts.replica.buckets is not None:
-            parts.replica.buckets.begin()
-        bad = [sample for batch in batches for sample in batch.bad]
-        if bad and not parts.config.loop.continue_on_error:
-            return Failure("sample", f"rank {rank} can't read sample {bad[0].name}: {bad[0].error}")
-        micro_batches = split(batches, progress.most_samples)
-        where = f"rank {rank}, step {progress.step}"
-        self._seed(progress)
-        watched = watch(parts.replica.module) if self.finite.is_close else nullcontext()
-        problem = ""
-        try:
-            with watched as finder:
-                self.passes.run(window, micro_batches, keep_local=keep_local)
-        except LossNotFinite as error:
-            problem = str(error)
-        except Exception as error:  # WHY broad: whatever it is, the other ranks must hear of it
-            if (lost := lost_peer(error, parts.group)) is not None:
-                raise lost from error
-            if not self._heals and not parts.config.loop.continue_on_error:
-                raise
-            log.debug("step %d failed", progress.step, exc_info=True)
-            kind = "out of memory" if is_out_of_memory(error) else "error"
-            text = f"{where}, {self.passes.phase}, samples {shown(micro_batches)}: "
-            text += f"{describe(error)} ({where_of(error)})"
-            return Failure(kind, text, max(batch.num_samples for batch in micro_batches))
-        if problem or (keep_local and (problem := self.finite.own_problem(attempt.before))):
-            text = f"samples {shown(micro_batches)}: {problem}"
-            if finder is not None:
-                text = finder.tell(problem, micro_batches)
-            return Failure("not finite", f"{where}, {text}")
-        looks = parts.replica.looks_for_unused
-        if self._checks_unused and not looks and window.size >= parts.group.world_size:
-            names = parts.replica.parameters_without_gradient()
-            if names:
-                some = f"{', '.join(names[:NUM_SHOWN])} ({len(names)} in all)"
-                return Failure("unused", f"rank {rank}: no gradient came for {some}")
-        return None
-
-    def _end_overlapped(self, attempt: Attempt) -> bool:
-        """Do the rest of this rank's part in the sums; say whether some rank failed. Collective.
-
-        On a GPU that is known later: attempt gets a flag.
-        """
-        replica, failure = self.parts.replica, attempt.failure
-        buckets, has_failed = replica.buckets, failure is not None
+        failure, buckets = attempt.failure, self.parts.replica.buckets
         is_alone = self.parts.group.world_size == 1
         if failure is not None and not is_alone and (buckets is None or not buckets.stand_in()):
             raise error_of(failure.kind, failure.text)
-        if self._is_late and (buckets is None or not buckets.are_old):
-            attempt.flag = Flag(replica.is_gradient_bad(has_failed))
-            attempt.loss_after = self.passes.totals.loss_sum.clone()
-            if has_failed and buckets is not None:
-                buckets.disarm()
-        if attempt.flag is not None or buckets is None:
-            return False
-        if buckets.some_rank_failed(has_failed):  # collective
-            buckets.reset()
-            return True
-        buckets.renew()  # collective
-        return False
 
-    def _sum(self, attempt: Attempt) -> tuple[int, int]:
-        """Add up the gradients, with the marks of failed ranks and the samples. Collective."""
-        num_valid = sum(batch.num_samples for batch in attempt.batches)
-        has_failed = float(attempt.failure is not None)
-        marks = self.parts.replica.sum_gradients([has_failed, float(num_valid)])  # collective
-        return int(marks[0]), int(marks[1])
+    def failure_of(self, error: Exception, batches: Sequence[Batch]) -> Failure:
+        """Say how this rank failed with an exception. Rank-local.
 
-    def _finish(self, attempt: Attempt, progress: Progress, num_valid: int) -> bool:
-        """Weigh what is left if samples are missing; False: there is none left. Collective."""
-        parts, size = self.parts, attempt.window.size
-        if num_valid < size:
-            self.left_out.add(attempt.batches, "", progress)  # collective
+        Raises PeerLostError if it is another rank's end; or error itself if nothing is retried.
+        """
+        parts = self.parts
+        if isinstance(error, LossNotFinite):
+            found = error.found or f"samples {shown(batches)}: {error}"
+            return Failure("not finite", f"{self._where()}, {found}")
+        if (lost := lost_peer(error, parts.group)) is not None:
+            raise lost from error
+        if not self._retries and not parts.config.loop.continue_on_error:
+            raise error
+        log.debug("step %d failed", self.progress.step, exc_info=error)
+        kind = "out of memory" if is_out_of_memory(error) else "error"
+        text = f"{self._where()}, {parts.group.tracker.work}, samples {shown(batches)}: "
+        text += f"{describe(error)} ({where_of(error)})"
+        return Failure(kind, text, max(len(batch.indices) for batch in batches))
+
+    def unused_failure(self, names: Sequence[str]) -> Failure:
+        """Say that parameters got no gradient, which DDP would wait for. Rank-local."""
+        some = f"{', '.join(names[:NUM_SHOWN])} ({len(names)} in all)"
+        rank = self.parts.group.launch.rank
+        return Failure("unused", f"rank {rank}: no gradient came for {some}")
+
+    def run_watched(self, attempt: Attempt, batches: Sequence[Batch]) -> None:
+        """Run forward and backward, looking for the module that gives the first NaN or inf.
+
+        Rank-local. Raises LossNotFinite with what was found.
+        """
+        with watch(self.parts.replica.module) as finder:
+            try:
+                self.stepper.forward_backward(attempt.window, batches, keep_local=True)
+                problem = self._own_problem(attempt)
+            except LossNotFinite as error:
+                problem = str(error)
+        if problem:
+            raise LossNotFinite(problem, found=finder.tell(problem, batches))
+
+    def weigh(self, attempt: Attempt, num_valid: int) -> None:
+        """Weigh the gradient of a step from which samples are missing. Collective: all ranks.
+
+        With no sample left the step is given up.
+        """
+        self.left_out.add(attempt.batches, "", self.progress)  # collective
         if not num_valid:
+            self.stepper.undo(attempt)
+            attempt.outcome = Outcome.LEFT_OUT
+            return
+        for parameter in self.parts.replica.trainable.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(attempt.window.size / num_valid)
+
+    def name_unused(self) -> None:
+        """Say which parameters get no gradient any more: they stay as they are. Rank-local."""
+        new = set(self.parts.replica.parameters_without_gradient()) - self._known_unused
+        if new:
+            self._known_unused |= new
+            log.warning("no gradient comes any more for: %s", ", ".join(sorted(new)))
+
+    def _is_given_up(self, attempt: Attempt, num_failures: Counter[int]) -> bool:
+        """Undo a try that failed, and decide with all ranks what follows. Collective: all ranks.
+
+        True: the step is given up. Raises one error, the same on all ranks, if nothing helps.
+        num_failures: by rank, so far; it is counted on.
+        """
+        stepper, group, step = self.stepper, self.parts.group, self.progress.step
+        failure = attempt.failure
+        stepper.undo(attempt)
+        everyone = group.gather_json(failure and asdict(failure))  # collective
+        causes = {rank: Failure(**cause) for rank, cause in enumerate(everyone) if cause}
+        if not causes and self.parts.precision.scaler is not None:
+            return False  # an overflow of fp16: now its scaler may leave the step out for good
+        if not causes:  # nobody failed, so the sum that DDP made is not finite
+            causes = {0: Failure("not finite", BAD_SUM)}
+        self.is_close = any(cause.kind == "not finite" for cause in causes.values())
+        if self._adapt(causes):
             return False
-        if num_valid < size:
-            for parameter in parts.replica.trainable.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(size / num_valid)
-        parts.replica.sync_buffers()  # collective
-        self.finite.note_good(progress.step)
+        num_failures.update(causes.keys())
+        # WHY: the first failure of another rank is another accident, with its own second try
+        num_tries = max(num_failures[rank] for rank in causes)
+        self._stop_unless_useful(causes, num_tries)
+        if num_tries == 1 and self._retries:
+            log.warning("retrying step %d: %s", step, told(causes))
+            return False
+        if num_tries == 2 and self._retries:
+            log.warning("step %d: looking for the samples that fail alone: %s", step, told(causes))
+            if failure is not None:
+                attempt.batches = self._without_bad(attempt)
+            return False
+        if self.is_close:
+            self.given_up.append(f"step {step}: {told(causes)}")
+        text = failure.text if failure else ""
+        self.left_out.add(attempt.batches, text, self.progress)  # collective
         return True
 
-    def _adapt(self, causes: dict[int, Failure], progress: Progress) -> bool:
+    def _adapt(self, causes: dict[int, Failure]) -> bool:
         """Change what is to be changed on all ranks; say whether that may help."""
-        if not self._heals:
+        if not self._retries:
             return False
-        kinds = {cause.kind for cause in causes.values()}
+        step, kinds = self.progress.step, {cause.kind for cause in causes.values()}
         if kinds == {"unused"} and self.parts.config.ddp.find_unused_parameters != "off":
-            self.parts.replica.looks_for_unused = True
-            _say(causes, progress, "find_unused_parameters is on from now, the window done again")
+            self.parts.replica.look_for_unused()
+            log.warning(
+                "find_unused_parameters is on from now; retrying step %d: %s", step, told(causes)
+            )
             return True
         sizes = [c.num_samples for c in causes.values() if c.kind == "out of memory"]
         if sizes and max(sizes) > 1:
-            progress.most_samples = max(sizes) // 2
-            _say(
-                causes,
-                progress,
-                f"micro-batches have {progress.most_samples} samples at most from now on; the "
-                "window is done again, for the same gradient",
+            self.progress.limit_micro_batches(max(sizes) // 2)
+            log.warning(
+                "micro-batches have %d samples at most from now on; retrying step %d, for the same "
+                "gradient: %s",
+                self.progress.most_samples,
+                step,
+                told(causes),
             )
             return True
         return False
@@ -258,11 +226,11 @@ class StepRetry:
         if self.parts.config.loop.continue_on_error:
             return
         kinds = [cause.kind for cause in causes.values()]
-        if self._heals and num_tries == 1 and not {"sample", "unused"} & set(kinds):
+        if self._retries and num_tries == 1 and not {"sample", "unused"} & set(kinds):
             return
         raise error_of(kinds[0], told(causes))
 
-    def _without_bad(self, attempt: Attempt, progress: Progress) -> list[Batch]:
+    def _without_bad(self, attempt: Attempt) -> list[Batch]:
         """Run each sample alone; give the batches without those that fail again. Rank-local.
 
         WHY unless all fail: then it is not the samples (BatchNorm can't train on a single one).
@@ -270,28 +238,36 @@ class StepRetry:
         found, num_good = [], 0
         for batch in attempt.batches:
             good, bad = [], list(batch.bad)
-            for index in range(batch.num_samples):
+            for index in range(len(batch.indices)):
                 single = replace(attempt, batches=[take(batch, [index])])
-                failure = self._try(single, progress)
+                failure = self.stepper.run_once(single, keep_local=True)
                 if failure is None or failure.kind == "unused":
                     good.append(index)
                 else:
                     bad.append(BadSample(int(batch.indices[index]), failure.text))
-                self._undo(attempt)
+                self.stepper.undo(attempt)
             num_good += len(good)
             found.append(replace(take(batch, good), bad=tuple(bad)))
         return found if num_good else list(attempt.batches)
 
-    def _undo(self, attempt: Attempt) -> None:
-        self.parts.replica.put_back_buffers(attempt.buffers)
-        self.parts.optimizer.zero_grad(set_to_none=True)
-        self.passes.totals.go_back(attempt.before)
+    def _has_finite_sums(self) -> bool:
+        """Say whether the gradient over all ranks is finite. The same on all ranks.
 
-    def _seed(self, progress: Progress) -> None:
-        seed, device = self.parts.config.device.seed, self.parts.device
-        rank = self.parts.group.launch.rank
-        seed_step(seed, step=progress.step, rank=rank, device_type=device.type)
+        WHY not with a scaler: an overflow of fp16 is its business.
+        """
+        is_asked = self.stepper.checks_sums or self.is_close
+        if self.parts.precision.scaler is not None or not is_asked:
+            return True
+        return self.parts.replica.has_finite_sums()
 
+    def _own_problem(self, attempt: Attempt) -> str:
+        """Say what of this rank's own loss and gradient is not finite; else empty. Rank-local."""
+        loss = self.stepper.totals.loss_since(attempt.totals_before)
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if self.parts.precision.scaler is None and not self.parts.replica.has_finite_gradients():
+            return "the gradient is not finite"
+        return ""
 
-def _say(causes: dict[int, Failure], progress: Progress, what: str) -> None:
-    log.warning("step %d: %s: %s", progress.step, what, told(causes))
+    def _where(self) -> str:
+        return f"rank {self.parts.group.launch.rank}, step {self.progress.step}"

@@ -1,60 +1,69 @@
-"""One optimizer step: the window's samples forward and backward, gradients averaged, weights moved.
+"""One optimizer step: forward, backward, all-reduce, update. A good step reads from do() down.
 
-Owns the order forward, backward, all-reduce, unscale, clip, update. The first three are done in
-retry.py, which also does them again if a rank fails in one of them.
+There are two ways for the gradients. Overlapped: DDP's hooks send them while backward still runs.
+Local: they stay on the rank, and are summed after backward, with a mark of each rank that failed;
+between CPU ranks of one machine that is the faster way, and it also serves steps in which some rank
+has no sample. Neither has a vote: nobody waits for a rank that failed.
+
+What happens when a rank fails is in retry.py. On GPUs that is learned one step later: late.py.
 """
 
 import contextlib
-import logging
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
+from hardened_ddp.data.batch import Batch, split
 from hardened_ddp.data.ledger import LedgerWriter
-from hardened_ddp.data.loader import Batch
 from hardened_ddp.data.sampler import Window
-from hardened_ddp.errors import (
-    HardenedError,
-)
+from hardened_ddp.errors import HardenedError
 from hardened_ddp.model.optimizer import learning_rate, set_learning_rate
 from hardened_ddp.model.precision import clip
-from hardened_ddp.ranks.heartbeat import ALL_REDUCE
-from hardened_ddp.reporting.step_clock import StepClock
-from hardened_ddp.step.failure import explain_failure
-from hardened_ddp.step.late import Attempt
+from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.seeding import seed_step
+from hardened_ddp.step.attempt import Attempt, Outcome
+from hardened_ddp.step.failure import BAD_SUM, Failure, LossNotFinite, explain_failure
+from hardened_ddp.step.late import Flag, LateLook
 from hardened_ddp.step.left_out import LeftOut
-from hardened_ddp.step.parts import Parts, Progress
-from hardened_ddp.step.passes import Passes
+from hardened_ddp.step.parts import Parts
+from hardened_ddp.step.progress import Progress, Totals
 from hardened_ddp.step.retry import StepRetry
-from hardened_ddp.step.totals import Totals
 
-log = logging.getLogger(__name__)
+
+class ReadsWeights(Protocol):
+    """What may still read the weights of the last step: a checkpoint that is being written."""
+
+    reads_weights: bool
+
+    def before_update(self) -> None:
+        """Make the weights free to change."""
 
 
 class Stepper:
     """Does optimizer steps with the parts of a run, and adds up their losses."""
 
     def __init__(
-        self, parts: Parts, *, clock: StepClock, before_update: Callable[[], None]
+        self,
+        parts: Parts,
+        progress: Progress,
+        *,
+        left_out: LeftOut,
+        saver: ReadsWeights,
     ) -> None:
         self.parts = parts
-        self.clock = clock
-        self.before_update = before_update
-        self.passes = Passes(parts, clock)
-        self.left_out = LeftOut(parts)
-        self.retry = StepRetry(parts, self.passes, self.left_out)
+        self.progress = progress
+        self.totals = Totals(parts.task, parts.device)
+        self.retry = StepRetry(self, left_out)
+        self.late = LateLook(self)
         self.grad_norm: torch.Tensor | None = None
-        self.looks_closely = False
-        """Set it before a step to have grad_norm measured in it and missing gradients named."""
+        """Of the last step that was reported."""
 
-        self._known_unused: set[str] = set()
-
-        self.has_unread_totals = False
-        """Steps were done since read_totals. The same on all ranks."""
-
-        self.ledger: LedgerWriter | None = None
+        self.batch: Batch | None = None
+        """The micro-batch under way, for a message about a hang in it."""
 
         self.is_whole = True
         """Weights and optimizer state are those of a step boundary: not half updated."""
@@ -65,175 +74,308 @@ class Stepper:
         self.buffers_before: Sequence[torch.Tensor] = ()
         """The moving buffers at the last step boundary; a forward under way has changed them."""
 
-        self._doubtful: Attempt | None = None
-        """The last step, if nobody has looked yet whether its gradient was good."""
+        self.has_unread_totals = False
+        """Steps were done since read_totals. The same on all ranks."""
+
+        self.last_good = -1
+        """The last step that was done. The same on all ranks."""
 
         config = parts.config
+        self._saver = saver
+        self._ledger: LedgerWriter | None = None
+        self._tracker = parts.group.tracker
+        self._is_late = parts.looks_late
+        self._watches_loss = parts.watches_loss
+        # WHY not with a scaler: an overflow of fp16 is its business.
+        has_scaler = parts.precision.scaler is not None
+        is_asked = parts.watches_loss or config.loop.continue_on_error or self._is_late
+        self.checks_sums = is_asked and not has_scaler
+        self._moves_batches = parts.device.type != "cpu" or parts.replica.channels_last
         self._has_schedule = (
             config.optimizer.lr_schedule != "constant" or config.optimizer.warmup_steps > 0
         )
         set_learning_rate(parts.optimizer, config.optimizer.learning_rate)
+
+    def do(self, window: Window, batches: Sequence[Batch]) -> Outcome:
+        """Train on this rank's batches of window, and commit it. Collective: all ranks.
+
+        On a GPU the step may be in doubt until the next one or settle. Raises SampleError,
+        OutOfMemoryError, NonFiniteError, StepError or PeerLostError, each naming rank, step, phase
+        and samples; then nothing of the window is committed.
+        """
+        progress, late = self.progress, self.late
+        if self._ledger is not None:
+            ids = [batch.indices.numpy() for batch in batches]
+            self._ledger.bring(progress.step, progress.epoch, ids)
+        if late.attempt is not None and not self._overlaps(window):
+            late.settle()  # collective
+        attempt = self._bring_gradient(window, batches)  # collective
+        if late.attempt is not None and late.is_bad():
+            late.settle()  # collective
+            attempt = self._bring_gradient(window, batches)  # collective
+        self.commit(attempt)
+        self._tracker.end_step(progress.step)
+        if late.attempt is not None and self._is_read_next(window):
+            late.settle()  # collective
+        return attempt.outcome
+
+    def _bring_gradient(self, window: Window, batches: Sequence[Batch]) -> Attempt:
+        """Bring the gradient of a window to all ranks. Collective: all ranks."""
+        parts = self.parts
+        # What another try would put back: forward changes the buffers, and adds to the losses.
+        self.buffers_before = buffers = parts.replica.copy_buffers()
+        scale = parts.precision.mark()
+        attempt = Attempt(window, batches, buffers, self.totals.mark(), scale)
+        with self.explained(attempt):
+            overlaps, num_valid = self._overlaps(window), window.size
+            attempt.failure = self.run_once(attempt, keep_local=not overlaps)  # collective
+            if overlaps:
+                has_failed = self._end_overlapped(attempt)  # collective
+            else:
+                has_failed, num_valid = self.sum_local(attempt)  # collective
+            is_checked = self.checks_sums and not has_failed and attempt.flag is None
+            if is_checked and not parts.replica.has_finite_sums():
+                attempt.failure, has_failed = Failure("not finite", BAD_SUM), True
+            if has_failed:
+                self.retry.until_done(attempt)  # collective
+            else:
+                self.finish(attempt, num_valid)  # collective
+        return attempt
+
+    def run_once(self, attempt: Attempt, *, keep_local: bool) -> Failure | None:
+        """Run forward and backward on this rank's samples; say how that failed.
+
+        Rank-local, but for a backward that does not keep_local: that is collective.
+        """
+        parts, progress = self.parts, self.progress
+        rank, batches = parts.group.launch.rank, attempt.batches
+        if not keep_local and parts.replica.buckets is not None:
+            parts.replica.buckets.begin()
+        if (bad := [sample for batch in batches for sample in batch.bad]) or progress.most_samples:
+            if bad and not parts.config.loop.continue_on_error:
+                text = f"rank {rank} can't read sample {bad[0].name}: {bad[0].error}"
+                return Failure("sample", text)
+            batches = split(batches, progress.most_samples)
+        if self._has_schedule:
+            config, total_steps = parts.config.optimizer, parts.total_steps
+            rate = learning_rate(config, step=progress.step, total_steps=total_steps)
+            set_learning_rate(parts.optimizer, rate)
+        seed = parts.config.device.seed
+        seed_step(seed, step=progress.step, rank=rank, device_type=parts.device.type)
+        try:
+            if self.retry.is_close:
+                self.retry.run_watched(attempt, batches)
+            else:
+                self.forward_backward(attempt.window, batches, keep_local=keep_local)
+        except Exception as error:  # WHY broad: whatever it is, the other ranks must hear of it
+            return self.retry.failure_of(error, batches)
+        expects_all = not parts.replica.looks_for_unused
+        if expects_all and attempt.window.size >= parts.group.world_size:
+            names = parts.replica.parameters_without_gradient()
+            return self.retry.unused_failure(names) if names else None
+        return None
+
+    def forward_backward(
+        self, window: Window, batches: Sequence[Batch], *, keep_local: bool
+    ) -> None:
+        """Run micro-batches forward and backward; the last backward averages unless keep_local.
+
+        Losses are sums, divided by the samples of the whole window: so accumulation, a short last
+        window and uneven shares all give the gradient of one big batch.
+        """
+        parts, replica, tracker = self.parts, self.parts.replica, self._tracker
+        # DDP's own sum divides by world_size besides: undone here.
+        is_divided = replica.averages and not keep_local
+        scale = (parts.group.world_size if is_divided else 1) / window.size
+        for index, batch in enumerate(batches):
+            if self._moves_batches:
+                batch = batch.to(parts.device, channels_last=replica.channels_last)
+            is_synced = index == len(batches) - 1 and not keep_local
+            self.batch = batch
+            tracker.enter(Phase.FORWARD)
+            with contextlib.nullcontext() if is_synced or replica.sums_after else replica.no_sync():
+                with parts.precision.autocast():
+                    score = parts.task.score(replica.call, batch.inputs, batch.targets)
+                if self._watches_loss and not math.isfinite(value := score.loss_sum.item()):
+                    raise LossNotFinite(f"the loss is {value}")
+                tracker.enter(Phase.BACKWARD)
+                parts.precision.backward(score.loss_sum * scale)  # collective if is_synced
+            self.totals.add(score)
+        self.batch = None
+        tracker.enter(Phase.OPTIMIZER)
+
+    def _end_overlapped(self, attempt: Attempt) -> bool:
+        """Do the rest of this rank's part in DDP's sums; say whether some rank failed. Collective.
+
+        On a GPU that is known later: then attempt gets a flag.
+        """
+        replica, buckets = self.parts.replica, self.parts.replica.buckets
+        has_failed = attempt.failure is not None
+        if has_failed:
+            self.retry.stand_in(attempt)  # collective
+        if self._is_late and (buckets is None or not buckets.are_old):
+            attempt.flag = Flag(replica.is_gradient_bad(has_failed))
+            attempt.loss_after = self.totals.loss_sum.clone()
+            if has_failed and buckets is not None:
+                buckets.disarm()
+            return False
+        if buckets is None:
+            return False
+        if buckets.some_rank_failed(has_failed):  # collective
+            buckets.reset()
+            return True
+        buckets.renew()  # collective
+        return False
+
+    def sum_local(self, attempt: Attempt) -> tuple[bool, int]:
+        """Add up local gradients over the ranks; say whether some rank failed. Collective.
+
+        Also gives how many samples of the window, over all ranks, are in the sums.
+        """
+        num_valid = sum([len(batch.indices) for batch in attempt.batches])
+        has_failed = float(attempt.failure is not None)
+        # With the gradients go a mark of each rank that failed, and the number of samples.
+        marks = self.parts.replica.sum_gradients([has_failed, float(num_valid)])  # collective
+        return marks[0] > 0, int(marks[1])
+
+    def finish(self, attempt: Attempt, num_valid: int) -> None:
+        """Finish a gradient to which no rank failed. Collective: all ranks."""
+        if num_valid < attempt.window.size:
+            self.retry.weigh(attempt, num_valid)  # collective
+        if attempt.outcome is Outcome.DONE:
+            if self.parts.replica.moving_buffers:
+                self.parts.replica.sync_buffers()  # collective
+            self.last_good = self.progress.step
+            if self.retry.given_up:
+                self.retry.given_up.clear()
+
+    def commit(self, attempt: Attempt) -> None:
+        """Move weights and progress. Rank-local: every rank has the same gradient."""
+        with self.explained(attempt), self.commit_lock:
+            if attempt.outcome is Outcome.DONE:
+                self._update(attempt)
+            self.progress.commit(attempt.window)
+            self.buffers_before = ()
+            if attempt.flag is not None or self.late.attempt is not None:
+                self.late.follow(attempt)
+        self.parts.optimizer.zero_grad(set_to_none=True)
+        self.has_unread_totals = True
+
+    def _update(self, attempt: Attempt) -> None:
+        """Unscale, clip, update the weights. Every rank has the same gradients: no vote."""
+        parts = self.parts
+        max_norm = parts.config.optimizer.clip_grad_norm
+        is_reported = is_due(self.progress.step + 1, parts.config.loop.log_interval)
+        if is_reported and attempt.failure is None:
+            self.retry.name_unused()
+        if self._is_late:
+            flag = None if attempt.flag is None else attempt.flag.on_device
+            parts.precision.leave_out(parts.optimizer, flag)
+        if max_norm > 0 or is_reported:
+            parts.precision.unscale(parts.optimizer)
+            self.grad_norm = clip(parts.replica.trainable.values(), max_norm=max_norm)
+        if self._saver.reads_weights:
+            self._saver.before_update()
+        self.is_whole = False
+        parts.precision.step(parts.optimizer)
+        self.is_whole = True
+
+    def _overlaps(self, window: Window) -> bool:
+        """Say whether gradients are sent within backward, if at all: the same on all ranks."""
+        parts, world_size = self.parts, self.parts.group.world_size
+        if parts.config.loop.continue_on_error:  # which samples are left out is seen in the sum
+            return False
+        can = parts.replica.can_overlap if world_size > 1 else self._is_late
+        return can and window.size >= world_size
+
+    def undo(self, attempt: Attempt) -> None:
+        """Put back what forward and backward have changed. Rank-local."""
+        self.parts.replica.put_back_buffers(attempt.buffers)
+        self.parts.optimizer.zero_grad(set_to_none=True)
+        self.totals.go_back(attempt.totals_before)
+
+    def take_back(self, attempt: Attempt) -> None:
+        """Undo a step that was committed, but left the weights as they were. Rank-local."""
+        self.undo(attempt)
+        self.parts.precision.go_back(attempt.scale_before)
+        self.buffers_before = attempt.buffers
+        self.progress.take_back(attempt.window)
+
+    @contextlib.contextmanager
+    def explained(self, attempt: Attempt) -> Iterator[None]:
+        """Put back what a step that fails has changed, and name the step in the error."""
+        try:
+            yield
+        except Exception as error:
+            if self.is_whole:
+                self.parts.replica.put_back_buffers(attempt.buffers)
+            if isinstance(error, HardenedError):
+                raise
+            samples = [int(index) for batch in attempt.batches for index in batch.indices]
+            step, phase = self.progress.step, self._tracker.work
+            raise explain_failure(
+                error, self.parts.group, step=step, phase=phase, samples=samples
+            ) from error
+
+    def end_epoch(self) -> None:
+        """Go to the start of the next epoch, if this one is over. Rank-local."""
+        with self.commit_lock:
+            self.progress.end_epoch(self.parts.sampler.end)
+
+    def _is_read_next(self, window: Window) -> bool:
+        """Say whether the loss or the weights of this step are looked at before the next one."""
+        parts, step = self.parts, self.progress.step
+        is_last = step >= parts.total_steps or window.stop >= parts.sampler.end
+        is_compared = is_due(step, parts.compares_every)
+        return is_last or is_compared or is_due(step, parts.config.loop.log_interval)
 
     @property
     def rate(self) -> float:
         """The learning rate of the last step."""
         return float(self.parts.optimizer.param_groups[0]["lr"])
 
-    def read_totals(self, progress: Progress) -> dict[str, float]:
+    def read_totals(self) -> dict[str, float]:
         """Give mean loss and accuracy since the last reading, and start anew. Collective."""
-        self.settle(progress)  # collective
-        sums = self.passes.totals.read(self.parts.group)  # collective
-        self.passes.totals = Totals(self.parts.task, self.parts.device)
+        self.late.settle()  # collective
+        sums = self.totals.read(self.parts.group)  # collective
+        self.totals = Totals(self.parts.task, self.parts.device)
         self.has_unread_totals = False
         return sums
 
-    def forget(self) -> None:
-        """Drop what was added up since the last report: those steps are taken back. Rank-local."""
-        self.parts.optimizer.zero_grad(set_to_none=True)
-        self.passes.totals = Totals(self.parts.task, self.parts.device)
-        self.has_unread_totals = False
-        self.buffers_before = ()
-        self._doubtful = None
-
     def is_finite(self) -> bool:
-        """Say whether losses since the last reading, and the last gradient, are numbers.
+        """Say whether losses since the last reading, and the last gradient, are finite.
 
-        Rank-local; waits for the device.
-
-        WHY: a checkpoint of poisoned weights would push out the good ones.
+        Rank-local; waits for the device. WHY: a checkpoint of weights with NaN would push out the
+        good ones.
         """
-        is_bad = self._doubtful is not None and self._doubtful.is_bad()
-        return not is_bad and math.isfinite(self.passes.totals.loss())
+        late = self.late.attempt
+        return not (late is not None and late.is_bad()) and math.isfinite(self.totals.loss())
 
-    def do(self, window: Window, batches: Sequence[Batch], progress: Progress) -> None:
-        """Train on this rank's batches of window, and commit it. Collective: all ranks.
-
-        On a GPU the step may be in doubt until the next one or settle. Raises SampleError,
-        OutOfMemoryError, StepError or PeerLostError, each naming rank, step, phase and samples;
-        then nothing of the window is committed.
-        """
-        if self.ledger is not None:
-            ids = [batch.indices.numpy() for batch in batches]
-            self.ledger.bring(progress.step, progress.epoch, ids)
-        if not self.retry.is_quick(window):
-            self.settle(progress)  # collective
-        attempt = self._bring(window, batches, progress)  # collective
-        if self._is_last_bad():
-            self.settle(progress)  # collective
-            attempt = self._bring(window, batches, progress)  # collective
-        self._commit(attempt, progress)
-        self.has_unread_totals = True
-        self.clock.mark("optimizer")
-        self.parts.group.heartbeat.end_step(progress.step)
-
-    def settle(self, progress: Progress) -> None:
-        """Bring the last step out of doubt: do it again if it was bad. Collective: all ranks.
-
-        Call it before the weights, the losses or progress are read for more than the next step.
-        """
-        if not self._is_last_bad():
-            self._doubtful = None
-            return
-        with self.commit_lock:
-            attempt = self.take_back(progress)
-        if attempt is not None:
-            with self._explained(attempt, progress):
-                self._set_rate(progress)
-                attempt.has_gradient = self.retry.do_again(attempt, progress)  # collective
-            self._commit(attempt, progress)
-
-    def take_back(self, progress: Progress) -> Attempt | None:
-        """Make progress that of the weights; give the last step if the device left it out.
-
-        Rank-local, while no other thread commits a step. Waits for the device.
-        """
-        attempt = self._doubtful
-        is_bad = attempt is not None and attempt.is_bad()
-        self._doubtful = None  # WHY not before: another thread may ask while this one waits
-        if attempt is None or not is_bad:
-            return None
-        self.parts.replica.put_back_buffers(attempt.buffers)
-        self.parts.optimizer.zero_grad(set_to_none=True)
-        self.passes.totals.go_back(attempt.before)
-        self.parts.precision.go_back(attempt.scale_before)
-        self.buffers_before = attempt.buffers
-        progress.step -= 1
-        progress.cursor = attempt.window.start
-        return attempt
-
-    def _is_last_bad(self) -> bool:
-        """Say whether the last step is to be done again. Rank-local, main thread."""
-        if self._doubtful is None:
-            return False
-        # WHY so: this rank may wait here for another one, whose part of a sum is missing
-        with self.parts.group.heartbeat.within(ALL_REDUCE):
-            return self._doubtful.is_bad()
-
-    def _bring(self, window: Window, batches: Sequence[Batch], progress: Progress) -> Attempt:
-        """Bring the gradient of a window to all ranks. Collective: all ranks."""
-        # WHY: forward changes them; if the step fails, they are those of the last step again
-        self.buffers_before = buffers = self.parts.replica.copy_buffers()
-        scale = self.parts.precision.mark()
-        attempt = Attempt(window, batches, buffers, self.passes.totals.mark(), scale)
-        with self._explained(attempt, progress):
-            self._set_rate(progress)
-            attempt.has_gradient = self.retry.do(attempt, progress)  # collective
-        return attempt
-
-    def _commit(self, attempt: Attempt, progress: Progress) -> None:
-        """Move weights and progress."""
-        with self._explained(attempt, progress), self.commit_lock:
-            if attempt.has_gradient:
-                self._update(attempt)
-            progress.step += 1
-            progress.cursor = attempt.window.stop
-            self.buffers_before = ()
-            self._doubtful = attempt if attempt.flag is not None else None
-        self.parts.optimizer.zero_grad(set_to_none=True)
+    def open_ledger(self, folder: Path) -> None:
+        """Write down from here on which samples each step takes. Collective: all ranks."""
+        if self._ledger is not None:
+            self._ledger.close()
+        self._ledger = self.parts.open_ledger(folder, step=self.progress.step)  # collective
 
     @contextlib.contextmanager
-    def _explained(self, attempt: Attempt, progress: Progress) -> Iterator[None]:
-        """Put back what a step that fails has changed, and name the step in the error."""
-        parts = self.parts
-        try:
+    def changing_state(self) -> Iterator[None]:
+        """Hold other threads off while a whole state is loaded; should that fail, none is saved."""
+        with self.commit_lock:
+            self.is_whole = False
             yield
-        except Exception as error:
-            if self.is_whole:
-                parts.replica.put_back_buffers(attempt.buffers)
-            if isinstance(error, HardenedError):
-                raise
-            samples = [int(index) for batch in attempt.batches for index in batch.indices]
-            raise explain_failure(
-                error, parts.group, step=progress.step, phase=self.passes.phase, samples=samples
-            ) from error
+            self.is_whole = True
 
-    def _set_rate(self, progress: Progress) -> None:
-        config = self.parts.config.optimizer
-        if self._has_schedule:
-            rate = learning_rate(config, step=progress.step, total_steps=self.parts.total_steps)
-            set_learning_rate(self.parts.optimizer, rate)
+    def start_over(self) -> None:
+        """Forget what came since the state that was loaded. Rank-local."""
+        self.parts.optimizer.zero_grad(set_to_none=True)
+        self.totals = Totals(self.parts.task, self.parts.device)
+        self.has_unread_totals = False
+        self.buffers_before = ()
+        self.last_good = -1
+        self.late.forget()
+        self.retry.given_up.clear()
 
-    def _update(self, attempt: Attempt) -> None:
-        """Unscale, clip, update the weights. Every rank has the same gradients: no vote."""
-        parts = self.parts
-        self.passes.phase = "optimizer"
-        max_norm = parts.config.optimizer.clip_grad_norm
-        if self.looks_closely and attempt.failure is None:
-            self._name_unused()
-        flag = None if attempt.flag is None else attempt.flag.on_device
-        parts.precision.leave_out(parts.optimizer, flag)
-        if max_norm > 0 or self.looks_closely:
-            parts.precision.unscale(parts.optimizer)
-            self.grad_norm = clip(parts.replica.trainable.values(), max_norm=max_norm)
-        # WHY here: a checkpoint that is being written still reads the old weights.
-        self.before_update()
-        self.is_whole = False
-        parts.precision.step(parts.optimizer)
-        self.is_whole = True
 
-    def _name_unused(self) -> None:
-        """Say which parameters get no gradient any more: they stay as they are. Rank-local."""
-        new = set(self.parts.replica.parameters_without_gradient()) - self._known_unused
-        if new:
-            self._known_unused |= new
-            log.warning("no gradient comes any more for: %s", ", ".join(sorted(new)))
+def is_due(count: int, every: int | None) -> bool:
+    """Say whether something that happens every so often happens at count; every 0, None: never."""
+    return every is not None and every > 0 and count % every == 0

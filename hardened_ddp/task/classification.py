@@ -52,7 +52,8 @@ class Classification:
         labels = {"labels": targets} if self.takes_labels else {}
         named = isinstance(inputs, Mapping)
         output = call(**inputs, **labels) if named else call(inputs, **labels)
-        logits, mean_loss = _taken_apart(output)
+        is_plain = isinstance(output, torch.Tensor)
+        logits, mean_loss = (output, None) if is_plain else _taken_apart(output)
         if checks:
             # WHY before the loss: a wrong label would raise there, or worse on a GPU.
             _check_fit(logits, targets, num_classes=self.num_classes)
@@ -95,9 +96,7 @@ class Classification:
 
 
 def _taken_apart(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Give the logits of what a model returned, whatever that is, and its own loss if any."""
-    if isinstance(output, torch.Tensor):
-        return output, None
+    """Give the logits of what a model returned that is no tensor, and its own loss if any."""
     if isinstance(output, Mapping) and isinstance(output.get("logits"), torch.Tensor):
         return output["logits"], output.get("loss")
     raise ModelError(

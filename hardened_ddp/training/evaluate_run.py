@@ -24,7 +24,7 @@ from hardened_ddp.ranks.group import Group
 from hardened_ddp.reporting.evaluation_report import print_report, write_report
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.layers import Resolved
-from hardened_ddp.step.totals import Totals
+from hardened_ddp.step.progress import Totals
 from hardened_ddp.task.build import build_task
 from hardened_ddp.task.task import Score, Table, Task, described
 from hardened_ddp.training.evaluation import EvaluationLoop

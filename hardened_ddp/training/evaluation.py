@@ -16,10 +16,10 @@ from hardened_ddp.data.loader import BadSample, Batch, EvalLoader
 from hardened_ddp.errors import HardenedError, SampleError
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.heartbeat import EVALUATION
+from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step.failure import explain_evaluation
 from hardened_ddp.step.parts import Parts
-from hardened_ddp.step.totals import Totals
+from hardened_ddp.step.progress import Totals
 from hardened_ddp.task.task import Mistake, Score, Task
 
 MAX_PICTURES = 16
@@ -80,7 +80,7 @@ class EvaluationLoop:
         try:
             batches = iter(self.loader)
             for _ in range(self.loader.most_batches):
-                self.group.heartbeat.enter(EVALUATION)
+                self.group.tracker.enter(Phase.EVALUATION)
                 if should_stop():  # collective
                     return None
                 batch = next(batches, None)
@@ -142,7 +142,8 @@ def evaluate(
     module.eval()
     try:
         totals = Totals(task, parts.device)
-        found = loop.run(module, totals, look, should_stop=should_stop)  # collective
+        with parts.group.tracker.within(Phase.EVALUATION):
+            found = loop.run(module, totals, look, should_stop=should_stop)  # collective
     finally:
         module.train()
     if found is None:

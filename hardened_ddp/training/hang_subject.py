@@ -11,9 +11,10 @@ from pathlib import Path
 from hardened_ddp.errors import HangError
 from hardened_ddp.guard.hang import HangWatch, Subject
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.heartbeat import BACKWARD, DATA, EVALUATION, FORWARD, SAMPLE, STEP
+from hardened_ddp.ranks.heartbeat import SAMPLE
+from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.settings.config import Config
-from hardened_ddp.step.parts import Parts, Progress
+from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.step import Stepper
 from hardened_ddp.training.run_report import RunReport
 from hardened_ddp.training.saving import Saver
@@ -36,26 +37,24 @@ def watch_for_hangs(config: Config, group: Group, folder: Path) -> HangWatch:
     )
 
 
-def watched(
-    stepper: Stepper, progress: Progress, saver: Saver, folder: Path, report: RunReport
-) -> Subject:
+def hang_subject(stepper: Stepper, saver: Saver, folder: Path, report: RunReport) -> Subject:
     """Begin to show where this run is, and say what is to be known of it. Main thread."""
-    parts = stepper.parts
-    heartbeat = parts.group.heartbeat
-    heartbeat.words[STEP] = progress.step
-    parts.train_loader.stream.fetcher.reading = heartbeat.words[SAMPLE : SAMPLE + 1]
+    parts, progress = stepper.parts, stepper.progress
+    tracker = parts.group.tracker
+    tracker.start_at(progress.step)
+    parts.train_loader.stream.show_reading(tracker.words[SAMPLE : SAMPLE + 1])
 
     def save(error: HangError | None = None) -> None:
-        save_while_stuck(stepper, progress, saver, folder, error=error)
+        save_while_stuck(stepper, saver, folder, error=error)
         report.goodput.note(progress.step, is_last=True)  # the process ends after this
 
     def samples(phase: int) -> Sequence[int]:
-        batch = stepper.passes.batch
-        if phase == DATA:
+        batch = stepper.batch
+        if phase == Phase.DATA:
             return parts.train_loader.stream.being_read()
-        if phase == EVALUATION and parts.eval_loader is not None:
+        if phase == Phase.EVALUATION and parts.eval_loader is not None:
             return parts.eval_loader.stream.being_read()
-        if phase in (FORWARD, BACKWARD) and batch is not None:
+        if phase in (Phase.FORWARD, Phase.BACKWARD) and batch is not None:
             return [int(index) for index in batch.indices]
         return ()
 
@@ -76,11 +75,11 @@ def watched(
 
 def _least_s(parts: Parts) -> dict[int, float]:
     """Give the phases of this run that may take longer than those of others."""
-    found = {}
+    found: dict[int, float] = {}
     stream, config = parts.train_loader.stream, parts.config
     if stream.num_workers > 0 and config.data.loader_timeout_s:
         # WHY: workers that hang are replaced, and their sample is named, without any restart
-        found[DATA] = config.data.loader_timeout_s + MARGIN_S
+        found[Phase.DATA] = config.data.loader_timeout_s + MARGIN_S
     if config.model.compile:
-        found[FORWARD] = found[BACKWARD] = COMPILE_LIMIT_S
+        found[Phase.FORWARD] = found[Phase.BACKWARD] = COMPILE_LIMIT_S
     return found

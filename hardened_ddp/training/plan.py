@@ -96,11 +96,6 @@ def facts_of_rank(
     }
 
 
-def is_due(count: int, every: int) -> bool:
-    """Say whether something that happens every so often happens at count; every 0: never."""
-    return every > 0 and count % every == 0
-
-
 def _code_hash() -> str:
     """Hash this program's own source files."""
     digest = hashlib.sha256()

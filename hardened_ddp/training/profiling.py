@@ -4,13 +4,16 @@ Owns which steps are profiled. WHY not the first ones: they allocate memory and 
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NUM_SKIPPED = 5
 NUM_STEPS = 5
@@ -47,3 +50,10 @@ def start_profile(folder: Path, *, rank: int, device: torch.device) -> Callable[
             profiler.stop()
 
     return step_done
+
+
+def profiled(steps: Iterator[T], step_done: Callable[[], None]) -> Iterator[T]:
+    """Give what steps gives; call step_done after each."""
+    for step in steps:
+        yield step
+        step_done()

@@ -34,7 +34,7 @@ _JOBS = ".jobs"
 
 
 @dataclass(slots=True)
-class Run:
+class RunFolder:
     """The folder of a run, and what rank 0 holds of it."""
 
     folder: Path
@@ -45,7 +45,10 @@ class Run:
     lock: RunLock | None = None
     """Rank 0 only: no second run writes here."""
 
-    def __enter__(self) -> "Run":
+    settings_text: str = ""
+    """The resolved settings, as they stand in the folder."""
+
+    def __enter__(self) -> "RunFolder":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -59,6 +62,7 @@ class Run:
 
     def write_settings(self, text: str) -> None:
         """Write the resolved settings beside the run, on rank 0; a resume takes them up."""
+        self.settings_text = text
         if self.lock is None:
             return
         try:
@@ -70,12 +74,12 @@ class Run:
             ) from error
 
 
-def open_run(config: Config, group: Group) -> Run:
+def open_run(config: Config, group: Group) -> RunFolder:
     """Find or make the run folder, lock it, and choose the checkpoint. Collective: all ranks.
 
     Raises MainRankError on every rank if rank 0 can't use the folder or found nothing to resume.
     """
-    mine: list[Run] = []
+    mine: list[RunFolder] = []
     output = Path(config.run.output_dir)
     # WHY all ranks: with elastic nodes, the node of rank 0 may be a new one.
     noted = group.gather_json(_noted_folder(output, group.launch))  # collective
@@ -90,7 +94,7 @@ def open_run(config: Config, group: Group) -> Run:
             lock.release()
             raise
         store = CheckpointStore(folder / CHECKPOINTS_NAME, keep_last=config.run.keep_last)
-        mine.append(Run(folder, store, checkpoint, lock))
+        mine.append(RunFolder(folder, store, checkpoint, lock))
         return str(folder)
 
     folder = Path(group.run_on_main(choose, what="opening the run folder"))  # collective
@@ -98,10 +102,12 @@ def open_run(config: Config, group: Group) -> Run:
         _note_folder(output, group.launch, folder)
     if mine:
         return mine[0]
-    return Run(folder, CheckpointStore(folder / CHECKPOINTS_NAME, keep_last=config.run.keep_last))
+    return RunFolder(
+        folder, CheckpointStore(folder / CHECKPOINTS_NAME, keep_last=config.run.keep_last)
+    )
 
 
-def read_checkpoint(run: Run, group: Group) -> Saved | None:
+def read_checkpoint(run: RunFolder, group: Group) -> Saved | None:
     """Read the chosen checkpoint on rank 0 and give it to all ranks. Collective: all ranks.
 
     Returns None to start from the beginning.
@@ -122,6 +128,21 @@ def read_checkpoint(run: Run, group: Group) -> Saved | None:
     saved = share_state(group, loaded[0] if loaded else Saved({}, {}))  # collective
     log.info("going on in %s from step %d", run.folder, saved.meta["step"])
     return saved
+
+
+def read_newest(run: RunFolder, group: Group, *, at_most: int) -> Saved | None:
+    """Read the newest valid checkpoint, of step at_most or before, on all ranks. Collective.
+
+    Returns None if there is none.
+    """
+
+    def choose() -> bool:
+        run.checkpoint = run.store.find_valid(at_most=at_most)[0]
+        return run.checkpoint is not None
+
+    if not group.run_on_main(choose, what="looking for a checkpoint"):  # collective
+        return None
+    return read_checkpoint(run, group)  # collective
 
 
 def find_place(config: Config, earlier: Path | None) -> tuple[Path, Found | None]:

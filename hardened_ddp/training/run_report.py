@@ -6,26 +6,28 @@ Does not own: how they are written (reporting/), which never stops training.
 
 import json
 import logging
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from hardened_ddp.guard.slow import BACKWARD_AND_WAIT, Splits
-from hardened_ddp.ranks.heartbeat import DATA, REPORT
+from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.progress import ProgressBar
 from hardened_ddp.reporting.resources import ResourceMonitor
-from hardened_ddp.reporting.step_clock import StepClock
+from hardened_ddp.reporting.step_clock import REPORTED, StepClock
 from hardened_ddp.reporting.summary import closing_lines, withdraw_summary, write_summary
-from hardened_ddp.step.parts import Parts, Progress
-from hardened_ddp.step.step import Stepper
+from hardened_ddp.step.left_out import LeftOut
+from hardened_ddp.step.parts import Parts
+from hardened_ddp.step.progress import Progress
 from hardened_ddp.task.task import described, shortly_described
 from hardened_ddp.training.evaluation import Evaluation
-from hardened_ddp.training.profiling import start_profile
+from hardened_ddp.training.profiling import profiled, start_profile
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +37,10 @@ _MOST_TOLD = 8  # test samples that are named one by one in the log
 class RunReport:
     """The reports of one run on this rank."""
 
-    def __init__(self, parts: Parts, folder: Path, *, settings_text: str, step: int) -> None:
+    def __init__(
+        self, parts: Parts, folder: Path, left_out: LeftOut, *, settings_text: str, step: int
+    ) -> None:
+        """left_out: what the steps give up; it grows while the run goes on."""
         self.parts = parts
         self.folder = folder
         self.is_main = parts.group.launch.is_main
@@ -48,41 +53,51 @@ class RunReport:
             initial_step=step,
             enabled=run.progress if self.is_main else False,
         )
-        self.clock = StepClock(parts.device)
+        tracker = parts.group.tracker
+        self.clock = StepClock(tracker, parts.device)
         self.resources = ResourceMonitor(parts.device)
-        self.goodput = Goodput(
-            folder, began_at=parts.group.launch.started_at, step=step, is_main=self.is_main
-        )
+        began_at = parts.group.launch.started_at
+        self.goodput = Goodput(folder, tracker, began_at=began_at, step=step, is_main=self.is_main)
         self.splits = Splits()
         self.last_train: Mapping[str, float] = {}
         self.last_evaluation: Evaluation | None = None
         self._settings_text = settings_text
-        self._last_time = self._paused_at = time.monotonic()
+        self._tracker = tracker
+        self._trained_s = self._training_s()
+        self._left_out = left_out
         self._num_left_out = 0
         self._told_left_out: set[str] = set()
-        self.num_rollbacks = self.num_diverged = 0
-        self.left_out: list[dict[str, Any]] = []
-        """The stepper's own list of what was left out; it grows while the run goes on."""
+        self._num_rollbacks = self._num_diverged = 0
+        self._step_done = self._start_profile() if run.profile else None
 
-    def log_training(self, progress: Progress, stepper: Stepper, sums: Mapping[str, float]) -> None:
+    def tick(self, step: int) -> None:
+        """Move the progress bar, and note how far training is. Rank-local."""
+        self.bar.update(step)
+        self.goodput.note(step)
+
+    def log_training(
+        self,
+        progress: Progress,
+        sums: Mapping[str, float],
+        rate: float,
+        grad_norm: torch.Tensor | None,
+    ) -> None:
         """Report loss, accuracy, rate, times and memory since the last report. Rank-local."""
-        heartbeat = self.parts.group.heartbeat
-        heartbeat.enter(REPORT)
-        times = self.clock.read_and_reset()
-        self.splits.add(_own_split(times, heartbeat.read_split(), self.parts.device))
-        self._log_training(progress, stepper, sums, times)
-        heartbeat.enter(DATA)
+        with self._tracker.within(Phase.REPORT):
+            times = self.clock.read_and_reset()
+            self.splits.add(_own_split(times, self.parts.device))
+            self._log_training(progress, sums, rate, grad_norm, times)
 
     def _log_training(
         self,
         progress: Progress,
-        stepper: Stepper,
         sums: Mapping[str, float],
+        rate: float,
+        grad_norm: torch.Tensor | None,
         times: Mapping[str, float],
     ) -> None:
-        now = time.monotonic()
-        speed = sums["samples"] / max(1e-9, now - self._last_time)
-        self._last_time = now
+        before, self._trained_s = self._trained_s, self._training_s()
+        speed = sums["samples"] / max(1e-9, self._trained_s - before)
         self.last_train = sums
         if not self.is_main:
             return
@@ -102,19 +117,19 @@ class RunReport:
             self.parts.total_steps,
             sums["loss"],
             described(self.parts.task.metrics, sums),
-            stepper.rate,
+            rate,
             speed,
         )
         values = {
             "loss/train": sums["loss"],
             **{f"{m.name}/train": sums[m.name] for m in self.parts.task.metrics},
-            "optimizer/learning_rate": stepper.rate,
+            "optimizer/learning_rate": rate,
             "speed/samples_per_s": speed,
-            **{f"step_time/{phase}_s": seconds for phase, seconds in times.items()},
+            **{f"step_time/{name}_s": times[name] for name in REPORTED if name in times},
             **self.resources.sample(),
         }
-        if stepper.grad_norm is not None:
-            values["optimizer/gradient_norm"] = float(stepper.grad_norm)
+        if grad_norm is not None:
+            values["optimizer/gradient_norm"] = float(grad_norm)
         self.metrics.scalars(progress.step, values)
         if self._settings_text:
             self.metrics.text("settings", self._settings_text)
@@ -156,27 +171,19 @@ class RunReport:
                 [mistake.caption for mistake in mistakes],
             )
 
-    def skip_time(self) -> None:
-        """Leave the time since the last step out of the speeds: it was not spent on training."""
-        self._last_time += time.monotonic() - self._paused_at
-        self.parts.group.heartbeat.enter(DATA)
-        self.clock.skip()
-
-    def pause_time(self) -> None:
-        """Remember that something else than training begins here."""
-        self._paused_at = time.monotonic()
-
-    def go_back(self, step: int) -> None:
+    def go_back(self, left_at: int, step: int) -> None:
         """Account for a return to an earlier step: what came after it is lost time. Rank-local."""
-        self.num_rollbacks += 1
-        self.goodput.go_back(step)
-        self.clock.skip()
-        self._last_time = time.monotonic()
+        self._num_rollbacks += 1
+        self.goodput.go_back(left_at, step)
+        self._trained_s = self._training_s()
 
-    def start_profile(self) -> Callable[[], None]:
-        """Profile a few steps; call the result after each step. Rank-local."""
-        rank = self.parts.group.launch.rank
-        return start_profile(self.folder, rank=rank, device=self.parts.device)
+    def note_divergence(self) -> None:
+        """Note that the replicas were found to differ."""
+        self._num_diverged += 1
+
+    def profiled(self, steps: Iterator[T]) -> Iterator[T]:
+        """Give what steps gives; with --profile, a few of them are recorded."""
+        return steps if self._step_done is None else profiled(steps, self._step_done)
 
     def close(self, progress: Progress, *, status: str) -> None:
         """Write the summary and close all files. Rank-local."""
@@ -198,8 +205,8 @@ class RunReport:
                     "train_loss": self.last_train.get("loss"),
                     "world_size": self.parts.group.world_size,
                     "num_left_out": progress.num_errors,
-                    "num_rollbacks": self.num_rollbacks,
-                    "num_diverged": self.num_diverged,
+                    "num_rollbacks": self._num_rollbacks,
+                    "num_diverged": self._num_diverged,
                     "time": {k: round(v, 3) for k, v in self.goodput.account().items()},
                     "run_folder": str(self.folder),
                 },
@@ -219,11 +226,21 @@ class RunReport:
             ):
                 log.info("%s", line)
 
+    def _training_s(self) -> float:
+        """Give the seconds of this process so far that were not spent on evaluation."""
+        seconds = self._tracker.wall_s()
+        return sum(seconds) - seconds[Phase.EVALUATION]
+
+    def _start_profile(self) -> Callable[[], None]:
+        rank = self.parts.group.launch.rank
+        return start_profile(self.folder, rank=rank, device=self.parts.device)
+
     def _note_left_out(self) -> None:
         """Add what was left out since the last report to skipped_samples.jsonl."""
-        new = self.left_out[self._num_left_out :]
+        entries = self._left_out.entries
+        new = entries[self._num_left_out :]
         if new:
-            self._num_left_out = len(self.left_out)
+            self._num_left_out = len(entries)
             try:
                 with (self.folder / "skipped_samples.jsonl").open("a", encoding="utf-8") as file:
                     file.writelines(json.dumps(entry) + "\n" for entry in new)
@@ -231,15 +248,13 @@ class RunReport:
                 log.warning("skipped_samples.jsonl can't be written: %s", error)
 
 
-def _own_split(
-    times: Mapping[str, float], shown: Mapping[str, float], device: torch.device
-) -> Mapping[str, float]:
+def _own_split(times: Mapping[str, float], device: torch.device) -> Mapping[str, float]:
     """Give the seconds of each phase of this rank's steps, with its waiting apart if possible.
 
     WHY not on a GPU: there the waiting is part of its backward.
     """
     if device.type == "cpu":
-        return shown
+        return times
     return {BACKWARD_AND_WAIT if name == "backward" else name: s for name, s in times.items()}
 
 

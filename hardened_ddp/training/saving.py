@@ -17,10 +17,9 @@ import torch
 from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.checkpoint.snapshot import CheckpointWriter
 from hardened_ddp.errors import CheckpointError, NonFiniteError
-from hardened_ddp.ranks.heartbeat import CHECKPOINT
-from hardened_ddp.reporting.goodput import Goodput
-from hardened_ddp.step.parts import Parts, Progress
-from hardened_ddp.training.plan import is_due
+from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.step.parts import Parts
+from hardened_ddp.step.progress import Progress
 from hardened_ddp.training.state import collect_meta, collect_tensors, volatile_names
 
 log = logging.getLogger(__name__)
@@ -54,41 +53,41 @@ class Pace:
 class Saver:
     """Writes checkpoints of one run. On ranks other than 0 every call is cheap and does nothing."""
 
-    def __init__(self, parts: Parts, store: CheckpointStore, *, goodput: Goodput) -> None:
+    def __init__(self, parts: Parts, store: CheckpointStore) -> None:
         self.parts = parts
-        self.goodput = goodput
-        self._heartbeat = parts.group.heartbeat
-        self.writer = CheckpointWriter(store) if parts.group.launch.is_main else None
+        self.reads_weights = False
+        """A write under way reads the weights: call before_update before they change."""
+
+        self._tracker = parts.group.tracker
+        self._writer = CheckpointWriter(store) if parts.group.launch.is_main else None
         self._store = store
         self._saved_step = -1
         self.warning = ""
         """Why the last checkpoint could not be written; empty: it could."""
 
-        self._every_steps = parts.config.run.checkpoint_every_steps
+        self._is_auto = parts.config.run.checkpoint_every_steps is None
         # Weights, and as a rule two numbers more for each in the optimizer.
         self._pace = Pace(3 * sum(p.nbytes for p in parts.replica.module.parameters()))
 
-    def is_due(self, step: int) -> bool:
-        """Say whether this step is one to save after. Rank-local: False but on rank 0."""
-        if self.writer is None:
+    def is_due(self) -> bool:
+        """Say whether it is time to save. Rank-local: False but on rank 0."""
+        if self._writer is None:
             return False
-        if self.writer.is_wanted:  # it was due while the writer was busy
+        if self._writer.is_wanted:  # it was due while the writer was busy
             return True
-        if self._every_steps is not None:
-            return is_due(step, self._every_steps)
-        return not self.writer.is_busy and self._pace.is_due()
+        return self._is_auto and not self._writer.is_busy and self._pace.is_due()
 
     def save(self, progress: Progress, *, best_metric: float | None = None) -> None:
         """Start writing the state of this step boundary; training goes on beside it. Rank-local."""
-        if self.writer is None:
+        if self._writer is None:
             return
-        with self.goodput.within("checkpoint"), self._heartbeat.within(CHECKPOINT):
-            self._start(self.writer, progress, best_metric)
+        with self._tracker.within(Phase.CHECKPOINT):
+            self._start(self._writer, progress, best_metric)
 
     def save_last(self, progress: Progress) -> None:
         """Write the state and wait until it is on the disk. Rank-local. Raises CheckpointError."""
-        if self.writer is not None:
-            with self.goodput.within("checkpoint"), self._heartbeat.within(CHECKPOINT):
+        if self._writer is not None:
+            with self._tracker.within(Phase.CHECKPOINT):
                 self.save_in_need(progress)
 
     def save_in_need(self, progress: Progress, *, buffers: Sequence[torch.Tensor] = ()) -> None:
@@ -96,10 +95,10 @@ class Saver:
 
         buffers: as for collect_tensors.
         """
-        write = self._store.write if self.writer is None else self.writer.write_now
-        if self.writer is not None and self._saved_step == progress.step:
-            self.writer.close()
-            if self.writer.poll() is None:
+        write = self._store.write if self._writer is None else self._writer.write_now
+        if self._writer is not None and self._saved_step == progress.step:
+            self._writer.close()
+            if self._writer.poll() is None:
                 return  # else it failed in the background: once more, and now it must not be silent
         write(
             progress.step,
@@ -110,24 +109,25 @@ class Saver:
 
     def before_update(self) -> None:
         """Let a write under way finish with the old weights. Rank-local, before each update."""
-        if self.writer is not None and self.writer.is_busy:
-            with self.goodput.within("checkpoint"), self._heartbeat.within(CHECKPOINT):
-                self.writer.before_update()
+        if self._writer is not None:
+            with self._tracker.within(Phase.CHECKPOINT):
+                self._writer.before_update()
+        self.reads_weights = False
 
     def tell_errors(self) -> None:
         """Report a write that failed. Rank-local."""
-        if self.writer is not None and (error := self.writer.poll()) is not None:
+        if self._writer is not None and (error := self._writer.poll()) is not None:
             self._saved_step = -1
             self._warn(error)
 
     def close(self) -> None:
         """Wait for the write under way. Rank-local."""
-        if self.writer is None:
+        if self._writer is None:
             return
-        self._heartbeat.enter(CHECKPOINT)  # WHY: this may take longer than any step
+        self._tracker.enter(Phase.CHECKPOINT)  # WHY: this may take longer than any step
         try:
-            self.writer.close()
-            if (error := self.writer.poll()) is not None:
+            self._writer.close()
+            if (error := self._writer.poll()) is not None:
                 self._warn(error)
         except CheckpointError as error:
             self._warn(error)
@@ -152,6 +152,7 @@ class Saver:
                 best_metric=best_metric,
             )
             if was_started:
+                self.reads_weights = True
                 self._saved_step = progress.step
                 self._pace.begin(writer.cost_s)
         except CheckpointError as error:

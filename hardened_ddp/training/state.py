@@ -16,7 +16,8 @@ from hardened_ddp.errors import CheckpointMismatchError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.host_memory import keep_freed_memory
 from hardened_ddp.step.memory import fit_into_memory
-from hardened_ddp.step.parts import Parts, Progress
+from hardened_ddp.step.parts import Parts
+from hardened_ddp.step.progress import Progress
 
 Tensors = dict[str, torch.Tensor]
 

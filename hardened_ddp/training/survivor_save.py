@@ -28,7 +28,7 @@ from hardened_ddp.errors import (
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.patience import ask_within
 from hardened_ddp.reporting.summary import program
-from hardened_ddp.step.parts import Progress
+from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.step import Stepper
 from hardened_ddp.training.saving import Saver
 
@@ -52,9 +52,7 @@ LOCK_LIMIT_S = 3.0
 _NOT_SAVED = (NonFiniteError, DivergenceError, CheckpointError, CrashLoopError)
 
 
-def rescue(
-    error: Exception, stepper: Stepper, progress: Progress, saver: Saver, folder: Path
-) -> None:
+def save_as_survivor(error: Exception, stepper: Stepper, saver: Saver, folder: Path) -> None:
     """Write the state of the last completed step if this rank is the one to do it. Rank-local.
 
     Never raises: the error is what counts.
@@ -63,11 +61,11 @@ def rescue(
     is_wanted = is_seen_early or not isinstance(error, _NOT_SAVED)
     if not is_wanted or not stepper.is_whole:
         return
-    group = stepper.parts.group
+    group, progress = stepper.parts.group, stepper.progress
     try:
         # WHY first: the others wait for this rank, and one of them may be the one that saves
         group.leave()
-        is_good = _is_good(stepper, progress, limit_s=DEVICE_LIMIT_S)
+        is_good = _is_good(stepper, limit_s=DEVICE_LIMIT_S)
         if not _is_mine(group, progress.step):
             return
         _note_failure(folder, progress.step, error)
@@ -81,24 +79,20 @@ def rescue(
 
 
 def save_while_stuck(
-    stepper: Stepper,
-    progress: Progress,
-    saver: Saver,
-    folder: Path,
-    *,
-    error: HardenedError | None = None,
+    stepper: Stepper, saver: Saver, folder: Path, *, error: HardenedError | None = None
 ) -> None:
     """Save the last completed step beside a main thread that waits for another rank. Rank-local.
 
     error: why, for the list of failures. On a thread of its own; the process ends after it. Never
     raises.
     """
+    progress = stepper.progress
     # WHY no release: should the wait end after all, the weights must not move any more.
     if not stepper.commit_lock.acquire(timeout=LOCK_LIMIT_S):
         log.warning("weights are being updated: they are not saved, the last checkpoint stays")
         return
     try:
-        is_good = _is_good(stepper, progress, limit_s=LOCK_LIMIT_S)
+        is_good = _is_good(stepper, limit_s=LOCK_LIMIT_S)
         if is_good is None:
             log.warning("the device does not answer: nothing is saved, the last checkpoint stays")
         if not (is_good and stepper.is_whole and _is_mine(stepper.parts.group, progress.step)):
@@ -143,15 +137,15 @@ def read_failures(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _is_good(stepper: Stepper, progress: Progress, *, limit_s: float) -> bool | None:
-    """Say whether what is in memory may be saved, as the state of progress. Rank-local.
+def _is_good(stepper: Stepper, *, limit_s: float) -> bool | None:
+    """Bring progress to the weights in memory; say whether they may be saved. Rank-local.
 
     None: the device gave no answer, or an error.
     """
 
     def look() -> bool:
-        stepper.take_back(progress)
-        return progress.step == 0 or stepper.is_finite()
+        stepper.late.take_back()
+        return stepper.progress.step == 0 or stepper.is_finite()
 
     try:
         # WHY a limit: a GPU may be behind a sum that never comes, and with it every look at it

@@ -1,16 +1,79 @@
-"""Sums over scored samples, kept on the device so that adding to them never waits for it.
+"""Where a run stands, and what its scores add up to since the last report.
 
-WHY in place, at once: small tensors that outlive a step lie between the large ones that it frees,
-so the next step's large ones no longer fit there: memory grew by 200 MiB for a 2 MiB model.
+Sums are kept on the device, so that adding to them never waits for it. WHY in place, at once: small
+tensors that outlive a step lie between the large ones that it frees, so the next step's large ones
+no longer fit there: memory grew by 200 MiB for a 2 MiB model.
 """
+
+from dataclasses import dataclass, fields
 
 import torch
 
+from hardened_ddp.data.sampler import Window
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.task.task import Score, Task
 
 Mark = tuple[torch.Tensor | float, list[torch.Tensor] | list[float], int]
 """The loss, the sums of the metrics and the count at one moment."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where the run stands. Equal on all ranks at every step boundary."""
+
+    step: int = 0
+    """Optimizer steps done."""
+
+    epoch: int = 0
+    cursor: int = 0
+    """Samples of this epoch that are consumed, over all ranks."""
+
+    best_accuracy: float = -1.0
+    num_errors: int = 0
+    """Samples and windows left out so far."""
+
+    most_samples: int = 0
+    """What memory was found to hold at once: a micro-batch has no more samples. 0: no limit."""
+
+    def commit(self, window: Window) -> None:
+        """Note that the step over window is done."""
+        self.step, self.cursor = self.step + 1, window.start + window.size
+
+    def take_back(self, window: Window) -> None:
+        """Note that the step over window, the last one, is not done after all."""
+        self.step, self.cursor = self.step - 1, window.start
+
+    def go_back_to(self, earlier: "Progress") -> None:
+        """Stand where an earlier state of the run stood. What memory was found to hold stays."""
+        most_samples = self.most_samples
+        for field in fields(self):
+            setattr(self, field.name, getattr(earlier, field.name))
+        self.most_samples = most_samples
+
+    def limit_micro_batches(self, most_samples: int) -> None:
+        """Have micro-batches of so many samples at most from now on."""
+        self.most_samples = most_samples
+
+    def count_errors(self, count: int) -> None:
+        """Note that samples or steps were left out."""
+        self.num_errors += count
+
+    def note_best(self, accuracy: float) -> bool:
+        """Take note of an evaluation; say whether it is the best so far."""
+        if accuracy <= self.best_accuracy:
+            return False
+        self.best_accuracy = accuracy
+        return True
+
+    def end_epoch(self, end: int) -> None:
+        """Go to the start of the next epoch if the cursor is at the end of this one."""
+        if self.cursor >= end:
+            self.epoch, self.cursor = self.epoch + 1, 0
+
+    def reopen_epoch(self, end: int) -> None:
+        """Go back before end_epoch: what follows an epoch's last step is still to be done."""
+        if self.cursor == 0:
+            self.epoch, self.cursor = self.epoch - 1, end
 
 
 class Totals:

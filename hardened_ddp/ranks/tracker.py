@@ -1,0 +1,150 @@
+"""Where this rank is, and where its time went.
+
+Owns the one tracker of a rank, which is told each phase once. From that it keeps the heartbeat that
+others read, how long each phase takes at the most (the hang watch learns from it), the seconds of
+each phase per step (reports, slow ranks), and the wall time of each phase (goodput).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from time import monotonic_ns
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from hardened_ddp.ranks.heartbeat import PHASE, SINCE, STEP, new_words, share_words
+from hardened_ddp.ranks.phase import FIRST_WAIT, NUM_PHASES, Phase
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+NUM_FIRST_STEPS = 3
+"""Steps that compile, tune and allocate: how long they take says nothing about the others."""
+
+
+class Timeline(Protocol):
+    """Follows the phases on a device that works apart from the CPU."""
+
+    def enter(self, phase: int) -> None: ...
+
+
+class Tracker:
+    """Knows the phase of the main thread, and adds up the time of each. Main thread writes."""
+
+    def __init__(self) -> None:
+        self.words = new_words()
+        self.words[SINCE] = monotonic_ns()
+        self.num_steps = 0
+        """Steps done by this process."""
+
+        self.longest_ns = [0] * NUM_PHASES
+        """The longest that each phase took, first steps aside."""
+
+        self._work = int(Phase.START_UP)  # the last phase that was more than waiting
+        self._wall_ns = [0] * NUM_PHASES  # by that one: a wait belongs to what it interrupts
+        self._spent_ns = [0] * NUM_PHASES  # since the last read_split
+        self._num_counted = 0
+        self._timeline: Timeline | None = None
+
+    def enter(self, phase: int) -> int:
+        """Note that phase begins now; give the one that ends. Main thread."""
+        words = self.words
+        now = monotonic_ns()
+        before = words[PHASE]
+        took = now - words[SINCE]
+        # WHY in this order: who reads in between takes the old phase for a short one.
+        words[SINCE] = now
+        words[PHASE] = phase
+        self._spent_ns[before] += took
+        self._wall_ns[self._work] += took
+        if took > self.longest_ns[before]:
+            self.longest_ns[before] = took
+        if phase < FIRST_WAIT:
+            self._work = phase
+            if self._timeline is not None:
+                self._timeline.enter(phase)
+        return before
+
+    @contextmanager
+    def within(self, phase: int) -> Iterator[None]:
+        """Be in phase inside, and after it in the one before. Main thread."""
+        before = self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def end_step(self, step: int) -> None:
+        """Note that step steps are done, and the data of the next one comes now. Main thread."""
+        self.enter(Phase.DATA)
+        self.words[STEP] = step
+        self.num_steps += 1
+        self._num_counted += 1
+        if self.num_steps <= NUM_FIRST_STEPS:
+            self.longest_ns = [0] * NUM_PHASES
+
+    def start_at(self, step: int) -> None:
+        """Note that training goes on after another step than the last one. Main thread."""
+        self.words[STEP] = step
+
+    def follow_on(self, timeline: Timeline) -> None:
+        """Tell timeline each phase, too. WHY: a GPU does the work later than the CPU asks for."""
+        self._timeline = timeline
+
+    @property
+    def work(self) -> str:
+        """The phase under way, for a message; of one that waits, what it waits in. Any thread."""
+        return Phase(self._work).label
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the first steps are over, and times can be told from others."""
+        return self.num_steps > NUM_FIRST_STEPS
+
+    def read_split(self) -> dict[str, float]:
+        """Give the mean seconds of each phase in the steps since the last call. Main thread."""
+        count, spent = self._num_counted, self._spent_ns
+        self._num_counted, self._spent_ns = 0, [0] * NUM_PHASES
+        if not count:
+            return {}
+        return {Phase(i).label: ns / 1e9 / count for i, ns in enumerate(spent) if ns}
+
+    def wall_s(self) -> list[float]:
+        """Give the seconds of each phase since the start of the process. Any thread.
+
+        A wait for other ranks belongs to the phase that it interrupts.
+        """
+        found = [ns / 1e9 for ns in self._wall_ns]
+        found[self._work] += (monotonic_ns() - self.words[SINCE]) / 1e9
+        return found
+
+    def share(self) -> int:
+        """Let other processes of this machine read the heartbeat; give the descriptor, or -1."""
+        self.words, fd = share_words(self.words)
+        return fd
+
+
+class _Tracked(Protocol):
+    @property
+    def tracker(self) -> Tracker: ...
+
+
+S = TypeVar("S", bound=_Tracked)
+
+
+def waits_in(
+    phase: Phase,
+) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
+    """Have a method be in phase while it runs. Its object has a tracker."""
+
+    def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+        @wraps(method)
+        def tracked(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            before = self.tracker.enter(phase)
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                self.tracker.enter(before)
+
+        return tracked
+
+    return decorate

@@ -1,0 +1,107 @@
+"""One run on this rank: its parts, where it stands, and what stands around its steps.
+
+Owns putting these together, and what is done between steps: some times a second, at a report, at
+the end of an epoch. What each of them does is its own business.
+"""
+
+import logging
+from collections.abc import Iterator
+from enum import StrEnum
+from itertools import islice
+
+from hardened_ddp.data.loader import Batch
+from hardened_ddp.data.sampler import Window
+from hardened_ddp.guard.hang import HangWatch
+from hardened_ddp.guard.stop import StopRequest
+from hardened_ddp.step.left_out import LeftOut
+from hardened_ddp.step.parts import Parts
+from hardened_ddp.step.progress import Progress
+from hardened_ddp.step.step import Stepper
+from hardened_ddp.training.hang_subject import hang_subject
+from hardened_ddp.training.resume import RunFolder
+from hardened_ddp.training.rollback import Rollback
+from hardened_ddp.training.run_report import RunReport
+from hardened_ddp.training.saving import Saver, refuse_non_finite
+
+log = logging.getLogger(__name__)
+
+
+class Ending(StrEnum):
+    """How training ended."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class Run:
+    """All that one run consists of on this rank."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        progress: Progress,
+        folder: RunFolder,
+        stop: StopRequest,
+        watch: HangWatch,
+    ) -> None:
+        """Put them together, and have stop and watch know the run. Collective: all ranks."""
+        self.parts = parts
+        self.progress = progress
+        self.folder = folder.folder
+        self.stop = stop
+        self.compares_every = parts.compares_every
+        left_out = LeftOut(parts)
+        text = folder.settings_text
+        self.report = RunReport(
+            parts, self.folder, left_out, settings_text=text, step=progress.step
+        )
+        self.saver = Saver(parts, folder.store)
+        self.stepper = Stepper(parts, progress, left_out=left_out, saver=self.saver)
+        self.stepper.open_ledger(self.folder)  # collective
+        self.rollback = Rollback(folder, self.stepper, self.saver, self.report)
+        stop.watch(self.folder)
+        subject = hang_subject(self.stepper, self.saver, self.folder, self.report)
+        watch.attach(subject)
+        stop.start_last_resort(subject.save, grace_s=parts.config.loop.stop_grace_s)
+        parts.call_after_workers_start(stop.leave_children_alone)
+
+    def windows(self) -> Iterator[tuple[Window, list[Batch]]]:
+        """Give the windows from here to the end of the epoch or of the run, with their batches.
+
+        A window is the samples of one optimizer step over all ranks; the batches are this rank's
+        share of it, in micro-batches. progress is to go on with each of them.
+        """
+        parts, progress = self.parts, self.progress
+        found = parts.train_loader.windows(progress.epoch, progress.cursor)
+        found = islice(found, max(0, parts.total_steps - progress.step))
+        return self.report.profiled(found)
+
+    def look_around(self) -> None:
+        """Do what is done some times a second: progress bar, account of time, checkpoints by time.
+
+        Rank-local, between two steps.
+        """
+        self.report.tick(self.progress.step)
+        self.saver.tell_errors()
+        if self.progress.step > 0 and self.saver.is_due():
+            self.save()
+        self.stop.tell(self.saver.warning)
+
+    def save(self) -> None:
+        """Start writing a checkpoint, unless its weights are in doubt. Rank-local."""
+        if self.stepper.is_finite() and not self.stepper.retry.given_up:
+            self.saver.save(self.progress)
+
+    def report_losses(self) -> None:
+        """Add up the ranks' losses since the last report, and write them down. Collective."""
+        sums = self.stepper.read_totals()  # collective
+        refuse_non_finite(sums["loss"], step=self.progress.step)
+        grad_norm = self.stepper.grad_norm
+        self.report.log_training(self.progress, sums, self.stepper.rate, grad_norm)
+
+    def close(self, status: Ending) -> None:
+        """Finish what is under way: the last write, loader workers, reports. Rank-local."""
+        self.saver.close()
+        self.parts.close()
+        self.report.close(self.progress, status=status)
