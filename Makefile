@@ -1,14 +1,17 @@
 # make check is what CI runs; it must pass before every commit.
-.PHONY: check quick test format
+.PHONY: check test test-all soak format
 
 check:  ## form, lint, types, shell scripts, all tests
 	.ci/run
 
-quick:  ## the quick tests only
-	./launch_examples.sh test --quick
-
-test:  ## all tests
+test:  ## each promise once
 	./launch_examples.sh test
+
+test-all:  ## all tests
+	./launch_examples.sh test --all
+
+soak:  ## random faults, until Ctrl-C
+	./launch_examples.sh test --soak
 
 format:  ## put all Python files into form
 	python=$$(./setup.sh --dev --print_python) && \

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The contract with the user: the commands as they are typed, and the faults that they survive.
 
-    python test_ddp_training.py [--quick] [pytest's own arguments]     this file and tests/
+    python test_ddp_training.py [--all | --soak] [pytest's own arguments]     see tests/stages.py
 
 Commands run as real torchrun and python where those are the point, and on forked ranks
 (tests/ranks.py) where only the script is. Everything is written under pytest's temporary folder.
@@ -10,15 +10,13 @@ Commands run as real torchrun and python where those are the point, and on forke
 import json
 import re
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.leftovers import leaves_nothing_behind
 from tests.marks import slow_after
 from tests.processes import ROOT, kill
 from tests.ranks import (
@@ -40,8 +38,7 @@ from tests.run_folder import (
     read_summary,
     step_of,
 )
-
-__all__ = ["leaves_nothing_behind"]  # WHY: conftest.py of tests/ does not reach up to this file
+from tests.stages import run_stage
 
 LEARNED = 0.97  # test accuracy on digits after 5 epochs with the defaults
 # 540 steps on 2 ranks, less than 2 seconds: a fault finds its place between many checkpoints.
@@ -70,10 +67,7 @@ TYPED = {
     "torchrun --nnodes=1 --node_rank=0 --nproc_per_node=2 --master_addr=localhost"
     " --master_port=12355 ddp_training.py": LEARNED,
 }
-# Files of tests that take the longest, longest first.
-LONG = ("test_drills.py", "test_chaos.py", "test_restarts.py", "test_slurm.py", "test_hangs.py")
-LONG += ("test_data_faults.py", "test_numbers.py", "test_docs.py", "test_step_retry.py")
-QUICK = 1  # of these, so many run with --quick too
+QUICK = 1  # of these, so many are not slow
 
 
 @pytest.mark.parametrize(
@@ -235,7 +229,6 @@ def test_a_request_to_save_that_comes_while_torch_is_imported_is_kept(tmp_path: 
     assert read_summary(tmp_path / "run")["step"] == 3
 
 
-@pytest.mark.slow
 def test_torchrun_restarts_after_a_killed_worker_to_the_same_weights(
     tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
@@ -251,7 +244,6 @@ def test_torchrun_restarts_after_a_killed_worker_to_the_same_weights(
     assert last_tensors(tmp_path) == undisturbed(2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_to_torchrun_saves_a_checkpoint_and_leaves_no_worker(
     number: signal.Signals, tmp_path: Path
@@ -277,30 +269,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
         return last_tensors(output)
 
     return final_tensors
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run all tests under pytest, or those of the files that argv names; give its exit status.
-
-    All: in two processes, for most tests wait, for processes or for time to pass. What the second
-    one says comes after the first one's.
-    """
-    words = ["-c", str(ROOT / "pyproject.toml"), *argv]
-    if any(Path(word.partition("::")[0]).exists() for word in argv):
-        return int(pytest.main(words))
-    rest = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if path.name not in LONG]
-    paths = [ROOT / "test_ddp_training.py", *(ROOT / "tests" / name for name in LONG), *rest]
-    # Dealt as cards are, so that both get long ones. WHY then sorted: tests that fork come early,
-    # before others have set torch's threads to work, which a fork would not have.
-    halves = [sorted(map(str, paths[half::2])) for half in (0, 1)]
-    python = [sys.executable, "-m", "pytest", *words]
-    first = subprocess.Popen([*python, *halves[0]])
-    # WHY a pipe: a test limits the size of files, and its output must not be one
-    second = subprocess.run([*python, *halves[1]], capture_output=True, text=True, check=False)
-    first.wait()
-    print(f"\nThe other half of the tests:\n{second.stdout}{second.stderr}", flush=True)
-    statuses = {first.returncode, second.returncode} - {pytest.ExitCode.NO_TESTS_COLLECTED}
-    return max(statuses, default=int(pytest.ExitCode.NO_TESTS_COLLECTED))
 
 
 def _blocks(pid: int, number: signal.Signals) -> bool:
@@ -357,4 +325,4 @@ def _kill_in_mid_run(output_dir: Path, world_size: int, *flags: str) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_stage(sys.argv[1:]))

@@ -68,7 +68,7 @@ def settings_tables() -> str:
 def layout_tree() -> str:
     """Write what every file is for, in its own words, as a tree."""
     in_docs = [name for name in ONE_LINERS if name.startswith("docs/")]
-    top = ["ddp_training.py", "test_ddp_training.py", "download.py"]
+    top = ["ddp_training.py", "test_ddp_training.py", "conftest.py", "download.py"]
     top += [name for name in ONE_LINERS if name not in in_docs]
     lines = ["```text", *(entry(name, purpose_of(ROOT / name), 0) for name in top)]
     lines += ["hardened_ddp/", entry("errors.py", purpose_of(ROOT / "hardened_ddp/errors.py"), 1)]

@@ -1,4 +1,4 @@
-"""Which cases of a test run with --quick too."""
+"""Which cases of a test are not slow: those that run without --all too."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 
-def slow_after(num_quick: int, cases: Iterable[Any]) -> list[Any]:  # Any: pytest's ParameterSet
-    """Mark all but the first num_quick cases as slow: one of a kind is enough for a quick look."""
+def slow_after(num_first: int, cases: Iterable[Any]) -> list[Any]:  # Any: pytest's ParameterSet
+    """Mark all but the first num_first cases as slow: one of a kind is enough at first."""
     return [
-        case if index < num_quick else pytest.param(case, marks=pytest.mark.slow)
+        case if index < num_first else pytest.param(case, marks=pytest.mark.slow)
         for index, case in enumerate(cases)
     ]

@@ -111,7 +111,6 @@ def quiet_tensors(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], d
     return final_tensors
 
 
-@pytest.mark.slow
 def test_faults_at_random_moments_end_in_the_weights_of_the_quiet_run(
     chaos_seed: int, tmp_path: Path, quiet_tensors: Callable[[int], dict[str, str]]
 ) -> None:

@@ -38,7 +38,7 @@ from tests.test_slurm import SBATCH, SRUN
 TYPED = "test_ddp_training.py::test_a_command_as_typed_trains_and_leaves_a_whole_run_folder"
 # Commands that are not run here, and the test that does run them. Those of its table TYPED, too.
 ELSEWHERE = {
-    "./launch_examples.sh test": "test_ddp_training.py::main",  # it runs all tests, this one too
+    "./launch_examples.sh test": "tests/stages.py::run_stage",  # the one under way
     # it needs network; there with a server of its own, and as typed without any
     "python download.py --dataset mnist --model resnet18 --data_dir data": (
         "tests/test_download.py::test_without_network_the_command_says_what_to_do_by_hand"
@@ -85,6 +85,7 @@ OTHER_PROGRAMS |= {"ntasks", "ntasks-per-node", "gpus-per-node", "partition", "n
 OURS = {"config", "help", "format", "output", "dry-run"}
 OURS |= {"width", "ranks"}  # of benchmarks/dp_vs_ddp.py; ranks of the command drill, too
 OURS |= {"table"}  # of the command drill
+OURS |= {"all", "soak"}  # of the tests
 OURS |= {"inspect", "nproc", "hosts"}  # of launchers/
 
 

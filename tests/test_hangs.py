@@ -161,7 +161,6 @@ def test_a_job_that_is_stopped_as_a_whole_and_goes_on_did_not_hang(tmp_path: Pat
     assert not (only_run(tmp_path) / "hangs").exists()
 
 
-@pytest.mark.slow
 def test_a_slow_start_and_a_slow_evaluation_are_no_hangs(tmp_path: Path) -> None:
     argv = [*QUIET, "--model", "tests.plugins:SlowAtFirst", "--eval_every", "1", "--epochs", "2"]
     argv += ["--hang_after_s", "0.5", "--output_dir", tmp_path]
@@ -170,7 +169,6 @@ def test_a_slow_start_and_a_slow_evaluation_are_no_hangs(tmp_path: Path) -> None
     assert finished.outputs[0].count("test accuracy") >= 2
 
 
-@pytest.mark.slow
 def test_a_slow_rank_is_named_with_its_split_of_the_step_time(tmp_path: Path) -> None:
     argv = [*QUIET, "--model", "tests.plugins:Straggling", "--epochs", "900"]
     with start_training([*argv, "--output_dir", tmp_path], 3) as running:

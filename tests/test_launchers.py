@@ -127,7 +127,7 @@ class TestCheck:
             "python -m ruff check --quiet .",
             "python -m mypy",
             "shellcheck .ci/run ./launch_examples.sh ./setup.sh",
-            "launch_examples.sh test",
+            "launch_examples.sh test --all",
         ]
 
     def test_a_fault_is_named_and_the_tests_are_not_run(self, checked: Path) -> None:
@@ -138,8 +138,8 @@ class TestCheck:
         assert "launch_examples.sh" not in (checked / "calls").read_text().split()
 
     def test_failing_tests_fail_the_check(self, checked: Path) -> None:
-        env = {"FAULT": "launch_examples.sh test --quick"}
-        done = run_command([".ci/run", "--quick"], timeout_s=30, cwd=checked, env=env)
+        env = {"FAULT": "launch_examples.sh test --all -x"}
+        done = run_command([".ci/run", "-x"], timeout_s=30, cwd=checked, env=env)
         assert done.status == 1
         assert "== failed: tests" in done.stderr
 

@@ -96,7 +96,6 @@ def test_a_disk_that_fails_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptur
     assert "can't be written" in caplog.text
 
 
-@pytest.mark.slow
 def test_each_sample_once_over_a_kill_and_other_numbers_of_ranks(tmp_path: Path) -> None:
     argv = [*STEADY, "--output_dir", tmp_path]
     with start_training(argv, 2) as running:

@@ -11,6 +11,7 @@ from hardened_ddp.errors import CheckpointError, PeerLostError
 from hardened_ddp.reporting.summary import finished_at, write_summary
 from hardened_ddp.training.survivor_save import read_failures
 from tests.commands import Command, run_command, start_command
+from tests.marks import slow_after
 from tests.processes import kill
 from tests.ranks import free_port, start_training, train
 from tests.run_folder import (
@@ -31,20 +32,39 @@ STEADY: list[str | Path] = ["--cpu_only", "--batch_size", "12", "--num_workers",
 STEADY += ["--lr_schedule", "constant", "--log_interval", "1", "--eval_every", "0"]
 
 
+# Each attempt does two steps or more (its first forward is the warm-up's), and dies.
+DYING: list[str | Path] = [*POINTS, "--model", "tests.plugins:Dying", "--run_name", "run"]
+DYING += ["--model_args", "{forward_number: 4}", "--epochs", "100", "--timeout_s", "60"]
+
+
+def test_ten_of_ten_restarts_go_on_at_the_next_step(tmp_path: Path) -> None:
+    """Ranks are started as torchrun starts them again: on the same port, and with their count."""
+    env = {"MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "job"}
+    for count in range(11):
+        again = {**env, "TORCHELASTIC_RESTART_COUNT": str(count)}
+        train([*DYING, "--output_dir", tmp_path], 2, env=again)
+        assert len(read_failures(tmp_path / "run")) == count + 1
+    check_progress(tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rendezvous", ["--standalone", "--master_port={port}"])
-def test_ten_of_ten_restarts_go_on_at_the_next_step(rendezvous: str, tmp_path: Path) -> None:
-    # Each attempt does two steps or more (its first forward is the warm-up's), and dies.
+def test_restarts_by_torchrun_itself_go_on_at_the_next_step(
+    rendezvous: str, tmp_path: Path
+) -> None:
     argv = ["torchrun", rendezvous.format(port=free_port()), "--nproc_per_node=2"]
-    argv += ["--max_restarts=10", "ddp_training.py", *map(str, POINTS), "--run_name", "run"]
-    argv += ["--model", "tests.plugins:Dying", "--model_args", "{forward_number: 4}"]
-    argv += ["--epochs", "100", "--timeout_s", "60", "--output_dir", str(tmp_path)]
-    run_command(argv, timeout_s=170)
-    failures = read_failures(tmp_path / "run")
+    argv += ["--max_restarts=3", "ddp_training.py", *map(str, DYING)]
+    run_command([*argv, "--output_dir", tmp_path], timeout_s=60)
+    assert len(read_failures(tmp_path / "run")) == 4, "an attempt did not come to its end"
+    check_progress(tmp_path)
+
+
+def check_progress(output_dir: Path) -> None:
+    """Each attempt of a DYING run went on behind the last one's step, and saved its own."""
+    failures = read_failures(output_dir / "run")
     steps = [failure["step"] for failure in failures]
-    assert len(steps) == 11, "an attempt did not come to its end"
     assert all(now > before for before, now in zip([0, *steps], steps, strict=False))
-    assert step_of(find_checkpoints(tmp_path)[-1]) == steps[-1]
+    assert step_of(find_checkpoints(output_dir)[-1]) == steps[-1]
     assert len({failure["error"].partition("(")[0] for failure in failures}) == 1
 
 
@@ -82,9 +102,8 @@ def test_a_stop_that_comes_while_another_rank_hangs_saves_the_last_step(
     assert last_tensors(output) == last_tensors(tmp_path / "quiet")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("flags", [[], ["--no_shared_memory"]], ids=" ".join)
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("flags", slow_after(1, [[], ["--no_shared_memory"]]), ids=" ".join)
+@pytest.mark.parametrize("victim", slow_after(1, [0, 1]))
 def test_a_rank_that_hangs_is_left_after_the_timeout(
     victim: int, flags: list[str], tmp_path: Path
 ) -> None:
@@ -186,7 +205,6 @@ def test_a_run_whose_last_save_fails_is_not_finished(flags: list[str], tmp_path:
     assert finished_at(tmp_path / "run") == 10
 
 
-@pytest.mark.slow
 def test_any_number_of_ranks_goes_on_with_the_same_samples_in_each_step(tmp_path: Path) -> None:
     """4 ranks, then 2, 3 and 1, each from the middle of an epoch; one rank does it all beside."""
     alone = [*STEADY, "--batch_size", "48", "--epochs", "2", "--output_dir", tmp_path / "alone"]

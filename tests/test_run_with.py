@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from hardened_ddp.training.survivor_save import read_failures
-from tests.ranks import free_port, run_command, start_command
+from tests.marks import slow_after
+from tests.ranks import free_port, run_command, start_command, train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary
 
 RUN = ["ddp_training.py", "--cpu_only", "--epochs", "2"]
@@ -74,15 +75,13 @@ def test_four_processes_are_in_rank_order_too() -> None:
 
 @pytest.fixture(scope="module")
 def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The tensors that a plain torchrun of the script ends in."""
+    """The tensors that a torchrun of the script ends in; its ranks are forked."""
     output = tmp_path_factory.mktemp("torchrun")
-    argv = ["torchrun", "--nproc_per_node=2", *RUN, "--output_dir", output]
-    run_command(argv, timeout_s=LIMIT_S).ok()
+    train([*RUN[1:], "--output_dir", output], 2).ok()
     return last_tensors(output)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", [*LAUNCHERS, MPICH])
+@pytest.mark.parametrize("command", slow_after(1, [*LAUNCHERS, MPICH]))
 def test_every_launcher_ends_in_the_same_weights(
     command: str, by_torchrun: dict[str, str], tmp_path: Path
 ) -> None:

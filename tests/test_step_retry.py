@@ -124,7 +124,6 @@ def test_an_overflow_of_fp16_is_its_scalers_business_whenever_it_is_learned_of(
     assert _scale(tmp_path / "late")["scale"] < 65536
 
 
-@pytest.mark.slow
 def test_memory_for_half_a_batch_gives_the_gradient_of_the_whole(tmp_path: Path) -> None:
     model = ["--model", "tests.plugins:Greedy", "--batch_size", "10", "--model_args"]
     quiet = run(tmp_path / "quiet", 2, *model, "{}").ok()

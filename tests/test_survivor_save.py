@@ -68,7 +68,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 @pytest.mark.parametrize(
     ("world_size", "victim", "flags"),
     [
-        pytest.param(2, 1, (), marks=pytest.mark.slow),
+        (2, 1, ()),
         pytest.param(2, 0, (), marks=pytest.mark.slow),
         pytest.param(3, 1, (), marks=pytest.mark.slow),
         pytest.param(2, 1, ("--no_shared_memory",), marks=pytest.mark.slow),
@@ -134,7 +134,6 @@ def test_three_failures_at_one_step_end_the_restarts_and_name_the_samples(tmp_pa
     assert "Its samples: [" in completed.output
 
 
-@pytest.mark.slow
 def test_ranks_of_a_killed_torchrun_save_and_leave(tmp_path: Path) -> None:
     argv = ["torchrun", "--standalone", "--nproc_per_node=2", "ddp_training.py", *map(str, BARE)]
     argv += ["--epochs", "1000", "--output_dir", str(tmp_path)]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import slow_after
 from tests.processes import find_marked, kill
 from tests.ranks import run_command, start_command, train
 from tests.run_folder import (
@@ -26,7 +27,6 @@ from tests.run_folder import (
 )
 from tests.two_hosts import ADDRESSES, TwoHosts, why_not
 
-pytestmark = [pytest.mark.slow]
 RUN = ["--cpu_only", "--epochs", "2", "--batch_size", "64"]
 TIMEOUT_S = 8.0
 SSHD = "/usr/sbin/sshd"
@@ -40,7 +40,7 @@ MPI_ON_TWO_HOSTS = {
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
-    # WHY here and not as a mark: looking makes a namespace, and --quick must not do that
+    # WHY here and not as a mark: looking makes a namespace, which is for those that run these
     if reason := why_not():
         pytest.skip(reason)
     (tmp_path / "etc").mkdir()
@@ -67,6 +67,7 @@ def by_hand(index: int, port: int = 29700, address: str = ADDRESSES[0]) -> dict[
     }
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_one_run_with_the_weights_of_one_host(
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
@@ -78,11 +79,11 @@ def test_two_hosts_train_as_one_run_with_the_weights_of_one_host(
         first.wait(timeout_s=150).ok()
         second.wait(timeout_s=30).ok()
     assert read_summary(only_run(tmp_path / "two"))["world_size"] == 2
-    argv = ["torchrun", "--nproc_per_node=2", "ddp_training.py", *RUN]
-    run_command([*argv, "--output_dir", tmp_path / "one"], timeout_s=120).ok()
+    train([*RUN, "--output_dir", tmp_path / "one"], 2).ok()
     assert last_tensors(tmp_path / "two") == last_tensors(tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_ssh_to_each_host_is_one_run(hosts: TwoHosts, tmp_path: Path) -> None:
     ssh = make_ssh(hosts, tmp_path / "ssh", host="$2", command="$3")
     argv = ["launchers/launch.py", "--hosts", "node0,node1", "--nproc_per_node", "1", "--ssh", ssh]
@@ -95,6 +96,7 @@ def test_ssh_to_each_host_is_one_run(hosts: TwoHosts, tmp_path: Path) -> None:
     assert read_summary(only_run(tmp_path / "runs"))["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_real_ssh_server_on_each_host_is_one_run_and_ends_with_it(
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
@@ -121,6 +123,7 @@ def test_a_real_ssh_server_on_each_host_is_one_run_and_ends_with_it(
     assert step_of(find_checkpoints(tmp_path / "runs")[-1]) == summary["step"]
 
 
+@pytest.mark.slow
 def test_a_killed_agent_of_an_elastic_run_changes_nothing_but_the_speed(
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
@@ -168,6 +171,7 @@ def test_a_killed_agent_of_an_elastic_run_changes_nothing_but_the_speed(
     assert samples_by_step(run) == samples_by_step(tmp_path / "alone" / "run")
 
 
+@pytest.mark.slow
 def test_mpirun_on_two_hosts_agrees_on_a_place_to_meet(hosts: TwoHosts, tmp_path: Path) -> None:
     if shutil.which("mpirun.openmpi") is None:
         pytest.skip("Open MPI is not installed on this machine (see .ci/run)")
@@ -184,6 +188,7 @@ def test_mpirun_on_two_hosts_agrees_on_a_place_to_meet(hosts: TwoHosts, tmp_path
     assert not list((tmp_path / "meet").iterdir())
 
 
+@pytest.mark.slow
 def test_a_cut_cable_has_a_clear_verdict_on_both_hosts_within_the_timeout(
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
@@ -211,21 +216,26 @@ def test_a_cut_cable_has_a_clear_verdict_on_both_hosts_within_the_timeout(
     assert find_checkpoints(folders[0])
 
 
-@pytest.mark.parametrize(
-    ("rank", "env", "texts"),
-    [
-        (1, by_hand(1), ["10.77.0.1: refused: nothing listens on that port"]),
-        (1, by_hand(1, address="10.77.0.9"), ["10.77.0.9"]),
-        (1, by_hand(1, address="node7"), ["the name node7 can't be resolved here"]),
-        (0, by_hand(0), ["these of 2 ranks never came: [1]", "There: rank 0 (process"]),
-        (0, by_hand(0, address=ADDRESSES[1]), ["tried 10.77.0.2:29700 for 4 s", "10.77.0.1"]),
-        (0, {**by_hand(0), "GLOO_SOCKET_IFNAME": "eth9"}, ["never came: [1]"]),
-    ],
-    ids=["no rank 0", "no such host", "no such name", "no rank 1", "rank 0 elsewhere", "alone"],
-)
+MEETINGS_THAT_FAIL = {
+    # what is wrong: (the rank that comes, its environment, what it says)
+    "no rank 0": (1, by_hand(1), ["10.77.0.1: refused: nothing listens on that port"]),
+    "no such host": (1, by_hand(1, address="10.77.0.9"), ["10.77.0.9"]),
+    "no such name": (1, by_hand(1, address="node7"), ["the name node7 can't be resolved here"]),
+    "no rank 1": (0, by_hand(0), ["these of 2 ranks never came: [1]", "There: rank 0 (process"]),
+    "rank 0 elsewhere": (
+        0,
+        by_hand(0, address=ADDRESSES[1]),
+        ["tried 10.77.0.2:29700 for 4 s", "10.77.0.1"],
+    ),
+    "alone": (0, {**by_hand(0), "GLOO_SOCKET_IFNAME": "eth9"}, ["never came: [1]"]),
+}
+
+
+@pytest.mark.parametrize("what", slow_after(1, MEETINGS_THAT_FAIL))
 def test_a_meeting_that_fails_says_what_was_tried(
-    rank: int, env: dict[str, str], texts: list[str], hosts: TwoHosts, tmp_path: Path
+    what: str, hosts: TwoHosts, tmp_path: Path
 ) -> None:
+    rank, env, texts = MEETINGS_THAT_FAIL[what]
     argv = ["python", "ddp_training.py", "--cpu_only", "--timeout_s", "4", "--output_dir", tmp_path]
     done = run_command(hosts.on(rank, *argv), timeout_s=60, env=env)
     assert done.status == 1, done.output

@@ -1,0 +1,107 @@
+"""Every test is checked for what it leaves behind; the longest run first, side by side.
+
+--times shows the CPU time of each test, --rounds, --plans and --seed are for random faults.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests import ranks
+from tests.leftovers import leaves_nothing_behind
+from tests.marks import slow_after
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadScopeScheduling
+
+__all__ = ["leaves_nothing_behind"]
+
+# Files of tests that take long, longest first. Each of their functions may run in a process of its
+# own; the other files stay whole, and the fixtures of a module are made once.
+LONG = ("test_slurm.py", "test_drills.py", "test_restarts.py", "test_two_hosts.py", "test_docs.py")
+LONG += ("test_run_with.py", "test_setup.py", "test_chaos.py", "test_ddp_training.py")
+LONG += ("test_survivor_save.py", "test_fault_plans.py", "test_steps.py", "test_hangs.py")
+WHOLE = ("test_slurm.py", "test_setup.py")  # but these two: their fixtures take the most of it
+
+CPU_BEFORE = pytest.StashKey[float]()
+MOST_TESTS_SHOWN = 40
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rounds", type=int, default=8, help="of the chaos test")
+    parser.addoption("--plans", type=int, default=2, help="of the test of fault plans")
+    parser.addoption("--seed", type=int, default=0, help="of the first round and plan")
+    parser.addoption("--times", action="store_true", help="show CPU seconds by test and file")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    first = metafunc.config.getoption("--seed")
+    for name, option in (("chaos_seed", "--rounds"), ("plan_seed", "--plans")):
+        if name in metafunc.fixturenames:
+            seeds = range(first, first + metafunc.config.getoption(option))
+            metafunc.parametrize(name, slow_after(1, seeds))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's: it asks with --numprocesses only
+def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "LoadScopeScheduling":
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            """Name what must stay together: a file, or a function with its cases."""
+            path, _, _ = nodeid.partition("::")
+            name = os.path.basename(path)
+            return nodeid.partition("[")[0] if name in LONG and name not in WHOLE else path
+
+    return Scheduling(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    item.stash[CPU_BEFORE] = _cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    if call.when == "teardown":
+        used_s = _cpu_seconds() - item.stash[CPU_BEFORE]
+        item.user_properties.append(("cpu_s", round(used_s, 2)))
+    report = yield
+    # WHY: pytest-xdist ends at text that is no UTF-8, as a log line with half of a character
+    report.sections = [
+        (title, text.encode("utf-8", "backslashreplace").decode())
+        for title, text in report.sections
+    ]
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not terminalreporter.config.getoption("--times"):
+        return
+    tests: Counter[str] = Counter()
+    files: Counter[str] = Counter()
+    for report in (report for some in terminalreporter.stats.values() for report in some):
+        if getattr(report, "when", "") == "teardown":
+            used_s = dict(report.user_properties)["cpu_s"]
+            tests[report.nodeid] += used_s
+            files[report.nodeid.partition("::")[0]] += used_s
+    terminalreporter.section(f"CPU seconds: {tests.total():.0f}")
+    for name, used_s in [*files.most_common(), *tests.most_common(MOST_TESTS_SHOWN)]:
+        terminalreporter.write_line(f"{used_s:8.1f}  {name}")
+
+
+def _cpu_seconds() -> float:
+    """Add up what pytest, its commands and the ranks that have ended have used."""
+    return sum(os.times()[:4]) + ranks.cpu_seconds()
