@@ -27,6 +27,7 @@ from tests.ranks import (
     start_command,
     start_training,
     train,
+    train_as_typed,
 )
 from tests.run_folder import (
     find_checkpoints,
@@ -51,10 +52,16 @@ STOP_SIGNALS = [
     pytest.param(signal.SIGTERM, id="SIGTERM"),
     pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.slow),
 ]
-# What the README tells to type, and the accuracy that must come of it.
+# What the README tells to type, and the accuracy that must come of it. Real commands, one of each
+# launcher and its flags; and those that differ from them in the script's flags only.
 TYPED = {
     "torchrun --nproc_per_node=2 ddp_training.py --batch_size 16 --epochs 5": LEARNED,
     "python ddp_training.py --single_gpu --batch_size 32 --epochs 5": LEARNED,
+    "torchrun --standalone --nproc_per_node=4 ddp_training.py": 0.9,
+    "torchrun --nnodes=1 --node_rank=0 --nproc_per_node=2 --master_addr=localhost"
+    " --master_port=12355 ddp_training.py": LEARNED,
+}
+TYPED_WITH_OTHER_FLAGS = {
     "torchrun --nproc_per_node=2 ddp_training.py --batch_size 32 --epochs 10"
     " --learning_rate 1e-4": 0.75,
     "torchrun --nproc_per_node=4 ddp_training.py --batch_size 16 --epochs 10": LEARNED,
@@ -63,17 +70,13 @@ TYPED = {
     "torchrun --nproc_per_node=2 ddp_training.py --find_unused_parameters --num_workers 0"
     " --batch_size 8 --continue_on_error": LEARNED,
     "python ddp_training.py --cpu_only --batch_size 8 --epochs 2": 0.9,
-    "torchrun --standalone --nproc_per_node=4 ddp_training.py": 0.9,
-    "torchrun --nnodes=1 --node_rank=0 --nproc_per_node=2 --master_addr=localhost"
-    " --master_port=12355 ddp_training.py": LEARNED,
 }
-QUICK = 1  # of these, so many are not slow
 
 
 @pytest.mark.parametrize(
     ("command", "accuracy"),
     [
-        pytest.param(*typed, id=typed[0], marks=[pytest.mark.slow] if index >= QUICK else [])
+        pytest.param(*typed, id=typed[0], marks=[pytest.mark.slow] if index else [])
         for index, typed in enumerate(TYPED.items())
     ],
 )
@@ -85,11 +88,20 @@ def test_a_command_as_typed_trains_and_leaves_a_whole_run_folder(
     completed = run_command(argv, timeout_s=120).ok()
     assert "Traceback" not in completed.output
     run = only_run(tmp_path)
-    _check_run_folder(run, command)
-    assert read_summary(run)["test_accuracy"] >= accuracy
+    _check_run_folder(run, command, accuracy)
     for words in ("ddp_training.py --resume", "ddp_training.py export"):
         assert ROOT / printed_command(completed.output, words)[-1] == run
     assert ROOT / printed_command(completed.output, "--logdir")[-1] == run / "tensorboard"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "accuracy"), TYPED_WITH_OTHER_FLAGS.items())
+def test_the_flags_as_typed_train_and_leave_a_whole_run_folder(
+    command: str, accuracy: float, tmp_path: Path
+) -> None:
+    finished = train_as_typed(command, "--output_dir", tmp_path).ok()
+    assert "Traceback" not in finished.output
+    _check_run_folder(only_run(tmp_path), command, accuracy)
 
 
 @pytest.mark.slow
@@ -278,10 +290,11 @@ def _blocks(pid: int, number: signal.Signals) -> bool:
     return bool(mask >> (number - 1) & 1)
 
 
-def _check_run_folder(run: Path, command: str) -> None:
+def _check_run_folder(run: Path, command: str, accuracy: float) -> None:
     num_ranks = int(_typed_value(command, "nproc_per_node", "1"))
     summary = read_summary(run)
     assert summary["status"] == "finished"
+    assert summary["test_accuracy"] >= accuracy
     assert summary["epoch"] == int(_typed_value(command, "epochs", "5"))
     assert summary["world_size"] == num_ranks
     assert step_of(find_checkpoints(run.parent)[-1]) == summary["step"]

@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import pickle
 import random
+import shlex
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,7 @@ __all__ = [
     "start_ranks",
     "start_training",
     "train",
+    "train_as_typed",
 ]
 
 _PORTS = range(20000, 32000)  # WHY: below the ports that the kernel gives to whoever asks for any
@@ -125,6 +127,22 @@ def train(
     """Run ddp_training.py to its end; how: see start_training. Does not raise if a rank fails."""
     with start_training(argv, world_size, **how) as running:
         return running.wait(timeout_s)
+
+
+def train_as_typed(command: str, *more: str | Path, cwd: Path | None = None) -> Finished:
+    """Run a command line of torchrun or python with ddp_training.py, and more, on forked ranks."""
+    from torch.distributed.run import get_args_parser  # WHY here: most tests need no torch
+
+    program, *words = shlex.split(command)
+    launcher: Literal["torchrun", "none"] = "torchrun" if program == "torchrun" else "none"
+    world_size = 1
+    if launcher == "torchrun":
+        parsed = get_args_parser().parse_args(words)
+        world_size = int(parsed.nproc_per_node)
+        words = [parsed.training_script, *parsed.training_script_args]
+    if words[0] != "ddp_training.py":
+        raise ValueError(f"not a command of ddp_training.py: {command}")
+    return train([*words[1:], *more], world_size, launcher=launcher, cwd=cwd)
 
 
 def free_port(*, prefer: int = 0) -> int:

@@ -30,12 +30,12 @@ from tests.documents import (
     text_of,
 )
 from tests.processes import ROOT
-from tests.ranks import free_port, run_command, start_command, train
+from tests.ranks import free_port, run_command, start_command, train_as_typed
 from tests.test_run_with import INSPECT
 from tests.test_run_with import LAUNCHERS as RUN_WITH
 from tests.test_slurm import SBATCH, SRUN
 
-TYPED = "test_ddp_training.py::test_a_command_as_typed_trains_and_leaves_a_whole_run_folder"
+TYPED_TEST = "test_ddp_training.py::test_a_command_as_typed_trains_and_leaves_a_whole_run_folder"
 # Commands that are not run here, and the test that does run them. Those of its table TYPED, too.
 ELSEWHERE = {
     "./launch_examples.sh test": "tests/stages.py::run_stage",  # the one under way
@@ -74,6 +74,8 @@ INSTEAD = {
     "./launch_examples.sh 1": "./launch_examples.sh 1 --dry-run",
     "tensorboard --logdir runs": "tensorboard --logdir runs --inspect",
 }
+# Commands of the script run on forked ranks, but for this one: no other test starts it for real.
+FOR_REAL = {"python ddp_training.py evaluate runs/first"}
 # Commands that end with another status than 0, because the text says so.
 STATUSES = {
     'grep -h "DDP-" runs/first/logs/*.log | grep -v "DDP-G04"': 1,  # a good run has none
@@ -207,7 +209,7 @@ class TestAllDocuments:
         assert not re.search(r"#\d{3,}", text), "an issue's number says nothing to a reader"
 
     def test_a_test_that_runs_a_command_elsewhere_exists(self) -> None:
-        for test in (TYPED, *ELSEWHERE.values()):
+        for test in (TYPED_TEST, *ELSEWHERE.values()):
             assert has_function(test), test
 
 
@@ -283,9 +285,9 @@ def said_by_the_program() -> str:
 
 def typed_elsewhere() -> set[str]:
     """Give the commands that test_ddp_training.py runs as they are typed."""
-    from test_ddp_training import TYPED as commands
+    from test_ddp_training import TYPED, TYPED_WITH_OTHER_FLAGS
 
-    return set(commands)
+    return {*TYPED, *TYPED_WITH_OTHER_FLAGS}
 
 
 def write_examples(document: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,16 +303,10 @@ def run_documented(command: str, folder: Path, *, max_steps: int) -> str:
     status = STATUSES.get(command, 0)
     command = INSTEAD.get(command, command)
     words = command.split()
-    is_training = words[0] == "torchrun" or words[:2] == ["python", "ddp_training.py"]
-    if is_training and not {
-        "doctor",
-        "verify-ledger",
-        "evaluate",
-        "export",
-        "drill",
-        "--help",
-    } & set(words):
-        return run_training(command, folder, max_steps=max_steps)
+    is_script = words[0] == "torchrun" or words[:2] == ["python", "ddp_training.py"]
+    if is_script and command not in FOR_REAL:
+        is_other = {"doctor", "verify-ledger", "evaluate", "export", "drill", "--help"} & {*words}
+        return run_training(command, folder, max_steps=0 if is_other else max_steps)
     command = command.replace("launchers/", f"{ROOT}/launchers/")
     for name in ("ddp_training.py", "launch_examples.sh", "setup.sh"):
         command = re.sub(rf"(\./)?\b{re.escape(name)}", str(ROOT / name), command)
@@ -322,21 +318,12 @@ def run_documented(command: str, folder: Path, *, max_steps: int) -> str:
 
 
 def run_training(command: str, folder: Path, *, max_steps: int) -> str:
-    """Run a training command on forked ranks, for max_steps unless that is 0."""
-    from torch.distributed.run import get_args_parser
-
-    program, *words = shlex.split(command)
-    world_size = 1
-    if program == "torchrun":
-        parsed = get_args_parser().parse_args(words)
-        world_size = int(parsed.nproc_per_node)
-        words = [parsed.training_script, *parsed.training_script_args]
-    assert words[0] == "ddp_training.py", command
-    argv = [*words[1:], *(["--max_steps", str(max_steps)] if max_steps else [])]
-    launcher = "torchrun" if program == "torchrun" else "none"
-    done = train(argv, world_size, cwd=folder, launcher=launcher)
+    """Run a command of the script on forked ranks; a training for max_steps unless that is 0."""
+    done = train_as_typed(
+        command, *(["--max_steps", str(max_steps)] if max_steps else []), cwd=folder
+    )
     status = STATUSES.get(command, 0)
-    assert done.statuses == (status,) * world_size, f"{command}\n{done.output}"
+    assert set(done.statuses) == {status}, f"{command}\n{done.output}"
     assert "Traceback" not in done.output, f"{command}\n{done.output}"
     return done.output
 
