@@ -352,12 +352,6 @@ MUTATIONS = [
     ),
     Mutation(
         "settings/layers.py",
-        "apart_from=merged.bad_names | _unsure_names(merged),",
-        "apart_from=merged.bad_names,",
-        PROBLEMS,
-    ),
-    Mutation(
-        "settings/layers.py",
         'told = str(error).replace("--resume ", "") if is_named else str(error)',
         "told = str(error)",
         f"{PROBLEMS} {SETTINGS}",

@@ -13,7 +13,7 @@ from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.checkpoint.listing import open_checkpoint
 from hardened_ddp.checkpoint.verify import Rejected
 from hardened_ddp.errors import CheckpointError
-from hardened_ddp.export.export import export_model
+from hardened_ddp.export.export import _compare, export_model
 from tests.checkpoint_states import assert_same, every_kind, small_state
 
 
@@ -48,6 +48,33 @@ def test_an_export_holds_the_model_without_prefix_and_how_to_load_it(
     assert config["step"] == 2
     assert "load_file" in (output / "README.md").read_text()
     assert os.listdir(output.parent) == ["mine"]
+
+
+def test_an_export_fills_an_empty_folder_and_never_one_that_holds_something(
+    trained_run: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "here"
+    output.mkdir()
+    export_model(trained_run, output=output)
+    assert (output / "model.safetensors").is_file()
+    with pytest.raises(CheckpointError, match="an export would mix with what is there"):
+        export_model(trained_run, output=output)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"a": torch.zeros(4, dtype=torch.int32)},
+        {"a": torch.zeros(2, 2)},
+        {"a": torch.ones(4)},
+        {"a": torch.zeros(4), "b": torch.zeros(4)},
+    ],
+    ids=["dtype", "shape", "value", "too many"],
+)
+def test_an_export_that_reads_back_otherwise_is_refused(written: dict[str, torch.Tensor]) -> None:
+    _compare({"a": torch.full((4,), torch.nan)}, {"a": torch.full((4,), torch.nan)})
+    with pytest.raises(CheckpointError, match="read back, differ"):
+        _compare(written, {"a": torch.zeros(4)})
 
 
 def test_an_export_prefers_the_best_checkpoint_and_passes_over_a_broken_one(

@@ -244,7 +244,7 @@ class TestMachine:
         assert not list(tmp_path.iterdir())
 
     def test_loader_workers_of_dead_runs_are_found_and_those_of_living_ones_left_alone(
-        self, tmp_path: Path
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def add(pid: int, name: str, parent: int) -> None:
             folder = tmp_path / str(pid)
@@ -262,6 +262,8 @@ class TestMachine:
         (tmp_path / "100").mkdir()
         assert machine.find_orphans(tmp_path) == [80, 90]
         assert machine.check_orphans(tmp_path).advice == "kill 80 90"
+        monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+        assert machine.find_orphans(tmp_path) == []  # those of other users
 
     def test_workers_of_a_run_that_is_process_1_of_its_container_are_no_orphans(
         self, tmp_path: Path

@@ -20,6 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -719,6 +720,26 @@ class TestMetrics:
         assert is_over.wait(5)
         outcomes.append(True)
         assert writer.close(timeout_s=5)
+
+    def test_while_the_disk_hangs_what_is_too_much_is_counted_and_left_out(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(background, "_MAX_WAITING", 3)
+        hangs, goes_on, done = threading.Event(), threading.Event(), []
+
+        def hang() -> None:
+            hangs.set()
+            goes_on.wait(10)
+
+        writer = background.ReportWriter(flush=lambda: True, name="metrics")
+        writer.do(hang)
+        assert hangs.wait(5)
+        for number in range(5):
+            writer.do(partial(done.append, number))
+        assert writer.num_refused == 2
+        goes_on.set()
+        assert writer.close(timeout_s=5)
+        assert done == [0, 1, 2]
 
     def test_a_report_that_breaks_is_left_out_and_the_next_is_written(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture

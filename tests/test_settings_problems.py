@@ -42,6 +42,10 @@ class TestProblems:
             "my.yaml:4",
         ]
 
+    def test_who_names_a_run_by_a_word_is_not_told_of_a_flag_for_it(self) -> None:
+        assert "did you mean --resume newest?" in problem_of("--resume newst")
+        assert "did you mean newest?" in problem_of("evaluate newst")
+
     def test_the_error_says_how_to_go_on_and_has_status_2(self) -> None:
         with pytest.raises(ConfigError) as caught:
             settings_of("--epochs 0")
