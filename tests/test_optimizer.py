@@ -58,6 +58,28 @@ def test_an_optimizer_without_a_case_is_refused() -> None:
         build_optimizer([weight], OptimizerConfig(optimizer=UNKNOWN))
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_first_step_takes_the_state_that_was_allocated_for_it(name: str) -> None:
+    weights = []
+    for is_allocated in (False, True):
+        weight = torch.nn.Parameter(torch.ones(2))
+        config = replace(OptimizerConfig(), optimizer=name)  # type: ignore[arg-type]  # one of them
+        optimizer = build_optimizer([weight], config)
+        before = {}
+        if is_allocated:
+            allocate_state(optimizer)
+            before = dict(optimizer.state[weight])
+        for _ in range(2):
+            weight.grad = torch.tensor([0.5, -2.0])
+            optimizer.step()
+        if is_allocated:
+            assert before
+            assert before.keys() == optimizer.state[weight].keys()
+            assert all(optimizer.state[weight][name] is tensor for name, tensor in before.items())
+        weights.append(weight.detach())
+    assert torch.equal(*weights)
+
+
 def test_state_is_allocated_for_known_optimizers_only() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(TypeError, match="RMSprop"):

@@ -178,6 +178,17 @@ def test_labels_beyond_the_classes_are_named() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("value", "is_finite"), [(1.0, True), (3e38, True), (torch.inf, False), (torch.nan, False)]
+)
+def test_large_gradients_whose_sum_is_too_large_are_numbers(value: float, is_finite: bool) -> None:
+    model = nn.Linear(4, 3)
+    replica = Replica(model, Group(read_launch({}), CPU), ddp=None, moving_buffers=())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+    assert replica.has_finite_gradients() is is_finite
+
+
 def average_buffers() -> dict[str, list[float]]:
     group = rendezvous()
     model = nn.BatchNorm1d(2)
