@@ -101,7 +101,7 @@ def test_a_model_that_has_changed_since_is_refused_with_what_differs(digits_run:
     weights = model_tensors(tensors)
     with pytest.raises(CheckpointMismatchError, match=r"layers\.1\.weight"):
         rebuild_model(weights, {**meta, "model_args": {"hidden": 7}})
-    with pytest.raises(ModelError, match="which model it is of"):
+    with pytest.raises(ModelError, match="which model it belongs to"):
         rebuild_model(weights, {})
     with pytest.raises(ModelError, match="not one tensor"):
         example_inputs({}, num_samples=1)

@@ -1,13 +1,13 @@
 """DDP's buckets: gradients are summed over the ranks, bucket by bucket, while backward still runs.
 
-Owns the communication hook that sends them. It remembers in which order buckets go and what is in
-them, so that a rank whose forward or backward failed can still take part in the all-reduces that it
-owes: with NaN. Then nobody waits for ever, and every rank sees in its own sums that one failed,
-without a message for it. It also gives the order of additions in which the window is done again:
-the same one, so that the weights come out bitwise equal.
+Owns the communication hook that sends them. It records the order and the content of the buckets, so
+that a rank whose forward or backward failed can still take part in the remaining all-reduces: it
+sends NaN. Then no rank waits forever, and every rank sees in its own sums that one failed, without
+a separate message. A retry of the step adds in the same recorded order, so that its weights are
+bitwise equal.
 
-WHY sums: losses are divided by the samples of the whole window, so the sum is the mean.
-Read next: step/retry.py, what is done after a failure.
+WHY sums: losses are divided by the samples of the whole step, so the sum is the mean.
+Read next: step/retry.py, what happens after a failure.
 """
 
 import logging
@@ -33,7 +33,7 @@ class Buckets:
     def __init__(
         self, ddp: DistributedDataParallel, group: Group, *, sent_as: torch.dtype | None = None
     ) -> None:
-        """Register the hook of ddp. sent_as: round gradients to it on their way; None: don't."""
+        """Register the hook of ddp. sent_as: the dtype for sending; None: that of the gradients."""
         self._ddp = ddp
         self._group = group
         self._sent_as = sent_as
@@ -42,20 +42,20 @@ class Buckets:
         self._buffers: list[torch.Tensor] = []
         self._futures: list[Work] = []
         self.are_finite = False
-        """What the last backward has sent came back as numbers; False: not known."""
+        """The sums of the last backward are known to be finite; False: not known."""
 
         self.are_old = False
-        """DDP is to build its buckets anew. The same on all ranks."""
+        """DDP has to rebuild its buckets. The same on all ranks."""
 
         ddp.register_comm_hook(None, self._send)
 
-        # WHY: SyncBatchNorm sends within forward, where nobody knows of it. And a reducer that
-        # waits for a backward that never came must be told so, and build its buckets anew before
-        # a rank can fail again; torch has no public word for either.
+        # WHY: SyncBatchNorm calls a collective within forward, which no hook sees. And a reducer
+        # that waits for a backward that never came has to be reset, and has to rebuild its buckets
+        # before a rank can fail again; torch has no public function for either.
         has_sync_norm = any(isinstance(part, nn.SyncBatchNorm) for part in ddp.module.modules())
-        has_words = all(hasattr(ddp.reducer, n) for n in ("_reset_state", "_rebuild_buckets"))
-        self.can_stand_in = not has_sync_norm and has_words
-        """A rank that failed can do its part in what the others send."""
+        has_functions = all(hasattr(ddp.reducer, n) for n in ("_reset_state", "_rebuild_buckets"))
+        self.can_stand_in = not has_sync_norm and has_functions
+        """A rank that failed can take part in the all-reduces of the others."""
 
     def begin(self) -> None:
         """Forget what was sent in the last backward. Rank-local."""
@@ -63,41 +63,41 @@ class Buckets:
         self.are_finite = False
 
     def stand_in(self) -> bool:
-        """Send NaN for all that this rank owes of a backward that failed, or never began.
+        """Send NaN in all remaining all-reduces of a backward that failed, or never began.
 
-        False if that can't be done, or it owed nothing: then the others don't know that it failed.
-        Collective: they are in that backward.
+        Returns False if that is impossible or none remained: then the other ranks don't know that
+        this one failed. Collective: the others are in that backward.
         """
         if not self.can_stand_in:
             return False
         self._group.tracker.enter(Phase.ALL_REDUCE)
-        owed = self._layout[len(self._under_way) :]
-        for parameters in owed:
+        remaining = self._layout[len(self._under_way) :]
+        for parameters in remaining:
             size = sum(parameter.numel() for parameter in parameters)
             dtype = self._sent_as or parameters[0].dtype
             dist.all_reduce(torch.full((size,), math.nan, dtype=dtype, device=self._device))
-        if owed and self._ddp.find_unused_parameters and not self._ddp.static_graph:
+        if remaining and self._ddp.find_unused_parameters and not self._ddp.static_graph:
             # After the last bucket DDP adds up which parameters each rank has used. WHY ones: it
             # takes the sum only for those, and each rank is to see the NaN.
             count = sum(len(parameters) for parameters in self._layout)
             dist.all_reduce(torch.ones(count, dtype=torch.int32, device=self._device))
         for future in self._futures:
             future.wait()
-        return bool(owed)
+        return bool(remaining)
 
     def some_rank_failed(self, failed_here: bool) -> bool:
-        """Say whether any rank sent NaN in the last backward; the same on all ranks.
+        """Return whether any rank sent NaN in the last backward; the same on all ranks.
 
-        On the CPU it is seen in the sums. WHY not on a GPU: reading one waits for it. There the
-        ranks ask each other, while the GPU still works. Collective there.
+        On the CPU the sums show it. WHY not on a GPU: reading a sum waits for the device. There
+        the ranks exchange a flag over the CPU while the GPU still computes. Collective there.
         """
         if self._device.type == "cpu":
             if failed_here:
                 return True
-            # nan and inf stay in a sum: mostly one look at each bucket is enough
+            # NaN and inf persist in a sum: one sum per bucket is usually enough
             self.are_finite = math.isfinite(sum(buffer.sum().item() for buffer in self._buffers))
             return not self.are_finite and any(math.isnan(buffer[0]) for buffer in self._buffers)
-        if not self.can_stand_in:  # then a rank that fails ends the attempt: nobody is to be asked
+        if not self.can_stand_in:  # then a rank that fails ends the attempt
             return False
         flag = torch.tensor([float(failed_here)])
         if (work := self._group.start_max(flag)) is not None:  # collective
@@ -105,9 +105,9 @@ class Buckets:
         return bool(flag)
 
     def are_bad(self) -> torch.Tensor:
-        """Say on the device whether some rank sent NaN in the last backward, or a sum is no number.
+        """Return 1.0 if a sum of the last backward is not finite, else 0.0. On the device, ().
 
-        On a rank that did not fail. 1.0 or 0.0, of shape ().
+        For a rank that did not fail itself. NaN sent by another rank counts too.
         """
         total = torch.stack([buffer.sum().float() for buffer in self._buffers]).sum()
         return total.isfinite().logical_not().float()
@@ -115,22 +115,22 @@ class Buckets:
     def disarm(self) -> None:
         """Make DDP ready for the next forward after a backward that did not end. Rank-local.
 
-        It then builds its buckets anew after the next backward, with the other ranks: reset has
-        them do so, too.
+        DDP then rebuilds its buckets after the next backward, which is a collective: reset makes
+        the other ranks do the same.
         """
         self.begin()
         if hasattr(self._ddp.reducer, "_reset_state"):  # see can_stand_in
             self._ddp.reducer._reset_state()
 
     def reset(self) -> None:
-        """Disarm DDP on all ranks. Rank-local, on each of them before the next forward."""
+        """Disarm DDP, and have renew rebuild its buckets. Rank-local: all ranks call it."""
         self.disarm()
         self.are_old = True
 
     def renew(self) -> None:
-        """Have DDP build its buckets anew after a reset, and a backward that nobody failed in.
+        """Rebuild DDP's buckets after a reset and a backward in which no rank failed.
 
-        WHY not leave that to its next forward: a rank may fail before it gets there. Collective.
+        WHY not in its next forward, as DDP does: a rank may fail before it. Collective.
         """
         if self.are_old:
             self.are_old = False
@@ -141,7 +141,7 @@ class Buckets:
     def sum_local(self, used: Iterable[torch.Tensor]) -> None:
         """Add up gradients that stayed local, in the same order as the hook does. Collective.
 
-        used: the parameters that have a gradient on some rank; the others get none.
+        used: the parameters that have a gradient on some rank; the others keep none.
         """
         before = self._group.tracker.enter(Phase.ALL_REDUCE)
         self.are_finite = False
@@ -171,7 +171,7 @@ class Buckets:
         self._under_way.append(bucket.parameters())
         if bucket.is_last():
             self._layout = self._under_way
-            # From here on backward waits for the others.
+            # From here on backward waits for the other ranks.
             self._group.tracker.enter(Phase.ALL_REDUCE)
         buffer = bucket.buffer()
         self._buffers.append(buffer)
@@ -187,9 +187,9 @@ class Buckets:
 
 
 def _places(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Give the part of a bucket that belongs to each parameter, laid out in memory as it is.
+    """Return the view of a bucket for each parameter, with the memory layout of the parameter.
 
-    WHY so: what is added up in which order depends on the place in the bucket.
+    WHY: the order of additions depends on the position in the bucket.
     """
     found, begin = [], 0
     for parameter in parameters:

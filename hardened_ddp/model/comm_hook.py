@@ -1,4 +1,4 @@
-"""What sends gradients within backward: DDP itself, this program's hook, or one that compresses."""
+"""The choice of what sends gradients within backward: DDP, our hook, or a compressing hook."""
 
 import logging
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from hardened_ddp.settings.ddp import CommHook
 
 log = logging.getLogger(__name__)
 
-# What our hook rounds gradients to on their way; powersgd is torch's own hook.
+# The dtype in which our hook sends gradients; powersgd is torch's own hook.
 _SENT_AS: Mapping[Literal["none", "bf16", "fp16"], torch.dtype | None] = {
     "none": None,
     "bf16": torch.bfloat16,
@@ -25,7 +25,7 @@ _SENT_AS: Mapping[Literal["none", "bf16", "fp16"], torch.dtype | None] = {
 def choose_comm_hook(replica: Replica, name: CommHook, *, retries: bool) -> None:
     """Decide what sends gradients within backward: DDP itself, or a hook. Rank-local.
 
-    retries: a step in which a rank fails is tried again; the hook for that sends what DDP does.
+    retries: a step in which a rank fails is retried; the hook for that sends what DDP sends.
     """
     ddp = replica.ddp
     if ddp is None or replica.sums_after:

@@ -1,6 +1,6 @@
-"""A model built from its description: what a checkpoint or an export says of it.
+"""A model built from its description in a checkpoint or an export.
 
-Owns which words describe a model (DESCRIPTION), and building from them without any download:
+Owns the keys that describe a model (DESCRIPTION), and building from them without any download:
 published weights would be overwritten anyway. Does not own: the trained weights.
 """
 
@@ -18,17 +18,17 @@ DESCRIPTION = (
     *("model", "model_args", "pretrained", "hub_config"),
     *("num_classes", "input_shape", "class_names"),
 )
-# torchvision gives these two another input scale if they start from its published weights.
+# torchvision scales the input of these two differently with its published weights.
 _SCALED_IF_PRETRAINED = ("googlenet", "inception_v3")
 
 
 def build_described(facts: Mapping[str, Any]) -> nn.Module:
-    """Build the model that facts describe. Rank-local; moves the random numbers.
+    """Build the model that facts describe. Rank-local; advances the random number generators.
 
-    Raises ModelError if they don't, or if it can't be built.
+    Raises ModelError if they don't describe one, or if it can't be built.
     """
     if not isinstance(facts.get("model"), str) or not facts.get("num_classes"):
-        raise ModelError("the checkpoint does not say which model it is of")
+        raise ModelError("the checkpoint does not say which model it belongs to")
     input_shape = tuple(facts.get("input_shape") or ())
     if facts.get("hub_config"):
         return build_from_config(facts["hub_config"], input_shape=input_shape)

@@ -1,9 +1,9 @@
-"""Our models with save_pretrained() and from_pretrained(), as the Hugging Face libraries have them.
+"""Our models with save_pretrained() and from_pretrained() of the Hugging Face libraries.
 
     from hardened_ddp.model.hub import HubModel
     model = HubModel.from_pretrained("exports/first-huggingface")
 
-Owns nothing but this form: building is described.py's, writing and reading huggingface_hub's.
+Owns only this form: described.py builds the model, huggingface_hub reads and writes it.
 Importing this module needs huggingface_hub (requirements-extras.txt); nothing else here does.
 """
 
@@ -18,7 +18,7 @@ from hardened_ddp.model.described import build_described
 
 
 class HubModel(nn.Module, PyTorchModelHubMixin):
-    """A classifier that knows how it is built: (N, *input_shape) float -> (N, num_classes)."""
+    """A classifier that stores its own description: (N, *input_shape) float -> (N, num_classes)."""
 
     # Any: JSON, as config.json has it; the names are those of DESCRIPTION
     def __init__(self, *, facts: Mapping[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """Image classifiers of the transformers library, by folder or by name: --model hf:PATH_OR_NAME.
 
-Owns loading one for fine-tuning, with its head fitted to the classes, and showing it images as it
-knows them: in its size and with its number of channels. The weights are read from safetensors only,
-and no code from the folder runs (trust_remote_code stays off).
-What goes wrong here: the package is missing, no network, the folder is no image classifier.
+Owns loading one for fine-tuning, with its head fitted to the classes, and converting images to its
+size and number of channels. The weights are read from safetensors only, and no code from the folder
+runs (trust_remote_code stays off).
+What goes wrong here: a missing package, no network, a folder that is no image classifier.
 """
 
 import json
@@ -36,9 +36,9 @@ class ImageClassifier(nn.Module):
         wanted = getattr(net.config, "num_channels", None) or 3
         if len(input_shape) != 3 or input_shape[0] not in (1, wanted):
             raise ModelError(
-                f"the model wants images with {wanted} channels, and the data has samples of shape "
+                f"the model takes images with {wanted} channels, and the data has samples of shape "
                 f"{input_shape}",
-                fix="choose a dataset of images, grey or with as many channels",
+                fix="choose a dataset of grey images, or of images with as many channels",
             )
         self.num_repeats = wanted // input_shape[0]
 
@@ -51,12 +51,12 @@ class ImageClassifier(nn.Module):
         return logits
 
     def gradient_checkpointing_enable(self, **how: Any) -> None:
-        """Recompute activations in backward, block by block, as the model knows them."""
+        """Recompute activations in backward, by the blocks that the model defines."""
         self.net.gradient_checkpointing_enable(**how)
 
     @property
     def hub_config(self) -> dict[str, Any]:
-        """The model's own description, as JSON: with it, it is built again from a checkpoint."""
+        """The transformers configuration as JSON, from which the model is built again."""
         config: dict[str, Any] = json.loads(self.net.config.to_json_string(use_diff=False))
         return config
 
@@ -69,7 +69,7 @@ def load_classifier(
     model_args go to its configuration. Raises ModelError, MissingPackageError.
     """
     transformers = import_extra("transformers", what=f"--model {config.model}")
-    transformers.logging.set_verbosity_error()  # WHY: what it would say of the head, we say
+    transformers.logging.set_verbosity_error()  # WHY: we report the new head ourselves
     transformers.logging.disable_progress_bar()
     name = config.model.removeprefix(PREFIX)
     folder = Path(name)
@@ -93,7 +93,9 @@ def load_classifier(
         return ImageClassifier(net, input_shape=input_shape)
     except HardenedError:
         raise
-    except Exception as error:  # WHY broad: the library raises what it meets in the folder
+    except (
+        Exception
+    ) as error:  # WHY broad: the library raises many kinds of errors for a bad folder
         log.debug("loading %s failed", name, exc_info=True)
         raise ModelError(
             f"{config.model} can't be loaded as an image classifier: {describe(error)}",
@@ -123,7 +125,7 @@ def build_from_config(
 
 
 def _check_loaded(net: Any, info: Mapping[str, Any], *, num_classes: int) -> None:
-    """Say which weights are new, and raise ModelError if that is more than a head."""
+    """Log which weights are new; raise ModelError if that is more than a head."""
     names = {entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]}
     new = sorted({*names, *info["missing_keys"]})
     live = net.state_dict()
@@ -137,7 +139,7 @@ def _check_loaded(net: Any, info: Mapping[str, Any], *, num_classes: int) -> Non
 
 
 def _size_of(config: Any) -> tuple[int, int] | None:  # Any: a transformers configuration
-    """Give height and width that the model was made for; None if it takes any."""
+    """Return the height and width that the model expects; None if it takes any."""
     size = getattr(config, "image_size", None)
     if isinstance(size, int):
         return size, size

@@ -1,11 +1,11 @@
-"""Channels last or not: measured on the model itself, because no rule knows.
+"""Channels last or not: measured on the model itself, because no rule predicts the gain.
 
-Owns the setting channels_last and its measurement. Convolutions on images stored with channels last
-are 1.3 times as fast for one model and half as fast for the next, by device, library and batch. So
-a few samples go forward and backward both ways, for at most a hundredth of the time that the run
-will take; a run too short for that keeps the usual order.
-A resumed run keeps what it began with: additions come in another order, and it is to be bitwise
-equal.
+Owns the setting channels_last and its measurement. With channels last, convolutions are 1.3 times
+as fast for one model and half as fast for the next; it depends on device, library and batch. So a
+few samples go forward and backward both ways, for at most 1 % of the time that the run will take;
+a run too short for that keeps the usual order.
+A resumed run keeps the order that it began with: another one changes the order of additions, and
+the run would not be bitwise equal.
 """
 
 import logging
@@ -26,17 +26,17 @@ from hardened_ddp.task.task import Task
 log = logging.getLogger(__name__)
 
 _SHORTEST_RUN_S = 600.0
-"""WHY: less is not worth it, and short runs of the same seed should always agree bit for bit. A few
-samples at a time are slow, so what looks like ten minutes may be two."""
+"""WHY: a shorter run gains little, and short runs of the same seed should always agree bit for bit.
+Small batches are slow per sample, so an estimate of ten minutes may mean two."""
 
 _BUDGET_SHARE = 0.01
 _LONGEST_S = 10.0
 _NUM_PAIRS = 3
-"""The first of them only warms up."""
+"""The first pair is warm-up."""
 
 _FEWEST_SAMPLES = 4
 _NEEDED_GAIN = 1.1
-"""WHY not 1.0: a model near the border would be decided by chance, differently in each run."""
+"""WHY not 1.0: near the threshold, noise would decide, differently in each run."""
 
 
 def choose_channels_last(
@@ -50,8 +50,8 @@ def choose_channels_last(
 ) -> bool:
     """Decide how images are stored, and store the weights so. Collective: the same on all ranks.
 
-    began_with: what a resumed run was begun with. samples_to_train: how many this rank trains on in
-    the whole run.
+    began_with: the choice of the run that is resumed. samples_to_train: how many samples this rank
+    trains on in the whole run.
     """
     is_chosen = config.model.channels_last
     if is_chosen is None:
@@ -66,8 +66,8 @@ def choose_channels_last(
 def _measure(
     trial: "Trial", sample: Batch, group: Group, config: Config, samples_to_train: int
 ) -> bool:
-    """Say whether channels last is worth it. Collective: all ranks, with the same answer."""
-    # WHY not when compiled: it would be compiled for a trial
+    """Return whether channels last is faster. Collective: the same on all ranks."""
+    # WHY not when compiled: the trial would compile the model for both orders
     if config.device.deterministic or config.model.compile or not trial.is_possible(sample):
         return False
     mine_s = trial.seconds(sample) / sample.num_samples
@@ -78,7 +78,7 @@ def _measure(
     num_samples = min(most, int(budget_s / (2 * _NUM_PAIRS * sample_s)))
     if run_s < _SHORTEST_RUN_S or num_samples < _FEWEST_SAMPLES:
         return False
-    # The rank that gains least decides: the others would wait for it.
+    # The smallest gain decides: the other ranks wait for that one.
     gain = min(group.gather_json(trial.gain(sample, num_samples)))  # collective
     is_worth_it = bool(gain >= _NEEDED_GAIN)
     log.info("channels_last: %s, measured %.2f x", "on" if is_worth_it else "off", gain)
@@ -87,21 +87,21 @@ def _measure(
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The model, and what a forward and backward of it needs."""
+    """The model, and what its forward and backward need."""
 
     model: nn.Module
     task: Task
     precision: Precision
 
     def is_possible(self, sample: Batch) -> bool:
-        """Say whether there are images and convolutions. The same on all ranks."""
+        """Return whether there are images and convolutions. The same on all ranks."""
         has_images = isinstance(sample.inputs, torch.Tensor) and sample.inputs.dim() == 4
         return has_images and any(isinstance(m, nn.Conv2d) for m in self.model.modules())
 
     def gain(self, sample: Batch, num_samples: int) -> float:
-        """Give the speed with channels last as a multiple of that without; 0 if it fails.
+        """Return the speed with channels last relative to that without; 0 if it fails.
 
-        Weights, buffers and gradients are left as they were.
+        Weights, buffers and gradients do not change.
         """
         rows = torch.arange(num_samples, device=sample.targets.device) % sample.num_samples
         usual = Batch(sample.inputs[rows], sample.targets[rows], sample.indices)
@@ -120,7 +120,7 @@ class Trial:
         return min(times[False][1:]) / min(times[True][1:])
 
     def seconds(self, batch: Batch) -> float:
-        """Time one forward and backward; forget their gradients."""
+        """Time one forward and backward; discard the gradients."""
         try:
             with untouched_buffers(self.model):
                 _wait_for(batch.targets.device)

@@ -1,7 +1,7 @@
 """The optimizer and its learning rate.
 
 Owns the choice of optimizer and the schedule. The learning rate is a pure function of the step:
-nothing of it is saved, and it is right after a resume on any number of ranks.
+it is not saved, and it is right after a resume on any number of ranks.
 """
 
 import math
@@ -18,9 +18,9 @@ STEP_DROPS = 3
 
 
 def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    """Build the optimizer over the parameters that train. Rank-local.
+    """Build the optimizer over the trainable parameters. Rank-local.
 
-    WHY fused: one kernel walks over all parameters; on the CPU it is 3 times as fast for AdamW.
+    WHY fused: one kernel updates all parameters; on the CPU it is 3 times as fast for AdamW.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     rate, decay = config.learning_rate, config.weight_decay
@@ -37,10 +37,10 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimizerC
 
 
 def allocate_state(optimizer: Optimizer) -> None:
-    """Make the state that the first step would make, all zero: the first step takes it as it is.
+    """Create the state that the first step would create, all zero; the first step then uses it.
 
-    WHY: a first step that runs out of memory half way would have moved some weights, not others.
-    WHY by hand: a step for nothing would call the hooks of whoever counts steps.
+    WHY: a first step that runs out of memory half way would have updated only some weights.
+    WHY by hand: an extra step would call the step hooks of the optimizer.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -48,7 +48,7 @@ def allocate_state(optimizer: Optimizer) -> None:
                 names = ["momentum_buffer"] if group["momentum"] else []
             elif isinstance(optimizer, Adam | AdamW):
                 names = ["exp_avg", "exp_avg_sq"]
-                # A fused kernel counts steps where the parameter is.
+                # A fused kernel keeps the step count on the device of the parameter.
                 device = parameter.device if group["fused"] else None
                 steps = torch.zeros((), dtype=torch.float32, device=device)
                 optimizer.state[parameter]["step"] = steps
@@ -59,7 +59,7 @@ def allocate_state(optimizer: Optimizer) -> None:
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> float:
-    """Give the learning rate of step, 0 <= step < total_steps.
+    """Return the learning rate of step, 0 <= step < total_steps.
 
     Linear warm-up over warmup_steps, then: constant; linear to 0; cosine to 0 (Loshchilov and
     Hutter: SGDR, 2017, eq. 5 without restarts); step: a tenth at each of STEP_DROPS - 1 marks.
@@ -83,6 +83,6 @@ def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> fl
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Write rate into every parameter group."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate

@@ -1,8 +1,8 @@
-"""Mixed precision: what runs in 16 bits, and how fp16's small gradients survive.
+"""Mixed precision: autocast to 16 bits, and the gradient scaler of fp16.
 
-Owns autocast and the gradient scaler, and the order unscale -> clip -> step -> update.
+Owns both, and the order unscale -> clip -> step -> update.
 bf16 has the range of fp32 and needs no scaler; fp16 does. The scaler skips a step whose gradients
-overflowed: all ranks see the same averaged gradients, so all ranks skip alike, without a vote.
+overflowed: all ranks see the same averaged gradients, so all ranks skip it without communication.
 """
 
 import contextlib
@@ -35,7 +35,9 @@ class Precision:
         self.dtype = _DTYPES[self.name]
         self.scaler = torch.amp.GradScaler(device.type) if self.name == "fp16" else None
         if self.scaler is not None:
-            self.scaler.scale(torch.zeros((), device=device))  # WHY: now it has its numbers
+            self.scaler.scale(
+                torch.zeros((), device=device)
+            )  # WHY: creates its scale now, not lazily
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Run matrix work in 16 bits inside; a context for forward and loss."""
@@ -48,22 +50,22 @@ class Precision:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]  # torch
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the gradients their true size back. WHY before clipping: it compares sizes."""
+        """Undo the loss scale in the gradients. WHY before clipping: it compares their norm."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
 
     def leave_out(self, optimizer: torch.optim.Optimizer, flag: torch.Tensor | None) -> None:
-        """Have the next step leave all as it is if flag is up. Call it before unscale.
+        """Have the next step change nothing if flag is 1.0. Call it before unscale.
 
-        flag: on the device, of shape (), 1.0 or 0.0; nobody waits for it. Needs a fused optimizer.
-        None: the step is done.
+        flag: on the device, of shape (), 1.0 or 0.0; the host does not wait for it. Needs a fused
+        optimizer. None: the step is done.
         """
         if self.scaler is None:
-            optimizer.found_inf = flag  # type: ignore[attr-defined]  # as GradScaler tells it
+            optimizer.found_inf = flag  # type: ignore[attr-defined]  # as GradScaler sets it
         elif flag is not None:
-            # The scaler asks the gradients themselves: one number of them is enough.
+            # The scaler looks at the gradients themselves: NaN in one element is enough.
             gradient = next((p.grad for p in _weights(optimizer) if p.grad is not None), None)
-            if gradient is None:  # a rank that failed before its backward, maybe out of memory
+            if gradient is None:  # this rank failed before its backward, maybe out of memory
                 least = min(_weights(optimizer), key=torch.Tensor.numel)
                 least.grad = gradient = torch.zeros_like(least)
             gradient[(0,) * gradient.dim()].masked_fill_(flag.bool(), math.nan)
@@ -77,11 +79,11 @@ class Precision:
             self.scaler.update()
 
     def mark(self) -> list[torch.Tensor]:
-        """Copy the scaler's numbers for go_back, on the device: nobody waits for it."""
+        """Copy the scaler's numbers for go_back, on the device, without a wait for it."""
         return [] if self.scaler is None else [number.clone() for number in self._numbers()]
 
     def go_back(self, mark: Sequence[torch.Tensor]) -> None:
-        """Take back what the scaler has learned since mark."""
+        """Restore the scaler's numbers of mark."""
         if self.scaler is not None and not self._shows_numbers:
             scale, num_held = (copy.item() for copy in mark)
             self.restore({**self.state(), "scale": scale, "_growth_tracker": int(num_held)})
@@ -90,7 +92,7 @@ class Precision:
             number.copy_(copy)
 
     def _numbers(self) -> list[torch.Tensor]:
-        """Give the scale and how many steps it held. WHY private: state_dict waits."""
+        """Return scale and growth tracker. WHY private attributes: state_dict waits."""
         if self.scaler is None:
             return []
         if not self._shows_numbers:
@@ -101,32 +103,32 @@ class Precision:
 
     @property
     def _shows_numbers(self) -> bool:
-        """Whether this torch has the scaler's numbers where they are read without a wait."""
+        """Whether this torch has the private attributes that are read without a wait."""
         return hasattr(self.scaler, "_scale") and hasattr(self.scaler, "_growth_tracker")
 
     def state(self) -> dict[str, Any]:  # Any: JSON numbers
-        """Give the scaler's numbers for a checkpoint."""
+        """Return the scaler's state for a checkpoint."""
         return {} if self.scaler is None else dict(self.scaler.state_dict())
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take the scaler's numbers from a checkpoint."""
+        """Restore the scaler's state from a checkpoint."""
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
 
 
 def _weights(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Give the parameters that have numbers. WHY one by one: mostly the first is enough."""
+    """Yield the parameters that are not empty. WHY lazily: usually the first is enough."""
     for group in optimizer.param_groups:
         yield from (parameter for parameter in group["params"] if parameter.numel())
 
 
 def clip(parameters: Iterable[torch.nn.Parameter], *, max_norm: float) -> torch.Tensor:
-    """Shorten the gradient to max_norm and return its length before: sqrt of the sum of squares."""
+    """Clip the gradient to max_norm; return its norm before: sqrt of the sum of squares."""
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm if max_norm > 0 else float("inf"))
 
 
 def _choose(amp: Amp, device: torch.device) -> PrecisionName:
-    """Decide the precision; a device that can't do what was asked gets another, and says so."""
+    """Choose the precision; if the device can't do what was asked, warn and take another."""
     has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
     match amp:
         case "auto" if device.type == "cpu":

@@ -1,8 +1,8 @@
-"""A look at the model before training: a few samples forward and backward, then forgotten.
+"""The probe before training: a few samples forward and backward, whose effects are undone.
 
-Owns what is learned from it: which parameters get no gradient (by name, on each rank), which
-buffers a forward changes, whether logits and labels fit; and DDP's warm-up. The probe runs without
-DDP, so a model that is wrong on one rank ends in one message on all, not in a hang.
+Owns its findings: which parameters get no gradient (by name, on each rank), which buffers a forward
+changes, whether logits and labels fit; and DDP's warm-up. The probe runs without DDP, so a model
+that fails on one rank ends in one message on all, not in a hang.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What the probe saw over all ranks."""
+    """What the probe found, over all ranks."""
 
     unused: tuple[str, ...]
     """Parameters that got no gradient on some rank in some probe batch."""
 
     is_varying: bool
-    """Ranks or batches differ in which they use."""
+    """Ranks or batches differ in the parameters that they use."""
 
     where: str
-    """The same per rank, for people."""
+    """The same per rank, as text."""
 
     moving_buffers: tuple[str, ...]
 
@@ -49,7 +49,7 @@ def probe(
     precision: Precision,
     group: Group,
 ) -> Findings:
-    """Run samples through module, locally, and compare what ranks saw. Collective: all ranks.
+    """Run samples through module, locally, and compare the findings. Collective: all ranks.
 
     Raises ModelError on every rank if the model failed on any.
     """
@@ -77,7 +77,7 @@ def probe(
 
 
 def choose_find_unused(wanted: FindUnused, findings: Findings) -> bool:
-    """Decide find_unused_parameters from the setting and the probe, and say so. Rank-local.
+    """Decide find_unused_parameters from the setting and the probe; log it. Rank-local.
 
     Raises UnusedParameterError if it is switched off but needed.
     """
@@ -89,14 +89,14 @@ def choose_find_unused(wanted: FindUnused, findings: Findings) -> bool:
             return True
         case "off" if findings.unused:
             raise UnusedParameterError(
-                f"{text}. DDP would wait for their gradients for ever",
+                f"{text}. DDP would wait forever for their gradients",
                 fix="--find_unused_parameters auto, or use them in forward, or freeze them "
                 "(requires_grad=False)",
             )
         case "on":
             log.info(
                 "find_unused_parameters: on as asked; every parameter got a gradient in the probe, "
-                "so 'auto' would save its search of the graph in each step"
+                "so 'auto' would save the search of the graph in each step"
             )
             return True
         case "auto" | "off":
@@ -106,13 +106,13 @@ def choose_find_unused(wanted: FindUnused, findings: Findings) -> bool:
 
 
 def warm_up(replica: Replica, sample: Batch, *, task: Task, precision: Precision) -> None:
-    """Do synced forward and backward passes and forget them. Collective: all ranks.
+    """Run synced forward and backward passes; discard their gradients. Collective: all ranks.
 
-    WHY: DDP lays its buckets out anew after the first backward; from 3 ranks on that changes the
-    order of additions. Done before the first step of every start, a resumed run adds in the same
-    order as the unbroken one, so it is bitwise equal. A static graph needs one more.
-    WHY once more behind that: the new layout is agreed on in a forward, by a collective; a rank
-    that has no sample in the next window would not come to it. And replica.buckets sees it then.
+    WHY: DDP rebuilds its buckets after the first backward; from 3 ranks on that changes the order
+    of additions. With the warm-up before the first step of every start, a resumed run adds in the
+    same order as the unbroken one, so it is bitwise equal. A static graph needs one pass more.
+    WHY another pass after that: the ranks agree on the new buckets in a forward, by a collective; a
+    rank without a sample in the next step would not reach it. And replica.buckets records them.
     """
     if replica.ddp is None or replica.sums_after:
         return
@@ -126,7 +126,7 @@ def warm_up(replica: Replica, sample: Batch, *, task: Task, precision: Precision
 
 @contextlib.contextmanager
 def untouched_buffers(module: nn.Module) -> Iterator[list[str]]:
-    """Put all buffers back at the end; the list then names those that had changed."""
+    """Restore all buffers at the end; the list then names those that had changed."""
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     moving: list[str] = []
     try:
@@ -140,7 +140,7 @@ def untouched_buffers(module: nn.Module) -> Iterator[list[str]]:
 
 
 def _compare(everyone: Sequence[dict[str, Any]]) -> Findings:
-    """Turn the ranks' notes into findings, the same on each rank."""
+    """Merge what the ranks found, with the same result on each rank."""
     failed = [(rank, notes["error"]) for rank, notes in enumerate(everyone) if "error" in notes]
     if failed:
         rank, error = failed[0]

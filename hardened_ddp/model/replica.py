@@ -1,16 +1,16 @@
 """The model on this rank: one of world_size equal replicas, kept equal by DDP.
 
 Owns the DDP wrapper, the choice of find_unused_parameters, and the buffers that a forward changes
-(BatchNorm statistics), which are averaged after each step so that all replicas, and so any one
-survivor's state, are the whole truth. WHY not DDP's own buffer broadcast: it is a collective inside
-forward, where one rank's exception would leave the others waiting.
+(BatchNorm statistics), which are averaged after each step, so that the state of any one surviving
+rank is complete. WHY not DDP's own buffer broadcast: it is a collective inside forward, where one
+rank's exception would leave the others waiting.
 
-CPU ranks of one machine don't use DDP's hooks: these send gradients while backward still runs, and
-where every core computes, sending beside it gains nothing. They are summed after backward, through
-shared memory (ranks/shared_sum.py), which is many times as fast.
+CPU ranks of one machine don't use DDP's hooks: these overlap sending with backward, which gains
+nothing where every core computes. Their gradients are summed after backward, through shared memory
+(ranks/shared_sum.py), which is many times as fast.
 
-Evaluate and save replica.module: calling the DDP object on one rank alone is how runs hang.
-Read next: probe.py (what is learned before wrapping), step/step.py (who calls this).
+Evaluate and save replica.module: the DDP object must not be called on one rank alone, or it hangs.
+Read next: probe.py (what is learned before wrapping), step/step.py (the caller).
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class Replica:
         self.moving_names = list(moving_buffers)
         self.moving_buffers = [buffers[name] for name in moving_buffers]
         self.channels_last = channels_last
-        """Whether images are to be stored so."""
+        """Whether images are stored with channels last."""
 
         self.looks_for_unused = ddp is None or ddp.find_unused_parameters
         """A parameter may get no gradient on some rank: sum_gradients counts it as zero there."""
@@ -61,59 +61,59 @@ class Replica:
         """Gradients stay local in backward, and sum_gradients adds them up: not DDP's hooks."""
 
         self.buckets: Buckets | None = None
-        """What DDP's hooks send, if it is this program's communication hook that sends it."""
+        """Our communication hook; None: gradients are sent in another way."""
 
         self._has_hooks = ddp is not None and not sums_after
         self.can_overlap = self._has_hooks
-        """Gradients can be sent within backward: DDP finds those that do not come, if it must."""
+        """Gradients can be sent within backward: DDP finds unused parameters if there are any."""
 
         self.averages = self._has_hooks
-        """DDP divides the sum of the gradients by world_size. This program's own hook does not."""
+        """DDP divides the sum of the gradients by world_size. Our hook does not."""
 
         self._sums_are_finite = False  # False: not known
 
-        # WHY not through DDP then: its forward would get its hooks ready for nothing.
+        # WHY not through DDP then: its forward would prepare its hooks, which are not used.
         self.call: nn.Module = module if ddp is None or self.sums_after else ddp
 
     def release(self) -> None:
-        """Let go of the DDP wrapper; the module stays.
+        """Drop the DDP wrapper; the module stays.
 
-        WHY: if DDP is the last to hold the process group, its destructor waits for gloo's thread
-        while it keeps Python's lock, which that thread may need: the process would never end.
+        WHY: if DDP holds the last reference to the process group, its destructor waits for gloo's
+        thread while it holds the GIL, which that thread may need: the process would never end.
         """
         self.ddp, self.call = None, self.module
 
     @property
     def can_stand_in(self) -> bool:
-        """A rank whose backward failed can do its part in the sums of the others."""
+        """A rank whose backward failed can take part in the all-reduces of the others."""
         return self.buckets is not None and self.buckets.can_stand_in
 
     def use_hook(self, buckets: Buckets) -> None:
-        """Have this program's own communication hook send the gradients. Rank-local."""
+        """Let our communication hook send the gradients. Rank-local."""
         self.buckets, self.averages = buckets, False
 
     def look_for_unused(self) -> None:
-        """From now on a parameter may get no gradient on some rank. Rank-local, on all ranks."""
+        """Allow from now on that a parameter gets no gradient. Rank-local: all ranks call it."""
         self.looks_for_unused = True
-        # DDP can't learn of it any more: it then waits for every parameter.
+        # DDP takes this setting only when it is built; else it waits for every parameter.
         self.can_overlap = self._has_hooks and bool(self.ddp and self.ddp.find_unused_parameters)
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Keep gradients on this rank inside. WHY forward too: DDP decides in forward."""
+        """Keep gradients on this rank inside. WHY around forward too: DDP decides there."""
         return self.ddp.no_sync() if self.ddp is not None else contextlib.nullcontext()
 
     def parameters_without_gradient(self) -> list[str]:
-        """Name the parameters that the last backward gave nothing. Rank-local."""
+        """Name the parameters without a gradient after the last backward. Rank-local."""
         if all(parameter.grad is not None for parameter in self._parameters):
             return []
         return [name for name, parameter in self.trainable.items() if parameter.grad is None]
 
     def has_finite_gradients(self) -> bool:
-        """Say whether all gradients are numbers. Rank-local; waits for the device.
+        """Return whether all gradients are finite. Rank-local; waits for the device.
 
-        WHY sums: nan and inf stay in them, and nothing that torch has reads each number for less
-        (isfinite takes five times as long). Large numbers may give inf too, so only then each is
-        asked.
+        WHY sums: NaN and inf persist in them, and a sum is the fastest look that torch has
+        (isfinite takes five times as long). A sum of large numbers may overflow too, so if it is
+        not finite, each gradient is checked.
         """
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if self.group.device.type == "cpu":
@@ -123,9 +123,9 @@ class Replica:
         return math.isfinite(sum(sums)) or all(bool(g.isfinite().all()) for g in gradients)
 
     def is_gradient_bad(self, failed_here: bool) -> torch.Tensor:
-        """Say on the device whether some rank failed in it, or it is not made of numbers.
+        """Return 1.0 if some rank failed or the gradient is not finite, else 0.0, on the device.
 
-        1.0 or 0.0, of shape (), the same on all ranks. Very large numbers may look bad, too.
+        Of shape (), the same on all ranks. A gradient whose sum overflows counts as bad, too.
         """
         if failed_here:
             return torch.ones((), device=self.group.device)
@@ -136,16 +136,16 @@ class Replica:
         return norm.to(self.group.device).isfinite().logical_not().float()
 
     def has_finite_sums(self) -> bool:
-        """Say whether the gradient over all ranks is made of numbers. The same on all ranks."""
+        """Return whether the gradient over all ranks is finite. The same on all ranks."""
         is_known = self._sums_are_finite or (self.buckets is not None and self.buckets.are_finite)
         return is_known or self.has_finite_gradients()
 
     def sum_gradients(self, marks: Sequence[float] = ()) -> list[float]:
-        """Add up local gradients over the ranks, and marks as well, which it returns. Collective.
+        """Add up local gradients over the ranks; add up marks too and return them. Collective.
 
-        The safe form of DDP's own all-reduces: no hook waits for a backward that never comes, so
-        a rank without samples, or one that failed, takes part with zeros. As with DDP, a parameter
-        that no rank used keeps no gradient if such are looked for. marks: small whole numbers.
+        Replaces DDP's all-reduces: no hook waits for a backward that never comes, so a rank
+        without samples, or one that failed, takes part with zeros. As with DDP, a parameter that
+        no rank used keeps no gradient if looks_for_unused. marks: small integers.
         """
         self._sums_are_finite = False
         if self.group.world_size == 1:
@@ -164,11 +164,11 @@ class Replica:
                     parameter.grad = torch.zeros_like(parameter)
                 by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
         sums = torch.tensor(marks, device=self.group.device)
-        if marks:  # WHY so: no message of their own
+        if marks:  # WHY among the gradients: saves an all-reduce
             by_dtype.setdefault(sums.dtype, []).append(sums)
         before = self.group.tracker.enter(Phase.ALL_REDUCE)
         are_finite = self.group.shared is not None and self.buckets is None
-        # WHY all: each has to be summed, also after one that is not finite
+        # WHY no early exit: every sum is a collective, also after one that is not finite
         for each in by_dtype.values():
             if self.group.shared is not None:
                 are_finite &= self.group.shared.sum_(each, checks=True)  # collective
@@ -185,20 +185,20 @@ class Replica:
 
     @torch.no_grad()
     def put_back_buffers(self, copies: Sequence[torch.Tensor]) -> None:
-        """Give the moving buffers the values that they had when copies were made."""
+        """Restore the moving buffers from copies."""
         for buffer, copy in zip(self.moving_buffers, copies, strict=True):
             buffer.copy_(copy)
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
-        """Make the moving buffers equal: float ones averaged, whole numbers rank 0's. Collective.
+        """Make the moving buffers equal: average floats, take integers of rank 0. Collective.
 
-        Rank 0 has the largest share of each window, so its step counters are never behind.
+        Rank 0 has the largest share of each step, so its counters are never behind.
         """
         if not self.moving_buffers or self.group.world_size == 1:
             return
         world_size, is_main = self.group.world_size, self.group.launch.is_main
-        # WHY float64: it holds counters exactly and averages float32 without a rounding of its own.
+        # WHY float64: exact for counters, and without extra rounding for a mean of float32.
         flat = torch.cat([buffer.reshape(-1).double() for buffer in self.moving_buffers])
         position = 0
         for buffer in self.moving_buffers:
@@ -232,7 +232,7 @@ def wrap(
         "gradient_as_bucket_view": config.gradient_as_bucket_view,
         "bucket_cap_mb": config.bucket_cap_mb,
     }
-    # torch 2.13 renamed it; see the module docstring for why it is off.
+    # torch 2.13 renamed the argument; the module docstring says why it is off.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     arguments[
         "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"

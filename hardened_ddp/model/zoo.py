@@ -3,7 +3,7 @@
 Owns building a plain nn.Module. Does not own: DDP (replica.py), the data that says how many
 channels and classes there are, the checkpoint that may overwrite the weights.
 What goes wrong here: a misspelled name, arguments that the model does not take, weights that can't
-be downloaded; each is a ModelError before any training.
+be downloaded. Each is a ModelError before training.
 """
 
 import difflib
@@ -106,11 +106,11 @@ def build_model(
 def place_model(
     model: nn.Module, config: ModelConfig, *, device: torch.device, world_size: int
 ) -> nn.Module:
-    """Move the model to its device and make it as config wants it there. Rank-local."""
+    """Move the model to its device; convert or compile it as config says. Rank-local."""
     if config.sync_batchnorm and world_size > 1:
         if device.type == "cpu":
             raise ModelError(
-                "sync_batchnorm needs a GPU on every rank: torch has no CPU form of it",
+                "sync_batchnorm needs a GPU on every rank: torch has no CPU version of it",
                 fix="leave --sync_batchnorm out",
             )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch
@@ -154,11 +154,11 @@ def _torchvision_model(config: ModelConfig, num_classes: int, channels: int) -> 
         )
     arguments: dict[str, Any] = {}
     if config.model in ("googlenet", "inception_v3") and not config.pretrained:
-        # WHY: their extra outputs are neither logits nor a loss
+        # WHY: auxiliary outputs are neither logits nor a loss
         arguments = {"init_weights": True, "aux_logits": False}
     try:
         if config.pretrained:
-            _bring_weights(config.model)
+            _download_weights(config.model)
             model = models.get_model(config.model, weights="DEFAULT", **config.model_args)
             _fit_head(model, num_classes, config.model)
         else:
@@ -180,10 +180,10 @@ def _torchvision_model(config: ModelConfig, num_classes: int, channels: int) -> 
     return model  # type: ignore[no-any-return]  # torchvision is untyped here
 
 
-def _bring_weights(name: str) -> None:
-    """Bring published weights to where torchvision looks for them, once for all ranks of a node.
+def _download_weights(name: str) -> None:
+    """Download published weights to torchvision's cache, once for all ranks of a node.
 
-    WHY no look at a file that is here: its hash was right when it came, and takes seconds.
+    WHY no check of an existing file: its hash was checked at the download, and takes seconds.
     """
     wanted = weights_of(name, Path(torch.hub.get_dir()) / "checkpoints")
     if not wanted.path.is_file():
@@ -221,7 +221,7 @@ def _fit_channels(model: nn.Module, channels: int) -> None:
         bias=first.bias is not None,
     )
     with torch.no_grad():
-        # WHY: a grey image with three equal channels would have given this same sum.
+        # WHY: the result is that of a grey image in three equal channels.
         mean_weight = first.weight.sum(dim=1, keepdim=True) / channels
         fitted.weight.copy_(mean_weight.expand_as(fitted.weight))
         if first.bias is not None and fitted.bias is not None:
@@ -232,7 +232,7 @@ def _fit_channels(model: nn.Module, channels: int) -> None:
 def _checkpoint_blocks(model: nn.Module, name: str) -> None:
     """Recompute each block's activations in backward instead of keeping them."""
     enable = getattr(model, "gradient_checkpointing_enable", None)
-    if callable(enable):  # transformers' models know their own blocks
+    if callable(enable):  # models of transformers define their own blocks
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
     blocks = [

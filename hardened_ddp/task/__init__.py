@@ -1,1 +1,1 @@
-"""What is trained: what the model's output on a batch is worth."""
+"""The task of a run: the loss and the metrics of a model's output on a batch."""

@@ -1,4 +1,4 @@
-"""Which task a run is for, by its data and settings."""
+"""The choice of a run's task, by its data and settings."""
 
 from torch import nn
 

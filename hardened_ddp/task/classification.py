@@ -1,7 +1,7 @@
-"""Classification: one label for each sample, the number of a class.
+"""Classification: each sample has one label, the index of a class.
 
-Owns what the model's output means: logits to compare with the labels, or a loss of its own; and the
-loss as a sum over samples. No other layer knows of classes or accuracy.
+Owns the meaning of the model's output: logits that are compared with the labels, or a loss that the
+model computes itself; and the loss as a sum over samples. No other layer knows classes or accuracy.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from hardened_ddp.task.task import Metric, Mistake, Score
 
 
 class Classification:
-    """Calls the model as it wants to be called, and scores what it returns."""
+    """Calls the model with the arguments that its forward takes, and scores its output."""
 
     metrics = (Metric("accuracy", form=".2%", short_name="acc", short_form=".1%"),)
     sums: Mapping[str, torch.dtype] = {"correct": torch.int64}
@@ -46,16 +46,16 @@ class Classification:
     ) -> Score:
         """Run call on inputs and compare its logits with targets, (num_samples,) int64. Rank-local.
 
-        checks: make sure first that both fit the number of classes. Costs a wait for the device.
+        checks: first check that both fit the number of classes. This waits for the device.
         Raises ModelError if the output is neither logits nor {"loss", "logits"}, or does not fit.
         """
         labels = {"labels": targets} if self.takes_labels else {}
         named = isinstance(inputs, Mapping)
         output = call(**inputs, **labels) if named else call(inputs, **labels)
         is_plain = isinstance(output, torch.Tensor)
-        logits, mean_loss = (output, None) if is_plain else _taken_apart(output)
+        logits, mean_loss = (output, None) if is_plain else _split_output(output)
         if checks:
-            # WHY before the loss: a wrong label would raise there, or worse on a GPU.
+            # WHY before the loss: a wrong label raises there; on a GPU it ends the CUDA context.
             _check_fit(logits, targets, num_classes=self.num_classes)
         num_samples = targets.shape[0]
         if mean_loss is None:
@@ -64,19 +64,21 @@ class Classification:
                 logits.float(), targets, reduction="sum", label_smoothing=self.label_smoothing
             )
         else:
-            loss_sum = mean_loss.float() * num_samples  # a model's own loss is a mean by custom
+            loss_sum = (
+                mean_loss.float() * num_samples
+            )  # a model's own loss is a mean, by convention
         predictions = logits.detach().argmax(dim=1)
         correct = predictions.eq(targets).sum()
         return Score(loss_sum, num_samples, {"correct": correct}, predictions)
 
     def figures(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
-        """Give the accuracy: the share of samples whose largest logit is that of their label."""
+        """Return the accuracy: the share of samples whose largest logit is that of their label."""
         return {"accuracy": sums["correct"] / count}
 
     def mistakes(
         self, score: Score, inputs: torch.Tensor, targets: torch.Tensor, *, most: int
     ) -> list[Mistake]:
-        """Give the first samples that were taken for another class. Waits for the device."""
+        """Return the first misclassified samples. Waits for the device."""
         wrong = score.predictions.ne(targets).nonzero().flatten()[:most].tolist()
         return [
             Mistake(
@@ -87,16 +89,16 @@ class Classification:
         ]
 
     def table(self, device: torch.device) -> ConfusionMatrix:
-        """Give an empty confusion matrix."""
+        """Return an empty confusion matrix."""
         return ConfusionMatrix(self.num_classes, names=self.class_names, device=device)
 
     def _name(self, label: int) -> str:
-        """Name a class; a model may have more outputs than there are names."""
+        """Return the name of a class; a model may have more outputs than there are names."""
         return self.class_names[label] if label < len(self.class_names) else str(label)
 
 
-def _taken_apart(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Give the logits of what a model returned that is no tensor, and its own loss if any."""
+def _split_output(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the logits and the model's own loss, if any, from an output that is not a tensor."""
     if isinstance(output, Mapping) and isinstance(output.get("logits"), torch.Tensor):
         return output["logits"], output.get("loss")
     raise ModelError(

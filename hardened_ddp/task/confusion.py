@@ -1,7 +1,7 @@
-"""The confusion matrix, and the figures of each class that come of it.
+"""The confusion matrix, and the precision, recall and F1 of each class.
 
-Owns the counting and what is made of it. Rows are labels, columns are predictions. The counts are
-whole numbers, so they are the same on any number of ranks.
+Owns the counting and the report made from it. Rows are labels, columns are predictions. The counts
+are integers, so they are the same on any number of ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,18 +11,18 @@ import torch
 
 from hardened_ddp.task.task import Score
 
-MOST_ROWS = 50  # classes in the printed table; the file has all
-MOST_COLUMNS = 20  # classes in the printed matrix: more do not fit beside each other
+MAX_ROWS = 50  # classes in the printed table; the file has all
+MAX_COLUMNS = 20  # classes in the printed matrix: a wider one does not fit on a line
 _NAME_WIDTH = 20
 
 
 class ConfusionMatrix:
-    """Counts how often each class was taken for which."""
+    """Counts how often each class was predicted for each label."""
 
     def __init__(
         self, num_classes: int, *, names: Sequence[str] = (), device: torch.device
     ) -> None:
-        # The last column is for predictions of no class: a model may have more outputs.
+        # The last column is for outputs beyond the classes: a model may have more of them.
         self.sums = torch.zeros(num_classes, num_classes + 1, dtype=torch.int64, device=device)
         self.names = names
 
@@ -33,7 +33,7 @@ class ConfusionMatrix:
         self.sums += torch.bincount(places, minlength=self.sums.numel()).view_as(self.sums)
 
     def report(self) -> dict[str, Any]:  # Any: JSON
-        """Give the matrix and the figures of each class."""
+        """Return the matrix and the figures of each class."""
         return {
             "classes": class_figures(self.sums.tolist(), names=self.names),
             "confusion": self.sums[:, :-1].tolist(),
@@ -41,16 +41,16 @@ class ConfusionMatrix:
         }
 
     def lines(self, report: Mapping[str, Any]) -> list[str]:
-        """Print what report gave, as people read it."""
+        """Format the result of report as lines of text."""
         return confusion_lines(report)
 
 
 def class_figures(
     counts: Sequence[Sequence[int]], *, names: Sequence[str]
 ) -> list[dict[str, str | int | float | None]]:
-    """Give samples, precision, recall and F1 of each class; None where nothing is divided by.
+    """Return samples, precision, recall and F1 of each class; None where the divisor is 0.
 
-    counts: a row for each class; columns beyond the classes hold predictions of none of them.
+    counts: a row for each class; columns beyond the classes count outputs that are no class.
     """
     figures: list[dict[str, str | int | float | None]] = []
     for index, row in enumerate(counts):
@@ -70,19 +70,19 @@ def class_figures(
 
 
 def confusion_lines(report: Mapping[str, Any]) -> list[str]:
-    """Print a table of the classes, and the matrix if it is small enough to be read."""
+    """Format a table of the classes, and the matrix if it is small enough to be read."""
     lines = []
     if report["predicted_no_class"]:
         lines.append(f"predicted as no class of the data: {report['predicted_no_class']} samples")
     lines += ["", *_class_table(report["classes"])]
-    if len(report["classes"]) <= MOST_COLUMNS:
+    if len(report["classes"]) <= MAX_COLUMNS:
         lines += ["", *_matrix(report["classes"], report["confusion"])]
     return lines
 
 
 def _class_table(classes: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [f"{'class':<{_NAME_WIDTH}}  samples  precision  recall      F1"]
-    shown = sorted(classes, key=lambda entry: entry["f1"] or 0.0)[:MOST_ROWS]
+    shown = sorted(classes, key=lambda entry: entry["f1"] or 0.0)[:MAX_ROWS]
     if len(shown) < len(classes):
         lines.insert(0, f"the {len(shown)} worst of {len(classes)} classes:")
     else:
