@@ -114,7 +114,7 @@ def _starts() -> Iterator[Fault]:
         outside="missing rank",
         ends="stops",
         code="DDP-G01",
-        says=("never came",),
+        says=("never joined",),
         flags=HANGS,
         min_ranks=2,
     )

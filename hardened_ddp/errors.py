@@ -1,8 +1,8 @@
 """The failures that a user, a file or a machine can cause.
 
-Owns the tree of exceptions. A class says what kind of failure it is (code, exit status, whether
-starting again can help); the message of an instance says what was found, where, and why that
-matters; `fix` says what to type next. Each code is a section of DDP_TROUBLESHOOTING.md.
+Owns the tree of exceptions. A class says what kind of failure it is (code, exit status, whether a
+restart can help); the message of an instance says what was found, where, and why that matters;
+`fix` says what to type next. Each code is a section of DDP_TROUBLESHOOTING.md.
 
 Does not own: printing (ddp_training.py prints one of these, without a traceback).
 Imports the standard library only, so that every layer can use it.
@@ -71,7 +71,7 @@ class PeerLostError(HardenedError):
 
 
 class HangError(HardenedError):
-    """A rank, or all of them, did not come on for longer than their phase may take."""
+    """One rank, or all ranks, made no progress for longer than the phase may take."""
 
     code = "DDP-G05"
     exit_status = 75  # as PeerLostError: the last step is saved, try again
@@ -124,7 +124,7 @@ class StepError(HardenedError):
 
 
 class OutOfMemoryError(HardenedError):
-    """The GPU or the host had no memory for this step."""
+    """The GPU or the host ran out of memory in this step."""
 
     code = "DDP-S02"
 
@@ -137,18 +137,18 @@ class NonFiniteError(HardenedError):
     def __init__(self, message: str, *, fix: str = "", reached_weights: bool = True) -> None:
         super().__init__(message, fix=fix)
         self.reached_weights = reached_weights
-        """Weights were updated with it, so they are not worth to be saved."""
+        """The weights were already updated with it, so they must not be saved."""
 
 
 class CrashLoopError(HardenedError):
-    """The last attempts all failed at the same step: another one would, too."""
+    """The last attempts all failed at the same step, so another attempt would fail there too."""
 
     code = "DDP-S04"
     exit_status = 2
 
 
 class DivergenceError(HardenedError):
-    """The ranks' weights differ, and no state is known that could be taken instead."""
+    """The ranks' weights differ, and no known good state can replace them."""
 
     code = "DDP-S05"
 
@@ -181,5 +181,5 @@ class MissingPackageError(HardenedError):
 
 
 def first_line(error: BaseException) -> str:
-    """Give the first line of what an exception says, or its class."""
+    """Return the first line of an exception's message, or its class name if that is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -118,7 +118,7 @@ MUTATIONS = [
         "",
         SHARED,
     ),
-    Mutation("ranks/shared_sum.py", "self._places[self._number % 2]", "self._places[0]", SHARED),
+    Mutation("ranks/shared_sum.py", "self._slots[self._number % 2]", "self._slots[0]", SHARED),
     Mutation(
         "ranks/seeding.py",
         "value = mix(seed, step, rank)",
@@ -138,7 +138,7 @@ MUTATIONS = [
     Mutation("ranks/slurm_env.py", "int(match[2] or 1)", "1", ENVIRONMENTS),
     Mutation(
         "ranks/rendezvous.py",
-        'store.set(f"{meeting}/refused", json.dumps(conflict))',
+        'store.set(f"{round_id}/refused", json.dumps(conflict))',
         "pass",
         f"{LAUNCH} tests/test_restarts.py",
     ),

@@ -92,7 +92,7 @@ def meet_without_rank_2() -> tuple[str, float]:
 
 def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
     message, seconds = run_ranks(meet_without_rank_2, 3)[0]
-    assert "never came: [2]" in message
+    assert "never joined: [2]" in message
     assert seconds < 15
 
 

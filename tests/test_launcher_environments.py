@@ -105,7 +105,7 @@ def test_srun_is_recognised() -> None:
     assert launch.master_port != other_step.master_port
 
 
-def test_all_tasks_of_a_step_work_out_the_same_meeting_point() -> None:
+def test_all_tasks_of_a_step_derive_the_same_master_address() -> None:
     places = [
         read_launch({**SRUN, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2),
                      "SLURM_NODEID": str(rank // 2)})

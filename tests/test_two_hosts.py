@@ -216,26 +216,26 @@ def test_a_cut_cable_has_a_clear_verdict_on_both_hosts_within_the_timeout(
     assert find_checkpoints(folders[0])
 
 
-MEETINGS_THAT_FAIL = {
+FAILED_RENDEZVOUS = {
     # what is wrong: (the rank that comes, its environment, what it says)
     "no rank 0": (1, by_hand(1), ["10.77.0.1: refused: nothing listens on that port"]),
     "no such host": (1, by_hand(1, address="10.77.0.9"), ["10.77.0.9"]),
     "no such name": (1, by_hand(1, address="node7"), ["the name node7 can't be resolved here"]),
-    "no rank 1": (0, by_hand(0), ["these of 2 ranks never came: [1]", "There: rank 0 (process"]),
+    "no rank 1": (0, by_hand(0), ["these of 2 ranks never joined: [1]", "Joined: rank 0 (process"]),
     "rank 0 elsewhere": (
         0,
         by_hand(0, address=ADDRESSES[1]),
         ["tried 10.77.0.2:29700 for 4 s", "10.77.0.1"],
     ),
-    "alone": (0, {**by_hand(0), "GLOO_SOCKET_IFNAME": "eth9"}, ["never came: [1]"]),
+    "alone": (0, {**by_hand(0), "GLOO_SOCKET_IFNAME": "eth9"}, ["never joined: [1]"]),
 }
 
 
-@pytest.mark.parametrize("what", slow_after(1, MEETINGS_THAT_FAIL))
-def test_a_meeting_that_fails_says_what_was_tried(
+@pytest.mark.parametrize("what", slow_after(1, FAILED_RENDEZVOUS))
+def test_a_failed_rendezvous_says_what_was_tried(
     what: str, hosts: TwoHosts, tmp_path: Path
 ) -> None:
-    rank, env, texts = MEETINGS_THAT_FAIL[what]
+    rank, env, texts = FAILED_RENDEZVOUS[what]
     argv = ["python", "ddp_training.py", "--cpu_only", "--timeout_s", "4", "--output_dir", tmp_path]
     done = run_command(hosts.on(rank, *argv), timeout_s=60, env=env)
     assert done.status == 1, done.output

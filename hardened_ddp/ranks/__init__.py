@@ -1,1 +1,1 @@
-"""Who am I, who are we: the launcher, the process group, the seeds."""
+"""This process among the ranks: the launcher, the process group, the seeds."""

@@ -1,4 +1,4 @@
-"""The device of this rank: its own GPU, else the CPU; and what carries its collectives."""
+"""The device of this rank (its own GPU, else the CPU) and the backend of its collectives."""
 
 from typing import Literal, assert_never
 
@@ -9,7 +9,7 @@ from hardened_ddp.errors import LaunchError
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.settings.device import Backend
 
-# As many ranks as GPUs, by launcher.
+# By launcher: the command that starts as many ranks as there are GPUs.
 _COMMANDS = {
     "none": "python ddp_training.py",
     "torchrun": "torchrun --nproc_per_node={} ddp_training.py",
@@ -41,7 +41,7 @@ def pick_device(launch: Launch, *, cpu_only: bool, backend: str) -> torch.device
 
 
 def choose_backend(device: torch.device, backend: Backend) -> Literal["nccl", "gloo"]:
-    """Decide what carries the collectives between ranks with such devices. Rank-local."""
+    """Choose the backend of the collectives between ranks with such devices. Rank-local."""
     match backend:
         case "auto":
             return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"

@@ -1,4 +1,4 @@
-"""The process group: how the ranks of a run meet, agree and share.
+"""The process group of a run, and the collectives over it.
 
 Owns the life of the process group and every collective that is not DDP's own. With one rank there
 is no group and each method returns what one rank would agree on with itself.
@@ -39,7 +39,8 @@ from hardened_ddp.settings.device import Backend
 log = logging.getLogger(__name__)
 
 LISTEN_LIMIT_S = 2.0
-"""How long a rank that lost a peer asks for the reason, and one that failed waits to be heard."""
+"""How long a rank that lost a peer polls for the reason, and how long a failed rank waits until
+the others have read its own."""
 
 
 class Group:
@@ -53,11 +54,11 @@ class Group:
         self.store: PatientStore | None = None
         self.control: dist.ProcessGroup | None = None
         self.shared: SharedSum | None = None
-        """How CPU tensors are summed if all ranks are on one machine; None: by gloo."""
+        """Sums CPU tensors if all ranks are on one machine; None: gloo sums them."""
 
         self._has_published = False
         self.is_broken = False
-        """A rank failed: collectives may be under way that nobody will finish."""
+        """A rank failed: collectives may be in flight that never finish."""
 
     @property
     def backend(self) -> str:
@@ -66,7 +67,7 @@ class Group:
 
     @waits_in(Phase.ALL_REDUCE)
     def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add tensor up over the ranks, in place, and return it. Collective: all ranks."""
+        """Sum tensor over the ranks, in place, and return it. Collective: all ranks."""
         if self.shared is not None and tensor.is_cpu:
             self.shared.sum_([tensor])  # collective
         elif self.world_size > 1:
@@ -74,7 +75,7 @@ class Group:
         return tensor
 
     def sum_each_(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Add up tensors of one device and dtype over the ranks, in place. Collective."""
+        """Sum tensors of one device and dtype over the ranks, in place. Collective."""
         flat = self.sum_(torch.cat([tensor.reshape(-1) for tensor in tensors]))  # collective
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
         for tensor, part in zip(tensors, parts, strict=True):
@@ -121,7 +122,7 @@ class Group:
         return [json.loads(text) for text in texts]
 
     def run_on_main(self, work: Callable[[], Any], *, what: str) -> Any:  # Any: JSON
-        """Run work on rank 0 and give its JSON result, or its error, to all. Collective."""
+        """Run work on rank 0; every rank gets its JSON result or its error. Collective."""
         return self._run_on(self.launch.is_main, work, what=what)[0]
 
     def run_on_local_main(self, work: Callable[[], Any], *, what: str) -> None:
@@ -144,7 +145,7 @@ class Group:
             )
 
     def publish(self, key: str, text: str) -> bool:
-        """Leave a text in the store for published; say whether it is there. Rank-local."""
+        """Write a text to the store, for published(); False if that failed. Rank-local."""
         try:
             if self.store is not None:
                 self.store.set(key, text)
@@ -163,13 +164,13 @@ class Group:
         return ""
 
     def publish_failure(self, text: str) -> None:
-        """Leave the reason for this rank's failure where its peers look. Rank-local."""
+        """Write the reason for this rank's failure to the store, for its peers. Rank-local."""
         self.is_broken = True
         self._has_published = self.publish(f"failure/{self.launch.rank}", text)
-        self.publish(f"heard/{self.launch.rank}", "")  # it knows a cause of its own
+        self.publish(f"heard/{self.launch.rank}", "")  # it has its own cause, and reads no other
 
     def published_failures(self) -> dict[int, str]:
-        """Read which ranks said that they failed, and why. Rank-local, does not wait."""
+        """Return the reason of each rank that published a failure. Rank-local, does not wait."""
         found: dict[int, str] = {}
         if self.store is None:
             return found
@@ -184,9 +185,9 @@ class Group:
         return found
 
     def leave(self) -> None:
-        """Let the others know at once that this rank comes to no collective any more. Rank-local.
+        """Tell the others at once that this rank joins no further collective. Rank-local.
 
-        WHY: else they would wait for it while it saves. Without shared memory they learn it when
+        WHY: otherwise they would wait for it while it saves. Without shared memory they notice when
         this process ends.
         """
         self.is_broken = True
@@ -198,23 +199,23 @@ class Group:
         if self.shared is not None:
             self.shared.close()
         if dist.is_initialized() and not (self.is_broken and self.backend == "nccl"):
-            # WHY not then: NCCL would wait here for what the dead rank never sends.
+            # WHY not then: NCCL would wait here for data that the dead rank never sends.
             dist.destroy_process_group()
         if self._has_published and self.launch.is_main and not self.launch.agent_owns_store:
             self._await_listeners()
         self.store = self.control = None
 
     def _await_listeners(self) -> None:
-        """Stay until the others have read why this rank failed: the store dies with rank 0."""
+        """Wait until the others have read why this rank failed: the store ends with rank 0."""
         others = [f"heard/{rank}" for rank in range(1, self.world_size)]
         try:
             if self.store is not None:
                 self.store.wait(others, LISTEN_LIMIT_S)
         except RuntimeError as error:
-            log.debug("not every rank has heard of the failure: %s", error)
+            log.debug("not every rank has read the failure: %s", error)
 
     def _group_of(self, tensor: torch.Tensor) -> "dist.ProcessGroup | None":
-        """NCCL moves only CUDA tensors: CPU ones go over the control group."""
+        """Choose the group for a tensor: NCCL moves only CUDA tensors, so CPU ones take control."""
         return None if tensor.device.type == self.device.type else self.control
 
     def _run_on(self, is_worker: bool, work: Callable[[], Any], *, what: str) -> list[Any]:
@@ -251,11 +252,11 @@ def open_group(
     timeout_s: float,
     shared_memory: bool = True,
 ) -> Group:
-    """Meet all ranks and form the process group. Collective: all ranks.
+    """Rendezvous with all ranks and form the process group. Collective: all ranks.
 
     With shared_memory, CPU ranks that are all on one machine sum through it.
-    Raises GroupError naming the ranks that did not come within timeout_s, or what is wrong with
-    the master address.
+    Raises GroupError that names the ranks which did not join within timeout_s, or what is wrong
+    with the master address.
     """
     group = Group(launch, device)
     if launch.world_size == 1:

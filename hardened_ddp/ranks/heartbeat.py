@@ -1,11 +1,11 @@
-"""A few words of memory in which a rank shows where it is, and that others may read.
+"""The heartbeat: a few words of shared memory that say what a rank does at the moment.
 
-Owns their layout, and how another process of this machine maps them: even while this process is
-stopped, or some native code holds Python's lock. The tracker (tracker.py) writes most of them.
-WHY no lock, no message: they are written several times in each step. What is read may be a moment
-old, and nothing is decided by a single look.
+Owns their layout, and how another process of this machine maps them, which works even while this
+process is stopped or native code holds the GIL. The tracker (tracker.py) writes most of them.
+WHY no lock and no message: they are written several times in each step. A reader may see values
+that are a moment old, so nothing is decided from a single read.
 
-Does not own: what follows from being somewhere for too long (guard/hang.py).
+Does not own: what happens when a phase takes too long (guard/hang.py).
 """
 
 import mmap
@@ -20,17 +20,17 @@ NUM_WORDS = LIMITS + NUM_PHASES
 
 
 def new_words() -> memoryview:
-    """Make words that only this process can read."""
+    """Allocate words that only this process can read."""
     words = memoryview(bytearray(8 * NUM_WORDS)).cast("q")
     words[SAMPLE] = -1
     return words
 
 
 def share_words(words: memoryview) -> tuple[memoryview, int]:
-    """Copy words to memory that other processes can map; give it with its descriptor.
+    """Copy words to memory that other processes can map; return it and its descriptor.
 
-    Without memfd: the same words, and -1. WHY memfd: it has no name that a killed process would
-    leave behind in /dev/shm.
+    Without memfd: return the same words, and -1. WHY memfd: it has no name that a killed process
+    would leave behind in /dev/shm.
     """
     if not hasattr(os, "memfd_create"):
         return words, -1

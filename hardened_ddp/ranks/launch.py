@@ -1,8 +1,8 @@
 """Who launched this process, and its place among the ranks.
 
 Owns the environment: the only module that reads or sets environment variables. A launcher is
-recognised once, its variables are checked against each other, and everybody else gets the frozen
-Launch. Half an environment is an error: guessing rank 0 would train N separate models.
+recognised once, its variables are checked against each other, and all other modules get the frozen
+Launch. An incomplete environment is an error: guessing rank 0 would train N separate models.
 
 Does not own: what each launcher's variables mean (launchers_env.py, slurm_env.py), the process
 group (group.py).
@@ -36,16 +36,16 @@ __all__ = [
 
 MODELS_FOLDER = Path("models")  # made by setup.sh
 SAVE_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
-"""What clusters send so that a job saves. Without a handler they would kill it."""
+"""Signals with which clusters ask a job to save. Without a handler they would kill it."""
 
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 def read_launch(env: Mapping[str, str]) -> Launch:
-    """Tell from the environment who launched this process. Rank-local.
+    """Find out from the environment who launched this process. Rank-local.
 
-    WHY this order: torchrun may run under srun or mpirun, and mpirun inside of a Slurm job; the
-    innermost one knows this process. MASTER_ADDR and MASTER_PORT alone say nothing: people and
+    WHY this order: torchrun may run under srun or mpirun, and mpirun inside a Slurm job; only the
+    innermost one knows this process. MASTER_ADDR and MASTER_PORT alone mean nothing: people and
     container images set them for other reasons.
 
     Raises LaunchError if the variables are incomplete, not numbers, or contradict each other.
@@ -70,7 +70,7 @@ def read_launch(env: Mapping[str, str]) -> Launch:
 def prepare_environment(
     launch: Launch, env: MutableMapping[str, str], *, debug: bool = False
 ) -> None:
-    """Set what torch reads later, where the user has not set it. Rank-local, before torch."""
+    """Set variables that torch reads, unless the user set them. Rank-local, before torch."""
     if debug:
         # WHY not DETAIL: on torch 2.13 with gloo, DDP's constructor crashes under it.
         env.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
@@ -78,8 +78,8 @@ def prepare_environment(
         # Where download.py puts published weights, and torch looks for them.
         env.setdefault("TORCH_HOME", str(MODELS_FOLDER.absolute()))
     if launch.world_size > 1:
-        # WHY: as torchrun does. Else each rank starts as many threads as the machine has CPUs; and
-        # another number of threads adds up in another order, so the last digits would differ.
+        # WHY: torchrun does the same. Otherwise each rank starts as many threads as the machine has
+        # CPUs; and with another number of threads sums round differently.
         env.setdefault("OMP_NUM_THREADS", "1")
     if launch.num_nodes == 1 and launch.world_size > 1:
         # WHY: ranks of one node need no network card; loopback also keeps the sockets private.
@@ -88,17 +88,17 @@ def prepare_environment(
 
 
 def prepare_signals(launch: Launch) -> None:
-    """Keep save requests for later, and end with the launcher. Rank-local.
+    """Block save requests until the run can save, and end with the launcher. Rank-local.
 
-    WHY keep: on a busy machine torch's import takes longer than the time from a job's start to the
-    signal before its limit. Who can save lets them through (guard/stop.py).
+    WHY block: on a busy machine torch's import may take longer than the time from a job's start to
+    the signal before its time limit. guard/stop.py unblocks them.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SAVE_REQUESTS)
     end_with_launcher(launch)
 
 
 def end_with_launcher(launch: Launch) -> None:
-    """Have the kernel send SIGTERM when the launcher dies. Rank-local, on Linux.
+    """Make the kernel send SIGTERM when the launcher dies. Rank-local, on Linux.
 
     WHY: ranks of a killed torchrun would train on as orphans, beside the restarted job. SIGTERM
     makes them save and leave.
@@ -108,21 +108,21 @@ def end_with_launcher(launch: Launch) -> None:
 
 
 def stop_launcher(launch: Launch) -> None:
-    """Tell torchrun to restart no more. Rank-local, on one rank of each node."""
+    """Stop torchrun, so that it does not restart. Rank-local, on one rank of each node."""
     if launch.launcher == "torchrun" and launch.is_local_main:
         os.kill(os.getppid(), signal.SIGTERM)
 
 
 def environment() -> MutableMapping[str, str]:
-    """Give this process's environment. The one place that touches os.environ."""
+    """Return this process's environment. The one place that touches os.environ."""
     return os.environ
 
 
 def _agent_key(launcher_id: str) -> str:
-    """Name torchrun's agent on this node, so that its restarts find their run folder again.
+    """Return a key for torchrun's agent on this node, by which restarts find their run folder.
 
     WHY the parent's pid and start time: torchrun's run id is "none" for static rendezvous, but its
-    agent is one process over all restarts and the parent of every local rank.
+    agent stays the same process over all restarts and is the parent of every local rank.
     """
     if not launcher_id:
         return ""

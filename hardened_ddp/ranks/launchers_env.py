@@ -1,9 +1,9 @@
-"""What torchrun, mpirun and our own launchers say in their variables.
+"""The environment variables of torchrun, mpirun and our own launchers.
 
-Owns: one reader for each. A reader takes the variables, checks them against each other and gives
-a Launch, or raises LaunchError with the command that would have been right.
-What goes wrong here: two launchers at once. Each task of srun starts a torchrun that knows of no
-other; or RANK was exported once, before srun, and is 0 in every task.
+Owns: one reader for each. A reader takes the variables, checks them against each other and returns
+a Launch, or raises LaunchError with the right command.
+What goes wrong here: two launchers at once. Each task of srun starts a torchrun that does not know
+the others; or RANK was exported once, before srun, and is 0 in every task.
 """
 
 import os
@@ -25,7 +25,7 @@ from hardened_ddp.ranks.place import (
 # Set to "spawn" by run_with_python.py, beside torchrun's variables, for its ranks.
 MARK = "HARDENED_DDP_LAUNCHER"
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-MEETING = ("MASTER_ADDR", "MASTER_PORT")
+MASTER = ("MASTER_ADDR", "MASTER_PORT")
 OPEN_MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -41,8 +41,8 @@ HYDRA = {
 
 
 @dataclass(frozen=True, slots=True)
-class Starter:
-    """The program that started one process for each task, and this one's place among them."""
+class OuterLauncher:
+    """The srun or mpirun that started one process per task, and this one's place among them."""
 
     name: str
     rank: int
@@ -53,12 +53,12 @@ class Starter:
 
 def read_torchrun(env: Mapping[str, str]) -> Launch:
     """Read RANK and the others of torchrun, or of one of our launchers. Rank-local."""
-    need(env, (*TORCHRUN, *MEETING))
+    need(env, (*TORCHRUN, *MASTER))
     numbers = read_numbers(env, {name: name for name in TORCHRUN})
     num_agents = whole_number(env, "GROUP_WORLD_SIZE", default=0)
-    starter = find_starter(env)
-    if starter is not None and starter.world_size > 1:
-        _check_starter(starter, env, num_agents=num_agents)
+    outer = find_outer_launcher(env)
+    if outer is not None and outer.world_size > 1:
+        _check_outer_launcher(outer, env, num_agents=num_agents)
     return Launch(
         launcher="spawn" if env.get(MARK) == "spawn" else "torchrun",
         rank=numbers["RANK"],
@@ -74,30 +74,30 @@ def read_torchrun(env: Mapping[str, str]) -> Launch:
 
 
 def names_of_mpi(env: Mapping[str, str]) -> Mapping[str, str] | None:
-    """Give the names that this mpirun uses for our numbers; None: there is no mpirun."""
+    """Return the variables of this mpirun, by our names; None without mpirun."""
     if any(name in env for name in OPEN_MPI.values()):
         return OPEN_MPI
-    # WHY not by PMI_RANK inside of a Slurm step: srun sets that, too.
+    # WHY not by PMI_RANK inside a Slurm step: srun sets that too.
     is_hydra = "MPI_LOCALRANKID" in env or ("PMI_RANK" in env and not slurm_env.is_step(env))
     return HYDRA if is_hydra else None
 
 
 def read_mpi(env: Mapping[str, str], names: Mapping[str, str]) -> Launch:
-    """Read what mpirun says. Rank-local.
+    """Read the variables of mpirun. Rank-local.
 
-    On several hosts somebody has to say where rank 0 is: mpirun does not tell.
+    On several hosts MASTER_ADDR must be set: mpirun does not say where rank 0 is.
     """
     need(env, names.values())
     numbers = read_numbers(env, names)
     num_nodes = -(-numbers["WORLD_SIZE"] // numbers["LOCAL_WORLD_SIZE"])
-    missing = [name for name in MEETING if name not in env]
+    missing = [name for name in MASTER if name not in env]
     if num_nodes > 1 and missing:
         raise LaunchError(
             f"mpirun started {numbers['WORLD_SIZE']} ranks on several hosts, "
             f"{numbers['LOCAL_WORLD_SIZE']} of them here, and {' and '.join(missing)} not set: "
-            "nothing says where rank 0 is, so the ranks can't meet",
-            fix="mpirun ... python launchers/run_with_mpirun.py ddp_training.py   (there the ranks "
-            "agree on it), or give all ranks MASTER_ADDR, the host of rank 0, and MASTER_PORT",
+            "nothing says where rank 0 is, so the ranks can't find each other",
+            fix="mpirun ... python launchers/run_with_mpirun.py ddp_training.py   (its ranks agree "
+            "on the address), or give all ranks MASTER_ADDR, the host of rank 0, and MASTER_PORT",
         )
     return Launch(
         launcher="mpi",
@@ -112,14 +112,14 @@ def read_mpi(env: Mapping[str, str], names: Mapping[str, str]) -> Launch:
 
 
 def mpi_job(env: Mapping[str, str]) -> str:
-    """Name this mpirun, alike on all ranks of a host: no two at a time have the same name."""
+    """Return a name for this mpirun: unique at any time, and the same on all ranks of a host."""
     return env.get("PMIX_NAMESPACE") or ancestor_named("hydra") or f"user-{os.getuid()}"
 
 
 def ancestor_named(beginning: str) -> str:
-    """Name the process above this one whose program is called so: its pid and start; else empty.
+    """Return pid and start of the ancestor whose program name begins so; empty without one.
 
-    Hydra gives its ranks no name of the job; but they have a common ancestor on each host.
+    Hydra gives its ranks no job name, but on each host they have a common ancestor.
     """
     pid = os.getppid()
     while pid > 1:
@@ -135,47 +135,47 @@ def ancestor_named(beginning: str) -> str:
     return ""
 
 
-def find_starter(env: Mapping[str, str]) -> Starter | None:
-    """Find the mpirun or srun that stands behind this process, if there is one."""
+def find_outer_launcher(env: Mapping[str, str]) -> OuterLauncher | None:
+    """Find the mpirun or srun that started this process or its torchrun, if there is one."""
     if (names := names_of_mpi(env)) is not None:
         need(env, names.values())
         numbers = read_numbers(env, names)
         program, command = "mpirun", MPIRUN_COMMAND
     elif slurm_env.is_step(env):
         launch = slurm_env.read_step(env)
-        return Starter(
+        return OuterLauncher(
             "srun", launch.rank, launch.world_size, launch.local_world_size, SRUN_COMMAND
         )
     else:
         return None
     world_size, local_world_size = numbers["WORLD_SIZE"], numbers["LOCAL_WORLD_SIZE"]
-    return Starter(program, numbers["RANK"], world_size, local_world_size, command)
+    return OuterLauncher(program, numbers["RANK"], world_size, local_world_size, command)
 
 
-def _check_starter(starter: Starter, env: Mapping[str, str], *, num_agents: int) -> None:
-    """Raise LaunchError if what set RANK does not fit to the srun or mpirun behind it."""
+def _check_outer_launcher(outer: OuterLauncher, env: Mapping[str, str], *, num_agents: int) -> None:
+    """Raise LaunchError if RANK and WORLD_SIZE contradict the srun or mpirun around them."""
     is_agent = "TORCHELASTIC_RUN_ID" in env or env.get(MARK) == "spawn"
     agent = "run_with_python.py" if env.get(MARK) == "spawn" else "torchrun"
-    if is_agent and starter.local_world_size > 1:
+    if is_agent and outer.local_world_size > 1:
         raise LaunchError(
-            f"{starter.name} started {starter.local_world_size} tasks on this node, and each one a "
-            f"{agent} with ranks of its own: they would take each other's GPUs and never meet",
+            f"{outer.name} started {outer.local_world_size} tasks on this node, and each one a "
+            f"{agent} with its own ranks: they would take each other's GPUs and hang",
             fix=f"one task per node: srun --ntasks-per-node=1 torchrun ...   (or without {agent}: "
-            f"{starter.command})",
+            f"{outer.command})",
         )
-    if is_agent and max(1, num_agents) != starter.world_size:
+    if is_agent and max(1, num_agents) != outer.world_size:
         raise LaunchError(
-            f"{starter.name} started {starter.world_size} times {agent}, but this one knows of "
-            f"{max(1, num_agents)} nodes: each would train a model of its own",
-            fix=f"torchrun --nnodes={starter.world_size} --rdzv_backend=c10d "
+            f"{outer.name} started {agent} {outer.world_size} times, but this one knows of "
+            f"{max(1, num_agents)} nodes: each would train a separate model",
+            fix=f"torchrun --nnodes={outer.world_size} --rdzv_backend=c10d "
             f"--rdzv_endpoint=HOST:PORT --nproc_per_node=N ddp_training.py   (or: "
-            f"{starter.command})",
+            f"{outer.command})",
         )
     found = (whole_number(env, "RANK"), whole_number(env, "WORLD_SIZE"))
-    if not is_agent and found != (starter.rank, starter.world_size):
+    if not is_agent and found != (outer.rank, outer.world_size):
         raise LaunchError(
-            f"RANK={found[0]} and WORLD_SIZE={found[1]}, but {starter.name} says that this is rank "
-            f"{starter.rank} of {starter.world_size}: two processes would have one rank. They were "
-            f"exported before {starter.name}",
-            fix=f"unset {' '.join((*TORCHRUN, *MEETING))}; then: {starter.command}",
+            f"RANK={found[0]} and WORLD_SIZE={found[1]}, but {outer.name} says that this is rank "
+            f"{outer.rank} of {outer.world_size}: two processes would have one rank. They were "
+            f"exported before {outer.name}",
+            fix=f"unset {' '.join((*TORCHRUN, *MASTER))}; then: {outer.command}",
         )

@@ -1,7 +1,7 @@
-"""When another rank is gone: how torch says it, and what that rank said before.
+"""A lost peer: torch's errors that mean it, and the cause that the peer published.
 
-Owns telling a lost peer from other errors, and asking for the cause. A rank that fails writes why
-to the store (Group.publish_failure); all that the others see is a closed connection.
+Owns telling a lost peer from other errors, and reading its cause. A rank that fails writes the
+reason to the store (Group.publish_failure); all that the others see is a closed connection.
 """
 
 import re
@@ -10,7 +10,7 @@ import time
 from hardened_ddp.errors import PeerLostError, first_line
 from hardened_ddp.ranks.group import LISTEN_LIMIT_S, Group
 
-# What gloo and NCCL say when another rank died, left or no longer answers.
+# The error messages of gloo and NCCL when another rank died, left or no longer answers.
 _LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Timed out waiting|Application timeout caused|"
     r"Socket closed|Broken pipe|NCCL|connectFullMesh failed|Read error|Connection refused|"
@@ -19,7 +19,7 @@ _LOST_PEER = re.compile(
 
 
 def lost_peer(error: BaseException, group: Group) -> PeerLostError | None:
-    """Say whether error means that another rank is gone, with what that rank said of it."""
+    """Return a PeerLostError with the peer's own cause if error means a lost peer, else None."""
     if group.world_size == 1 or not isinstance(error, RuntimeError):
         return None
     if not _LOST_PEER.search(str(error)):
@@ -39,10 +39,10 @@ def lost_peer(error: BaseException, group: Group) -> PeerLostError | None:
 
 
 def _await_failures(group: Group, *, limit_s: float = LISTEN_LIMIT_S) -> dict[int, str]:
-    """Read the peers' failures, giving a peer that is just failing a moment to write its own."""
+    """Read the peers' failures; wait a moment for a peer that is about to write its own."""
     end = time.monotonic() + limit_s
     while True:
-        # WHY before reading: what a process that ended had to say, it has said by then
+        # WHY before reading: a process that has ended has already written its reason
         has_dead_peer = group.shared is not None and group.shared.has_dead_peer()
         found = group.published_failures()
         if found or has_dead_peer or time.monotonic() > end:

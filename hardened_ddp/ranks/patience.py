@@ -1,7 +1,8 @@
-"""A question that may never be answered, and a limit to the wait for it.
+"""A call with a time limit, for calls that may never return.
 
-Owns the thread that asks. What goes wrong here: a device behind an all-reduce that never ends, or a
-store whose server hangs. The call can't be taken back: its thread stays until the process ends.
+Owns the thread that makes the call. What goes wrong here: a device behind an all-reduce that never
+ends, or a store whose server hangs. The call can't be cancelled: its thread stays until the process
+ends.
 """
 
 import queue
@@ -13,16 +14,16 @@ T = TypeVar("T")
 
 
 def ask_within(question: Callable[[], T], limit_s: float) -> T:
-    """Give the answer to question, or raise what it raises. Rank-local.
+    """Call question; return its result or raise what it raises. Rank-local.
 
-    Raises TimeoutError if there is none in limit_s.
+    Raises TimeoutError if it takes longer than limit_s.
     """
     answers: queue.SimpleQueue[tuple[T] | Exception] = queue.SimpleQueue()
 
     def ask() -> None:
         try:
             answers.put((question(),))
-        except Exception as error:  # WHY broad: raised again, where the answer is waited for
+        except Exception as error:  # WHY broad: raised again in the thread that waits
             answers.put(error)
 
     threading.Thread(target=ask, name="ask-within", daemon=True).start()

@@ -1,9 +1,9 @@
-"""The store of a run as it is asked while training: an answer soon, or an error.
+"""The store of a run during training: each call returns soon, or raises.
 
-Owns PatientStore, which puts a limit to each question. Does not own: how ranks meet
+Owns PatientStore, which limits the time of each call. Does not own: the rendezvous of the ranks
 (rendezvous.py).
 What goes wrong here: the rank that serves the store is stopped or hangs, or its cable is cut. Then
-torch's own calls wait for ever, and a rank could neither save nor say what happened.
+torch's own calls wait forever, and a rank could neither save nor report what happened.
 """
 
 import threading
@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 
 class PatientStore:
-    """A store of which each question is answered within PATIENCE_S, or raises RuntimeError."""
+    """A store whose calls return within PATIENCE_S, or raise RuntimeError."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
         self._unanswered: threading.Event | None = None
-        """Set when the last question that took too long is answered after all."""
+        """The last call that took too long; set when it returns after all."""
 
     def has(self, key: str) -> bool:
         return self._ask(lambda: self._store.check([key]))
@@ -38,11 +38,11 @@ class PatientStore:
         self._ask(lambda: self._store.set(key, text))
 
     def claim(self, key: str, name: str) -> str:
-        """Write name where nothing is yet; give the name that stands there."""
+        """Write name under key if nothing is there yet; return what is there then."""
         return self._ask(lambda: self._store.compare_set(key, "", name)).decode()
 
     def read(self, keys: Sequence[str]) -> dict[str, str]:
-        """Give what stands under those of the keys that are there."""
+        """Return the values of those keys that exist."""
 
         def look() -> dict[str, bytes]:
             there = list(keys)
@@ -53,20 +53,20 @@ class PatientStore:
         return {key: raw.decode() for key, raw in self._ask(look).items()}
 
     def second(self) -> "PatientStore":
-        """Give the same store over a connection of its own, where torch can do that.
+        """Return the same store over a separate connection, if torch supports that.
 
-        WHY: a call that waits for ever would hold up whoever shares its connection.
+        WHY: a call that waits forever would block everybody who shares its connection.
         """
         clone = getattr(self._store, "clone", None)
         return PatientStore(self._store if clone is None else self._ask(clone))
 
     def wait(self, keys: list[str], limit_s: float) -> None:
-        """Wait for all keys. For the rank that serves the store."""
+        """Wait until all keys exist. For the rank that serves the store."""
         self._store.wait(keys, timedelta(seconds=limit_s))
 
     def _ask(self, question: Callable[[], T]) -> T:
         if self._unanswered is not None and not self._unanswered.is_set():
-            # WHY at once: the connection still waits for the last answer
+            # WHY at once: the connection is still blocked by the last call
             raise RuntimeError("the store does not answer")
         is_answered = threading.Event()
 

@@ -1,10 +1,10 @@
-"""The phases of a run: what the main thread of a rank does at a moment."""
+"""The phases of a run: what the main thread of a rank is doing."""
 
 from enum import IntEnum
 
 
 class Phase(IntEnum):
-    """What the main thread does. From ALL_REDUCE on it does nothing but wait for other ranks."""
+    """What the main thread does. From ALL_REDUCE on it only waits for other ranks."""
 
     START_UP = 0
     DATA = 1

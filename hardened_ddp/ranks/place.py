@@ -1,8 +1,8 @@
-"""The place of this process among the ranks, and the checks that every launcher's variables pass.
+"""The place of this process among the ranks, and the checks common to all launchers' variables.
 
-Owns: Launch, and reading numbers, ports and whole sets of variables out of an environment.
+Owns: Launch, and reading numbers, ports and whole sets of variables from an environment.
 Does not own: which variables a launcher sets (launchers_env.py, slurm_env.py), and who launched us
-(launch.py). Nothing here reads os.environ, or knows of torch.
+(launch.py). Nothing here reads os.environ or imports torch.
 """
 
 import time
@@ -14,9 +14,9 @@ from typing import Literal
 from hardened_ddp.errors import LaunchError
 
 TORCHRUN_COMMAND = "torchrun --standalone --nproc_per_node=2 ddp_training.py"
-SRUN_COMMAND = "srun python ddp_training.py (inside of a job), or: sbatch train.slurm"
+SRUN_COMMAND = "srun python ddp_training.py (inside a job), or: sbatch train.slurm"
 MPIRUN_COMMAND = "mpirun -np 2 python launchers/run_with_mpirun.py"
-# Below the ports that the kernel gives to whoever asks for any (32768 and up on Linux).
+# Below the kernel's range of ephemeral ports (32768 and up on Linux).
 _FIRST_PORT, _NUM_PORTS = 15000, 16000
 
 LauncherName = Literal["none", "torchrun", "slurm", "mpi", "spawn"]
@@ -41,10 +41,10 @@ class Launch:
     """torchrun's agent already serves a TCPStore on the master port; rank 0 must not."""
 
     has_own_gpus: bool = False
-    """The launcher shows this rank only its own GPUs, so the first one it sees is the right one."""
+    """The launcher shows this rank only its own GPUs, so it takes the first one."""
 
     job_key: str = ""
-    """The same over all restarts of one job, different for every other job; empty: unknown."""
+    """The same over all restarts of one job, different between jobs; empty: unknown."""
 
     agent_key: str = ""
     """The same over all attempts that one launcher on one node starts; empty: unknown."""
@@ -66,27 +66,27 @@ class Launch:
 
 
 def right_command(env: Mapping[str, str]) -> str:
-    """Give the command that the launcher of this process should have been given."""
+    """Return the right command for the launcher of this process."""
     if any(name.startswith("OMPI_COMM_WORLD_") or name == "MPI_LOCALRANKID" for name in env):
         return MPIRUN_COMMAND
     return SRUN_COMMAND if "SLURM_JOB_ID" in env else TORCHRUN_COMMAND
 
 
 def need(env: Mapping[str, str], names: Iterable[str]) -> None:
-    """Raise LaunchError unless all names are there: half an environment tells no other ranks."""
+    """Raise LaunchError unless all names are set: some of them don't identify the other ranks."""
     wanted = list(names)
     present = [name for name in wanted if name in env]
     missing = [name for name in wanted if name not in env]
     if missing:
         raise LaunchError(
             f"{', '.join(present)} set, but not {', '.join(missing)}: this process got only a part "
-            "of a launcher's environment, so it can't know the other ranks",
+            "of a launcher's environment, so it can't find the other ranks",
             fix=f"{right_command(env)}   (or, for one process: unset {' '.join(present)})",
         )
 
 
 def read_numbers(env: Mapping[str, str], names: Mapping[str, str]) -> dict[str, int]:
-    """Read numbers, from our name to the launcher's; check that each rank lies in its world."""
+    """Read numbers; names maps ours to the launcher's. Check that each rank is in its world."""
     numbers = {ours: whole_number(env, theirs) for ours, theirs in names.items()}
     check_ranks(numbers, names, env)
     return numbers
@@ -95,7 +95,7 @@ def read_numbers(env: Mapping[str, str], names: Mapping[str, str]) -> dict[str, 
 def check_ranks(
     numbers: Mapping[str, int], names: Mapping[str, str], env: Mapping[str, str]
 ) -> None:
-    """Raise LaunchError if a rank lies outside its world; names: the launcher's for ours."""
+    """Raise LaunchError if a rank is outside its world. names maps ours to the launcher's."""
     said = {ours: f"{theirs}={numbers[ours]}" for ours, theirs in names.items()}
     problems = [
         f"{said[small]} must be below {said[large]}"
@@ -117,7 +117,7 @@ def refuse(problems: Sequence[str], env: Mapping[str, str]) -> None:
 
 
 def whole_number(env: Mapping[str, str], name: str, *, default: int | None = None) -> int:
-    """Read a number >= 0. Raises LaunchError if it is none."""
+    """Read a whole number >= 0. Raises LaunchError if the value is something else."""
     if name not in env and default is not None:
         return default
     try:
@@ -133,9 +133,9 @@ def whole_number(env: Mapping[str, str], name: str, *, default: int | None = Non
 
 
 def read_port(env: Mapping[str, str], job: str) -> int:
-    """Give MASTER_PORT if it is set, else a port that all ranks work out from their job's name.
+    """Return MASTER_PORT if it is set, else a port that all ranks derive from the job's name.
 
-    WHY: two jobs on one machine must not meet, and the ranks can't ask each other yet.
+    WHY: two jobs on one machine need two ports, and the ranks can't communicate yet.
     """
     if "MASTER_PORT" not in env:
         return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS

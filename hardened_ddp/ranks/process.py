@@ -1,10 +1,10 @@
 """Which process made a file, and whether it is still alive.
 
-Owns: ProcessMark, what a process writes beside its work so that a later one can tell.
-Does not own: what follows from it (run_lock.py, files.py).
-What goes wrong here: a pid alone lies. It is used again after a while, means another process after
-a reboot, and another one in each container; so a mark holds the start time, the boot and the
-namespace too. Off Linux those are empty, and the pid has to do.
+Owns: ProcessMark, which a process writes beside its files to identify itself.
+Does not own: what is decided from it (run_lock.py, files.py).
+What goes wrong here: a pid alone is ambiguous. It is reused after a while, means another process
+after a reboot, and another one in each container; so a mark holds the start time, the boot and the
+namespace too. Outside Linux those are empty, and only the pid is compared.
 """
 
 import hashlib
@@ -19,15 +19,15 @@ _START_FIELD = 19
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessMark:
-    """Who a process is, for others on this host, on another one, or after a reboot."""
+    """Identifies a process across hosts, containers and reboots."""
 
     host: str
     pid: int
     started: str
-    """Clock ticks between boot and start; empty where the system doesn't tell."""
+    """Clock ticks between boot and start; empty if the system doesn't say."""
     boot: str
     namespace: str
-    """Of process ids: two containers on one host have two."""
+    """The namespace of process ids: two containers on one host have two."""
 
     @property
     def place(self) -> str:
@@ -53,7 +53,7 @@ def this_process() -> ProcessMark:
 
 
 def is_gone(mark: ProcessMark) -> bool | None:
-    """Say whether that process has ended; None if it can't be seen from here."""
+    """Return whether that process has ended; None if it can't be seen from here."""
     here = this_process()
     if mark.boot != here.boot:
         return True if mark.host == here.host else None
@@ -63,7 +63,7 @@ def is_gone(mark: ProcessMark) -> bool | None:
 
 
 def is_pid_gone(pid: int, *, started: str) -> bool:
-    """Say whether the process of this pid and start time, seen from here, has ended."""
+    """Return whether the process of this pid and start time, seen from here, has ended."""
     fields = stat_fields(pid)
     if fields:
         return fields[_STATE_FIELD] in "ZX" or fields[_START_FIELD] != started
@@ -78,7 +78,7 @@ def is_pid_gone(pid: int, *, started: str) -> bool:
 
 def stat_fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name, or nothing."""
-    # WHY after the last bracket: the name before it may hold blanks and brackets itself
+    # WHY after the last bracket: the name before it may contain blanks and brackets
     return _text_of(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
 
 

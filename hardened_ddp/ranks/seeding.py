@@ -1,10 +1,10 @@
 """Seeds: every random number is a pure function of where it is used.
 
 Owns all seeding. Model randomness (dropout) is a function of (seed, step, rank), sample randomness
-(augmentation) of (seed, epoch, sample index). WHY: nothing random has to be saved, a step that is
-done again draws the same numbers, and neither workers nor restarts shift a sequence.
+(augmentation) of (seed, epoch, sample index). WHY: no random state has to be saved, a retried step
+draws the same numbers, and neither workers nor restarts shift a sequence.
 
-What goes wrong here: a generator that the model keeps for itself is out of our reach.
+What goes wrong here: a generator that the model owns is not seeded by us.
 """
 
 import random
@@ -31,7 +31,7 @@ def mix(*values: int) -> int:
 
 
 def seed_run(seed: int, *, deterministic: bool = False) -> None:
-    """Seed all generators before the model is built: every rank builds the same one. Rank-local."""
+    """Seed all generators, so that every rank builds the same model. Rank-local."""
     random.seed(seed)
     np.random.seed(mix(seed) & 0xFFFFFFFF)
     torch.manual_seed(seed)
@@ -41,9 +41,9 @@ def seed_run(seed: int, *, deterministic: bool = False) -> None:
 
 
 def seed_step(seed: int, *, step: int, rank: int, device_type: str) -> None:
-    """Seed what a forward draws from, such as dropout. Rank-local.
+    """Seed the generators of a forward, for dropout for example. Rank-local.
 
-    WHY not torch.manual_seed: it asks for the state of every backend, each step.
+    WHY not torch.manual_seed: it queries every backend, which is too slow for each step.
     """
     value = mix(seed, step, rank)
     torch.default_generator.manual_seed(value)
@@ -52,7 +52,7 @@ def seed_step(seed: int, *, step: int, rank: int, device_type: str) -> None:
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
-    """Seed what one sample's augmentation draws from: torch, random and numpy. Rank-local."""
+    """Seed the generators of one sample's augmentation: torch, random, numpy. Rank-local."""
     value = mix(seed, epoch, index)
     torch.default_generator.manual_seed(value)
     random.seed(value)

@@ -1,7 +1,7 @@
-"""What Slurm says in its variables: one task for each rank, on one node or many.
+"""The environment variables of Slurm: one task per rank, on one node or many.
 
-Owns: the place among the ranks that srun gives, the host of rank 0, and Slurm's own shorthand for
-lists of hosts and tasks. Without scontrol: inside of a container there is none.
+Owns: the place among the ranks that srun assigns, the host of rank 0, and Slurm's own shorthand for
+lists of hosts and tasks. Does not use scontrol, which is missing inside containers.
 What goes wrong here: python in a batch script without srun. There SLURM_PROCID is 0 and
 SLURM_NTASKS may be 8, but the seven others were never started.
 """
@@ -28,17 +28,17 @@ STEP = {
     "NODES": "SLURM_STEP_NUM_NODES",
 }
 TASKS, HOSTS = "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"
-# The step that salloc opens for its shell on some clusters: it starts no ranks.
+# The step of salloc's interactive shell on some clusters: it starts no ranks.
 _SHELL_OF_SALLOC = "4294967290"
 
 
 def is_step(env: Mapping[str, str]) -> bool:
-    """Say whether srun started this process."""
+    """Return whether srun started this process."""
     return env.get("SLURM_STEP_ID", _SHELL_OF_SALLOC) != _SHELL_OF_SALLOC
 
 
 def read_step(env: Mapping[str, str]) -> Launch:
-    """Read what srun says: one task for each rank. Rank-local."""
+    """Read the variables of srun: one task per rank. Rank-local."""
     need(env, ("SLURM_JOB_ID", *STEP.values(), TASKS, HOSTS))
     numbers = {ours: whole_number(env, theirs) for ours, theirs in STEP.items()}
     tasks, hosts = tasks_of(env[TASKS]), hosts_of(env[HOSTS])
@@ -73,18 +73,18 @@ def read_step(env: Mapping[str, str]) -> Launch:
 
 
 def refuse_missing_srun(env: Mapping[str, str]) -> None:
-    """Raise LaunchError for python itself in a job of several tasks: only srun starts them all."""
+    """Raise LaunchError for plain python in a job of several tasks: only srun starts them all."""
     num_tasks = whole_number(env, "SLURM_NTASKS", default=1)
     if "SLURM_JOB_ID" in env and num_tasks > 1:
         raise LaunchError(
             f"job {env['SLURM_JOB_ID']} has SLURM_NTASKS={num_tasks} tasks, but this one process "
-            "was started without srun (SLURM_STEP_ID is not set), so the others would never come",
+            "was started without srun (SLURM_STEP_ID is not set), so the others would never join",
             fix=f"{SRUN_COMMAND}   (for one process: srun --ntasks=1 python ddp_training.py)",
         )
 
 
 def hosts_of(nodelist: str) -> list[str]:
-    """Spell out Slurm's list of hosts: gpu[01-02,7],login gives gpu01, gpu02, gpu7, login."""
+    """Expand Slurm's list of hosts: gpu[01-02,7],login gives gpu01, gpu02, gpu7, login."""
     hosts = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist.strip()):
         before, bracket, rest = part.partition("[")
@@ -105,7 +105,7 @@ def hosts_of(nodelist: str) -> list[str]:
 
 
 def tasks_of(text: str) -> list[int]:
-    """Spell out Slurm's tasks of each node: 2(x3),1 gives 2, 2, 2, 1."""
+    """Expand Slurm's tasks per node: 2(x3),1 gives 2, 2, 2, 1."""
     tasks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)

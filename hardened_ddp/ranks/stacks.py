@@ -1,9 +1,9 @@
-"""Python's stacks of a process, asked for by another one of this machine.
+"""The Python stacks of a process, requested by another process on this machine.
 
-Owns the signal for that. Its handler is C code (faulthandler), which runs at once and without
-Python's lock: so it answers also where some native code holds that lock. A stopped process
-answers when it goes on, and one in an uninterruptible call when that ends: too late for both.
-The answer goes to a file in memory, because the process that asks knows best where it belongs.
+Owns the signal for that. Its handler is C code (faulthandler), which runs at once and without the
+GIL, so it works even while native code holds the GIL. A stopped process answers only when it
+continues, and one in an uninterruptible call when that ends: too late for both.
+The answer goes to a file in memory, and the process that asked decides where to save it.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 SIGNAL_OFFSET = 1
-"""From SIGRTMIN: schedulers, torchrun and NCCL use the signals that have names."""
+"""Added to SIGRTMIN: schedulers, torchrun and NCCL use the signals that have names."""
 
 _NAME = "stacks-of-python"
 _POLL_S = 0.02
@@ -23,7 +23,7 @@ _DEBUGGERS = ("bdb.py", "pdb.py", "pydevd.py")
 
 
 def offer_stacks() -> int:
-    """Have the signal write the stacks of all threads to memory; give its descriptor, or -1."""
+    """Make the signal write all threads' stacks to memory; return its descriptor, or -1."""
     if not hasattr(os, "memfd_create") or not hasattr(faulthandler, "register"):
         return -1
     fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
@@ -32,17 +32,17 @@ def offer_stacks() -> int:
 
 
 def withdraw_stacks(fd: int) -> None:
-    """Take the offer back."""
+    """Close the memory; the signal then writes to stderr."""
     if fd >= 0:
-        # WHY not to the default: that would end the process if somebody still asks.
+        # WHY not the default action: it would kill the process if somebody still asks.
         faulthandler.register(signal.SIGRTMIN + SIGNAL_OFFSET, file=2, all_threads=True)
         os.close(fd)
 
 
 def ask_for_stacks(pid: int, fd: int, *, limit_s: float = 1.0) -> str:
-    """Give the stacks of a process that offers them; empty if it does not answer in limit_s."""
+    """Return the stacks of a process that offers them; empty if it does not answer in limit_s."""
     place = f"/proc/{pid}/fd/{fd}"
-    # WHY look: to any other process this signal is deadly.
+    # WHY check: any other process would be killed by this signal.
     with contextlib.suppress(OSError):
         if _NAME not in os.readlink(place):
             return ""
@@ -54,7 +54,7 @@ def ask_for_stacks(pid: int, fd: int, *, limit_s: float = 1.0) -> str:
 
 
 def is_debugged(thread: int) -> bool:
-    """Say whether a thread of this process is in a debugger, Python's or one of the system."""
+    """Return whether a thread of this process is in a Python debugger, or the process is traced."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("TracerPid:") and line.split()[1] != "0":
@@ -68,7 +68,7 @@ def is_debugged(thread: int) -> bool:
 
 
 def _read_until_quiet(fd: int, start: int, *, limit_s: float) -> str:
-    """Read what is written from start on, until no more comes."""
+    """Read what is written from start on, until the file stops growing."""
     end, size = time.monotonic() + limit_s, start
     while time.monotonic() < end:
         time.sleep(_POLL_S)

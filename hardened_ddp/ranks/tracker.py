@@ -1,8 +1,8 @@
-"""Where this rank is, and where its time went.
+"""The phase that this rank is in, and the time spent in each phase.
 
 Owns the one tracker of a rank, which is told each phase once. From that it keeps the heartbeat that
-others read, how long each phase takes at the most (the hang watch learns from it), the seconds of
-each phase per step (reports, slow ranks), and the wall time of each phase (goodput).
+others read, the longest time of each phase (the hang watch learns from it), the seconds of each
+phase per step (reports, slow ranks), and the wall time of each phase (goodput).
 """
 
 from collections.abc import Callable, Iterator
@@ -18,17 +18,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NUM_FIRST_STEPS = 3
-"""Steps that compile, tune and allocate: how long they take says nothing about the others."""
+"""Steps that compile, tune and allocate: their times say nothing about later steps."""
 
 
 class Timeline(Protocol):
-    """Follows the phases on a device that works apart from the CPU."""
+    """Follows the phases on a device that runs asynchronously to the CPU."""
 
     def enter(self, phase: int) -> None: ...
 
 
 class Tracker:
-    """Knows the phase of the main thread, and adds up the time of each. Main thread writes."""
+    """Knows the phase of the main thread, and sums the time of each phase. Main thread writes."""
 
     def __init__(self) -> None:
         self.words = new_words()
@@ -37,21 +37,21 @@ class Tracker:
         """Steps done by this process."""
 
         self.longest_ns = [0] * NUM_PHASES
-        """The longest that each phase took, first steps aside."""
+        """The longest time of each phase, without the first steps."""
 
-        self._work = int(Phase.START_UP)  # the last phase that was more than waiting
-        self._wall_ns = [0] * NUM_PHASES  # by that one: a wait belongs to what it interrupts
+        self._work = int(Phase.START_UP)  # the last phase that was not only waiting
+        self._wall_ns = [0] * NUM_PHASES  # by _work: a wait counts for the phase it interrupts
         self._spent_ns = [0] * NUM_PHASES  # since the last read_split
         self._num_counted = 0
         self._timeline: Timeline | None = None
 
     def enter(self, phase: int) -> int:
-        """Note that phase begins now; give the one that ends. Main thread."""
+        """Begin phase now; return the phase that ends. Main thread."""
         words = self.words
         now = monotonic_ns()
         before = words[PHASE]
         took = now - words[SINCE]
-        # WHY in this order: who reads in between takes the old phase for a short one.
+        # WHY this order: a reader in between sees the old phase as short, and never as hung.
         words[SINCE] = now
         words[PHASE] = phase
         self._spent_ns[before] += took
@@ -66,7 +66,7 @@ class Tracker:
 
     @contextmanager
     def within(self, phase: int) -> Iterator[None]:
-        """Be in phase inside, and after it in the one before. Main thread."""
+        """Be in phase inside the context, and in the previous phase after it. Main thread."""
         before = self.enter(phase)
         try:
             yield
@@ -74,7 +74,7 @@ class Tracker:
             self.enter(before)
 
     def end_step(self, step: int) -> None:
-        """Note that step steps are done, and the data of the next one comes now. Main thread."""
+        """Note that step steps are done; the data phase of the next step begins. Main thread."""
         self.enter(Phase.DATA)
         self.words[STEP] = step
         self.num_steps += 1
@@ -83,25 +83,25 @@ class Tracker:
             self.longest_ns = [0] * NUM_PHASES
 
     def start_at(self, step: int) -> None:
-        """Note that training goes on after another step than the last one. Main thread."""
+        """Note that training continues after this step, as after a resume. Main thread."""
         self.words[STEP] = step
 
     def follow_on(self, timeline: Timeline) -> None:
-        """Tell timeline each phase, too. WHY: a GPU does the work later than the CPU asks for."""
+        """Pass each phase on to timeline. WHY: a GPU runs the work later than the CPU queues it."""
         self._timeline = timeline
 
     @property
     def work(self) -> str:
-        """The phase under way, for a message; of one that waits, what it waits in. Any thread."""
+        """The current phase, for a message; during a wait, the phase it interrupts. Any thread."""
         return Phase(self._work).label
 
     @property
     def is_warm(self) -> bool:
-        """Whether the first steps are over, and times can be told from others."""
+        """Whether the first steps are over, so that times are comparable."""
         return self.num_steps > NUM_FIRST_STEPS
 
     def read_split(self) -> dict[str, float]:
-        """Give the mean seconds of each phase in the steps since the last call. Main thread."""
+        """Return the mean seconds of each phase in the steps since the last call. Main thread."""
         count, spent = self._num_counted, self._spent_ns
         self._num_counted, self._spent_ns = 0, [0] * NUM_PHASES
         if not count:
@@ -109,16 +109,16 @@ class Tracker:
         return {Phase(i).label: ns / 1e9 / count for i, ns in enumerate(spent) if ns}
 
     def wall_s(self) -> list[float]:
-        """Give the seconds of each phase since the start of the process. Any thread.
+        """Return the seconds of each phase since the start of the process. Any thread.
 
-        A wait for other ranks belongs to the phase that it interrupts.
+        A wait for other ranks counts for the phase that it interrupts.
         """
         found = [ns / 1e9 for ns in self._wall_ns]
         found[self._work] += (monotonic_ns() - self.words[SINCE]) / 1e9
         return found
 
     def share(self) -> int:
-        """Let other processes of this machine read the heartbeat; give the descriptor, or -1."""
+        """Let other processes of this machine read the heartbeat; return its descriptor, or -1."""
         self.words, fd = share_words(self.words)
         return fd
 
@@ -134,7 +134,7 @@ S = TypeVar("S", bound=_Tracked)
 def waits_in(
     phase: Phase,
 ) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """Have a method be in phase while it runs. Its object has a tracker."""
+    """Make a method enter phase while it runs. Its object has a tracker."""
 
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         @wraps(method)
