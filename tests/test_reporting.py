@@ -248,7 +248,7 @@ class TestLogFile:
         (tmp_path / "logs").write_text("a file")
         start_logging(rank=0, world_size=1, debug=False)
         add_log_file(tmp_path / "logs", rank=0)
-        assert "WARNING this rank's log file can't be written, training goes on" in stderr()
+        assert "WARNING this rank's log file can't be written, training continues" in stderr()
 
     def test_a_resumed_run_begins_on_a_new_line_behind_half_of_one(
         self, stderr: Callable[[], str], tmp_path: Path
@@ -476,7 +476,7 @@ class TestProgressBar:
             bar.update(4)
             bar.close()
         text = (tmp_path / "rank-0.log").read_text()
-        assert "no progress bar any more" in text
+        assert "the progress bar is closed" in text
         assert "Input/output error" in text
         assert "training goes on" in text
 
@@ -641,7 +641,7 @@ class TestMetrics:
         wait_for(lambda: caplog.messages, limit_s=5)
         metrics.close()
         first, last = caplog.messages
-        assert "metrics.jsonl can't be written, training goes on" in first
+        assert "metrics.jsonl can't be written, training continues" in first
         assert "No space left on device" in first
         assert last.startswith("50 records of metrics could not be written")
         assert len(read_board(tmp_path).Scalars("loss")) == 50
@@ -748,7 +748,7 @@ class TestMetrics:
         metrics.text("half a character \udc80", "x")
         metrics.scalars(1, {"loss": 1.0})
         metrics.close()
-        assert "a report is left out, training goes on" in caplog.text
+        assert "a report failed and is skipped, training continues" in caplog.text
         assert read_board(tmp_path).Scalars("loss")
 
     def test_8_numbers_cost_the_training_thread_less_than_300_us(self, tmp_path: Path) -> None:

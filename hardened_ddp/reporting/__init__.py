@@ -1,1 +1,1 @@
-"""What the run says: logs, progress, metrics, TensorBoard, resources. Never stops training."""
+"""Reports of the run: logs, progress, metrics, TensorBoard, resources. Never stops training."""

@@ -1,9 +1,9 @@
 """One thread that writes, so that training never waits for a disk.
 
-Owns the thread and its queue. The queue is bounded: while a disk hangs, what is too much is counted
-and left out. The thread is a daemon: it can't keep the program from ending.
+Owns the thread and its queue. The queue is bounded: while a disk hangs, further jobs are counted
+and dropped. The thread is a daemon: it can't keep the program from ending.
 
-What goes wrong here: the program ends without close(). Then what was said in the last second is
+What goes wrong here: the program ends without close(). Then the reports of the last second are
 lost, and nothing else.
 """
 
@@ -21,19 +21,19 @@ _MAX_WAITING = 10_000
 
 
 class ReportWriter:
-    """Runs the jobs of reports one after the other, and flushes soon after them."""
+    """Runs report jobs one after the other, and flushes soon after them."""
 
     def __init__(self, *, flush: Callable[[], bool], name: str) -> None:
-        """flush: writes what the jobs left; says whether all of it is written."""
+        """flush: writes what the jobs buffered; returns whether all of it is written."""
         self._flush = flush
         self._name = name
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.num_refused = 0
-        """Jobs that were left out because too many waited."""
+        """Jobs that were dropped because too many were waiting."""
 
     def do(self, job: Callable[[], None]) -> None:
-        """Have job done soon; never waits."""
+        """Queue a job; never waits."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -43,7 +43,7 @@ class ReportWriter:
             self._jobs.put(job)
 
     def close(self, *, timeout_s: float) -> bool:
-        """Do what waits, flush and end the thread; False if that took longer than timeout_s."""
+        """Run the queued jobs, flush and end the thread; False if that takes over timeout_s."""
         if self._thread is None:
             return True
         self._jobs.put(None)
@@ -69,12 +69,12 @@ class ReportWriter:
                 return
             self._do(job)
             if due is None:
-                # WHY at once after a pause: whoever watches the file sees each report as it comes.
+                # WHY at once after a pause: a reader of the file then sees each report immediately.
                 due = max(monotonic(), last_flush + _FLUSH_EVERY_S)
 
     def _do(self, work: Callable[[], object]) -> object:
         try:
             return work()
         except Exception:  # WHY broad: it would end the thread, and all later reports with it
-            log.warning("a report is left out, training goes on", exc_info=True)
+            log.warning("a report failed and is skipped, training continues", exc_info=True)
             return None

@@ -1,4 +1,4 @@
-"""The memory that this container may have. Without torch: the doctor asks, too."""
+"""The memory limit of this container. Does not import torch: the doctor uses it too."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,14 +6,14 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContainerMemory:
-    """What a container may have of memory, and what it has of it."""
+    """A container's memory: its limit, and what is in use."""
 
     limit_bytes: int
     used_bytes: int
 
 
 def read_container_memory(cgroup: Path) -> ContainerMemory | None:
-    """Read the limit of this process's container (cgroup v2 or v1); None where there is none."""
+    """Read the limit of this process's container (cgroup v2 or v1); None without a limit."""
     for limit_name, used_name, stat_name, cache_name in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
         (
@@ -29,7 +29,7 @@ def read_container_memory(cgroup: Path) -> ContainerMemory | None:
             continue
         if limit == "max" or int(limit) >= 2**60:  # v1 says "no limit" with a huge number
             return None
-        # WHY less the cache: the kernel takes that back before it kills anybody.
+        # WHY subtract the cache: the kernel reclaims it before it kills a process.
         stat = (cgroup / stat_name).read_text("ascii").split()
         cache = int(stat[stat.index(cache_name) + 1])
         used = int((cgroup / used_name).read_text("ascii"))

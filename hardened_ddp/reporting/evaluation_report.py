@@ -29,7 +29,7 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
 def print_report(
     report: Mapping[str, Any], *, metrics: str, table: Sequence[str], place: Path, output: TextIO
 ) -> None:
-    """Print the report. metrics and table: what its task says of it; place: where the file is."""
+    """Print the report. metrics and table: the task's part; place: where the file is."""
     lines = [
         f"checkpoint {report['checkpoint']} (step {report['step']})",
         f"test set of {report['dataset']}: {report['num_samples']} samples, each once",
@@ -38,7 +38,7 @@ def print_report(
     if not report["is_data_of_training"]:
         lines.append("note: this is not the data of the training")
     if report["left_out"]:
-        lines.append(f"left out, as they can't be read: {len(report['left_out'])} samples")
-    lines += [*table, "", f"all of it: {place}"]
+        lines.append(f"left out, because they can't be read: {len(report['left_out'])} samples")
+    lines += [*table, "", f"full report: {place}"]
     for line in lines:
         print(line.encode("ascii", "backslashreplace").decode("ascii"), file=output)

@@ -1,11 +1,11 @@
-"""TensorBoard's file format: numbers, pictures and texts as bytes.
+"""TensorBoard's file format: encodes scalars, images and texts.
 
 Owns the encoding: events are protocol buffers (tensorboard's event.proto and summary.proto), each
 framed as a TFRecord (length, checksum, data, checksum). Both formats are public and frozen.
-WHY not tensorboard's own writers: they load 160 modules, 5 MiB of memory on rank 0 and up to half
-a second of start, for the four messages below. Reading the files needs tensorboard, as always.
+WHY not tensorboard's own writers: they load 160 modules, and cost 5 MiB of memory on rank 0 and up
+to half a second of start-up time, for the four messages below. Reading the files needs tensorboard.
 
-What goes wrong here: a wrong field number shows nothing in TensorBoard, and nothing complains.
+What goes wrong here: a wrong field number shows nothing in TensorBoard, and raises no error.
 The tests read what this writes with tensorboard itself.
 """
 
@@ -20,17 +20,17 @@ _SESSION_START = 1  # event.proto's SessionLog.SessionStatus
 
 
 def first_record(*, wall_time: float) -> bytes:
-    """Make the record that a file begins with."""
+    """Make the first record of a file."""
     return _record(wall_time, 0, _bytes_field(3, b"brain.Event:2"))
 
 
 def restart_record(step: int, *, wall_time: float) -> bytes:
-    """Make the record that takes back what earlier files say of step and later ones."""
+    """Make the record that discards what earlier files have for step and later steps."""
     return _record(wall_time, step, _bytes_field(7, _int_field(1, _SESSION_START)))
 
 
 def scalars_record(step: int, values: Mapping[str, float], *, wall_time: float) -> bytes:
-    """Make one record of several numbers; NaN and infinity are numbers, too."""
+    """Make one record of several numbers; NaN and infinity are kept."""
     summary = b"".join(
         _bytes_field(1, _bytes_field(1, tag.encode()) + _key(2, _FIXED32) + _float(number))
         for tag, number in values.items()
@@ -41,7 +41,7 @@ def scalars_record(step: int, values: Mapping[str, float], *, wall_time: float) 
 def image_record(
     step: int, tag: str, png: bytes, *, width: int, height: int, wall_time: float
 ) -> bytes:
-    """Make a record of one picture, a finished PNG file."""
+    """Make a record of one image, given as an encoded PNG."""
     image = _int_field(1, height) + _int_field(2, width) + _int_field(3, 3) + _bytes_field(4, png)
     value = _bytes_field(1, tag.encode()) + _bytes_field(4, image)
     return _record(wall_time, step, _bytes_field(5, _bytes_field(1, value)))
@@ -92,7 +92,7 @@ def _masked_crc(data: bytes) -> bytes:
 def _float(number: float) -> bytes:
     try:
         return struct.pack("<f", number)
-    except OverflowError:  # above what 32 bits hold
+    except OverflowError:  # above the float32 range
         return struct.pack("<f", float("inf") if number > 0 else float("-inf"))
 
 
@@ -109,7 +109,7 @@ def _key(number: int, wire_type: int) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Encode seven bits a byte, lowest first. Negative values are not needed here."""
+    """Encode seven bits per byte, lowest first. Negative values are not needed here."""
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)

@@ -1,10 +1,10 @@
-"""Where the wall time of a run went, over all its attempts.
+"""The wall time of a run by phase, over all its attempts.
 
-Owns attempts.jsonl in the run folder, and the account made of it. Rank 0 writes a line now and
-then: seconds of each phase since its attempt began, and the step. The last line of each attempt
-counts, so an attempt that was killed is in the account up to a few seconds before its end. What
-lies between that line and the next attempt's start is down time; steps that an attempt did and a
-later one had to do again are lost time.
+Owns attempts.jsonl in the run folder, and the account computed from it. Rank 0 writes a line every
+few seconds: seconds of each phase since its attempt began, and the step. The last line of each
+attempt counts, so a killed attempt is counted up to a few seconds before its end. The time between
+that line and the next attempt's start is down time; steps that an attempt did and a later one
+repeated are lost time.
 
 Goodput is the share of the wall time that went into steps that count (the word is from Google's
 ML Goodput, 2024; here waiting for data and evaluation are not part of it).
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 NAME = "attempts.jsonl"
 WRITE_EVERY_S = 5.0
-# What the tracker's phases count as. An all-reduce is not among them: it counts as what it ends.
+# What the tracker's phases count as. Waits are not listed: they count for the phase they interrupt.
 _COUNTED = {
     "start_up": (Phase.START_UP,),
     "data_wait": (Phase.DATA,),
@@ -37,12 +37,12 @@ PHASES = tuple(_COUNTED)
 
 
 class Goodput:
-    """Adds up the wall time of this attempt by phase. On ranks other than 0 nothing is written."""
+    """Sums the wall time of this attempt by phase. On ranks other than 0 nothing is written."""
 
     def __init__(
         self, folder: Path, tracker: Tracker, *, began_at: float, step: int, is_main: bool
     ) -> None:
-        """began_at: when this attempt began, in seconds since the epoch; step: where it goes on."""
+        """began_at: start of this attempt, in seconds since the epoch; step: where it continues."""
         self._path = folder / NAME
         self._tracker = tracker
         self._is_main = is_main
@@ -54,7 +54,7 @@ class Goodput:
         self._written_at = time.perf_counter()
 
     def note(self, step: int, *, is_last: bool = False) -> None:
-        """Note how far training is; write it down if the last line is some seconds old."""
+        """Note the step; write a line if the last one is WRITE_EVERY_S old."""
         self._step = step
         now = time.perf_counter()
         if not self._is_main or (now - self._written_at < WRITE_EVERY_S and not is_last):
@@ -67,7 +67,7 @@ class Goodput:
             log.debug("%s can't be written: %s", self._path, error)
 
     def go_back(self, left_at: int, step: int) -> None:
-        """Begin a new attempt at an earlier step, within this process; what came after is lost."""
+        """Begin a new attempt at an earlier step, within this process; the later steps are lost."""
         self.note(left_at, is_last=True)
         self._earlier.append(self._line())
         self._began_at = time.time()
@@ -75,11 +75,11 @@ class Goodput:
         self._start_up_s, self._before_s = 0.0, self._tracker.wall_s()
 
     def account(self) -> dict[str, float]:
-        """Give seconds and goodput of all attempts up to now."""
+        """Return seconds and goodput of all attempts up to now."""
         return account_of([*self._earlier, self._line()])
 
     def describe(self) -> str:
-        """Tell the account in a line."""
+        """Describe the account in one line."""
         account = self.account()
         shares = ", ".join(
             f"{name.replace('_', ' ')} {account[name] / account['wall']:.0%}"
@@ -105,7 +105,7 @@ class Goodput:
 
 
 def read_attempts(folder: Path) -> list[dict[str, Any]]:
-    """Read the last line of each attempt, oldest first; what can't be read is left out."""
+    """Read the last line of each attempt, oldest first; unreadable lines are skipped."""
     try:
         lines = (folder / NAME).read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -121,7 +121,7 @@ def read_attempts(folder: Path) -> list[dict[str, Any]]:
 
 
 def account_of(attempts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Add up attempts: seconds of each phase, of lost steps, of down time and in all; goodput."""
+    """Sum attempts: seconds of each phase, of lost steps, of down time and in total; goodput."""
     total: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     lost = down = 0.0
     for index, attempt in enumerate(attempts):

@@ -1,11 +1,11 @@
 """Logging: one console, one file per rank, and neither ever stops training.
 
-Owns the handlers of the program. A line that can't be written (disk full, terminal gone) is counted
-and dropped, and told of when writing works again. WHY: a run of days must not die because somebody
-closed the window it was started in.
+Owns the handlers of the program. A line that can't be written (disk full, terminal closed) is
+counted and dropped, and the count is logged when writing works again. WHY: a run of days must not
+die because somebody closed its terminal.
 
 Does not own: the writing itself (sinks.py), the progress bar that log lines must not break
-(progress.py asks for it with write_within).
+(progress.py passes it to write_within).
 """
 
 import contextlib
@@ -26,13 +26,13 @@ _ROOT = logging.getLogger()
 _OURS = logging.getLogger("hardened_ddp")
 _MAX_EARLY_LINES = 2_000
 _KEEP_BYTES = 256 * 1024
-"""How much of a rank's log waits in memory while its disk is full."""
+"""How much of a rank's log is kept in memory while its disk is full."""
 
 
 def start_logging(*, rank: int, world_size: int, debug: bool) -> None:
-    """Log to stderr: everything of rank 0, warnings of the others; with debug all of all.
+    """Log to stderr: INFO on rank 0, warnings on the other ranks; with debug everything.
 
-    Lines are kept for the file of add_log_file from here on. Ends an earlier logging first.
+    From here on lines are also kept for the file of add_log_file. Calls stop_logging first.
     """
     stop_logging()
     tag = f"[rank {rank}] " if world_size > 1 else ""
@@ -47,14 +47,14 @@ def start_logging(*, rank: int, world_size: int, debug: bool) -> None:
 
 
 def add_log_file(folder: Path, *, rank: int) -> None:
-    """Write this rank's log to folder/rank-N.log as well, with all that was said before."""
+    """Write this rank's log to folder/rank-N.log too, including the lines logged so far."""
     for handler in _ROOT.handlers:
         if isinstance(handler, RankFileHandler):
             handler.open(folder / f"rank-{rank}.log")
 
 
 def write_within(guard: Callable[[], AbstractContextManager[object]] | None) -> None:
-    """Have each console line written within a guard() of its own, which hides a progress bar."""
+    """Write each console line inside guard(), which hides a progress bar; None: no guard."""
     for handler in _ROOT.handlers:
         if isinstance(handler, ConsoleHandler):
             handler.guard = guard or contextlib.nullcontext
@@ -73,7 +73,7 @@ def stop_logging() -> None:
 
 
 class ConsoleHandler(logging.Handler):
-    """Writes short lines for people: the level is told only where something is wrong."""
+    """Writes short lines for people: the level is shown only from WARNING on."""
 
     def __init__(self, sink: TextSink, *, tag: str) -> None:
         super().__init__()
@@ -89,12 +89,12 @@ class ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         is_loud = record.levelno >= logging.WARNING
         line = _format(self._loud if is_loud else self._plain, record)
-        if record.name == "py.warnings":  # its second line quotes the source: the file has it
+        if record.name == "py.warnings":  # its second line quotes the source: only the file gets it
             line = line.partition("\n")[0]
         num_lost = self.sink.num_lost
         if num_lost:
             line = f"{_notice(num_lost, self.sink.error)}\n{line}"
-        # WHY the pid: a forked loader worker must not wait for the bar's lock, held in its parent.
+        # WHY the pid: a forked worker must not wait for the bar's lock, which its parent may hold.
         is_fork = os.getpid() != self._pid
         with contextlib.nullcontext() if is_fork else self.guard():
             if self.sink.write(line + "\n"):
@@ -107,7 +107,7 @@ class RankFileHandler(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.sink: FileSink | None = None
-        # WHY lines and not records: a record with an exception keeps that one's tensors alive.
+        # WHY lines and not records: a record with an exception keeps the exception's tensors alive.
         self._early: deque[str] = deque(maxlen=_MAX_EARLY_LINES)
         self._formatter = logging.Formatter(
             "%(asctime)s.%(msecs)03d %(levelname)s %(name)s: %(message)s",
@@ -115,7 +115,7 @@ class RankFileHandler(logging.Handler):
         )
 
     def open(self, path: Path) -> None:
-        """Write to path from here on, and first what was said before. Says if that fails."""
+        """Write to path from here on, earlier lines first. Warns if that fails."""
         self.acquire()
         try:
             if self.sink is not None:
@@ -127,7 +127,7 @@ class RankFileHandler(logging.Handler):
         finally:
             self.release()
         if error is not None:
-            log.warning("this rank's log file can't be written, training goes on: %s", error)
+            log.warning("this rank's log file can't be written, training continues: %s", error)
 
     def emit(self, record: logging.LogRecord) -> None:
         line = _format(self._formatter, record)
@@ -147,7 +147,7 @@ class RankFileHandler(logging.Handler):
 
 
 def _format(formatter: logging.Formatter, record: logging.LogRecord) -> str:
-    """Format a record, or say where it comes from if its %-arguments don't fit."""
+    """Format a record; if that fails, return a line that names its source location."""
     try:
         return formatter.format(record)
     except Exception as error:  # WHY broad: it runs the __str__ of whatever was logged

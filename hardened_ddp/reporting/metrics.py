@@ -1,7 +1,7 @@
 """Metrics on disk: metrics.jsonl and TensorBoard. A write that fails never stops training.
 
-Owns which files there are and what is said when one can't be written. After a restart from an
-earlier step both hold some steps twice: TensorBoard is told to forget the first, and a reader of
+Owns the list of files and the warnings when one can't be written. After a restart from an earlier
+step both contain some steps twice: TensorBoard is told to discard the first, and a reader of
 metrics.jsonl takes the last line of a step.
 
 Does not own: the formats (event_file.py, pictures.py), the thread (background.py), the disk
@@ -27,7 +27,7 @@ from hardened_ddp.reporting.sinks import FileSink
 log = logging.getLogger(__name__)
 
 _KEEP_BYTES = 1024 * 1024
-"""How much of each file waits in memory while the disk is full."""
+"""How much of each file is kept in memory while the disk is full."""
 
 _CLOSE_LIMIT_S = 10.0
 
@@ -36,11 +36,11 @@ class MetricsLog:
     """Writes the numbers of one run. On ranks other than 0 every call does nothing."""
 
     def __init__(self, folder: Path, *, tensorboard: bool, is_main: bool) -> None:
-        """Touch no disk: the files are opened with the first write, on a thread of their own."""
+        """Does not touch the disk: the writer thread opens the files at the first write."""
         self._is_main = is_main
         self._has_board = tensorboard and is_main
         self._lines = FileSink(folder / "metrics.jsonl", keep_bytes=_KEEP_BYTES)
-        # WHY pid and time: each start of a run has a file, and all are shown as one curve.
+        # WHY pid and time: each start of a run has its own file, and all are shown as one curve.
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
         path = folder / "tensorboard" / name
         self._events = FileSink(path, keep_bytes=_KEEP_BYTES, has_lines=False)
@@ -52,7 +52,7 @@ class MetricsLog:
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Write values at step: one line of metrics.jsonl, one point each in TensorBoard.
 
-        A number that is not finite is null in the one and itself in the other.
+        A NaN or infinite number is null in metrics.jsonl and kept in TensorBoard.
         """
         if self._is_main:
             numbers = {name: float(number) for name, number in values.items()}
@@ -61,17 +61,17 @@ class MetricsLog:
     def images(self, step: int, tag: str, images: torch.Tensor, titles: Sequence[str]) -> None:
         """Write up to 16 images (N, C, H, W) of any range as one grid, and their titles as text."""
         if self._has_board and images.dim() == 4 and images.numel():
-            # WHY not on the thread: torch would start a second set of its threads for that one.
+            # WHY not in the writer thread: torch would start another thread pool for it.
             picture = pictures.draw_grid(images)
             self._writer.do(partial(self._add_picture, step, tag, picture, time.time()))
             self._add_text(step, f"{tag}/titles", _as_table(titles[: pictures.MAX_PICTURES]))
 
     def text(self, tag: str, text: str) -> None:
-        """Write a text, shown as it is."""
+        """Write a text, shown verbatim."""
         self._add_text(0, tag, f"```\n{text}\n```")
 
     def close(self) -> None:
-        """Write what is left and close. Takes a few seconds at most, whatever the disk does."""
+        """Write what is left and close. Takes a few seconds at most, even if the disk hangs."""
         if not self._writer.close(timeout_s=_CLOSE_LIMIT_S):
             log.warning("the disk does not answer: the last metrics may be missing in the files")
             return
@@ -87,7 +87,7 @@ class MetricsLog:
             )
 
     def _sinks(self) -> list[FileSink]:
-        """List the files that have something in them."""
+        """List the files that are in use."""
         if not self._is_main:
             return []
         return [self._lines, self._events] if self._has_first_record else [self._lines]
@@ -122,7 +122,7 @@ class MetricsLog:
         self._events.add(record)
 
     def _flush(self) -> bool:
-        """Write to all files; say once of each that it fails, and once that it works again."""
+        """Write to all files; for each, warn once that it fails, and once that it works again."""
         is_all_written = True
         for sink in self._sinks():
             if sink.flush():
@@ -133,12 +133,12 @@ class MetricsLog:
             is_all_written = False
             if sink.path not in self._failing:
                 self._failing.add(sink.path)
-                log.warning("%s can't be written, training goes on: %s", sink.path, sink.error)
+                log.warning("%s can't be written, training continues: %s", sink.path, sink.error)
         return is_all_written
 
 
 def _as_table(titles: Sequence[str]) -> str:
-    """Lay out titles as their pictures lie in the grid."""
+    """Arrange titles in a table like the images in the grid."""
     columns = max(1, min(pictures.COLUMNS, len(titles)))
     cells = [title.replace("|", "/") for title in titles]
     rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]

@@ -1,4 +1,4 @@
-"""Pictures for people: a grid of a few images as one PNG, without an imaging library."""
+"""A grid of a few images as one PNG, without an imaging library."""
 
 import struct
 import zlib
@@ -12,7 +12,7 @@ _SMALLEST_SIDE = 64
 """Smaller images are shown larger: a digit of 8 x 8 pixels can't be seen."""
 
 _LARGEST_SIDE = 128
-"""Larger images are thinned out: they are there to be recognised, not to be kept."""
+"""Larger images are subsampled: they only need to be recognisable."""
 
 _GAP = 2
 _GAP_GREY = 128
@@ -20,7 +20,7 @@ _GAP_GREY = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """Pixels in rows from the top, one byte a channel."""
+    """Pixels in rows from the top, one byte per channel."""
 
     width: int
     height: int
@@ -39,7 +39,7 @@ def draw_grid(images: torch.Tensor) -> Picture:
     shown = images[:MAX_PICTURES].detach()
     if shown.shape[1] not in (1, 3):
         shown = shown[:, :1]
-    # WHY thin out first: a copy of large images as numbers would be the largest thing in memory.
+    # WHY subsample first: a float copy of large images would take too much memory.
     every = -(-max(shown.shape[-2:]) // _LARGEST_SIDE)
     shown = shown[..., ::every, ::every].to("cpu", torch.float32).nan_to_num(0.0, 0.0, 0.0)
     low = shown.amin(dim=(1, 2, 3), keepdim=True)

@@ -1,7 +1,7 @@
-"""The progress bar: one, on rank 0, and only where a person looks at a terminal.
+"""The progress bar: one, on rank 0, and only in a terminal.
 
-Owns the bar, how often it is drawn, and that log lines appear above it. Elsewhere the log lines
-tell the same. A terminal that goes away ends the bar, not the run.
+Owns the bar, how often it is drawn, and that log lines appear above it. Without a terminal the log
+lines carry the same information. A terminal that is closed ends the bar, not the run.
 """
 
 import logging
@@ -23,14 +23,14 @@ log = logging.getLogger(__name__)
 
 _REDRAW_S = 0.2
 _REDRAW_IN_FILE_S = 10.0
-"""Where the bar was asked for but no terminal is there, each drawing is a line in a file."""
+"""If the bar is enabled without a terminal, each drawing is a line in a file."""
 
 _COLUMNS_IF_UNKNOWN = 80
 _LAYOUT = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
 
 
 class ProgressBar:
-    """Shows how far a run is. Costs a look at the clock per step, and nothing when it is off."""
+    """Shows how far a run is. Costs one clock read per step, and nothing when it is off."""
 
     def __init__(
         self,
@@ -69,9 +69,9 @@ class ProgressBar:
         metrics: str = "",
         samples_per_s: float = math.nan,
     ) -> None:
-        """Set what stands before the bar, epoch counted from 1; numbers that are NaN are left out.
+        """Set the text before the bar; epoch counts from 1; numbers that are NaN are left out.
 
-        metrics: those of the task, in short. It is drawn with the next update.
+        metrics: the task's metrics, abbreviated. The next update draws it.
         """
         if self._bar is None:
             return
@@ -82,7 +82,7 @@ class ProgressBar:
         self._bar.set_description_str(" | ".join(parts) + " ", refresh=False)
 
     def clear(self) -> None:
-        """Take the bar off the screen; the next update draws it again. Log lines do that alone."""
+        """Clear the bar; the next update draws it again. Log lines don't need this call."""
         if self._bar is not None:
             self._bar.clear()
             self._next_draw = 0.0
@@ -96,25 +96,25 @@ class ProgressBar:
             self._bar = None
 
     def _above(self) -> AbstractContextManager[None]:
-        """Take the bar away for as long as something else is written, then draw it again."""
+        """Clear the bar while something else is written, then draw it again."""
         bar = self._bar
-        if bar is None:  # a line from another thread, while the bar ends
+        if bar is None:  # another thread logs while the bar is closed
             return nullcontext()
         return type(bar).external_write_mode(file=self._sink)
 
     def _end_if_gone(self) -> None:
-        """End the bar for good if the terminal did not take it."""
+        """Close the bar for good if a write to the terminal failed."""
         if self._sink.num_lost:
-            log.debug("no progress bar any more, its terminal is gone: %s", self._sink.error)
+            log.debug("the progress bar is closed, its terminal is gone: %s", self._sink.error)
             self.close()
 
 
 def _open_bar(sink: TextSink, *, total: int, initial: int) -> "tqdm[Any]":
-    # WHY here: ranks without a bar need not load it.
+    # WHY here: ranks without a bar don't need to load it.
     from tqdm import tqdm
 
-    tqdm.monitor_interval = 0  # WHY: its watching thread would outlive the run
-    # WHY a lock of our own: tqdm's also locks between processes, which costs a semaphore.
+    tqdm.monitor_interval = 0  # WHY: its monitor thread would outlive the run
+    # WHY our own lock: tqdm's also locks between processes, which costs a semaphore.
     tqdm.set_lock(threading.RLock())
     is_sized = _has_size(sink)
     return tqdm(
@@ -131,7 +131,7 @@ def _open_bar(sink: TextSink, *, total: int, initial: int) -> "tqdm[Any]":
 
 
 def _has_size(sink: TextSink) -> bool:
-    """Say whether a terminal tells its width. WHY: tqdm draws nothing on one of 0 columns."""
+    """Return whether the terminal reports its width. WHY: with 0 columns tqdm draws nothing."""
     try:
         return os.get_terminal_size(sink.fileno()).columns > 0
     except OSError:

@@ -1,7 +1,7 @@
-"""Memory: of this process, the machine or its container, the GPU and /dev/shm, and how it grows.
+"""Memory use of this process, the machine or its container, the GPU and /dev/shm.
 
-Owns the figures and the warning before memory runs out. Reads /proc itself where there is one: that
-is faster than psutil, and psutil need not be loaded.
+Owns the figures and the warning before memory runs out. Reads /proc directly if there is one: that
+is faster than psutil, and psutil is not loaded.
 """
 
 import logging
@@ -25,7 +25,7 @@ _SHARED_MEMORY = "/dev/shm"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemorySource:
-    """Where Linux tells about memory. A test gives it files of its own."""
+    """The files in which Linux reports memory. Tests pass their own files."""
 
     process: Path = Path("/proc/self/statm")
     system: Path = Path("/proc/meminfo")
@@ -33,20 +33,20 @@ class MemorySource:
 
 
 class ResourceMonitor:
-    """Reads memory figures; warns once when they get dangerous. Never raises."""
+    """Reads memory figures; warns once when memory is nearly full. Never raises."""
 
     def __init__(self, device: torch.device, *, source: MemorySource | None = None) -> None:
         self._device = device
         self._source = source or MemorySource()
         self._has_proc = self._source.process.exists()
-        self._is_limited = True  # until it was looked at: most machines set no limit
+        self._is_limited = True  # until the first read: most machines set no limit
         self._first_rss: float | None = None
         self._warned: set[str] = set()
 
     def sample(self) -> dict[str, float]:
-        """Give the figures by name, memory/... in MiB or percent; those that can't be had are out.
+        """Return the figures by name, memory/... in MiB or percent; unavailable ones are left out.
 
-        memory/rss_growth_mib is what this process has grown by since the first sample.
+        memory/rss_growth_mib is the growth of this process since the first sample.
         """
         found: dict[str, float] = {}
         for read in (self._read_memory, self._read_container, self._read_shm, self._read_gpu):
@@ -61,7 +61,7 @@ class ResourceMonitor:
             rss = int(_read(self._source.process).split()[1]) * _PAGE_SIZE / _MIB
             system = read_used_percent(self._source.system)
         else:
-            # WHY here: only where there is no /proc, so not on Linux.
+            # WHY here: only needed without /proc, so not on Linux.
             import psutil
 
             rss = psutil.Process().memory_info().rss / _MIB
@@ -96,7 +96,7 @@ class ResourceMonitor:
     def _warn_above(self, what: str, percent: float, limit: float) -> None:
         if percent > limit:
             self._say_once(
-                f"{what} is more than {limit:.0f} % full: the next step may be killed for memory. "
+                f"{what} is more than {limit:.0f} % full: this process may soon be killed. "
                 "Lower batch_size, num_workers or prefetch_factor",
                 logging.WARNING,
             )

@@ -1,10 +1,10 @@
-"""Where text and records go: a terminal or a file that may fail, and never raises for it.
+"""Outputs for text and records: a terminal or a file whose failures never raise.
 
-Owns the writing. A sink takes what it is given, counts what it has to drop, and remembers why.
-WHY not Python's own streams: a stream keeps what it could not write, raises it again at the next
-write, and once more when Python ends, which then turns the exit status into 120.
+Owns the writing. A sink accepts everything, counts what it has to drop, and remembers why.
+WHY not Python's own streams: a stream keeps what it could not write, raises the error again at the
+next write, and once more when Python exits, which turns the exit status into 120.
 
-Does not own: what is written, and who tells a person that something was lost (log.py, metrics.py).
+Does not own: what is written, and the report that something was lost (log.py, metrics.py).
 """
 
 import contextlib
@@ -16,26 +16,26 @@ from pathlib import Path
 from typing import TextIO
 
 _PATIENCE_S = 0.5
-"""How long a terminal that takes nothing just now is waited for. Only non-blocking ones say so."""
+"""How long to wait for a non-blocking terminal whose buffer is full."""
 
 
 class TextSink:
-    """A terminal, pipe or file that belongs to somebody else. tqdm can write to it, too."""
+    """A terminal, pipe or file that somebody else opened. tqdm can write to it too."""
 
     encoding = "ascii"
 
     def __init__(self, stream: TextIO | None) -> None:
-        """stream None: Python found no stderr when it started; everything is lost."""
+        """stream None: Python had no stderr when it started; everything is dropped."""
         self._stream = stream
         self._fd = _fd_of(stream)
         self.num_lost = 0
         """Writes that failed since the counter was last set to 0."""
 
         self.error: BaseException | None = None
-        """Why the last write that failed did."""
+        """The error of the last write that failed."""
 
     def write(self, text: str) -> bool:
-        """Write text at once, or count it as lost; say which."""
+        """Write text at once; False if that failed, and then it is counted as lost."""
         try:
             self._write(text.encode("ascii", "backslashreplace"))
         except (OSError, ValueError) as error:  # ValueError: somebody closed the stream
@@ -45,10 +45,10 @@ class TextSink:
         return True
 
     def flush(self) -> None:
-        """Do nothing: nothing is held back."""
+        """Do nothing: nothing is buffered."""
 
     def fileno(self) -> int:
-        """Give the descriptor, for asking a terminal how wide it is. Raises OSError without one."""
+        """Return the descriptor, to query the terminal's width. Raises OSError without one."""
         if self._fd is None:
             raise OSError("this stream has no file descriptor")
         return self._fd
@@ -72,19 +72,19 @@ class TextSink:
 
 
 class FileSink:
-    """A file of our own that records are appended to. What fails is kept and tried again."""
+    """A file of ours to which records are appended. What fails is kept and retried."""
 
     def __init__(self, path: Path, *, keep_bytes: int, has_lines: bool = True) -> None:
-        """keep_bytes: how much may wait for a disk that is full; older records are dropped.
+        """keep_bytes: how much is kept while the disk is full; older records are dropped.
 
-        has_lines: begin on a new line, also where a killed process left half of one.
+        has_lines: begin on a new line, even if a killed process left an unfinished one.
         """
         self.path = path
         self.num_lost = 0
         """Records that were dropped since the counter was last set to 0."""
 
         self.error: OSError | None = None
-        """Why the last flush that failed did; None if none failed yet."""
+        """The error of the last flush that failed; None if none failed yet."""
 
         self._keep_bytes = keep_bytes
         self._has_lines = has_lines
@@ -94,12 +94,12 @@ class FileSink:
         self._fd: int | None = None
 
     def add(self, record: bytes) -> None:
-        """Take a record, to be written with the next flush."""
+        """Queue a record for the next flush."""
         self._waiting.append(record)
         self._size += len(record)
 
     def flush(self) -> bool:
-        """Write what waits; say whether nothing is left. Never raises for the disk."""
+        """Write the queued records; return whether all are written. Never raises OSError."""
         try:
             if self._fd is None:
                 self._open()
@@ -114,7 +114,7 @@ class FileSink:
         return True
 
     def close(self) -> bool:
-        """Write what waits and close; say whether all of it was written."""
+        """Write the queued records and close; return whether all were written."""
         is_written = self.flush()
         self.num_lost += len(self._waiting)
         self._waiting.clear()
@@ -132,7 +132,7 @@ class FileSink:
             os.write(self._fd, b"\n")
 
     def _write_first(self) -> None:
-        """Write the oldest record, or as much of it as the disk takes."""
+        """Write the oldest record, or the part of it that fits."""
         assert self._fd is not None
         first = self._waiting[0]
         self._done_of_first += os.write(self._fd, first[self._done_of_first :])
@@ -142,7 +142,7 @@ class FileSink:
             self._done_of_first = 0
 
     def _drop_oldest(self) -> None:
-        """Drop what is too much, but never a record whose beginning is in the file already."""
+        """Drop the oldest records above keep_bytes, but never a partly written one."""
         begun = [self._waiting.popleft()] if self._done_of_first else []
         while self._waiting and self._size > self._keep_bytes:
             self._size -= len(self._waiting.popleft())
@@ -151,13 +151,13 @@ class FileSink:
 
     def _close_fd(self) -> None:
         if self._fd is not None:
-            with contextlib.suppress(OSError):  # nothing is left to be written by a close
+            with contextlib.suppress(OSError):  # nothing is left to write
                 os.close(self._fd)
             self._fd = None
 
 
 def _fd_of(stream: TextIO | None) -> int | None:
-    """Find the descriptor behind a stream; None for one that lives in memory or is closed."""
+    """Return the descriptor of a stream; None if it is in memory or closed."""
     if stream is None:
         return None
     with contextlib.suppress(OSError, ValueError, AttributeError, io.UnsupportedOperation):

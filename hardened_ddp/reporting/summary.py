@@ -1,4 +1,4 @@
-"""The end of a run: summary.json, and what to type next."""
+"""The end of a run: summary.json, and the commands to continue with."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
 
 
 def finished_at(folder: Path) -> int | None:
-    """Give the step at which a run came to its end; None: it did not, or can't be read."""
+    """Return the step at which a run finished; None if it did not, or its summary is unreadable."""
     try:
         summary = json.loads((folder / _NAME).read_text(encoding="utf-8"))
         step = summary["step"] if summary["status"] == "finished" else None
@@ -42,14 +42,14 @@ def finished_at(folder: Path) -> int | None:
 
 
 def withdraw_summary(folder: Path) -> None:
-    """Remove the summary of an earlier start. WHY: it must not speak for the one that begins."""
+    """Remove the summary of an earlier start. WHY: it says nothing about the one that begins."""
     _remove(folder / _NAME)
 
 
 def closing_lines(folder: Path, *, status: str, result: str, has_tensorboard: bool) -> list[str]:
-    """Say how the run ended and give the commands that go on from here.
+    """Return lines that say how the run ended, and the commands to continue with.
 
-    result: what the last evaluation gave; empty if none was made.
+    result: the result of the last evaluation; empty if there was none.
     """
     shown = _show(folder)
     run = shlex.quote(shown)
@@ -69,10 +69,10 @@ def closing_lines(folder: Path, *, status: str, result: str, has_tensorboard: bo
 
 
 def program(name: str) -> str:
-    """Name a program of this Python's environment as it is typed here.
+    """Return how to type a program of this Python's environment.
 
     WHY not just its name: in a new shell the environment of setup.sh is not active, and another
-    Python would be found, without torch.
+    Python without torch would be found.
     """
     ours = Path(sys.executable).parent / name
     found = shutil.which(name)
@@ -82,17 +82,17 @@ def program(name: str) -> str:
 
 
 def _show(folder: Path) -> str:
-    """Name folder as it is typed from here: relative below the working folder, else in full."""
+    """Return how to type folder: relative if it is below the working folder, else absolute."""
     try:
         full = os.path.abspath(folder)
         shown = os.path.relpath(full)
-    except OSError:  # the working folder was removed meanwhile
+    except OSError:  # the working folder was removed
         return str(folder)
     return full if shown.startswith(os.pardir) else shown
 
 
 def _plain(value: Any) -> Any:  # Any: JSON
-    """Turn what json can't write into what it can: NaN and infinity to null, the rest to text."""
+    """Convert what json can't write: NaN and infinity to null, other types to text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
