@@ -172,7 +172,7 @@ def remove_tree(path: Path, *, disk: Disk) -> None:
 
 
 def is_real_folder(path: Path) -> bool:
-    """Say whether path is a folder itself, and not a link to one."""
+    """Return whether path is a folder itself, and not a link to one."""
     try:
         return stat.S_ISDIR(path.lstat().st_mode)
     except OSError:

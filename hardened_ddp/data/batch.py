@@ -51,7 +51,7 @@ class Batch:
         return len(self.indices)
 
     def to(self, device: torch.device, *, channels_last: bool = False) -> "Batch":
-        """Give the batch on device; images with channels last if asked."""
+        """Return the batch on device; images with channels last if asked."""
         if device.type == "cpu" and not channels_last:
             return self
         inputs = map_tensors(self.inputs, lambda tensor: tensor.to(device, non_blocking=True))
@@ -109,7 +109,7 @@ def split(batches: Sequence[Batch], most_samples: int) -> list[Batch]:
 
 
 def take(batch: Batch, positions: Sequence[int]) -> Batch:
-    """Give some samples of a batch. Tensors of its inputs have the samples first."""
+    """Return some samples of a batch. Tensors of its inputs have the samples first."""
     index = torch.as_tensor(list(positions), dtype=torch.int64)
 
     def pick(tensor: torch.Tensor) -> torch.Tensor:

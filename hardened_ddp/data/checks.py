@@ -78,7 +78,7 @@ class Checks:
 
 
 def _tensors_in_memory(dataset: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Give inputs and labels of a dataset that only hands out rows of two tensors."""
+    """Return inputs and labels of a dataset that only hands out rows of two tensors."""
     if isinstance(dataset, MemoryImages):
         return dataset.images, dataset.labels
     # WHY the type itself: a class made of it may do more than hand out rows

@@ -106,7 +106,7 @@ def check_labels(
 
 
 def is_in_memory(dataset: AnyDataset) -> bool:
-    """Say whether reading is so cheap that workers would only slow it down."""
+    """Return whether reading is so cheap that workers would only slow it down."""
     if isinstance(dataset, Subset):
         return is_in_memory(dataset.dataset)
     # WHY __getitems__: who reads a whole batch at once mostly takes it from memory.

@@ -77,7 +77,7 @@ def open_hub_set(
 
 
 def _load(place: str, subset: str, *, data_dir: str, download: bool) -> Mapping[str, Any]:
-    """Give all parts by name. Runs no code of the set: the library knows no such sets any more."""
+    """Return all parts by name. Runs no code of the set: the library knows no such sets any more."""
     datasets = import_extra("datasets", what=f"--dataset hf:{place}")
     datasets.disable_progress_bars()
     folder = Path(place)

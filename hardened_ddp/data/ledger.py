@@ -37,7 +37,7 @@ Ids = npt.NDArray[np.uint64]
 
 
 def next_start(run: Path) -> int:
-    """Give the number for the files of a new start. On one rank only. Raises OSError."""
+    """Return the number for the files of a new start. On one rank only. Raises OSError."""
     (run / FOLDER).mkdir(exist_ok=True)
     return 1 + max((number for number, _, _ in _files(run)), default=0)
 

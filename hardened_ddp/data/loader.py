@@ -25,7 +25,7 @@ class TrainLoader:
         self.stream = stream
 
     def windows(self, epoch: int, start: int) -> Iterator[tuple[Window, list[Batch]]]:
-        """Give each window from the cursor start on with this rank's share, maybe empty."""
+        """Yield each window from the cursor start on with this rank's share, maybe empty."""
         sampler = self.sampler
         sampler.set_epoch(epoch)
 

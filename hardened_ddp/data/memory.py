@@ -39,7 +39,7 @@ class MemoryImages(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         self.flips = False
 
     def augmented(self) -> "MemoryImages":
-        """Give the same images, shifted by up to an eighth, and RGB ones also mirrored."""
+        """Return the same images, shifted by up to an eighth, and RGB ones also mirrored."""
         self.max_shift = max(1, self.images.shape[-1] // 8)
         self.flips = self.images.shape[1] == 3  # WHY not digits: a mirrored 2 is no 2
         return self
@@ -57,7 +57,7 @@ class MemoryImages(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def fetch(
         self, indices: torch.Tensor, *, seed: int = 0, epoch: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give images and labels of indices, (n,) int64, augmented as in this epoch."""
+        """Return images and labels of indices, (n,) int64, augmented as in this epoch."""
         images = self.images.index_select(0, indices)
         labels = self.labels.index_select(0, indices)
         if self.max_shift:
@@ -70,7 +70,7 @@ class MemoryImages(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def _draws(indices: torch.Tensor, key: int) -> torch.Tensor:
-    """Give one pseudo-random number in [0, 2**24) for each index and each of 3 uses: (n, 3).
+    """Return one pseudo-random number in [0, 2**24) for each index and each of 3 uses: (n, 3).
 
     A multiplicative hash (Knuth: The art of computer programming, vol. 3, 6.4) with xor-shifts, on
     int64 that wraps around.

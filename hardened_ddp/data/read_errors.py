@@ -41,7 +41,7 @@ _FILE_LISTS = ("samples", "imgs", "files", "paths")
 
 
 def describe(error: BaseException) -> str:
-    """Give type and text of an exception, short, and whatever its __str__ does."""
+    """Return type and text of an exception, short, and whatever its __str__ does."""
     try:
         text = str(error)
     except Exception as second:  # WHY broad: the user's code, and it must not hide the first error
@@ -50,7 +50,7 @@ def describe(error: BaseException) -> str:
 
 
 def may_pass(error: BaseException) -> bool:
-    """Say whether the same read may go well a moment later.
+    """Return whether the same read may go well a moment later.
 
     WHY the errors behind it too: libraries wrap what a socket raised in a class of their own.
     """
@@ -62,7 +62,7 @@ def may_pass(error: BaseException) -> bool:
 
 
 def will_stay(error: BaseException) -> bool:
-    """Say whether the same read will surely fail again: no such file, no right to read it."""
+    """Return whether the same read will surely fail again: no such file, no right to read it."""
     return isinstance(error, _LASTING)
 
 
@@ -84,7 +84,7 @@ def read_again(read: Callable[[], T], error: Exception, troubles: list[str]) -> 
 
 
 def file_of(dataset: Any, index: int, error: BaseException | None = None) -> str:
-    """Give the file of a sample if the error or the dataset knows it (as ImageFolder does)."""
+    """Return the file of a sample if the error or the dataset knows it (as ImageFolder does)."""
     if isinstance(error, OSError) and isinstance(error.filename, str):
         return error.filename
     try:
@@ -130,7 +130,7 @@ class StumbleReport:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Give an error and those behind it."""
+    """Yield an error and those behind it."""
     following: BaseException | None = error
     for _ in range(_MOST_CAUSES):
         if following is None:

@@ -172,11 +172,11 @@ class WindowSampler(DistributedSampler[Any]):
         return -(-self.end // self.global_batch)
 
     def windows(self, start: int = 0) -> Iterator[Window]:
-        """Give the windows of the current epoch (set_epoch) from cursor start on."""
+        """Yield the windows of the current epoch (set_epoch) from cursor start on."""
         return self.windows_of(self.epoch, start)
 
     def windows_of(self, epoch: int, start: int = 0) -> Iterator[Window]:
-        """Give the windows of an epoch from cursor start on."""
+        """Yield the windows of an epoch from cursor start on."""
         for begin in range(start, self.end, self.global_batch):
             yield Window(epoch, begin, min(self.global_batch, self.end - begin))
 
@@ -208,7 +208,7 @@ class WindowSampler(DistributedSampler[Any]):
         return order
 
     def __iter__(self) -> Iterator[int]:
-        """Give this rank's samples of the current epoch, in the order of the steps."""
+        """Yield this rank's samples of the current epoch, in the order of the steps."""
         for window in self.windows():
             for indices in self.micro_batches(window):
                 yield from indices.tolist()

@@ -66,7 +66,7 @@ class BatchStream:
         return self.fallback.level.num_workers
 
     def batches(self, requests: Requests) -> Iterator[Batch]:
-        """Give the batch of each request, in order, none twice and none left out.
+        """Yield the batch of each request, in order, none twice and none left out.
 
         Raises LoaderError if one sample after the other kills or hangs its reader.
         """
@@ -81,7 +81,7 @@ class BatchStream:
                 yield from self._recover(lost, tape.unanswered)
 
     def _read_by_workers(self, tape: "_Tape") -> Generator[Batch, None, bool]:
-        """Give batches that workers read; False: not to the end, as more workers are to go on."""
+        """Yield batches that workers read; False: not to the end, as more workers are to go on."""
         pool = self._start(tape.read())
         while (batch := self._receive(pool, tape)) is not None:
             if not (tape.unanswered and _answers(batch, tape.unanswered[0])):
@@ -98,7 +98,7 @@ class BatchStream:
         return True
 
     def _read_here(self, tape: "_Tape") -> Generator[Batch, None, bool]:
-        """Give batches that this process reads; False: not to the end, as workers are to go on."""
+        """Yield batches that this process reads; False: not to the end, as workers are to go on."""
         for request in tape.read():
             self._waited_for = request
             try:
@@ -137,7 +137,7 @@ class BatchStream:
         return [index for index in found if index in awaited] or awaited
 
     def stacks(self) -> dict[int, str]:
-        """Give the Python stacks of the workers by pid. For any thread."""
+        """Return the Python stacks of the workers by pid. For any thread."""
         pool = self._pool
         return pool.stacks() if pool is not None else {}
 
@@ -285,7 +285,7 @@ class _Tape:
         self._source = source
 
     def read(self) -> Iterator[Request]:
-        """Give those without an answer once more, and then new ones."""
+        """Yield those without an answer once more, and then new ones."""
         yield from tuple(self.unanswered)
         for request in self._source:
             self.unanswered.append(request)

@@ -61,7 +61,7 @@ class WorkerFallback:
         self._moved_at = self._clock()
 
     def is_quiet(self) -> bool:
-        """Say whether it has been calm for long enough to go up."""
+        """Return whether it has been calm for long enough to go up."""
         return self.is_low and 0 < self.wait_s <= self._clock() - self._moved_at
 
     def go_up(self) -> None:

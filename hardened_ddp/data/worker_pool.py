@@ -132,11 +132,11 @@ class WorkerPool:
             raise WorkersLost(reason, is_dangerous=is_dangerous, is_hang=is_late and is_dangerous)
 
     def being_read(self) -> list[int]:
-        """Give the sample that each worker reads, or read last; -1 where that is not known."""
+        """Return the sample that each worker reads, or read last; -1 where that is not known."""
         return list(self._notes[::_NUM_NOTES])
 
     def stacks(self) -> dict[int, str]:
-        """Give the Python stacks of each worker by its pid; empty where it does not answer."""
+        """Return the Python stacks of each worker by its pid; empty where it does not answer."""
         places = zip(self._notes[1::_NUM_NOTES], self._notes[2::_NUM_NOTES], strict=True)
         return {pid: ask_for_stacks(pid, fd) for pid, fd in places if pid}
 
@@ -180,7 +180,7 @@ class WorkerPool:
 
 
     def _can_pin(self) -> bool:
-        """Say whether torch's thread that pins batches still lives, where there is one.
+        """Return whether torch's thread that pins batches still lives, where there is one.
 
         WHY here: with a limit for the wait, torch does not look.
         """
@@ -282,7 +282,7 @@ def _was_told(error: BaseException) -> bool:
 
 
 def _summary(error: BaseException) -> str:
-    """Give the line that tells most: the last one of what torch brings from a worker."""
+    """Return the line that tells most: the last one of what torch brings from a worker."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     # After a traceback, the error stands in the first line that is not indented.
     after = [line for line in lines[1:] if not line.startswith((" ", "Original", "Traceback"))]

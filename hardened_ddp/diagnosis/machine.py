@@ -76,7 +76,7 @@ def check_open_files() -> Check:
 
 
 def judge_open_files(soft: int, hard: int) -> Check:
-    """Say whether these limits of open files are enough."""
+    """Return whether these limits of open files are enough."""
     unlimited = resource.RLIM_INFINITY
     shown = [str(limit) if limit != unlimited else "unlimited" for limit in (soft, hard)]
     detail = f"{shown[0]}, can be raised to {shown[1]}"
@@ -161,7 +161,7 @@ def _write_probe(folder: Path) -> None:
 
 
 def _is_reaper(folder: Path) -> bool:
-    """Say whether this process only collects what others left; in a container 1 may be the run."""
+    """Return whether this process only adopts orphans; in a container pid 1 may be the run."""
     name = _comm(folder)
     return name in _REAPERS or (folder.name == "1" and not name.startswith(("python", "pt_")))
 

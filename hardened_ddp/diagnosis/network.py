@@ -39,7 +39,7 @@ def check_loopback() -> Check:
 
 
 def judge_localhost(addresses: list[str]) -> Check:
-    """Say whether localhost means this machine."""
+    """Return whether localhost means this machine."""
     detail = f"127.0.0.1 answers; localhost is {', '.join(addresses)}"
     if any(not address.startswith("127.") and address != "::1" for address in addresses):
         advice = "let localhost be 127.0.0.1 in /etc/hosts"
@@ -80,7 +80,7 @@ def look_up(name: str, *, limit_s: float = _LOOKUP_LIMIT_S) -> list[str]:
 
 
 def _is_own(address: str) -> bool:
-    """Say whether this machine can listen on address."""
+    """Return whether this machine can listen on address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family) as probe:
         probe.bind((address, 0))

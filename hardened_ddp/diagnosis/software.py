@@ -42,7 +42,7 @@ def check_torch() -> Check:
 
 
 def judge_torch(version: str) -> Check:
-    """Say whether this version of torch is one that the project runs on."""
+    """Return whether this version of torch is one that the project runs on."""
     found = re.match(r"(\d+)\.(\d+)", version)
     number = (int(found[1]), int(found[2])) if found else (0, 0)
     if number < OLDEST_TORCH:
@@ -86,7 +86,7 @@ def check_packages() -> Check:
 
 
 def is_cpu_build() -> bool:
-    """Say whether torch was built without CUDA; False if there is no torch."""
+    """Return whether torch was built without CUDA; False if there is no torch."""
     try:
         import torch
     except (ImportError, OSError):

@@ -101,7 +101,7 @@ def check_settings(env: Mapping[str, str]) -> Check:
 
 
 def _matches(name: str, value: str, existing: Collection[str]) -> bool:
-    """Say whether value selects an interface: gloo takes names, NCCL beginnings, =names, ^not."""
+    """Return whether value selects an interface: gloo takes names, NCCL prefixes, =names, ^not."""
     if name != "NCCL_SOCKET_IFNAME":
         return all(part.strip() in existing for part in value.split(","))
     parts = [part.strip() for part in value.lstrip("^=").split(",")]

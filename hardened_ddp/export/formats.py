@@ -168,7 +168,7 @@ def _write_onnx(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Run:
 
 
 def how_to_load(form: str, meta: Mapping[str, Any]) -> str:
-    """Give the lines that load an export in this form, for its model card."""
+    """Return the lines that load an export in this form, for its model card."""
     if form == HUGGINGFACE and meta.get("hub_config"):
         return """\
 from transformers import AutoModelForImageClassification
