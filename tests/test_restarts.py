@@ -70,12 +70,14 @@ def check_progress(output_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_a_restart_goes_on_in_its_run_whatever_resume_said(tmp_path: Path) -> None:
-    argv = ["torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=1"]
-    argv += ["ddp_training.py", *map(str, POINTS), "--model", "tests.plugins:Dying"]
-    argv += ["--model_args", "{forward_number: 8}", "--resume", "never"]
-    completed = run_command([*argv, "--output_dir", str(tmp_path)], timeout_s=60)
+    argv = [*POINTS, "--model", "tests.plugins:Dying", "--model_args", "{forward_number: 8}"]
+    argv += ["--resume", "never", "--output_dir", tmp_path]
+    env = {"TORCHELASTIC_RUN_ID": "job"}
+    train(argv, 2, env=env)
     run = only_run(tmp_path)
-    assert f"going on in {run}" in completed.output
+    finished = train(argv, 2, env={**env, "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert f"going on in {run}" in finished.output
+    assert only_run(tmp_path) == run
 
 
 @pytest.mark.slow
