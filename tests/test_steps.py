@@ -211,7 +211,7 @@ def test_a_window_with_nan_is_left_out_under_continue_on_error(tmp_path: Path) -
     argv = [*POINTS, "--model", "tests.plugins:Poisoned", "--model_args", "{nan_from: 8}"]
     argv += ["--continue_on_error", "--batch_size", "4", "--epochs", "2", "--rollback_after", "0"]
     finished = train([*argv, "--eval_every", "0", "--output_dir", str(tmp_path)], 2).ok()
-    assert "left out the whole window" in finished.outputs[0]
+    assert "left out the whole step" in finished.outputs[0]
 
 
 @pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))

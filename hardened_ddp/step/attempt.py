@@ -1,4 +1,4 @@
-"""One try at a step: what it takes to do it again, and what became of it."""
+"""One attempt at a step: what a retry needs, and the outcome."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from hardened_ddp.step.progress import Mark
 
 
 class Outcome(Enum):
-    """What became of a step, on all ranks alike."""
+    """The outcome of a step. The same on all ranks."""
 
     DONE = "done"
     LEFT_OUT = "left out"
-    """Given up under --continue_on_error: its samples are passed over, the weights stay."""
+    """Given up under --continue_on_error: its samples are skipped, the weights don't change."""
 
 
 @dataclass(slots=True)
 class Attempt:
-    """The step under way, and what it takes to do it again."""
+    """The current step, and what a retry needs."""
 
     window: Window
     batches: Sequence[Batch]
@@ -32,22 +32,22 @@ class Attempt:
 
     totals_before: Mark
     scale_before: Sequence[torch.Tensor]
-    """The numbers of fp16's scaler before it."""
+    """Scale and growth tracker of fp16's scaler before it."""
 
     outcome: Outcome = Outcome.DONE
     failure: Failure | None = None
     """How this rank failed in it."""
 
     loss_after: torch.Tensor | float = 0.0
-    """What the losses added up to after it, on the device."""
+    """The sum of the losses after it, on the device."""
 
     flag: Flag | None = None
-    """Up: some rank failed in it, or its gradient is not finite. None: that is known already."""
+    """Up: some rank failed in it, or its gradient is not finite. None: already known."""
 
     def loss(self) -> float:
-        """Give this rank's loss in it. Waits for the device."""
+        """Return this rank's loss in it. Waits for the device."""
         return float(self.loss_after) - float(self.totals_before[0])
 
     def is_bad(self) -> bool:
-        """Say whether its flag is up. Waits for the device."""
+        """Return whether its flag is up. Waits for the device."""
         return self.flag is not None and self.flag.is_up()

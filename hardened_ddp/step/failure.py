@@ -1,7 +1,7 @@
-"""What an exception in a step means: whose it is, where it rose, and what to do.
+"""What an exception in a step means: which rank raised it, where, and what to do.
 
 Owns turning it into one of our errors, with rank, step, phase and samples; and the form in which
-ranks tell each other of one.
+ranks report it to each other.
 """
 
 import logging
@@ -35,8 +35,8 @@ _FIXES = {
     "out of memory": "a smaller --batch_size with more --accumulation_steps; one sample alone did "
     "not fit",
     "not finite": "lower --learning_rate, set --clip_grad_norm 1, or --amp off; then --resume the "
-    "run. --continue_on_error leaves such windows out",
-    "sample": "mend it, or leave such samples out with --continue_on_error",
+    "run. --continue_on_error leaves such steps out",
+    "sample": "fix it, or leave such samples out with --continue_on_error",
     "unused": "--find_unused_parameters, or use them in every forward, or freeze them",
 }
 _CLASSES: dict[str, Callable[..., HardenedError]] = {
@@ -52,14 +52,14 @@ class LossNotFinite(ArithmeticError):
     """A forward gave a loss that is NaN or inf. Its backward was not run."""
 
     def __init__(self, problem: str, *, found: str = "") -> None:
-        """found: which samples and which module gave it first, if that was looked for."""
+        """found: the samples and the module that gave it first, if they were searched for."""
         super().__init__(problem)
         self.found = found
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one rank failed in a window."""
+    """How one rank failed in a step."""
 
     kind: str
     text: str
@@ -68,12 +68,12 @@ class Failure:
 
 
 def error_of(kind: str, text: str) -> HardenedError:
-    """Give the error that a failure of this kind ends in, if nothing helps."""
+    """Return the error to raise for a failure of this kind when no retry helps."""
     return _CLASSES[kind](text, fix=_FIXES[kind])
 
 
 def shown(batches: Sequence[Batch]) -> str:
-    """Name the samples of batches, the first of them."""
+    """Name the first samples of batches."""
     samples = [int(index) for batch in batches for index in batch.indices]
     return f"{samples[:NUM_SHOWN]}{' ...' if len(samples) > NUM_SHOWN else ''}"
 
@@ -81,7 +81,7 @@ def shown(batches: Sequence[Batch]) -> str:
 def explain_failure(
     error: Exception, group: Group, *, step: int, phase: str, samples: Sequence[int]
 ) -> HardenedError:
-    """Say which rank, step, phase and samples an exception belongs to."""
+    """Return our error for an exception in a step: with rank, step, phase and samples."""
     if (lost := lost_peer(error, group)) is not None:
         return lost
     text = (
@@ -99,7 +99,7 @@ def explain_failure(
 
 
 def explain_outside(error: Exception, group: Group) -> HardenedError | None:
-    """Say which rank an exception outside of all steps belongs to; None: it is not known here."""
+    """Return our error for an exception outside of all steps; None: another kind."""
     if (lost := lost_peer(error, group)) is not None:
         return lost
     if not is_out_of_memory(error):
@@ -108,13 +108,13 @@ def explain_outside(error: Exception, group: Group) -> HardenedError | None:
     return OutOfMemoryError(
         f"rank {group.launch.rank} ran out of memory outside of the steps: "
         f"{describe(error)} ({where_of(error)})",
-        fix="look at what else needs that memory: python ddp_training.py doctor; else take a "
-        "smaller model, or data that is read as it is needed",
+        fix="see what else uses that memory: python ddp_training.py doctor; else take a "
+        "smaller model, or a dataset that reads samples only when needed",
     )
 
 
 def explain_evaluation(error: Exception, group: Group) -> HardenedError:
-    """Say which rank an exception in an evaluation belongs to."""
+    """Return our error for an exception in an evaluation: with the rank."""
     if (lost := lost_peer(error, group)) is not None:
         return lost
     log.debug("the evaluation failed", exc_info=error)
@@ -125,11 +125,11 @@ def explain_evaluation(error: Exception, group: Group) -> HardenedError:
 
 
 def where_of(error: BaseException) -> str:
-    """Give file and line where an exception was raised."""
+    """Return the file and line where an exception was raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{frame.filename}:{frame.lineno}"
 
 
 def told(causes: Mapping[int, Failure]) -> str:
-    """Tell the failures of several ranks; what several say stands there once."""
+    """Join the failures of several ranks into one text, without duplicates."""
     return "; ".join(dict.fromkeys(cause.text for cause in causes.values()))

@@ -1,15 +1,15 @@
-"""On a GPU: whether the gradient of a step was good, learned one step later, without a wait.
+"""On a GPU: whether the gradient of a step was good is read one step later, without a wait.
 
-Owns that look. To read a number on a GPU is to wait for all work before it, and to ask the other
-ranks would be a message per step. So nobody asks: a rank that failed has sent NaN (buckets.py), and
-that, or a gradient that is not finite by itself, makes a flag on the device. The flag has the
-optimizer leave everything as it is: found_inf of torch's fused optimizers, by which GradScaler
-skips a step. It is the same on all ranks, because the sums are. Its copy is on its way to the host
-while the next step is computed already; only then is it read, and if it is up, the host takes both
-steps back and does them again (step.py). So the host is at most one step ahead of the GPU.
+Owns that check. Reading a number on a GPU waits for all work before it, and asking the other ranks
+would cost a message per step. Instead, a rank that failed has sent NaN (buckets.py), and that, or a
+gradient that is not finite by itself, sets a flag on the device. The flag makes the optimizer skip
+the update: it is found_inf of torch's fused optimizers, with which GradScaler skips a step. It is
+the same on all ranks, because the sums are. It is copied to the host while the next step already
+runs, and read only then; if it is up, the host takes back both steps and does them again (step.py).
+So the host is at most one step ahead of the GPU.
 
-With fp16 a gradient that is not finite is an everyday matter: its GradScaler leaves such a step out
-and takes a smaller scale. That is taken back too; the step done again tells what it was.
+With fp16 a gradient that is not finite is normal: GradScaler skips such a step and lowers the
+scale. That is taken back too; the retry shows which of the two it was.
 """
 
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Flag:
-    """A number of the device, on its way to the host."""
+    """A number on the device, and its asynchronous copy to the host."""
 
     def __init__(self, is_bad: torch.Tensor) -> None:
         """is_bad: of shape (), 1.0 if the gradient was bad, else 0.0."""
@@ -39,39 +39,39 @@ class Flag:
             self._on_host = is_bad
 
     def is_up(self) -> bool:
-        """Say whether the gradient was bad. Waits until the device has come to it."""
+        """Return whether the gradient was bad. Waits until the device has computed it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return bool(self._on_host)
 
 
 class LateLook:
-    """The last step, as long as nobody has looked whether its gradient was good."""
+    """The last step, as long as its flag has not been read."""
 
     def __init__(self, stepper: "Stepper") -> None:
         self._stepper = stepper
         self.attempt: Attempt | None = None
 
     def follow(self, attempt: "Attempt") -> None:
-        """Take a step that was just committed: it is in doubt if it has a flag."""
+        """Remember a step that was just committed, if it has a flag to be read."""
         self.attempt = attempt if attempt.flag is not None else None
 
     def forget(self) -> None:
-        """Drop the step: it is taken back, or known to be good."""
+        """Drop the step: it was taken back, or is known to be good."""
         self.attempt = None
 
     def is_bad(self) -> bool:
-        """Say whether the step is to be done again. Main thread; waits for the device."""
+        """Return whether the step must be done again. Main thread; waits for the device."""
         if self.attempt is None:
             return False
-        # WHY so: this rank may wait here for another one, whose part of a sum is missing
+        # WHY: this rank may wait here for another one that has not joined an all-reduce
         with self._stepper.parts.group.tracker.within(Phase.ALL_REDUCE):
             return self.attempt.is_bad()
 
     def settle(self) -> None:
-        """Bring the last step out of doubt: do it again if it was bad. Collective: all ranks.
+        """Read the flag of the last step; do the step again if it was bad. Collective: all ranks.
 
-        Call it before the weights, the losses or progress are read for more than the next step.
+        Call it before weights, losses or progress are used for anything but the next step.
         """
         if not self.is_bad():
             self.attempt = None
@@ -85,9 +85,10 @@ class LateLook:
             stepper.commit(attempt)
 
     def take_back(self) -> "Attempt | None":
-        """Make progress that of the weights; give the last step if the device left it out.
+        """Take the last step back if the device skipped its update; then return it, else None.
 
-        Rank-local, while no other thread commits a step. Waits for the device.
+        Progress then matches the weights. Rank-local, while no other thread commits a step. Waits
+        for the device.
         """
         stepper, attempt = self._stepper, self.attempt
         is_bad = attempt is not None and attempt.is_bad()

@@ -1,4 +1,4 @@
-"""What --continue_on_error gives up: samples and windows, counted and named on all ranks alike."""
+"""What --continue_on_error leaves out: samples and steps, counted and named on all ranks."""
 
 import logging
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class LeftOut:
-    """The list of what was left out, and the limit."""
+    """The list of what was left out, and its limit."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -22,7 +22,7 @@ class LeftOut:
         """What was left out and why, of all ranks."""
 
     def add(self, batches: Sequence[Batch], failure: str, progress: Progress) -> None:
-        """Note this rank's bad samples, and the whole window if it failed. Collective: all ranks.
+        """Record this rank's bad samples, and the whole step if it failed. Collective: all ranks.
 
         Raises TooManyErrors on all ranks above max_errors.
         """
@@ -37,7 +37,7 @@ class LeftOut:
             mine.append({**here, "window": samples, "error": failure})
         for rank, entries in enumerate(self.parts.group.gather_json(mine)):  # collective
             for entry in entries:
-                what = f"sample {entry['index']}" if "index" in entry else "the whole window"
+                what = f"sample {entry['index']}" if "index" in entry else "the whole step"
                 log.warning(
                     "step %d left out %s: rank %d, %s", progress.step, what, rank, entry["error"]
                 )
@@ -46,16 +46,16 @@ class LeftOut:
         limit = self.parts.config.loop.max_errors
         if progress.num_errors > limit:
             raise TooManyErrors(
-                f"{progress.num_errors} samples or windows were left out by step {progress.step}, "
+                f"{progress.num_errors} samples or steps were left out by step {progress.step}, "
                 f"more than max_errors {limit}; the last: {self.entries[-1]['error']}",
-                fix="see skipped_samples.jsonl in the run folder; mend the cause or raise "
+                fix="see skipped_samples.jsonl in the run folder; fix the cause or raise "
                 "--max_errors",
             )
 
     def note_rollback(self, step: int, earlier: int, why: str) -> None:
-        """Note that the run went back to an earlier step. The same on all ranks."""
+        """Record that the run went back to an earlier step. The same on all ranks."""
         self.entries.append({"rank": 0, "step": step, "taken_back_to": earlier, "error": why})
 
     def _file_of(self, bad: BadSample) -> str:
-        """Give its file; of a sample that the model refused, nobody has looked yet."""
+        """Return the file of a sample; for one that failed in the model it is looked up now."""
         return bad.file or file_of(self.parts.data.train, bad.index)

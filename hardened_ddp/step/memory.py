@@ -1,7 +1,7 @@
-"""What memory holds: the optimizer's state, and the samples of one backward.
+"""What fits into memory: the optimizer's state, and the samples of one backward.
 
-Owns both trials, made before the first step of a fresh run, where running out of memory costs
-nothing. What runs out of it later is retry.py's business; both keep the gradient of the window.
+Owns both trials, made before the first step of a new run, where running out of memory costs
+nothing. Running out of it later is handled by retry.py; both keep the gradient of the step.
 """
 
 import logging
@@ -16,24 +16,24 @@ from hardened_ddp.step.parts import Parts
 
 log = logging.getLogger(__name__)
 
-_WORDS = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""What errors of other classes say then: the host's allocator, the driver, cuBLAS's workspace."""
+_TEXTS = ("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+"""Texts of out-of-memory errors of other classes: host allocator, driver, cuBLAS."""
 
 _FINENESS = 8
-"""The search ends when it knows the answer to one part in so many."""
+"""The search ends when the answer is known to 1 / _FINENESS of itself."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Say whether the GPU's allocator or the host's had nothing left."""
-    is_one = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return is_one or any(words in str(error) for words in _WORDS)
+    """Return whether an error means that the GPU or the host ran out of memory."""
+    is_of_class = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_of_class or any(text in str(error) for text in _TEXTS)
 
 
 def fit_into_memory(parts: Parts) -> int:
-    """Make the optimizer's state; with batch_size auto, find how many samples fit. Collective.
+    """Allocate the optimizer's state; with batch_size auto, find how many samples fit. Collective.
 
-    Returns the most samples of a micro-batch, the same on all ranks; 0: no limit was met.
-    Raises OutOfMemoryError if not even the state fits, or one sample.
+    Returns the maximum samples of a micro-batch, the same on all ranks; 0: no limit was reached.
+    Raises OutOfMemoryError if the state or a single sample does not fit.
     """
     rank = parts.group.launch.rank
     try:
@@ -48,7 +48,7 @@ def fit_into_memory(parts: Parts) -> int:
     if parts.config.data.batch_size is not None:
         return 0
     share = parts.sampler.batch_size
-    found = min(parts.group.gather_json(_most_that_fit(parts, share)))  # collective
+    found = min(parts.group.gather_json(_max_that_fit(parts, share)))  # collective
     if not found:
         raise OutOfMemoryError(
             "batch_size auto: on some rank not even one sample fits",
@@ -63,8 +63,8 @@ def fit_into_memory(parts: Parts) -> int:
     return found if found < share else 0
 
 
-def _most_that_fit(parts: Parts, share: int) -> int:
-    """Search the most samples, up to share, that go forward and backward at once. Rank-local."""
+def _max_that_fit(parts: Parts, share: int) -> int:
+    """Search the largest number of samples, up to share, that fit at once. Rank-local."""
     sample = parts.train_loader.sample_batches(parts.device)[0]
     if _fits(parts, sample, share):
         return share
@@ -79,7 +79,7 @@ def _most_that_fit(parts: Parts, share: int) -> int:
 
 
 def _fits(parts: Parts, sample: Batch, num_samples: int) -> bool:
-    """Try forward and backward of so many samples, without the other ranks; forget them."""
+    """Try forward and backward of num_samples, without other ranks; discard the gradients."""
     try:
         batch = take(sample, [i % sample.num_samples for i in range(num_samples)])
         batch = batch.to(parts.device, channels_last=parts.replica.channels_last)
@@ -94,5 +94,5 @@ def _fits(parts: Parts, sample: Batch, num_samples: int) -> bool:
     finally:
         parts.optimizer.zero_grad(set_to_none=True)
         if parts.device.type == "cuda":
-            torch.cuda.empty_cache()  # else its pieces are in the way
+            torch.cuda.empty_cache()  # else its cached blocks fragment the memory
     return True

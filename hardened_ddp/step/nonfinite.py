@@ -1,9 +1,9 @@
-"""Which module first gave a number that is none: a window that failed, watched as it is done again.
+"""The search for the module that gives the first NaN or inf, in the retry of a step that had one.
 
-Owns the hooks for that: on all modules in forward, and on what goes in and out of them in backward.
-They look and change nothing, so a window that succeeds while it is watched counts like any other;
-they wait for the device at every module, so nothing else is ever watched.
-What goes wrong here: modules inside of a compiled model are not called one by one.
+Owns the hooks for that: on all modules in forward, and on their inputs and outputs in backward.
+They change nothing, so a step that succeeds with them counts like any other; they wait for the
+device at every module, so they are used in such retries only.
+What goes wrong here: hooks of modules inside of a compiled model are not called.
 """
 
 import weakref
@@ -22,15 +22,15 @@ from hardened_ddp.step.failure import NUM_SHOWN, shown
 
 @dataclass(slots=True)
 class _Finding:
-    """The first number that was none."""
+    """Where the first NaN or inf was."""
 
     text: str
     micro_batch: int
     rows: list[int]
-    """Which ones of the tensor's first dimension have such a number."""
+    """Indices in the tensor's first dimension that have NaN or inf."""
 
     size: int
-    """Of that dimension."""
+    """The size of that dimension."""
 
 
 @dataclass(slots=True)
@@ -39,14 +39,14 @@ class _Link:
 
     producer: nn.Module | None = None
     maker: nn.Module | None = None
-    """The module in whose own forward the tensor is at hand."""
+    """The module in whose own forward the tensor is passed on."""
 
     consumer: nn.Module | None = None
     is_result: bool = False
 
 
 class NonFiniteFinder:
-    """Remembers where forward and backward first met a number that is none."""
+    """Remembers where forward and backward first had NaN or inf."""
 
     def __init__(self, module: nn.Module) -> None:
         self._root = module
@@ -58,10 +58,10 @@ class NonFiniteFinder:
         self._links: dict[int, tuple[weakref.ref[torch.Tensor], _Link]] = {}
 
     def tell(self, what: str, batches: Sequence[Batch]) -> str:
-        """Give samples and place of what went wrong. batches: the micro-batches watched."""
+        """Return samples and place of the finding as text. batches: the micro-batches watched."""
         finding = self._forward or self._backward
         if finding is None:
-            where = "no module gave such a number while they were watched"
+            where = "no module gave NaN or inf while they were watched"
             if self._num_forwards == 0:
                 where = "which module was first is not known: a compiled model hides its modules"
             elif what.startswith("the loss"):
@@ -74,7 +74,7 @@ class NonFiniteFinder:
         return f"samples {samples}: {what}; {finding.text}"
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:  # Any: a user's arguments
-        """Look at what goes into a module."""
+        """Check the inputs of a module."""
         is_root = module is self._root
         if is_root:
             self._num_forwards += 1
@@ -87,13 +87,13 @@ class NonFiniteFinder:
                     text = f"{self._name(self._caller())} {first} {self._name(module)}"
                 self._forward = self._finding(text, tensor)
             link = self._link(tensor)
-            # WHY so: a block hands its input on to its first layer, and that one uses it
+            # WHY: a block passes its input on to its first layer, which is the one that uses it
             if link.consumer is None or link.consumer in self._running:
                 link.consumer = module
         self._running.append(module)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        """Look at what a module gives. Any: a user's arguments and result."""
+        """Check the output of a module. Any: a user's arguments and result."""
         if self._running:
             self._running.pop()
         for tensor in _tensors(output):
@@ -109,14 +109,14 @@ class NonFiniteFinder:
             link.is_result = link.is_result or module is self._root
 
     def after_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        """Look at the gradient of a parameter."""
+        """Check the gradient of a parameter."""
         if self._backward is None and parameter.grad is not None and _is_bad(parameter.grad):
             owner = self._root.get_submodule(name.rpartition(".")[0])
             text = f"in backward {self._name(owner)} gave the first {_kind(parameter.grad)}"
             self._backward = self._finding(f"{text}, the gradient of {name}")
 
     def _look_back(self, link: _Link, gradient: torch.Tensor) -> None:
-        """Look at the gradient of what lies between two modules."""
+        """Check the gradient of a tensor between two modules."""
         if self._backward is not None or not _is_bad(gradient):
             return
         kind = _kind(gradient)
@@ -131,9 +131,9 @@ class NonFiniteFinder:
         self._backward = self._finding(text, gradient)
 
     def _link(self, tensor: torch.Tensor) -> _Link:
-        """Find what is known of a tensor; watch its gradient if it is new."""
+        """Find the link of a tensor; watch its gradient if it is new."""
         reference, link = self._links.get(id(tensor), (None, _Link()))
-        if reference is None or reference() is not tensor:  # the id of one that is gone
+        if reference is None or reference() is not tensor:  # the id of a freed tensor
             link = _Link()
             self._links[id(tensor)] = weakref.ref(tensor), link
             if tensor.requires_grad:
@@ -152,7 +152,7 @@ class NonFiniteFinder:
         return f"{name or 'the model'} ({type(module).__name__})"
 
     def _finding(self, text: str, tensor: torch.Tensor | None = None) -> _Finding:
-        """Note what was found. tensor: one that may have the samples first."""
+        """Record a finding. tensor: one whose first dimension may be the samples."""
         if tensor is None or not tensor.dim():
             return _Finding(text, self._num_forwards - 1, [], -1)
         is_bad = ~tensor.detach().isfinite().reshape(len(tensor), -1).all(dim=1)
@@ -190,9 +190,9 @@ def _tensors(value: Any) -> list[torch.Tensor]:  # Any: whatever a module takes 
 
 
 def _is_bad(tensor: torch.Tensor, *, allows_mask: bool = False) -> bool:
-    """Say whether a tensor has a number that is none; waits for the device.
+    """Return whether a tensor has NaN or inf; waits for the device.
 
-    allows_mask: -inf is fine in a tensor that needs no gradient: attention masks are made of it.
+    allows_mask: accept -inf in a tensor that needs no gradient, as in attention masks.
     """
     values = tensor.detach()
     if allows_mask and not tensor.requires_grad:

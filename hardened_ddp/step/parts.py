@@ -1,6 +1,6 @@
-"""What a run is made of, put together once and handed around.
+"""The parts of a run, built once and passed on.
 
-Owns nothing but the grouping: each part is owned by its layer.
+Owns only the grouping: each part is owned by its layer.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from hardened_ddp.step.progress import Progress
 from hardened_ddp.task.task import Task
 
 LATE_DEVICES = ("cuda",)
-"""Where to read a number is to wait for all work before it."""
+"""Device types where reading a number waits for all work before it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,21 +41,21 @@ class Parts:
     precision: Precision
     optimizer: torch.optim.Optimizer
     global_batch: int
-    """Samples of one window, over all ranks."""
+    """Samples of one step, over all ranks."""
 
     total_steps: int
     """Optimizer steps of the whole run."""
 
     @property
     def watches_loss(self) -> bool:
-        """Look at the loss of each forward. WHY not on a GPU: the look would wait for it."""
+        """Check the loss of each forward. WHY not on a GPU: that would wait for the device."""
         loop = self.config.loop
-        is_near = self.device.type not in LATE_DEVICES
-        return is_near and (loop.step_retry == "on" or loop.continue_on_error)
+        is_cheap = self.device.type not in LATE_DEVICES
+        return is_cheap and (loop.step_retry == "on" or loop.continue_on_error)
 
     @property
     def looks_late(self) -> bool:
-        """Learn a step later whether a gradient was good, see late.py. The same on all ranks."""
+        """Read a step later whether a gradient was good: see late.py. The same on all ranks."""
         if self.config.loop.step_retry == "off":
             return False
         can_skip = all(group.get("fused") for group in self.optimizer.param_groups)
@@ -68,7 +68,7 @@ class Parts:
         return self.config.loop.check_replicas_every if self.group.world_size > 1 else 0
 
     def open_ledger(self, folder: Path, *, step: int) -> LedgerWriter | None:
-        """Begin this rank's part of the ledger, if there is to be one. Collective: all ranks."""
+        """Open this rank's part of the ledger, if --ledger is set. Collective: all ranks."""
         if not self.config.run.ledger:
             return None
         start = self.group.run_on_main(lambda: next_start(folder), what="opening the ledger")
@@ -77,7 +77,7 @@ class Parts:
         return LedgerWriter(folder, start=start, rank=rank, step=step, facts=facts)
 
     def next_samples(self, progress: Progress) -> list[int]:
-        """Name the samples of the window that comes next, over all ranks."""
+        """Return the indices of the samples of the next step, over all ranks."""
         stop = min(progress.cursor + self.global_batch, self.sampler.end)
         return [int(i) for i in self.sampler.order(progress.epoch).take(progress.cursor, stop)]
 
@@ -89,11 +89,13 @@ class Parts:
             self.eval_loader.close()
 
     def call_after_workers_start(self, call: Callable[[], None]) -> None:
-        """Have call called each time that the loaders have started workers."""
+        """Run call each time that the loaders have started workers."""
         tracker = self.group.tracker
 
         def has_started() -> None:
-            tracker.enter(tracker.words[PHASE])  # WHY: workers that are replaced are no hang
+            tracker.enter(
+                tracker.words[PHASE]
+            )  # WHY: restarts its clock; replacing workers is no hang
             call()
 
         self.train_loader.stream.call_after_start(has_started)

@@ -1,8 +1,8 @@
-"""Where a run stands, and what its scores add up to since the last report.
+"""The progress of a run, and the sums of its scores since the last report.
 
-Sums are kept on the device, so that adding to them never waits for it. WHY in place, at once: small
-tensors that outlive a step lie between the large ones that it frees, so the next step's large ones
-no longer fit there: memory grew by 200 MiB for a 2 MiB model.
+Sums are kept on the device, so that adding to them never waits for it. WHY in place: small tensors
+that outlive a step fragment the memory that the step frees, so the next step's large tensors do not
+fit there: memory grew by 200 MiB for a 2 MiB model.
 """
 
 from dataclasses import dataclass, fields
@@ -19,47 +19,47 @@ Mark = tuple[torch.Tensor | float, list[torch.Tensor] | list[float], int]
 
 @dataclass(slots=True)
 class Progress:
-    """Where the run stands. Equal on all ranks at every step boundary."""
+    """How far the run is. Equal on all ranks at every step boundary."""
 
     step: int = 0
     """Optimizer steps done."""
 
     epoch: int = 0
     cursor: int = 0
-    """Samples of this epoch that are consumed, over all ranks."""
+    """Samples of this epoch consumed so far, over all ranks."""
 
     best_accuracy: float = -1.0
     num_errors: int = 0
-    """Samples and windows left out so far."""
+    """Samples and steps left out so far."""
 
     most_samples: int = 0
-    """What memory was found to hold at once: a micro-batch has no more samples. 0: no limit."""
+    """The limit of samples in a micro-batch, found when memory ran out. 0: no limit."""
 
     def commit(self, window: Window) -> None:
-        """Note that the step over window is done."""
+        """Count the step over window as done."""
         self.step, self.cursor = self.step + 1, window.start + window.size
 
     def take_back(self, window: Window) -> None:
-        """Note that the step over window, the last one, is not done after all."""
+        """Count the last step, that over window, as not done."""
         self.step, self.cursor = self.step - 1, window.start
 
     def go_back_to(self, earlier: "Progress") -> None:
-        """Stand where an earlier state of the run stood. What memory was found to hold stays."""
+        """Take the values of an earlier state of the run. The limit most_samples stays."""
         most_samples = self.most_samples
         for field in fields(self):
             setattr(self, field.name, getattr(earlier, field.name))
         self.most_samples = most_samples
 
     def limit_micro_batches(self, most_samples: int) -> None:
-        """Have micro-batches of so many samples at most from now on."""
+        """Limit micro-batches to most_samples from now on."""
         self.most_samples = most_samples
 
     def count_errors(self, count: int) -> None:
-        """Note that samples or steps were left out."""
+        """Count samples or steps that were left out."""
         self.num_errors += count
 
     def note_best(self, accuracy: float) -> bool:
-        """Take note of an evaluation; say whether it is the best so far."""
+        """Record an evaluation; return whether it is the best so far."""
         if accuracy <= self.best_accuracy:
             return False
         self.best_accuracy = accuracy
@@ -71,7 +71,7 @@ class Progress:
             self.epoch, self.cursor = self.epoch + 1, 0
 
     def reopen_epoch(self, end: int) -> None:
-        """Go back before end_epoch: what follows an epoch's last step is still to be done."""
+        """Undo end_epoch: the work after an epoch's last step is still to be done."""
         if self.cursor == 0:
             self.epoch, self.cursor = self.epoch - 1, end
 
@@ -97,13 +97,13 @@ class Totals:
         self.count += score.count
 
     def mark(self) -> Mark:
-        """Remember this moment, to go back to it or to compare. On the CPU without new tensors."""
+        """Copy the current sums, for go_back or a comparison. On the CPU without new tensors."""
         if self.loss_sum.is_cpu:
             return self.loss_sum.item(), [total.item() for total in self.sums.values()], self.count
         return self.loss_sum.clone(), [total.clone() for total in self.sums.values()], self.count
 
     def go_back(self, mark: Mark) -> None:
-        """Forget what was added since mark."""
+        """Restore the sums of mark."""
         loss_sum, sums, self.count = mark
         for total, before in zip(
             (self.loss_sum, *self.sums.values()), (loss_sum, *sums), strict=True
@@ -114,15 +114,15 @@ class Totals:
                 total.fill_(before)
 
     def loss(self) -> float:
-        """Give the sum of the losses. Waits for the device."""
+        """Return the sum of the losses. Waits for the device."""
         return float(self.loss_sum)
 
     def loss_since(self, mark: Mark) -> float:
-        """Give the loss added since mark. Waits for the device."""
+        """Return the loss added since mark. Waits for the device."""
         return self.loss() - float(mark[0])
 
     def read(self, group: Group) -> dict[str, float]:
-        """Give the mean loss, each metric and the samples over all ranks. Collective."""
+        """Return the mean loss, each metric and the samples over all ranks. Collective."""
         device = self.loss_sum.device
         sums = torch.stack(
             [

@@ -1,18 +1,18 @@
-"""A rank failed in a step: all ranks try it again, or give it up. Entered only then.
+"""Retry of a step in which a rank failed: all ranks try it again, or give it up.
 
-Owns what follows. A rank that failed still does its part in the sums (with NaN in those of DDP's
-hooks, see model/buckets.py; with a mark beside those after backward), so all ranks know. Then all
-put back what the step has changed, tell each other what happened, and try again with local
-gradients: with the same random numbers and the same order of additions, so that the weights are
-those of a run without the fault.
+A rank that failed still takes part in the sums (with NaN in those of DDP's hooks, see
+model/buckets.py; with a mark beside those after backward), so all ranks know. Then all ranks undo
+the step, exchange their failures, and try again with local gradients: with the same random numbers
+and the same order of additions, so that the weights are those of a run without the fault.
 
-What is done about a cause: out of memory: smaller micro-batches, the same gradient; a parameter
-that gets no gradient any more: find_unused_parameters is on from now; anything else: once more, as
-it was, and NaN or inf are then looked for in each module (nonfinite.py). What fails again is no
-accident: with --continue_on_error the samples that fail alone are left out, or else the whole step;
-without it all ranks stop with that one cause.
+What a retry changes depends on the cause. Out of memory: smaller micro-batches, with the same
+gradient. A parameter without a gradient: find_unused_parameters is on from now. Anything else: no
+change; after NaN or inf, each module is searched for them (nonfinite.py). If it fails again: with
+--continue_on_error the samples that fail alone are left out, or else the whole step; without it all
+ranks stop with that one cause.
 
-With SyncBatchNorm or PowerSGD nobody can stand in for a rank: an exception there ends the attempt.
+With SyncBatchNorm or PowerSGD a failed rank can't take part in the sums: an exception there ends
+the attempt.
 """
 
 import logging
@@ -47,23 +47,23 @@ log = logging.getLogger(__name__)
 
 
 class StepRetry:
-    """Tries steps again in which a rank failed."""
+    """Retries steps in which a rank failed."""
 
     def __init__(self, stepper: "Stepper", left_out: LeftOut) -> None:
         self.stepper = stepper
         self.left_out = left_out
         self.parts, self.progress = stepper.parts, stepper.progress
         self.is_close = False
-        """NaN or inf was met in this step: each rank looks for the module that gives it first."""
+        """NaN or inf came up in this step: each rank searches the module that gives it first."""
 
         self.given_up: list[str] = []
-        """Steps given up for NaN or inf since the last one that was done. The same on all ranks."""
+        """Steps given up for NaN or inf since the last completed one. The same on all ranks."""
 
         self._retries = self.parts.config.loop.step_retry == "on"
         self._known_unused: set[str] = set()
 
     def until_done(self, attempt: Attempt) -> None:
-        """Try a step, in which some rank failed, until it is done or given up. Collective.
+        """Retry a step, in which some rank failed, until it is done or given up. Collective.
 
         attempt.outcome says which. Raises the same error on all ranks if neither is possible.
         """
@@ -82,19 +82,19 @@ class StepRetry:
             self.is_close = False
 
     def do_again(self, attempt: Attempt) -> None:
-        """Do a step whose flag is up once more, without doubt this time. Collective: all ranks."""
+        """Retry a step whose flag is up; its outcome is then final. Collective: all ranks."""
         attempt.flag = None
         if (buckets := self.parts.replica.buckets) is not None:
-            buckets.reset()  # WHY here too: DDP builds its buckets anew after it, on all ranks
+            buckets.reset()  # WHY here too: DDP then rebuilds its buckets, on all ranks
         if attempt.failure is None and not math.isfinite(loss := attempt.loss()):
             text = f"{self._where()}, samples {shown(attempt.batches)}: the loss is {loss}"
             attempt.failure = Failure("not finite", text)
         self.until_done(attempt)  # collective
 
     def stand_in(self, attempt: Attempt) -> None:
-        """Do this rank's part, with NaN, in what DDP's hooks of the others send. Collective.
+        """Take part, with NaN, in the all-reduces of the other ranks' DDP hooks. Collective.
 
-        Raises this rank's error if that can't be done.
+        Raises this rank's error if that is impossible.
         """
         failure, buckets = attempt.failure, self.parts.replica.buckets
         is_alone = self.parts.group.world_size == 1
@@ -102,9 +102,9 @@ class StepRetry:
             raise error_of(failure.kind, failure.text)
 
     def failure_of(self, error: Exception, batches: Sequence[Batch]) -> Failure:
-        """Say how this rank failed with an exception. Rank-local.
+        """Return this rank's failure for an exception. Rank-local.
 
-        Raises PeerLostError if it is another rank's end; or error itself if nothing is retried.
+        Raises PeerLostError if another rank ended; or error itself if nothing is retried.
         """
         parts = self.parts
         if isinstance(error, LossNotFinite):
@@ -121,13 +121,13 @@ class StepRetry:
         return Failure(kind, text, max(len(batch.indices) for batch in batches))
 
     def unused_failure(self, names: Sequence[str]) -> Failure:
-        """Say that parameters got no gradient, which DDP would wait for. Rank-local."""
+        """Return this rank's failure for parameters without a gradient. Rank-local."""
         some = f"{', '.join(names[:NUM_SHOWN])} ({len(names)} in all)"
         rank = self.parts.group.launch.rank
         return Failure("unused", f"rank {rank}: no gradient came for {some}")
 
     def run_watched(self, attempt: Attempt, batches: Sequence[Batch]) -> None:
-        """Run forward and backward, looking for the module that gives the first NaN or inf.
+        """Run forward and backward, searching the module that gives the first NaN or inf.
 
         Rank-local. Raises LossNotFinite with what was found.
         """
@@ -141,7 +141,7 @@ class StepRetry:
             raise LossNotFinite(problem, found=finder.tell(problem, batches))
 
     def weigh(self, attempt: Attempt, num_valid: int) -> None:
-        """Weigh the gradient of a step from which samples are missing. Collective: all ranks.
+        """Scale the gradient of a step from which samples are missing. Collective: all ranks.
 
         With no sample left the step is given up.
         """
@@ -155,17 +155,17 @@ class StepRetry:
                 parameter.grad.mul_(attempt.window.size / num_valid)
 
     def name_unused(self) -> None:
-        """Say which parameters get no gradient any more: they stay as they are. Rank-local."""
+        """Log which parameters get no gradient any more: they don't change. Rank-local."""
         new = set(self.parts.replica.parameters_without_gradient()) - self._known_unused
         if new:
             self._known_unused |= new
             log.warning("no gradient comes any more for: %s", ", ".join(sorted(new)))
 
     def _is_given_up(self, attempt: Attempt, num_failures: Counter[int]) -> bool:
-        """Undo a try that failed, and decide with all ranks what follows. Collective: all ranks.
+        """Undo a failed try, and decide with all ranks what follows. Collective: all ranks.
 
         True: the step is given up. Raises one error, the same on all ranks, if nothing helps.
-        num_failures: by rank, so far; it is counted on.
+        num_failures: by rank, so far; this call adds to it.
         """
         stepper, group, step = self.stepper, self.parts.group, self.progress.step
         failure = attempt.failure
@@ -173,14 +173,14 @@ class StepRetry:
         everyone = group.gather_json(failure and asdict(failure))  # collective
         causes = {rank: Failure(**cause) for rank, cause in enumerate(everyone) if cause}
         if not causes and self.parts.precision.scaler is not None:
-            return False  # an overflow of fp16: now its scaler may leave the step out for good
-        if not causes:  # nobody failed, so the sum that DDP made is not finite
+            return False  # an overflow of fp16: now its scaler may skip the step for good
+        if not causes:  # no rank failed, so the sum that DDP made is not finite
             causes = {0: Failure("not finite", BAD_SUM)}
         self.is_close = any(cause.kind == "not finite" for cause in causes.values())
         if self._adapt(causes):
             return False
         num_failures.update(causes.keys())
-        # WHY: the first failure of another rank is another accident, with its own second try
+        # WHY per rank: the first failure of another rank gets a second try of its own
         num_tries = max(num_failures[rank] for rank in causes)
         self._stop_unless_useful(causes, num_tries)
         if num_tries == 1 and self._retries:
@@ -198,7 +198,7 @@ class StepRetry:
         return True
 
     def _adapt(self, causes: dict[int, Failure]) -> bool:
-        """Change what is to be changed on all ranks; say whether that may help."""
+        """Adapt all ranks to the cause; return whether that may help."""
         if not self._retries:
             return False
         step, kinds = self.progress.step, {cause.kind for cause in causes.values()}
@@ -222,7 +222,7 @@ class StepRetry:
         return False
 
     def _stop_unless_useful(self, causes: dict[int, Failure], num_tries: int) -> None:
-        """Raise one error, the same on all ranks, where another try is of no use."""
+        """Raise one error, the same on all ranks, if another try can't help."""
         if self.parts.config.loop.continue_on_error:
             return
         kinds = [cause.kind for cause in causes.values()]
@@ -231,9 +231,10 @@ class StepRetry:
         raise error_of(kinds[0], told(causes))
 
     def _without_bad(self, attempt: Attempt) -> list[Batch]:
-        """Run each sample alone; give the batches without those that fail again. Rank-local.
+        """Run each sample alone; return the batches without those that fail. Rank-local.
 
-        WHY unless all fail: then it is not the samples (BatchNorm can't train on a single one).
+        If all fail, all are kept. WHY: then the samples are not the cause (BatchNorm can't train
+        on a single one).
         """
         found, num_good = [], 0
         for batch in attempt.batches:
@@ -251,9 +252,9 @@ class StepRetry:
         return found if num_good else list(attempt.batches)
 
     def _has_finite_sums(self) -> bool:
-        """Say whether the gradient over all ranks is finite. The same on all ranks.
+        """Return whether the gradient over all ranks is finite. The same on all ranks.
 
-        WHY not with a scaler: an overflow of fp16 is its business.
+        WHY not with a scaler: it handles an overflow of fp16 itself.
         """
         is_asked = self.stepper.checks_sums or self.is_close
         if self.parts.precision.scaler is not None or not is_asked:
@@ -261,7 +262,7 @@ class StepRetry:
         return self.parts.replica.has_finite_sums()
 
     def _own_problem(self, attempt: Attempt) -> str:
-        """Say what of this rank's own loss and gradient is not finite; else empty. Rank-local."""
+        """Describe what of this rank's own loss and gradient is not finite; else empty."""
         loss = self.stepper.totals.loss_since(attempt.totals_before)
         if not math.isfinite(loss):
             return f"the loss is {loss}"

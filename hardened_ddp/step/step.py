@@ -1,11 +1,11 @@
 """One optimizer step: forward, backward, all-reduce, update. A good step reads from do() down.
 
-There are two ways for the gradients. Overlapped: DDP's hooks send them while backward still runs.
-Local: they stay on the rank, and are summed after backward, with a mark of each rank that failed;
-between CPU ranks of one machine that is the faster way, and it also serves steps in which some rank
-has no sample. Neither has a vote: nobody waits for a rank that failed.
+Gradients are summed in one of two ways. Overlapped: DDP's hooks send them while backward still
+runs. Local: they stay on the rank, and are summed after backward, with a mark of each rank that
+failed; between CPU ranks of one machine that is the faster way, and it also serves steps in which
+some rank has no sample. In both the sums themselves tell all ranks of a failure: no extra message.
 
-What happens when a rank fails is in retry.py. On GPUs that is learned one step later: late.py.
+What happens when a rank fails is in retry.py. On GPUs that is known one step later: late.py.
 """
 
 import contextlib
@@ -35,12 +35,12 @@ from hardened_ddp.step.retry import StepRetry
 
 
 class ReadsWeights(Protocol):
-    """What may still read the weights of the last step: a checkpoint that is being written."""
+    """What may still read the weights of the last step: a checkpoint write under way."""
 
     reads_weights: bool
 
     def before_update(self) -> None:
-        """Make the weights free to change."""
+        """Wait until the weights may change."""
 
 
 class Stepper:
@@ -60,25 +60,25 @@ class Stepper:
         self.retry = StepRetry(self, left_out)
         self.late = LateLook(self)
         self.grad_norm: torch.Tensor | None = None
-        """Of the last step that was reported."""
+        """The gradient's norm in the last reported step."""
 
         self.batch: Batch | None = None
-        """The micro-batch under way, for a message about a hang in it."""
+        """The current micro-batch, for a message about a hang in it."""
 
         self.is_whole = True
         """Weights and optimizer state are those of a step boundary: not half updated."""
 
         self.commit_lock = threading.Lock()
-        """Held while weights and progress move: another thread that holds it sees a whole step."""
+        """Held while weights and progress change: a thread that holds it sees a whole step."""
 
         self.buffers_before: Sequence[torch.Tensor] = ()
-        """The moving buffers at the last step boundary; a forward under way has changed them."""
+        """The moving buffers at the last step boundary, before a forward under way changed them."""
 
         self.has_unread_totals = False
         """Steps were done since read_totals. The same on all ranks."""
 
         self.last_good = -1
-        """The last step that was done. The same on all ranks."""
+        """The last step that succeeded. The same on all ranks."""
 
         config = parts.config
         self._saver = saver
@@ -86,7 +86,7 @@ class Stepper:
         self._tracker = parts.group.tracker
         self._is_late = parts.looks_late
         self._watches_loss = parts.watches_loss
-        # WHY not with a scaler: an overflow of fp16 is its business.
+        # WHY not with a scaler: it handles an overflow of fp16 itself.
         has_scaler = parts.precision.scaler is not None
         is_asked = parts.watches_loss or config.loop.continue_on_error or self._is_late
         self.checks_sums = is_asked and not has_scaler
@@ -99,9 +99,9 @@ class Stepper:
     def do(self, window: Window, batches: Sequence[Batch]) -> Outcome:
         """Train on this rank's batches of window, and commit it. Collective: all ranks.
 
-        On a GPU the step may be in doubt until the next one or settle. Raises SampleError,
+        On a GPU the step may still be taken back by the next one or by settle. Raises SampleError,
         OutOfMemoryError, NonFiniteError, StepError or PeerLostError, each naming rank, step, phase
-        and samples; then nothing of the window is committed.
+        and samples; then nothing of the step is committed.
         """
         progress, late = self.progress, self.late
         if self._ledger is not None:
@@ -109,20 +109,20 @@ class Stepper:
             self._ledger.bring(progress.step, progress.epoch, ids)
         if late.attempt is not None and not self._overlaps(window):
             late.settle()  # collective
-        attempt = self._bring_gradient(window, batches)  # collective
+        attempt = self._sum_gradient(window, batches)  # collective
         if late.attempt is not None and late.is_bad():
             late.settle()  # collective
-            attempt = self._bring_gradient(window, batches)  # collective
+            attempt = self._sum_gradient(window, batches)  # collective
         self.commit(attempt)
         self._tracker.end_step(progress.step)
         if late.attempt is not None and self._is_read_next(window):
             late.settle()  # collective
         return attempt.outcome
 
-    def _bring_gradient(self, window: Window, batches: Sequence[Batch]) -> Attempt:
-        """Bring the gradient of a window to all ranks. Collective: all ranks."""
+    def _sum_gradient(self, window: Window, batches: Sequence[Batch]) -> Attempt:
+        """Compute the gradient of a step and sum it over the ranks. Collective: all ranks."""
         parts = self.parts
-        # What another try would put back: forward changes the buffers, and adds to the losses.
+        # What a retry restores: forward changes the buffers, and adds to the losses.
         self.buffers_before = buffers = parts.replica.copy_buffers()
         scale = parts.precision.mark()
         attempt = Attempt(window, batches, buffers, self.totals.mark(), scale)
@@ -143,9 +143,9 @@ class Stepper:
         return attempt
 
     def run_once(self, attempt: Attempt, *, keep_local: bool) -> Failure | None:
-        """Run forward and backward on this rank's samples; say how that failed.
+        """Run forward and backward on this rank's samples; return how that failed, or None.
 
-        Rank-local, but for a backward that does not keep_local: that is collective.
+        Rank-local if keep_local; else its backward is collective.
         """
         parts, progress = self.parts, self.progress
         rank, batches = parts.group.launch.rank, attempt.batches
@@ -167,7 +167,7 @@ class Stepper:
                 self.retry.run_watched(attempt, batches)
             else:
                 self.forward_backward(attempt.window, batches, keep_local=keep_local)
-        except Exception as error:  # WHY broad: whatever it is, the other ranks must hear of it
+        except Exception as error:  # WHY broad: whatever it is, the other ranks must learn of it
             return self.retry.failure_of(error, batches)
         expects_all = not parts.replica.looks_for_unused
         if expects_all and attempt.window.size >= parts.group.world_size:
@@ -180,11 +180,11 @@ class Stepper:
     ) -> None:
         """Run micro-batches forward and backward; the last backward averages unless keep_local.
 
-        Losses are sums, divided by the samples of the whole window: so accumulation, a short last
-        window and uneven shares all give the gradient of one big batch.
+        Losses are sums, divided by the samples of the whole step: so accumulation, a short last
+        step and uneven shares all give the gradient of one big batch.
         """
         parts, replica, tracker = self.parts, self.parts.replica, self._tracker
-        # DDP's own sum divides by world_size besides: undone here.
+        # DDP also divides its sum by world_size: undone here.
         is_divided = replica.averages and not keep_local
         scale = (parts.group.world_size if is_divided else 1) / window.size
         for index, batch in enumerate(batches):
@@ -205,7 +205,7 @@ class Stepper:
         tracker.enter(Phase.OPTIMIZER)
 
     def _end_overlapped(self, attempt: Attempt) -> bool:
-        """Do the rest of this rank's part in DDP's sums; say whether some rank failed. Collective.
+        """Complete this rank's part in DDP's sums; return whether some rank failed. Collective.
 
         On a GPU that is known later: then attempt gets a flag.
         """
@@ -228,18 +228,18 @@ class Stepper:
         return False
 
     def sum_local(self, attempt: Attempt) -> tuple[bool, int]:
-        """Add up local gradients over the ranks; say whether some rank failed. Collective.
+        """Add up local gradients over the ranks; return whether some rank failed. Collective.
 
-        Also gives how many samples of the window, over all ranks, are in the sums.
+        Also returns how many samples of the step, over all ranks, are in the sums.
         """
         num_valid = sum([len(batch.indices) for batch in attempt.batches])
         has_failed = float(attempt.failure is not None)
-        # With the gradients go a mark of each rank that failed, and the number of samples.
+        # Sent with the gradients: a mark of each rank that failed, and the number of samples.
         marks = self.parts.replica.sum_gradients([has_failed, float(num_valid)])  # collective
         return marks[0] > 0, int(marks[1])
 
     def finish(self, attempt: Attempt, num_valid: int) -> None:
-        """Finish a gradient to which no rank failed. Collective: all ranks."""
+        """Finish a gradient for which no rank failed. Collective: all ranks."""
         if num_valid < attempt.window.size:
             self.retry.weigh(attempt, num_valid)  # collective
         if attempt.outcome is Outcome.DONE:
@@ -250,7 +250,7 @@ class Stepper:
                 self.retry.given_up.clear()
 
     def commit(self, attempt: Attempt) -> None:
-        """Move weights and progress. Rank-local: every rank has the same gradient."""
+        """Update weights and progress. Rank-local: every rank has the same gradient."""
         with self.explained(attempt), self.commit_lock:
             if attempt.outcome is Outcome.DONE:
                 self._update(attempt)
@@ -262,7 +262,7 @@ class Stepper:
         self.has_unread_totals = True
 
     def _update(self, attempt: Attempt) -> None:
-        """Unscale, clip, update the weights. Every rank has the same gradients: no vote."""
+        """Unscale, clip, update the weights. Every rank has the same gradients."""
         parts = self.parts
         max_norm = parts.config.optimizer.clip_grad_norm
         is_reported = is_due(self.progress.step + 1, parts.config.loop.log_interval)
@@ -281,21 +281,23 @@ class Stepper:
         self.is_whole = True
 
     def _overlaps(self, window: Window) -> bool:
-        """Say whether gradients are sent within backward, if at all: the same on all ranks."""
+        """Return whether gradients are sent within backward. The same on all ranks."""
         parts, world_size = self.parts, self.parts.group.world_size
-        if parts.config.loop.continue_on_error:  # which samples are left out is seen in the sum
+        if (
+            parts.config.loop.continue_on_error
+        ):  # the sum after backward counts the samples that are left out
             return False
         can = parts.replica.can_overlap if world_size > 1 else self._is_late
         return can and window.size >= world_size
 
     def undo(self, attempt: Attempt) -> None:
-        """Put back what forward and backward have changed. Rank-local."""
+        """Undo what forward and backward have changed. Rank-local."""
         self.parts.replica.put_back_buffers(attempt.buffers)
         self.parts.optimizer.zero_grad(set_to_none=True)
         self.totals.go_back(attempt.totals_before)
 
     def take_back(self, attempt: Attempt) -> None:
-        """Undo a step that was committed, but left the weights as they were. Rank-local."""
+        """Undo a step that was committed, but did not change the weights. Rank-local."""
         self.undo(attempt)
         self.parts.precision.go_back(attempt.scale_before)
         self.buffers_before = attempt.buffers
@@ -303,7 +305,7 @@ class Stepper:
 
     @contextlib.contextmanager
     def explained(self, attempt: Attempt) -> Iterator[None]:
-        """Put back what a step that fails has changed, and name the step in the error."""
+        """Undo the changes of a step that fails, and name the step in the error."""
         try:
             yield
         except Exception as error:
@@ -323,7 +325,7 @@ class Stepper:
             self.progress.end_epoch(self.parts.sampler.end)
 
     def _is_read_next(self, window: Window) -> bool:
-        """Say whether the loss or the weights of this step are looked at before the next one."""
+        """Return whether the loss or the weights of this step are read before the next one."""
         parts, step = self.parts, self.progress.step
         is_last = step >= parts.total_steps or window.stop >= parts.sampler.end
         is_compared = is_due(step, parts.compares_every)
@@ -335,7 +337,7 @@ class Stepper:
         return float(self.parts.optimizer.param_groups[0]["lr"])
 
     def read_totals(self) -> dict[str, float]:
-        """Give mean loss and accuracy since the last reading, and start anew. Collective."""
+        """Return mean loss and metrics since the last reading, and reset them. Collective."""
         self.late.settle()  # collective
         sums = self.totals.read(self.parts.group)  # collective
         self.totals = Totals(self.parts.task, self.parts.device)
@@ -343,30 +345,30 @@ class Stepper:
         return sums
 
     def is_finite(self) -> bool:
-        """Say whether losses since the last reading, and the last gradient, are finite.
+        """Return whether losses since the last reading, and the last gradient, are finite.
 
-        Rank-local; waits for the device. WHY: a checkpoint of weights with NaN would push out the
-        good ones.
+        Rank-local; waits for the device. WHY: a checkpoint of weights with NaN would replace a
+        good one.
         """
         late = self.late.attempt
         return not (late is not None and late.is_bad()) and math.isfinite(self.totals.loss())
 
     def open_ledger(self, folder: Path) -> None:
-        """Write down from here on which samples each step takes. Collective: all ranks."""
+        """Record in the ledger from now on which samples each step takes. Collective: all ranks."""
         if self._ledger is not None:
             self._ledger.close()
         self._ledger = self.parts.open_ledger(folder, step=self.progress.step)  # collective
 
     @contextlib.contextmanager
     def changing_state(self) -> Iterator[None]:
-        """Hold other threads off while a whole state is loaded; should that fail, none is saved."""
+        """Keep other threads out while a state is loaded; if that fails, no state is saved."""
         with self.commit_lock:
             self.is_whole = False
             yield
             self.is_whole = True
 
     def start_over(self) -> None:
-        """Forget what came since the state that was loaded. Rank-local."""
+        """Reset everything that depends on steps after the loaded state. Rank-local."""
         self.parts.optimizer.zero_grad(set_to_none=True)
         self.totals = Totals(self.parts.task, self.parts.device)
         self.has_unread_totals = False
@@ -377,5 +379,5 @@ class Stepper:
 
 
 def is_due(count: int, every: int | None) -> bool:
-    """Say whether something that happens every so often happens at count; every 0, None: never."""
+    """Return whether count is a multiple of every; every 0 or None: never."""
     return every is not None and every > 0 and count % every == 0

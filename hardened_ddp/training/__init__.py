@@ -1,1 +1,1 @@
-"""One optimizer step, one evaluation, one resume: what the script calls in its loop."""
+"""A run around its steps: evaluation, saving, resume, rollback, reports."""

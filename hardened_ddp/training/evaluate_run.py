@@ -1,9 +1,9 @@
-"""The command evaluate: a trained model against its whole test set, on any number of ranks.
+"""The command evaluate: a trained model on its whole test set, on any number of ranks.
 
-Owns what is in its report. Every sample counts once: the ranks' shares do not overlap, and at the
-end the number is compared with the size of the set.
+Owns the content of its report. Every sample counts once: the ranks' shares do not overlap, and at
+the end the count is compared with the size of the set.
 Does not own: the loop over the test set (evaluation.py), the metrics and the table of classes
-(task/), how the report looks (reporting/evaluation_report.py).
+(task/), the format of the report (reporting/evaluation_report.py).
 """
 
 import sys
@@ -35,7 +35,7 @@ from hardened_ddp.training.state import Saved, share_state
 def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
     """Evaluate the run or checkpoint that --resume names; print and write the report. Collective.
 
-    A run means its best checkpoint, or else its newest valid one. Raises DataError without a test
+    For a run: its best checkpoint, or else its newest valid one. Raises DataError without a test
     set, CheckpointError, SampleError.
     """
     config = settings.config
@@ -93,7 +93,7 @@ def measure(
     if loader is None:
         raise DataError(
             f"dataset {config.data.dataset} has no test set to evaluate on",
-            fix="give one that has: --dataset NAME, or a callable that takes train=False",
+            fix="choose one that has: --dataset NAME, or a callable that takes train=False",
         )
     loop = EvaluationLoop(
         loader=loader,
@@ -108,7 +108,7 @@ def measure(
         if table is not None:
             table.add(score, batch.targets)
 
-    # WHY double: the sum of many batches would lose digits in float32.
+    # WHY float64: a sum over many batches would lose digits in float32.
     totals = Totals(task, group.device, loss_dtype=torch.float64)
     try:
         found = loop.run(model, totals, look)  # collective

@@ -1,7 +1,7 @@
-"""Evaluation: every test sample once, over all ranks, whatever the sizes.
+"""Evaluation: every test sample once, over all ranks, also if their shares differ in size.
 
 Owns the loop over the test set, for training and for the command evaluate. Runs the plain module,
-never the DDP wrapper: ranks may do different numbers of batches, and only the sums at the end are
+never the DDP wrapper: ranks may have different numbers of batches, and only the sums at the end are
 exchanged.
 Does not own: what is measured (task/), what is reported of it (run_report.py, evaluate_run.py).
 """
@@ -35,10 +35,10 @@ class Evaluation:
 
     num_samples: int
     mistakes: tuple[Mistake, ...]
-    """The first few of this rank's share."""
+    """The first few in this rank's share."""
 
     left_out: tuple[str, ...] = ()
-    """Under --continue_on_error: the samples that can't be used, of all ranks, each with why."""
+    """Under --continue_on_error: the samples left out on all ranks, each with its error."""
 
     @property
     def accuracy(self) -> float:
@@ -47,7 +47,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationLoop:
-    """The loop over the test set, and what it takes to measure a model on it."""
+    """The loop over the test set, and what it needs to measure a model."""
 
     loader: EvalLoader
     task: Task
@@ -57,7 +57,7 @@ class EvaluationLoop:
     """Go on without samples that can't be read, and name them: --continue_on_error."""
 
     checks: bool = False
-    """Make sure that each output and its labels fit. Costs a wait for the device per batch."""
+    """Check that each output and its labels fit. Waits for the device once per batch."""
 
     channels_last: bool = False
 
@@ -70,11 +70,11 @@ class EvaluationLoop:
         *,
         should_stop: Callable[[], object] = lambda: False,
     ) -> tuple[dict[str, float], list[BadSample]] | None:
-        """Measure module; give what totals read, and the samples left out. Collective: all ranks.
+        """Measure module; return the figures and the samples left out. Collective: all ranks.
 
-        look sees each batch of this rank with its score. should_stop is asked between batches, on
-        all ranks equally often; None: it said so. Raises SampleError, or an error that names the
-        rank whose model or data failed.
+        look is called with each batch of this rank and its score. should_stop is called between
+        batches, on all ranks equally often; if it is true, returns None. Raises SampleError, or an
+        error that names the rank whose model or data failed.
         """
         left_out: list[BadSample] = []
         try:
@@ -89,7 +89,7 @@ class EvaluationLoop:
                 if batch.bad and not self.leaves_out:
                     raise SampleError(
                         f"test sample {batch.bad[0].name} can't be read: {batch.bad[0].error}",
-                        fix="mend it, or leave such samples out with --continue_on_error",
+                        fix="fix it, or leave such samples out with --continue_on_error",
                     )
                 left_out += batch.bad
                 if batch.num_samples:
@@ -100,7 +100,9 @@ class EvaluationLoop:
                         )
                     totals.add(score)
                     look(batch, score)
-            next(batches, None)  # WHY: so that the stream sees its end, and keeps its idle workers
+            next(
+                batches, None
+            )  # WHY: so that the stream reaches its end, and keeps its idle workers
             figures = totals.read(self.group)  # collective
             return figures, self._gather(left_out)  # collective
         except HardenedError:
@@ -109,7 +111,7 @@ class EvaluationLoop:
             raise explain_evaluation(error, self.group) from error
 
     def _gather(self, left_out: list[BadSample]) -> list[BadSample]:
-        """Give the samples that all ranks left out, in the order of the ranks. Collective."""
+        """Return the samples that all ranks left out, in the order of the ranks. Collective."""
         if not self.leaves_out:
             return []
         everyone = self.group.gather_json([asdict(bad) for bad in left_out])  # collective
@@ -121,7 +123,7 @@ def evaluate(
 ) -> Evaluation | None:
     """Measure loss and metrics on the test set in a run. Collective: all ranks.
 
-    should_stop is asked between batches, on all ranks equally often; None: it said so.
+    should_stop is called between batches, on all ranks equally often; if true, returns None.
     """
     module, task = parts.replica.module, parts.task
     mistakes: list[Mistake] = []

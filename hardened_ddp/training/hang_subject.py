@@ -1,7 +1,7 @@
-"""What the watch for hangs is told about a run: where it stands, and how its state is saved.
+"""What the watch for hangs needs from a run: its progress, and how to save its state.
 
-Owns the way from a phase to the samples that are under way in it. Called while the main thread is
-somewhere else, perhaps for ever: so nothing here waits, and a moment's inconsistency does no harm.
+Owns finding the samples that are processed in a phase. Called from another thread while the main
+thread may be stuck: so nothing here waits, and a short inconsistency does no harm.
 Does not own: when a rank counts as hung, and what follows (guard/hang.py).
 """
 
@@ -21,14 +21,14 @@ from hardened_ddp.training.saving import Saver
 from hardened_ddp.training.survivor_save import save_while_stuck
 
 COMPILE_LIMIT_S = 600.0
-"""A compiled model is compiled again where a batch has another shape, in the middle of a run."""
+"""A batch of another shape makes a compiled model compile again, in the middle of a run."""
 
 MARGIN_S = 30.0
-"""For the loader, to find out by itself which sample its workers hang in."""
+"""Time for the loader to find out by itself in which sample its workers hang."""
 
 
 def watch_for_hangs(config: Config, group: Group, folder: Path) -> HangWatch:
-    """Make the watch of this run. To enter it is collective: all ranks."""
+    """Create the watch of this run. Entering it is collective: all ranks."""
     return HangWatch(
         group,
         folder,
@@ -38,7 +38,7 @@ def watch_for_hangs(config: Config, group: Group, folder: Path) -> HangWatch:
 
 
 def hang_subject(stepper: Stepper, saver: Saver, folder: Path, report: RunReport) -> Subject:
-    """Begin to show where this run is, and say what is to be known of it. Main thread."""
+    """Start to publish the progress of this run; return what the watch needs. Main thread."""
     parts, progress = stepper.parts, stepper.progress
     tracker = parts.group.tracker
     tracker.start_at(progress.step)
@@ -74,7 +74,7 @@ def hang_subject(stepper: Stepper, saver: Saver, folder: Path, report: RunReport
 
 
 def _least_s(parts: Parts) -> dict[int, float]:
-    """Give the phases of this run that may take longer than those of others."""
+    """Return the phases of this run that may take longer than usual, with their limits."""
     found: dict[int, float] = {}
     stream, config = parts.train_loader.stream, parts.config
     if stream.num_workers > 0 and config.data.loader_timeout_s:

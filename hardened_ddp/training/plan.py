@@ -1,4 +1,4 @@
-"""How long a run is, how big its windows are, and whether all ranks mean the same run.
+"""The plan of a run: its steps, its global batch, and what must be equal on all ranks.
 
 Owns the numbers that follow from settings, data and the checkpoint, before the first step.
 """
@@ -27,11 +27,11 @@ def choose_global_batch(
     saved: Mapping[str, Any] | None,  # Any: the numbers of a checkpoint
     sources: Mapping[str, str],
 ) -> int:
-    """Give the number of samples of one window. Pure but for a line in the log.
+    """Return the number of samples of one step. Pure except for a log line.
 
     global_batch_size, or batch_size x world_size x accumulation_steps; a resumed run keeps its own
     on any number of ranks, so that each step takes the same samples, unless another batch setting
-    was given. The same one again, as in a restart by the same command, is no other.
+    was given. The same value again, as in a restart by the same command, does not count.
     """
     settings = {
         "batch_size": config.data.batch_size,
@@ -70,9 +70,9 @@ def choose_global_batch(
 def count_steps(
     config: LoopConfig, sampler: WindowSampler, saved: Mapping[str, Any] | None = None
 ) -> int:
-    """Give the optimizer steps of the whole run: those done, and those to come in its epochs.
+    """Return the optimizer steps of the whole run: those done, and those left in its epochs.
 
-    WHY not steps per epoch x epochs: the steps done may have been of another size.
+    WHY not steps per epoch x epochs: the steps done may have had another size.
     """
     steps = config.epochs * sampler.num_windows
     if saved is not None:
@@ -86,13 +86,13 @@ def count_steps(
 def facts_of_rank(
     settings: Mapping[str, str], dataset_fingerprint: str, precision: str
 ) -> dict[str, str]:
-    """Tell what must be equal on all ranks before they may train together. Rank-local."""
+    """Return what must be equal on all ranks before they may train together. Rank-local."""
     return {
         "code": _code_hash(),
         "torch": torch.__version__,
         **settings,
         "dataset": dataset_fingerprint,
-        "precision": precision,  # WHY: with amp auto it is each GPU's own
+        "precision": precision,  # WHY: with amp auto it depends on the GPU
     }
 
 

@@ -53,7 +53,7 @@ def start_profile(folder: Path, *, rank: int, device: torch.device) -> Callable[
 
 
 def profiled(steps: Iterator[T], step_done: Callable[[], None]) -> Iterator[T]:
-    """Give what steps gives; call step_done after each."""
+    """Yield from steps; call step_done after each."""
     for step in steps:
         yield step
         step_done()

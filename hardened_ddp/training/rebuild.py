@@ -1,9 +1,9 @@
-"""The model of a checkpoint, built again from what the checkpoint says of it.
+"""The model of a checkpoint, rebuilt from the description in it.
 
 Owns: from a checkpoint's tensors and meta to an nn.Module in eval mode, on the CPU. The folder of
 the run is not needed.
-What goes wrong here: the model is the user's own, and its code is gone or has changed since. Then
-names or shapes differ from those saved, and that is an error with their list.
+What goes wrong here: the code of the user's own model is missing or has changed since. Then names
+or shapes differ from those saved, and the error lists them.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ MODEL_PREFIX = "model."
 
 
 def model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Pick the model's tensors out of a checkpoint's, under their names in state_dict()."""
+    """Select the model's tensors of a checkpoint, under their names in state_dict()."""
     return {
         name.removeprefix(MODEL_PREFIX): tensor
         for name, tensor in tensors.items()
@@ -29,7 +29,7 @@ def model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def rebuild_model(weights: Mapping[str, Tensor], meta: Mapping[str, Any]) -> nn.Module:
-    """Build the model that meta describes, and fill it. Rank-local; moves the random numbers.
+    """Build the model that meta describes, and load weights. Rank-local; advances the RNG.
 
     Raises ModelError if it can't be built, CheckpointMismatchError if the weights do not fit.
     """
@@ -39,16 +39,16 @@ def rebuild_model(weights: Mapping[str, Tensor], meta: Mapping[str, Any]) -> nn.
         raise CheckpointMismatchError(
             f"the model {meta['model']}, built again, differs from the one saved: "
             + "; ".join(problems),
-            fix="has its code changed since the training? Take the code of that time",
+            fix="has its code changed since the training? Use the code of that time",
         )
     model.load_state_dict(dict(weights))
     return model.eval()
 
 
 def example_inputs(meta: Mapping[str, Any], *, num_samples: int) -> Tensor:
-    """Make inputs of the trained shape to compare models on: smooth, and the same every time.
+    """Create inputs of the trained shape to compare models with: the same every time.
 
-    Raises ModelError if the model takes something else than one tensor.
+    Raises ModelError if the model takes anything but one tensor.
     """
     shape = tuple(int(size) for size in meta.get("input_shape") or ())
     if not shape:
@@ -57,5 +57,5 @@ def example_inputs(meta: Mapping[str, Any], *, num_samples: int) -> Tensor:
             fix="--format safetensors writes the weights without running the model",
         )
     count = num_samples * int(torch.Size(shape).numel())
-    # WHY a sine: values of both signs and of a usual size, without touching the random numbers
+    # WHY a sine: values of both signs and usual size, without the random number generators
     return torch.sin(torch.arange(count, dtype=torch.float32)).view(num_samples, *shape)

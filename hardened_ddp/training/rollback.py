@@ -1,16 +1,16 @@
-"""A state that is not right any more: the run goes back, or a rank gets the right one again.
+"""Rollback of a wrong state: to a checkpoint, or to the state of the majority of ranks.
 
-Owns what follows when retrying a step (step/retry.py) is not enough, within this process:
+Owns what happens when retrying a step (step/retry.py) is not enough, within this process:
 
-- steps without a finite loss or gradient, one after the other, under --continue_on_error: back to
-  the last checkpoint from which a step was done; if they come again, all ranks stop.
-- replicas that are not equal any more (guard/divergence.py). Since the last comparison gradients of
-  the odd rank went into everybody's weights. So all ranks go back to a checkpoint from before it,
-  and end as if nothing was. If there is none, the state that most ranks have is given to the odd
-  ones, which keeps these gradients; and if no state is that of most, all ranks stop.
+- several steps in a row without a finite loss or gradient, under --continue_on_error: all ranks go
+  back to the last checkpoint after which a step succeeded; if it happens again, all ranks stop.
+- replicas that are no longer equal (guard/divergence.py). Since the last comparison, gradients of
+  the rank that differs went into the weights of all. So all ranks go back to a checkpoint from
+  before it, and end as if it had not happened. If there is none, the ranks that differ get the
+  state of the majority, which keeps these gradients; without a majority all ranks stop.
 
-To go back means for each part what a restart means, without a new process: a ledger begins anew,
-the account of time counts what was lost, the loader starts at the checkpoint's cursor.
+Going back does for each part what a restart does, without a new process: a new ledger begins, the
+account of time counts what was lost, the loader starts at the checkpoint's cursor.
 """
 
 import logging
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Course(Enum):
-    """Where training goes on."""
+    """Where training continues."""
 
     NEXT_STEP = "next step"
     ANOTHER_STEP = "another step"
@@ -45,7 +45,7 @@ class Course(Enum):
 
 
 class Rollback:
-    """Looks whether the state of the run is right, and goes back if it is not."""
+    """Checks whether the state of the run is right, and goes back if it is not."""
 
     def __init__(
         self, folder: RunFolder, stepper: Stepper, saver: Saver, report: RunReport
@@ -62,13 +62,13 @@ class Rollback:
         """The last step after which replicas were known to be equal."""
 
         self._differed_until = -1
-        """Replicas differed by this step, and were not yet found equal after it."""
+        """Replicas differed at or before this step, and were not found equal after it yet."""
 
         self._given_up_until = -1
         self._note_equal()  # all ranks have just got the same state
 
     def look(self) -> Course:
-        """Compare the replicas, and count the steps given up for NaN or inf. Collective.
+        """Compare the replicas, and check the steps given up for NaN or inf. Collective.
 
         Raises DivergenceError or NonFiniteError, on all ranks, if nothing helps.
         """
@@ -76,7 +76,7 @@ class Rollback:
         every = self.parts.compares_every
         is_last = step >= self.parts.total_steps
         if every and (is_last or len(given_up) == 1 or is_due(step, every)):
-            self._mend()  # collective
+            self._equalize()  # collective
         if self.progress.step != step:
             return Course.ANOTHER_STEP
         if self._rollback_after and len(given_up) >= self._rollback_after:
@@ -86,23 +86,23 @@ class Rollback:
     def mend(self, error: NonFiniteError) -> None:
         """Make unequal replicas equal after a loss or gradient with NaN. Collective.
 
-        WHY: a rank whose memory went bad may see it first so. Raises error if that was not it. All
-        ranks have raised it, in the same state, unless nobody could stand in for a rank.
+        WHY: NaN may be the first sign of a rank with bad memory. Raises error if the replicas are
+        equal. All ranks have raised it, in the same state, unless a failed rank could not stand in.
         """
         replica = self.parts.replica
         is_raised_by_all = replica.can_stand_in or not replica.can_overlap
         if not (self.parts.compares_every and is_raised_by_all):
             raise error
-        if not self._mend(f": {error.message}"):  # collective
+        if not self._equalize(f": {error.message}"):  # collective
             raise error
 
     def _leave_given_up(self, steps: list[str]) -> Course:
-        """Go back to before windows that had no finite loss or gradient. Collective."""
+        """Go back to before the steps that had no finite loss or gradient. Collective."""
         what = f"{len(steps)} steps in a row had no finite loss or gradient"
         is_again = self.stepper.last_good < self._given_up_until - 1
         self._given_up_until = self.progress.step
-        # WHY that limit: from there, a step was done. A later one holds the same weights as these
-        # steps had, which may be to blame.
+        # WHY that limit: after such a checkpoint a step succeeded. A later one holds the weights of
+        # the steps that failed, which may be the cause.
         step, last_good = self.progress.step, self.stepper.last_good
         if not is_again and self._go_back(at_most=last_good, why=what):  # collective
             self.stepper.retry.left_out.note_rollback(step, self.progress.step, what)
@@ -112,11 +112,11 @@ class Rollback:
         raise NonFiniteError(
             f"{what}, {why}: {'; '.join(steps)}",
             fix="lower --learning_rate, set --clip_grad_norm 1, or --amp off; then --resume the "
-            "run. --rollback_after 0 leaves such steps out without end",
+            "run. --rollback_after 0 leaves such steps out without limit",
         )
 
-    def _mend(self, why: str = "") -> bool:
-        """Compare the replicas; if they differ, make them equal again; say whether. Collective."""
+    def _equalize(self, why: str = "") -> bool:
+        """Compare the replicas; make them equal if they differ; return whether. Collective."""
         found = compare_replicas(self.parts.group, replicated_tensors(self.parts))  # collective
         if found is None:
             self._note_equal()
@@ -127,7 +127,7 @@ class Rollback:
         is_again = self._differed_until >= 0
         self._differed_until = step + 1
         if not self._retries or is_again:
-            self._stop(found, step, "again, after it was mended" if is_again else "")
+            self._stop(found, step, "again, after they were made equal" if is_again else "")
         if self._go_back(at_most=self._equal_at, why="the replicas differed"):
             self._differed_until = step
         elif found.source is not None:
@@ -153,12 +153,12 @@ class Rollback:
         self._discard_doubtful()
         raise DivergenceError(
             f"step {step}: the replicas are not equal{f', {why}' if why else ''}: {found.text}",
-            fix="suspect the memory of the machine of that rank: start again without it, with "
-            "--resume newest; what is saved is from before",
+            fix="suspect the memory of that rank's machine: start again without it, with "
+            "--resume newest; the saved checkpoints are from before",
         )
 
     def _take_from(self, source: int) -> None:
-        """Give all ranks the state of one of them. Collective."""
+        """Return all ranks the state of one of them. Collective."""
         parts = self.parts
         self.saver.close()  # WHY: a write under way reads the tensors that change here
         tensors = {}
@@ -188,7 +188,7 @@ class Rollback:
         """
         group, stepper, progress = self.parts.group, self.stepper, self.progress
         with group.tracker.within(Phase.CHECKPOINT):
-            self.saver.close()  # WHY: the one on its way may be the one to take
+            self.saver.close()  # WHY: the checkpoint being written may be the one to take
             saved = read_newest(self.folder, group, at_most=at_most)  # collective
             if saved is None:
                 return False
@@ -206,5 +206,5 @@ class Rollback:
             self.saver.forget([])
             self.report.go_back(left_at, progress.step)
             self._equal_at = progress.step
-            group.tracker.start_at(progress.step)  # a hang from here on is one of this step
+            group.tracker.start_at(progress.step)  # hangs are now reported for this step
         return True

@@ -1,7 +1,7 @@
-"""One run on this rank: its parts, where it stands, and what stands around its steps.
+"""One run on this rank: its parts, its progress, and the work between its steps.
 
-Owns putting these together, and what is done between steps: some times a second, at a report, at
-the end of an epoch. What each of them does is its own business.
+Owns putting these together, and when each is called between steps: some times a second, at a
+report, at the end. Each part owns what it does.
 """
 
 import logging
@@ -35,7 +35,7 @@ class Ending(StrEnum):
 
 
 class Run:
-    """All that one run consists of on this rank."""
+    """One run on this rank."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Run:
         stop: StopRequest,
         watch: HangWatch,
     ) -> None:
-        """Put them together, and have stop and watch know the run. Collective: all ranks."""
+        """Put the parts together, and attach stop and watch to the run. Collective: all ranks."""
         self.parts = parts
         self.progress = progress
         self.folder = folder.folder
@@ -67,10 +67,10 @@ class Run:
         parts.call_after_workers_start(stop.leave_children_alone)
 
     def windows(self) -> Iterator[tuple[Window, list[Batch]]]:
-        """Give the windows from here to the end of the epoch or of the run, with their batches.
+        """Iterate over the windows up to the end of the epoch or of the run, with their batches.
 
         A window is the samples of one optimizer step over all ranks; the batches are this rank's
-        share of it, in micro-batches. progress is to go on with each of them.
+        share of it, in micro-batches. The caller advances progress with each of them.
         """
         parts, progress = self.parts, self.progress
         found = parts.train_loader.windows(progress.epoch, progress.cursor)
@@ -78,7 +78,7 @@ class Run:
         return self.report.profiled(found)
 
     def look_around(self) -> None:
-        """Do what is done some times a second: progress bar, account of time, checkpoints by time.
+        """Do the work of some times a second: progress bar, account of time, checkpoints by time.
 
         Rank-local, between two steps.
         """
@@ -89,19 +89,19 @@ class Run:
         self.stop.tell(self.saver.warning)
 
     def save(self) -> None:
-        """Start writing a checkpoint, unless its weights are in doubt. Rank-local."""
+        """Start writing a checkpoint, unless its weights may be bad. Rank-local."""
         if self.stepper.is_finite() and not self.stepper.retry.given_up:
             self.saver.save(self.progress)
 
     def report_losses(self) -> None:
-        """Add up the ranks' losses since the last report, and write them down. Collective."""
+        """Sum the losses over the ranks since the last report, and report them. Collective."""
         sums = self.stepper.read_totals()  # collective
         refuse_non_finite(sums["loss"], step=self.progress.step)
         grad_norm = self.stepper.grad_norm
         self.report.log_training(self.progress, sums, self.stepper.rate, grad_norm)
 
     def close(self, status: Ending) -> None:
-        """Finish what is under way: the last write, loader workers, reports. Rank-local."""
+        """Finish the last write; close loaders and reports. Rank-local."""
         self.saver.close()
         self.parts.close()
         self.report.close(self.progress, status=status)

@@ -1,10 +1,10 @@
 """The folder of a run.
 
-Owns: making one under the output folder (create_run_folder), finding the newest (newest_run), and
-the trial that shows at the start, and not after an hour, that it can't be written (probe_folder).
+Owns: creating one under the output folder (create_run_folder), and the test at the start, not after
+an hour, that it can be written (probe_folder).
 Does not own: the lock in it (run_lock.py), the files of other layers in it.
-What goes wrong here: a name with a path in it that leads out of the output folder, two jobs that
-start in the same second, a link where a folder is expected, a full or read-only disk.
+What goes wrong here: a name with a path that leads out of the output folder, two jobs that start in
+the same second, a link where a folder is expected, a full or read-only disk.
 """
 
 import os
@@ -32,9 +32,9 @@ def create_run_folder(
     run_name: str = "",
     now: datetime | None = None,
 ) -> Path:
-    """Make a new folder for a run and return its path. Rank-local: one rank calls it.
+    """Create a new folder for a run and return its path. Rank-local: one rank calls it.
 
-    Without run_name the name is made of the time, the model and the dataset; a name that is taken
+    Without run_name the name consists of the time, the model and the dataset; a name that is taken
     gets a number. Raises RunFolderError.
     """
     if not run_name:
@@ -48,7 +48,7 @@ def create_run_folder(
     disk = Disk()
     try:
         make_folders(output_dir, disk=disk)
-        # WHY resolved: the output folder may be a link to a bigger disk; what is in it may not
+        # WHY resolved: the output folder may be a link to a bigger disk; a run folder may not
         root = output_dir.resolve(strict=True)
         for number in range(1, _MAX_SUFFIX):
             folder = root / (run_name if number == 1 else f"{run_name}-{number}")
@@ -64,9 +64,9 @@ def create_run_folder(
 
 
 def probe_folder(folder: Path) -> None:
-    """Try everything that a checkpoint will need: create, write, sync, rename, remove.
+    """Try every operation that a checkpoint needs: create, write, sync, rename, remove.
 
-    Makes the folder if it is missing. Rank-local. Raises RunFolderError.
+    Creates the folder if it is missing. Rank-local. Raises RunFolderError.
     """
     disk = Disk()
     first = folder / f".probe-{uuid.uuid4().hex}"
@@ -87,7 +87,7 @@ def probe_folder(folder: Path) -> None:
         raise _unusable(folder, error) from error
     finally:
         for path in (first, second):
-            with suppress(OSError):  # not there, or the folder is not usable, which was said
+            with suppress(OSError):  # missing, or the folder is unusable, which was reported
                 disk.unlink(path)
     if owner not in owners:
         raise RunFolderError(
@@ -106,5 +106,5 @@ def _unusable(folder: Path, error: OSError) -> RunFolderError:
 
 
 def _as_name(text: str) -> str:
-    """Make a part of a folder's name out of a model's or dataset's name or import path."""
+    """Turn a model's or dataset's name or import path into a part of a folder's name."""
     return _NOT_IN_NAMES.sub("-", text).strip("-.")[:30] or "run"

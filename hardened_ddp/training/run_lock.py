@@ -2,11 +2,11 @@
 
 Owns: RunLock, a file in the run's folder that says which process writes there.
 Does not own: how a process is recognised (process.py), the folder itself (run_folder.py).
-What goes wrong here: a job that was killed leaves its lock, and the restart must not stop for it;
-a job that lives must never lose it. A dead process on this host is recognised, whatever container
-it ran in. One on another host can't be seen: its lock is taken over only if the scheduler says
-that the same job was started again. Locks of the file system are only asked between containers of
-one host, because between hosts many file systems don't keep them.
+What goes wrong here: a job that was killed leaves its lock, which must not stop a restart; a live
+job must never lose it. A dead process on this host is recognised, whatever container it ran in. One
+on another host can't be seen: its lock is taken over only if the scheduler says that the same job
+was started again. Locks of the file system are only used between containers of one host, because
+between hosts many file systems don't keep them.
 """
 
 import errno
@@ -74,7 +74,7 @@ class RunLock:
         return cls(path, content=content, descriptor=descriptor)
 
     def release(self) -> None:
-        """Give the lock back. A second call does nothing."""
+        """Release the lock. A second call does nothing."""
         if self._descriptor < 0:
             return
         if _read(self.path) == self._content:
@@ -97,7 +97,7 @@ class RunLock:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep other processes of this host out of acquire. Raises RunFolderError if one is in it."""
+    """Keep other processes of this host out of acquire. Raises RunFolderError if one is there."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if _is_busy(descriptor):
@@ -108,11 +108,11 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _is_busy(descriptor: int) -> bool:
-    """Try to lock an open file; False too on a file system that has no locks."""
+    """Try to lock an open file; False also on a file system without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        # WHY only this one: without locks, the rename in _take_over has to do
+        # WHY only this one: without locks, only the rename in _take_over protects
         return isinstance(error, BlockingIOError)
     return False
 
@@ -142,7 +142,7 @@ def _take_over(path: Path, mine: _Holder) -> None:
             "folder would overwrite each other's checkpoints",
             fix=f"wait for it or give another run_name; if that process is gone: rm {path}",
         )
-    # WHY rename and look again: of two processes that found the same dead lock, the second one
+    # WHY rename and read again: of two processes that found the same dead lock, the second one
     # would otherwise remove the new lock of the first
     aside = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
     with suppress(FileNotFoundError):

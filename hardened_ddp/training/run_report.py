@@ -1,4 +1,4 @@
-"""What a run tells about itself while it goes: log lines, metrics.jsonl, TensorBoard, summary.
+"""The reports of a run: log lines, metrics.jsonl, TensorBoard, summary.
 
 Owns which numbers are reported, and when. Rank 0 writes; the other ranks keep their own log file.
 Does not own: how they are written (reporting/), which never stops training.
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_MOST_TOLD = 8  # test samples that are named one by one in the log
+_MAX_LOGGED = 8  # test samples that are named one by one in the log
 
 
 class RunReport:
@@ -40,7 +40,7 @@ class RunReport:
     def __init__(
         self, parts: Parts, folder: Path, left_out: LeftOut, *, settings_text: str, step: int
     ) -> None:
-        """left_out: what the steps give up; it grows while the run goes on."""
+        """left_out: what the steps leave out; it grows during the run."""
         self.parts = parts
         self.folder = folder
         self.is_main = parts.group.launch.is_main
@@ -71,7 +71,7 @@ class RunReport:
         self._step_done = self._start_profile() if run.profile else None
 
     def tick(self, step: int) -> None:
-        """Move the progress bar, and note how far training is. Rank-local."""
+        """Update the progress bar and the account of time. Rank-local."""
         self.bar.update(step)
         self.goodput.note(step)
 
@@ -150,10 +150,10 @@ class RunReport:
         )
         if new := [text for text in evaluation.left_out if text not in self._told_left_out]:
             self._told_left_out.update(new)
-            for text in new[:_MOST_TOLD]:
+            for text in new[:_MAX_LOGGED]:
                 log.warning("left out of the evaluation: test sample %s", text)
-            if len(new) > _MOST_TOLD:
-                log.warning("and %d more test samples", len(new) - _MOST_TOLD)
+            if len(new) > _MAX_LOGGED:
+                log.warning("and %d more test samples", len(new) - _MAX_LOGGED)
         self.metrics.scalars(
             progress.step,
             {
@@ -172,17 +172,17 @@ class RunReport:
             )
 
     def go_back(self, left_at: int, step: int) -> None:
-        """Account for a return to an earlier step: what came after it is lost time. Rank-local."""
+        """Account for a return to an earlier step: the time after it is lost. Rank-local."""
         self._num_rollbacks += 1
         self.goodput.go_back(left_at, step)
         self._trained_s = self._training_s()
 
     def note_divergence(self) -> None:
-        """Note that the replicas were found to differ."""
+        """Count that the replicas were found to differ."""
         self._num_diverged += 1
 
     def profiled(self, steps: Iterator[T]) -> Iterator[T]:
-        """Give what steps gives; with --profile, a few of them are recorded."""
+        """Iterate over steps; with --profile, a few of them are recorded."""
         return steps if self._step_done is None else profiled(steps, self._step_done)
 
     def close(self, progress: Progress, *, status: str) -> None:
@@ -214,7 +214,7 @@ class RunReport:
         self.metrics.close()
 
     def say_what_next(self, status: str) -> None:
-        """Tell on rank 0 how the run ended and what to type next."""
+        """Log on rank 0 how the run ended and what to type next."""
         if self.is_main:
             log.info("time: %s", self.goodput.describe())
             tested = self.last_evaluation.metrics if self.last_evaluation else {}
@@ -227,7 +227,7 @@ class RunReport:
                 log.info("%s", line)
 
     def _training_s(self) -> float:
-        """Give the seconds of this process so far that were not spent on evaluation."""
+        """Return the seconds of this process so far, without evaluation."""
         seconds = self._tracker.wall_s()
         return sum(seconds) - seconds[Phase.EVALUATION]
 
@@ -236,7 +236,7 @@ class RunReport:
         return start_profile(self.folder, rank=rank, device=self.parts.device)
 
     def _note_left_out(self) -> None:
-        """Add what was left out since the last report to skipped_samples.jsonl."""
+        """Append what was left out since the last report to skipped_samples.jsonl."""
         entries = self._left_out.entries
         new = entries[self._num_left_out :]
         if new:
@@ -249,9 +249,9 @@ class RunReport:
 
 
 def _own_split(times: Mapping[str, float], device: torch.device) -> Mapping[str, float]:
-    """Give the seconds of each phase of this rank's steps, with its waiting apart if possible.
+    """Return the seconds of each phase of this rank's steps, with waiting separate if possible.
 
-    WHY not on a GPU: there the waiting is part of its backward.
+    WHY not on a GPU: there the waiting is part of backward.
     """
     if device.type == "cpu":
         return times

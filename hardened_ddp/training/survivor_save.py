@@ -1,10 +1,10 @@
-"""What is saved when training ends by an error, and by which rank.
+"""The survivor save: what is saved when training ends by an error, and by which rank.
 
-Owns the rule. Every rank holds the whole state of the last completed step, so as long as one rank
-lives, nothing is lost: one of those that are left writes it, and a restart goes on at the next
-step. Which one: rank 0 if it can, else the first to claim it in the store; without a store, whoever
-is left. If two of them write the same step, the second finds it there (checkpoint/files.py).
-Nothing is saved that is half updated (Stepper.is_whole) or not wanted (_NOT_SAVED).
+Every rank holds the whole state of the last completed step, so as long as one rank lives, nothing
+is lost: one surviving rank writes it, and a restart continues with the next step. Which one: rank 0
+if it can, else the first to claim it in the store; without a store, every surviving rank. If two of
+them write the same step, the second finds it there (checkpoint/files.py).
+A half updated state (Stepper.is_whole) is not saved, and after some errors none is (_NOT_SAVED).
 
 No collective here: some rank may be dead.
 """
@@ -36,26 +36,26 @@ log = logging.getLogger(__name__)
 
 FAILURES_NAME = "failures.jsonl"
 NUM_ATTEMPTS = 3
-"""Failures at one step, one after the other, that end a run's automatic restarts."""
+"""Failures in a row at one step that end a run's automatic restarts."""
 
 HEAD_START_S = 1.0
-"""How long the others leave it to rank 0, which writes checkpoints as a rule."""
+"""How long the other ranks wait for rank 0, which normally writes checkpoints."""
 
 DEVICE_LIMIT_S = 15.0
-"""How long a GPU is waited for, which may be in the middle of a step; torchrun kills after 30 s."""
+"""How long to wait for a GPU, which may be within a step; torchrun kills after 30 s."""
 
 LOCK_LIMIT_S = 3.0
-"""How long an update of the weights under way is waited for."""
+"""How long to wait for an update of the weights under way."""
 
-# WHY: weights that are not numbers, or not the right ones, would push out good ones; and where the
-# disk is the trouble, or the checkpoints are, another one does not help.
+# WHY: weights with NaN, or wrong ones, would replace good ones; and if the disk or the checkpoints
+# are the problem, another checkpoint does not help.
 _NOT_SAVED = (NonFiniteError, DivergenceError, CheckpointError, CrashLoopError)
 
 
 def save_as_survivor(error: Exception, stepper: Stepper, saver: Saver, folder: Path) -> None:
     """Write the state of the last completed step if this rank is the one to do it. Rank-local.
 
-    Never raises: the error is what counts.
+    Never raises: the error that ended training is the one to report.
     """
     is_seen_early = isinstance(error, NonFiniteError) and not error.reached_weights
     is_wanted = is_seen_early or not isinstance(error, _NOT_SAVED)
@@ -63,18 +63,18 @@ def save_as_survivor(error: Exception, stepper: Stepper, saver: Saver, folder: P
         return
     group, progress = stepper.parts.group, stepper.progress
     try:
-        # WHY first: the others wait for this rank, and one of them may be the one that saves
+        # WHY first: the other ranks wait for this one, and one of them may be the one that saves
         group.leave()
         is_good = _is_good(stepper, limit_s=DEVICE_LIMIT_S)
         if not _is_mine(group, progress.step):
             return
         _note_failure(folder, progress.step, error)
-        # WHY finite: the loss is looked at when it is reported, and that was some steps ago
+        # WHY is_good: the loss is checked when it is reported, which may be some steps ago
         if progress.step == 0 or not is_good:
             return
         saver.save_in_need(progress)
         _say_saved(progress, folder)
-    except Exception:  # WHY broad: the error that ended training must stay the one that is told
+    except Exception:  # WHY broad: the error that ended training must be the one that is reported
         log.warning("the last state could not be saved", exc_info=True)
 
 
@@ -83,11 +83,11 @@ def save_while_stuck(
 ) -> None:
     """Save the last completed step beside a main thread that waits for another rank. Rank-local.
 
-    error: why, for the list of failures. On a thread of its own; the process ends after it. Never
-    raises.
+    error: the reason, for the list of failures. Runs on its own thread; the process ends after
+    it. Never raises.
     """
     progress = stepper.progress
-    # WHY no release: should the wait end after all, the weights must not move any more.
+    # WHY no release: if the main thread's wait ends after all, the weights must not change.
     if not stepper.commit_lock.acquire(timeout=LOCK_LIMIT_S):
         log.warning("weights are being updated: they are not saved, the last checkpoint stays")
         return
@@ -107,9 +107,9 @@ def save_while_stuck(
 
 
 def refuse_crash_loop(folder: Path, progress: Progress, sample_ids: Sequence[int]) -> None:
-    """Raise CrashLoopError if the last attempts all failed at the step that comes now. Rank-local.
+    """Raise CrashLoopError if the last attempts all failed at the current step. Rank-local.
 
-    sample_ids: those of the window that comes.
+    sample_ids: the samples of that step.
     """
     failures = read_failures(folder)[-NUM_ATTEMPTS:]
     if len(failures) < NUM_ATTEMPTS or any(f["step"] != progress.step for f in failures):
@@ -118,7 +118,7 @@ def refuse_crash_loop(folder: Path, progress: Progress, sample_ids: Sequence[int
     raise CrashLoopError(
         f"{NUM_ATTEMPTS} attempts failed at step {progress.step}, one after the other: "
         f"{'; '.join(causes)}. Its samples: {list(sample_ids)}",
-        fix=f"mend the cause; then: python ddp_training.py --resume {folder}",
+        fix=f"fix the cause; then: python ddp_training.py --resume {folder}",
     )
 
 
@@ -138,9 +138,9 @@ def read_failures(folder: Path) -> list[dict[str, Any]]:
 
 
 def _is_good(stepper: Stepper, *, limit_s: float) -> bool | None:
-    """Bring progress to the weights in memory; say whether they may be saved. Rank-local.
+    """Make progress match the weights; return whether they may be saved. Rank-local.
 
-    None: the device gave no answer, or an error.
+    None: the device did not answer, or raised an error.
     """
 
     def look() -> bool:
@@ -148,10 +148,10 @@ def _is_good(stepper: Stepper, *, limit_s: float) -> bool | None:
         return stepper.progress.step == 0 or stepper.is_finite()
 
     try:
-        # WHY a limit: a GPU may be behind a sum that never comes, and with it every look at it
+        # WHY a limit: the GPU may wait for an all-reduce that never ends, and so does a read of it
         return ask_within(look, limit_s)
-    except Exception:  # WHY broad: whatever it is, nothing is saved, and the failure is noted
-        log.debug("the device does not say what is in memory", exc_info=True)
+    except Exception:  # WHY broad: whatever it is, nothing is saved, and the failure is recorded
+        log.debug("the state in the device's memory can't be checked", exc_info=True)
         return None
 
 
@@ -165,10 +165,10 @@ def _say_saved(progress: Progress, folder: Path) -> None:
 
 
 def _is_mine(group: Group, step: int) -> bool:
-    """Claim the rescue of step for this rank; False if another one has it."""
+    """Claim the survivor save of step for this rank; False if another rank has it."""
     if group.store is None:
         return True
-    key = f"rescue/{step}"
+    key = f"survivor_save/{step}"
     try:
         if not group.launch.is_main:
             end = time.monotonic() + HEAD_START_S
