@@ -12,7 +12,7 @@ from tests.ranks import run_command
 from tests.stages import run_stage, soak
 
 # Slurm looks at time limits every 30 seconds only.
-NOT_AT_FIRST = "A Slurm job that meets its time limit"
+NOT_AT_FIRST = "A Slurm job that reaches its time limit"
 
 
 @pytest.mark.parametrize(
