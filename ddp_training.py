@@ -184,6 +184,8 @@ def train(settings: Resolved, group: Group) -> int:
         folder.write_settings(dump(settings.config, settings.sources))
         add_log_file(folder.folder / "logs", rank=group.launch.rank)
         saved = read_checkpoint(folder, group)  # collective: rank 0 reads, all get it
+        if saved is not None:
+            log.info("going on in %s from step %d", folder.folder, saved.meta["step"])
         parts = build(settings, group, saved)  # collective
         progress = begin(parts, saved)  # collective
         if progress.step >= parts.total_steps and folder.is_finished(group, progress.step):

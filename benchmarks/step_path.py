@@ -15,8 +15,9 @@ little more than the others:
   nine steps, watched one by one, the one with the fewest counts: a plain good step, without a
   report, a save, an agreement on stopping or a comparison of the replicas. With gradients through
   shared memory, and by DDP's hooks.
-- save: files executed in Saver.save in the thread that trains, and in the thread that writes. Those
-  of the plain step are left out, except the one that Saver.save is in.
+- save: files executed in Saver.save in the thread that trains, and in the thread that writes, from
+  the second save on: the first one also lays out the file. Those of the plain step are left out,
+  except the one that Saver.save is in.
 - resume: files executed in open_run, read_checkpoint and restore, where there is a checkpoint.
 
 The exit status is 0 only if no bar is missed.
@@ -67,13 +68,13 @@ def main() -> int:
             tell("functions", [f"{file}: {name}" for file, name in functions])
             plain_files |= set(files_of(functions)) if not flags else set()
         flags = ["--run_name", "run", "--checkpoint_every_steps", "20"]
-        functions = watch(repo, "save", Path(folder), [*flags, "--max_steps", "40"])["save"]
+        functions = watch(repo, "save", Path(folder), [*flags, "--max_steps", "60"])["save"]
         own = {file for file, name in functions if name == "Saver.save"}
         print("a checkpoint")
         tell(
             "save", [file for file in files_of(functions) if file in own or file not in plain_files]
         )
-        functions = watch(repo, "resume", Path(folder), [*flags, "--max_steps", "60"])["resume"]
+        functions = watch(repo, "resume", Path(folder), [*flags, "--max_steps", "80"])["resume"]
         print("a resume")
         tell("resume", files_of(functions))
     return 1 if any(is_missed) else 0

@@ -31,6 +31,8 @@ import torch
 WARM_UP = 20
 STEPS = 9
 SAVE = "Saver.save"
+FIRST_SAVE = 20
+"""The step of it; the driver asks for a checkpoint after every so many."""
 RESUME = ("open_run", "read_checkpoint", "restore")
 
 Function = tuple[str, str]
@@ -112,13 +114,16 @@ class StepWatch:
 
 
 class SaveWatch:
-    """Watches all saves, from the first forward of training to the end of the process."""
+    """Watches saves, from a forward after the first save to the end of the process.
+
+    The first one of a process also lays out the file, and learns which process this is.
+    """
 
     def __init__(self, checkout: str, file: str) -> None:
         self.file = file
         self.main = Watch(checkout)
         self.threads: list[Watch] = []
-        self.is_started = False
+        self.num_forwards = 0
         of_thread = threading.local()
 
         def note(frame: FrameType, event: str, _: object) -> None:
@@ -131,9 +136,10 @@ class SaveWatch:
         atexit.register(self.write)
 
     def forward(self) -> None:
-        """Begin to watch the thread that trains."""
-        if not self.is_started:
-            self.is_started = True
+        """Begin to watch, once it is time."""
+        self.num_forwards += 1
+        if self.num_forwards == FIRST_SAVE + 10:
+            self.threads.clear()  # of the first save
             sys.setprofile(self.main.within((SAVE,)))
 
     def write(self) -> None:

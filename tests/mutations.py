@@ -197,9 +197,9 @@ MUTATIONS = [
         "reporting/background.py", "if self._jobs.qsize() >= _MAX_WAITING:", "if False:", REPORTING
     ),
     # checkpoint
-    Mutation("checkpoint/retention.py", "if step not in protected", "", FILES),
+    Mutation("checkpoint/listing.py", "if step not in protected", "", FILES),
     Mutation(
-        "checkpoint/retention.py",
+        "checkpoint/listing.py",
         "return time.time() - newest > _FOREIGN_AGE_S",
         "return True",
         FILES,

@@ -304,7 +304,7 @@ def test_a_state_on_a_gpu_is_written_as_it_was_at_submit(bench: Bench) -> None:
 
 def test_a_save_that_was_refused_is_due_as_soon_as_the_writer_is_free() -> None:
     saver = Saver.__new__(Saver)
-    saver._every_steps = 100
+    saver._is_auto = False
     for is_wanted in (False, True):
-        saver.writer = cast(Any, SimpleNamespace(is_wanted=is_wanted, is_busy=False))
-        assert saver.is_due(7) == is_wanted
+        saver._writer = cast(Any, SimpleNamespace(is_wanted=is_wanted, is_busy=False))
+        assert saver.is_due() == is_wanted

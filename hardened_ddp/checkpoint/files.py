@@ -29,9 +29,16 @@ from hardened_ddp.checkpoint.disk import (
 )
 from hardened_ddp.checkpoint.listing import (
     BEST_NAME,
+    aside_path,
+    choose_drops,
+    discard_folder,
+    drop_folder,
     find_newest,
+    list_discarded,
     list_steps,
     read_best_step,
+    remove_aside,
+    sweep_leftovers,
 )
 from hardened_ddp.checkpoint.manifest import (
     JSON,
@@ -43,15 +50,6 @@ from hardened_ddp.checkpoint.manifest import (
     encode_manifest,
     plain_meta,
     step_folder_name,
-)
-from hardened_ddp.checkpoint.retention import (
-    aside_path,
-    choose_drops,
-    discard_folder,
-    drop_folder,
-    list_discarded,
-    remove_aside,
-    sweep_leftovers,
 )
 from hardened_ddp.checkpoint.stream import TensorStream, write_stream_to
 from hardened_ddp.checkpoint.tensors import differences, plan_file, read_tensors, specs_of
@@ -101,7 +99,8 @@ class CheckpointStore:
         plain = plain_meta(meta)
         try:
             self._prepare_root()
-            if not isinstance(self.verify(final), Found):
+            is_there = os.path.lexists(final) and isinstance(self.verify(final), Found)
+            if not is_there:
                 self._write_folder(final, step=step, stream=stream, meta=plain)
         # WHY RuntimeError: copying from a GPU that is in trouble raises it
         except (OSError, RuntimeError) as error:
@@ -207,7 +206,8 @@ class CheckpointStore:
         except OSError:
             # WHY look: NFS can lose the reply to a rename that it did, and of two survivors that
             # save the same step one comes second
-            if not isinstance(self.verify(final), Found):
+            is_there = os.path.lexists(final) and isinstance(self.verify(final), Found)
+            if not is_there:
                 raise
         self._disk.sync_folder(self.root)
 

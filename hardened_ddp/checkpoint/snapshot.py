@@ -23,7 +23,7 @@ from torch import Tensor
 from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.checkpoint.manifest import JSON, plain_meta
 from hardened_ddp.checkpoint.stream import HostArena, TensorStream
-from hardened_ddp.checkpoint.tensors import FilePlan, plan_file, specs_of
+from hardened_ddp.checkpoint.tensors import FilePlan, plan_file
 from hardened_ddp.errors import CheckpointError
 
 # Longer than any disk that works needs for any state; a network disk that hangs needs for ever.
@@ -50,6 +50,7 @@ class CheckpointWriter:
         self._store = store
         self._arena = HostArena()
         self._plan: FilePlan | None = None
+        self._layout: list[tuple[str, torch.dtype, torch.Size]] = []
         self._lock = threading.Lock()
         self._copy_streams: dict[torch.device, torch.cuda.Stream] = {}
         self._thread: threading.Thread | None = None
@@ -91,8 +92,9 @@ class CheckpointWriter:
         started_at = time.perf_counter()
         plain = plain_meta(meta)
         # WHY kept: the layout is the same each time, and takes longest of all that is done here
-        if self._plan is None or self._plan.specs != specs_of(tensors):
-            self._plan = plan_file(tensors)
+        layout = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+        if self._plan is None or self._layout != layout:
+            self._plan, self._layout = plan_file(tensors), layout
         stream = TensorStream(tensors, plan=self._plan, arena=self._arena, lock=self._lock)
         copied = self._copy_from_gpus(stream, tensors, volatile)
         stream.freeze_only(

@@ -76,10 +76,8 @@ class FilePlan:
     slots: tuple[Slot, ...]
     specs: dict[str, TensorSpec]
     data_bytes: int
-
-    @property
-    def size_bytes(self) -> int:
-        return len(self.header) + self.data_bytes
+    size_bytes: int
+    """Of the whole file: the header and the data."""
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
@@ -119,11 +117,13 @@ def plan_file(tensors: Mapping[str, Tensor]) -> FilePlan:
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER_BYTES:
         raise CheckpointError(f"{len(tensors)} tensors need a header of {len(text)} bytes")
+    whole_header = struct.pack("<Q", len(text)) + text
     return FilePlan(
-        header=struct.pack("<Q", len(text)) + text,
+        header=whole_header,
         slots=tuple(slots),
         specs=specs_of(tensors),
         data_bytes=begin,
+        size_bytes=len(whole_header) + begin,
     )
 
 

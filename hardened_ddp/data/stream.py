@@ -88,7 +88,7 @@ class BatchStream:
                 raise WorkersLost("a batch came that was not asked for")
             self._note_answer(batch, tape)
             yield batch
-            if self.fallback.is_quiet():
+            if self.fallback.is_low and self.fallback.is_quiet():
                 return False
         if tape.unanswered:
             raise WorkersLost("workers ended before they had answered all requests")
@@ -110,7 +110,7 @@ class BatchStream:
                 ) from error
             self._note_answer(batch, tape)
             yield batch
-            if self.fallback.is_quiet():
+            if self.fallback.is_low and self.fallback.is_quiet():
                 return False
         return True
 

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from hardened_ddp.checkpoint.disk import Disk, make_folders, write_file
 from hardened_ddp.checkpoint.files import load_checkpoint
-from hardened_ddp.checkpoint.listing import open_checkpoint
+from hardened_ddp.checkpoint.listing import aside_path, open_checkpoint, remove_aside
 from hardened_ddp.checkpoint.manifest import JSON
-from hardened_ddp.checkpoint.retention import aside_path, remove_aside
 from hardened_ddp.checkpoint.stream import TensorStream, flat_bytes, write_stream_to
 from hardened_ddp.checkpoint.tensors import plan_file, read_tensors, specs_of
 from hardened_ddp.checkpoint.verify import Found

@@ -50,6 +50,7 @@ class Group:
         self.launch = launch
         self.device = device
         self.world_size = launch.world_size
+        self.is_main, self.is_local_main = launch.is_main, launch.is_local_main
         self.tracker = Tracker()
         self.store: PatientStore | None = None
         self.control: dist.ProcessGroup | None = None
@@ -123,11 +124,11 @@ class Group:
 
     def run_on_main(self, work: Callable[[], Any], *, what: str) -> Any:  # Any: JSON
         """Run work on rank 0; every rank gets its JSON result or its error. Collective."""
-        return self._run_on(self.launch.is_main, work, what=what)[0]
+        return self._run_on(self.is_main, work, what=what)[0]
 
     def run_on_local_main(self, work: Callable[[], Any], *, what: str) -> None:
         """Run work once on each node; an error there is an error everywhere. Collective."""
-        self._run_on(self.launch.is_local_main, work, what=what)
+        self._run_on(self.is_local_main, work, what=what)
 
     def check_equal(self, facts: Mapping[str, str]) -> None:
         """Raise RankMismatchError where a rank's facts differ from rank 0's. Collective."""
@@ -201,7 +202,7 @@ class Group:
         if dist.is_initialized() and not (self.is_broken and self.backend == "nccl"):
             # WHY not then: NCCL would wait here for data that the dead rank never sends.
             dist.destroy_process_group()
-        if self._has_published and self.launch.is_main and not self.launch.agent_owns_store:
+        if self._has_published and self.is_main and not self.launch.agent_owns_store:
             self._await_listeners()
         self.store = self.control = None
 

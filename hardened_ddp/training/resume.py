@@ -24,8 +24,8 @@ from hardened_ddp.settings.earlier_run import (
     newest_run,
     run_of_checkpoint,
 )
-from hardened_ddp.training.run_folder import create_run_folder, probe_folder
-from hardened_ddp.training.run_lock import RunLock
+from hardened_ddp.training.run_folder import create_run_folder
+from hardened_ddp.training.run_lock import RunLock, probe_folder
 from hardened_ddp.training.state import Saved, share_state
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def open_run(config: Config, group: Group) -> RunFolder:
         return str(folder)
 
     folder = Path(group.run_on_main(choose, what="opening the run folder"))  # collective
-    if group.launch.is_local_main:
+    if group.is_local_main:
         _note_folder(output, group.launch, folder)
     if mine:
         return mine[0]
@@ -125,9 +125,7 @@ def read_checkpoint(run: RunFolder, group: Group) -> Saved | None:
 
     if not group.run_on_main(load, what="reading the checkpoint"):  # collective
         return None
-    saved = share_state(group, loaded[0] if loaded else Saved({}, {}))  # collective
-    log.info("going on in %s from step %d", run.folder, saved.meta["step"])
-    return saved
+    return share_state(group, loaded[0] if loaded else Saved({}, {}))  # collective
 
 
 def read_newest(run: RunFolder, group: Group, *, at_most: int) -> Saved | None:
@@ -232,7 +230,7 @@ def _noted_folder(output: Path, launch: Launch) -> str:
 
     WHY the restart count: a Slurm job may train one model after the other; an agent starts one.
     """
-    keys = [launch.agent_key, launch.job_key if launch.is_restart else ""]
+    keys = [launch.agent_key, launch.job_key if launch.attempt > 0 else ""]
     for note in (output / _JOBS / key for key in keys if key):
         if note.is_file():
             return note.read_text(encoding="utf-8").strip()

@@ -175,7 +175,8 @@ def restore(parts: Parts, saved: Saved) -> Progress:
                 state[key] = value.to(parameter.device)  # its kernels read the step count there
         if state:
             parts.optimizer.state[parameter] = state
-    parts.precision.restore(dict(meta["precision"]))
+    if parts.precision.scaler is not None:
+        parts.precision.restore(dict(meta["precision"]))
     return Progress(
         step=int(meta["step"]),
         epoch=int(meta["epoch"]),
