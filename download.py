@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Fetch datasets and pretrained weights once, before the job: on a login node, or at home.
+"""Download datasets and pretrained weights once, before the job, on a machine with network.
 
     python download.py --dataset mnist --model resnet18 --data_dir data
 
-Each file is checked by its hash; what broke off is continued by the same command; what is here is
-not fetched again; two that run at once do not get in each other's way.
-Training on nodes without network then finds all of it: --data_dir data, and weights in ./models.
+Each file is verified by its hash. The same command continues an interrupted download, and skips
+files that are complete. Two downloads may run at once.
+Training on nodes without network then uses the files: --data_dir data, and weights in ./models.
 """
 
 import argparse
@@ -26,7 +26,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--models_dir", type=Path, default=Path("models"))
     arguments = parser.parse_args()
     if not arguments.dataset and not arguments.model:
-        parser.error("name what to fetch: --dataset NAME ..., --model NAME ...")
+        parser.error("name what to download: --dataset NAME ..., --model NAME ...")
     return arguments
 
 
@@ -46,13 +46,13 @@ def main() -> int:
         print(f"download.py: error {error}", file=sys.stderr)
         print(
             "By hand: give this command on a machine with network, then copy "
-            f"{arguments.data_dir} and {arguments.models_dir} here, to the same places. What has "
-            "arrived is kept: the same command goes on from there.",
+            f"{arguments.data_dir} and {arguments.models_dir} here, to the same places. What is "
+            "already downloaded is kept: the same command continues from there.",
             file=sys.stderr,
         )
         return error.exit_status
     except KeyboardInterrupt:
-        print("download.py: stopped; the same command goes on from here", file=sys.stderr)
+        print("download.py: stopped; the same command continues from here", file=sys.stderr)
         return 130
     if arguments.model and arguments.models_dir.resolve() != Path("models").resolve():
         print(f"so that training finds the weights: export TORCH_HOME={arguments.models_dir}")

@@ -10,7 +10,7 @@ usage: ./launch_examples.sh [--dry-run] PRESET [more arguments for its command]
    1    one GPU, one process (the CPU if there is no GPU)
    2    all GPUs of this node (2 ranks on the CPU if there is none)
    3    4 GPUs, smaller batch (4 ranks on the CPU if there are fewer)
-   4    debug: more checks, more words
+   4    debug: more checks, more log messages
    5    conservative: no workers, and samples that fail are left out
    6    CPU only
    7    mixed precision with gradient accumulation
@@ -83,7 +83,7 @@ if [[ $preset == 3 ]]; then ranks=4; fi
 # WHY not the torchrun beside that Python: its first line breaks when the folder is moved.
 together=("$python" -m torch.distributed.run --standalone "--nproc_per_node=$ranks" ddp_training.py)
 if ((ranks > 1)) && [[ -z ${OMP_NUM_THREADS:-} ]]; then
-  together=(env OMP_NUM_THREADS=1 "${together[@]}") # torchrun sets 1, too, but with a warning
+  together=(env OMP_NUM_THREADS=1 "${together[@]}") # torchrun also sets 1, but prints a warning
 fi
 
 case $preset in
@@ -92,7 +92,7 @@ case $preset in
   3)
     command=("${together[@]}" --batch_size 16 --epochs 10)
     if ((gpus < 4)); then
-      echo "launch_examples.sh: this machine shows $gpus GPUs, not 4: 4 ranks run on its CPU" >&2
+      echo "launch_examples.sh: this machine has $gpus GPUs, not 4: starting 4 ranks on its CPU" >&2
       command+=(--cpu_only)
     fi
     ;;
@@ -103,7 +103,7 @@ case $preset in
     ;;
   6) command=("${alone[@]}" --cpu_only --batch_size 8 --epochs 2) ;;
   7)
-    # On a GPU the script takes what that GPU does best; on a CPU it would take none by itself.
+    # auto chooses the best type for the GPU; on a CPU it would choose none.
     amp=$([[ $gpus == 0 ]] && echo bf16 || echo auto)
     command=("${together[@]}" --amp "$amp" --batch_size 8 --accumulation_steps 4)
     ;;

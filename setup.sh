@@ -16,8 +16,8 @@ usage: ./setup.sh [--dev] [--offline WHEELS] [--dry-run] [--print_python]
   --dry-run          say what would be done, and change nothing
   --print_python     print the path of the environment's Python on stdout, and nothing else there
 
-Takes the active environment, or the python on PATH, if it has all of requirements.txt: the versions
-that stand there, and any torch from 2.11 to 2.13. Else it makes .venv in this folder.
+Uses the active environment, or the python on PATH, if it has everything in requirements.txt: the
+versions pinned there, and any torch from 2.11 to 2.13. Otherwise it makes .venv in this folder.
 TEXT
 }
 
@@ -52,7 +52,7 @@ while (($#)); do
   shift
 done
 if [[ -n $wheels ]]; then
-  # WHY: a relative path is meant from where the caller stands, and this script has left there.
+  # WHY: a relative path is relative to the caller's folder, which this script has left.
   [[ $wheels == /* ]] || wheels=$started_in/$wheels
   if [[ ! -d $wheels ]]; then
     echo "setup.sh: --offline $wheels: there is no such folder" >&2
@@ -62,7 +62,7 @@ fi
 
 say() { echo "setup: $*" >&2; }
 
-# Say what is done, do it, and say how long it took.
+# Print what is done, do it, and print how long it took.
 stage() {
   local what=$1 before=$SECONDS
   shift
@@ -75,7 +75,7 @@ stage() {
 }
 
 # Print the pins that the Python $1 should have; status 0 if it has them, 3 if not. It reads only
-# what is written down of the packages: importing torch alone takes a second.
+# the metadata of packages: importing torch alone takes a second.
 compare() {
   "$@" - "$requirements" <<'PYTHON'
 import importlib.metadata
@@ -111,7 +111,7 @@ wanted = dict(pins(pathlib.Path(sys.argv[1])))
 found = {name: installed(name) for name in wanted}
 torch = minor(found.get("torch", ""), "2")
 if 11 <= torch <= 13:
-    # A torch that is there already stays, with the torchvision that was made for it.
+    # An installed torch is kept, with the torchvision that matches it.
     wanted["torch"] = found["torch"]
     fits = minor(found["torchvision"], "0") == torch + 15
     wanted["torchvision"] = found["torchvision"] if fits else f"0.{torch + 15}.*"
@@ -121,7 +121,7 @@ sys.exit(0 if wanted == found else 3)
 PYTHON
 }
 
-# Was an installation into .venv broken off after it had changed something?
+# Was an installation into .venv interrupted after it had changed something?
 is_half_installed() {
   local folder
   [[ -e $venv/unfinished ]] || return 1
@@ -136,7 +136,7 @@ has_all() {
   [[ -n $python && -x $python ]] || return 1
   if [[ ${python%/*} -ef $venv/bin ]]; then
     ! is_half_installed || return 1
-    options=(-I) # WHY: .venv must be whole by itself, also when PYTHONPATH is not set any more
+    options=(-I) # WHY: .venv must be complete by itself, also without PYTHONPATH
   fi
   compare "$python" "${options[@]}" >/dev/null 2>&1
 }
@@ -182,7 +182,7 @@ find_python() {
   return 1
 }
 
-# Let the second of two set-ups wait for the first. Where nothing can be locked, nobody waits.
+# If two set-ups run at once, the second waits for the first. Without flock neither waits.
 take_turn() {
   mkdir -p "$venv"
   exec 9>>"$venv/lock"
@@ -203,7 +203,7 @@ make_environment() {
     touch "$venv/unfinished"
     stage "making .venv with $("$base" --version)" "$base" -m venv "$venv"
   fi
-  touch "$venv/unfinished" # WHY again: what changes from here on is newer than this file
+  touch "$venv/unfinished" # WHY again: files that change from here on are newer than this one
   mapfile -t pins < <(compare "$venv/bin/python" -I)
   compgen -G "$venv/lib/python*/site-packages/torch" >/dev/null || note=" (torch is large)"
   # WHY --no-compile: Python compiles a file when it first imports it. All of them at once take as
@@ -214,7 +214,7 @@ make_environment() {
     pip+=(--no-index --find-links "$wheels")
   fi
   if ! PIP_USER=0 stage "installing $requirements$note" "${pip[@]}" "${pins[@]}"; then
-    say "pip could not install $requirements; its reason is above. ./setup.sh tries again."
+    say "pip could not install $requirements; its error is above. To try again: ./setup.sh"
     say "Without network: ./setup.sh --offline WHEELS   (./setup.sh --help says how to fill it)"
     return 1
   fi
@@ -237,7 +237,7 @@ elif $is_dry_run; then
   say "would install $requirements into .venv"
   python=$venv/bin/python
 else
-  trap 'echo >&2; say "interrupted; ./setup.sh goes on from here"; exit 130' INT TERM
+  trap 'echo >&2; say "interrupted; ./setup.sh continues from here"; exit 130' INT TERM
   base=$(find_python)
   take_turn
   python=$venv/bin/python

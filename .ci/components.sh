@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Install the programs that some tests talk to: MPI, Slurm, ssh, network namespaces. Best effort: a
-# test whose program is missing is skipped, and says so.
+# Install the programs that some tests use: MPI, Slurm, ssh, network namespaces. Best effort: a test
+# whose program is missing is skipped with that reason.
 set -euo pipefail
 
 packages=(openmpi-bin mpich slurmctld slurmd slurm-client munge iproute2 util-linux

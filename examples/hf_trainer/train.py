@@ -3,13 +3,13 @@
     python examples/hf_trainer/train.py
     torchrun --standalone --nproc_per_node=2 examples/hf_trainer/train.py
 
-What it shows: a model that computes its loss itself, a collate function of one's own, evaluation
-with metrics, and that the same script runs on one process or several: Trainer wraps the model in
-DDP when torchrun started it. Without a GPU the ranks talk over gloo.
+It shows a model that computes its own loss, a custom collate function, and evaluation with metrics.
+The same script runs on one process or several: Trainer wraps the model in DDP if torchrun started
+the script. Without a GPU the ranks communicate over gloo.
 
-The data is MNIST as its files are, in DATA/MNIST/raw. If there are none, the handwritten digits of
-the scikit-learn package are written there in that format: nothing is downloaded.
-It needs: pip install -r requirements-extras.txt
+The data is MNIST in its original files, in DATA/MNIST/raw. If there are none, the handwritten
+digits of the scikit-learn package are written there in the same format: nothing is downloaded.
+Install first: pip install -r requirements-extras.txt
 """
 
 import argparse
@@ -37,7 +37,7 @@ FILES = {True: "train", False: "t10k"}
 
 
 class WithLoss(nn.Module):
-    """A classifier as Trainer wants it: given labels, it returns its loss beside the logits."""
+    """A classifier in the form that Trainer expects: given labels, it also returns its loss."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class WithLoss(nn.Module):
 
 
 def collate(samples: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Make a batch of samples; the names are those of WithLoss.forward."""
+    """Make a batch of samples; its keys are the parameters of WithLoss.forward."""
     images, labels = zip(*samples, strict=True)
     return {"images": torch.stack(images), "labels": torch.stack(labels)}
 
@@ -147,11 +147,11 @@ def main() -> int:
         save_total_limit=2,
         load_best_model_at_end=True,
         metric_for_best_model="accuracy",
-        remove_unused_columns=False,  # WHY: else it looks for columns, which tuples have not
+        remove_unused_columns=False,  # WHY: otherwise it looks for columns, which tuples lack
         label_names=["labels"],
         report_to="none",
         use_cpu=not uses_gpu,
-        # WHY not always: with a backend given, it looks for a process group that one process lacks
+        # WHY not always: with a backend it expects a process group, which one process lacks
         ddp_backend="gloo" if is_launched and not uses_gpu else None,
         ddp_find_unused_parameters=False,
         dataloader_pin_memory=uses_gpu,
@@ -165,8 +165,8 @@ def main() -> int:
             write_digits_as_mnist(raw)
     train_and_test(transformers, training, arguments.data_dir)
     if torch.distributed.is_initialized():
-        # WHY first: if DDP is the last to hold the process group, its end waits for gloo's thread,
-        # which waits for Python: the program would never end.
+        # WHY first: if DDP holds the last reference to the process group, destroying that waits for
+        # gloo's thread, which waits for the GIL: the program would hang at its end.
         gc.collect()
         torch.distributed.destroy_process_group()
     return 0
