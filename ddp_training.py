@@ -18,12 +18,12 @@ from __future__ import annotations
 import faulthandler
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 # WHY so few imports here: these need no torch, so --help and wrong flags answer at once.
-from hardened_ddp.errors import CrashLoopError, HardenedError, NonFiniteError, PeerLostError
+from hardened_ddp.errors import CrashLoopError, HardenedError, NonFiniteError
 from hardened_ddp.ranks.launch import (
     Launch,
     environment,
@@ -71,7 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_drills(request, output=sys.stdout, env=environment())
         sys.path.append(str(Path.cwd()))  # for models and datasets named package.module:callable
         if request.command == "export":
-            return export(request.options)
+            from hardened_ddp.export.export import run_export
+
+            return run_export(request.options, output=sys.stdout)
         # Who launched us? torchrun sets RANK, WORLD_SIZE and more for each process.
         launch = read_launch(environment())
         settings = resolve(request, world_size=launch.world_size)
@@ -87,17 +89,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130  # what a shell gives for Ctrl-C
 
 
-def export(options: Mapping[str, str]) -> int:
-    """Write the model of a run for other programs, and say where."""
-    from hardened_ddp.export.export import SAFETENSORS, export_model
-
-    source, form = Path(options["run"]), options["format"]
-    name = source.name if form == SAFETENSORS else f"{source.name}-{form}"
-    folder = export_model(source, output=Path(options["output"] or f"exports/{name}"), form=form)
-    print(f"exported to {folder}")
-    return 0
-
-
 def run_ranks(settings: Resolved, launch: Launch, work: Callable[[Group], int]) -> int:
     """Choose the device, meet the other ranks, do the work, and leave nothing behind."""
     debug = settings.config.loop.debug
@@ -110,7 +101,7 @@ def run_ranks(settings: Resolved, launch: Launch, work: Callable[[Group], int]) 
     from hardened_ddp.ranks.group import open_group
     from hardened_ddp.ranks.seeding import seed_run
     from hardened_ddp.reporting.log import start_logging, stop_logging
-    from hardened_ddp.step.failure import explain_outside
+    from hardened_ddp.step.failure import errors_published
 
     config = settings.config.device
     start_logging(rank=launch.rank, world_size=launch.world_size, debug=debug)
@@ -133,19 +124,8 @@ def run_ranks(settings: Resolved, launch: Launch, work: Callable[[Group], int]) 
             shared_memory=settings.config.ddp.shared_memory,
         )
         try:
-            return work(group)
-        except HardenedError as error:
-            # The other ranks only see a closed connection: this tells them the cause.
-            group.publish_failure(error.message)
-            raise
-        except Exception as error:
-            known = explain_outside(error, group)
-            if not isinstance(known, PeerLostError):
-                group.publish_failure(f"{type(error).__name__}: {error}")
-            if known is not None:
-                raise known from error
-            log.exception("[DDP-X01] an error that this program does not know; its traceback:")
-            return HardenedError.exit_status
+            with errors_published(group):  # to the other ranks: they only see a closed connection
+                return work(group)
         finally:
             group.close()
     except HardenedError as error:
@@ -153,6 +133,9 @@ def run_ranks(settings: Resolved, launch: Launch, work: Callable[[Group], int]) 
         if isinstance(error, CrashLoopError):
             stop_launcher(launch)
         return error.exit_status
+    except Exception:
+        log.exception("[DDP-X01] an error that this program does not know; its traceback:")
+        return HardenedError.exit_status
     finally:
         stop_logging()
 
@@ -347,8 +330,7 @@ def fit(run: Run) -> Ending:
             if stop.has_looked:  # some times a second
                 run.look_around()  # progress bar, checkpoints by time
             try:
-                # Forward, backward, all-reduce, update; no_sync covers all micro-batches but the
-                # last. See step/step.py.
+                # Forward, backward, all-reduce, update: see step/step.py.
                 outcome = run.stepper.do(window, batches)  # collective
             except NonFiniteError as error:
                 run.rollback.mend(error)  # collective: was one rank's memory to blame?

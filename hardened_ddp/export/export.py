@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 from torch import Tensor
@@ -42,6 +43,15 @@ from safetensors.torch import load_file
 weights = load_file("{WEIGHTS_NAME}")  # names and shapes as in the model's state_dict()
 model.load_state_dict(weights)
 model.eval()"""
+
+
+def run_export(options: Mapping[str, str], *, output: TextIO) -> int:
+    """Do the command export: write the model of a run, and say where."""
+    source, form = Path(options["run"]), options["format"]
+    name = source.name if form == SAFETENSORS else f"{source.name}-{form}"
+    folder = export_model(source, output=Path(options["output"] or f"exports/{name}"), form=form)
+    output.write(f"exported to {folder}\n")
+    return 0
 
 
 def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path:

@@ -6,7 +6,8 @@ ranks report it to each other.
 
 import logging
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,6 +16,7 @@ from hardened_ddp.errors import (
     HardenedError,
     NonFiniteError,
     OutOfMemoryError,
+    PeerLostError,
     SampleError,
     StepError,
     UnusedParameterError,
@@ -111,6 +113,26 @@ def explain_outside(error: Exception, group: Group) -> HardenedError | None:
         fix="see what else uses that memory: python ddp_training.py doctor; else take a "
         "smaller model, or a dataset that reads samples only when needed",
     )
+
+
+@contextmanager
+def errors_published(group: Group) -> Iterator[None]:
+    """Tell the other ranks why this one ends by an error inside. Rank-local.
+
+    An error that belongs to no step is raised as one of ours if it is known.
+    """
+    try:
+        yield
+    except HardenedError as error:
+        group.publish_failure(error.message)
+        raise
+    except Exception as error:
+        known = explain_outside(error, group)
+        if not isinstance(known, PeerLostError):
+            group.publish_failure(f"{type(error).__name__}: {error}")
+        if known is not None:
+            raise known from error
+        raise
 
 
 def explain_evaluation(error: Exception, group: Group) -> HardenedError:
