@@ -196,7 +196,7 @@ take_turn() {
 make_environment() {
   local base=$1 pins pip note="" before=$SECONDS
   if is_half_installed; then
-    say "the last installation was interrupted; .venv is made anew"
+    say "the last installation was interrupted; rebuilding .venv"
   fi
   if is_half_installed || ! "$venv/bin/python" -I -m pip --version >/dev/null 2>&1; then
     find "$venv/" -mindepth 1 -maxdepth 1 ! -name lock -exec rm -rf {} +

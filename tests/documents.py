@@ -23,14 +23,14 @@ DOCUMENTS = (README, TROUBLES, GLOSSARY, READING, CONCEPTS, DRILLS)
 
 # What the tree says of files that can't say it themselves.
 ONE_LINERS = {
-    "README.md": "What this is, and how it is used.",
+    "README.md": "What the project does, and how to use it.",
     "DDP_TROUBLESHOOTING.md": "Every error: symptom, cause, fix.",
     "launch_examples.sh": "Numbered presets; without arguments it lists them.",
     "train.slurm": "Trains as a Slurm job: sbatch train.slurm.",
     "setup.sh": "Installs what is missing, into .venv.",
     "config.yaml": "Every setting with its default.",
     "requirements.txt": "What training needs, with versions that fit together.",
-    "requirements-dev.txt": "What the tests need besides.",
+    "requirements-dev.txt": "What the tests need in addition.",
     "requirements-extras.txt": "What only some commands need: exports, Hugging Face.",
     "CONTRIBUTING.md": "The rules of the code, and recipes.",
     "pyproject.toml": "Settings of ruff, mypy and pytest.",
@@ -38,11 +38,11 @@ ONE_LINERS = {
     ".ci/run": "What every change must pass: make check.",
     "docs/CONCEPTS.md": "How data parallel training works, for students.",
     ".ci/components.sh": "Installs MPI and Slurm for the tests, where it can.",
-    "docs/DRILLS.md": "Every fault drill, what comes of it, and the time that it costs.",
-    "docs/GLOSSARY.md": "The words of DDP.",
+    "docs/DRILLS.md": "Every fault drill, its result, and the time that it costs.",
+    "docs/GLOSSARY.md": "The terms of DDP and of this project.",
     "docs/READING_ORDER.md": "Which file to read first, and six exercises.",
     "docs/first_run.txt": "What the first run prints.",
-    "docs/tensorboard.png": "What TensorBoard shows of it.",
+    "docs/tensorboard.png": "The curves of that run in TensorBoard.",
 }
 LAYERS = ["settings", "ranks", "reporting", "data", "task", "model", "checkpoint", "guard", "step"]
 LAYERS += ["training", "export", "diagnosis"]

@@ -125,7 +125,7 @@ def test_of_two_set_ups_one_waits_and_only_adds_what_is_missing(installed: Path)
             assert "installing" not in command.stderr
             lock.close()  # which gives the turn to the other
             done = command.wait(timeout_s=60).ok()
-    assert "anew" not in done.stderr
+    assert "rebuilding" not in done.stderr
     assert "making" not in done.stderr
     assert "nothing to install" in set_up(installed).stderr
     [site] = (installed / ".venv").glob("lib/python*/site-packages")
@@ -184,7 +184,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     assert "would install" in set_up(folder, "--dry-run").stderr
     done = set_up(folder).ok()
-    assert "interrupted; .venv is made anew" in done.stderr
+    assert "interrupted; rebuilding .venv" in done.stderr
     return folder
 
 
