@@ -256,8 +256,8 @@ MUTATIONS = [
     # guard
     Mutation(
         "guard/verdict.py",
-        "blamed = tuple(report.rank for report in late if report.step == first)",
-        "blamed = tuple(report.rank for report in late)",
+        "hung = tuple(report.rank for report in late if report.step == first)",
+        "hung = tuple(report.rank for report in late)",
         f"{HANGS} -k 'verdict or blam or decide or told or late or named'",
     ),
     Mutation(

@@ -80,7 +80,7 @@ def test_a_rank_that_hangs_in_forward_is_named_and_the_others_save_and_leave(
         f"ranks {others[0]} and {others[1]} wait" if len(others) > 1 else f"rank {others[0]} waits"
     )
     samples = "" if how == "hold" else r" samples \[\d+, \d+\],"
-    held = ", native code holds Python's lock" if how == "hold" else ""
+    held = ", native code holds the GIL" if how == "hold" else ""
     pattern = rf"rank {rank}, step (\d+), forward,{samples} \d+ s{held}; {waiting} in all-reduce"
     assert re.match(rf"{pattern} of step \1\n", verdict), verdict
     assert "[DDP-G05] " + verdict.strip() in finished.outputs[others[0]]

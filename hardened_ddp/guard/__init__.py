@@ -1,1 +1,1 @@
-"""What watches over a step: signals, hangs, slow ranks."""
+"""Guards of a run: stop signals, hangs, slow ranks, replicas that differ."""

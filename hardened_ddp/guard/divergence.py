@@ -1,11 +1,11 @@
 """Replicas that are no longer equal: found by a checksum, named by rank and tensor.
 
 Owns the comparison and its verdict. DDP keeps replicas equal by giving all of them the same
-gradients; it never looks. A flipped bit in the memory of one rank stays there, and its gradients,
-of other weights, go into everybody's.
+gradients; it never compares them. A flipped bit in the memory of one rank stays there, and the
+gradients that it computes with the wrong weights go into the weights of all ranks.
 
-The comparison costs a pass over the tensors, one small sum over the ranks and one wait for the
-device; only if it fails are the checksums of all tensors exchanged.
+The comparison costs one pass over the tensors, one small all-reduce and one wait for the device;
+the checksums of all tensors are exchanged only if it fails.
 Does not own: when to compare and what is done about it (training/rollback.py).
 """
 
@@ -26,10 +26,10 @@ class Divergence:
     """Which ranks differ. The same on all ranks."""
 
     odd: list[int]
-    """The ranks that differ from most; all of them if no state is that of most."""
+    """The ranks that differ from the majority; all of them if there is no majority."""
 
     source: int | None
-    """The lowest rank with the state that most ranks have; None: there is none."""
+    """The lowest rank with the state of the majority; None: there is no majority."""
 
     text: str
 
@@ -39,7 +39,7 @@ def compare_replicas(group: Group, tensors: Mapping[str, torch.Tensor]) -> Diver
     if group.world_size == 1:
         return None
     pairs = checksums(tensors)
-    # WHY a sum: it is what a group does fastest. Each rank fills a row of its own.
+    # WHY an all-reduce: the fastest collective of a group. Each rank fills its own row.
     table = torch.zeros(group.world_size, 2, dtype=torch.int64, device=pairs.device)
     table[group.launch.rank] = combine(pairs)
     rows = group.sum_(table).tolist()  # collective
@@ -50,7 +50,7 @@ def compare_replicas(group: Group, tensors: Mapping[str, torch.Tensor]) -> Diver
 
 
 def judge(everyone: list[dict[str, str]]) -> Divergence:
-    """Find who is in the minority. everyone: for each rank the checksums of its tensors."""
+    """Find the ranks in the minority. everyone: for each rank the checksums of its tensors."""
     whole = [tuple(sorted(mine.items())) for mine in everyone]
     [(most, count)] = Counter(whole).most_common(1)
     source = whole.index(most) if 2 * count > len(everyone) else None

@@ -1,15 +1,15 @@
-"""The watch for hangs: says which rank makes no progress, and where; then saves and leaves.
+"""The watch for hangs: names the rank that makes no progress, and where; then saves and exits.
 
-Owns a thread of each rank that looks at this rank's heartbeat, and at those of its neighbours,
-about once a second. If a phase takes longer than it may, it raises the alarm; then the threads of
-all ranks write Python's stacks to RUN/hangs, agree on a verdict (verdict.py), save the last
-completed step, end what can't end itself, and leave with a status that has the launcher
-start again.
+Owns a thread of each rank that checks this rank's heartbeat, and those of its neighbours, about
+once a second. If a phase takes longer than its limit, the thread raises the alarm; then the threads
+of all ranks write Python's stacks to RUN/hangs, agree on a verdict (verdict.py), save the last
+completed step, kill the ranks that can't exit by themselves, and exit with a status on which the
+launcher starts again.
 
-Time counts only while the thread itself runs: a job that was stopped as a whole and goes on, or a
+Time counts only while the thread itself runs: a job that was stopped as a whole and continued, or a
 machine that slept, did not hang. Neither does a rank in a debugger.
-What it can't see: a process that is alone on its machine while native code holds Python's lock.
-Its stacks are written all the same (by faulthandler's timer), but it does not end.
+What it can't see: a process that is alone on its machine while native code holds the GIL. Its
+stacks are written even then (by faulthandler's timer), but it does not exit.
 
 Does not own: what is saved (training/survivor_save.py), where the others are (neighbours.py,
 hang_consensus.py).
@@ -42,30 +42,30 @@ log = logging.getLogger(__name__)
 FOLDER = "hangs"
 TICK_S = 1.0
 COLLECT_S = 4.0
-"""How long the others have to report; their threads look for an alarm at each tick."""
+"""How long the other ranks have to report; their threads check for an alarm at each tick."""
 
-_MOST_TICKS = 3
-_NUM_WITNESSES = 2  # ranks that look at all others; more of them would only load the store
+_MAX_TICKS = 3
+_NUM_WITNESSES = 2  # ranks that check all others; more of them would only load the store
 _COMPARE_EVERY_S = 2.0
 _END_LIMIT_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """What the watch may ask about the run, and do with it. Called on its thread."""
+    """What the watch needs from the run. Called on the watch's thread."""
 
     save: Callable[..., None]
-    """Write the last completed step if this rank is the one to do it. Takes why: a HangError."""
+    """Write the last completed step if this rank is the one to save. Takes the HangError."""
 
     samples: Callable[[int], Sequence[int]] = lambda phase: ()
-    """Which samples this rank is busy with, in that phase."""
+    """The samples that this rank processes in that phase."""
 
     worker_stacks: Callable[[], Mapping[int, str]] = dict
     split: Callable[[], tuple[int, Split]] = lambda: (0, {})
-    """Where the time of this rank's steps goes, and the number of that report."""
+    """The split of this rank's step time, and the number of that report."""
 
     least_s: Mapping[int, float] = field(default_factory=dict)
-    """Phases that may take longer than others."""
+    """Phases with a longer limit, in seconds."""
 
 
 class HangWatch:
@@ -74,7 +74,7 @@ class HangWatch:
     def __init__(
         self, group: Group, folder: Path, *, hang_after_s: float, timeout_s: float
     ) -> None:
-        """hang_after_s: what a phase may always take; 0: no watch. timeout_s: of a collective."""
+        """hang_after_s: the least limit of a phase; 0: no watch. timeout_s: of a collective."""
         self._group = group
         self._folder = folder / FOLDER
         self._hang_after_s = hang_after_s
@@ -89,7 +89,7 @@ class HangWatch:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "HangWatch":
-        """Begin to watch. Main thread. Collective: all ranks."""
+        """Start the watch. Main thread. Collective: all ranks."""
         group, store, fds = self._group, None, (-1, -1)
         if self._hang_after_s > 0:
             fds = group.tracker.share(), offer_stacks()
@@ -97,7 +97,7 @@ class HangWatch:
         self._neighbours = Neighbours(group, fds, stopped_limit_s=self._hang_after_s)  # collective
         if self._hang_after_s <= 0:
             return self
-        with contextlib.suppress(RuntimeError):  # no answer: then each rank watches itself
+        with contextlib.suppress(RuntimeError):  # no answer: then each rank watches only itself
             store = None if group.store is None else group.store.second()
         self._consensus = HangConsensus(store, rank=group.launch.rank, world_size=group.world_size)
         self._held = self._open_held()
@@ -110,14 +110,14 @@ class HangWatch:
         self.close()
 
     def attach(self, subject: Subject) -> None:
-        """Say what is watched, once it is there. Main thread."""
+        """Attach the run to watch, once it exists. Main thread."""
         self._subject = subject
 
     def close(self) -> None:
-        """Watch no more; if a hang is being looked into, wait for the end of that. Main thread.
+        """Stop the watch; if a hang is being judged, wait for the verdict. Main thread.
 
-        WHY wait: a rank that lost another one comes here, and the verdict says why. Its thread
-        then ends this process. May be called twice.
+        WHY wait: a rank that lost another one calls this, and the verdict says why it was lost.
+        The watch's thread then ends this process. May be called twice.
         """
         if self._thread is None:
             self._neighbours.close()
@@ -138,11 +138,11 @@ class HangWatch:
         last = time.monotonic()
         while not self._end.wait(self._tick_s):
             now = time.monotonic()
-            awake_s, last = min(now - last, _MOST_TICKS * self._tick_s), now
+            awake_s, last = min(now - last, _MAX_TICKS * self._tick_s), now
             try:
                 self._tick(awake_s)
-            except Exception:  # WHY broad: a watch that fell asleep would be missed too late
-                log.debug("the watch for hangs stumbled", exc_info=True)
+            except Exception:  # WHY broad: if the watch ended, the next hang would not be noticed
+                log.debug("the watch for hangs raised an error", exc_info=True)
         self._consensus.leave()
 
     def _tick(self, awake_s: float) -> None:
@@ -157,13 +157,13 @@ class HangWatch:
             self._compare_speeds(awake_s)
         self._quiet_s = max(0.0, self._quiet_s - awake_s)
         is_suspicious = self._quiet_s == 0.0 and self._is_suspicious(report, awake_s)
-        # WHY the step and the time: several hangs of one run are told apart, on all ranks alike
+        # WHY step and time: tells several hangs of one run apart, with one name on all ranks
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-step-{report.step}" if is_suspicious else ""
         if alarm := self._consensus.alarm(name):
             self._judge(self._folder / alarm, is_witness=is_suspicious)
 
     def _age(self, awake_s: float) -> None:
-        """Add up for how long this rank is in its phase, as far as this thread was awake."""
+        """Add up how long this rank has been in its phase, while this thread was awake."""
         since = self._group.tracker.words[SINCE]
         age_s = (time.monotonic_ns() - since) / 1e9
         is_new = since != self._seen_since
@@ -171,7 +171,7 @@ class HangWatch:
         self._seen_since = since
 
     def _set_limits(self) -> None:
-        """Learn how long each phase may take; show it to the neighbours, and to the timer."""
+        """Update the limit of each phase; publish it to the neighbours, and set the timer."""
         tracker = self._group.tracker
         limits = limits_ns(
             hang_after_s=self._hang_after_s,
@@ -182,8 +182,8 @@ class HangWatch:
         for phase, limit in enumerate(limits):
             tracker.words[LIMITS + phase] = limit
         if self._held >= 0:
-            os.ftruncate(self._held, 0)  # it was held for a while, and went on
-            # WHY armed anew each time: it goes off only where this thread can't run any more.
+            os.ftruncate(self._held, 0)  # stacks of a rank that continued
+            # WHY restarted each time: it fires only if this thread can't run any more.
             timeout_s = 2 * limits[tracker.words[PHASE]] / 1e9
             faulthandler.dump_traceback_later(timeout_s, file=self._held)
 
@@ -194,7 +194,7 @@ class HangWatch:
         return Report(rank, words[STEP], phase, self._age_s, limit_s, samples)
 
     def _is_suspicious(self, report: Report, awake_s: float) -> bool:
-        """Say whether there is cause for an alarm, by what this rank can see."""
+        """Return whether this rank sees a reason for an alarm."""
         is_working = report.phase < FIRST_WAIT
         if is_working and report.is_late and is_debugged(self._main_thread):
             self._age_s = 0.0
@@ -210,10 +210,10 @@ class HangWatch:
         return is_complete and decide(list(seen.values()), patience_s=self._patience_s) is not None
 
     def _judge(self, folder: Path, *, is_witness: bool) -> None:
-        """Write stacks, report, and agree on a verdict; then act, or go on if nobody hangs."""
+        """Write stacks, report, and agree on a verdict; then act, or continue if no rank hangs."""
         self._is_judging.set()
         mine = self._report(tuple(self._subject.samples(self._group.tracker.words[PHASE])))
-        with contextlib.suppress(OSError):  # WHY go on: a full disk must not hide the verdict
+        with contextlib.suppress(OSError):  # WHY suppress: a full disk must not hide the verdict
             self._write_stacks(folder, mine)
         self._consensus.report(mine)
         lost = self._neighbours.lost()
@@ -227,17 +227,17 @@ class HangWatch:
         verdict = self._consensus.settle(verdict)
         if verdict is not None:
             self._act(verdict, folder)
-        log.warning("a hang was suspected, but all ranks go on; their stacks: %s", folder)
+        log.warning("a hang was suspected, but all ranks make progress; their stacks: %s", folder)
         self._quiet_s = self._hang_after_s / 2
         self._is_judging.clear()
 
     def _act(self, verdict: Verdict, folder: Path) -> None:
-        """Tell the verdict, save, end the neighbours that can't end themselves, and leave."""
-        self._consensus.blame(verdict)
+        """Log the verdict, save, kill the neighbours that can't exit by themselves, and exit."""
+        self._consensus.publish(verdict)
         error = HangError(
             verdict.text,
-            fix=f"read the stacks of all ranks in {folder}; to go on: python ddp_training.py "
-            f"--resume {self._folder.parent} (torchrun --max_restarts=3 does that by itself)",
+            fix=f"read the stacks of all ranks in {folder}; to resume: python ddp_training.py "
+            f"--resume {self._folder.parent} (torchrun --max_restarts=3 does so automatically)",
         )
         log.error("%s", error)
         try:
@@ -246,7 +246,7 @@ class HangWatch:
             self._subject.save(error)
             if self._neighbours.is_first():
                 for neighbour in self._neighbours.lost():
-                    log.warning("rank %d can't leave by itself: it is ended", neighbour.rank)
+                    log.warning("rank %d can't exit by itself: it is killed", neighbour.rank)
                     neighbour.kill()
             launch = self._group.launch
             is_server = launch.is_main and not launch.agent_owns_store
@@ -256,7 +256,7 @@ class HangWatch:
             leave_at_once(HangError.exit_status)
 
     def _write_stacks(self, folder: Path, report: Report) -> None:
-        """Write the stacks of this rank, its workers, and the neighbours that can't do it."""
+        """Write the stacks of this rank, its workers, and the neighbours that don't answer."""
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / f"rank_{report.rank}.txt").open("w", encoding="utf-8") as file:
             where = f"process {os.getpid()} on {socket.gethostname()}"
@@ -275,7 +275,7 @@ class HangWatch:
             path.write_text(text or "no stacks: it does not answer\n", encoding="utf-8")
 
     def _compare_speeds(self, awake_s: float) -> None:
-        """Tell on rank 0 which rank has become slow, and which one no longer is."""
+        """Log on rank 0 which rank has become slow, and which one no longer is."""
         self._compare_in_s -= awake_s
         if self._group.launch.is_main and self._compare_in_s <= 0:
             self._compare_in_s = _COMPARE_EVERY_S
@@ -286,10 +286,10 @@ class HangWatch:
         with contextlib.suppress(OSError):
             os.close(self._held)
             self._held_path.unlink()
-            self._folder.rmdir()  # what is not empty stays
+            self._folder.rmdir()  # a folder that is not empty stays
 
     def _open_held(self) -> int:
-        """Open the file for the stacks of a process whose lock is held; -1 if it can't be."""
+        """Open the file for the stacks of a process whose GIL is held; -1 if it can't be opened."""
         self._held_path = self._folder / f"held_rank_{self._group.launch.rank}.txt"
         try:
             self._folder.mkdir(exist_ok=True)

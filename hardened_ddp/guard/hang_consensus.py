@@ -1,10 +1,9 @@
-"""How the ranks find out together whether one of them hangs: beats, an alarm, reports, a verdict.
+"""How the ranks agree on whether one of them hangs: heartbeats, an alarm, reports, a verdict.
 
-Owns what they leave for each other in the store, in rounds. A beat now and then says where a rank
-is. One that sees cause for it raises the alarm; every rank that can then reports where it is now;
-and the first verdict that is made of these reports holds for all. It may be that nobody hangs:
-then the next round begins.
-WHY the store, and no collective: ranks that wait in one can do no other.
+Owns the store keys for this, in rounds. A regular beat says where a rank is. A rank that sees a
+reason raises the alarm; then every rank that can reports where it is now; the first verdict made
+from these reports holds for all. If no rank hangs, the next round begins.
+WHY the store, not a collective: ranks that wait in one collective can't call another.
 What goes wrong here: the rank that serves the store hangs. Then each machine judges by itself.
 """
 
@@ -25,7 +24,7 @@ LEFT = "left"
 
 
 class HangConsensus:
-    """This rank's part in finding out who hangs. Every method is for one thread."""
+    """This rank's part in the consensus. All methods are called from one thread."""
 
     def __init__(self, store: PatientStore | None, *, rank: int, world_size: int) -> None:
         """store: None where there are no other ranks."""
@@ -37,22 +36,22 @@ class HangConsensus:
         self._silent_s: dict[int, float] = {}
 
     def beat(self, report: Report, number: int, splits: tuple[int, Split]) -> None:
-        """Say where this rank is. number: another one each time."""
+        """Publish where this rank is. number: a different one each time."""
         self._put(f"hang/beat/{self._rank}", [number, asdict(report), splits])
 
     def leave(self) -> None:
-        """Say that this rank takes no part any more."""
+        """Publish that this rank no longer takes part."""
         self._put(f"hang/beat/{self._rank}", LEFT)
 
     def splits(self) -> dict[int, tuple[int, Split]]:
-        """Give the newest split of each rank's step time, with its number."""
+        """Return the newest split of each rank's step time, with its number."""
         beats = {rank: json.loads(text) for rank, text in self._read_beats().items()}
         return {r: (b[2][0], b[2][1]) for r, b in beats.items() if b != LEFT and b[2][1]}
 
     def watch_beats(self, awake_s: float) -> dict[int, Report]:
-        """Tell where each rank is by its beat. Silent: none for longer than its phase may take.
+        """Return where each rank is by its beat. Silent: no beat for longer than its limit.
 
-        awake_s: since the last call. A rank of which nothing is known yet is not in it.
+        awake_s: since the last call. A rank without a beat so far is left out.
         """
         found = {}
         for rank, text in self._read_beats().items():
@@ -67,12 +66,12 @@ class HangConsensus:
         return found
 
     def missing(self, reports: Collection[int]) -> list[int]:
-        """Give the ranks that are not among those who reported, and took no leave."""
+        """Return the ranks that neither reported nor left."""
         left = {rank for rank, text in self._read_beats().items() if text == json.dumps(LEFT)}
         return [r for r in range(self._world_size) if r not in reports and r not in left]
 
     def alarm(self, name: str) -> str:
-        """Raise the alarm of this round under a name, or give that of another rank.
+        """Raise the alarm of this round under a name, or return the name of another rank's alarm.
 
         An empty name only asks; an empty answer: there is no alarm.
         """
@@ -88,13 +87,13 @@ class HangConsensus:
             return name
 
     def report(self, report: Report) -> None:
-        """Say where this rank is, for this round's verdict."""
+        """Publish where this rank is, for this round's verdict."""
         self._put(f"hang/{self._round}/report/{report.rank}", asdict(report))
 
     def collect(self, known: Mapping[int, Report], *, limit_s: float) -> dict[int, Report]:
-        """Wait for the reports of all ranks but the known ones, which it returns too.
+        """Wait for the reports of all ranks; return them and the known ones.
 
-        One that does not come in limit_s is reported as silent, from where it was last seen.
+        A rank that does not report within limit_s is silent, at the place of its last beat.
         """
         prefix = f"hang/{self._round}/report/"
         found = dict(known)
@@ -116,7 +115,7 @@ class HangConsensus:
         return found
 
     def settle(self, verdict: Verdict | None) -> Verdict | None:
-        """Give the verdict of this round: this one, or the one that another rank was first with."""
+        """Return the verdict of this round: that of the rank that was first to publish one."""
         mine = json.dumps(None if verdict is None else [verdict.text, verdict.laggards])
         found = json.loads(self._claim(f"hang/{self._round}/verdict", mine))
         if found is None:
@@ -125,7 +124,7 @@ class HangConsensus:
         return Verdict(found[0], tuple(found[1]))
 
     def await_verdict(self, limit_s: float) -> bool:
-        """Wait for another rank's verdict; say whether there is one."""
+        """Wait for another rank's verdict; return whether there is one."""
         end = time.monotonic() + limit_s
         while self._store is not None and time.monotonic() < end:
             try:
@@ -137,13 +136,13 @@ class HangConsensus:
             time.sleep(0.05)
         return False
 
-    def blame(self, verdict: Verdict) -> None:
-        """Leave the verdict where ranks look that have lost another one."""
+    def publish(self, verdict: Verdict) -> None:
+        """Publish the verdict under the key that a rank reads when it loses another one."""
         for rank in verdict.laggards:
             self._put_text(f"failure/{rank}", verdict.text)
 
     def await_others(self, *, is_server: bool, limit_s: float) -> None:
-        """Say that this rank is done; the server of the store waits until all who reported are."""
+        """Publish that this rank is done; the store's server waits for all that reported."""
         prefix = f"hang/{self._round}"
         self._put(f"{prefix}/done/{self._rank}", "")
         try:

@@ -1,9 +1,9 @@
-"""The other ranks of this machine, looked at from outside.
+"""The other ranks of this machine, inspected from outside.
 
-Owns what a process can learn of another one that can't speak: where its heartbeat says it is,
-whether its watch still ticks, what the kernel says of it, its stacks, and its end.
-What goes wrong here: a pid may mean another process by now, or another container. A neighbour is
-only who shows the token that its rank told, and it is held by a pidfd from then on.
+Owns what a process can find out about another one that does not answer: its phase by its heartbeat,
+whether its watch still ticks, its state in the kernel, its stacks; and killing it.
+What goes wrong here: a pid may mean another process by now, or one of another container. Only a
+process with the token that its rank published is a neighbour, and a pidfd holds it from then on.
 """
 
 import contextlib
@@ -41,25 +41,25 @@ class Neighbour:
     pidfd: int
     words: memoryview
     limits: Tracker
-    """That of this rank: it learns as the others do, and what it knows is not older."""
+    """Those of this rank: all ranks learn the same limits, and these are up to date."""
 
     stacks_fd: int
     stopped_limit_s: float
     heart: int = -1
     silent_s: float = 0.0
-    """For how long its watch has not ticked, while ours did."""
+    """How long its watch has not ticked while ours did."""
 
     def look(self, awake_s: float) -> None:
-        """Note whether its watch has ticked since the last look, awake_s ago."""
+        """Check whether its watch has ticked since the last check, awake_s ago."""
         heart = self.words[HEART]
         self.silent_s = 0.0 if heart != self.heart else self.silent_s + awake_s
         self.heart = heart
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is silent for longer than its phase may take, and not held in a debugger.
+        """Whether it is silent for longer than its limit, and not stopped in a debugger.
 
-        A stopped process is in no phase: what that may take does not matter.
+        For a stopped process the limit of its phase does not matter.
         """
         if self.silent_s <= self.stopped_limit_s:
             return False
@@ -68,14 +68,14 @@ class Neighbour:
         return is_late and state not in (TRACED, GONE)
 
     def state(self) -> str:
-        """Say what keeps its threads from running, by what the kernel shows of it."""
+        """Return what keeps its threads from running, by its state in the kernel."""
         fields = stat_fields(self.pid)
         if not fields or fields[0] in "ZX":
             return GONE
         return fields[0] if fields[0] in (STOPPED, UNINTERRUPTIBLE, TRACED) else HELD
 
     def report(self) -> Report:
-        """Tell where it is by its heartbeat."""
+        """Return where it is by its heartbeat."""
         words = self.words
         phase = words[PHASE]
         has_sample = phase == Phase.DATA and words[SAMPLE] >= 0
@@ -93,28 +93,28 @@ class Neighbour:
         return self.limits.words[LIMITS + phase] / 1e9
 
     def stacks(self) -> str:
-        """Give its Python stacks, or why there are none."""
+        """Return its Python stacks, or why there are none."""
         if self.state() == STOPPED:
-            return "no stacks: the process is stopped, and can't run the code that writes them\n"
+            return "no stacks: the process is stopped and can't run the code that writes them\n"
         found = ask_for_stacks(self.pid, self.stacks_fd)
         return found or f"no stacks: the process does not answer (state {self.state()})\n"
 
     def kill(self) -> None:
-        """End it, at once and however stuck it is. A pidfd never means another process."""
+        """Kill it with SIGKILL. A pidfd never means another process."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
 
 class Neighbours:
-    """Those other ranks of this machine that can be seen from here."""
+    """The other ranks of this machine that can be inspected."""
 
     def __init__(self, group: Group, fds: tuple[int, int], *, stopped_limit_s: float) -> None:
-        """Introduce this rank to the others. Collective: all ranks.
+        """Exchange pids and descriptors with the other ranks. Collective: all ranks.
 
         fds: the descriptors of its heartbeat and its stacks; -1 without. stopped_limit_s: how
         long a process may be stopped.
 
-        WHY at once: once a rank is stopped, it is too late to ask for anything.
+        WHY at the start: a rank that is stopped can't answer any more.
         """
         self._rank = group.launch.rank
         self._tracker = group.tracker
@@ -125,39 +125,39 @@ class Neighbours:
         for rank, entry in enumerate(group.gather_json(me)):  # collective
             can_hold = hasattr(os, "pidfd_open") and entry[3] >= 0
             if rank != self._rank and entry[0] == place and can_hold:
-                self._meet(rank, *entry[1:])
+                self._add(rank, *entry[1:])
 
     def look(self, awake_s: float) -> None:
-        """Look at the ticks of the others, awake_s after the last look."""
+        """Check the ticks of the others, awake_s after the last check."""
         for neighbour in self._found.values():
             neighbour.look(awake_s)
 
     def lost(self) -> list[Neighbour]:
-        """Give those that can't answer for themselves any more."""
+        """Return those that can't answer any more."""
         return [neighbour for neighbour in self._found.values() if neighbour.is_lost]
 
     def reports(self) -> dict[int, Report]:
-        """Tell where each of them is by its heartbeat, those that ended left out."""
+        """Return where each of them is by its heartbeat, without those that ended."""
         living = {r: n for r, n in self._found.items() if n.state() != GONE}
         return {rank: neighbour.report() for rank, neighbour in living.items()}
 
     def is_first(self) -> bool:
-        """Say whether this rank is the lowest one of this machine that can act for the others."""
+        """Return whether this rank is the lowest of this machine that is not lost."""
         lost = {neighbour.rank for neighbour in self.lost()}
         return all(rank > self._rank or rank in lost for rank in self._found)
 
     def close(self) -> None:
-        """Give back what they were held by."""
+        """Close the pidfds."""
         for neighbour in self._found.values():
             os.close(neighbour.pidfd)
         self._found = {}
 
-    def _meet(self, rank: int, pid: int, token: int, heartbeat_fd: int, stacks_fd: int) -> None:
+    def _add(self, rank: int, pid: int, token: int, heartbeat_fd: int, stacks_fd: int) -> None:
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
             return
-        # WHY after the pidfd: the memory is that of the process that is held.
+        # WHY after the pidfd: so the memory belongs to the process that the pidfd holds.
         words = open_words(pid, heartbeat_fd, token)
         if words is None:
             os.close(pidfd)

@@ -1,7 +1,7 @@
-"""Which rank is slower than the others, and with what it spends its time.
+"""Detection of a rank that is slower than the others, with the split of its step time.
 
-Owns the comparison. What counts is a rank's own work in a step: the time in which it waits for
-others in a collective is their work, not its.
+Owns the comparison. It compares each rank's own work in a step: time that a rank waits for others
+in a collective does not count.
 """
 
 from collections import deque
@@ -10,12 +10,12 @@ from statistics import median
 
 FACTOR = 1.5
 NUM_REPORTS = 3
-"""So many reports, one after the other: one alone may be an accident."""
+"""Reports in a row before a rank counts as slow: a single one may be chance."""
 
 NUM_AVERAGED = 5
 
 LEAST_S = 0.001
-"""What is less than this is the system's own business."""
+"""Smaller differences are noise of the system."""
 
 BACKWARD_AND_WAIT = "backward with all-reduce"
 """On a GPU the two can't be told apart, so this is not counted as work."""
@@ -33,19 +33,19 @@ class Splits:
         self._count = 0
 
     def add(self, split: Split) -> None:
-        """Take the split of one report, in seconds."""
+        """Add the split of one report, in seconds."""
         self._last.append(split)
         self._count += 1
 
     def newest(self) -> tuple[int, Split]:
-        """Give the number of reports, and the mean of the last ones. For any thread."""
+        """Return the number of reports, and the mean of the last ones. From any thread."""
         count, last = self._count, tuple(self._last)
         names = dict.fromkeys(name for split in last for name in split)
         return count, {n: sum(split.get(n, 0.0) for split in last) / len(last) for n in names}
 
 
 class SlowRanks:
-    """Notes the ranks' splits of the step time as they come, and says what has changed."""
+    """Records the ranks' splits of the step time, and reports which ranks became slow."""
 
     def __init__(self) -> None:
         self._slow: set[int] = set()
@@ -53,7 +53,7 @@ class SlowRanks:
         self._seen: dict[int, int] = {}
 
     def note(self, splits: Mapping[int, tuple[int, Split]]) -> list[str]:
-        """Take the newest split of each rank with its number; give what is to be told."""
+        """Add the newest split of each rank with its number; return what to log."""
         if len(splits) < 2:
             return []
         work = {rank: work_s(split) for rank, (_, split) in splits.items()}
@@ -84,12 +84,12 @@ class SlowRanks:
 
 
 def work_s(split: Split) -> float:
-    """Give the seconds of a step that a rank works by itself."""
+    """Return the seconds of a rank's own work in a step."""
     return sum(split.get(name, 0.0) for name in _WORK)
 
 
 def describe(split: Split) -> str:
-    """Tell a split in words, the waiting too."""
+    """Format a split as text, with the waiting."""
     parts = [f"{name} {_ms(s)}" for name, s in split.items() if s > LEAST_S / 10]
     return ", ".join(parts)
 

@@ -1,11 +1,11 @@
 """Stopping on request: a signal, a file or the time limit ends the run at one agreed step.
 
-Owns the signal handlers. A handler only takes a note; nothing is saved or sent inside it. The note
-rides in a small all-reduce (a maximum) over the control group that is started at one step boundary
-and read at a later one, so nobody waits for it: all ranks learn of the stop at the same step, and
-save together. WHY not at every step: ranks agree, in the same all-reduce, on an interval that keeps
-it to about CHECK_EVERY_S, so that even steps of a millisecond pay nothing.
-A second signal gets torch's and Python's own handling back: it ends this process at once.
+Owns the signal handlers. A handler only records the signal; nothing is saved or sent inside it. A
+small all-reduce (a maximum) over the control group carries it: started at one step boundary and
+read at a later one, so no rank waits for it. All ranks learn of the stop at the same step, and save
+together. WHY not at every step: ranks agree, in the same all-reduce, on an interval of about
+CHECK_EVERY_S, so that even steps of a millisecond cost nothing more.
+A second signal restores torch's and Python's own handlers, and so ends this process at once.
 """
 
 import logging
@@ -36,8 +36,8 @@ STOP_FILE = "stop.request"
 # Above every signal number.
 _FILE_CODE = 1000
 _TIME_CODE = 1001
-# And above those: the launcher of rank code - _LOST_CODE died. WHY not a stop like another: the
-# launchers of the other nodes live, and go on without that one if they may.
+# And above those: the launcher of rank code - _LOST_CODE died. WHY not a normal stop: the launchers
+# of the other nodes still run, and may continue without it.
 _LOST_CODE = 1002
 _UNITS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
 
@@ -52,11 +52,11 @@ class StopRequest:
         self.folder: Path | None = None
         self.code = 0
         self.reason = ""
-        """What the last poll said."""
+        """The result of the last poll."""
 
         self._noted_at = 0.0
         self.has_looked = False
-        """The last poll looked around, as about every CHECK_EVERY_S: time for what is done then."""
+        """The last poll checked file and time: about every CHECK_EVERY_S. The loop uses it too."""
 
         self._notice = ""
 
@@ -76,13 +76,13 @@ class StopRequest:
         """Take over the signals that mean: save and stop. Rank-local, main thread."""
         for number in SIGNALS:
             signal.signal(number, self._note)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SAVE_REQUESTS)  # what came before comes now
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SAVE_REQUESTS)  # delivers those that came before
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Give the signals back, but not after an error.
+        """Restore the previous signal handlers, but not after an error.
 
-        WHY: torchrun ends the ranks that are left, and why this one leaves is said after this.
+        WHY: torchrun sends signals to the surviving ranks, and this one reports its error later.
         """
         if kind is None:
             self.release()
@@ -95,28 +95,28 @@ class StopRequest:
         self._started_at = time.perf_counter()
 
     def start_last_resort(self, save: Callable[[], None], *, grace_s: float) -> None:
-        """Have save called, and leave, where this rank hears of a stop but can't come to it.
+        """Call save and exit if this rank gets a signal but does not reach a step boundary.
 
         grace_s: how long the launcher waits after its signal before it kills. Rank-local.
         """
         self.last_resort = LastResort(save, signals=SIGNALS, grace_s=grace_s)
         fd = self.last_resort.wakeup_fd
         signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
-        # WHY: a forked worker that is told to end would speak into this process's ear.
-        os.register_at_fork(after_in_child=_hear_nothing)
+        # WHY: a signal to a forked worker would be written to this process's wakeup fd.
+        os.register_at_fork(after_in_child=_reset_wakeup_fd)
 
     def leave_children_alone(self) -> None:
         """Take SIGCHLD back from torch's DataLoader. Rank-local.
 
         WHY: its handler raises in the main thread at any bytecode when a worker dies, even inside
-        an optimizer step. Without it the death shows where the next batch is asked for.
+        an optimizer step. Without it the death shows when the next batch is requested.
         """
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def poll(self) -> str:
-        """Say why all ranks stop now; empty: go on. Collective: all ranks, equally often.
+        """Return why all ranks stop now; empty: continue. Collective: all ranks, equally often.
 
-        Call it between steps, and between batches of an evaluation. Costs a comparison, mostly.
+        Call it between steps, and between batches of an evaluation. Usually costs a comparison.
         Raises PeerLostError, on all ranks, if the launcher of one of several nodes died.
         """
         self.has_looked = False
@@ -127,23 +127,23 @@ class StopRequest:
             return ""
         self.reason = _describe(code)
         if self.last_resort is not None:
-            self.last_resort.relieve()  # all ranks stop here: from now on, no one waits in vain
+            self.last_resort.relieve()  # all ranks stop here: no rank waits for another one
         if code >= _LOST_CODE:
             raise PeerLostError(
                 f"the launcher of rank {code - _LOST_CODE}, torchrun for instance, died on one of "
-                f"{self.group.launch.num_nodes} nodes; its ranks leave",
-                fix="nothing, if --max_restarts lets the other launchers go on without it; else "
+                f"{self.group.launch.num_nodes} nodes; its ranks exit",
+                fix="nothing, if --max_restarts lets the other launchers continue without it; else "
                 "start the run again with the same --run_name",
             )
         return self.reason
 
     def tell(self, notice: str) -> None:
-        """Have the other ranks log a notice of rank 0, too: each text once. Rank-local."""
+        """Make the other ranks log a notice of rank 0 too: each text once. Rank-local."""
         self._notice = notice
 
     @contextmanager
     def another_pace(self) -> Iterator[None]:
-        """Agree anew on how often to ask: what is done inside takes another time than a step.
+        """Agree again on the interval of polls: the work inside takes another time than a step.
 
         Collective: all ranks, between the same polls.
         """
@@ -169,7 +169,7 @@ class StopRequest:
         if self._pending is not None:
             self.group.finish(self._pending)
             code = int(self._word[0])
-            # WHY: what is under way since before a change of pace was measured at the old one
+            # WHY: an all-reduce started before a change of pace has the interval of the old one
             self._interval = 1 if self._has_new_pace else max(1, int(self._word[1]))
             self._pending = None
             self._read_notice(int(self._word[2]))
@@ -187,13 +187,13 @@ class StopRequest:
             (self.folder / STOP_FILE).unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Give the signals back to whoever had them. Rank-local."""
+        """Restore the previous signal handlers. Rank-local."""
         self._relieve_last_resort()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     def _start(self) -> None:
-        """Send this rank's word: its code, and how many polls make up CHECK_EVERY_S here."""
+        """Send this rank's code, and how many polls take CHECK_EVERY_S here."""
         now = time.perf_counter()
         num_polls = max(1, self._tick - self._started_tick)
         poll_time = max(1e-6, (now - self._started_at) / num_polls)
@@ -209,7 +209,7 @@ class StopRequest:
         self._has_new_pace = False
 
     def _tell_notice(self) -> int:
-        """Leave a new notice where the others find it; give the number of notices."""
+        """Publish a new notice for the other ranks; return the number of notices."""
         if self._notice != self._told and self.group.launch.is_main:
             self._told = self._notice
             if self._notice:
@@ -223,7 +223,7 @@ class StopRequest:
             log.warning("rank 0: %s", self.group.published(f"notice/{number}"))
 
     def _look_around(self) -> None:
-        """See whether the stop file is there, or the time is over."""
+        """Check whether the stop file exists, or the time limit is over."""
         self.has_looked = True
         if self.code:
             return
@@ -239,12 +239,12 @@ class StopRequest:
             self.last_resort = None
 
     def _launcher_died(self) -> bool:
-        """Say whether SIGTERM came because this node's launcher died, among several that live."""
+        """Return whether SIGTERM came because this node's launcher died, not all launchers."""
         if self.group.launch.num_nodes == 1:
             return False
         import psutil  # WHY here: only a run that is stopped needs it
 
-        # WHY wait: the signal comes while the launcher is still ending, thread by thread
+        # WHY wait: the signal arrives while the launcher is still ending, thread by thread
         time.sleep(max(0.0, self._noted_at + ENDING_S - time.monotonic()))
         if os.getppid() != self._launcher_pid:
             return True
@@ -262,7 +262,7 @@ class StopRequest:
             signal.raise_signal(number)
 
 
-def _hear_nothing() -> None:
+def _reset_wakeup_fd() -> None:
     signal.set_wakeup_fd(-1)
 
 
@@ -273,13 +273,13 @@ def _describe(code: int) -> str:
 
 
 def seconds_of(text: str) -> float:
-    """Give the seconds of a time such as 1d12h, 3h55m or 90s."""
+    """Return the seconds of a time such as 1d12h, 3h55m or 90s."""
     found = re.findall(r"([0-9.]+)([dhms])", text)
     return sum(float(number) * _UNITS[unit] for number, unit in found)
 
 
 def _launched_at(group: Group) -> float:
-    """When the launcher started, in seconds since the epoch: a restart does not set it back."""
+    """Return when the launcher started, in seconds since the epoch: a restart keeps it."""
     import psutil  # WHY here: only runs with a limit need it
 
     is_launched = group.launch.launcher != "none"

@@ -1,11 +1,12 @@
-"""Which rank hangs, and where: the sentence, made from what is known of each rank.
+"""The verdict on a hang: which rank hangs, and where, from what is known of each rank.
 
-Owns how long a phase may take, and who counts as hung. Decides only: nothing is asked or done here.
+Owns the limit of each phase, and which ranks count as hung. Decides only: no communication, no
+action.
 
-A rank that works hangs if it is longer in its phase than that may take. A rank that waits for
-others never does by itself: it is held up by one of those. Only if every rank waits, they wait for
-each other, and so for ever. Of several ranks that hang, those at the earliest step hold up the
-rest (a GPU's rank may queue work of later steps before it has to wait).
+A rank that works hangs if its phase takes longer than the limit. A rank that waits for others is
+held up by one of them; it does not hang itself. Only if every rank waits, they wait for each other,
+and so forever. Of several ranks that hang, those at the earliest step hold up the rest (a rank with
+a GPU may queue work of later steps before it has to wait).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,10 @@ from itertools import groupby
 from hardened_ddp.ranks.phase import FIRST_WAIT, NUM_PHASES, Phase
 
 LEARNED_FACTOR = 5
-"""A phase may take so many times the longest that it took: as NVIDIA's resiliency extension."""
+"""Limit of a phase as a multiple of its longest time: as in NVIDIA's resiliency extension."""
 
 LONG_FACTOR = 30
-"""What has no usual time (start-up, first steps, evaluation) gets so many times more."""
+"""Factor on the limit of phases without a usual time: start-up, first steps, evaluation."""
 
 _SHARE_OF_TIMEOUT = 0.9
 _HEAD_START_S = 3.0
@@ -30,29 +31,29 @@ STOPPED, UNINTERRUPTIBLE, HELD, SILENT = "T", "D", "held", "silent"
 _UNREACHABLE = "its host, its network or its process is stopped"
 _STATES = {
     STOPPED: "the process is stopped (SIGSTOP)",
-    UNINTERRUPTIBLE: "the process is in an uninterruptible call of the system: a disk or a driver "
+    UNINTERRUPTIBLE: "the process is in an uninterruptible system call: a disk or a driver "
     "does not answer",
-    HELD: "native code holds Python's lock",
-    SILENT: f"not heard of since: {_UNREACHABLE}",
+    HELD: "native code holds the GIL",
+    SILENT: f"no heartbeat since: {_UNREACHABLE}",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Where one rank is, as far as it is known."""
+    """Where one rank is, as far as known."""
 
     rank: int
     step: int
     phase: int
     age_s: float
-    """Since when it is in this phase."""
+    """How long it has been in this phase."""
 
     limit_s: float
-    """How long that may take."""
+    """The limit of this phase."""
 
     samples: tuple[int, ...] = ()
     state: str = ""
-    """Why it can't answer for itself; empty: it does."""
+    """Why it does not answer; empty: it does."""
 
     @property
     def is_waiting(self) -> bool:
@@ -65,7 +66,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The sentence, and the ranks that it blames."""
+    """The sentence, and the ranks that hang."""
 
     text: str
     laggards: tuple[int, ...]
@@ -78,10 +79,10 @@ def limits_ns(
     is_warm: bool,
     least_s: Mapping[int, float],
 ) -> list[int]:
-    """Give for each phase how long it may take, in ns.
+    """Return the limit of each phase, in ns.
 
-    longest_ns: the longest that each took. is_warm: that holds for what comes. least_s: phases that
-    may take longer than hang_after_s.
+    longest_ns: the longest time of each so far. is_warm: these times are typical. least_s: phases
+    with a limit above hang_after_s.
     """
     found = []
     for phase in range(NUM_PHASES):
@@ -92,7 +93,7 @@ def limits_ns(
 
 
 def patience_for(timeout_s: float) -> float:
-    """Say how long to wait for another rank: the verdict is to come before torch's timeout."""
+    """Return how long to wait for another rank, so that the verdict precedes torch's timeout."""
     most_s = min(_SHARE_OF_TIMEOUT * timeout_s, timeout_s - _HEAD_START_S)
     return max(most_s, timeout_s / 2)
 
@@ -100,10 +101,10 @@ def patience_for(timeout_s: float) -> float:
 def decide(
     reports: Sequence[Report], *, patience_s: float, missing: Sequence[int] = ()
 ) -> Verdict | None:
-    """Say who hangs; None: nobody does.
+    """Return which ranks hang; None: no rank does.
 
-    patience_s: a wait of this length would end in a timeout soon, so whoever is not there is late.
-    missing: ranks of which nothing is known.
+    patience_s: a wait of this length will soon end in a timeout, so the ranks that do not wait
+    count as late. missing: ranks of which nothing is known.
     """
     waiting = [report for report in reports if report.is_waiting]
     working = [report for report in reports if not report.is_waiting]
@@ -111,17 +112,17 @@ def decide(
     is_urgent = any(report.age_s > patience_s for report in waiting)
     if is_urgent and not late:
         late = working
-    parts, blamed = [], tuple(missing)
+    parts, hung = [], tuple(missing)
     if late:
         first = min(report.step for report in late)
         parts = [_describe(report) for report in late if report.step == first]
-        blamed = tuple(report.rank for report in late if report.step == first)
+        hung = tuple(report.rank for report in late if report.step == first)
     if missing and (late or is_urgent):
         parts.append(f"{_ranks(missing)} can't be reached: {_UNREACHABLE}")
     if parts:
-        others = [report for report in reports if report.rank not in blamed]
+        others = [report for report in reports if report.rank not in hung]
         parts += [_places(others)] if others else []
-        return Verdict("; ".join(parts), blamed)
+        return Verdict("; ".join(parts), hung)
     if waiting and not missing and all(r.is_late or r.age_s > patience_s for r in reports):
         longest_s = max(report.age_s for report in waiting)
         text = f"all ranks wait for each other: {_places(waiting)}, {longest_s:.0f} s"
@@ -130,7 +131,7 @@ def decide(
 
 
 def _describe(report: Report) -> str:
-    """Tell where one rank is: rank 1, step 412, data, sample 9912, 63 s."""
+    """Format where one rank is: rank 1, step 412, data, sample 9912, 63 s."""
     parts = [f"rank {report.rank}", f"step {report.step}", Phase(report.phase).label]
     if len(report.samples) == 1:
         parts.append(f"sample {report.samples[0]}")
@@ -144,7 +145,7 @@ def _describe(report: Report) -> str:
 
 
 def _places(reports: Sequence[Report]) -> str:
-    """Tell where the others are: ranks 0 and 2 wait in all-reduce of step 412."""
+    """Format where the others are: ranks 0 and 2 wait in all-reduce of step 412."""
 
     def place(report: Report) -> tuple[int, int, bool]:
         return report.step, report.phase, report.is_waiting
