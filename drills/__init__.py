@@ -1,1 +1,1 @@
-"""Fault drills: a fault from outside, and the proof that the run ends as if nothing was."""
+"""Fault drills: a run with a fault is compared with an undisturbed run."""

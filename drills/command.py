@@ -1,7 +1,7 @@
 """The command drill: the list, one drill, all of them, and the table for the documents.
 
-Owns what is said, and the exit status: 0 if all came as expected, 1 if not, 2 for a name that is
-none. Does not own: the drills (runner.py), the list (faults.py).
+Owns its output and exit status: 0 if all verdicts are as expected, 1 if not, 2 for an unknown name
+or a wrong setting. Does not own: the drills (runner.py), the list (faults.py).
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _OF_THE_DRILL += ("model_args", "dataset_args", "single_gpu", "time_limit")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """What is asked for, checked."""
+    """The checked request."""
 
     faults: tuple[Fault, ...]
     num_ranks: int
@@ -43,7 +43,7 @@ class Order:
 
 
 def run_drills(request: Request, *, output: TextIO, env: Mapping[str, str]) -> int:
-    """Do what the command drill asks. Raises ConfigError for a name or a setting that is none."""
+    """Run the command drill. Raises ConfigError for an unknown name or a wrong setting."""
     name = request.options["name"]
     if not name:
         _say(output, list_faults())
@@ -52,10 +52,10 @@ def run_drills(request: Request, *, output: TextIO, env: Mapping[str, str]) -> i
     work = read_work(request, order.num_ranks)
     folder = Path(tempfile.mkdtemp(prefix="drill-"))
     drills = prepare(work, folder, env)
-    _say(output, [f"the quiet run: {work.model} on {work.dataset}, {work.num_ranks} ranks ..."])
+    _say(output, [f"undisturbed run: {work.model} on {work.dataset}, {work.num_ranks} ranks ..."])
     try:
-        quiet = drills.quiet()
-        _say(output, [f"the quiet run took {quiet.wall_s:.1f} s"])
+        reference = drills.reference()
+        _say(output, [f"the undisturbed run took {reference.wall_s:.1f} s"])
         verdicts = report(drills, order.faults, output)
     except RuntimeError as error:
         _say(output, [f"FAIL: {error}", f"see {folder}"])
@@ -65,12 +65,12 @@ def run_drills(request: Request, *, output: TextIO, env: Mapping[str, str]) -> i
     if all(verdict.passed for verdict in verdicts):
         shutil.rmtree(folder, ignore_errors=True)
         return 0
-    _say(output, [f"what the runs left is in {folder}"])
+    _say(output, [f"the files of the runs are in {folder}"])
     return 1
 
 
 def report(drills: "Drills", faults: Sequence[Fault], output: TextIO) -> "list[Verdict]":
-    """Do drills, one after the other; say each verdict when it is known."""
+    """Run drills one after the other; print each verdict when it is known."""
     verdicts = []
     for fault in faults:
         verdicts.append(drills.run(fault))
@@ -83,7 +83,7 @@ def report(drills: "Drills", faults: Sequence[Fault], output: TextIO) -> "list[V
 
 
 def read_order(request: Request) -> Order:
-    """Read the name, the ranks and the file. Raises ConfigError."""
+    """Read the name, the ranks and the table file. Raises ConfigError."""
     name, ranks = request.options["name"], request.options["ranks"]
     if not ranks.isdigit() or not 1 <= int(ranks) <= 64:
         raise ConfigError(
@@ -109,7 +109,7 @@ def read_order(request: Request) -> Order:
 
 
 def read_work(request: Request, num_ranks: int) -> "Work":
-    """Read what is to be trained. Raises ConfigError with all that is wrong with the settings."""
+    """Read what to train. Raises ConfigError with everything that is wrong in the settings."""
     from drills.work import DEFAULTS, Work
 
     resolved = resolve(request, world_size=num_ranks)
@@ -129,7 +129,7 @@ def read_work(request: Request, num_ranks: int) -> "Work":
     if config.device.cpu_only or not _has_gpus(config.device.backend, num_ranks):
         flags.append("--cpu_only")
     else:
-        flags.append("--deterministic")  # WHY: else two runs on GPUs need not agree bit for bit
+        flags.append("--deterministic")  # WHY: else two runs on GPUs may differ in the last bits
     return Work(
         num_ranks=num_ranks,
         model=config.model.model if given & {"model", "dataset"} else "mlp",
@@ -142,7 +142,7 @@ def read_work(request: Request, num_ranks: int) -> "Work":
 
 
 def prepare(work: "Work", folder: Path, env: Mapping[str, str]) -> "Drills":
-    """Prepare drills with processes of this machine's Python."""
+    """Prepare drills that start processes with this Python."""
     from drills.processes import Launcher
     from drills.runner import OUTPUT_NAME, Drills
 
@@ -154,16 +154,16 @@ def prepare(work: "Work", folder: Path, env: Mapping[str, str]) -> "Drills":
 
 
 def list_faults() -> list[str]:
-    """List names, what happens, and what is to come of it."""
+    """List names, what happens, and the expected verdict."""
     faults = all_faults()
-    lines = [f"{len(faults)} drills; each compares a run that is struck with one that is not."]
+    lines = [f"{len(faults)} drills; each compares a run with a fault to an undisturbed one."]
     for fault in faults:
         lines += [f"  {fault.name:<22} {fault.text}", f"  {'':<22}   -> {fault.verdict}"]
-    return [*lines, "do one: python ddp_training.py drill NAME; all: drill all"]
+    return [*lines, "run one: python ddp_training.py drill NAME; all: drill all"]
 
 
 def lines_of(verdict: "Verdict") -> list[str]:
-    """Tell one drill in plain lines."""
+    """Format one drill as lines of text."""
     fault = verdict.fault
     lines = [
         f"drill {fault.name}: {fault.text}",
@@ -171,7 +171,7 @@ def lines_of(verdict: "Verdict") -> list[str]:
         f"  weights:   {verdict.weights}",
         f"  ledger:    {verdict.ledger}",
         f"  time lost: {verdict.lost_s:.1f} s",
-        f"  message:   {verdict.message or '(none is needed)'}",
+        f"  message:   {verdict.message or '(none expected)'}",
         f"  expected:  {fault.verdict}",
     ]
     problems = [f"  problem:   {problem}" for problem in verdict.problems]
@@ -179,14 +179,14 @@ def lines_of(verdict: "Verdict") -> list[str]:
 
 
 def row_of(verdict: "Verdict") -> str:
-    """Tell one drill in a line of the table."""
+    """Format one drill as one line."""
     word = "PASS" if verdict.passed else "FAIL"
     fault = verdict.fault
     return f"{word}  {fault.name:<22} {verdict.lost_s:5.1f} s lost  {fault.verdict}"
 
 
 def write_table(path: Path, table: Sequence[str]) -> None:
-    """Write the table to path; in a document that has one, in its place."""
+    """Write the table to path; replace the table in a document that has one."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     starts = [index for index, line in enumerate(lines) if line.startswith(_CAPTION)]
     begin = starts[0] if starts else len(lines)
@@ -198,14 +198,14 @@ def write_table(path: Path, table: Sequence[str]) -> None:
 
 
 def markdown(verdicts: "Sequence[Verdict]", num_ranks: int) -> list[str]:
-    """Make the table of DRILLS.md."""
+    """Format the table of DRILLS.md."""
     import torch
 
     lines = [
         f"{_CAPTION} {os.cpu_count()} CPUs, Python {platform.python_version()}, torch "
         f"{torch.__version__}, {datetime.now(UTC):%Y-%m-%d}:",
         "",
-        f"| drill | what happens | what comes of it, on {num_ranks} ranks | time lost | passed |",
+        f"| drill | what happens | expected outcome, on {num_ranks} ranks | time lost | passed |",
         "| --- | --- | --- | --- | --- |",
     ]
     for verdict in verdicts:
@@ -216,8 +216,8 @@ def markdown(verdicts: "Sequence[Verdict]", num_ranks: int) -> list[str]:
 
 
 def _has_gpus(backend: str, num_ranks: int) -> bool:
-    """Say whether each rank can have a GPU; with gloo they may share one."""
-    # WHY here: the list of drills is told without torch
+    """Return whether each rank can have a GPU; with gloo they may share one."""
+    # WHY here: the list of drills is printed without torch
     import torch
 
     return torch.cuda.device_count() >= (1 if backend == "gloo" else num_ranks)
@@ -234,7 +234,7 @@ def _list_command() -> str:
 
 
 def _say(output: TextIO, lines: Sequence[str]) -> None:
-    # WHY: whoever reads only the first lines (drill | head) closes the pipe, and means no harm.
+    # WHY: a reader of the first lines only (drill | head) closes the pipe; that is no error.
     with contextlib.suppress(BrokenPipeError):
         for line in lines:
             output.write(line.encode("ascii", "backslashreplace").decode("ascii") + "\n")

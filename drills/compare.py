@@ -1,7 +1,7 @@
-"""Whether a run that was struck came to what was expected.
+"""The comparison of a run with a fault with the undisturbed run and the expected verdict.
 
-Owns: Record, what is known of a drill's run; and the comparison with the run that nothing happened
-to: exit statuses, words, weights, replicas, ledger, and what is left behind.
+Owns: Record, what is known of a drill's run; and the comparison: exit statuses, messages, weights,
+replicas, ledger, and leftovers.
 """
 
 import io
@@ -25,7 +25,7 @@ class Attempt:
     """One start of the command."""
 
     statuses: tuple[int | None, ...]
-    """Of each rank, or of torchrun; None: it did not end, and was killed."""
+    """Of each rank, or of torchrun; None: it did not end and was killed."""
 
     is_finished: bool
     wall_s: float
@@ -35,50 +35,53 @@ class Attempt:
 class Record:
     """All starts of one run."""
 
-    run: Path
+    folder: Path
+    """Of the run."""
+
     board: Board
     num_ranks: int
     attempts: list[Attempt] = field(default_factory=list)
     output: str = ""
     problems: list[str] = field(default_factory=list)
-    """What was left behind, or did not end."""
+    """Leftovers, and processes that did not end."""
 
-    has_struck: bool = False
+    has_fault: bool = False
+    """The fault has happened in it."""
 
     @property
     def wall_s(self) -> float:
         return sum(attempt.wall_s for attempt in self.attempts)
 
     def weights(self) -> str:
-        """Give the hash of the last checkpoint's weights and optimizer state."""
-        newest, _ = find_newest(self.run / CHECKPOINTS_NAME)
+        """Return the hash of the last checkpoint's weights and optimizer state."""
+        newest, _ = find_newest(self.folder / CHECKPOINTS_NAME)
         return "" if newest is None else digest_of(load_checkpoint(newest)[0])
 
     def digests(self) -> list[str]:
-        """Give the hash of each replica, by the process that held it."""
+        """Return the hash of each rank's replica."""
         found = [self.board.read(f"digest-{rank}") for rank in range(self.num_ranks)]
         return [digest or "none" for digest in found]
 
-    def words(self) -> str:
-        """Give all that the ranks said, on their output and in their logs."""
-        logs = sorted((self.run / "logs").glob("rank-*.log"))
+    def text(self) -> str:
+        """Return everything that the ranks wrote to their output and their logs."""
+        logs = sorted((self.folder / "logs").glob("rank-*.log"))
         texts = [path.read_text(encoding="utf-8", errors="replace") for path in logs]
         return "\n".join([self.output, *texts])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What came of a drill."""
+    """The result of a drill."""
 
     fault: Fault
     ended: str
     weights: str
     ledger: str
     message: str
-    """What the user of such a run would have read."""
+    """The message that the user of such a run reads."""
 
     lost_s: float
-    """How much longer it took than the run that nothing happened to."""
+    """How much longer it took than the undisturbed run."""
 
     problems: tuple[str, ...] = ()
 
@@ -87,66 +90,67 @@ class Verdict:
         return not self.problems
 
 
-def judge(fault: Fault, struck: Record, quiet: Record) -> Verdict:
-    """Compare a run with its quiet twin, and both with what is expected of fault."""
-    problems = list(struck.problems)
-    if not struck.has_struck:
-        problems.append("the fault did not happen: has the run as many steps as it needs?")
-    problems += _check_ends(fault, struck.attempts)
-    said = struck.words()
-    sample = struck.board.read("sample")
+def judge(fault: Fault, run: Record, reference: Record) -> Verdict:
+    """Compare a run with the undisturbed one, and with what is expected of fault."""
+    problems = list(run.problems)
+    if not run.has_fault:
+        problems.append("the fault did not happen: does the run have enough steps?")
+    problems += _check_ends(fault, run.attempts)
+    text = run.text()
+    sample = run.board.read("sample")
     wanted = [word.replace("SAMPLE", str(sample)) for word in (fault.code, *fault.says) if word]
-    problems += [f"nobody said: {word}" for word in wanted if word not in said]
-    if "Traceback" in struck.output and not fault.outside.startswith("torchrun"):
+    problems += [f"no rank wrote: {word}" for word in wanted if word not in text]
+    if "Traceback" in run.output and not fault.outside.startswith("torchrun"):
         problems.append("a traceback was printed")
-    digests = struck.digests()
+    digests = run.digests()
     are_equal = len(set(digests)) == 1 and "none" not in digests
-    is_same = bool(struck.weights()) and struck.weights() == quiet.weights()
+    is_same = bool(run.weights()) and run.weights() == reference.weights()
     if not are_equal:
         problems.append("the replicas of the ranks are not equal")
     if fault.keeps == "same weights" and not is_same:
-        problems.append("the weights are not those of the quiet run")
-    ledger, is_exact = _read_ledger(struck.run)
+        problems.append("the weights differ from the undisturbed run")
+    ledger, is_exact = _read_ledger(run.folder)
     if not is_exact or (fault.leaves_out and "left out, as reported" not in ledger):
         problems.append(f"the ledger: {ledger}")
-    if (struck.run / LOCK_NAME).exists():
+    if (run.folder / LOCK_NAME).exists():
         problems.append(f"{LOCK_NAME} was left in the run folder")
-    same = "equal to the quiet run, bit for bit" if is_same else "not those of the quiet run"
+    same = "" if is_same else "not "
+    same += "equal to the undisturbed run, bit for bit"
     return Verdict(
         fault=fault,
-        ended="; the same command again: ".join(map(_describe, struck.attempts)),
+        ended="; the same command again: ".join(map(_describe, run.attempts)),
         weights=f"{same}; replicas {'equal' if are_equal else 'NOT equal'}",
         ledger=ledger,
-        message=_find_message(said, wanted),
-        lost_s=max(0.0, struck.wall_s - quiet.wall_s),
+        message=_find_message(text, wanted),
+        lost_s=max(0.0, run.wall_s - reference.wall_s),
         problems=tuple(problems),
     )
 
 
 def _check_ends(fault: Fault, attempts: Sequence[Attempt]) -> list[str]:
-    """Say what is wrong with how the starts ended."""
+    """Return what is wrong with how the starts ended."""
     first, last = attempts[0], attempts[-1]
     problems: list[str] = []
     if fault.ends == "several starts":
-        return problems if last.is_finished else [f"it did not come to its end: {_describe(last)}"]
+        return problems if last.is_finished else [f"it did not finish: {_describe(last)}"]
     if not last.is_finished or any(last.statuses):
-        problems.append(f"it did not come to its end: {_describe(last)}")
+        problems.append(f"it did not finish: {_describe(last)}")
     if fault.ends in ("goes on", "restarts"):
         if len(attempts) > 1:
-            problems.append(f"it did not go on by itself: {_describe(first)}")
+            problems.append(f"it did not continue by itself: {_describe(first)}")
     elif first.is_finished:
-        problems.append("it went on, as if nothing was")
+        problems.append("it finished, but should have stopped")
     elif fault.ends == "saves" and any(first.statuses):
-        problems.append(f"it did not leave with status 0: {_describe(first)}")
+        problems.append(f"it did not exit with status 0: {_describe(first)}")
     elif fault.ends == "stops" and 0 in first.statuses:
-        problems.append(f"a rank left with status 0: {_describe(first)}")
+        problems.append(f"a rank exited with status 0: {_describe(first)}")
     return problems
 
 
-def _read_ledger(run: Path) -> tuple[str, bool]:
+def _read_ledger(folder: Path) -> tuple[str, bool]:
     output = io.StringIO()
     try:
-        status = check_ledger(run, output=output)
+        status = check_ledger(folder, output=output)
     except HardenedError as error:
         return error.message, False
     lines = output.getvalue().splitlines()
@@ -169,8 +173,8 @@ def _describe(attempt: Attempt) -> str:
     return ", ".join(f"rank {rank}: {word}" for rank, word in enumerate(words))
 
 
-def _find_message(said: str, wanted: Sequence[str]) -> str:
-    """Find the first line that says most of what was expected."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+def _find_message(text: str, wanted: Sequence[str]) -> str:
+    """Find the first line with most of the expected words."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     best = max(lines, key=lambda line: sum(word in line for word in wanted), default="")
     return best if any(word in best for word in wanted) else ""

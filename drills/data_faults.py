@@ -1,4 +1,4 @@
-"""Faults of data: processes that load it, and samples that are bad."""
+"""Faults of data: DataLoader workers, and bad samples."""
 
 from collections.abc import Iterator
 
@@ -6,43 +6,43 @@ from drills.fault import LAST, Fault
 from drills.injections import Injection
 
 LOADS = ("--num_workers", "2", "--loader_timeout_s", "2", "--eval_every", "0")
-"""Two processes that load, for training alone: each takes a second or more to start."""
+"""Two workers, for training only: each takes a second or more to start."""
 
-GOES_ON = ("--continue_on_error",)
+CONTINUES = ("--continue_on_error",)
 
 
 def all_data_faults() -> Iterator[Fault]:
-    """Give all of them."""
+    """Yield all of them."""
     yield from _workers()
     yield from _samples()
 
 
 def _workers() -> Iterator[Fault]:
-    """What can become of a process that loads samples."""
+    """Faults of a DataLoader worker."""
     for word, kind, text in (
-        ("kill", "die", "is killed, as for memory"),
+        ("kill", "kill itself", "is killed, as by the OOM killer"),
         ("segfault", "segfault", "crashes in native code"),
-        ("bus", "bus", "gets SIGBUS, as where /dev/shm is full"),
-        ("exit", "leave", "ends by itself with status 3"),
+        ("bus", "bus", "gets SIGBUS, as when /dev/shm is full"),
+        ("exit", "exit", "exits with status 3"),
         ("hang", "hang", "hangs"),
     ):
         yield Fault(
             name=f"worker-{word}",
-            text=f"a process that loads samples {text}, once",
+            text=f"a DataLoader worker {text}, once",
             injections=(Injection(kind=kind, phase="worker", step=100, ranks=LAST),),
             flags=LOADS,
             says=("No sample is lost",),
         )
     yield Fault(
         name="memory-data",
-        text="a process that loads samples is out of memory, once",
-        injections=(Injection(kind="memory of Python", phase="worker", step=100, ranks=LAST),),
+        text="a DataLoader worker runs out of memory, once",
+        injections=(Injection(kind="host memory", phase="worker", step=100, ranks=LAST),),
         flags=LOADS,
         says=("No sample is lost",),
     )
     yield Fault(
         name="worker-unpicklable",
-        text="the dataset can't be sent to the processes that load",
+        text="the dataset can't be sent to the DataLoader workers",
         injections=(Injection(kind="unpicklable", phase="start", step=0, lasts=True),),
         flags=LOADS,
         says=("the dataset can't be sent to a worker",),
@@ -50,12 +50,12 @@ def _workers() -> Iterator[Fault]:
 
 
 def _samples() -> Iterator[Fault]:
-    """One sample is bad, always."""
+    """One sample is bad at every read."""
     for word, kind, text in (
         ("sample", "unreadable", "can't be read"),
         ("shape", "shape", "has another shape than the others"),
         ("label", "label", "has a label out of range"),
-        ("input", "not a number", "has NaN in it"),
+        ("input", "nan", "contains NaN"),
     ):
         injections = (Injection(kind=kind, phase="sample", lasts=True),)
         yield Fault(
@@ -68,9 +68,9 @@ def _samples() -> Iterator[Fault]:
         )
         yield Fault(
             name=f"bad-{word}-left-out",
-            text=f"a sample {text}, and --continue_on_error",
+            text=f"a sample {text}, with --continue_on_error",
             injections=injections,
-            flags=GOES_ON,
+            flags=CONTINUES,
             leaves_out=True,
             keeps="equal replicas",
             says=("left out sample SAMPLE",),

@@ -1,4 +1,4 @@
-"""One hash for many tensors: two runs are compared by it, and the replicas of one run."""
+"""One hash of many tensors, to compare two runs, and the replicas of one run."""
 
 import hashlib
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ import torch
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Give the sha256 of names, shapes and all bytes; in whatever order they come."""
+    """Return the sha256 of names, shapes and bytes; the order of tensors does not matter."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()

@@ -1,6 +1,6 @@
-"""What a fault is: what happens, and what is to come of it.
+"""Fault: what happens, and the expected verdict.
 
-No torch: the list of drills is told at once. Does not own: which faults there are (faults.py).
+No torch: the list of drills prints at once. Does not own: which faults there are (faults.py).
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from drills.injections import Injection
 LAST = (-1,)
 ALL: tuple[int, ...] = ()
 HANGS = ("--timeout_s", "5")
-"""Settings for a drill that waits for a rank in vain, where the watch for hangs has more patience:
-at the start, in an evaluation, in a checkpoint."""
+"""Settings for a drill that waits for a missing rank where the watch for hangs waits longer: at the
+start, in an evaluation, in a checkpoint."""
 
 WATCHED = ("--hang_after_s", "1.5")
 """Settings for a drill in which a rank hangs inside of a step."""
@@ -31,46 +31,46 @@ class Fault:
 
     injections: tuple[Injection, ...] = ()
     ends: Ends = "goes on"
-    """saves: leaves with status 0 and a checkpoint; stops: with an error; restarts: by torchrun;
-    several starts: whichever of these, as often as it takes."""
+    """saves: exits with status 0 and a checkpoint; stops: with an error; restarts: by torchrun;
+    several starts: any of these, as often as needed."""
 
     code: str = ""
-    """The error that the user reads."""
+    """The code of the error that the user reads."""
 
     says: tuple[str, ...] = ()
-    """Words that the user reads besides; SAMPLE stands for the number of the bad sample."""
+    """More texts that the user reads; SAMPLE stands for the index of the bad sample."""
 
     keeps: Keeps = "same weights"
-    """equal replicas: rounding differs, because something was summed in another order or form."""
+    """equal replicas: rounding may differ, because the order or the parts of a sum changed."""
 
     leaves_out: bool = False
-    """A sample is left out, and the ledger and the report say so."""
+    """A sample is left out, and the ledger and the report show it."""
 
     flags: tuple[str, ...] = ()
-    """Settings of this drill, beside those of the work."""
+    """Settings of this drill, besides those of the work."""
 
     signal: int = 0
-    """Sent to the victim while it pauses."""
+    """Sent to the rank while it pauses."""
 
     outside: str = ""
-    """What else is done, of outside.py."""
+    """A fault from outside, see outside.py."""
 
     min_ranks: int = 1
 
     @property
     def verdict(self) -> str:
-        """Say in a line what is expected."""
+        """Return the expected outcome as one line."""
         kept = "the same weights" if self.keeps == "same weights" else "equal replicas"
         if self.leaves_out:
-            return "goes on without the sample, and says so; equal replicas"
+            return "continues without the sample and reports it; equal replicas"
         match self.ends:
             case "goes on":
-                return f"goes on by itself to {kept}"
+                return f"continues by itself; {kept}"
             case "saves":
-                return f"saves, status 0; the same command goes on to {kept}"
+                return f"saves, status 0; the same command resumes; {kept}"
             case "several starts":
-                return f"the same command, as often as it takes, comes to {kept}"
+                return f"the same command resumes, as often as needed; {kept}"
             case "restarts":
-                return f"torchrun starts it again; to {kept}"
-        told = f"stops with {self.code}" if self.code else "ends"
-        return f"{told}; the same command goes on to {kept}"
+                return f"torchrun restarts it; {kept}"
+        end = f"stops with {self.code}" if self.code else "ends"
+        return f"{end}; the same command resumes; {kept}"

@@ -1,7 +1,7 @@
 """The list of all faults.
 
 Does not own: what a fault is (fault.py), how it happens (injectors.py inside of a rank, outside.py
-from outside), whether all came as expected (compare.py). No torch: the list is printed at once.
+from outside), the comparison with its verdict (compare.py). No torch: the list prints at once.
 """
 
 from drills.data_faults import all_data_faults
@@ -16,5 +16,5 @@ def all_faults() -> list[Fault]:
 
 
 def find(name: str) -> Fault | None:
-    """Give the fault of this name."""
+    """Return the fault of this name."""
     return next((fault for fault in all_faults() if fault.name == name), None)

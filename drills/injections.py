@@ -1,9 +1,9 @@
-"""What a misbehaving model or dataset is told to do, and the files by which it answers.
+"""The faults that a misbehaving model or dataset injects, and the files that record them.
 
 Owns: Injection, one fault with its moment; Board, the folder through which the wrappers
-(wrappers.py) inside of the ranks and the drill (runner.py) outside talk. What was done
-is a file there, so that a rank that is started again does not do it twice. No torch: the list of
-drills is quick.
+(wrappers.py) inside of the ranks and the drill (runner.py) outside communicate. Each fault that
+happened is a file there, so that a restarted rank does not inject it twice. No torch: the list of
+drills prints at once.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 POLL_S = 0.002
 PAUSE_LIMIT_S = 30.0
-"""How long a rank holds still for what is to strike it from outside."""
+"""How long a rank pauses for a fault from outside."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,38 +23,38 @@ class Injection:
     """One fault: what, where, when."""
 
     kind: str
-    """What drills/injectors.py is to do."""
+    """What drills/injectors.py does."""
 
     phase: str
-    """data, forward, loss, layer, backward, optimizer, update, evaluation: of training. worker: in
-    a process that loads; sample: in one certain sample, the first one that the last rank reads
-    then; open, start: when the dataset is made."""
+    """data, forward, loss, layer, backward, optimizer, update, evaluation: in training. worker: in
+    a DataLoader worker; sample: for one sample, the first one that the last rank reads from that
+    step on; open, start: when the dataset is created."""
 
     step: int = 7
-    """From this step on (0 is the first); in a worker, after so many samples."""
+    """From this step on (0 is the first); in a worker, after this many samples."""
 
     ranks: tuple[int, ...] = ()
     """Which ranks; negative ones count from the last. Empty: all."""
 
     lasts: bool = False
-    """Again and again, until the drill says that it is mended. Else once."""
+    """Every time, until the drill removes the cause. Else once."""
 
     victim: int = -1
-    """pause: which rank is to be struck meanwhile."""
+    """pause: the rank that gets the fault meanwhile."""
 
     signal: int = 0
-    """pause: by which signal. 0: by what the fault says."""
+    """pause: the signal. 0: the one of the fault."""
 
     seconds: float = 0.0
 
     def is_for(self, rank: int, world_size: int) -> bool:
-        """Say whether this rank is meant."""
+        """Return whether this rank is meant."""
         return not self.ranks or rank in [number % world_size for number in self.ranks]
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A rank that holds still in a phase, so that something can strike it there."""
+    """A rank that pauses in a phase, so that a fault from outside can happen there."""
 
     number: int
     victim: int
@@ -70,7 +70,7 @@ class Board:
         self._sample = -1
 
     def claim(self, name: str) -> bool:
-        """Leave a note of this name; False if it is there already, from an earlier start too."""
+        """Create a note of this name; False if there is one, also from an earlier start."""
         try:
             (self.folder / name).touch(exist_ok=False)
         except FileExistsError:
@@ -78,11 +78,11 @@ class Board:
         return True
 
     def has(self, name: str) -> bool:
-        """Say whether there is a note of this name."""
+        """Return whether there is a note of this name."""
         return (self.folder / name).exists()
 
     def write(self, name: str, content: Any) -> None:  # Any: JSON
-        """Leave a note that is whole or absent."""
+        """Write a note atomically."""
         aside = self.folder / f".{name}"
         aside.write_text(json.dumps(content), encoding="utf-8")
         aside.rename(self.folder / name)
@@ -93,14 +93,14 @@ class Board:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def pause(self, pause: Pause) -> None:
-        """Hold still until the drill has struck. In a rank. A signal's handler runs meanwhile."""
+        """Wait until the drill has acted. In a rank. Signal handlers run meanwhile."""
         self.write(f"pause-{pause.number}", asdict(pause))
         end = time.monotonic() + PAUSE_LIMIT_S
         while not self.has(f"go-{pause.number}") and time.monotonic() < end:
             time.sleep(POLL_S)
 
     def waiting(self) -> list[Pause]:
-        """List the pauses that nobody has ended yet. In the drill."""
+        """List the pauses that are not ended yet. In the drill."""
         found = []
         for path in sorted(self.folder.glob("pause-*")):
             if not self.has(path.name.replace("pause", "go")):
@@ -108,27 +108,27 @@ class Board:
         return found
 
     def end(self, pause: Pause) -> None:
-        """Let the rank go on, if it still can. In the drill."""
+        """Let the rank continue, if it still can. In the drill."""
         self.claim(f"go-{pause.number}")
 
     def is_bad_sample(self, index: int, *, may_choose: bool) -> bool:
-        """Say whether this is the one sample that is bad. The first that may be chosen is."""
+        """Return whether this is the bad sample. The first one with may_choose becomes it."""
         if self._sample < 0:
             if may_choose and not self.has("sample"):
                 self.write("sample", index)
             self._sample = int(self.read("sample")) if self.has("sample") else -1
         return self._sample == index
 
-    def num_struck(self) -> int:
-        """Count what was done so far: over all ranks and starts, once for each rank."""
-        return len(list(self.folder.glob("struck-*")))
+    def num_injected(self) -> int:
+        """Count the faults injected so far, over all starts, once for each rank."""
+        return len(list(self.folder.glob("injected-*")))
 
     def set_injections(self, injections: Sequence[Injection]) -> None:
-        """Say what is to happen. In the drill, before the ranks start."""
+        """Write the faults to inject. In the drill, before the ranks start."""
         self.write("injections", [asdict(injection) for injection in injections])
 
     def injections(self) -> list[Injection]:
-        """Read what is to happen. In a rank."""
+        """Read the faults to inject. In a rank."""
         return [
             Injection(**{**entry, "ranks": tuple(entry["ranks"])})
             for entry in self.read("injections")

@@ -1,7 +1,7 @@
-"""What a bad model, a bad dataset or a bad machine does to a rank.
+"""Faults inside of a rank, as a bad model, a bad dataset or a bad machine causes them.
 
-Each is real: memory is asked for that nobody has, a process gets a real signal, an address is read
-that is none. Does not own: when they happen (wrappers.py).
+Each is real: an allocation larger than any memory, a real signal, a read of an invalid address.
+Does not own: when they happen (wrappers.py).
 """
 
 import ctypes
@@ -28,20 +28,20 @@ TEXT = "a fault of the drill"
 def do(
     injection: Injection, moments: Any, number: int, gradient: torch.Tensor | None = None
 ) -> Any:
-    """Do what the injection says, now. Any: wrappers.Moments; a gradient that replaces its own."""
+    """Inject the fault now. Any: wrappers.Moments; a gradient that replaces the given one."""
     match injection.kind:
         case "pause":
             moments.board.pause(_pause(injection, moments, number))
         case "pause while another rank waits":
             while not moments.board.has("passed"):
                 time.sleep(0.01)
-            time.sleep(0.1)  # WHY: from there to the wait for this rank the other one is quick
+            time.sleep(0.1)  # WHY: by then the other rank waits in the all-reduce
             moments.board.pause(_pause(injection, moments, number))
         case "pass":
             moments.board.claim("passed")
         case "sleep":
             time.sleep(injection.seconds)
-        case "no gradient that is a number" if gradient is not None:
+        case "nan gradient" if gradient is not None:
             return gradient * float("nan")
         case "kill a worker":
             for worker in active_children():
@@ -57,13 +57,13 @@ def _pause(injection: Injection, moments: Any, number: int) -> Pause:  # Any: wr
 
 
 def spoil(kind: str, sample: Any, num_classes: int) -> Any:  # Any: whatever the dataset gives
-    """Give a bad sample instead of a good one, or raise."""
+    """Return a bad sample instead of a good one, or raise."""
     match kind:
         case "unreadable":
             raise ValueError("broken file")
         case "label":
             return _with_label(sample, num_classes + 3)
-        case "not a number":
+        case "nan":
             return _with_inputs(sample, lambda tensor: tensor * float("nan"))
         case "shape":
             return _with_inputs(sample, lambda tensor: tensor.reshape(-1)[:-1])
@@ -71,10 +71,10 @@ def spoil(kind: str, sample: Any, num_classes: int) -> Any:  # Any: whatever the
 
 
 def change_output(kind: str, output: Any) -> Any:  # Any: logits, or a mapping that has them
-    """Give a bad output instead of a good one."""
+    """Return a bad output instead of a good one."""
     changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "not a number": lambda tensor: tensor * float("nan"),
-        # The loss is then asked to compare fewer logits with all labels.
+        "nan": lambda tensor: tensor * float("nan"),
+        # The loss then gets fewer logits than labels.
         "too few": lambda tensor: tensor[:-1] if tensor.dim() else tensor * float("nan"),
     }
     change = changes[kind]
@@ -88,27 +88,27 @@ def change_output(kind: str, output: Any) -> Any:  # Any: logits, or a mapping t
 
 
 def change_weights(kind: str, network: nn.Module) -> None:
-    """Flip a bit of one weight, as a cosmic ray does; or close what this process writes to."""
+    """Flip a bit of one weight, as a cosmic ray does; or close this process's output."""
     if kind == "close output":
         reader, writer = os.pipe()
         os.close(reader)
         for descriptor in (1, 2):
-            os.dup2(writer, descriptor)  # WHY: a pipe that nobody reads, as after "| head"
+            os.dup2(writer, descriptor)  # WHY: a pipe without a reader, as after "| head"
         os.close(writer)
         return
     with torch.no_grad():
         weight = next(p for p in network.parameters() if p.requires_grad)
-        flip_bit(weight, 6 if weight.element_size() == 2 else 20)  # a high bit of the fraction
+        flip_bit(weight, 6 if weight.element_size() == 2 else 20)  # a high bit of the mantissa
 
 
 def flip_bit(values: torch.Tensor, bit: int) -> None:
-    """Flip a bit of the first number, in place."""
+    """Flip a bit of the first element, in place."""
     words = values.view(torch.int16 if values.element_size() == 2 else torch.int32).view(-1)
     words[0] ^= 1 << bit
 
 
 def tensors_of(output: Any) -> Iterator[torch.Tensor]:  # Any: logits, or a mapping that has them
-    """Give the tensors of an output whose backward leads through the whole model."""
+    """Yield the tensors of an output whose backward goes through the whole model."""
     found = output
     if isinstance(output, Mapping):
         found = output["logits"] if output.get("loss") is None else output["loss"]
@@ -117,7 +117,7 @@ def tensors_of(output: Any) -> Iterator[torch.Tensor]:  # Any: logits, or a mapp
 
 
 def first_layer(network: nn.Module) -> nn.Module:
-    """Give the first part that has parameters and no parts of its own."""
+    """Return the first module that has parameters and no submodules."""
     for part in network.modules():
         if not list(part.children()) and any(True for _ in part.parameters()):
             return part
@@ -149,11 +149,11 @@ def _raise() -> None:
     raise ValueError(TEXT)
 
 
-def _ask_for_too_much() -> None:
+def _exhaust_memory() -> None:
     torch.empty(TOO_MUCH, dtype=torch.uint8, device=_device())
 
 
-def _ask_python_for_too_much() -> None:
+def _exhaust_host_memory() -> None:
     bytearray(TOO_MUCH)
 
 
@@ -173,8 +173,8 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_initialized() else "cpu"  # type: ignore[no-untyped-call]  # torch
 
 
-def _hold_the_lock_of_python() -> None:
-    # WHY PyDLL: it calls native code without giving Python's lock back, as a careless extension.
+def _hold_the_gil() -> None:
+    # WHY PyDLL: it calls native code without releasing the GIL, as a careless extension does.
     ctypes.PyDLL(None).usleep(900_000)
 
 
@@ -182,16 +182,16 @@ def _crash() -> None:
     ctypes.string_at(0)
 
 
-def _die() -> None:
+def _kill_itself() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _leave() -> None:
+def _exit() -> None:
     os._exit(3)
 
 
-def _touch_a_page_that_is_gone() -> None:
-    """Get SIGBUS, as where /dev/shm is full."""
+def _read_past_a_mapped_file() -> None:
+    """Get SIGBUS, as when /dev/shm is full."""
     with tempfile.TemporaryFile() as file:
         file.truncate(mmap.PAGESIZE)
         with mmap.mmap(file.fileno(), mmap.PAGESIZE) as page:
@@ -201,14 +201,14 @@ def _touch_a_page_that_is_gone() -> None:
 
 FAULTS: Mapping[str, Callable[[], None]] = {
     "raise": _raise,
-    "memory": _ask_for_too_much,
-    "memory of Python": _ask_python_for_too_much,
+    "memory": _exhaust_memory,
+    "host memory": _exhaust_host_memory,
     "disk": _fail_to_read,
     "hang": _hang,
     "collective": _call_a_collective_alone,
-    "lock": _hold_the_lock_of_python,
+    "hold the GIL": _hold_the_gil,
     "segfault": _crash,
-    "die": _die,
-    "leave": _leave,
-    "bus": _touch_a_page_that_is_gone,
+    "kill itself": _kill_itself,
+    "exit": _exit,
+    "bus": _read_past_a_mapped_file,
 }

@@ -1,7 +1,7 @@
-"""What strikes ranks from outside: signals, limits, files, a port.
+"""Faults from outside of the ranks: signals, limits, files, a port.
 
-Owns: the moment at which a rank that pauses is struck, and what is done between two starts.
-Does not own: what a rank does to itself (drills/injectors.py).
+Owns: the fault of a rank that pauses for it, and what changes between two starts.
+Does not own: faults inside of a rank (drills/injectors.py).
 """
 
 import os
@@ -21,38 +21,38 @@ from hardened_ddp.checkpoint.manifest import STATE_NAME
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
 
 PATIENCE_S = 8.0
-"""How long ranks have to leave after one has failed; then SIGTERM, and once more then SIGKILL."""
+"""How long ranks have to exit after one has failed. Then SIGTERM; after the same time SIGKILL."""
 
 _FULL_BYTES = 48 * 1024
-"""As large may a file become on a full disk: logs fit, a checkpoint does not."""
+"""The limit of a file's size on a full disk: logs fit, a checkpoint does not."""
 
 
 class Outside:
-    """Strikes the ranks of one drill, over all of its starts."""
+    """Causes the faults from outside of one drill, over all of its starts."""
 
     def __init__(self, fault: Fault, board: Board, run: Path, *, num_ranks: int) -> None:
         self.fault, self.board, self.run = fault, board, run
         self.num_ranks = num_ranks
-        self.has_struck = False
+        self.has_acted = False
         self._stopped: set[int] = set()
         self._failed_at: float | None = None
         self._has_asked = False
 
     def look(self, ranks: Ranks) -> None:
-        """Strike if it is the moment, and let those that held still go on."""
+        """Cause the fault if a rank pauses for it, and end the pause."""
         for pause in self.board.waiting():
-            self._strike(pause, ranks)
+            self._act(pause, ranks)
             self.board.end(pause)
-        if self.fault.outside == "at a checkpoint" and not self.has_struck:
-            # WHY so: the name of a checkpoint on its way to the disk; it is there for a moment.
+        if self.fault.outside == "at a checkpoint" and not self.has_acted:
+            # WHY the name: a checkpoint has it while it is written, which takes only a moment.
             names = os.listdir(self.run / CHECKPOINTS_NAME) if self._has_checkpoints() else []
             if any(name.startswith(".partial") for name in names):
                 self._send(ranks, 0, self.fault.signal)
 
     def act_as_launcher(self, ranks: Ranks) -> None:
-        """End the ranks that are left when one has failed, as torchrun does, with more patience.
+        """End the surviving ranks when one has failed, as torchrun does, but later.
 
-        WHY patience: those that can are to leave by themselves. A stopped one can't.
+        WHY later: those that can should exit by themselves. A stopped one can't.
         """
         statuses = ranks.statuses
         living = [rank for rank, status in enumerate(statuses) if status is None]
@@ -69,29 +69,29 @@ class Outside:
             for rank in living:
                 self._signal(ranks, rank, signal.SIGTERM)
 
-    def mend(self) -> None:
-        """Take the cause away before the next start; or break what the first one left."""
-        self.board.claim("mended")
+    def prepare_next_start(self) -> None:
+        """Remove the cause before the next start; or damage a checkpoint of the first one."""
+        self.board.claim("cause removed")
         if self.fault.outside in ("torn checkpoint", "flipped checkpoint"):
             newest, _ = find_newest(self.run / CHECKPOINTS_NAME)
             if newest is not None:
                 _damage(newest.path / STATE_NAME, is_torn=self.fault.outside == "torn checkpoint")
-                self.has_struck = True
+                self.has_acted = True
 
-    def _strike(self, pause: Pause, ranks: Ranks) -> None:
+    def _act(self, pause: Pause, ranks: Ranks) -> None:
         match self.fault.outside:
             case "full disk":
-                self.has_struck = True
+                self.has_acted = True
                 limit = _FULL_BYTES if pause.number == 0 else resource.RLIM_INFINITY
                 pid = ranks.pid_of(pause.victim)
                 if pid is not None:
                     hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
                     resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, hard))
-            case "strike all":
+            case "all ranks":
                 for rank in range(self.num_ranks):
                     self._send(ranks, rank, self.fault.signal)
             case "torchrun killed":
-                self.has_struck = True
+                self.has_acted = True
                 launcher = ranks.pid_of(-1)
                 if launcher is not None:
                     send(launcher, self.fault.signal)
@@ -99,7 +99,7 @@ class Outside:
                 self._send(ranks, pause.victim, pause.signal or self.fault.signal)
 
     def _send(self, ranks: Ranks, rank: int, number: int) -> None:
-        self.has_struck = True
+        self.has_acted = True
         if number == signal.SIGSTOP:
             self._stopped.add(rank)
         self._signal(ranks, rank, number)
@@ -114,7 +114,7 @@ class Outside:
 
 @contextmanager
 def occupied(port: int) -> Iterator[None]:
-    """Listen on port, as another program."""
+    """Listen on port, as another program would."""
     with socket.create_server(("127.0.0.1", port)):
         yield
 

@@ -8,7 +8,7 @@ from drills.injections import Injection
 
 
 def all_process_faults() -> Iterator[Fault]:
-    """Give all of them."""
+    """Yield all of them."""
     yield from _signals()
     yield from _first_and_all()
     yield from _starts()
@@ -16,7 +16,7 @@ def all_process_faults() -> Iterator[Fault]:
 
 
 def _moment(phase: str) -> tuple[Injection, ...]:
-    """Have the last rank hold still in a phase, so that it can be struck there."""
+    """Let the last rank pause in a phase, so that the fault happens there."""
     if phase == "checkpoint":
         return ()
     if phase != "sum":
@@ -42,11 +42,11 @@ def _signals() -> Iterator[Fault]:
         ("kill", signal.SIGKILL, "is killed"),
         ("segfault", signal.SIGSEGV, "crashes (SIGSEGV)"),
         ("abort", signal.SIGABRT, "aborts (SIGABRT)"),
-        ("stop", signal.SIGSTOP, "is stopped for good (SIGSTOP)"),
+        ("stop", signal.SIGSTOP, "is stopped (SIGSTOP)"),
         ("sigterm", signal.SIGTERM, "gets SIGTERM"),
     ):
         for phase, where in _PHASES.items():
-            code, says, flags = _told(number, phase)
+            code, says, flags = _expected(number, phase)
             yield Fault(
                 name=f"{word}-{phase}",
                 text=f"a rank {text} {where}",
@@ -61,8 +61,8 @@ def _signals() -> Iterator[Fault]:
             )
 
 
-def _told(number: int, phase: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """Give the code and the words that such a signal leads to, and the settings of its drill."""
+def _expected(number: int, phase: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """Return the expected code and texts after such a signal, and the settings of its drill."""
     if number == signal.SIGTERM:
         return "", ("SIGTERM: stopping",), ()
     if number != signal.SIGSTOP:
@@ -74,7 +74,7 @@ def _told(number: int, phase: str) -> tuple[str, tuple[str, ...], tuple[str, ...
 
 
 def _first_and_all() -> Iterator[Fault]:
-    """SIGKILL to those that others depend on."""
+    """SIGKILL to rank 0, and to all ranks."""
     first = (Injection(kind="pause", phase="forward", ranks=(0,), victim=0),)
     yield Fault(
         name="kill-rank-0",
@@ -88,19 +88,19 @@ def _first_and_all() -> Iterator[Fault]:
     )
     yield Fault(
         name="kill-all",
-        text="all ranks are killed at once, as when the power fails",
+        text="all ranks are killed at once, as by a power failure",
         injections=first,
         signal=signal.SIGKILL,
-        outside="strike all",
+        outside="all ranks",
         ends="stops",
     )
 
 
 def _starts() -> Iterator[Fault]:
-    """Ranks that can't start together, and the launcher."""
+    """Ranks that can't start together."""
     yield Fault(
         name="port-taken",
-        text="the port where the ranks meet is taken by another program",
+        text="another program listens on the port of the rendezvous",
         outside="port taken",
         ends="stops",
         code="DDP-G01",
@@ -110,7 +110,7 @@ def _starts() -> Iterator[Fault]:
     )
     yield Fault(
         name="missing-rank",
-        text="one rank never comes",
+        text="one rank never starts",
         outside="missing rank",
         ends="stops",
         code="DDP-G01",
@@ -120,7 +120,7 @@ def _starts() -> Iterator[Fault]:
     )
     yield Fault(
         name="other-data",
-        text="one rank has another dataset: a sample less",
+        text="the dataset of one rank has one sample less",
         injections=(Injection(kind="shorter", phase="open", step=0, ranks=LAST, lasts=True),),
         ends="stops",
         code="DDP-G02",
@@ -144,7 +144,7 @@ def _launchers() -> Iterator[Fault]:
     )
     yield Fault(
         name="torchrun-killed",
-        text="torchrun itself is killed: its ranks save and leave",
+        text="torchrun itself is killed: its ranks save and exit",
         injections=(Injection(kind="pause", phase="forward", ranks=LAST),),
         signal=signal.SIGKILL,
         outside="torchrun killed",

@@ -1,9 +1,9 @@
-"""The ranks of a drill: real processes, started as a launcher would, and nothing of them left.
+"""The ranks of a drill: real processes, started as by a launcher, with a check for leftovers.
 
 Owns: the commands, the environment, signals to ranks, and finding what still runs. Every process
-that a drill starts has a mark in its environment, and a session of its own: so whatever it starts
-in turn is found too, and Ctrl-C ends the drill alone, which then ends all of them.
-Does not own: what is done to them (outside.py).
+that a drill starts has a mark in its environment, and its own session: so its child processes are
+found too, and Ctrl-C reaches only the drill, which then ends all of them.
+Does not own: faults (outside.py).
 """
 
 import contextlib
@@ -30,20 +30,20 @@ _LOOK_EVERY_S = 0.25
 
 
 class Ranks(Protocol):
-    """Ranks under way."""
+    """The ranks of one start."""
 
     @property
     def statuses(self) -> list[int | None]:
-        """Exit status of each process, in rank order; -N: signal N; None: it lives."""
+        """Exit status of each process, in rank order; -N: signal N; None: it still runs."""
 
     def pid_of(self, rank: int) -> int | None:
-        """Give the process of a rank, or with -1 that of torchrun; None if there is none."""
+        """Return the pid of a rank, or with -1 that of torchrun; None if there is none."""
 
     def output(self) -> str:
-        """Give all that they wrote."""
+        """Return everything that they wrote."""
 
     def end(self) -> list[str]:
-        """Kill what is left, and say what was left although every rank had ended."""
+        """Kill what still runs; return the leftovers if every rank had ended."""
 
 
 class Starter(Protocol):
@@ -99,7 +99,7 @@ class Processes:
             return agent
         wanted = f"RANK={rank}".encode()
         for pid in self._marked():
-            # WHY the parent: what a rank starts has the same environment.
+            # WHY the parent: a rank's child processes have the same environment.
             if wanted in _environment_of(pid) and _parent_of(pid) == agent:
                 return pid
         return None
@@ -154,7 +154,7 @@ class Launcher:
 
 
 def variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """Give what torchrun tells a rank."""
+    """Return the variables that torchrun sets for a rank."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -167,7 +167,7 @@ def variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 def clean(env: Mapping[str, str]) -> dict[str, str]:
-    """Give an environment without what another launcher left there."""
+    """Return an environment without the variables of another launcher."""
     return {
         name: value
         for name, value in env.items()
@@ -176,7 +176,7 @@ def clean(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Give a port that nobody listens on."""
+    """Return a port that no program listens on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port
@@ -189,9 +189,9 @@ def send(pid: int, number: int) -> None:
 
 
 def await_end(find: Callable[[], list[int]], *, limit_s: float = 15.0) -> list[int]:
-    """Wait until find gives no process any more; give those that it still does at the limit.
+    """Wait until find returns no process; return those that still run at the limit.
 
-    WHY so long: a process that loads samples looks every few seconds whether its rank still lives.
+    WHY so long: a DataLoader worker checks every few seconds whether its rank still runs.
     """
     end = time.monotonic() + limit_s
     while (pids := find()) and time.monotonic() < end:
@@ -200,7 +200,7 @@ def await_end(find: Callable[[], list[int]], *, limit_s: float = 15.0) -> list[i
 
 
 def orphans(pids: Collection[int]) -> list[str]:
-    """List the shared memory of torch that these processes, which are gone, have left."""
+    """List torch's shared memory files that these ended processes have left."""
     names = os.listdir(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else []
     # torch_PID_RANDOM_NUMBER
     return [

@@ -1,7 +1,7 @@
-"""One drill: the quiet run, the struck run, the comparison.
+"""One drill: the undisturbed run, the run with the fault, the comparison.
 
-Owns the order of a run's starts: the same command again until it is finished. Does not own: how
-ranks are started (processes.py), what strikes them (outside.py), what is expected (faults.py).
+Owns the starts of a run: the same command again until it is finished. Does not own: how ranks are
+started (processes.py), faults from outside (outside.py), what is expected (faults.py).
 """
 
 import time
@@ -17,49 +17,49 @@ from drills.processes import Ranks, Starter, free_port
 from drills.work import Work
 from hardened_ddp.reporting.summary import finished_at
 
-QUIET = Fault(name="quiet", text="nothing happens")
-MOST_STARTS = 3
-"""Of one run; of one with several faults, so many more."""
+NO_FAULT = Fault(name="undisturbed", text="nothing happens")
+MAX_STARTS = 3
+"""Of one run; with several faults, one more for each."""
 
 START_LIMIT_S = 120.0
-"""Of one start, and ten times what the quiet run took: more is a hang."""
+"""Of one start, plus ten times what the undisturbed run took: more is a hang."""
 
 OUTPUT_NAME = "output.txt"
 _POLL_S = 0.001
 StarterOf = Callable[[Path, Fault], Starter]
-"""Gives what starts the ranks of a drill in a folder."""
+"""Returns what starts the ranks of a drill in a folder."""
 
 
 class Drills:
-    """Runs drills of one work in folder, with one quiet run for all of them."""
+    """Runs drills of one work in folder, with one undisturbed run for all of them."""
 
     def __init__(self, work: Work, folder: Path, starter_of: StarterOf) -> None:
         self.work, self.folder = work, folder
         self._starter_of = starter_of
-        self._quiet: Record | None = None
+        self._reference: Record | None = None
 
     def run(self, fault: Fault) -> Verdict:
-        """Do one drill, and say what came of it. Its folder has the name of the fault."""
-        quiet = self.quiet()
-        return judge(fault, self._record(fault), quiet)
+        """Run one drill and return its verdict. Its folder has the name of the fault."""
+        reference = self.reference()
+        return judge(fault, self._record(fault), reference)
 
-    def said_by(self, fault: Fault, *, most: int = 6000) -> str:
-        """Give the last of what the ranks of a drill that was done have said."""
+    def output_of(self, fault: Fault, *, most: int = 6000) -> str:
+        """Return the end of the output of the ranks of a finished drill."""
         path = self.folder / fault.name / OUTPUT_NAME
         return path.read_text(encoding="utf-8", errors="replace")[-most:] if path.exists() else ""
 
-    def quiet(self) -> Record:
-        """Give the run that nothing happens to. Raises RuntimeError if it fails by itself."""
-        if self._quiet is None:
-            record = self._record(QUIET)
+    def reference(self) -> Record:
+        """Return the undisturbed run. Raises RuntimeError if it fails by itself."""
+        if self._reference is None:
+            record = self._record(NO_FAULT)
             last = record.attempts[-1]
             if len(record.attempts) > 1 or not last.is_finished:
                 raise RuntimeError(f"the run fails without any fault:\n{record.output[-4000:]}")
-            self._quiet = record
-        return self._quiet
+            self._reference = record
+        return self._reference
 
     def _record(self, fault: Fault) -> Record:
-        """Start the command, and again until it is finished."""
+        """Start the command again and again until the run is finished."""
         folder = self.folder / fault.name
         folder.mkdir(parents=True)
         (folder / "board").mkdir()
@@ -70,28 +70,28 @@ class Drills:
         flags = [*self.work.command(board.folder, folder / "runs"), *fault.flags]
         starter = self._starter_of(folder, fault)
         outside = Outside(fault, board, run, num_ranks=self.work.num_ranks)
-        most_starts = MOST_STARTS + max(0, len(fault.injections) - 2)
-        while len(record.attempts) < most_starts and finished_at(run) is None:
+        max_starts = MAX_STARTS + max(0, len(fault.injections) - 2)
+        while len(record.attempts) < max_starts and finished_at(run) is None:
             for path in board.folder.glob("digest-*"):
                 path.unlink()
             is_first = not record.attempts
-            is_kept_out = is_first and fault.outside in ("port taken", "missing rank")
-            outside.has_struck |= is_kept_out
+            can_not_start = is_first and fault.outside in ("port taken", "missing rank")
+            outside.has_acted |= can_not_start
             port = free_port()
-            with occupied(port) if is_kept_out and "port" in fault.outside else nullcontext():
-                missing = int(is_kept_out and "rank" in fault.outside)
+            with occupied(port) if can_not_start and "port" in fault.outside else nullcontext():
+                missing = int(can_not_start and "rank" in fault.outside)
                 ranks = starter(flags, num_ranks=self.work.num_ranks, port=port, missing=missing)
                 self._watch(ranks, outside, record)
             if finished_at(run) is None:
-                outside.mend()
-        record.has_struck = outside.has_struck or board.num_struck() > 0 or board.has("sample")
+                outside.prepare_next_start()
+        record.has_fault = outside.has_acted or board.num_injected() > 0 or board.has("sample")
         return record
 
     def _watch(self, ranks: Ranks, outside: Outside, record: Record) -> None:
-        """Wait for the end of one start, and strike meanwhile."""
+        """Wait for the end of one start; cause faults from outside meanwhile."""
         began_at = time.monotonic()
-        quiet_s = 0.0 if self._quiet is None else self._quiet.wall_s
-        limit_s = START_LIMIT_S + 10 * quiet_s
+        usual_s = 0.0 if self._reference is None else self._reference.wall_s
+        limit_s = START_LIMIT_S + 10 * usual_s
         try:
             while None in ranks.statuses and time.monotonic() - began_at < limit_s:
                 outside.look(ranks)
@@ -101,6 +101,6 @@ class Drills:
             statuses, wall_s = tuple(ranks.statuses), time.monotonic() - began_at
             record.problems += ranks.end()
         if None in statuses:
-            record.problems.append(f"it did not end within {limit_s:.0f} s, and was killed")
-        record.attempts.append(Attempt(statuses, finished_at(record.run) is not None, wall_s))
+            record.problems.append(f"it did not end within {limit_s:.0f} s and was killed")
+        record.attempts.append(Attempt(statuses, finished_at(record.folder) is not None, wall_s))
         record.output = ranks.output()

@@ -1,4 +1,4 @@
-"""Faults inside of a step: exceptions, memory, numbers that are none, waits; and full disks."""
+"""Faults inside of a step: exceptions, memory, NaN, hangs; and full disks."""
 
 import signal
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from drills.injections import Injection
 
 
 def all_step_faults() -> Iterator[Fault]:
-    """Give all of them."""
+    """Yield all of them."""
     for family in (_errors, _memory, _numbers, _waits, _places):
         yield from family()
 
@@ -24,7 +24,7 @@ def _errors() -> Iterator[Fault]:
                 text=f"{who} of the ranks raise an exception in {phase}, once".replace(
                     "one of the ranks raise", "one rank raises"
                 ).replace("all of the", "all"),
-                # WHY so: all but the last, which is rank 0 where there are two.
+                # Some: rank 0 and the last but one, which are the same where there are two.
                 injections=(
                     Injection(kind=kind, phase=phase, ranks=ranks if who != "some" else (0, -2)),
                 ),
@@ -51,31 +51,31 @@ def _errors() -> Iterator[Fault]:
     )
     yield Fault(
         name="disk-error",
-        text="a read error of the disk, once (EIO): it is tried again",
+        text="the disk gives a read error (EIO), once",
         injections=(Injection(kind="disk", phase="data", ranks=LAST),),
     )
 
 
 def _memory() -> Iterator[Fault]:
-    """Not enough memory."""
+    """Out of memory."""
     for phase in ("forward", "backward"):
         yield Fault(
             name=f"memory-{phase}",
-            text=f"one rank is out of memory in {phase}, once: smaller micro-batches",
+            text=f"one rank runs out of memory in {phase}, once: smaller micro-batches",
             injections=(Injection(kind="memory", phase=phase, ranks=LAST),),
             says=("at most from now on",),
             keeps="equal replicas",
         )
     yield Fault(
         name="memory-optimizer",
-        text="one rank is out of memory in the optimizer's step",
+        text="one rank runs out of memory in the optimizer's step",
         injections=(Injection(kind="memory", phase="optimizer", ranks=LAST),),
         ends="stops",
         code="DDP-S02",
     )
     yield Fault(
         name="memory-evaluation",
-        text="one rank is out of memory in the evaluation",
+        text="one rank runs out of memory in the evaluation",
         injections=(Injection(kind="memory", phase="evaluation", ranks=LAST),),
         ends="stops",
         code="DDP-S02",
@@ -83,25 +83,25 @@ def _memory() -> Iterator[Fault]:
 
 
 def _numbers() -> Iterator[Fault]:
-    """Numbers that are none, or that are wrong."""
+    """NaN, and wrong numbers."""
     yield Fault(
         name="nan-once",
         text="the loss of one rank is NaN, once",
-        injections=(Injection(kind="not a number", phase="loss", ranks=LAST),),
+        injections=(Injection(kind="nan", phase="loss", ranks=LAST),),
         says=("retrying step", "the loss is nan"),
     )
     yield Fault(
         name="nan-repeated",
-        text="the loss of one rank is NaN in each step from some step on",
-        injections=(Injection(kind="not a number", phase="loss", ranks=LAST, lasts=True),),
+        text="the loss of one rank is NaN in every step from some step on",
+        injections=(Injection(kind="nan", phase="loss", ranks=LAST, lasts=True),),
         ends="stops",
         code="DDP-S03",
         says=("the loss is nan",),
     )
     yield Fault(
         name="nan-gradient",
-        text="the loss of one rank is a number, its gradient is NaN, once",
-        injections=(Injection(kind="no gradient that is a number", phase="backward", ranks=LAST),),
+        text="the loss of one rank is finite, its gradient is NaN, once",
+        injections=(Injection(kind="nan gradient", phase="backward", ranks=LAST),),
         says=("retrying step", "is not finite"),
     )
     yield Fault(
@@ -114,7 +114,7 @@ def _numbers() -> Iterator[Fault]:
     )
     yield Fault(
         name="bit-flip-early",
-        text="a bit of a weight flips before there is a checkpoint that was compared",
+        text="a bit of a weight flips before the first checkpoint with compared replicas",
         injections=(Injection(kind="bit", phase="update", ranks=LAST),),
         ends="stops",
         code="DDP-S05",
@@ -123,7 +123,7 @@ def _numbers() -> Iterator[Fault]:
     )
     yield Fault(
         name="unused-parameter",
-        text="one rank does not use a layer any more from some step on",
+        text="one rank stops using a layer at some step",
         injections=(Injection(kind="detach", phase="layer", ranks=LAST, lasts=True),),
         says=("find_unused_parameters is on from now",),
         keeps="equal replicas",
@@ -132,21 +132,21 @@ def _numbers() -> Iterator[Fault]:
 
 
 def _waits() -> Iterator[Fault]:
-    """A rank that is slow, or comes no more."""
+    """A rank that is slow or hangs."""
     yield Fault(
         name="straggler",
-        text="one rank needs a second more for a step",
+        text="one rank takes a second longer for one step",
         injections=(Injection(kind="sleep", phase="forward", ranks=LAST, seconds=1.0),),
     )
     yield Fault(
         name="lock-of-python",
-        text="native code holds Python's lock for a second, on one rank",
-        injections=(Injection(kind="lock", phase="forward", ranks=LAST),),
+        text="native code holds the GIL for a second, on one rank",
+        injections=(Injection(kind="hold the GIL", phase="forward", ranks=LAST),),
     )
     for phase, kind, text in (
         ("data", "hang", "reading a sample hangs"),
         ("forward", "hang", "forward hangs"),
-        ("collective", "collective", "a model calls a collective that the others don't"),
+        ("collective", "collective", "the model calls a collective that the others don't"),
     ):
         yield Fault(
             name=f"hang-{phase}",
@@ -163,10 +163,10 @@ def _waits() -> Iterator[Fault]:
 
 
 def _places() -> Iterator[Fault]:
-    """Disks, files, and where a run speaks to."""
+    """The disk, files, and the output."""
     yield Fault(
         name="disk-full",
-        text="no checkpoint can be written for a while: the disk is full",
+        text="the disk is full for a while: no checkpoint can be written",
         injections=(
             Injection(kind="pause", phase="forward", ranks=(0,), victim=0),
             Injection(kind="pause", phase="forward", step=24, ranks=(0,), victim=0),
@@ -175,12 +175,12 @@ def _places() -> Iterator[Fault]:
         says=("no new checkpoint, training goes on",),
     )
     for word, text in (
-        ("torn", "the newest checkpoint is cut in half"),
+        ("torn", "the newest checkpoint is truncated to half"),
         ("flipped", "a bit of the newest checkpoint flips"),
     ):
         yield Fault(
             name=f"{word}-checkpoint",
-            text=f"a run is stopped, and {text}",
+            text=f"a run is stopped, then {text}",
             injections=(Injection(kind="pause", phase="forward", step=12, ranks=(0,), victim=0),),
             signal=signal.SIGTERM,
             outside=f"{word} checkpoint",
@@ -189,6 +189,6 @@ def _places() -> Iterator[Fault]:
         )
     yield Fault(
         name="closed-output",
-        text="nobody reads the output any more: the pipe is closed",
+        text="the reader of the output closes the pipe",
         injections=(Injection(kind="close output", phase="update", ranks=ALL),),
     )

@@ -1,4 +1,4 @@
-"""What is trained in a drill, and the flags of its runs. No torch: mistakes are told at once."""
+"""What a drill trains, and the flags of its runs. No torch: wrong settings are reported at once."""
 
 import json
 from collections.abc import Mapping
@@ -10,9 +10,9 @@ DEFAULTS: Mapping[str, str] = {
     "batch_size": "24",
     "num_workers": "0",
     "max_steps": "40",
-    "epochs": "1000",  # WHY so many: max_steps is what ends it
+    "epochs": "1000",  # WHY so many: max_steps ends the run
 }
-"""Settings that the user may give otherwise."""
+"""Defaults that the user may override."""
 
 ALWAYS = (
     *("--run_name", "drill", "--ledger", "--log_interval", "5", "--checkpoint_every_steps", "5"),
@@ -22,7 +22,7 @@ ALWAYS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """What is trained."""
+    """What a drill trains."""
 
     num_ranks: int = 2
     model: str = "mlp"
@@ -34,7 +34,7 @@ class Work:
     """Settings, as on the command line."""
 
     def command(self, board: Path, output: Path) -> list[str]:
-        """Give the flags of a run whose model and dataset misbehave as board says."""
+        """Return the flags of a run whose model and dataset inject the faults of board."""
         model = {"inner": self.model, "inner_args": dict(self.model_args), "board": str(board)}
         data = {
             "inner": self.dataset,

@@ -1,11 +1,11 @@
-"""Your model and your dataset, and at the agreed moment they misbehave.
+"""The user's model and dataset, with hooks that inject faults at given moments.
 
     --model drills.wrappers:model --model_args '{inner: mlp, board: FOLDER}'
 
-Owns the moments: which step it is, by a hook on the optimizer; which phase, by hooks on the model.
-The model itself stays as it is: the same names, the same numbers, so that its checkpoints compare.
-Does not own: the injectors (injectors.py), what is to come of them (faults.py). The program that is
-drilled has no hook for them: all of this could be a user's own code.
+Owns the moments: the step, by a hook on the optimizer; the phase, by hooks on the model. The model
+itself does not change: the same names, the same numbers, so that its checkpoints can be compared.
+Does not own: the injectors (injectors.py), what is expected of them (faults.py). The training
+program has no hook for them: all of this could be a user's own code.
 """
 
 import atexit
@@ -33,13 +33,13 @@ from hardened_ddp.settings.model import ModelConfig
 
 
 class Moments:
-    """Says in which step this process is, and which acts are due."""
+    """Knows the current step of this process, and which faults are due."""
 
     def __init__(self, board: Board) -> None:
         launch = read_launch(environment())
         self.rank, self.world_size, self.board = launch.rank, launch.world_size, board
         self.step = 0
-        """Optimizer steps that are done, over all starts; 0 up to the first one of this start."""
+        """Optimizer steps done, over all starts; 0 before the first one of this start."""
 
         self._injections = {
             number: injection
@@ -48,7 +48,7 @@ class Moments:
         }
 
     def due(self, phase: str) -> list[tuple[int, Injection]]:
-        """Give the acts whose moment is now, each once unless it lasts."""
+        """Return the faults whose moment is now, each once unless it lasts."""
         return [
             (number, injection)
             for number, injection in self._injections.items()
@@ -58,29 +58,29 @@ class Moments:
         ]
 
     def bad_samples(self, index: int) -> list[Injection]:
-        """Give what is wrong with this sample."""
+        """Return the faults of this sample."""
         injections = [
             injection for injection in self._injections.values() if injection.phase == "sample"
         ]
-        if not injections or self.board.has("mended"):
+        if not injections or self.board.has("cause removed"):
             return []
-        # WHY these only: a sample that is bad from the start would be found before the first step.
+        # WHY from a step on: a sample that is bad from the start is found before the first step.
         may_choose = self.rank == self.world_size - 1 and self.step >= injections[0].step
         return injections if self.board.is_bad_sample(index, may_choose=may_choose) else []
 
     def count(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that a step is done. WHY by the optimizer's own count: a resumed run has it."""
+        """Count a step. WHY by the optimizer's own count: a resumed run has it."""
         counts = [int(state["step"]) for state in optimizer.state.values() if "step" in state]
         self.step = max(counts, default=self.step + 1)
 
     def _take(self, number: int, injection: Injection) -> bool:
-        is_new = self.board.claim(f"struck-{number}-{self.rank}")
-        return not self.board.has("mended") if injection.lasts else is_new
+        is_new = self.board.claim(f"injected-{number}-{self.rank}")
+        return not self.board.has("cause removed") if injection.lasts else is_new
 
 
 @functools.cache
 def moments_of(board: str) -> Moments:
-    """Give the one Moments of this process: model and dataset are built apart."""
+    """Return the one Moments of this process: model and dataset are built separately."""
     return Moments(Board(Path(board)))
 
 
@@ -91,7 +91,7 @@ def model(
     inner: str = "mlp",
     inner_args: Mapping[str, Any] | None = None,  # Any: the arguments of a callable
 ) -> nn.Module:
-    """Build the model that inner names, and have acts happen around it. For --model."""
+    """Build the model that inner names, with hooks that inject faults. For --model."""
     config = ModelConfig(model=inner, model_args=inner_args or {})
     network = build_model(config, num_classes=num_classes, input_shape=tuple(input_shape))
     moments = moments_of(board)
@@ -109,18 +109,18 @@ def dataset(
     inner: str = "digits",
     inner_args: Mapping[str, Any] | None = None,  # Any: the arguments of a callable
 ) -> Any:  # Any: a dataset, or None
-    """Open the dataset that inner names; acts happen where training samples are read."""
+    """Open the dataset that inner names; faults are injected when training samples are read."""
     config = DataConfig(
         dataset=inner, dataset_args=inner_args or {}, data_dir=data_dir, download=may_download
     )
-    # WHY here, on every rank: a dataset that has nothing to download is to leave no folder for it
+    # WHY here, on every rank: a dataset without a download must not leave a folder for it
     prepare_data(config)
     task = build_data(config)
     return Misbehaving(task, board) if train else task.test
 
 
 class Misbehaving(Dataset[Any]):
-    """A training set, and what is to happen when its samples are read."""
+    """A training set that injects faults when its samples are read."""
 
     def __init__(self, task: Any, board: str) -> None:  # Any: TaskData
         self.inner, self.board = task.train, board
@@ -129,17 +129,17 @@ class Misbehaving(Dataset[Any]):
         moments = moments_of(board)
         self.size = len(task.train) - len(moments.due("open"))
         if moments.due("start"):
-            self.handle = lambda: None  # what can't be sent to another process
+            self.handle = lambda: None  # can't be pickled for another process
 
     def __len__(self) -> int:
         return self.size
 
-    def __getitem__(self, index: int) -> Any:  # Any: what the inner one gives
+    def __getitem__(self, index: int) -> Any:  # Any: a sample of the inner dataset
         moments = moments_of(self.board)
         is_worker = get_worker_info() is not None
         for number, injection in moments.due("worker" if is_worker else "data"):
             injectors.do(injection, moments, number)
-        moments.step += is_worker  # WHY: nobody counts steps there
+        moments.step += is_worker  # WHY: a worker has no optimizer that counts steps
         sample = self.inner[index]
         for injection in moments.bad_samples(index):
             sample = injectors.spoil(injection.kind, sample, self.num_classes)
@@ -147,7 +147,7 @@ class Misbehaving(Dataset[Any]):
 
 
 def _watch_forward(network: nn.Module, moments: Moments) -> None:
-    """Have acts happen before and after each forward, and in its backward."""
+    """Inject faults before and after each forward, and in its backward."""
 
     def before(module: nn.Module, inputs: Any) -> None:
         for number, injection in moments.due("forward" if module.training else "evaluation"):
@@ -177,7 +177,7 @@ def _watch_forward(network: nn.Module, moments: Moments) -> None:
 
 
 def _watch_optimizer(network: nn.Module, moments: Moments) -> None:
-    """Count steps, and have acts happen before and after the update."""
+    """Count steps, and inject faults before and after the update."""
 
     def before(optimizer: torch.optim.Optimizer, *rest: Any) -> None:
         for number, injection in moments.due("optimizer"):
@@ -193,5 +193,5 @@ def _watch_optimizer(network: nn.Module, moments: Moments) -> None:
 
 
 def _leave_digest(network: nn.Module, moments: Moments) -> None:
-    """Leave the hash of all weights for the drill: are the replicas equal? At the end."""
+    """Write the hash of all weights for the drill, which compares the replicas. At the end."""
     moments.board.write(f"digest-{moments.rank}", digest_of(network.state_dict()))

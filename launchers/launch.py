@@ -5,13 +5,13 @@
     python launchers/launch.py --hosts node0,node1 --nproc_per_node 4 ddp_training.py --epochs 20
 
 A run on several machines is one torchrun on each of them. All get the same --nnodes,
---nproc_per_node, --master_addr and --master_port; only --node_rank differs, and that is where most
-mistakes are made by hand. Global ranks follow: machine 0 has ranks 0 to 3, machine 1 has 4 to 7.
-The first host of the list is the master: the ranks meet there.
+--nproc_per_node, --master_addr and --master_port; only --node_rank differs: typing that by hand is
+where most mistakes happen. Global ranks follow from it: with 4 ranks each, machine 0 has ranks 0
+to 3, machine 1 has 4 to 7. The first host of the list is the master: the rendezvous is there.
 
-Needed: ssh to every host without a password; the same folder, with code and Python, at the same
-path on all of them (a shared disk does it). A host called localhost is this machine, without ssh.
---dry-run only prints the commands: one can type them by hand, too, one on each machine.
+Requirements: ssh to every host without a password; the same folder, with code and Python, at the
+same path on all of them (for example on a shared disk). The host localhost is this machine, without
+ssh. --dry-run only prints the commands, which can also be typed by hand, one on each machine.
 """
 
 import os
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from launchers.running import ROOT, make_parser, read_arguments
 
 POLL_S = 0.05
-# How long the others may take to save when one machine has failed, or the user wants to stop.
+# How long ranks may take to save when another machine has failed, or the user stops the run.
 GRACE_S = 60.0
 LOCAL = ("localhost", "127.0.0.1")
 
@@ -51,12 +51,12 @@ class Plan:
 
 
 def torchrun_command(plan: Plan, node_rank: int) -> str:
-    """Write the command of one machine as a shell there reads it."""
+    """Return the command of one machine, quoted for a shell."""
     command = [
         *(["env", *plan.variables] if plan.variables else []),
         plan.python,
         "-m",
-        "torch.distributed.run",  # torchrun by its other name: it needs no PATH
+        "torch.distributed.run",  # torchrun, without a need for it in PATH
         f"--nnodes={len(plan.hosts)}",
         f"--node_rank={node_rank}",
         f"--nproc_per_node={plan.nproc_per_node}",
@@ -64,21 +64,21 @@ def torchrun_command(plan: Plan, node_rank: int) -> str:
         f"--master_port={plan.port}",
         *plan.words,
     ]
-    # WHY exec: the shell gives its place to torchrun, so a signal for the one reaches the other.
+    # WHY exec: torchrun replaces the shell, so a signal to the shell's pid reaches torchrun.
     return f"cd {shlex.quote(plan.folder)} && exec {shlex.join(command)}"
 
 
 def host_command(host: str, command: str, ssh: str) -> list[str]:
-    """Give the words that run a shell command on a host."""
+    """Return the argv that runs a shell command on a host."""
     if host in LOCAL:
         return ["bash", "-c", command]
-    # WHY -tt: what runs there has a terminal. Ctrl-C reaches it through that, and when ssh is ended
-    # here, SIGHUP: either way it saves and leaves.
+    # WHY -tt: the command there gets a terminal. Through it Ctrl-C reaches it, and SIGHUP when ssh
+    # ends here: in both cases it saves and exits.
     return [*shlex.split(ssh), "-tt", host, command]
 
 
 def run_everywhere(plan: Plan, ssh: str) -> int:
-    """Run the command of each host, wait for all, and give the first status that is not 0."""
+    """Run the command of each host, wait for all, and return the first status that is not 0."""
     machines: dict[str, subprocess.Popen[bytes]] = {}
     end: float | None = None
 
@@ -93,14 +93,14 @@ def run_everywhere(plan: Plan, ssh: str) -> int:
         signal.signal(number, stop_all)
     for node_rank, host in enumerate(plan.hosts):
         argv = host_command(host, torchrun_command(plan, node_rank), ssh)
-        # WHY a group of its own: Ctrl-C reaches only this launcher, and it passes it on once.
+        # WHY its own process group: Ctrl-C reaches only this launcher, which passes it on once.
         stdin = subprocess.DEVNULL if host in LOCAL else subprocess.PIPE
         machines[host] = subprocess.Popen(argv, stdin=stdin, process_group=0)
 
     while running := [host for host, process in machines.items() if process.poll() is None]:
         if end is None and any(process.returncode for process in machines.values()):
-            # The ranks there are gone, so those on the other machines can't go on: they save and
-            # leave by themselves.
+            # The ranks there have ended, so those on the other machines can't continue: they save
+            # and exit by themselves.
             end = time.monotonic() + GRACE_S
         if end is not None and time.monotonic() > end:
             print(f"launch.py: killing what still runs on {', '.join(running)}", file=sys.stderr)
@@ -117,22 +117,26 @@ def run_everywhere(plan: Plan, ssh: str) -> int:
 
 
 def _stop(process: subprocess.Popen[bytes], *, gently: bool) -> None:
-    """Have the ranks of one machine save and leave.
+    """Make the ranks of one machine save and exit.
 
-    gently: ssh stays until they have. WHY Ctrl-C: ssh passes on what is typed, but no signals.
+    gently: ssh stays until they have. WHY Ctrl-C: ssh forwards what is typed, but no signals.
     """
     if process.stdin is None or not gently:
         process.terminate()
         return
-    with suppress(OSError):  # it has just ended
+    with suppress(OSError):  # the process has just ended
         process.stdin.write(b"\x03")
         process.stdin.flush()
 
 
 def main(argv: Sequence[str]) -> int:
     parser = make_parser("launch.py", __doc__)
-    parser.add_argument("--hosts", required=True, help="names, with commas; the first is master")
-    parser.add_argument("--nproc_per_node", type=int, required=True, help="ranks on each: its GPUs")
+    parser.add_argument(
+        "--hosts", required=True, help="names, separated by commas; the first is the master"
+    )
+    parser.add_argument(
+        "--nproc_per_node", type=int, required=True, help="ranks on each host: its GPUs"
+    )
     parser.add_argument("--port", type=int, default=29500, help="free port of the first host")
     parser.add_argument("--folder", default=str(ROOT), help="this project's folder on the hosts")
     parser.add_argument("--python", default=sys.executable, help="Python on the hosts")
@@ -142,9 +146,13 @@ def main(argv: Sequence[str]) -> int:
     options, words = read_arguments(parser, list(argv))
     hosts = [host.strip() for host in options.hosts.split(",") if host.strip()]
     if len(set(hosts)) != len(hosts) or not hosts:
-        parser.error(f"--hosts {options.hosts}: needs each host once; --nproc_per_node has ranks")
+        parser.error(
+            f"--hosts {options.hosts}: name each host once; --nproc_per_node sets the ranks"
+        )
     if len(hosts) > 1 and hosts[0] in LOCAL:
-        parser.error(f"--hosts {options.hosts}: the others can't reach the first one by that name")
+        parser.error(
+            f"--hosts {options.hosts}: the other hosts can't reach the first one by that name"
+        )
     if options.nproc_per_node < 1 or not 0 < options.port < 65536:
         parser.error("--nproc_per_node needs 1 or more, --port 1 to 65535")
     plan = Plan(
@@ -164,7 +172,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def is_ours(script: str) -> bool:
-    """Say whether a script lies in this project: it is then named from the project's folder."""
+    """Return whether a script is in this project: its path is then relative to the project."""
     return Path(script).resolve().is_relative_to(ROOT)
 
 

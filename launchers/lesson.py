@@ -1,16 +1,16 @@
-"""The lesson that the launchers give: who the ranks are, and what the collectives do.
+"""The lesson of the launchers: it shows the ranks, and what each collective does.
 
-Data parallel training in five sentences. Every process (rank) holds the whole model. Each one gets
-another part of every batch, and computes gradients from it. All-reduce averages these gradients, so
-that every rank has those of the whole batch. Each rank then makes the same update, and the models
-stay equal without ever being sent again. A rank is told by its launcher who it is:
+Data parallel training in four sentences. Every process (rank) holds the whole model. Each one gets
+a different part of every batch, and computes gradients from it. All-reduce averages these
+gradients, so that every rank has those of the whole batch. Each rank then makes the same update,
+so the models stay equal without being sent again. The launcher tells each rank:
 
-    rank          its number among all processes of the run, from 0; rank 0 also writes the files
-    local rank    its number on its own machine: it takes the GPU with that number
+    rank          its index among all processes of the run, from 0; rank 0 also writes the files
+    local rank    its index on its own machine: it takes the GPU with that index
     world size    how many ranks there are
 
-For that they need to meet once, at MASTER_ADDR:MASTER_PORT, where rank 0 (or torchrun's agent)
-keeps a small store of keys and values. After that they talk to each other directly.
+The ranks find each other at MASTER_ADDR:MASTER_PORT (the rendezvous), where rank 0 or torchrun's
+agent serves a small key-value store. After that they communicate directly.
 """
 
 import socket
@@ -45,7 +45,7 @@ def give_lesson(launch: Launch, *, cpu_only: bool) -> None:
     )
     try:
         lines = [*show_ranks(launch, device), *show_collectives(launch, device)]
-        # WHY only rank 0 prints: lines of several processes would come in any order, and mixed.
+        # WHY only rank 0 prints: lines of several processes would be mixed, in any order.
         if launch.is_main:
             print("\n".join(lines), flush=True)
     finally:
@@ -53,7 +53,7 @@ def give_lesson(launch: Launch, *, cpu_only: bool) -> None:
 
 
 def describe(launch: Launch, device: torch.device) -> str:
-    """Say on one line who and where this rank is."""
+    """Return one line with the host, ranks and device of this process."""
     return (
         f"host {socket.gethostname()}  rank {launch.rank}  local rank {launch.local_rank}  "
         f"world size {launch.world_size}  device {device}"
@@ -61,23 +61,23 @@ def describe(launch: Launch, device: torch.device) -> str:
 
 
 def show_ranks(launch: Launch, device: torch.device) -> list[str]:
-    """Collect what each rank says of itself, in rank order. Collective: all ranks."""
+    """Gather the line of each rank, in rank order. Collective: all ranks."""
     lines: list[str] = [""] * launch.world_size
     dist.all_gather_object(lines, describe(launch, device))  # all-gather, of any Python object
     return [f"{launch.world_size} ranks, started by {launch.launcher}:", *lines]
 
 
 def show_collectives(launch: Launch, device: torch.device) -> list[str]:
-    """Do each collective once, with numbers that show what it does. Collective: all ranks.
+    """Call each collective once, with numbers that show what it does. Collective: all ranks.
 
-    A collective is a call that all ranks make, in the same order. If one rank leaves it out, the
-    others wait for it until the timeout: most hangs of DDP programs are just that.
+    A collective is a call that all ranks make, in the same order. If one rank does not make it,
+    the others wait until the timeout: most hangs of DDP programs have this cause.
     """
     rank, world_size = launch.rank, launch.world_size
     mine = torch.tensor([rank + 1.0], device=device)
 
-    # All-reduce: every rank gives a tensor, every rank gets the sum. This is what DDP does with
-    # the gradients in each step (and divides by the number of ranks).
+    # All-reduce: every rank gives a tensor, every rank gets the sum. DDP does this with the
+    # gradients in each step (and divides by the number of ranks).
     total = mine.clone()
     dist.all_reduce(total)
     wanted = world_size * (world_size + 1) / 2
@@ -87,17 +87,17 @@ def show_collectives(launch: Launch, device: torch.device) -> list[str]:
     dist.all_gather(parts, mine)
 
     # Broadcast: every rank gets the tensor of one of them. DDP does this once with the weights,
-    # so that all ranks begin with the model of rank 0.
+    # so that all ranks start with the model of rank 0.
     first = mine.clone()
     dist.broadcast(first, src=0)
 
-    # Reduce: as all-reduce, but only one rank gets the sum; the others keep something undefined.
+    # Reduce: like all-reduce, but only one rank gets the sum; on the others it is undefined.
     reduced = mine.clone()
     dist.reduce(reduced, dst=0)
 
     if total.item() != wanted:
-        # The one check that all else rests on: gradients would be wrong in the same way.
-        sys.exit(f"rank {rank}: all-reduce gave {total.item():g}, and not {wanted:g}")
+        # If this sum is wrong, gradients would be wrong in the same way.
+        sys.exit(f"rank {rank}: all-reduce gave {total.item():g} instead of {wanted:g}")
     return [
         "each rank gives its rank + 1:",
         f"  all-reduce  gives every rank the sum:        {total.item():g} (checked)",

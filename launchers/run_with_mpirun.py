@@ -3,13 +3,13 @@
 
     mpirun -np 2 python launchers/run_with_mpirun.py
     mpirun -np 2 python launchers/run_with_mpirun.py ddp_training.py --cpu_only --epochs 2
-    mpirun --host a:4,b:4 -np 8 python launchers/run_with_mpirun.py --folder /shared/meeting
+    mpirun --host a:4,b:4 -np 8 python launchers/run_with_mpirun.py --folder /shared/rendezvous
 
-mpirun starts the processes, also on other machines, and tells each one its rank by variables of its
-own: OMPI_COMM_WORLD_RANK (Open MPI) or PMI_RANK (Hydra). MPI itself is not used here: PyTorch's
-ranks talk over NCCL or gloo. All that they miss is where to meet, because no mpirun tells that:
+mpirun starts the processes, also on other machines, and sets each one's rank in its own variables:
+OMPI_COMM_WORLD_RANK (Open MPI) or PMI_RANK (Hydra). MPI itself is not used here: PyTorch's ranks
+communicate over NCCL or gloo. Only the rendezvous address is missing; mpirun does not set it:
 
-    one machine         127.0.0.1, and a port worked out from the name of the mpirun job
+    one machine         127.0.0.1, and a port computed from the name of the mpirun job
     several machines    rank 0 chooses a port and writes its host and port into a file, in a folder
                         that all machines share; the others read it there
 """
@@ -31,15 +31,15 @@ POLL_S = 0.05
 
 
 def job_name() -> str:
-    """Name this mpirun alike on all its machines, and unlike every other one.
+    """Return a name of this mpirun job: the same on all its machines, and unique.
 
-    Open MPI gives all ranks of a job some values that no other job has. Hydra does not.
+    Open MPI gives all ranks of a job values that no other job has. Hydra does not.
     """
     names = ("PMIX_NAMESPACE", "OMPI_MCA_orte_precondition_transports", "OMPI_MCA_orte_hnp_uri")
     text = " ".join(os.environ.get(name, "") for name in names)
     if not text.strip():
         raise LaunchError(
-            "this mpirun gives its ranks no name of the job, so they can't find each other's file",
+            "this mpirun gives its ranks no name of the job, so they can't find the file of rank 0",
             fix="give all ranks MASTER_ADDR, the host of rank 0, and MASTER_PORT: "
             "mpirun -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 ...",
         )
@@ -47,19 +47,19 @@ def job_name() -> str:
 
 
 def own_address() -> str:
-    """Give the address of this machine that the others can reach: the one of its own name."""
+    """Return the address of this machine for the others: the one of its host name."""
     return os.environ.get("MASTER_ADDR") or socket.gethostbyname(socket.gethostname())
 
 
-def agree_on_meeting(rank: int, folder: Path, timeout_s: float) -> tuple[str, str]:
-    """Give the address and port of rank 0, through a file in a folder that all ranks share."""
+def agree_on_rendezvous(rank: int, folder: Path, timeout_s: float) -> tuple[str, str]:
+    """Return the address and port of rank 0, from a file in a folder that all ranks share."""
     path = folder / f"mpirun-{job_name()}"
     if rank == 0:
         address = own_address()
         if address.startswith("127."):
             raise LaunchError(
-                f"rank 0's host {socket.gethostname()} knows itself only as {address}, where no "
-                "other machine can reach it",
+                f"the name of rank 0's host, {socket.gethostname()}, resolves to {address}, where "
+                "no other machine can reach it",
                 fix="give rank 0 the address of its network card: mpirun -x MASTER_ADDR=ADDRESS "
                 "...   (or correct /etc/hosts)",
             )
@@ -69,7 +69,7 @@ def agree_on_meeting(rank: int, folder: Path, timeout_s: float) -> tuple[str, st
         folder.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".new")
         aside.write_text(f"{address} {port}\n", encoding="utf-8")
-        aside.replace(path)  # WHY: the others must never see half of it
+        aside.replace(path)  # WHY rename: the others must never read an incomplete file
         return address, str(port)
     end = time.monotonic() + timeout_s
     while not path.is_file():
@@ -85,19 +85,19 @@ def agree_on_meeting(rank: int, folder: Path, timeout_s: float) -> tuple[str, st
 
 
 def find_launch(folder: Path, timeout_s: float) -> tuple[Launch, Path | None]:
-    """Tell who this rank is; on several machines let the ranks agree on where to meet."""
+    """Return this rank's Launch; on several machines agree on the rendezvous address first."""
     size = os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE"))
     here = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", os.environ.get("MPI_LOCALNRANKS"))
     rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK"))
     note = None
     if rank is not None and size != here and "MASTER_PORT" not in os.environ:
-        address, port = agree_on_meeting(int(rank), folder, timeout_s)
+        address, port = agree_on_rendezvous(int(rank), folder, timeout_s)
         os.environ.update({"MASTER_ADDR": address, "MASTER_PORT": port})
         note = folder / f"mpirun-{job_name()}" if rank == "0" else None
     launch = read_launch(os.environ)
     if launch.launcher == "none":
         raise LaunchError(
-            "no mpirun has started this process (OMPI_COMM_WORLD_RANK and PMI_RANK are not set)",
+            "this process was not started by mpirun (no OMPI_COMM_WORLD_RANK, no PMI_RANK)",
             fix="mpirun -np 2 python launchers/run_with_mpirun.py",
         )
     return launch, note
@@ -105,8 +105,8 @@ def find_launch(folder: Path, timeout_s: float) -> tuple[Launch, Path | None]:
 
 def main(argv: list[str]) -> None:
     parser = make_parser("run_with_mpirun.py", __doc__)
-    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / ".meeting")
-    parser.add_argument("--wait_s", type=float, default=60.0, help="how long to look for rank 0")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs" / ".rendezvous")
+    parser.add_argument("--wait_s", type=float, default=60.0, help="how long to wait for rank 0")
     parser.add_argument("--no_lesson", action="store_true", help="only run the script")
     options, words = read_arguments(parser, argv)
 
@@ -118,7 +118,7 @@ def main(argv: list[str]) -> None:
         from launchers.lesson import give_lesson
 
         give_lesson(launch, cpu_only="--cpu_only" in words)
-        # All ranks have met here, so all of them have read the file.
+        # All ranks have joined the lesson, so all of them have read the file.
         if note is not None:
             note.unlink(missing_ok=True)
     run_script(words)

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Run a script on several processes of this machine with nothing but Python: no torchrun, no MPI.
+"""Run a script on several processes of this machine with only Python: no torchrun, no MPI.
 
     python launchers/run_with_python.py                       one process per GPU, 2 without a GPU
     python launchers/run_with_python.py --nproc 4 ddp_training.py --cpu_only --epochs 2
 
-What a launcher does, in one file: choose a free port; start the processes; tell each one by
-environment variables who it is; wait; and when one of them fails, end the others, because they
-would wait for it in their next collective.
+What a launcher does, in one file: choose a free port; start the processes; set each one's rank in
+environment variables; wait; and when one of them fails, end the others, because they would wait for
+it in their next collective.
 
-The processes are started by "spawn": a new Python that imports this file again. WHY not fork: a
-forked process inherits the threads and the CUDA state of its parent broken.
-On this one machine a process's rank and its local rank are the same number.
+The processes are started by "spawn": a new Python that imports this file again. WHY not fork: in a
+forked process, the threads and the CUDA state of its parent are broken.
+On one machine, rank and local rank are the same number.
 """
 
 import os
@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from launchers.running import limit_threads, make_parser, read_arguments, run_script
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-# How long the others may take to save when one process has failed, or the user wants to stop.
+# How long ranks may take to save when another process has failed, or the user stops the run.
 GRACE_S = 30.0
 
 
 def free_port() -> int:
-    """Ask the kernel for a port that nobody uses."""
+    """Ask the kernel for a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -39,20 +39,20 @@ def free_port() -> int:
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Give the variables that tell a process who it is; torchrun sets the same ones."""
+    """Return the variables with a process's rank; torchrun sets the same ones."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),  # all ranks are on this one machine
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",  # where rank 0 is, and
-        "MASTER_PORT": str(port),  # where it waits for the others
+        "MASTER_ADDR": "127.0.0.1",  # the host of rank 0, and
+        "MASTER_PORT": str(port),  # the port on which it waits for the others
         "HARDENED_DDP_LAUNCHER": "spawn",
     }
 
 
 def run_rank(rank: int, world_size: int, port: int, lesson: bool, words: list[str]) -> None:
-    """Be one rank: this runs in the new process."""
+    """Run one rank: this is called in the new process."""
     os.environ.update(rank_environment(rank, world_size, port))
     from hardened_ddp.errors import HardenedError
     from hardened_ddp.ranks.launch import end_with_launcher, prepare_environment, read_launch
@@ -72,7 +72,7 @@ def run_rank(rank: int, world_size: int, port: int, lesson: bool, words: list[st
 
 
 def start_and_wait(num_ranks: int, *, lesson: bool, words: list[str]) -> int:
-    """Start the ranks, wait for all of them, and give the exit status."""
+    """Start the ranks, wait for all of them, and return the exit status."""
     import torch.multiprocessing as mp
 
     arguments = (num_ranks, free_port(), lesson, words)
@@ -85,16 +85,16 @@ def start_and_wait(num_ranks: int, *, lesson: bool, words: list[str]) -> int:
             if process.is_alive():
                 os.kill(process.pid, number)
 
-    # A signal to this launcher is meant for the ranks: they save and leave by themselves.
+    # A signal to this launcher is meant for the ranks: they save and exit by themselves.
     for number in STOP_SIGNALS:
         signal.signal(number, pass_on)
     while living := [process.sentinel for process in ranks.processes if process.is_alive()]:
         if any(process.exitcode for process in ranks.processes):
-            pass_on(signal.SIGTERM)  # one failed: the others can't go on without it
+            pass_on(signal.SIGTERM)  # one failed: the others can't continue without it
             break
         connection.wait(living)
     try:
-        # join kills after GRACE_S what still runs, and raises what the one that failed has said,
+        # join kills after GRACE_S what still runs, and raises the error of the process that failed,
         # with its traceback.
         while not ranks.join(grace_period=GRACE_S):
             continue

@@ -1,23 +1,23 @@
 #!/usr/bin/env python3
-"""Run a script under torchrun, and show first who its processes are.
+"""Run a script under torchrun, and first show its ranks.
 
     torchrun --nproc_per_node=2 launchers/run_with_torchrun.py
     torchrun --nproc_per_node=2 launchers/run_with_torchrun.py ddp_training.py --epochs 2
     torchrun --nproc_per_node=2 launchers/run_with_torchrun.py --inspect
 
-torchrun starts --nproc_per_node copies of this file on each machine, and tells each copy who it is
-by environment variables: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. It also watches
-them: if one dies it ends the others, and with --max_restarts=3 starts all of them again.
+torchrun starts --nproc_per_node copies of this file on each machine, and sets their environment
+variables: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. It also watches
+them: if one dies it ends the others, and with --max_restarts=3 it starts all of them again.
 
-This file shows these variables, lets the ranks talk to each other once (lesson.py), and then runs
-the script in the same processes. It needs nothing of torchrun that the script itself does not read.
+This file shows these variables, calls each collective once (lesson.py), and then runs the script in
+the same processes. It reads nothing of torchrun that the script itself does not read.
 """
 
 import os
 import sys
 from pathlib import Path
 
-# WHY: python puts only the folder of this file there, and hardened_ddp lies beside it.
+# WHY: Python adds only the folder of this file; hardened_ddp is in the parent folder.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hardened_ddp.errors import HardenedError
@@ -31,11 +31,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--no_lesson", action="store_true", help="only run the script")
     options, words = read_arguments(parser, argv)
 
-    # Who am I? Everything that torchrun tells is in the environment.
+    # Everything that torchrun tells a rank is in the environment.
     launch = read_launch(os.environ)
     if launch.launcher == "none":
         sys.exit(
-            "run_with_torchrun.py: no torchrun has started this process (RANK is not set)\n"
+            "run_with_torchrun.py: this process was not started by torchrun (RANK is not set)\n"
             "  next: torchrun --nproc_per_node=2 launchers/run_with_torchrun.py"
         )
     prepare_environment(launch, os.environ)

@@ -5,7 +5,7 @@ Every launcher is used in the same way:
     LAUNCHER [its own options] [SCRIPT [the script's own arguments]]
 
 The script is ddp_training.py if none is named. An option that the launcher does not know belongs to
-ddp_training.py, so `... run_with_python.py --nproc 2 --epochs 1` does what one thinks.
+ddp_training.py, as --epochs in `... run_with_python.py --nproc 2 --epochs 1`.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def make_parser(name: str, text: str | None) -> argparse.ArgumentParser:
         prog=name,
         description=text,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # WHY: --no would be --nproc
+        allow_abbrev=False,  # WHY: else --no would mean --nproc
     )
 
 
@@ -32,33 +32,33 @@ def read_arguments(
     parser: argparse.ArgumentParser, argv: list[str]
 ) -> tuple[argparse.Namespace, list[str]]:
     """Split argv into the launcher's own options and the script with its arguments."""
-    # WHY by hand: what stands behind the script's name is the script's, whatever it is called.
+    # WHY by hand: everything after the script's name belongs to the script, whatever its name.
     first = next((i for i, word in enumerate(argv) if word.endswith(".py")), len(argv))
     options, unknown = parser.parse_known_args(argv[:first])
     words = argv[first:]
     if words and unknown:
-        parser.error(f"unknown option {unknown[0]} in front of {words[0]}")
+        parser.error(f"unknown option {unknown[0]} before {words[0]}")
     words = words or [SCRIPT, *unknown]
     script = Path(words[0])
     if not script.is_file():
         beside = ROOT / script
         if not beside.is_file():
-            parser.error(f"there is no script {script}")  # leaves with status 2
+            parser.error(f"there is no script {script}")  # exits with status 2
         script = beside
     return options, [str(script), *words[1:]]
 
 
 def run_script(words: list[str]) -> None:
-    """Run a script in this process as python would: words are its path and its arguments."""
+    """Run a script in this process as Python would: words are its path and its arguments."""
     sys.argv = words
-    # WHY: python puts the folder of the script first, where its own modules lie.
+    # WHY: Python puts the folder of the script first, where its own modules are.
     sys.path.insert(0, str(Path(words[0]).resolve().parent))
     runpy.run_path(words[0], run_name="__main__")
 
 
 def limit_threads() -> None:
-    """Give each rank one thread, as torchrun does, unless the user has said how many.
+    """Limit each rank to one thread, as torchrun does, unless OMP_NUM_THREADS is set.
 
-    Call it before torch is imported: torch looks only then.
+    Call it before torch is imported: torch reads the variable only then.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")

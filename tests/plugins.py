@@ -219,7 +219,7 @@ class Dying(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.num_forwards += self.training
         if self.num_forwards == self.forward_number and os.environ["RANK"] == str(self.rank):
-            FAULTS["die"]()
+            FAULTS["kill itself"]()
         logits: torch.Tensor = self.layer(inputs)
         return logits
 

@@ -1,4 +1,4 @@
-"""Whatever happens, and whenever: the same command goes on, to the weights of the quiet run.
+"""Whatever happens, and whenever: the same command goes on, to the weights of the undisturbed run.
 
 A round is one run of a few hundred steps, struck some times at random moments and started again
 each time by the same command. Its seed fixes what strikes, whom, and after which step; the moment
@@ -99,7 +99,9 @@ class Watch:
 
 
 @pytest.fixture(scope="module")
-def quiet_tensors(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, str]]:
+def undisturbed_tensors(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[int], dict[str, str]]:
     """Give the final tensors of the run that nothing happens to, by world size."""
 
     @cache
@@ -112,7 +114,7 @@ def quiet_tensors(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], d
 
 
 def test_faults_at_random_moments_end_in_the_weights_of_the_quiet_run(
-    chaos_seed: int, tmp_path: Path, quiet_tensors: Callable[[int], dict[str, str]]
+    chaos_seed: int, tmp_path: Path, undisturbed_tensors: Callable[[int], dict[str, str]]
 ) -> None:
     world_size, faults = plan_of(chaos_seed)
     argv = [*SMALL, "--output_dir", tmp_path]
@@ -128,7 +130,7 @@ def test_faults_at_random_moments_end_in_the_weights_of_the_quiet_run(
     train(argv, world_size).ok()
     run = only_run(tmp_path)
     assert read_summary(run)["step"] == NUM_STEPS[world_size]
-    assert last_tensors(tmp_path) == quiet_tensors(world_size)
+    assert last_tensors(tmp_path) == undisturbed_tensors(world_size)
     verified = run_command(["python", "ddp_training.py", "verify-ledger", run], timeout_s=30).ok()
     assert verified.stdout.count("1437 samples, each exactly once") == 4
 

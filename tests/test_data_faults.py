@@ -96,7 +96,7 @@ ENDS: dict[str, tuple[Act, str]] = {
     "segfault": (partial(strike_once, "segfault"), "SIGSEGV"),
     "leave without a word": (leave_once_without_a_word, "exit status 0"),
     "abort": (abort_once, "SIGABRT"),
-    "leave": (partial(strike_once, "leave"), "exit status 3"),
+    "leave": (partial(strike_once, "exit"), "exit status 3"),
 }
 
 
@@ -583,7 +583,7 @@ def assert_ledger_is_exact(folder: Path, *, num_left_out: int = 0) -> None:
 def test_a_run_with_lost_workers_and_a_tired_disk_ends_in_the_weights_of_a_quiet_one(
     tmp_path: Path,
 ) -> None:
-    faults = {5: "die", 11: "stumble", 29: "segfault"}
+    faults = {5: "kill itself", 11: "stumble", 29: "segfault"}
     run(tmp_path / "quiet").ok()
     flags = ["--num_workers", "1", "--loader_quiet_s", "0.01"]
     struck = run(tmp_path / "struck", *flags, faults=faults).ok()

@@ -53,7 +53,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def drills_of(tmp_path_factory: pytest.TempPathFactory) -> DrillsOf:
-    """Give the drills by number of ranks: with one quiet run for all of them."""
+    """Give the drills by number of ranks: with one undisturbed run for all of them."""
 
     @cache
     def drills(num_ranks: int) -> Drills:
@@ -78,7 +78,7 @@ def check(drills: Drills, fault: Fault) -> None:
     """Do one drill; show what the command would have said if it fails."""
     output = io.StringIO()
     [verdict] = report(drills, [fault], output)
-    assert verdict.passed, f"{output.getvalue()}{drills.said_by(fault)}"
+    assert verdict.passed, f"{output.getvalue()}{drills.output_of(fault)}"
 
 
 @pytest.mark.parametrize(
@@ -133,11 +133,11 @@ def test_a_drill_with_a_wrong_expectation_fails(drills_of: DrillsOf) -> None:
     )
     verdict = drills_of(2).run(goes_on)
     assert not verdict.passed
-    assert "it went on, as if nothing was" in verdict.problems
-    assert "nobody said: DDP-G04" in verdict.problems
+    assert "it finished, but should have stopped" in verdict.problems
+    assert "no rank wrote: DDP-G04" in verdict.problems
     never = replace(goes_on, name="wrong-2", ends="goes on", code="", injections=())
     assert drills_of(2).run(never).problems == (
-        "the fault did not happen: has the run as many steps as it needs?",
+        "the fault did not happen: does the run have enough steps?",
     )
 
 
@@ -149,9 +149,9 @@ def test_other_weights_unequal_replicas_and_lost_samples_are_found(drills_of: Dr
     left_out = find("bad-sample-left-out")
     assert left_out is not None
     strict = replace(left_out, name="wrong-4", keeps="same weights", leaves_out=False)
-    assert "the weights are not those of the quiet run" in drills_of(2).run(strict).problems
+    assert "the weights differ from the undisturbed run" in drills_of(2).run(strict).problems
     exact = replace(left_out, name="wrong-5", flags=(), ends="goes on")
-    assert any("go on by itself" in problem for problem in drills_of(2).run(exact).problems)
+    assert any("continue by itself" in problem for problem in drills_of(2).run(exact).problems)
     verdict = drills_of(2).run(flip)
     assert not verdict.passed, "a bit that flips on rank 0 is found by somebody"
 
@@ -228,7 +228,7 @@ def test_one_drill_as_it_is_typed_with_a_model_and_data_of_the_user(
     assert completed.status == 0, completed.output
     for word in ("drill kill-forward: a rank is killed in forward", "PASS", "DDP-G04"):
         assert word in completed.stdout
-    assert "equal to the quiet run, bit for bit; replicas equal" in completed.stdout
+    assert "equal to the undisturbed run, bit for bit; replicas equal" in completed.stdout
     assert "| `kill-forward` |" in table.read_text(encoding="utf-8")
     assert not list(tmp_path.glob("drill-*")), "a drill that passes leaves nothing"
 
@@ -250,9 +250,9 @@ class TestBoard:
         board = Board(tmp_path)
         board.set_injections([Injection(kind="raise", phase="forward", ranks=(-1,))])
         assert board.injections() == [Injection(kind="raise", phase="forward", ranks=(-1,))]
-        assert board.claim("struck-0-1")
-        assert not board.claim("struck-0-1")
-        assert board.num_struck() == 1
+        assert board.claim("injected-0-1")
+        assert not board.claim("injected-0-1")
+        assert board.num_injected() == 1
         assert not board.is_bad_sample(5, may_choose=False)
         assert board.is_bad_sample(5, may_choose=True)
         assert not Board(tmp_path).is_bad_sample(6, may_choose=True)

@@ -1,7 +1,7 @@
 """Ten faults in one run of a hundred steps, by a seeded plan of (rank, step, phase, kind).
 
 The same command is given again whenever the run stops. At the end the weights are those of the
-quiet run, bit for bit, unless memory made a micro-batch smaller, which rounds otherwise; the
+undisturbed run, bit for bit, unless memory made a micro-batch smaller, which rounds otherwise; the
 replicas are equal, and the ledger has every sample exactly once. More plans: --plans N.
 """
 
@@ -24,7 +24,7 @@ KINDS = {
     # kind of the plan: (what drills/injectors.py calls it, in which phases)
     "raise": ("raise", ("forward", "backward")),
     "raise in the loss": ("too few", ("loss",)),
-    "NaN": ("not a number", ("loss",)),
+    "NaN": ("nan", ("loss",)),
     "memory": ("memory", ("forward", "backward")),
     "kill a worker": ("kill a worker", ("forward",)),
     **dict.fromkeys(RESTARTS, ("pause", ("forward", "backward", "optimizer"))),
@@ -84,9 +84,9 @@ def test_ten_faults_in_a_hundred_steps_leave_no_trace(plan_seed: int, drills: Dr
     fault = fault_of(plan_seed)
     verdict = drills.run(fault)
     print(fault.text, verdict.ended, sep="\n")
-    assert not verdict.problems, drills.said_by(fault)
+    assert not verdict.problems, drills.output_of(fault)
     board = drills.folder / fault.name / "board"
-    assert len(list(board.glob("struck-*"))) == NUM_FAULTS
+    assert len(list(board.glob("injected-*"))) == NUM_FAULTS
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_a_plan_leaves_no_trace_where_ranks_learn_of_faults_a_step_later(tmp_pat
     drills = forked_drills(tmp_path, num_ranks=3, flags=flags, model="tests.late_looks:mlp")
     fault = fault_of(0)
     verdict = drills.run(fault)
-    assert not verdict.problems, drills.said_by(fault)
+    assert not verdict.problems, drills.output_of(fault)
 
 
 def test_a_plan_is_drawn_by_its_seed_and_has_all_kinds() -> None:

@@ -123,13 +123,13 @@ def test_a_signal_to_the_python_launcher_saves_and_ends_all_ranks(tmp_path: Path
 @pytest.mark.parametrize(
     ("command", "text", "next_command"),
     [
-        ("run_with_torchrun.py", "no torchrun has started this process", "torchrun --nproc"),
-        ("run_with_mpirun.py", "no mpirun has started this process", "mpirun -np 2 python"),
+        ("run_with_torchrun.py", "this process was not started by torchrun", "torchrun --nproc"),
+        ("run_with_mpirun.py", "this process was not started by mpirun", "mpirun -np 2 python"),
         ("run_with_python.py --nproc -1", "needs a number of processes", ""),
         ("run_with_python.py no_such_script.py", "there is no script", ""),
         ("run_with_python.py --fast ddp_training.py", "unknown option --fast", ""),
         ("launch.py --nproc_per_node 2", "--hosts", ""),
-        ("launch.py --hosts a,a --nproc_per_node 2", "needs each host once", ""),
+        ("launch.py --hosts a,a --nproc_per_node 2", "name each host once", ""),
         ("launch.py --hosts localhost,b --nproc_per_node 2", "can't reach the first one", ""),
         ("launch.py --hosts a --nproc_per_node 0", "needs 1 or more", ""),
     ],
