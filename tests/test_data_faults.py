@@ -30,7 +30,7 @@ from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.checks import Checks
 from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.memory import MemoryImages
-from hardened_ddp.data.read_errors import StumbleReport, file_of, may_pass
+from hardened_ddp.data.read_errors import RetryReport, file_of, is_transient
 from hardened_ddp.data.worker_fallback import WorkerFallback, WorkerLevel
 from hardened_ddp.errors import LoaderError
 from tests.marks import slow_after
@@ -111,7 +111,7 @@ def test_a_worker_that_crashes_costs_nothing(
     assert content(batches) == undisturbed()
     assert bad_numbers(batches) == []
     assert sign in caplog.text
-    assert "going on at the same one with 1 instead of 2 workers" in caplog.text
+    assert "continuing at the same sample with 1 instead of 2 workers" in caplog.text
 
 
 def leave_politely(flag: Path) -> None:
@@ -309,7 +309,7 @@ def test_going_up_keeps_every_sample_in_its_place(
             clock.now += 101
     assert loader.stream.fallback.level == WorkerLevel(2)
     assert content(batches) == undisturbed()
-    assert caplog.text.count("Going on at the same sample with 2 workers instead of") == 1
+    assert caplog.text.count("Continuing at the same sample with 2 workers instead of") == 1
     loader.stream.fallback.go_down(low)
     clock.now += 201  # this fault came soon, so the calm has to last twice as long
     assert content(read(loader, 1)) == undisturbed(1)
@@ -360,8 +360,8 @@ PASSING: dict[str, Exception] = {
 
 
 @pytest.mark.parametrize("name", PASSING)
-def test_what_may_pass_is_known(name: str) -> None:
-    assert may_pass(PASSING[name])
+def test_transient_errors_are_known(name: str) -> None:
+    assert is_transient(PASSING[name])
 
 
 @pytest.mark.parametrize("kind", [Scripted, Whole, Listed])
@@ -382,8 +382,8 @@ def test_a_read_that_fails_for_a_moment_costs_nothing(
     expected = read(make_loader(kind()))
     assert [batch.indices.tolist() for batch in batches] == [b.indices.tolist() for b in expected]
     assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(batches, expected, strict=True))
-    assert "the storage stumbled: 2 reads were tried again" in caplog.text
-    assert caplog.text.count("stumbled") == 1
+    assert "the storage had errors: 2 reads were retried" in caplog.text
+    assert caplog.text.count("storage had errors") == 1
 
 
 @pytest.mark.parametrize(
@@ -397,7 +397,7 @@ def test_a_read_that_fails_for_a_moment_costs_nothing(
     ],
 )
 def test_what_will_not_pass_is_known(error: Exception) -> None:
-    assert not may_pass(error)
+    assert not is_transient(error)
 
 
 def unreachable(flag: Path) -> None:
@@ -418,15 +418,15 @@ def test_storage_that_is_gone_is_named_and_not_its_samples(num_workers: int) -> 
     loader.close()
 
 
-def test_many_stumbles_are_told_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_many_retries_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    report = StumbleReport(clock=clock)
+    report = RetryReport(clock=clock)
     for _ in range(100):
         report.note(["TimeoutError: a"])
         clock.now += 1
-    report.tell()
-    report.tell()
-    told = [record.getMessage().split()[3] for record in caplog.records]
+    report.flush()
+    report.flush()
+    told = [record.getMessage().split()[4] for record in caplog.records]
     assert told == ["1", "60", "39"]
 
 
@@ -588,7 +588,11 @@ def test_a_run_with_lost_workers_and_a_tired_disk_ends_in_the_weights_of_a_quiet
     flags = ["--num_workers", "1", "--loader_quiet_s", "0.01"]
     struck = run(tmp_path / "struck", *flags, faults=faults).ok()
     assert last_tensors(tmp_path / "struck/runs") == last_tensors(tmp_path / "quiet/runs")
-    for words in ("ended with SIGKILL", "storage stumbled", "Going on at the same sample with 1"):
+    for words in (
+        "ended with SIGKILL",
+        "storage had errors",
+        "Continuing at the same sample with 1",
+    ):
         assert words in struck.output
     tried = {path.name for path in (tmp_path / "struck/flags").glob("tried-*")}
     assert tried == {f"tried-{index}" for index in faults}

@@ -252,7 +252,7 @@ def test_the_fingerprint_follows_the_data_and_not_its_place() -> None:
 def test_augment_without_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         build_data(config("open_pairs", augment=True))
-    assert "augment asked, running without" in caplog.text
+    assert "augment is on, running without" in caplog.text
 
 
 def test_a_part_of_slow_data_is_not_taken_for_data_in_memory() -> None:
@@ -362,7 +362,7 @@ def test_a_folder_of_pictures_has_one_class_per_sub_folder(tmp_path: Path) -> No
 
 
 def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is not there"):
+    with pytest.raises(DataError, match="does not exist"):
         build_data(config("image_folder", dataset_args={"root": str(tmp_path)}))
 
 

@@ -86,7 +86,7 @@ def test_no_ledger_and_a_foreign_file_are_clear_errors(tmp_path: Path) -> None:
     write(tmp_path, {})
     [path] = (tmp_path / "ledger").iterdir()
     path.write_bytes(b"what\nis this")
-    with pytest.raises(RunFolderError, match="not a file of a ledger"):
+    with pytest.raises(RunFolderError, match="not a ledger file"):
         verify_ledger(tmp_path, WHOLE)
 
 

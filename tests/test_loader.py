@@ -315,7 +315,7 @@ def test_a_dataset_that_cannot_be_sent_is_read_in_process(caplog: pytest.LogCapt
     dataset = Scripted(lambda flag: None)
     loader = make_loader(dataset, 2, start_method="forkserver")
     assert content(read(loader)) == content(read(make_loader(Scripted())))
-    assert "num_workers 2 asked, running 0" in caplog.text
+    assert "num_workers 2 requested, using 0" in caplog.text
     assert not multiprocessing.active_children()
 
 
@@ -333,7 +333,7 @@ def test_batches_that_cannot_be_sent_do_not_hang(caplog: pytest.LogCaptureFixtur
     assert sorted(numbers(read(loader))) == list(range(SIZE))
     loader.close()
     assert time.monotonic() - start < 20
-    assert "going on at the same one with no instead of 1 workers" in caplog.text
+    assert "continuing at the same sample with no instead of 1 workers" in caplog.text
 
 
 def test_a_slow_batch_is_waited_for() -> None:

@@ -1,1 +1,1 @@
-"""Which samples each step takes, and how they get into memory."""
+"""Which samples each step takes, and how they are loaded."""

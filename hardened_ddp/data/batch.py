@@ -1,6 +1,6 @@
-"""What a batch is: the samples of one micro-batch, and those that could not be had.
+"""A batch: the samples of one micro-batch, and those that could not be read.
 
-Owns taking a batch apart and moving it. Tensors may be nested as the dataset nests them.
+Owns splitting a batch and moving it. Tensors may be nested as the dataset nests them.
 Does not own: reading one (fetch.py).
 """
 
@@ -23,7 +23,7 @@ class BadSample:
     index: int
     error: str
     file: str = ""
-    """Where it is, if that is known."""
+    """The file it is in, if that is known."""
 
     @property
     def name(self) -> str:
@@ -44,14 +44,14 @@ class Batch:
 
     bad: tuple[BadSample, ...] = ()
     troubles: tuple[str, ...] = ()
-    """Errors of reads that were tried again."""
+    """Errors of reads that were retried."""
 
     @property
     def num_samples(self) -> int:
         return len(self.indices)
 
     def to(self, device: torch.device, *, channels_last: bool = False) -> "Batch":
-        """Return the batch on device; images with channels last if asked."""
+        """Return the batch on device; with channels_last, images in that memory format."""
         if device.type == "cpu" and not channels_last:
             return self
         inputs = map_tensors(self.inputs, lambda tensor: tensor.to(device, non_blocking=True))
@@ -68,12 +68,12 @@ class Batch:
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Change each tensor in nested mappings, tuples and lists. Any: whatever a dataset gives."""
+    """Apply change to each tensor in nested mappings, tuples and lists. Any: a dataset's data."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
         return {key: map_tensors(part, change) for key, part in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple wants them one by one
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple takes them as *args
         return type(value)(*(map_tensors(part, change) for part in value))
     if isinstance(value, tuple | list):
         return type(value)(map_tensors(part, change) for part in value)
@@ -81,7 +81,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def stack(samples: Sequence[Any]) -> Any:
-    """Make a batch of samples as torch's default_collate does, but never in shared memory."""
+    """Collate samples as torch's default_collate does, but never in shared memory."""
     first = samples[0]
     if isinstance(first, torch.Tensor):
         return torch.stack(list(samples))
@@ -96,7 +96,7 @@ def stack(samples: Sequence[Any]) -> Any:
 
 
 def split(batches: Sequence[Batch], most_samples: int) -> list[Batch]:
-    """Cut readable batches into micro-batches of most_samples at most; 0: leave them."""
+    """Split batches into micro-batches of at most most_samples; 0: don't split. Drops empty ones."""
     found = []
     for batch in batches:
         size = batch.num_samples
@@ -109,7 +109,7 @@ def split(batches: Sequence[Batch], most_samples: int) -> list[Batch]:
 
 
 def take(batch: Batch, positions: Sequence[int]) -> Batch:
-    """Return some samples of a batch. Tensors of its inputs have the samples first."""
+    """Return some samples of a batch. The first dimension of its input tensors is the sample."""
     index = torch.as_tensor(list(positions), dtype=torch.int64)
 
     def pick(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Values that a model can't take: labels that are no class, inputs that are NaN or infinite.
+"""Values that a model can't take: labels out of range, inputs that are NaN or infinite.
 
 Owns finding them where a batch is made, on the CPU and by sample. WHY there: on a GPU a wrong label
-ends the process with a device-side assert that names nobody, and one NaN spoils all weights.
+ends the process with a device-side assert that names no sample, and one NaN spoils all weights.
 
-What it costs: one reduction over labels and one over float inputs for each batch. Of data in memory
-that never changes, all is looked at once, when the loader is built, and then nothing.
+Cost: one reduction over labels and one over float inputs for each batch. Data in memory that never
+changes is checked once, when the loader is built, and not again.
 """
 
 import math
@@ -19,25 +19,25 @@ from hardened_ddp.data.batch import Batch, map_tensors
 from hardened_ddp.data.memory import MemoryImages
 
 _NOTHING: Mapping[int, str] = {}
-_MANY = 4096  # labels that a list of Python numbers is too slow for
+_MANY = 4096  # above so many labels a list of Python numbers is slower than a reduction
 
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """What to look for in batches."""
+    """What is checked in batches."""
 
     num_classes: int = 0
-    """Labels run from 0 to one less. 0: the labels are no classes, and are left alone."""
+    """Labels must be in [0, num_classes). 0: the labels are not classes and are not checked."""
 
     inputs: bool = False
-    """Whether float inputs have to be finite."""
+    """Whether float inputs must be finite."""
 
     known: Mapping[int, str] | None = None
-    """All that is wrong, by sample, where the whole dataset was looked at before."""
+    """All problems by sample, if the whole dataset was checked before."""
 
     @classmethod
     def of(cls, dataset: Any, *, num_classes: int, inputs: bool) -> "Checks":  # Any: map-style
-        """Build the checks for a dataset, and look at all of it now if it is in memory."""
+        """Build the checks for a dataset; if it is in memory, check all of it now."""
         tensors = _tensors_in_memory(dataset)
         if tensors is None:
             return cls(num_classes, inputs)
@@ -45,7 +45,7 @@ class Checks:
         return cls(num_classes, inputs, known=cls(num_classes, inputs).find(everything))
 
     def find(self, batch: Batch) -> Mapping[int, str]:
-        """Say what is wrong, by position in the batch; nothing as a rule."""
+        """Return the problems by position in the batch; usually empty."""
         if self.known is not None:
             if not self.known:
                 return _NOTHING
@@ -61,11 +61,11 @@ class Checks:
         return found
 
     def _are_fine(self, inputs: Any, labels: torch.Tensor) -> bool:
-        """Say quickly that nothing is wrong, as it is nearly always; False: look closely."""
+        """Check quickly whether all values are fine; False: a full check is needed."""
         if self.num_classes:
             if labels.dtype != torch.int64 or labels.dim() != 1:
                 return False
-            # WHY a list: for the few labels of a batch it takes a tenth of the reduction.
+            # WHY a list: for the few labels of a batch it takes a tenth of the reduction's time.
             values = labels.tolist() if len(labels) <= _MANY else labels.aminmax()
             if min(values) < 0 or max(values) >= self.num_classes:
                 return False
@@ -73,15 +73,15 @@ class Checks:
             return True
         if not isinstance(inputs, torch.Tensor):
             return False
-        # WHY a sum: a NaN or an infinite value makes it one too, at a tenth of isfinite's cost.
+        # WHY a sum: a NaN or infinite value makes it non-finite too, at a tenth of isfinite's cost.
         return not inputs.is_floating_point() or math.isfinite(inputs.sum().item())
 
 
 def _tensors_in_memory(dataset: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return inputs and labels of a dataset that only hands out rows of two tensors."""
+    """Return inputs and labels of a dataset that only returns rows of two tensors."""
     if isinstance(dataset, MemoryImages):
         return dataset.images, dataset.labels
-    # WHY the type itself: a class made of it may do more than hand out rows
+    # WHY the exact type: a subclass may do more than return rows
     if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
         return dataset.tensors[0], dataset.tensors[1]
     return None
@@ -100,7 +100,7 @@ def _find_no_classes(labels: torch.Tensor, num_classes: int, found: dict[int, st
 
 
 def _find_not_finite(batch: Batch, found: dict[int, str]) -> None:
-    # Within a mapping or a tuple, infinity may be a mask, and is left alone.
+    # In a mapping or a tuple infinity may be a mask, so it is not checked there.
     is_alone = isinstance(batch.inputs, torch.Tensor)
 
     def look(tensor: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
 """Datasets by name or by import path.
 
-Owns opening the training and the test set and saying what they are: classes, shape, fingerprint.
+Owns opening the training and the test set and their facts: classes, shape, fingerprint.
 prepare_data may download, on one rank of each node; build_data only opens, on every rank.
-What goes wrong here: a wrong name, missing files, no network; each a DataError before training.
+What goes wrong here: a wrong name, missing files, no network; each is a DataError before training.
 Does not own: the order of samples (sampler.py), reading them (loader.py).
 """
 
@@ -59,14 +59,14 @@ class TaskData:
     """Of one sample, without the batch: (channels, height, width)."""
 
     labels_are_classes: bool
-    """Labels are integers below num_classes, and not something that only the model knows."""
+    """Labels are integers below num_classes, and not in a format that only the model knows."""
 
     class_names: tuple[str, ...]
     fingerprint: str
-    """Differs if name, arguments, length or some samples differ."""
+    """Differs if name, arguments, length or one of a few samples differs."""
 
     in_memory: bool
-    """Fetched by the batch from memory: worker processes would only slow it down."""
+    """Read by the batch from memory: worker processes would only slow it down."""
 
 
 def prepare_data(config: DataConfig) -> None:
@@ -90,7 +90,7 @@ def prepare_data(config: DataConfig) -> None:
 def build_data(config: DataConfig, *, leaves_out: bool = False) -> TaskData:
     """Open the training and the test set; downloads nothing. Rank-local. Raises DataError.
 
-    leaves_out: samples whose label is no class will be left out, so they are no error here.
+    leaves_out: samples with a label out of range will be left out, so they are not an error here.
     """
     name = _known_name(config.dataset)
     train, test = (_open(name, config, train=train) for train in (True, False))
@@ -103,7 +103,7 @@ def build_data(config: DataConfig, *, leaves_out: bool = False) -> TaskData:
         train = train.augmented()
     elif config.augment and name != "image_folder":
         log.warning(
-            "augment asked, running without: %s has none of its own (change samples in its "
+            "augment is on, running without: %s has no augmentation (add it in the dataset's "
             "__getitem__; random numbers there are seeded per sample)",
             config.dataset,
         )
@@ -144,7 +144,7 @@ def _known_name(name: str) -> str:
 def _open(
     name: str, config: DataConfig, *, train: bool, download: bool = False
 ) -> AnyDataset | None:
-    """Call what opens this dataset with dataset_args, and make its failures a DataError."""
+    """Call what opens this dataset with dataset_args; its failures become a DataError."""
     build = _find_source(name, config)
     taken = inspect.signature(build).parameters
     offered = {"data_dir": config.data_dir, "download": download}
@@ -157,13 +157,13 @@ def _open(
         raise DataError(
             f"dataset {name} does not take dataset_args {dict(config.dataset_args)}: {error}",
             fix=f"it takes: {', '.join(set_here) or 'nothing'}"
-            + ("; and it has to take train=True or train=False" if ":" in name else ""),
+            + ("; and it must take train=True or train=False" if ":" in name else ""),
         ) from error
     try:
         dataset: AnyDataset | None = build(**arguments)
     except HardenedError:
         raise
-    except Exception as error:  # WHY broad: the user's code; its file and line are what helps
+    except Exception as error:  # WHY broad: the user's code; its file and line go in the message
         frame = traceback.extract_tb(error.__traceback__)[-1]
         log.debug("opening the dataset %s failed", name, exc_info=True)
         raise DataError(
@@ -195,7 +195,7 @@ def _find_source(name: str, config: DataConfig) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _ready_to_download(folder: Path) -> Iterator[None]:
-    """Make the folder, let in one process at a time, and limit each wait for the network.
+    """Make the folder, lock it for one process at a time, and limit each wait for the network.
 
     WHY a lock: the folder may be shared by several nodes, or by two runs.
     """
@@ -207,7 +207,7 @@ def _ready_to_download(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise DataError(
             f"data_dir {folder.resolve()} can't be written: {error}",
-            fix="--data_dir FOLDER, one that you may write to; --no_download if all is there",
+            fix="--data_dir FOLDER, a writable one; --no_download if all files are there",
         ) from error
     with lock:
         socket.setdefaulttimeout(TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The 1,797 handwritten digits, 8x8 pixels, that scikit-learn's package carries: no download.
+"""The 1,797 handwritten digits, 8x8 pixels, from scikit-learn's package: no download.
 
 Source: E. Alpaydin, C. Kaynak: Optical Recognition of Handwritten Digits, UCI, 1998 (test part).
 WHY not sklearn.datasets: importing it takes nearly a second; the package's file needs 10 ms.
@@ -15,7 +15,7 @@ from hardened_ddp.errors import DataError
 
 NUM_SAMPLES = 1797
 NUM_FOR_TRAINING = 1437  # four fifths, in a fixed random order
-# Pixels run from 0 to 16; these are of the training part.
+# Pixels are in 0 to 16; mean and deviation of the training part.
 _MEAN, _DEVIATION = 4.88, 6.02
 
 

@@ -1,7 +1,7 @@
 """Packages that only some commands need, imported when they are needed.
 
-Owns the import, and the one message when a package is not there. transformers looks at torchvision
-while it is imported, so that one is mended first where it has to be (vision.py).
+Owns the import, and the error message when a package is missing. transformers imports torchvision
+if it is there, so torchvision's import is repaired first where necessary (vision.py).
 """
 
 import contextlib

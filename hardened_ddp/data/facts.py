@@ -1,7 +1,7 @@
-"""What is found out of an opened dataset before training: classes, labels, shape, fingerprint.
+"""The facts of an opened dataset before training: classes, labels, shape, fingerprint.
 
-Owns looking at a dataset that may be anybody's, and saying what it lacks. Reading a few samples
-here finds a wrong dataset in a second, and leaves the run's random numbers where they were.
+Owns the inspection of a dataset, which may be the user's, and the errors for what it lacks. Reading
+a few samples finds a wrong dataset in a second, and does not change the run's random state.
 Does not own: opening it (datasets.py).
 """
 
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from hardened_ddp.data.fetch import Batch, Fetcher, map_tensors, unmoved_rng
+from hardened_ddp.data.fetch import Batch, Fetcher, map_tensors, preserved_rng
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.errors import DataError, SampleError
 
-_MOST_TRIES = 8  # samples to look at for one that can be read
+_MOST_TRIES = 8  # how many samples are tried to find a readable one
 _PLACES = ("root", "data_dir", "cache_dir")  # in dataset_args: where the data lies
 
 log = logging.getLogger(__name__)
@@ -27,11 +27,11 @@ AnyDataset = Dataset[Any]  # Any: whatever a sample is
 
 
 def read_example(dataset: AnyDataset, name: str) -> Batch:
-    """Read the first sample that can be read. Raises DataError if it is of no use."""
+    """Read the first sample that can be read. Raises DataError if there is none."""
     fetcher = Fetcher(dataset, seed=0)
     num_tries = min(_MOST_TRIES, len(dataset))  # type: ignore[arg-type]  # map-style: has a length
     try:
-        with unmoved_rng():
+        with preserved_rng():
             batches = (fetcher[(0, torch.tensor([index]))] for index in range(num_tries))
             batch = next((batch for batch in batches if batch.num_samples), None)
             first = fetcher[(0, torch.tensor([0]))] if batch is None else batch
@@ -62,7 +62,7 @@ def count_classes(dataset: AnyDataset, name: str) -> int:
 
 
 def check_classes(train: AnyDataset, test: AnyDataset | None, name: str) -> None:
-    """Raise DataError if both parts name their classes, and the same label means two things."""
+    """Raise DataError if both parts name their classes and the names differ."""
     names = [getattr(part, "classes", None) for part in (train, test)]
     if names[0] is None or names[1] is None or list(names[0]) == list(names[1]):
         return
@@ -78,14 +78,14 @@ def check_classes(train: AnyDataset, test: AnyDataset | None, name: str) -> None
 def check_labels(
     dataset: AnyDataset | None, num_classes: int, name: str, *, leaves_out: bool
 ) -> None:
-    """Find a label out of range now: before hours of training, and with all of its kind.
+    """Check all labels now, so that one out of range is not found only after hours of training.
 
-    Raises DataError unless leaves_out: then only says how many samples that will cost.
+    Raises DataError unless leaves_out: then only warns how many samples will be left out.
     """
     labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
     try:
         labels = torch.as_tensor(labels)
-    except (TypeError, ValueError, RuntimeError):  # none, or of a kind that only the model knows
+    except (TypeError, ValueError, RuntimeError):  # no labels, or in a format of the model
         return
     if labels.dim() != 1 or labels.is_floating_point():
         return
@@ -109,7 +109,7 @@ def is_in_memory(dataset: AnyDataset) -> bool:
     """Return whether reading is so cheap that workers would only slow it down."""
     if isinstance(dataset, Subset):
         return is_in_memory(dataset.dataset)
-    # WHY __getitems__: who reads a whole batch at once mostly takes it from memory.
+    # WHY __getitems__: a dataset that reads a whole batch at once is usually in memory.
     return isinstance(dataset, MemoryImages | TensorDataset) or bool(
         getattr(dataset, "in_memory", hasattr(dataset, "__getitems__"))
     )
@@ -119,7 +119,7 @@ def fingerprint(
     parts: Sequence[AnyDataset | None], *, name: str, arguments: Mapping[str, Any]
 ) -> str:
     """Hash name, arguments, and of each part its length and three samples."""
-    # WHY not the places: the same data may lie elsewhere on another node, or after a move.
+    # WHY not the places: the same data may have another path on another node, or after a move.
     told = {key: value for key, value in arguments.items() if key not in _PLACES}
     text = json.dumps([name.lower(), told], sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode())
@@ -128,14 +128,14 @@ def fingerprint(
         digest.update(f"|{size}".encode())
         for index in {0, size // 2, size - 1} if size else ():
             first, second = (_sample_bytes(part, index) for _ in range(2))
-            # WHY read twice: of one that is random in its own way, only the length can be trusted.
+            # WHY read twice: if a dataset's samples are random, only its length is compared.
             digest.update(first if first == second else b"random")
     return digest.hexdigest()
 
 
 def _sample_bytes(dataset: Any, index: int) -> bytes:  # Any: a map-style dataset
     """Read one sample; nothing if it can't be read."""
-    with unmoved_rng():
+    with preserved_rng():
         batch = Fetcher(dataset, seed=0)[(0, torch.tensor([index]))]
     found: list[bytes] = []
 

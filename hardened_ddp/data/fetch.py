@@ -1,9 +1,9 @@
 """Reading the samples of one micro-batch, in this process or in a worker.
 
-Owns what becomes of a sample that can't be read: it is tried again, then set aside with its reason,
-and the batch holds the rest; the caller decides what that means. The same for one with a value that
-the model can't take (checks.py).
-WHY errors never leave as exceptions: one that can't be pickled would hang a worker's reader, and
+Owns the handling of a sample that can't be read: it is retried, then reported with its reason, and
+the batch holds the other samples; the caller decides what to do. The same holds for a sample with a
+value that the model can't take (checks.py).
+WHY errors are not raised as exceptions: one that can't be pickled would hang a worker's reader, and
 one sample's error would cost the whole batch.
 """
 
@@ -24,7 +24,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 from hardened_ddp.data.batch import BadSample, Batch, Request, map_tensors, split, stack, take
 from hardened_ddp.data.checks import Checks
 from hardened_ddp.data.memory import MemoryImages
-from hardened_ddp.data.read_errors import describe, file_of, may_pass, read_again, will_stay
+from hardened_ddp.data.read_errors import describe, file_of, is_transient, retry_read, is_permanent
 from hardened_ddp.data.vision import import_torchvision
 from hardened_ddp.errors import LoaderError, SampleError
 from hardened_ddp.ranks.seeding import seed_sample
@@ -32,31 +32,31 @@ from hardened_ddp.ranks.seeding import seed_sample
 __all__ = ["BadSample", "Batch", "Fetcher", "Request", "describe", "map_tensors", "split", "take"]
 
 LABEL_NAMES = ("labels", "label", "targets", "target")
-"""What the target may be called in a sample that is a mapping."""
+"""Names that the target may have in a sample that is a mapping."""
 
 MOST_UNREACHABLE = 3
-"""Samples of one batch. If more can't be reached, the storage is to blame, not the samples."""
+"""Samples of one batch. If more can't be reached, the cause is the storage, not the samples."""
 
-_MAX_TEXT = 400  # characters that tell the shape of a sample
+_MAX_TEXT = 400  # characters of the text that describes a sample's shape
 
 
 class Fetcher:
     """Reads micro-batches of one dataset. Picklable if the dataset is."""
 
     def __init__(self, dataset: Any, *, seed: int, checks: Checks | None = None) -> None:
-        """dataset: a map-style one. checks: what makes a sample one that can't be used."""
+        """dataset: a map-style one. checks: what makes a sample unusable."""
         self.dataset = dataset
         self.seed = seed
         self.checks = checks or Checks()
-        self._is_clean = self.checks.known == {}  # all of the data was looked at, and is fine
+        self._is_clean = self.checks.known == {}  # all of the data was checked, and is fine
         self.shares_memory = True
         """In a worker: batches are made in shared memory."""
 
         self.reading: list[int] | memoryview[int] = [-1]
-        """The sample under way, where it is read singly; others may look into it meanwhile."""
+        """The sample that is being read, if read one by one; other processes may read this."""
 
-        # WHY: a Subset has __getitems__ whatever it is a part of. If that has none, reading sample
-        # by sample is the same work, and each sample gets its own seed.
+        # WHY: a Subset always has __getitems__. If its dataset has none, reading sample by sample
+        # is the same work, and each sample gets its own seed.
         is_plain_part = isinstance(dataset, Subset) and not hasattr(dataset.dataset, "__getitems__")
         self.reads_batches = hasattr(dataset, "__getitems__") and not is_plain_part
         self.uses_randomness = getattr(
@@ -64,13 +64,13 @@ class Fetcher:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # WHY packed twice: a dataset of torchvision brings up its import, which has to be mended
-        # first in a worker where it had to be mended here.
+        # WHY packed twice: unpickling a torchvision dataset imports torchvision, and a worker must
+        # repair that import first if this process had to.
         packed = pickle.dumps((self.dataset, self.seed, self.checks))
         return _unpack, ("torchvision" in sys.modules, packed)
 
     def __getitem__(self, request: Request) -> Batch:
-        """Read one micro-batch. The name is what torch's DataLoader calls in a worker."""
+        """Read one micro-batch. torch's DataLoader calls this in a worker."""
         epoch, indices = request
         if isinstance(self.dataset, MemoryImages):
             images, labels = self.dataset.fetch(indices, seed=self.seed, epoch=epoch)
@@ -81,24 +81,24 @@ class Fetcher:
         return self._checked(self._read_samples(epoch, indices))
 
     def _read_whole(self, epoch: int, indices: torch.Tensor) -> Batch:
-        """Read all at once; sample by sample if that fails, and then it will be known which."""
+        """Read all at once; if that fails, sample by sample, which finds the bad one."""
         read = partial(self._read_batch, epoch, indices)
         try:
             return read()
         except MemoryError:
             raise
-        except Exception as error:  # WHY broad: the user's code; told by _read_samples
+        except Exception as error:  # WHY broad: the user's code; reported by _read_samples
             first = error
         troubles: list[str] = []
-        if may_pass(first):
+        if is_transient(first):
             try:
-                return replace(read_again(read, first, troubles), troubles=tuple(troubles))
+                return replace(retry_read(read, first, troubles), troubles=tuple(troubles))
             except Exception as error:  # WHY broad: as above
                 troubles.append(describe(error))
         return self._read_samples(epoch, indices, troubles)
 
     def _read_batch(self, epoch: int, indices: torch.Tensor) -> Batch:
-        """Read all at once: a collated batch, or a list of samples, both are in use."""
+        """Read all at once; the dataset returns a collated batch or a list of samples."""
         numbers: list[int] = indices.tolist()
         if self.uses_randomness:
             seed_sample(self.seed, epoch, numbers[0])
@@ -122,11 +122,11 @@ class Fetcher:
                 good.append(index)
             except (MemoryError, KeyboardInterrupt):  # no sample is to blame
                 raise
-            # WHY broad: the user's code; reported with its index. WHY its exits too: it is not for
-            # a sample to end the rank, and torch would end the worker without a word.
+            # WHY broad: the user's code; reported with its index. WHY SystemExit too: a sample must
+            # not end the rank, and torch would end the worker without a message.
             except BaseException as error:
                 bad.append(BadSample(index, describe(error), file_of(self.dataset, index, error)))
-                num_unreachable += may_pass(error)
+                num_unreachable += is_transient(error)
                 if num_unreachable > MOST_UNREACHABLE:
                     raise LoaderError(
                         f"{num_unreachable} samples of one batch could not be reached, each tried "
@@ -137,7 +137,7 @@ class Fetcher:
         return replace(batch, troubles=tuple(told)) if told else batch
 
     def _read_sample(self, epoch: int, index: int, troubles: list[str]) -> Any:
-        """Read one sample. Raises what it raises if it fails again. Any: as the dataset gives it"""
+        """Read one sample, with retries. Raises the dataset's error. Any: what the dataset returns"""
         try:
             # WHY per sample: its augmentation must not depend on which rank or worker reads it.
             if self.uses_randomness:
@@ -146,28 +146,28 @@ class Fetcher:
         except MemoryError:
             raise
         except Exception as error:  # WHY broad: the user's code
-            if will_stay(error):
+            if is_permanent(error):
                 raise
             first = error
 
         def read() -> Any:  # Any: as above
-            # WHY again: a second try must not change the sample's random numbers.
+            # WHY seed again: a retry must not change the sample's random numbers.
             if self.uses_randomness:
                 seed_sample(self.seed, epoch, index)
             return self.dataset[index]
 
-        # WHY once more in any case: a file that was cut off on its way is whole at a second look.
-        return read_again(read, first, troubles) if may_pass(first) else read()
+        # WHY retry once in any case: a file that was read while incomplete may be complete now.
+        return retry_read(read, first, troubles) if is_transient(first) else read()
 
     def _collate(
         self, samples: Sequence[Any], numbers: Sequence[int], bad: tuple[BadSample, ...]
     ) -> Batch:
-        # WHY two ways: in a worker, torch's own makes its tensors in shared memory.
+        # WHY two functions: in a worker, torch's default_collate allocates in shared memory.
         collate = default_collate if self.shares_memory else stack
         return _collate(samples, numbers, bad, collate)
 
     def _checked(self, batch: Batch) -> Batch:
-        """Set aside the samples that the model can't take, and make labels int64."""
+        """Move the samples that the model can't take to bad, and make labels int64."""
         if wrong := self.checks.find(batch):
             numbers = batch.indices.tolist()
             bad = tuple(
@@ -182,7 +182,7 @@ class Fetcher:
 
 
 def split_targets(data: Any) -> tuple[Any, Any]:  # Any: a foreign sample, or a batch of them
-    """Take inputs and targets apart. Raises TypeError if data is neither a pair nor labelled."""
+    """Split data into inputs and targets. Raises TypeError if it is neither a pair nor labelled."""
     if isinstance(data, Mapping):
         for name in LABEL_NAMES:
             if name in data:
@@ -200,8 +200,8 @@ def split_targets(data: Any) -> tuple[Any, Any]:  # Any: a foreign sample, or a 
 
 
 @contextmanager
-def unmoved_rng() -> Iterator[None]:
-    """Read samples inside without moving the random numbers of the rest of the run."""
+def preserved_rng() -> Iterator[None]:
+    """Restore the random state of Python, numpy and torch after the context."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -224,7 +224,7 @@ def _collate(
     bad: tuple[BadSample, ...],
     collate: Callable[[list[Any]], Any],
 ) -> Batch:
-    """Make a batch of samples. One that is not shaped as most of them are is bad."""
+    """Collate samples. A sample whose shape differs from that of most of them is bad."""
     if not samples:
         empty = torch.empty(0, dtype=torch.int64)
         return Batch(torch.empty(0), empty, empty, bad)
@@ -235,7 +235,7 @@ def _collate(
     except Exception as error:  # WHY broad: default_collate raises what it meets
         shapes = [_shape(sample) for sample in samples]
         usual, count = Counter(shapes).most_common(1)[0]
-        if count == len(samples):  # then no single sample is to blame
+        if count == len(samples):  # no single sample is the cause
             raise SampleError(
                 f"samples {list(numbers[:4])} can't be made into a batch: {describe(error)}",
                 fix="make __getitem__ return (input tensor, label), all of one shape",
@@ -253,7 +253,7 @@ def _collate(
 
 
 def _shape(data: Any) -> str:  # Any: a foreign sample
-    """Describe what has to be equal for collating: types, and the shapes of tensors."""
+    """Describe what must be equal for collating: types, and the shapes of tensors."""
     if isinstance(data, torch.Tensor | np.ndarray):
         return f"{type(data).__name__} of {tuple(data.shape)} {data.dtype}"
     if isinstance(data, Mapping):

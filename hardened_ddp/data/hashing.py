@@ -1,9 +1,9 @@
-"""A hash of whole numbers over whole arrays: random numbers that have an address and no state.
+"""A hash of integer arrays: stateless random numbers, computed from their index.
 
 Owns the array form of SplitMix64 (ranks/seeding.py has the form for single numbers). WHY a hash and
-not a generator: number i is found without drawing the numbers before it, so what a sample gets
-depends neither on its batch nor on workers, ranks or restarts; and no version of a library can
-change it under a resumed run.
+not a generator: number i is computed without the numbers before it, so a sample's numbers depend
+neither on its batch nor on workers, ranks or restarts; and an update of a library can't change them
+under a resumed run.
 
 Does not own: what the numbers are used for (sampler.py).
 """

@@ -1,10 +1,10 @@
 """Image sets of the datasets library, by folder or by name: --dataset hf:PATH_OR_NAME.
 
-Owns opening one and giving its rows as (image, label): float tensors with channels first, between
--1 and 1, as most image models expect them. PATH is what save_to_disk() wrote, or a folder that
+Owns opening one and returning its rows as (image, label): float tensors with channels first, in
+[-1, 1], as most image models expect. PATH is what save_to_disk() wrote, or a folder that
 load_dataset() can read; a NAME is looked up on the hub when the data is prepared, once per node,
-and comes from the library's cache after that.
-What goes wrong here: no such column, no such part, pictures of several sizes, no network.
+and read from the library's cache after that.
+What goes wrong here: a missing column or part, images of several sizes, no network.
 """
 
 from collections.abc import Mapping, Sequence
@@ -58,8 +58,8 @@ def open_hub_set(
 ) -> HubImages | None:
     """Open the training or the test part; None if there is no part to test on.
 
-    image, label: columns; left out, the usual names are tried. image_size: scale pictures to so
-    many pixels each way; 0: leave them. subset: one of several sets under the same name.
+    image, label: columns; by default the usual names are tried. image_size: scale images to this
+    height and width; 0: don't scale. subset: one of several sets under the same name.
     """
     parts = _load(name.removeprefix(PREFIX), subset, data_dir=data_dir, download=download)
     wanted = [train_part] if train else [test_part] if test_part else _TEST_PARTS
@@ -77,7 +77,7 @@ def open_hub_set(
 
 
 def _load(place: str, subset: str, *, data_dir: str, download: bool) -> Mapping[str, Any]:
-    """Return all parts by name. Runs no code of the set: the library knows no such sets any more."""
+    """Return all parts by name. Runs no code of the dataset: the library dropped such datasets."""
     datasets = import_extra("datasets", what=f"--dataset hf:{place}")
     datasets.disable_progress_bars()
     folder = Path(place)
@@ -93,12 +93,12 @@ def _load(place: str, subset: str, *, data_dir: str, download: bool) -> Mapping[
             place, subset or None, cache_dir=cache, download_config=offline, **how
         )
         return dict(loaded)
-    except Exception as error:  # WHY broad: the library raises what it meets, network or files
+    except Exception as error:  # WHY broad: the library passes on any error of network or files
         text = str(error).partition("\n")[0][:300]
         raise DataError(
             f"hf:{place} can't be opened: {type(error).__name__}: {text}",
-            fix="without network: on a machine that has it, run load_dataset(NAME)"
-            ".save_to_disk(FOLDER) of the datasets package, copy FOLDER, and say --dataset hf:FOLDER",
+            fix="without network: on a machine with network, run load_dataset(NAME)"
+            ".save_to_disk(FOLDER) of the datasets package, copy FOLDER, and use --dataset hf:FOLDER",
         ) from error
 
 
@@ -114,7 +114,7 @@ def _column(rows: Any, given: str, usual: Sequence[str]) -> str:  # Any: a datas
 
 
 def _pixels(value: Any, image_size: int) -> torch.Tensor:  # Any: a PIL image, or nested numbers
-    """Make a float tensor (C, H, W) of a picture: -1 is black, 1 is white."""
+    """Convert an image to a float tensor (C, H, W): -1 is black, 1 is white."""
     if hasattr(value, "convert"):
         value = value if value.mode in ("L", "RGB") else value.convert("RGB")
         if image_size:

@@ -1,7 +1,7 @@
-"""A dataset or a model of the user's by its import path, package.module:callable.
+"""A user's dataset or model by its import path, package.module:callable.
 
-What goes wrong here: a wrong path, the wrong folder, a name that is no class or function, and an
-error in the user's module itself; that one is told with its file and line.
+What goes wrong here: a wrong path, the wrong folder, a name that is not a class or function, and an
+error in the user's module itself; that error is reported with its file and line.
 Does not own: the call (datasets.py, model/zoo.py).
 """
 
@@ -34,8 +34,8 @@ def import_callable(path: str, *, setting: str, error: type[HardenedError]) -> C
         inspect.signature(found)
     except (ValueError, TypeError) as unknown:  # some of those written in C
         raise error(
-            f"{told} has no signature: which arguments does it take?",
-            fix="name a function of your own that calls it",
+            f"{told} has no signature, so its arguments are unknown",
+            fix="name your own function that calls it",
         ) from unknown
     return found  # type: ignore[no-any-return]  # callable() proves what getattr can't
 
@@ -46,7 +46,7 @@ def _import(name: str, told: str, error: type[HardenedError]) -> Any:  # Any: a 
     except Exception as problem:  # WHY broad: an import runs the user's code
         frame = traceback.extract_tb(problem.__traceback__)[-1]
         is_inside = not frame.filename.startswith("<frozen importlib")
-        if not (is_inside or isinstance(problem, SyntaxError)):  # there is no such module
+        if not (is_inside or isinstance(problem, SyntaxError)):  # the module does not exist
             raise error(f"{told} can't be imported: {problem}", fix=_FIX) from problem
         log.debug("%s can't be imported", told, exc_info=True)
         where = f" ({frame.filename}:{frame.lineno})" if is_inside else ""  # else the text has it

@@ -1,12 +1,12 @@
-"""What each step consumed, written down, and the proof that every sample was taken exactly once.
+"""The ledger: the samples that each step consumed, and the proof that each was taken exactly once.
 
 Owns the files ledger/NNNN-rank-R.bin of a run folder: one for each rank and each start of the run.
-A rank writes the samples that it brings to a step before it trains on them; the step counts if the
-run went on from there or beyond. So a start from step S takes back whatever earlier starts wrote
-for S and later: that work was lost, and is done again.
+A rank writes the samples of a step before it trains on them; the step counts if the run continued
+from that step or a later one. So a start from step S invalidates what earlier starts wrote for S
+and later steps: that work was lost, and is repeated.
 A file is a line of JSON, then records: step (8 bytes), epoch (4), count (4), count sample ids of 4
 bytes (8 if the dataset has 2**32 samples or more), all little-endian. A record that was cut off by
-a crash belongs to a step that did not count.
+a crash belongs to a step that does not count.
 
 Does not own: which samples a step takes (sampler.py), what was left out (skipped_samples.jsonl).
 """
@@ -43,7 +43,7 @@ def next_start(run: Path) -> int:
 
 
 class LedgerWriter:
-    """Writes what this rank brings to each step. A disk that fails never stops training."""
+    """Writes the samples that this rank trains on in each step. Disk errors never stop training."""
 
     def __init__(self, run: Path, *, start: int, rank: int, step: int, facts: dict[str, int]) -> None:
         """facts: num_samples, and epoch_end, the cursor at which an epoch is done."""
@@ -52,14 +52,14 @@ class LedgerWriter:
         path = run / FOLDER / f"{start:04d}-rank-{rank}.bin"
         head = json.dumps({"schema": 1, "step": step, "dtype": self._dtype, **facts}) + "\n"
         try:
-            # WHY no buffer of our own: what the kernel has survives the end of this process.
+            # WHY unbuffered: what the kernel has survives the end of this process.
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             os.write(self._fd, head.encode())
         except OSError as error:
             self._give_up(error)
 
     def bring(self, step: int, epoch: int, indices: Sequence[npt.NDArray[Any]]) -> None:
-        """Note the samples of this rank's micro-batches, before the step. Rank-local."""
+        """Write the samples of this rank's micro-batches, before the step. Rank-local."""
         if self._fd < 0 or not indices:
             return
         ids = np.concatenate(indices).astype(self._dtype)
@@ -81,7 +81,7 @@ class LedgerWriter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """How far the run is, by its newest checkpoint."""
+    """The position of the run's newest checkpoint."""
 
     step: int
     epoch: int
@@ -90,7 +90,7 @@ class Done:
 
 
 def verify_ledger(run: Path, done: Done) -> tuple[list[str], bool]:
-    """Check all epochs; give a line for each and whether every sample was taken exactly once.
+    """Check all epochs; return a line for each, and whether every sample was taken exactly once.
 
     Raises RunFolderError if there is no ledger to read.
     """
@@ -122,7 +122,7 @@ def verify_ledger(run: Path, done: Done) -> tuple[list[str], bool]:
 
 
 def _judge(taken: npt.NDArray[np.uint8], left_out: set[int], expected: int) -> tuple[str, int]:
-    """Say what is wrong with an epoch, and how many samples were left out."""
+    """Return what is wrong with an epoch, and how many samples were left out."""
     twice = np.flatnonzero(taken > 1)
     num_missing = expected - int((taken > 0).sum()) - sum(taken[i] == 0 for i in left_out)
     found = []
@@ -131,7 +131,7 @@ def _judge(taken: npt.NDArray[np.uint8], left_out: set[int], expected: int) -> t
     if num_missing:
         untaken = [int(i) for i in np.flatnonzero(taken == 0) if int(i) not in left_out]
         found.append(f"{num_missing} of {expected} never taken, among {untaken[:_SHOWN]}")
-    # WHY all of them: one that was brought to its step may have failed there, and then was left out.
+    # WHY count all: a left-out sample is also in the ledger if it failed only inside its step.
     return "; ".join(found), len(left_out)
 
 
@@ -147,7 +147,7 @@ def _read(path: Path) -> tuple[dict[str, Any], bytes]:
     try:
         facts: dict[str, Any] = json.loads(head)
     except ValueError as error:
-        raise RunFolderError(f"{path} is not a file of a ledger: {error}") from error
+        raise RunFolderError(f"{path} is not a ledger file: {error}") from error
     return facts, raw
 
 

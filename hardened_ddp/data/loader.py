@@ -1,8 +1,8 @@
-"""What a rank trains on and what it is tested on: its share of each window, and of the test set.
+"""The loaders of a rank: its share of each training window, and of the test set.
 
-Owns which batches are asked for, and in which order. Whatever happens to a worker, they come in
-this order, none twice and none left out.
-Does not own: reading them (stream.py), which samples are whose (sampler.py).
+Owns which batches are requested, and in which order. Whatever happens to a worker, they arrive in
+this order, each exactly once.
+Does not own: reading them (stream.py), which rank gets which samples (sampler.py).
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class TrainLoader:
         self.stream = stream
 
     def windows(self, epoch: int, start: int) -> Iterator[tuple[Window, list[Batch]]]:
-        """Yield each window from the cursor start on with this rank's share, maybe empty."""
+        """Yield each window from the cursor start on, and this rank's share, which may be empty."""
         sampler = self.sampler
         sampler.set_epoch(epoch)
 
@@ -39,10 +39,10 @@ class TrainLoader:
             first, last = share_of(window.size, rank=sampler.rank, world_size=sampler.num_replicas)
             num_micro_batches = -(-(last - first) // sampler.batch_size)
             yield window, [next(batches) for _ in range(num_micro_batches)]
-        next(batches, None)  # WHY: so that the stream sees its end, and keeps its idle workers
+        next(batches, None)  # WHY: the stream then reaches its end, and keeps its idle workers
 
     def sample_batches(self, device: torch.device) -> list[Batch]:
-        """Read two batches of two samples, other ones on each rank, for a look at the model.
+        """Read two batches of two samples, different ones on each rank, to probe the model.
 
         Raises SampleError if none of the first samples can be read.
         """
@@ -79,7 +79,7 @@ class EvalLoader:
         self.first, self.last = share_of(size, rank=rank, world_size=world_size)
         largest_share = -(-size // world_size)
         self.most_batches = -(-largest_share // batch_size)
-        """Batches of the rank that has most: a loop over them is equally long on all ranks."""
+        """Batches of the rank with the most: a loop over them is equally long on all ranks."""
 
     def __iter__(self) -> Iterator[Batch]:
         def requests() -> Iterator[Request]:

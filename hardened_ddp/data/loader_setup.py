@@ -1,4 +1,4 @@
-"""The loaders of a run, put together from its data, its settings and this machine."""
+"""Build the loaders of a run from its data, its settings and this machine."""
 
 import torch
 
@@ -53,7 +53,7 @@ def build_eval_loader(
 
 
 def _checks_of(dataset: AnyDataset, data: TaskData, config: DataConfig) -> Checks:
-    """Choose what to look for in samples. Rank-local; of data in memory, looks at all."""
+    """Choose what to check in samples. Rank-local; checks all of a dataset in memory now."""
     num_classes = data.num_classes if data.labels_are_classes else 0
     return Checks.of(dataset, num_classes=num_classes, inputs=config.check_inputs)
 

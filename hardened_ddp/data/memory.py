@@ -1,8 +1,8 @@
 """Images that are in memory as one tensor, fetched a batch at a time.
 
 Owns the batch-wise fetch, its normalisation and its augmentation. WHY batch-wise: taking 32 rows of
-one tensor costs as much as taking one, so it is ten times as fast as sample by sample and quicker
-than any worker process could send them.
+one tensor costs as much as taking one, so it is ten times as fast as sample by sample, and faster
+than a worker process could send them.
 Augmentation is a function of (seed, epoch, sample index): neither ranks nor workers nor restarts
 change it.
 """
@@ -39,9 +39,9 @@ class MemoryImages(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         self.flips = False
 
     def augmented(self) -> "MemoryImages":
-        """Return the same images, shifted by up to an eighth, and RGB ones also mirrored."""
+        """Return self with augmentation on: random shifts by up to 1/8, and flips of RGB images."""
         self.max_shift = max(1, self.images.shape[-1] // 8)
-        self.flips = self.images.shape[1] == 3  # WHY not digits: a mirrored 2 is no 2
+        self.flips = self.images.shape[1] == 3  # WHY not grey ones: a mirrored digit is not a digit
         return self
 
     def __len__(self) -> int:
@@ -84,7 +84,7 @@ def _draws(indices: torch.Tensor, key: int) -> torch.Tensor:
 def _augment(
     images: torch.Tensor, draws: torch.Tensor, max_shift: int, *, flips: bool
 ) -> torch.Tensor:
-    """Shift each image by up to max_shift pixels with zeros behind it; mirror half of them."""
+    """Shift each image by up to max_shift pixels, padded with zeros; mirror half of them."""
     count, channels, height, width = images.shape
     padded = torch.nn.functional.pad(images, [max_shift] * 4)
     offsets = draws[:, :2] % (2 * max_shift + 1)

@@ -1,6 +1,6 @@
-"""Which files the published datasets and weights consist of, and where they belong.
+"""The files of the published datasets and weights, and where they are stored.
 
-Owns the list, taken from torchvision: addresses, names and hashes are its own. Weights go where
+Owns the list, taken from torchvision with its addresses, names and hashes. Weights go where
 torch.hub looks for them under TORCH_HOME, which a run sets to ./models if that folder has some.
 Does not own: the transfer (transfer.py), opening the data (vision.py).
 """
@@ -30,9 +30,9 @@ def is_here(name: str, data_dir: Path) -> bool:
 
 
 def fetch_dataset(name: str, data_dir: Path, *, say: Callable[[str], None]) -> None:
-    """Bring a dataset to data_dir, unpacked and proved to open. Rank-local. Raises DataError.
+    """Download a dataset to data_dir, unpack it and check that it opens. Rank-local.
 
-    An archive that is here already is checked by its hash.
+    An archive that is here already is checked by its hash. Raises DataError.
     """
     if name not in DOWNLOADABLE:
         raise DataError(
@@ -42,7 +42,7 @@ def fetch_dataset(name: str, data_dir: Path, *, say: Callable[[str], None]) -> N
     for wanted in files_of(dataset, data_dir):
         fetch(wanted, say=say)
     for train in (True, False):
-        # The archives are here, so that this only unpacks them.
+        # The archives are here, so this only unpacks them.
         part = open_downloadable(name, train=train, data_dir=str(data_dir), download=True)
         say(f"{name}: {len(part)} samples to {'train' if train else 'test'} on")
 
@@ -65,12 +65,12 @@ def files_of(dataset: Any, data_dir: Path) -> Sequence[Wanted]:  # Any: a class 
 
 
 def fetch_weights(name: str, models_dir: Path, *, say: Callable[[str], None]) -> None:
-    """Bring torchvision's published weights of a model to models_dir. Raises DataError."""
+    """Download torchvision's published weights of a model to models_dir. Raises DataError."""
     fetch(weights_of(name, models_dir / WEIGHTS_FOLDER), say=say)
 
 
 def weights_of(name: str, folder: Path) -> Wanted:
-    """Name the file in folder that holds torchvision's weights of a model. Raises DataError."""
+    """Describe the file in folder for torchvision's weights of a model. Raises DataError."""
     models = import_torchvision().models
     try:
         url: str = models.get_model_weights(name).DEFAULT.url

@@ -1,8 +1,7 @@
-"""What it means that a sample can't be read: whose fault it is, and whether to try again.
+"""Read errors of samples: which ones are transient, and how they are retried and reported.
 
-Owns which errors pass by themselves (a network disk that is busy, a connection that broke), how
-long that is waited for, and how it is told: reads that went well in the end are summed up in one
-line a minute, not one line each.
+Owns which errors are transient (a network disk that is busy, a connection that broke), the waits
+between retries, and the log: reads that succeeded after a retry are summed up in one line a minute.
 Does not own: reading (fetch.py), workers that die (stream.py).
 """
 
@@ -20,11 +19,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WAITS_S = (0.1, 0.5, 2.0)
-"""Before the second, third and fourth try. A disk often answers then; a broken file never does."""
+"""Waits before the second, third and fourth try, in which a busy disk often recovers."""
 
 REPORT_EVERY_S = 60.0
 
-_PASSING = {
+_TRANSIENT = {
     getattr(errno, name)
     for name in (
         *("EIO", "EREMOTEIO", "ESTALE", "EBUSY", "EAGAIN", "EINTR", "ENOLCK", "ECOMM", "EPROTO"),
@@ -34,51 +33,51 @@ _PASSING = {
     )
     if hasattr(errno, name)
 }
-_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-_MOST_CAUSES = 8  # errors behind an error to look at
-_MAX_TEXT = 400  # characters of a foreign error; one may quote a whole file
+_PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_MOST_CAUSES = 8  # how many errors of a chain are checked
+_MAX_TEXT = 400  # characters of a foreign error, which may quote a whole file
 _FILE_LISTS = ("samples", "imgs", "files", "paths")
 
 
 def describe(error: BaseException) -> str:
-    """Return type and text of an exception, short, and whatever its __str__ does."""
+    """Return type and shortened text of an exception, even if its __str__ raises."""
     try:
         text = str(error)
     except Exception as second:  # WHY broad: the user's code, and it must not hide the first error
-        text = f"(its text can't be had: {type(second).__name__})"
+        text = f"(its text is not available: {type(second).__name__})"
     return f"{type(error).__name__}: {text}"[:_MAX_TEXT]
 
 
-def may_pass(error: BaseException) -> bool:
-    """Return whether the same read may go well a moment later.
+def is_transient(error: BaseException) -> bool:
+    """Return whether the error is transient: the same read may succeed a moment later.
 
-    WHY the errors behind it too: libraries wrap what a socket raised in a class of their own.
+    WHY its causes too: libraries wrap a socket's error in their own class.
     """
     return any(
         isinstance(cause, TimeoutError | ConnectionError)
-        or (isinstance(cause, OSError) and cause.errno in _PASSING)
+        or (isinstance(cause, OSError) and cause.errno in _TRANSIENT)
         for cause in _causes(error)
     )
 
 
-def will_stay(error: BaseException) -> bool:
-    """Return whether the same read will surely fail again: no such file, no right to read it."""
-    return isinstance(error, _LASTING)
+def is_permanent(error: BaseException) -> bool:
+    """Return whether the same read will certainly fail again: no such file, no permission."""
+    return isinstance(error, _PERMANENT)
 
 
-def read_again(read: Callable[[], T], error: Exception, troubles: list[str]) -> T:
-    """Call read until it goes well, as long as its errors may pass. Waits 2.6 s at most.
+def retry_read(read: Callable[[], T], error: Exception, troubles: list[str]) -> T:
+    """Retry read while its errors are transient. Waits 2.6 s at most.
 
-    error: what the first try raised. Adds to troubles what is tried again. Raises the last error.
+    error: what the first try raised. Adds retried errors to troubles. Raises the last error.
     """
     for wait_s in WAITS_S:
-        if not may_pass(error):
+        if not is_transient(error):
             break
         troubles.append(describe(error))
         time.sleep(wait_s)
         try:
             return read()
-        except Exception as next_error:  # WHY broad: the user's code; raised below, or tried again
+        except Exception as next_error:  # WHY broad: the user's code; raised below, or retried
             error = next_error
     raise error
 
@@ -94,16 +93,16 @@ def file_of(dataset: Any, index: int, error: BaseException | None = None) -> str
             row = getattr(dataset, name, None)
             entry = None if row is None else row[index]
             path = entry[0] if isinstance(entry, tuple | list) else entry
-            # WHY look: a sample may be text itself
+            # WHY check: a sample may itself be text
             if isinstance(path, str | os.PathLike) and os.path.exists(path):
                 return os.fspath(path)
-    except Exception:  # WHY broad: these lists may be anything, and only a hint is wanted
+    except Exception:  # WHY broad: these lists may be anything, and this is only a hint
         log.debug("the file of sample %d is not known", index, exc_info=True)
     return ""
 
 
-class StumbleReport:
-    """Tells of reads that were tried again: the first at once, the next ones once a minute."""
+class RetryReport:
+    """Logs retried reads: the first at once, later ones at most once a minute."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -112,17 +111,17 @@ class StumbleReport:
         self._text = ""
 
     def note(self, troubles: Sequence[str]) -> None:
-        """Take in what one batch met."""
+        """Add the retried errors of one batch."""
         self._num_new += len(troubles)
         self._text = troubles[-1]
         if self._clock() - self._last_at >= REPORT_EVERY_S:
-            self.tell()
+            self.flush()
 
-    def tell(self) -> None:
-        """Log what was not told yet."""
+    def flush(self) -> None:
+        """Log what was not logged yet."""
         if self._num_new:
             log.warning(
-                "the storage stumbled: %d reads were tried again, the last one after %s",
+                "the storage had errors: %d reads were retried, the last one after %s",
                 self._num_new,
                 self._text,
             )
@@ -130,7 +129,7 @@ class StumbleReport:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and those behind it."""
+    """Yield an error and its causes."""
     following: BaseException | None = error
     for _ in range(_MOST_CAUSES):
         if following is None:

@@ -5,7 +5,7 @@ world size and worker count. A step takes the next window of it; a rank takes it
 of the window. Nothing is padded, nothing is dropped unless drop_last says so.
 
 Does not own: the cursor (it moves when a step is done, step/step.py), reading (loader.py).
-What goes wrong here: fewer samples than ranks. Then a share is empty, and that is no error.
+What goes wrong here: fewer samples than ranks. Then a share is empty, which is not an error.
 Read next: loader.py.
 """
 
@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from hardened_ddp.data.hashing import Words, hash_words
 from hardened_ddp.ranks.seeding import mix
 
-# Up to here the whole order is kept (2 MiB); above it is computed by blocks, as it is asked for.
+# Up to this size the whole order is kept (2 MiB); above it is computed in blocks, on demand.
 MAX_KEPT_ORDER = 1 << 18
 _BLOCK = 1 << 15  # positions computed at once: large enough that numpy's call overhead vanishes
 _ROUNDS = 6
@@ -30,8 +30,8 @@ _ROUNDS = 6
 class EpochOrder:
     """The order of one epoch's samples: a permutation of range(num_samples).
 
-    Small sets: the samples sorted by a hash of their index. Large sets: a keyed permutation, so
-    that neither memory nor the time to the first index grow with the set.
+    Small datasets: the samples sorted by a hash of their index. Large ones: a keyed permutation, so
+    that neither memory nor the time to the first index grows with the dataset.
     """
 
     def __init__(self, num_samples: int, *, seed: int, epoch: int) -> None:
@@ -40,8 +40,8 @@ class EpochOrder:
         self._key = mix(seed, epoch)
         self._kept: npt.NDArray[np.int64] | None = None
         if num_samples <= MAX_KEPT_ORDER:
-            # WHY not torch.randperm: its algorithm is free to change between versions of torch,
-            # and a resumed run would go on in another order. Hashes of two samples never tie.
+            # WHY not torch.randperm: its algorithm may change between versions of torch, and a
+            # resumed run would continue in another order. Hashes of two samples never tie.
             hashes = hash_words(np.arange(num_samples, dtype=np.uint64), key=self._key)
             self._kept = np.argsort(hashes)
         self._block_index = -1
@@ -73,11 +73,11 @@ def permute(positions: Words, *, num_samples: int, key: int) -> Words:
     """Map each position to its sample: a bijection of range(num_samples), chosen by key.
 
     A balanced Feistel network on the smallest even number of bits that holds num_samples is a
-    bijection of a power of four (Luby, Rackoff, SIAM J. Comput. 17(2), 1988; with 6 rounds it
-    can't be told from a random one cheaply: Patarin, CRYPTO 2004). Cycle walking makes it one of
-    range(num_samples): a value outside is mapped again until it falls inside (Black, Rogaway,
-    "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). On average that takes fewer than 4 turns,
-    because the power of four is less than 4 x num_samples.
+    bijection of a power of four (Luby, Rackoff, SIAM J. Comput. 17(2), 1988; with 6 rounds it is
+    hard to distinguish from a random one: Patarin, CRYPTO 2004). Cycle walking makes it a bijection
+    of range(num_samples): a value outside is mapped again until it is inside (Black, Rogaway,
+    "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). On average that takes fewer than 4
+    rounds, because the power of four is less than 4 x num_samples.
     """
     half_bits = max(1, -(-(num_samples - 1).bit_length() // 2))
     round_keys = [mix(key, round_index) for round_index in range(_ROUNDS)]
@@ -110,7 +110,7 @@ def share_of(size: int, *, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def split_micro_batches(size: int, batch_size: int) -> list[tuple[int, int]]:
-    """Cut size items into as few parts of at most batch_size as will do, of near-equal length."""
+    """Split size items into the fewest parts of at most batch_size, of near-equal length."""
     if size <= batch_size:  # the usual case, and the fast one
         return [(0, size)] if size else []
     num_parts = -(-size // batch_size)
@@ -131,9 +131,9 @@ class Window:
 
 
 class WindowSampler(DistributedSampler[Any]):
-    """A DistributedSampler that gives every sample exactly once, whatever the number of ranks.
+    """A DistributedSampler that yields every sample exactly once, for any number of ranks.
 
-    torch's own pads with repeated samples or drops some, and its order changes with the world size.
+    torch's own pads with repeated samples or drops some, and its order depends on the world size.
     """
 
     def __init__(
@@ -147,17 +147,17 @@ class WindowSampler(DistributedSampler[Any]):
         batch_size: int,
         drop_last: bool = False,
     ) -> None:
-        # WHY drop_last stays False for torch: what it drops is not what we mean by it.
+        # WHY drop_last stays False for torch: it would drop other samples than we do.
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, seed=seed)
         self.global_batch = global_batch
         self.batch_size = batch_size
         self.num_total = len(dataset)  # type: ignore[arg-type]  # map-style: it has a length
-        # WHY the comparison: one short window is all there is, and an epoch needs a step.
+        # WHY the comparison: if there is only one short window, it is kept: an epoch needs a step.
         self.drop_last = drop_last and self.num_total >= global_batch
         self.end = self.num_total - (self.num_total % global_batch if self.drop_last else 0)
-        """Cursor at which an epoch is done. Under drop_last the short last window lies behind."""
+        """Cursor at which an epoch is done. With drop_last the short last window is behind it."""
 
-        # What DistributedSampler promises its users: this rank's samples, and those of all ranks.
+        # The public attributes of DistributedSampler: this rank's samples, and those of all ranks.
         self.num_samples, self.total_size = len(self), self.end
         self._orders: dict[int, EpochOrder] = {}
 
@@ -168,7 +168,7 @@ class WindowSampler(DistributedSampler[Any]):
 
     @property
     def num_windows(self) -> int:
-        """Optimizer steps of a whole epoch."""
+        """Optimizer steps per epoch."""
         return -(-self.end // self.global_batch)
 
     def windows(self, start: int = 0) -> Iterator[Window]:
@@ -181,7 +181,7 @@ class WindowSampler(DistributedSampler[Any]):
             yield Window(epoch, begin, min(self.global_batch, self.end - begin))
 
     def micro_batch_sizes(self, window: Window) -> list[int]:
-        """Say how many samples each of this rank's micro-batches of window has."""
+        """Return the number of samples in each of this rank's micro-batches of window."""
         start, stop = share_of(window.size, rank=self.rank, world_size=self.num_replicas)
         return [last - first for first, last in split_micro_batches(stop - start, self.batch_size)]
 
@@ -202,7 +202,7 @@ class WindowSampler(DistributedSampler[Any]):
         order = self._orders.get(epoch)
         if order is None:
             order = EpochOrder(self.num_total, seed=self.seed, epoch=epoch)
-            # WHY two: workers fetch ahead into the next epoch while this one still ends.
+            # WHY two: workers prefetch from the next epoch while this one still ends.
             latest = list(self._orders.items())[-1:]
             self._orders = dict([*latest, (epoch, order)])
         return order

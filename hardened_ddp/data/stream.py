@@ -1,9 +1,9 @@
 """Batches in order, whatever happens to a worker.
 
-Owns the stream of micro-batches: read in this process, or by worker processes (worker_pool.py). What was
-asked for and not handed out is remembered, so a worker that dies costs nothing: new workers start
-at the first micro-batch that was not handed out. There are half as many, or their batches come
-through pipes, as the fault has it; after a calm time it goes back up (worker_fallback.py).
+Owns the stream of micro-batches: read in this process, or by worker processes (worker_pool.py).
+Unanswered requests are kept, so no sample is lost when a worker dies: new workers start at the
+first unanswered request. Depending on the fault there are then half as many workers, or batches
+come through pipes; after a time without faults it goes back up (worker_fallback.py).
 
 WHY no DataLoader without workers: it would cost a tiny model 8 % of each step.
 What goes wrong here: workers killed for memory, hung, or out of shared memory: see _recover.
@@ -21,7 +21,7 @@ from hardened_ddp.data.batch import BadSample, Batch, Request
 from hardened_ddp.data.worker_pool import WorkerPool, WorkersLost
 from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.worker_fallback import WorkerFallback, WorkerLevel
-from hardened_ddp.data.read_errors import StumbleReport, file_of
+from hardened_ddp.data.read_errors import RetryReport, file_of
 from hardened_ddp.data.workers import WorkerPlan, raise_open_file_limit
 from hardened_ddp.errors import LoaderError
 from hardened_ddp.settings.data import DataConfig
@@ -29,12 +29,12 @@ from hardened_ddp.settings.data import DataConfig
 log = logging.getLogger(__name__)
 
 Requests = Callable[[], Iterator[Request]]
-MAX_LOST_PER_BATCH = 3  # more than these, and the storage is to blame, not the samples
+MAX_LOST_PER_BATCH = 3  # with more, the cause is the storage, not the samples
 _LOST = "its worker was lost"
 
 
 class BatchStream:
-    """Turns requests into batches, with the workers of one rank."""
+    """Reads the batches of requests, with the workers of one rank."""
 
     def __init__(
         self, fetcher: Fetcher, plan: WorkerPlan, config: DataConfig, *, pin_memory: bool
@@ -46,89 +46,89 @@ class BatchStream:
         self.fallback = WorkerFallback(
             WorkerLevel(plan.num_workers, plan.shares_memory), quiet_s=config.loader_quiet_s
         )
-        self.stumbles = StumbleReport()
+        self.retries = RetryReport()
         self._after_start: Callable[[], None] = lambda: None
         self._pool: WorkerPool | None = None
         self._is_idle = True  # the worker pool has answered all requests of the last epoch
         self._waited_for: Request | None = None
-        self._suspect: Request | None = None  # what was waited for when workers were lost
+        self._suspect: Request | None = None  # the one we waited for when workers were lost
         for reason in plan.reasons:
             log.warning("%s", reason)
         if plan.num_workers > 0:
             raise_open_file_limit()
             if why_not := self._why_not_sendable():
-                log.warning("num_workers %d asked, running 0: %s", plan.num_workers, why_not)
+                log.warning("num_workers %d requested, using 0: %s", plan.num_workers, why_not)
                 self.fallback = WorkerFallback(WorkerLevel(0), quiet_s=0)
 
     @property
     def num_workers(self) -> int:
-        """Workers that read at the moment."""
+        """The current number of workers."""
         return self.fallback.level.num_workers
 
     def batches(self, requests: Requests) -> Iterator[Batch]:
-        """Yield the batch of each request, in order, none twice and none left out.
+        """Yield the batch of each request, in order, each exactly once.
 
-        Raises LoaderError if one sample after the other kills or hangs its reader.
+        Raises LoaderError if several samples in a row kill or hang their reader.
         """
-        tape = _Tape(requests())
+        pending = _PendingRequests(requests())
         is_done = False
         while not is_done:
             self._go_up_if_quiet()
             try:
                 read = self._read_by_workers if self.num_workers else self._read_here
-                is_done = yield from read(tape)
+                is_done = yield from read(pending)
             except WorkersLost as lost:
-                yield from self._recover(lost, tape.unanswered)
+                yield from self._recover(lost, pending.unanswered)
 
-    def _read_by_workers(self, tape: "_Tape") -> Generator[Batch, None, bool]:
-        """Yield batches that workers read; False: not to the end, as more workers are to go on."""
-        pool = self._start(tape.read())
-        while (batch := self._receive(pool, tape)) is not None:
-            if not (tape.unanswered and _answers(batch, tape.unanswered[0])):
-                raise WorkersLost("a batch came that was not asked for")
-            self._note_answer(batch, tape)
+    def _read_by_workers(self, pending: "_PendingRequests") -> Generator[Batch, None, bool]:
+        """Yield batches that workers read; False: not at the end, to continue with more workers."""
+        pool = self._start(pending.read())
+        while (batch := self._receive(pool, pending)) is not None:
+            if not (pending.unanswered and _answers(batch, pending.unanswered[0])):
+                raise WorkersLost("a batch came that was not requested")
+            self._note_answer(batch, pending)
             yield batch
             if self.fallback.is_low and self.fallback.is_quiet():
                 return False
-        if tape.unanswered:
+        if pending.unanswered:
             raise WorkersLost("workers ended before they had answered all requests")
         self._is_idle = True
         if not self.config.persistent_workers:
             self.close()
         return True
 
-    def _read_here(self, tape: "_Tape") -> Generator[Batch, None, bool]:
-        """Yield batches that this process reads; False: not to the end, as workers are to go on."""
-        for request in tape.read():
+    def _read_here(self, pending: "_PendingRequests") -> Generator[Batch, None, bool]:
+        """Yield batches that this process reads; False: not at the end, to continue with workers."""
+        for request in pending.read():
             self._waited_for = request
             try:
                 batch = self.fetcher[request]
             except MemoryError as error:
                 raise LoaderError(
-                    f"no memory to read samples {request[1][:4].tolist()} ...: {error}",
+                    f"out of memory while reading samples {request[1][:4].tolist()} ...: {error}",
                     fix="lower --batch_size or --prefetch_factor, then --resume the run",
                 ) from error
-            self._note_answer(batch, tape)
+            self._note_answer(batch, pending)
             yield batch
             if self.fallback.is_low and self.fallback.is_quiet():
                 return False
         return True
 
-    def _note_answer(self, batch: Batch, tape: "_Tape") -> None:
-        tape.unanswered.popleft()
+    def _note_answer(self, batch: Batch, pending: "_PendingRequests") -> None:
+        pending.unanswered.popleft()
         if batch.troubles:
-            self.stumbles.note(batch.troubles)
+            self.retries.note(batch.troubles)
 
     def call_after_start(self, call: Callable[[], None]) -> None:
-        """Have call called each time that workers started: torch has then taken over SIGCHLD."""
+        """Register a function to call whenever workers have started: torch then replaced SIGCHLD."""
         self._after_start = call
 
     def show_reading(self, word: "memoryview[int]") -> None:
-        """Keep the sample that is read singly in a word that others can read."""
+        """Use word for the sample that is being read, so that other processes can read it."""
         self.fetcher.reading = word
 
     def being_read(self) -> list[int]:
-        """Name the sample that this rank waits for, or all of its batch. For any thread."""
+        """Return the sample that this rank waits for, else all of its batch. For any thread."""
         request, pool = self._waited_for, self._pool
         if request is None:
             return []
@@ -142,9 +142,9 @@ class BatchStream:
         return pool.stacks() if pool is not None else {}
 
     def close(self) -> None:
-        """End the workers, and tell what was not told yet."""
+        """End the workers, and log what was not logged yet."""
         self._end_pool()
-        self.stumbles.tell()
+        self.retries.flush()
 
     def _end_pool(self) -> None:
         if self._pool is not None:
@@ -152,16 +152,16 @@ class BatchStream:
             self._pool = None
 
     def _start(self, requests: Iterator[Request], *, num_workers: int = 0) -> WorkerPool:
-        """Set the workers to work: those of the last epoch if they are idle, or new ones."""
+        """Start the workers on requests: those of the last epoch if they are idle, or new ones."""
         if self._pool is None or not self._is_idle:
             self._end_pool()
             is_single = num_workers > 0
             plan = replace(
                 self.plan,
                 num_workers=num_workers or self.num_workers,
-                # WHY: a worker that dies over the next request takes shared memory with it.
+                # WHY: a worker that dies in the next request would take shared memory with it.
                 shares_memory=self.fallback.level.shares_memory and not is_single,
-                # WHY: with one request under way, it is known which one a worker died of.
+                # WHY: with one request in flight, it is known which request killed the worker.
                 prefetch_factor=1 if is_single else self.plan.prefetch_factor,
             )
             self._pool = WorkerPool(
@@ -176,15 +176,15 @@ class BatchStream:
         self._after_start()
         return self._pool
 
-    def _receive(self, pool: WorkerPool, tape: "_Tape") -> Batch | None:
-        self._waited_for = tape.unanswered[0] if tape.unanswered else None
+    def _receive(self, pool: WorkerPool, pending: "_PendingRequests") -> Batch | None:
+        self._waited_for = pending.unanswered[0] if pending.unanswered else None
         return pool.receive()
 
     def _recover(self, lost: WorkersLost, unanswered: deque[Request]) -> Iterator[Batch]:
-        """Go one level down, as the fault has it; give what had to be read singly.
+        """Go one level down, depending on the fault; yield the batches that were read one by one.
 
-        WHY singly, before reading in this process: a sample that crashes its reader would take the
-        rank with it; one that hangs would cost a timeout for each halving.
+        WHY one by one, before reading in this process: a sample that crashes its reader would crash
+        the rank too; one that hangs would cost a timeout at each halving.
         """
         self._end_pool()
         before = self.fallback.level
@@ -197,17 +197,17 @@ class BatchStream:
         elif is_again and not lost.is_dangerous:
             after = WorkerLevel(0)  # fewer workers did not help; without any, the error has a name
         elif unanswered and lost.is_dangerous and (before.num_workers == 1 or is_again):
-            log.warning("DataLoader: %s. Reading the next samples singly, to find the cause", lost)
+            log.warning("DataLoader: %s. Reading samples one by one to find the cause", lost)
             batches = [self._read_singly(request) for request in unanswered]
             if any(bad.error.startswith(_LOST) for batch in batches for bad in batch.bad):
-                after = before  # the workers were not to blame
+                after = before  # the number of workers was not the cause
             unanswered.clear()
         if after == before:
             self.fallback.stay()
         else:
             self.fallback.go_down(after)
             log.warning(
-                "DataLoader: %s. No sample is lost: going on at the same one with %s",
+                "DataLoader: %s. No sample is lost: continuing at the same sample with %s",
                 lost,
                 f"{after.num_workers or 'no'} instead of {before.num_workers} workers"
                 if after.num_workers < before.num_workers
@@ -216,23 +216,23 @@ class BatchStream:
         yield from batches
 
     def _go_up_if_quiet(self) -> None:
-        """Go one level up if it has been calm; what workers had read ahead is read again."""
+        """Go one level up if there was no fault for long enough; prefetched batches are read again."""
         if not self.fallback.is_quiet():
             return
         self._end_pool()
         before, calm_s = self.fallback.level, self.fallback.wait_s
         self.fallback.go_up()
         log.warning(
-            "DataLoader: no fault for %.0f s. Going on at the same sample with %s instead of %s",
+            "DataLoader: no fault for %.0f s. Continuing at the same sample with %s instead of %s",
             calm_s,
             self.fallback.level,
             before,
         )
 
     def _read_singly(self, request: Request) -> Batch:
-        """Read one sample after the other in a worker; one that costs two their lives is bad.
+        """Read one sample after the other in a worker; a sample that kills two workers is bad.
 
-        WHY twice: the first time may be an accident. One that hangs has had its time.
+        WHY two: the first time may be a coincidence. A sample that hangs is not retried.
         """
         epoch, indices = request
         left, good, bad = indices.tolist(), [], []
@@ -246,7 +246,7 @@ class BatchStream:
             except WorkersLost as lost:
                 if lost.is_dangerous and not lost.is_hang and doubted != left[0]:
                     doubted = left[0]
-                    log.warning("DataLoader: %s; sample %d is tried once more", lost, doubted)
+                    log.warning("DataLoader: %s; sample %d is retried once", lost, doubted)
                     continue
                 index = left.pop(0)
                 if lost.is_dangerous:
@@ -267,7 +267,7 @@ class BatchStream:
         return replace(batch, bad=batch.bad + tuple(bad))
 
     def _why_not_sendable(self) -> str:
-        """Say why the dataset can't go to a worker; empty if it can."""
+        """Return why the dataset can't be sent to a worker; empty if it can."""
         if self.plan.start_method == "fork":
             return ""
         try:
@@ -277,15 +277,15 @@ class BatchStream:
         return ""
 
 
-class _Tape:
-    """Requests, and which of them have no answer yet."""
+class _PendingRequests:
+    """Requests, and which of them are not answered yet."""
 
     def __init__(self, source: Iterator[Request]) -> None:
         self.unanswered: deque[Request] = deque()
         self._source = source
 
     def read(self) -> Iterator[Request]:
-        """Yield those without an answer once more, and then new ones."""
+        """Yield the unanswered requests again, and then new ones."""
         yield from tuple(self.unanswered)
         for request in self._source:
             self.unanswered.append(request)

@@ -1,7 +1,7 @@
-"""Synthetic images of any number and size, made when they are asked for.
+"""Synthetic images of any number and size, generated on demand.
 
-Each class has a fixed pattern of its own; a sample is its pattern under noise. So a model can learn
-it, and a billion samples take no memory: sample i is a function of i alone.
+Each class has a fixed random pattern; a sample is its class's pattern plus noise. So a model can
+learn it, and a billion samples take no memory: sample i is a function of i alone.
 """
 
 import torch

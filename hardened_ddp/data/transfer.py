@@ -1,8 +1,8 @@
-"""One file from the network: resumed where it broke off, checked, and complete or absent.
+"""Download one file: resumed after a broken connection, verified, and complete or absent.
 
-Owns the transfer over HTTP. What has arrived stands in NAME.part; the next try asks for the rest
-(Range). The file gets its name when its hash is right. One process at a time fetches it, so all
-ranks of a node, or of several nodes with one folder, may ask for it at once.
+Owns the transfer over HTTP. The bytes so far are in NAME.part; the next try requests the rest
+(Range). The file gets its name when its hash is right. One process at a time downloads it, so all
+ranks of a node, or of several nodes with one folder, may call fetch at once.
 What goes wrong here: no network, a connection that breaks, a server that sends something else.
 Does not own: which files there are (published.py).
 """
@@ -21,8 +21,8 @@ from pathlib import Path
 
 from hardened_ddp.errors import DataError
 
-TIMEOUT_S = 30.0  # of one operation of the network
-MOST_TRIES = 4  # of one address without any progress
+TIMEOUT_S = 30.0  # of one network operation
+MOST_TRIES = 4  # for one address without any progress
 WAIT_S = 1.0  # before the next try
 _BLOCK_BYTES = 1 << 20
 _NETWORK_ERRORS = (OSError, http.client.HTTPException)
@@ -30,17 +30,17 @@ _NETWORK_ERRORS = (OSError, http.client.HTTPException)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """A file that is to be here."""
+    """A file to download."""
 
     urls: Sequence[str]
-    """Where it is published; the first that answers is taken."""
+    """Its addresses; the first that works is used."""
 
     path: Path
     algorithm: str
     """md5 or sha256."""
 
     digest: str
-    """In hexadecimal; a part of its beginning is enough to be checked."""
+    """In hexadecimal; a prefix is enough."""
 
     def is_here(self) -> bool:
         return self.path.is_file() and self.fits(self.path)
@@ -51,7 +51,7 @@ class Wanted:
 
 
 def fetch(wanted: Wanted, *, say: Callable[[str], None]) -> None:
-    """Bring a file here, unless it is here already. Rank-local; waits for others that fetch it.
+    """Download a file unless it is here. Rank-local; waits for other processes that download it.
 
     Raises DataError: no address could be reached, or what they sent has another hash.
     """
@@ -61,13 +61,13 @@ def fetch(wanted: Wanted, *, say: Callable[[str], None]) -> None:
     try:
         wanted.path.parent.mkdir(parents=True, exist_ok=True)
         with locked(wanted.path):
-            if wanted.is_here():  # another process was quicker
+            if wanted.is_here():  # another process was faster
                 say(f"{wanted.path}: is here now")
                 return
             _fetch_from_any(wanted, say)
     except OSError as error:
         raise DataError(
-            f"{wanted.path} can't be written: {error}", fix="choose another folder, or make room"
+            f"{wanted.path} can't be written: {error}", fix="choose another folder, or free space"
         ) from error
 
 
@@ -81,14 +81,14 @@ def _fetch_from_any(wanted: Wanted, say: Callable[[str], None]) -> None:
             say(f"{wanted.path}: complete, {wanted.algorithm} is right")
             return
         if not reason:
-            part.unlink()  # WHY: to go on from wrong bytes would never end well
+            part.unlink()  # WHY: continuing from wrong bytes could never succeed
             reason = f"what it sends has another {wanted.algorithm} than {wanted.digest}"
         reasons.append(f"{url}: {reason}")
     raise DataError(f"{wanted.path.name} can't be fetched:\n  " + "\n  ".join(reasons))
 
 
 def _fetch_from(url: str, part: Path, say: Callable[[str], None]) -> str:
-    """Fill part from one address, going on as long as something arrives. Gives what hindered it."""
+    """Download to part from one address, with retries. Return the reason of a failure, or ""."""
     num_idle, reason = 0, ""
     while num_idle < MOST_TRIES:
         before = part.stat().st_size if part.exists() else 0
@@ -112,7 +112,7 @@ def _fetch_from(url: str, part: Path, say: Callable[[str], None]) -> str:
 
 
 def _receive(url: str, part: Path, start: int) -> bool:
-    """Ask for the bytes from start on, and append them. Gives whether all of them came."""
+    """Request the bytes from start on and append them; return whether all of them came."""
     headers = {"Range": f"bytes={start}-"} if start else {}
     request = urllib.request.Request(url, headers=headers)
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
@@ -122,12 +122,12 @@ def _receive(url: str, part: Path, start: int) -> bool:
             while block := response.read(_BLOCK_BYTES):
                 file.write(block)
                 left -= len(block)
-    return left <= 0  # WHY not == 0: a server may leave the length out, and then the hash decides
+    return left <= 0  # WHY not == 0: a server may omit the length, and then the hash decides
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Let in one process at a time that makes path, over all nodes that share its folder."""
+    """Lock path for one process at a time, over all nodes that share its folder."""
     with path.with_name(f".{path.name}.lock").open("w", encoding="utf-8") as lock:
         with contextlib.suppress(OSError):  # not every network file system has locks
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,9 +1,9 @@
-"""torchvision and its images, also where its binary does not match torch's.
+"""torchvision and its datasets, even if its binary does not match torch's.
 
-Owns the import of torchvision, and opening its sets: in memory, or a folder of pictures. Its wheel
-from the package index is built for CUDA; beside a CPU build of torch its compiled operators don't
-load, and then its import fails on registering their shapes. Datasets, transforms and classifiers
-need none of those operators: it is enough to declare the two that the import asks for.
+Owns the import of torchvision, and opening its datasets: in memory, or a folder of images. Its wheel
+from the package index is built for CUDA; with a CPU build of torch its compiled operators don't
+load, and then its import fails when it registers their shapes. Datasets, transforms and classifiers
+need none of those operators: it is enough to declare the two that the import needs.
 """
 
 import importlib
@@ -69,7 +69,8 @@ def open_downloadable(name: str, *, train: bool, data_dir: str, download: bool) 
     root = Path(data_dir)
     try:
         source = dataset_class(str(root), train=train, download=download)
-    # WHY broad: no file is a RuntimeError there, half a file a ValueError, AssertionError or more
+    # WHY broad: torchvision raises RuntimeError for a missing file, and ValueError, AssertionError
+    # or others for an incomplete one
     except Exception as error:
         action = "downloaded" if download else "found whole"
         raise DataError(
@@ -83,18 +84,18 @@ def open_downloadable(name: str, *, train: bool, data_dir: str, download: bool) 
 
 
 def by_hand(name: str, data_dir: Path) -> str:
-    """Say how one of DOWNLOADABLE comes to a machine without internet."""
+    """Return how to copy one of DOWNLOADABLE to a machine without internet."""
     return (
         f"on a machine with internet: python download.py --dataset {name} --data_dir data, and "
-        f"copy what is in its folder data to {data_dir.resolve()} (remove what is there of "
-        f"{DOWNLOADABLE[name][0]} first); or choose --dataset digits, which needs no download"
+        f"copy the content of its folder data to {data_dir.resolve()} (first remove what is there "
+        f"of {DOWNLOADABLE[name][0]}); or choose --dataset digits, which needs no download"
     )
 
 
 def open_folder(
     config: DataConfig, *, train: bool, root: str = "", image_size: int = 224
 ) -> Dataset[Any] | None:
-    """Open ROOT/train and ROOT/val (or ROOT/test), one folder of pictures per class."""
+    """Open ROOT/train or ROOT/val (else ROOT/test), with one folder of images per class."""
     vision = import_torchvision()
     base = Path(root or config.data_dir)
     folders = [base / name for name in (("train",) if train else ("val", "test"))]
@@ -103,7 +104,7 @@ def open_folder(
         if not train:
             return None
         raise DataError(
-            f"{folders[0]} is not there: image_folder needs ROOT/train/CLASS/*.jpg",
+            f"{folders[0]} does not exist: image_folder needs ROOT/train/CLASS/*.jpg",
             fix="--dataset image_folder --dataset_args '{root: /path/to/images}'",
         )
     steps = vision.transforms.v2

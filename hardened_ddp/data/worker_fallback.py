@@ -1,8 +1,8 @@
-"""How many workers read, and how their batches come back: a step down after a fault, up after calm.
+"""Worker fallback: fewer workers, or pipes, after a fault; back up after a time without faults.
 
-Owns the steps that were left and when to take one back. WHY longer each time: a fault that comes
-again whenever there are more workers must not cost a restart of them every few minutes.
-Does not own: which step a fault leads to (stream.py).
+Owns the levels that were left and when to go back to one. WHY the time doubles: a fault that
+returns whenever there are more workers must not cause a restart of them every few minutes.
+Does not own: which level a fault leads to (stream.py).
 """
 
 import time
@@ -10,12 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MOST_DOUBLINGS = 6
-"""So often the calm that is asked for doubles: from 5 minutes to 5 hours."""
+"""How often the required time without faults doubles: from 5 minutes to 5 hours."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLevel:
-    """One way to read."""
+    """A number of workers, and how their batches come back."""
 
     num_workers: int
     shares_memory: bool = True
@@ -26,12 +26,12 @@ class WorkerLevel:
 
 
 class WorkerFallback:
-    """The level that is in use, and those above it that were left."""
+    """The current level, and the levels above it that were left."""
 
     def __init__(
         self, top: WorkerLevel, *, quiet_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """quiet_s: seconds without a fault before a step up; 0: never."""
+        """quiet_s: seconds without a fault before going up one level; 0: never."""
         self.level = top
         self._quiet_s = quiet_s
         self._clock = clock
@@ -44,12 +44,12 @@ class WorkerFallback:
 
     @property
     def wait_s(self) -> float:
-        """Seconds of calm that are asked for now."""
+        """Seconds without a fault that are required now."""
         return self._quiet_s * 2.0**self._num_doublings
 
     def go_down(self, level: WorkerLevel) -> None:
         """Leave the level for one below, because of a fault."""
-        if self._went_up:  # else this fault belongs to the one before, or is the first
+        if self._went_up:  # else this is the first fault, or it follows another one
             is_soon = self._clock() - self._moved_at < 2 * self.wait_s
             self._num_doublings = min(self._num_doublings + 1, MOST_DOUBLINGS) if is_soon else 0
         self._above.append(self.level)
@@ -57,11 +57,11 @@ class WorkerFallback:
         self._moved_at, self._went_up = self._clock(), False
 
     def stay(self) -> None:
-        """Note a fault that leads to no other level."""
+        """Note a fault that does not change the level."""
         self._moved_at = self._clock()
 
     def is_quiet(self) -> bool:
-        """Return whether it has been calm for long enough to go up."""
+        """Return whether there was no fault for long enough to go up."""
         return self.is_low and 0 < self.wait_s <= self._clock() - self._moved_at
 
     def go_up(self) -> None:

@@ -1,11 +1,11 @@
 """Worker processes that read micro-batches for one rank, through torch's DataLoader.
 
-Owns their start, the wait for a batch, and their end; says what happened to them in WorkersLost.
-Does not own: what follows from that (stream.py), how many there are (workers.py).
+Owns their start, the wait for a batch, and their end; WorkersLost says what happened to them.
+Does not own: what is done about it (stream.py), how many there are (workers.py).
 
-What goes wrong here: a worker is killed for memory, crashes in a decoder, hangs on a disk. torch
-notices a dead worker only when a wait for data has timed out, so we wait in short turns.
-WHY never next() again after any other error: torch would silently leave out the lost batch.
+What goes wrong here: a worker runs out of memory, crashes in a decoder, hangs on a disk. torch
+notices a dead worker only when a wait for data has timed out, so we wait with short timeouts.
+WHY never next() again after any other error: torch would silently skip the lost batch.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.ranks.stacks import ask_for_stacks, offer_stacks
 
 POLL_S = 0.5  # how long a dead worker may go unnoticed while a batch is waited for
-_NUM_NOTES = 3  # of each worker: the sample under way, its pid, where it writes its stacks
+_NUM_NOTES = 3  # of each worker: the sample being read, its pid, the descriptor of its stacks
 END_S = 5.0  # how long workers may take to end before they are killed
 # For the rank, not for its workers; a scheduler sends them to every process of a job.
 _SIGNALS_OF_THE_RANK = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 
 
 _NOT_RECEIVED = "a batch could not be received"
-# What is said where shared memory is full or too many files are open: by the kernel, by torch, by us.
+# Messages of the kernel, torch and us when shared memory is full or too many files are open.
 _SIGNS_OF_SHARING = (
     *("SIGBUS", "shared memory", "(shm)", "unable to mmap", "unable to resize file"),
     *("No space left on device", "Too many open files", _NOT_RECEIVED),
@@ -45,10 +45,10 @@ _SIGNS_OF_SHARING = (
 
 
 class WorkersLost(Exception):
-    """The workers can't go on; they are to be closed, and nothing more asked of them.
+    """The workers can't continue: close them and request nothing more.
 
-    is_dangerous: what ended or hung them may do the same to the process that reads it next.
-    is_hang: it was waited for as long as is allowed.
+    is_dangerous: what killed or hung them may do the same to the next process that reads it.
+    is_hang: the wait reached its limit.
     is_about_sharing: the way batches come back (shared memory, open files) may be the cause.
     """
 
@@ -72,7 +72,7 @@ class WorkerPool:
         timeout_s: float,
         is_lasting: bool = False,
     ) -> None:
-        """timeout_s: how long a batch may take, 0 for ever. is_lasting: start() may come again."""
+        """timeout_s: limit for one batch, 0: none. is_lasting: start() may be called again."""
         self.timeout_s = timeout_s
         self._requests = _Requests()
         self._workers: list[BaseProcess] = []
@@ -93,12 +93,12 @@ class WorkerPool:
             timeout=POLL_S,
             worker_init_fn=_prepare_worker,
             multiprocessing_context=context,
-            # WHY: without one of its own, torch draws a seed from the generator of the run.
+            # WHY: without its own generator, torch would draw a seed from the run's generator.
             generator=torch.Generator(),
         )
 
     def start(self, requests: Iterator[Request]) -> None:
-        """Have the workers read requests. Raises WorkersLost if they can't be started."""
+        """Start the workers on requests. Raises WorkersLost if they can't be started."""
         assert self._loader is not None, "a closed worker pool was started"
         self._requests.source = requests
         before = set(multiprocessing.active_children())
@@ -117,7 +117,7 @@ class WorkerPool:
         while True:
             try:
                 found = next(self._iterator)
-                parts = found.open() if isinstance(found, _Parcel) else found
+                parts = found.open() if isinstance(found, _Payload) else found
                 inputs, targets, numbers, bad, troubles = parts
                 return Batch(inputs, targets, torch.from_numpy(numbers), bad, troubles)
             except StopIteration:
@@ -128,7 +128,7 @@ class WorkerPool:
                     continue
                 reason, is_dangerous = self._explain(error, is_late=is_late)
                 error.__traceback__ = None
-            # WHY so: a traceback (torch puts it in a cycle) would keep its iterator and threads.
+            # WHY without it: a traceback (torch puts it in a cycle) keeps its iterator and threads.
             raise WorkersLost(reason, is_dangerous=is_dangerous, is_hang=is_late and is_dangerous)
 
     def being_read(self) -> list[int]:
@@ -136,7 +136,7 @@ class WorkerPool:
         return list(self._notes[::_NUM_NOTES])
 
     def stacks(self) -> dict[int, str]:
-        """Return the Python stacks of each worker by its pid; empty where it does not answer."""
+        """Return the Python stacks of each worker by its pid; empty if it does not answer."""
         places = zip(self._notes[1::_NUM_NOTES], self._notes[2::_NUM_NOTES], strict=True)
         return {pid: ask_for_stacks(pid, fd) for pid, fd in places if pid}
 
@@ -145,7 +145,7 @@ class WorkerPool:
         if is_broken:
             for worker in self._workers:
                 worker.kill()
-        # WHY suppress: without guard/stop.py, torch raises a worker's death wherever we are.
+        # WHY suppress: without guard/stop.py, torch's SIGCHLD handler raises at any line.
         with contextlib.suppress(RuntimeError):
             self._loader = self._iterator = None  # torch ends its workers when this is gone
         end = time.monotonic() + END_S
@@ -157,15 +157,15 @@ class WorkerPool:
         self._workers = []
 
     def _explain(self, error: Exception, *, is_late: bool) -> tuple[str, bool]:
-        """Say what happened, and whether it may happen to whoever reads the same samples next."""
+        """Return what happened, and whether it may also happen to the next reader of the samples."""
         if not self._can_pin():
             return "the thread that pins memory has ended", False
         if is_late:
             return f"no batch in {self.timeout_s:g} s", True
-        if _was_told(error):  # the worker lives, and reported what its dataset raised
+        if _was_told(error):  # the worker is alive, and reported what its dataset raised
             return _summary(error), False
-        # WHY wait: a process closes its connections first, and tells how it ended only later. To
-        # take its death for something harmless could cost the rank. A death ends the wait.
+        # WHY wait: a process closes its connections first, and its exit status is known only later.
+        # To mistake its death for something harmless could kill the rank. A death ends the wait.
         multiprocessing.connection.wait([worker.sentinel for worker in self._workers], END_S)
         for worker in self._workers:
             if multiprocessing.connection.wait([worker.sentinel], 0):
@@ -180,36 +180,36 @@ class WorkerPool:
 
 
     def _can_pin(self) -> bool:
-        """Return whether torch's thread that pins batches still lives, where there is one.
+        """Return whether torch's thread that pins batches is alive, or there is none.
 
-        WHY here: with a limit for the wait, torch does not look.
+        WHY here: with a timeout, torch does not check it.
         """
         thread = getattr(self._iterator, "_pin_memory_thread", None)
         return thread is None or bool(thread.is_alive())
 
 
 class _Requests(Sampler[Any]):
-    """What torch draws from: the requests that are wanted at the moment."""
+    """The sampler for torch: the current requests."""
 
     def __init__(self) -> None:
         self.source: Iterator[Request] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
-        # WHY numpy: a tensor would be sent as an open file in shared memory, each time.
+        # WHY numpy: each tensor would be sent as an open file in shared memory.
         return ((epoch, indices.numpy()) for epoch, indices in self.source)
 
 
 class _Reader(Dataset[Any]):
-    """The dataset that a worker sees: a request in, a batch's parts out."""
+    """The dataset that a worker sees: takes a request, returns a batch's parts."""
 
     def __init__(self, fetcher: Fetcher, notes: Any, *, shares_memory: bool) -> None:
-        """notes: what the rank may see of each worker. Any: ctypes' array."""
+        """notes: what each worker shows to the rank. Any: ctypes' array."""
         self.fetcher = fetcher
         self.notes = notes
         self.shares_memory = fetcher.shares_memory = shares_memory
 
     def begin(self, worker_id: int) -> None:
-        """Let the rank see, from now on, where this worker is."""
+        """Show this worker's state to the rank from now on."""
         notes = memoryview(self.notes).cast("B").cast("q")[_NUM_NOTES * worker_id :]
         self.fetcher.reading = notes[:1]
         notes[0], notes[1], notes[2] = -1, os.getpid(), offer_stacks()
@@ -221,16 +221,16 @@ class _Reader(Dataset[Any]):
         if not self.shares_memory:
             # Slower, but through a pipe: needs no room in /dev/shm, and no open file per tensor.
             parts = map_tensors((batch.inputs, batch.targets), torch.Tensor.detach)
-            return _Parcel(pickle.dumps((*parts, *rest)))
+            return _Payload(pickle.dumps((*parts, *rest)))
         parts = map_tensors((batch.inputs, batch.targets), _share)
-        return _Parcel(bytes(ForkingPickler.dumps((*parts, *rest))))
+        return _Payload(bytes(ForkingPickler.dumps((*parts, *rest))))
 
 
-class _Parcel:
-    """The parts of a batch on their way: bytes that name shared memory, or hold all of it.
+class _Payload:
+    """The pickled parts of a batch: bytes that name shared memory, or contain the data.
 
-    WHY not the parts themselves: torch would pack and open them in threads of its own. What fails
-    there (no picklable thing, too many open files) ends the thread, and the rank waits in vain.
+    WHY not the parts themselves: torch would pickle and unpickle them in its own threads. A failure
+    there (not picklable, too many open files) ends the thread, and the rank waits forever.
     """
 
     def __init__(self, content: bytes) -> None:
@@ -240,12 +240,12 @@ class _Parcel:
         return pickle.loads(self.content)
 
     def pin_memory(self) -> Any:  # Any: as above
-        """Open it and pin its tensors. The name is what torch calls in its thread for that."""
+        """Unpickle and pin the tensors. torch calls this in its pinning thread."""
         return map_tensors(self.open(), torch.Tensor.pin_memory)
 
 
 def _share(tensor: torch.Tensor) -> torch.Tensor:
-    """Move to shared memory. WHY here: running out of it is then an error with a name."""
+    """Move to shared memory. WHY here: running out of it then raises in the worker's own thread."""
     tensor = tensor.detach()
     if tensor.untyped_storage().nbytes() > tensor.nbytes:
         tensor = tensor.clone()  # WHY: of a view, torch would send the whole tensor behind it
@@ -258,10 +258,10 @@ def _unchanged(data: Any) -> Any:
 
 
 def _prepare_worker(worker_id: int) -> None:
-    """Make a worker die with its rank, and leave the rank's signals to the rank."""
+    """Make a worker end with its rank, and block the signals that are meant for the rank."""
     parent = multiprocessing.parent_process()
     if parent is not None:
-        # WHY not the kernel's signal at a parent's death: that parent is the fork server.
+        # WHY not PR_SET_PDEATHSIG: the parent process is the fork server.
         watch = partial(_end_with, parent.sentinel)
         threading.Thread(target=watch, name="end-with-rank", daemon=True).start()
     info = get_worker_info()
@@ -278,12 +278,12 @@ def _end_with(sentinel: int) -> None:
 
 
 def _was_told(error: BaseException) -> bool:
-    return "in DataLoader worker process" in str(error)  # torch's words for a worker's exception
+    return "in DataLoader worker process" in str(error)  # torch's text for a worker's exception
 
 
 def _summary(error: BaseException) -> str:
-    """Return the line that tells most: the last one of what torch brings from a worker."""
+    """Return the most useful line: the error line after a worker's traceback, else the first."""
     lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    # After a traceback, the error stands in the first line that is not indented.
+    # After a traceback, the error is the first line that is not indented.
     after = [line for line in lines[1:] if not line.startswith((" ", "Original", "Traceback"))]
     return (after or lines)[0].rstrip(".")

@@ -1,6 +1,6 @@
-"""How many loader workers, and how they start: decided from what the machine really has.
+"""The number of loader workers and how they start, decided from the machine's real limits.
 
-Owns the decision, and says what was asked and what runs wherever the two differ.
+Owns the decision, and reports it where it differs from the settings.
 WHY not os.cpu_count(): in a container it counts the host's CPUs; and every rank has workers.
 """
 
@@ -20,7 +20,7 @@ WANTED_OPEN_FILES = 65536
 SHARED_MEMORY = Path("/dev/shm")
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
-# Batches wait in shared memory; half as much again is for what others put there.
+# Prefetched batches are in shared memory; the margin is for other users of it.
 _SHM_MARGIN = 1.5
 
 
@@ -35,7 +35,7 @@ class WorkerPlan:
     """Batches come back through shared memory. False: through a pipe, slower but without limits."""
 
     reasons: tuple[str, ...] = ()
-    """Where this is not what was asked, and why."""
+    """Where this differs from the settings, and why."""
 
 
 def plan_workers(
@@ -57,8 +57,8 @@ def plan_workers(
         workers = config.num_workers
         if workers > budget:
             reasons.append(
-                f"num_workers {workers} as asked, but each of {local_world_size} ranks has "
-                f"{budget} CPUs: expect it to be slower than {budget}"
+                f"num_workers {workers} as requested, but each of {local_world_size} ranks has "
+                f"{budget} CPUs: expect it to be slower than {budget} workers"
             )
     workers, prefetch = _fit_shared_memory(
         workers, config.prefetch_factor, batch_bytes * local_world_size, reasons
@@ -72,25 +72,25 @@ def plan_workers(
 
 
 def choose_start_method(wanted: str) -> str:
-    """Choose how workers start. WHY not fork: beside gloo's or CUDA's threads, a forked child can
-    wait for ever for a lock that no thread holds any more; seen once in 500 forks."""
+    """Choose how workers start. WHY not fork: with gloo's or CUDA's threads, a forked child can
+    deadlock on a lock whose owner thread does not exist in it; seen once in 500 forks."""
     if wanted != "auto":
         return wanted
     return "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
 
 def cpu_budget() -> int:
-    """Count the CPUs that this process may use: affinity, cut by the container's quota."""
+    """Count the CPUs that this process may use: affinity, limited by the container's quota."""
     allowed = len(os.sched_getaffinity(0))
     quota = read_cpu_quota(_CGROUPS, own=_OWN_CGROUPS)
     return allowed if quota is None else max(1, min(allowed, int(quota)))
 
 
 def read_cpu_quota(root: Path, *, own: Path) -> float | None:
-    """Read the smallest quota, in CPUs, that holds for this process; None: unlimited or unknown.
+    """Read the smallest CPU quota of this process; None: unlimited or unknown.
 
-    root: where cgroups are mounted; own: the kernel's list of the groups that we are in. A limit of
-    any group above ours holds too. In a container only the mount's root may be visible.
+    root: where cgroups are mounted; own: the kernel's list of the groups that we are in. The limits
+    of parent groups apply too. In a container only the mount's root may be visible.
     """
     quotas = [
         quota
@@ -102,7 +102,7 @@ def read_cpu_quota(root: Path, *, own: Path) -> float | None:
 
 
 def _own_folders(root: Path, own: Path) -> list[Path]:
-    """List the folders of our groups and of those above, of cgroup v2 and of v1's cpu."""
+    """List the folders of our groups and their parents, of cgroup v2 and of v1's cpu."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -138,7 +138,7 @@ def _read_v1(folder: Path) -> float | None:
 
 
 def raise_open_file_limit() -> None:
-    """Raise this process's limit of open files as far as it may: each batch in flight is a file."""
+    """Raise the limit of open files as far as allowed: each batch in flight is an open file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_OPEN_FILES)
     if soft < wanted:
@@ -148,7 +148,7 @@ def raise_open_file_limit() -> None:
 def _fit_shared_memory(
     workers: int, prefetch: int, bytes_per_batch: int, reasons: list[str]
 ) -> tuple[int, int]:
-    """Cut prefetching, then workers, until the batches in flight fit into /dev/shm."""
+    """Reduce prefetching, then workers, until the batches in flight fit into /dev/shm."""
     if workers == 0:
         return 0, prefetch
     try:
