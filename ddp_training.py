@@ -372,8 +372,9 @@ def finish_epoch(run: Run) -> bool:
             progress.reopen_epoch(parts.sampler.end)  # the next start evaluates again
             return False
         run.report.log_evaluation(progress, evaluation)
-        if progress.note_best(evaluation.accuracy):
-            best_metric = evaluation.accuracy
+        metric = parts.task.metrics[0]
+        if progress.note_best(metric, evaluation.metrics[metric.name]):
+            best_metric = evaluation.metrics[metric.name]
     if is_due(progress.epoch, parts.config.run.checkpoint_every_epochs) or best_metric is not None:
         run.saver.save(progress, best_metric=best_metric)
     return True

@@ -1,8 +1,10 @@
 """The task: what a batch is worth, and that training adds up any task's scores alike."""
 
 import inspect
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from hardened_ddp.ranks.launch import Launch, environment, read_launch
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.step.progress import Totals
+from hardened_ddp.task import build
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.task import Metric, Mistake, Score, Task, described, shortly_described
 from hardened_ddp.training.evaluate_run import measure
@@ -204,6 +207,27 @@ def test_evaluation_measures_what_the_task_names() -> None:
         assert found.num_samples == 17
         assert found.metrics.keys() == {"distance", "near"}
         assert stopped is None
+
+
+def train_distance(argv: list[str]) -> int:
+    """Train with a task that has no accuracy, and whose first metric is better when lower."""
+    build.build_task = lambda *_: Distance()
+    return ddp_training.main(["--cpu_only", *argv])
+
+
+def test_the_best_checkpoint_is_the_one_of_the_first_metric_of_the_task(tmp_path: Path) -> None:
+    argv = ["--dataset", "tests.plugins:points", "--model", "tests.plugins:Poisoned"]
+    argv += ["--epochs", "4", "--lr_schedule", "constant", "--learning_rate", "0.1"]
+    argv += ["--output_dir", str(tmp_path), "--run_name", "one"]
+    assert run_ranks(train_distance, 1, argv) == [0]
+    lines = (tmp_path / "one" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    entries = [json.loads(line) for line in lines]
+    distances = {e["step"]: e["distance/test"] for e in entries if "distance/test" in e}
+    assert len(distances) == 4
+    [best] = (tmp_path / "one").rglob("best.json")
+    found = json.loads(best.read_text(encoding="utf-8"))
+    assert found["metric"] == min(distances.values())
+    assert found["metric"] == distances[found["step"]]
 
 
 def test_the_command_evaluate_reports_what_the_task_names() -> None:

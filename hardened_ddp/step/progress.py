@@ -11,7 +11,10 @@ import torch
 
 from hardened_ddp.data.sampler import Window
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.task.task import Score, Task
+from hardened_ddp.task.task import Metric, Score, Task
+
+NOT_EVALUATED = -1.0
+"""best_accuracy before the first evaluation. A metric of just this value is beaten by any other."""
 
 Mark = tuple[torch.Tensor | float, list[torch.Tensor] | list[float], int]
 """The loss, the sums of the metrics and the count at one moment."""
@@ -28,7 +31,9 @@ class Progress:
     cursor: int = 0
     """Samples of this epoch consumed so far, over all ranks."""
 
-    best_accuracy: float = -1.0
+    best_accuracy: float = NOT_EVALUATED
+    """The task's first metric at its best; called so in checkpoints, whatever the metric is."""
+
     num_errors: int = 0
     """Samples and steps left out so far."""
 
@@ -58,11 +63,12 @@ class Progress:
         """Count samples or steps that were left out."""
         self.num_errors += count
 
-    def note_best(self, accuracy: float) -> bool:
+    def note_best(self, metric: Metric, value: float) -> bool:
         """Record an evaluation; return whether it is the best so far."""
-        if accuracy <= self.best_accuracy:
+        is_first = self.best_accuracy == NOT_EVALUATED
+        if not is_first and not metric.is_better(value, than=self.best_accuracy):
             return False
-        self.best_accuracy = accuracy
+        self.best_accuracy = value
         return True
 
     def end_epoch(self, end: int) -> None:

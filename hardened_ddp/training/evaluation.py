@@ -40,10 +40,6 @@ class Evaluation:
     left_out: tuple[str, ...] = ()
     """Under --continue_on_error: the samples left out on all ranks, each with its error."""
 
-    @property
-    def accuracy(self) -> float:
-        return self.metrics["accuracy"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationLoop:
