@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 ALL = "all"
 _CAPTION = "Measured by `drill all --table` on"
+_HEADING_LINES = 4
+"""Of the table: caption, an empty line, the names of the columns, and the rule below them."""
+
 _OF_THE_DRILL: tuple[str, ...] = ("run_name", "output_dir", "resume", "ledger", "model", "dataset")
 _OF_THE_DRILL += ("model_args", "dataset_args", "single_gpu", "time_limit")
 
@@ -186,15 +189,29 @@ def row_of(verdict: "Verdict") -> str:
 
 
 def write_table(path: Path, table: Sequence[str]) -> None:
-    """Write the table to path; replace the table in a document that has one."""
+    """Write the table to path; replace the table in a document that has one.
+
+    Drills that were not run now keep their rows, and the table its heading, until all are run.
+    """
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     starts = [index for index, line in enumerate(lines) if line.startswith(_CAPTION)]
     begin = starts[0] if starts else len(lines)
     end = begin + 2
     while end < len(lines) and lines[end].startswith("|"):
         end += 1
-    text = "\n".join([*lines[:begin], *table, *lines[end:]])
+    heading, old = lines[begin : begin + _HEADING_LINES], lines[begin + _HEADING_LINES : end]
+    rows = {_drill_of(row): row for row in [*old, *table[_HEADING_LINES:]]}
+    names = [fault.name for fault in all_faults()]
+    is_whole = not old or len(table) - _HEADING_LINES == len(names)
+    heading = list(table[:_HEADING_LINES]) if is_whole else heading
+    known = [rows[name] for name in names if name in rows]
+    text = "\n".join([*lines[:begin], *heading, *known, *lines[end:]])
     path.write_text(text + "\n", encoding="utf-8")
+
+
+def _drill_of(row: str) -> str:
+    """Give the name in the first cell of a row: | `name` | ..."""
+    return row.split("`")[1]
 
 
 def markdown(verdicts: "Sequence[Verdict]", num_ranks: int) -> list[str]:

@@ -236,11 +236,17 @@ def test_one_drill_as_it_is_typed_with_a_model_and_data_of_the_user(
 def test_a_table_is_written_in_its_place_and_leaves_the_rest(tmp_path: Path) -> None:
     path = tmp_path / "table.md"
     table = markdown([], 2)
-    write_table(path, [*table, "| `a` | old |"])
+    table[0] += " the first day"
+    rows = ["| `kill-sum` | old |", "| `nan-once` | kept |", "| `not-there` | gone |"]
+    write_table(path, [*table, *rows])
     path.write_text(f"# Title\n\n{path.read_text(encoding='utf-8')}\nThe end.\n", encoding="utf-8")
-    write_table(path, [*table, "| `b` | new |"])
+    other = [f"{table[0]} the next day", *table[1:]]
+    write_table(path, [*other, "| `kill-sum` | new |", "| `kill-data` | first |"])
     lines = path.read_text(encoding="utf-8").splitlines()
-    assert lines == ["# Title", "", *table, "| `b` | new |", "", "The end."]
+    rows = ["| `kill-data` | first |", "| `kill-sum` | new |", "| `nan-once` | kept |"]
+    assert lines == ["# Title", "", *table, *rows, "", "The end."]
+    write_table(path, [*other, *(f"| `{fault.name}` | all |" for fault in all_faults())])
+    assert path.read_text(encoding="utf-8").splitlines()[2] == other[0]
 
 
 class TestBoard:
