@@ -166,7 +166,7 @@ def test_a_name_may_be_spelled_in_its_usual_ways(name: str, tmp_path: Path) -> N
 def test_an_unknown_name_gets_the_nearest_one_and_the_list() -> None:
     with pytest.raises(DataError, match=r"did you mean cifar10\?") as caught:
         build_data(config("ciffar10"))
-    assert "digits | mnist" in caught.value.fix
+    assert "digits | synthetic | mnist" in caught.value.fix
 
 
 MISTAKES = {

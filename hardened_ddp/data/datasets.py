@@ -13,7 +13,7 @@ import inspect
 import logging
 import socket
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,11 @@ from hardened_ddp.settings.data import DataConfig
 
 log = logging.getLogger(__name__)
 
-NAMES = ("digits", *DOWNLOADABLE, "image_folder", "synthetic")
+BUILT_IN: Mapping[str, Callable[..., Dataset[Any]]] = {
+    "digits": open_digits,
+    "synthetic": SyntheticImages,
+}
+NAMES = (*BUILT_IN, *DOWNLOADABLE, "image_folder")
 
 AnyDataset = Dataset[Any]
 
@@ -190,7 +194,7 @@ def _find_source(name: str, config: DataConfig) -> Callable[..., Any]:
         return functools.partial(open_downloadable, name)
     if name == "image_folder":
         return functools.partial(open_folder, config)
-    return open_digits if name == "digits" else SyntheticImages
+    return BUILT_IN[name]
 
 
 @contextlib.contextmanager

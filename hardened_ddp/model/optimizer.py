@@ -49,7 +49,7 @@ def allocate_state(optimizer: Optimizer) -> None:
             elif isinstance(optimizer, Adam | AdamW):
                 names = ["exp_avg", "exp_avg_sq"]
                 # A fused kernel keeps the step count on the device of the parameter.
-                device = parameter.device if group["fused"] else None
+                device = parameter.device if group.get("fused") else None
                 steps = torch.zeros((), dtype=torch.float32, device=device)
                 optimizer.state[parameter]["step"] = steps
             else:

@@ -20,8 +20,7 @@ class OptimizerConfig:
     )
     weight_decay: float = setting(
         0.01,
-        "Weight decay: decoupled from the gradient in adamw, added to the gradient in adam and "
-        "sgd.",
+        "Weight decay: decoupled from the gradient in adamw, added to the gradient in the others.",
         bounds=NOT_NEGATIVE,
     )
     momentum: float = setting(
