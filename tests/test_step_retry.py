@@ -1,4 +1,4 @@
-"""One rank fails inside of a step: the window is done again, and the run ends as if nothing was."""
+"""One rank fails inside a step: all ranks retry it, and the run ends with the same weights."""
 
 import json
 import re
