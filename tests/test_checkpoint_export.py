@@ -57,7 +57,7 @@ def test_an_export_fills_an_empty_folder_and_never_one_that_holds_something(
     output.mkdir()
     export_model(trained_run, output=output)
     assert (output / "model.safetensors").is_file()
-    with pytest.raises(CheckpointError, match="an export would mix with what is there"):
+    with pytest.raises(CheckpointError, match="an export would mix with its content"):
         export_model(trained_run, output=output)
 
 
@@ -111,7 +111,7 @@ def test_an_export_says_why_it_cannot_be_made(trained_run: Path, tmp_path: Path)
     with pytest.raises(CheckpointError, match="exists"):
         export_model(trained_run, output=output)
     assert os.listdir(output) == ["mine.txt"]
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="is not a folder"):
         export_model(tmp_path / "nowhere", output=tmp_path / "x")
     with pytest.raises(CheckpointError, match="none was written"):
         export_model(output, output=tmp_path / "x")

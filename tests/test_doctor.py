@@ -108,7 +108,7 @@ class TestReport:
         output = StringIO()
         checks = [check_stars, lambda: Check("sun", "ok", "\u2600")]
         assert run_doctor(output=output, env={}, checks=checks) == 0
-        assert "  warn  stars          could not be looked at: ZeroDivisionError: no stars" in (
+        assert "  warn  stars          could not be checked: ZeroDivisionError: no stars" in (
             output.getvalue()
         )
         assert "  ok    sun            \\u2600" in output.getvalue()

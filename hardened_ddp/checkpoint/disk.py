@@ -1,8 +1,8 @@
 """Every call that changes the disk, in one place.
 
 Owns: the calls that make, write, sync, rename and remove files (Disk), and the few ways we combine
-them: a file that is hashed while it is written, a small file that is replaced in one go, a folder
-that is removed. Tests give another Disk, which stops the process at the k-th call or slows it down.
+them: a file that is hashed while it is written, a small file that is replaced atomically, a folder
+that is removed. Tests pass another Disk, which stops the process at the k-th call or slows it down.
 Does not own: what a checkpoint is (files.py), whether one is valid (verify.py).
 What goes wrong here: full disks (DISK_FULL_ERRORS), and files that reach the disk later than the
 names that point to them. So: sync the file, then its folder, and rename last.
@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-# Some network and user-space file systems can't sync a folder; their renames are durable or not,
-# whatever we do.
+# Some network and user-space file systems can't sync a folder; we can't make their renames durable.
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
 
 T = TypeVar("T")
@@ -39,13 +38,13 @@ class Disk:
         return os.open(path, flags, 0o666)
 
     def write(self, descriptor: int, data: memoryview) -> int:
-        """Write a part of data, at least one byte, and return how much."""
+        """Write a part of data, at least one byte, and return the number of bytes."""
         return os.write(descriptor, data)
 
     def flush_early(self, descriptor: int) -> None:
-        """Start to bring what was written to the disk, and give its memory back. A hint only."""
-        # WHY: a file as big as this would push the data set out of the page cache, and the sync at
-        # its end would wait for all of it (measured: 4 times slower with cold memory)
+        """Start writing cached data to the disk and free its page cache. Only a hint."""
+        # WHY: so large a file would push the dataset out of the page cache, and the sync at its end
+        # would wait for all of it (measured: 4 times slower with cold memory)
         if hasattr(os, "posix_fadvise"):
             with suppress(OSError):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -83,7 +82,7 @@ class Retry(Protocol):
 
 
 def run_once(act: Callable[[], T], /) -> T:
-    """Run a call with no second try: the Retry of those who can't make room."""
+    """Run a call without a second try: the Retry of callers that can't make room."""
     return act()
 
 
@@ -102,31 +101,31 @@ class HashedFile:
         self._hash.update(data)
         written = 0
         while written < data.nbytes:
-            # WHY retry one call and not the file: what was written stays, so a source that can be
-            # read only once survives a disk that was full for a moment
+            # WHY retry one call and not the file: what was written stays, so a source that can only
+            # be read once survives a disk that is full for a moment
             rest = data[written:]
             written += self._retry(partial(self._disk.write, self._descriptor, rest))
         self.size_bytes += written
 
     def flush_early(self) -> None:
-        """Start to bring what was written to the disk."""
+        """Start writing cached data to the disk."""
         self._disk.flush_early(self._descriptor)
 
     def sync_and_close(self) -> str:
-        """Bring the file to the disk and return the sha256 of its content."""
+        """Sync the file to the disk and return the sha256 of its content."""
         self._disk.sync(self._descriptor)
         self.close()
         return self._hash.hexdigest()
 
     def close(self) -> None:
-        """Close the file, as it is. A second call does nothing."""
+        """Close the file without a sync. A second call does nothing."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             self._disk.close(descriptor)
 
 
 def write_file(path: Path, content: bytes, *, disk: Disk, retry: Retry = run_once) -> None:
-    """Write a small new file and bring it to the disk. Raises OSError; then it is not there."""
+    """Write and sync a small new file. Raises OSError; then the file does not exist."""
     file = HashedFile(path, disk=disk, retry=retry)
     try:
         file.write(memoryview(content))
@@ -139,9 +138,9 @@ def write_file(path: Path, content: bytes, *, disk: Disk, retry: Retry = run_onc
 
 
 def replace_file(path: Path, content: bytes, *, disk: Disk) -> None:
-    """Replace a small file so that a reader finds the old or the new content. Raises OSError."""
+    """Replace a small file atomically: a reader sees the old or the new content. Raises OSError."""
     aside = path.with_name(f".{path.name}.new")
-    with suppress(FileNotFoundError):  # of a writer that died here
+    with suppress(FileNotFoundError):  # left by a writer that died here
         disk.unlink(aside)
     write_file(aside, content, disk=disk)
     disk.rename(aside, path)
@@ -149,20 +148,20 @@ def replace_file(path: Path, content: bytes, *, disk: Disk) -> None:
 
 
 def make_folders(path: Path, *, disk: Disk) -> None:
-    """Make a folder and those above it that are missing. Raises OSError."""
+    """Make a folder and its missing parents. Raises OSError."""
     if not path.is_dir():
         make_folders(path.parent, disk=disk)
         try:
             disk.make_folder(path)
         except FileExistsError:
-            if not path.is_dir():  # another job may have made it at the same moment
+            if not path.is_dir():  # another job may have made it at the same time
                 number = errno.ENOTDIR
                 raise NotADirectoryError(number, os.strerror(number), str(path)) from None
         disk.sync_folder(path.parent)
 
 
 def remove_tree(path: Path, *, disk: Disk) -> None:
-    """Remove a folder and what is in it; never follow a link out of it. Raises OSError."""
+    """Remove a folder and its content; never follow a link out of it. Raises OSError."""
     for entry in list(os.scandir(path)):
         if entry.is_dir(follow_symlinks=False):
             remove_tree(Path(entry.path), disk=disk)

@@ -3,8 +3,8 @@
 Owns: CheckpointStore, which writes, finds, loads and removes the folders step-000000123 of a run.
 Does not own: the check of one folder (verify.py), the background write (snapshot.py), what the
 tensors mean (training/). It has no lock: whoever writes holds the run's lock (run_lock.py).
-What goes wrong here: a crash between any two calls, and a full disk. So everything is written
-aside, the manifest last, then renamed into place; what is taken away is renamed out of sight first.
+What goes wrong here: a crash between any two calls, and a full disk. So everything is written under
+a temporary name, the manifest last, then renamed into place; what is removed is renamed first.
 Read next: verify.py, then stream.py.
 """
 
@@ -79,9 +79,9 @@ class CheckpointStore:
     ) -> Path:
         """Write the checkpoint of step and return its folder. Rank-local: one rank calls it.
 
-        With best_metric it becomes the best one, in the same go. A valid checkpoint of this step
-        that is there already is kept as it is. Raises CheckpointError; then the older ones are
-        untouched, but for the oldest one if that was dropped to make room on a full disk.
+        With best_metric it also becomes the best one. A valid checkpoint of this step that is there
+        already is kept as it is. Raises CheckpointError; then the older ones are unchanged, except
+        that the oldest one may have been dropped to make room on a full disk.
         """
         stream = TensorStream(tensors, plan=plan_file(tensors))
         return self.write_stream(step, stream=stream, meta=meta, best_metric=best_metric)
@@ -94,7 +94,7 @@ class CheckpointStore:
         meta: Mapping[str, JSON],
         best_metric: float | None = None,
     ) -> Path:
-        """Do what write does, with tensors that somebody else may freeze meanwhile."""
+        """Do what write does, with tensors that another thread may freeze meanwhile."""
         final = self.root / step_folder_name(step)
         plain = plain_meta(meta)
         try:
@@ -102,7 +102,7 @@ class CheckpointStore:
             is_there = os.path.lexists(final) and isinstance(self.verify(final), Found)
             if not is_there:
                 self._write_folder(final, step=step, stream=stream, meta=plain)
-        # WHY RuntimeError: copying from a GPU that is in trouble raises it
+        # WHY RuntimeError: copying from a GPU can raise it
         except (OSError, RuntimeError) as error:
             raise self._write_error(step, error, stream.plan.size_bytes) from error
         if best_metric is not None:
@@ -121,7 +121,7 @@ class CheckpointStore:
             raise self._write_error(step, error, len(content)) from error
 
     def best_step(self) -> int | None:
-        """Return the step of the best checkpoint, if one was marked and is there."""
+        """Return the step of the best checkpoint, or None."""
         return read_best_step(self.root)
 
     def steps(self) -> list[int]:
@@ -129,11 +129,11 @@ class CheckpointStore:
         return list_steps(self.root)
 
     def keep_newest(self, *, at_most: int) -> None:
-        """Never drop, as too old, the newest one up to this step: the run would go back to it."""
+        """Protect the newest checkpoint up to this step: a rollback would use it."""
         self._kept_step = max([s for s in self.steps() if s <= at_most], default=None)
 
     def find_valid(self, *, at_most: int | None = None) -> tuple[Found | None, list[Rejected]]:
-        """Return the newest valid checkpoint, and the newer ones that were passed over."""
+        """Return the newest valid checkpoint, and the newer ones that were rejected."""
         return find_newest(self.root, at_most=at_most)
 
     def verify(self, path: Path) -> Found | Rejected:
@@ -143,15 +143,15 @@ class CheckpointStore:
     def load(
         self, found: Found, *, device: torch.device | str = "cpu"
     ) -> tuple[dict[str, Tensor], dict[str, JSON]]:
-        """Read a verified checkpoint: its own tensors, and meta. Raises CheckpointError."""
+        """Read a verified checkpoint: its tensors and meta. Raises CheckpointError."""
         return load_checkpoint(found, device=device)
 
     def discard_newer(self, step: int) -> list[Path]:
-        """Set aside the checkpoints of steps after step: those of a course that the run left.
+        """Set aside the checkpoints of later steps, and return their paths.
 
-        For a run that goes back, or is resumed from an older checkpoint: otherwise the next start
-        would find the newer ones. They are renamed to discarded-step-..., and removed when the
-        disk is full. Returns where they were. Raises CheckpointError.
+        For a rollback, or a resume from an older checkpoint: otherwise the next start would find
+        the newer ones. They are renamed to discarded-step-..., and removed when the disk is full.
+        Raises CheckpointError.
         """
         newer = [self.root / step_folder_name(other) for other in self.steps() if other > step]
         try:
@@ -167,7 +167,7 @@ class CheckpointStore:
         for folder in (self.root, self.root.parent):
             if not is_real_folder(folder):
                 raise CheckpointError(
-                    f"{folder} is not a folder but a link or a file, put there by somebody else: "
+                    f"{folder} is not a folder but a link or a file that somebody else made: "
                     "nothing is written through it",
                     fix=f"look at it: ls -ld {folder}",
                 )
@@ -186,7 +186,7 @@ class CheckpointStore:
     def _fill(
         self, partial: Path, *, step: int, stream: TensorStream, meta: dict[str, JSON]
     ) -> None:
-        """Write the state, then the manifest, and bring both to the disk."""
+        """Write the state, then the manifest, and sync both to the disk."""
         disk, retry = self._disk, self._retry_with_room()
         retry(lambda: disk.make_folder(partial, 0o700))
         sha256 = write_stream_to(partial / STATE_NAME, stream, disk=disk, retry=retry)
@@ -197,15 +197,15 @@ class CheckpointStore:
         disk.sync_folder(partial)
 
     def _commit(self, partial: Path, final: Path) -> None:
-        """Rename a complete checkpoint into place: before that a reader sees nothing of it."""
+        """Rename a complete checkpoint into place; before that no reader sees it."""
         if os.path.lexists(final):
             log.warning("%s is not valid and is written again", final)
             drop_folder(final, disk=self._disk)
         try:
             self._disk.rename(partial, final)
         except OSError:
-            # WHY look: NFS can lose the reply to a rename that it did, and of two survivors that
-            # save the same step one comes second
+            # WHY check: NFS can lose the reply to a rename that succeeded, and if two survivors
+            # save the same step, the second one fails here
             is_there = os.path.lexists(final) and isinstance(self.verify(final), Found)
             if not is_there:
                 raise
@@ -229,7 +229,7 @@ class CheckpointStore:
                 log.warning("%s, an old checkpoint, can't be removed: %s", path, error)
 
     def _retry_with_room(self) -> Retry:
-        """Return a Retry that, once, drops the oldest checkpoint if the disk is full."""
+        """Return a Retry that drops the oldest checkpoint, once, if the disk is full."""
         is_used = False
 
         def retry(act: Callable[[], T], /) -> T:
@@ -261,7 +261,7 @@ class CheckpointStore:
 
     def _write_error(self, step: int, error: Exception, needed_bytes: int) -> CheckpointError:
         why = f"{type(error).__name__}: {error}"
-        fix = "look at the folder and the disk; the run goes on, older checkpoints are as they were"
+        fix = "check the folder and the disk; the run continues, older checkpoints are unchanged"
         if isinstance(error, OSError) and error.errno in DISK_FULL_ERRORS:
             why = (
                 f"{error.strerror}: {needed_bytes} bytes are needed, {self._free_bytes()} are free"
@@ -286,7 +286,7 @@ def load_checkpoint(
 ) -> tuple[dict[str, Tensor], dict[str, JSON]]:
     """Read a verified checkpoint: tensors that own their memory, and meta.
 
-    Rank-local. Raises CheckpointError if the file is not the one that was verified any more.
+    Rank-local. Raises CheckpointError if the file changed since it was verified.
     """
     try:
         is_same = stamp_of(found.state_path.lstat()) == found.stamp

@@ -1,13 +1,13 @@
-"""Which checkpoints a run has, which of them is used, and how the others go away.
+"""Which checkpoints a run has, which of them is used, and how the others are removed.
 
-Owns: the names in a run's folder of checkpoints, the newest valid one, the best one, and what a
-path that a user typed means; the choice of what to drop, the way a folder is dropped, and the
+Owns: the names in a run's folder of checkpoints, the newest valid one, the best one, and the
+checkpoint that a user's path means; the choice of what to drop, the removal of a folder, and the
 removal of what dead writers left behind.
 Does not own: the check of one folder (verify.py), when something is dropped (files.py).
-What goes wrong here: the newest checkpoint can be broken. Then it is named, with the reason, and
-the next older one is taken; the caller decides whether to go on from that one. A crash while a
-folder is removed: it is renamed first, so that a half-removed one never looks like a checkpoint.
-And a folder that another live process is writing looks like a leftover; its name says which
+What goes wrong here: the newest checkpoint can be broken. Then it is returned with the reason, and
+the next older one is used; the caller decides whether to continue from that one. A crash while a
+folder is removed: it is renamed first, so that a partly removed folder never looks like a
+checkpoint. And a folder that a live process is writing looks like a leftover; its name says which
 process that is.
 """
 
@@ -29,9 +29,9 @@ from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, STEP_FOLDER
 
 BEST_NAME = "best.json"
 _MAX_BEST_BYTES = 4096
-# The name of a folder being written or dropped: what it will be or was, where and by whom.
+# The name of a folder being written or dropped: its final or former name, the host, the process.
 _ASIDE = re.compile(r"\.(?:partial|dropped)-.+-([0-9a-f]{12})-(\d+)-(\d*)")
-# A leftover from another host is taken for dead after this time; its writer can't be seen.
+# A leftover from another host counts as dead after this time: its writer can't be checked.
 _FOREIGN_AGE_S = 3600
 _DISCARDED = "discarded-"
 
@@ -47,9 +47,9 @@ def list_steps(root: Path) -> list[int]:
 
 
 def find_newest(root: Path, *, at_most: int | None = None) -> tuple[Found | None, list[Rejected]]:
-    """Return the newest valid checkpoint under root, and those newer than it that are not.
+    """Return the newest valid checkpoint under root, and the newer ones that are not valid.
 
-    at_most: as if there were none of later steps.
+    at_most: ignore checkpoints of later steps.
     """
     rejected: list[Rejected] = []
     if root.is_symlink():
@@ -65,25 +65,25 @@ def find_newest(root: Path, *, at_most: int | None = None) -> tuple[Found | None
 
 
 def read_best_step(root: Path) -> int | None:
-    """Return the step that best.json names, or None if there is none that has a folder."""
+    """Return the step that best.json names if it has a folder, else None."""
     try:
         with (root / BEST_NAME).open("rb") as file:
             step = json.loads(file.read(_MAX_BEST_BYTES))["step"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        # WHY in silence: no best checkpoint yet, or a pointer that the next better one replaces
+        # WHY no warning: there is no best checkpoint yet, or the next better one replaces the file
         return None
     return step if type(step) is int and step in list_steps(root) else None
 
 
 def open_checkpoint(path: Path, *, prefer_best: bool = False) -> Found:
-    """Verify the checkpoint that a user's path means: its own folder, or a run's.
+    """Verify the checkpoint that a user's path means: the path of a checkpoint, or of a run.
 
     A run's folder means its newest valid checkpoint, or with prefer_best the best one if that is
     valid. Raises CheckpointError with the reason for each one that can't be used.
     """
     if not path.is_dir():
         raise CheckpointError(
-            f"{path} is no folder: there is no checkpoint",
+            f"{path} is not a folder, so it holds no checkpoint",
             fix="give the folder of a run (runs/NAME) or of a checkpoint (.../step-000000123)",
         )
     if (path / MANIFEST_NAME).is_file() or STEP_FOLDER.fullmatch(path.name):
@@ -100,7 +100,7 @@ def open_checkpoint(path: Path, *, prefer_best: bool = False) -> Found:
         verdict = verify_checkpoint(root / step_folder_name(best))
         if isinstance(verdict, Found):
             return verdict
-        log.warning("the best checkpoint can't be used (%s): the newest one is taken", verdict)
+        log.warning("the best checkpoint can't be used (%s): the newest one is used", verdict)
     found, rejected = find_newest(root)
     if found is not None:
         return found
@@ -114,7 +114,7 @@ def open_checkpoint(path: Path, *, prefer_best: bool = False) -> Found:
 def choose_drops(
     steps: Sequence[int], *, keep_last: int, protected: Collection[int | None]
 ) -> list[int]:
-    """Return which of the steps, newest first, go: neither among the newest nor protected."""
+    """Return which of the steps, newest first, to drop: not among the newest, not protected."""
     return [step for step in steps[keep_last:] if step not in protected]
 
 
@@ -124,7 +124,7 @@ def aside_path(path: Path, *, what: str) -> Path:
 
 
 def drop_folder(path: Path, *, disk: Disk) -> None:
-    """Remove a checkpoint's folder, which is gone as a whole or not at all. Raises OSError."""
+    """Remove a checkpoint's folder atomically: it is renamed first. Raises OSError."""
     aside = aside_path(path, what="dropped")
     if os.path.lexists(aside):
         remove_aside(aside, disk=disk)
@@ -147,7 +147,7 @@ def list_discarded(root: Path) -> list[Path]:
 
 
 def remove_aside(path: Path, *, disk: Disk) -> None:
-    """Remove a folder that no reader looks at. Raises OSError."""
+    """Remove a folder under a temporary name. Raises OSError."""
     if is_real_folder(path):
         remove_tree(path, disk=disk)
     else:

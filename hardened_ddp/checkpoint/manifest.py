@@ -1,10 +1,10 @@
-"""What a checkpoint says about itself: manifest.json.
+"""The manifest of a checkpoint: manifest.json.
 
-Owns: the manifest, its JSON, and its own digest, so that no byte of it can change unseen.
+Owns: the manifest, its JSON, and its own digest, so that every change of a byte is detected.
 Does not own: comparing it with the files it names (verify.py).
-What goes wrong here: anything may stand in the file, because a disk or a stranger changed it. So
-each field is checked for its type before it is used, and a problem is a ValueError whose text names
-it; verify.py turns that into the reason why a checkpoint was passed over.
+What goes wrong here: the file may contain anything, because a disk or somebody changed it. So the
+type of each field is checked before it is used, and a problem is a ValueError that names it;
+verify.py turns that into the reason why a checkpoint is rejected.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.safetensors"
 # A manifest needs about 100 bytes per tensor: this is room for half a million of them.
 MAX_MANIFEST_BYTES = 64 * 2**20
-# More than any file system holds in one file: a size above this was never written.
+# More than any file system allows for one file, so a larger size can't be right.
 _MAX_FILE_BYTES = 2**60
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -43,13 +43,13 @@ class Manifest:
 
     step: int
     meta: dict[str, JSON]
-    """What the caller gave, such as the epoch and the cursor."""
+    """The caller's data, such as the epoch and the cursor."""
     state: FileRecord
     tensors: dict[str, TensorSpec]
 
 
 def plain_meta(meta: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Return a copy of meta as it will be read back. Raises CheckpointError if it is no JSON."""
+    """Return a copy of meta as it will be read back. Raises CheckpointError if it is not JSON."""
     try:
         return cast(dict[str, JSON], json.loads(json.dumps(meta)))
     except (TypeError, ValueError, RecursionError) as error:
@@ -144,12 +144,12 @@ def _read_tensors(tensors: object) -> dict[str, TensorSpec]:
 
 
 def _is_count(value: object) -> bool:
-    # WHY type and not isinstance: True is an int, and no size
+    # WHY type and not isinstance: True is an int, but not a size
     return type(value) is int and 0 <= value <= _MAX_FILE_BYTES
 
 
 def _digest(body: Mapping[str, object]) -> str:
-    # WHY sorted and compact: the digest is one of the content, and not of blanks and line ends
+    # WHY sorted and compact: the digest covers the content, and not spaces and line ends
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -1,13 +1,13 @@
-"""Checkpoints written in the background, without a copy where none is needed.
+"""Checkpoints written in the background, with as few copies as possible.
 
 Owns: the writer thread (one, one checkpoint in flight), the rule when live tensors are copied, and
 the copies from a GPU.
 Does not own: the bytes (stream.py), the files (files.py), when a checkpoint is due (training/).
-Between two optimizer steps parameters and optimizer state don't change, so the thread reads them
-where they are. before_update comes right before a change and copies what is not read yet. On a GPU
-all is copied at submit, by a stream of its own; before_update makes the update wait for it there.
-What goes wrong here: a change that before_update wasn't told of: an update in place, a load of
-other weights, buffers that a forward changes (name these in `volatile`: they are copied at submit).
+Between two optimizer steps parameters and optimizer state don't change, so the thread reads them in
+place. before_update is called right before a change and copies what is not read yet. From a GPU
+everything is copied at submit, on a side stream; before_update makes the update wait for that.
+What goes wrong here: a change without before_update: an update in place, a load of other weights,
+buffers that a forward changes (name these in `volatile`: they are copied at submit).
 """
 
 import logging
@@ -26,7 +26,7 @@ from hardened_ddp.checkpoint.stream import HostArena, TensorStream
 from hardened_ddp.checkpoint.tensors import FilePlan, plan_file
 from hardened_ddp.errors import CheckpointError
 
-# Longer than any disk that works needs for any state; a network disk that hangs needs for ever.
+# Longer than a working disk needs for any state; a network disk that hangs never finishes.
 _WAIT_S = 1800.0
 
 log = logging.getLogger(__name__)
@@ -34,17 +34,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _InFlight:
-    """One checkpoint on its way."""
+    """The checkpoint in flight."""
 
     stream: TensorStream
     copied: list[tuple[torch.device, torch.cuda.Event]]
-    """For each GPU, what happens when the copies from it are done."""
+    """For each GPU, the event after the copies from it."""
     tensors: Mapping[str, Tensor]
-    """Held until then: memory that is freed while it is copied would be used again."""
+    """Kept until then: memory that is freed while it is copied would be reused."""
 
 
 class CheckpointWriter:
-    """Writes checkpoints beside training. All methods are for the training thread."""
+    """Writes checkpoints while training continues. Call all methods from the training thread."""
 
     def __init__(self, store: CheckpointStore) -> None:
         self._store = store
@@ -59,8 +59,8 @@ class CheckpointWriter:
         self._was_refused = False
         self._stall_s = 0.0
         self.cost_s: float | None = None
-        """What the last finished write took from training, in s: the time that it stood still, and
-        on the CPU also the writer's own work there."""
+        """What the last finished write cost training, in s: the time that training stood still, and
+        on the CPU also the writer's own CPU time."""
 
     @property
     def is_busy(self) -> bool:
@@ -69,7 +69,7 @@ class CheckpointWriter:
 
     @property
     def is_wanted(self) -> bool:
-        """A submit was refused, and the writer is free now: submit the state of this step."""
+        """A submit was refused and the writer is free now: submit the state of this step."""
         return self._was_refused and not self.is_busy
 
     def submit(
@@ -81,7 +81,7 @@ class CheckpointWriter:
         volatile: Collection[str] = (),
         best_metric: float | None = None,
     ) -> bool:
-        """Start to write a checkpoint; False if one is still in flight, see is_wanted.
+        """Start writing a checkpoint; False if one is still in flight, see is_wanted.
 
         Tensors are read until the write is done: call before_update before each change. Those
         named in volatile are copied here. Raises CheckpointError if something can't be stored.
@@ -91,21 +91,21 @@ class CheckpointWriter:
             return False
         started_at = time.perf_counter()
         plain = plain_meta(meta)
-        # WHY kept: the layout is the same each time, and takes longest of all that is done here
+        # WHY kept: the layout is the same each time, and it takes most of the time here
         layout = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
         if self._plan is None or self._layout != layout:
             self._plan, self._layout = plan_file(tensors), layout
         stream = TensorStream(tensors, plan=self._plan, arena=self._arena, lock=self._lock)
         copied = self._copy_from_gpus(stream, tensors, volatile)
         stream.freeze_only(
-            # WHY other devices too: only CUDA has streams to copy beside the training
+            # WHY other devices too: only CUDA has streams that copy while training continues
             [name for name, tensor in tensors.items() if name in volatile or not tensor.is_cpu]
         )
         flight = _InFlight(stream=stream, copied=copied, tensors=dict(tensors))
         self._unfrozen = flight
         self._was_refused = False
-        # WHY a daemon: a disk that hangs must not keep the process from leaving. Each write has a
-        # thread of its own, so none is left when nothing is written.
+        # WHY a daemon: a disk that hangs must not keep the process from exiting. Each write has its
+        # own thread, so there is none when nothing is written.
         self._thread = threading.Thread(
             target=self._write,
             args=(step, flight, plain, best_metric),
@@ -117,7 +117,7 @@ class CheckpointWriter:
         return True
 
     def before_update(self) -> None:
-        """Make the tensors free to change. Call right before every optimizer step.
+        """Make the tensors safe to change. Call right before every optimizer step.
 
         Costs nothing when no checkpoint is in flight; else it copies what is not read yet.
         """
@@ -129,11 +129,11 @@ class CheckpointWriter:
         flight.stream.freeze()
         self._stall_s += time.perf_counter() - started_at
         for device, event in flight.copied:
-            # WHY no synchronize: the update waits on the GPU, and this thread goes on
+            # WHY no synchronize: the update waits on the GPU, and this thread continues
             torch.cuda.current_stream(device).wait_event(event)
 
     def poll(self) -> CheckpointError | None:
-        """Return the error of a write that failed since the last poll. Training can go on."""
+        """Return the error of a write that failed since the last poll. Training can continue."""
         error, self._error = self._error, None
         return error
 
@@ -165,7 +165,7 @@ class CheckpointWriter:
             raise CheckpointError(
                 f"the checkpoint in flight ({self._thread.name}) is not written after "
                 f"{timeout_s:.0f} s: the disk under {self._store.root} hangs",
-                fix=f"look at the disk: df {self._store.root}; older checkpoints are as they were",
+                fix=f"check the disk: df {self._store.root}; older checkpoints are unchanged",
             )
         self._thread = None
 
@@ -180,28 +180,28 @@ class CheckpointWriter:
             for _, event in flight.copied:
                 event.synchronize()
             self._store.write_stream(step, stream=flight.stream, meta=meta, best_metric=best_metric)
-            # WHY not with a GPU: there the writer's core would idle
+            # WHY not with a GPU: there the writer's CPU core would be idle
             work_s = 0.0 if flight.copied else time.thread_time()
             self.cost_s = self._stall_s + work_s
         except CheckpointError as error:
             self._error = error
-        except Exception as error:  # WHY broad: nobody else sees what a thread raises
+        except Exception as error:  # WHY broad: nothing else reports what a thread raises
             log.exception("the checkpoint of step %d failed", step)
             self._error = CheckpointError(f"the checkpoint of step {step} failed: {error!r}")
         finally:
-            # WHY: a write that failed needs no copies, and one that is done needs no tensors
+            # WHY: a failed write needs no copies, and a finished one needs no tensors
             self._unfrozen = None
 
     def _copy_from_gpus(
         self, stream: TensorStream, tensors: Mapping[str, Tensor], volatile: Collection[str]
     ) -> list[tuple[torch.device, torch.cuda.Event]]:
-        """Start the copies to pinned memory; return, for each GPU, what happens after them."""
+        """Start the copies to pinned memory; return, for each GPU, the event after them."""
         on_gpu = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda}
         if not on_gpu:
             return []
         self._reserve_pinned(stream.plan.data_bytes)
-        # WHY in the stream that computes: these copies must come before the next forward; the
-        # others run beside it
+        # WHY in the compute stream: these copies must come before the next forward; the others run
+        # in parallel to it
         for name in on_gpu.keys() & set(volatile):
             _start_copy(name, on_gpu[name], stream)
         copied = []
@@ -234,7 +234,7 @@ class CheckpointWriter:
 
 
 def _start_copy(name: str, tensor: Tensor, stream: TensorStream) -> None:
-    """Start the copy of a GPU's tensor to the memory that the stream will read it from."""
+    """Start the copy of a GPU tensor to the memory from which the stream will read it."""
     source = tensor.detach().resolve_conj().resolve_neg().contiguous()
     data = source.reshape(-1).view(torch.uint8)
     taken = 0

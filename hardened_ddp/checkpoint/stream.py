@@ -1,7 +1,7 @@
-"""The bytes of live tensors, in the order of the file, read once and while training goes on.
+"""The bytes of live tensors, in the order of the file, read once while training continues.
 
-Owns: TensorStream, which reads tensors where they are and copies them only if they are about to
-change (freeze), HostArena, the memory that such copies go to, and write_stream_to.
+Owns: TensorStream, which reads tensors in place and copies them only if they are about to change
+(freeze), HostArena, the memory for such copies, and write_stream_to.
 Does not own: threads and streams of a GPU (snapshot.py), what a checkpoint is (files.py).
 What goes wrong here: reading a tensor while the optimizer changes it gives a file with a correct
 hash and a state that never existed. The rule that prevents it: bytes before `position` are read,
@@ -21,13 +21,13 @@ from torch import Tensor
 from hardened_ddp.checkpoint.disk import Disk, HashedFile, Retry, run_once
 from hardened_ddp.checkpoint.tensors import FilePlan, Slot
 
-# What the reader takes at once. Big enough that the writer thread seldom asks for the GIL, small
-# enough that a training step waits a millisecond or two for the copy of one.
+# How much the reader copies at once. Large enough that the writer thread rarely takes the GIL,
+# small enough that a training step waits only a millisecond or two for the copy of a chunk.
 CHUNK_BYTES = 8 * 2**20
-# WHY blocks and not one piece: the allocator of pinned memory rounds up to a power of two, so one
-# piece of 1.2 GB would pin 2 GiB. WHY this size: above 32 MiB malloc leaves pages untouched.
+# WHY blocks: the allocator of pinned memory rounds up to a power of two, so a single block of
+# 1.2 GB would pin 2 GiB. WHY this size: above 32 MiB malloc leaves pages untouched.
 _BLOCK_BYTES = 64 * 2**20
-# What numpy knows. The others (bfloat16, float8) are taken as integers of the same bytes.
+# Dtypes that numpy has. The others (bfloat16, float8) are viewed as integers of the same size.
 _NUMPY_DTYPES = frozenset(
     {
         *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -40,16 +40,16 @@ Bytes = NDArray[np.uint8]
 
 
 class HostArena:
-    """Host memory for an image of the file's data, kept from one checkpoint to the next.
+    """Host memory for an image of the file's data, reused from one checkpoint to the next.
 
-    Unpinned memory costs only where it was written: nothing as long as nothing had to be copied.
+    Unpinned memory takes no physical pages until it is written, so nothing if nothing is copied.
     """
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
 
     def reserve(self, size_bytes: int, *, pinned: bool) -> None:
-        """Have room for size_bytes. Raises RuntimeError if the driver can't pin that much."""
+        """Allocate size_bytes. Raises RuntimeError if the driver can't pin that much."""
         for index in range(-(-size_bytes // _BLOCK_BYTES)):
             wanted = min(_BLOCK_BYTES, size_bytes - index * _BLOCK_BYTES)
             if index < len(self._blocks) and self._blocks[index].numel() >= wanted:
@@ -81,7 +81,7 @@ class _Source:
         self.tensor: Tensor | None = tensor
         """None if the arena has the bytes, or if they were read."""
         self.data: Bytes | None = None
-        """The bytes of `tensor`, once somebody asked for them: a view of it, or a copy."""
+        """The bytes of `tensor`, after the first bytes_of: a view of it, or a copy."""
 
     def bytes_of(self, tensor: Tensor) -> Bytes:
         if self.data is None:
@@ -114,7 +114,7 @@ class TensorStream:
         self._lock = nullcontext() if lock is None else lock
 
     def read_into(self, buffer: Bytes) -> int:
-        """Copy the next bytes into buffer and return how many; 0 at the end."""
+        """Copy the next bytes into buffer and return their number; 0 at the end."""
         with self._lock:
             wanted = min(buffer.size, self._data_bytes - self._position)
             filled = 0
@@ -130,7 +130,7 @@ class TensorStream:
             return filled
 
     def freeze(self) -> None:
-        """Copy what was not read yet, so that the tensors may change. Waits for one chunk."""
+        """Copy what is not read yet, so that the tensors may change. Waits for one chunk."""
         with self._lock:
             unread = self._data_bytes - self._position
             if unread and any(source.tensor is not None for source in self._sources[self._next :]):
@@ -138,23 +138,23 @@ class TensorStream:
                 self._store(self._sources[self._next :])
 
     def freeze_only(self, names: Collection[str]) -> None:
-        """Copy the tensors of these names now. Before anything was read."""
+        """Copy the tensors of these names now. Call before anything is read."""
         chosen = [self._by_name[name] for name in names if name in self._by_name]
         if chosen:
             self._arena.reserve(self._data_bytes, pinned=False)
             self._store(chosen)
 
     def hand_over(self, name: str) -> Iterator[Tensor]:
-        """Take the tensor's bytes from the arena from now on; yield the memory to copy them to."""
+        """Read the tensor's bytes from the arena from now on; yield the memory to copy them to."""
         source = self._by_name[name]
         source.release()
         return self._arena.pieces(source.slot.begin, source.slot.end)
 
     def _read_source(self, source: _Source, out: Bytes) -> None:
-        """Copy the bytes from `position` on, as many as out holds."""
+        """Fill out with the bytes from `position` on."""
         if source.tensor is not None:
             offset = self._position - source.slot.begin
-            # WHY numpy: it copies without the GIL, and starts no threads beside those that train
+            # WHY numpy: it copies without the GIL, and starts no extra threads
             np.copyto(out, source.bytes_of(source.tensor)[offset : offset + out.size])
             return
         filled = 0
@@ -178,7 +178,7 @@ class TensorStream:
 def write_stream_to(
     path: Path, stream: TensorStream, *, disk: Disk, retry: Retry = run_once
 ) -> str:
-    """Write a new file of tensors, bring it to the disk and return its sha256. Raises OSError."""
+    """Write and sync a new file of tensors, and return its sha256. Raises OSError."""
     file = HashedFile(path, disk=disk, retry=retry)
     try:
         file.write(memoryview(stream.plan.header))
@@ -192,12 +192,12 @@ def write_stream_to(
 
 
 def flat_bytes(tensor: Tensor) -> Bytes:
-    """Return a tensor's bytes on the host, row-major: a view of it where that is possible."""
+    """Return a tensor's bytes on the host, row-major: a view of it if possible."""
     return _row_major_bytes(_as_words(tensor))
 
 
 def _as_words(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor that numpy can take."""
+    """Return a view of a tensor in a dtype that numpy has."""
     plain = tensor.detach()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
@@ -205,7 +205,7 @@ def _as_words(tensor: Tensor) -> Tensor:
 
 
 def _row_major_bytes(words: Tensor) -> Bytes:
-    # WHY numpy and not torch: each call of torch gives the GIL away, and in the writer thread it
-    # takes milliseconds to get it back. The file is row-major, whatever order memory has.
+    # WHY numpy and not torch: each call of torch releases the GIL, and the writer thread waits
+    # milliseconds to get it back. The file is row-major, whatever the memory layout is.
     array = words.numpy() if words.is_cpu else words.cpu().numpy()
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

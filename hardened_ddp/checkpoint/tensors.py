@@ -1,13 +1,13 @@
 """The file of tensors: the safetensors format, written by us and read by its library.
 
-Owns: the layout of a file (plan_file), reading one back (read_tensors), and what a tensor looks
-like from the outside (TensorSpec, specs_of, differences).
+Owns: the layout of a file (plan_file), reading one back (read_tensors), and the shape and dtype of
+tensors (TensorSpec, specs_of, differences).
 The format, from https://github.com/huggingface/safetensors#format: 8 bytes, the length of the
 header, little-endian; the header, JSON, {name: {dtype, shape, data_offsets: [begin, end]}}, padded
 with spaces; then the bytes of the tensors, little-endian, row-major, without holes. No code in it.
 Does not own: in which order bytes are read from live tensors (stream.py), hashes (verify.py).
-What goes wrong here: a tensor read from the library is a view of the mapped file, and dies with it
-by SIGBUS when the file is cut; so each one is copied out.
+What goes wrong here: the library's tensors are views of the mapped file, and reading them raises
+SIGBUS when the file is truncated; so each one is copied.
 """
 
 import json
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hardened_ddp.errors import CheckpointError
 
-# The names that the format has for the dtypes of torch.
+# The format's names of torch's dtypes.
 DTYPE_CODES: Mapping[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -44,12 +44,12 @@ DTYPE_CODES: Mapping[torch.dtype, str] = {
     torch.float8_e5m2: "F8_E5M2",
 }
 _PREFIX_BYTES = 8
-# The limit of the format's own library; a bigger header can't be read back.
+# The limit of the safetensors library; a larger header can't be read back.
 _MAX_HEADER_BYTES = 100_000_000
 
 
 class TensorSpec(NamedTuple):
-    """What must agree before one tensor can take the values of another."""
+    """What must be equal so that one tensor can be loaded from another."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -61,7 +61,7 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """The place of one tensor among the bytes that follow the header."""
+    """The position of one tensor in the bytes after the header."""
 
     name: str
     begin: int
@@ -70,7 +70,7 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FilePlan:
-    """What a file of tensors will look like, before a byte of a tensor is read."""
+    """The layout of a file of tensors, made before any tensor is read."""
 
     header: bytes
     slots: tuple[Slot, ...]
@@ -101,8 +101,8 @@ def plan_file(tensors: Mapping[str, Tensor]) -> FilePlan:
         tensor = tensors[name]
         if name == "__metadata__" or tensor.dtype not in DTYPE_CODES or not _is_plain(tensor):
             raise CheckpointError(
-                f"tensor {name!r} ({spec_of(tensor)}, {tensor.layout}, {tensor.device}) has no "
-                "place in a safetensors file: it holds dense tensors of the usual dtypes",
+                f"tensor {name!r} ({spec_of(tensor)}, {tensor.layout}, {tensor.device}) can't be "
+                "stored in a safetensors file, which holds dense tensors of the usual dtypes",
                 fix="keep it out of state_dict (persistent=False), or convert it before saving",
             )
         end = begin + tensor.numel() * tensor.element_size()
@@ -133,7 +133,7 @@ def read_tensors(path: Path, *, device: torch.device | str = "cpu") -> dict[str,
     found: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            for name in file.keys():  # noqa: SIM118 - the library's object is no mapping
+            for name in file.keys():  # noqa: SIM118 - the library's object is not a mapping
                 mapped: Tensor = file.get_tensor(name)
                 found[name] = mapped.clone() if on_cpu else mapped.to(device)
     except (OSError, SafetensorError, ValueError) as error:
@@ -144,10 +144,10 @@ def read_tensors(path: Path, *, device: torch.device | str = "cpu") -> dict[str,
 def differences(
     expected: Mapping[str, TensorSpec], found: Mapping[str, TensorSpec], *, limit: int = 10
 ) -> list[str]:
-    """Say, line by line, where a checkpoint's tensors differ from those of this run.
+    """Return lines that say where a checkpoint's tensors differ from those of this run.
 
-    Takes what specs_of returns and a manifest holds. Empty if they agree; at most limit lines,
-    then one with the number of those left out.
+    expected, found: from specs_of or a manifest. Empty if they agree; at most limit lines, then one
+    with the number of the others.
     """
     lines = [
         f"missing in the checkpoint: {name} ({expected[name]})"

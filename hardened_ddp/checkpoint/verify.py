@@ -1,11 +1,11 @@
-"""Is this folder a checkpoint, whole and ours?
+"""The check whether a folder is a complete checkpoint that only we could have written.
 
 Owns: the check of one folder before anything in it is used: type, owner, mode, manifest, size and
-sha256. The answer is Found or Rejected with the reason.
+sha256. The result is Found, or Rejected with the reason.
 Does not own: which checkpoint is used (files.py); it never reads tensors.
 What goes wrong here: a check that is too strict starts a run from the beginning although its
-checkpoints are whole. Some mounts give every file the same foreign owner or mode 777; so before a
-folder is refused for these, a new one shows whether that is just how this mount is.
+checkpoints are valid. Some mounts give every file the same foreign owner or mode 777; so before a
+folder is rejected for these, a new folder shows whether this mount does that.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ class Found:
     path: Path
     manifest: Manifest
     stamp: tuple[int, int, int]
-    """Inode, size and time of change of the verified file: another one was not verified."""
+    """Inode, size and modification time of the verified file, to detect a later change."""
 
     @property
     def step(self) -> int:
@@ -46,7 +46,7 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejected:
-    """A folder that looks like a checkpoint and can't be used."""
+    """A folder that looks like a checkpoint but can't be used."""
 
     path: Path
     reason: str
@@ -81,12 +81,12 @@ def verify_checkpoint(path: Path) -> Found | Rejected:
 
 
 def stamp_of(status: os.stat_result) -> tuple[int, int, int]:
-    """Return what tells one version of a file from another without reading it."""
+    """Return what distinguishes two versions of a file without reading it."""
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _open_regular(path: Path) -> io.BufferedReader:
-    # WHY O_NONBLOCK: opening a named pipe would wait for its writer, for ever
+    # WHY O_NONBLOCK: opening a named pipe would wait forever for its writer
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     if path.is_symlink():
         raise ValueError(f"{path.name} is a symbolic link")
@@ -110,7 +110,7 @@ def _check_content(file: io.BufferedReader, manifest: Manifest) -> None:
 
 
 def _check_trust(path: Path, status: os.stat_result, *, wants_folder: bool) -> None:
-    """Raise ValueError if path is of the wrong type, or if a stranger could have changed it."""
+    """Raise ValueError if path has the wrong type, or if another user could have changed it."""
     if stat.S_ISLNK(status.st_mode):
         raise ValueError("is a symbolic link")
     if wants_folder and not stat.S_ISDIR(status.st_mode):
@@ -136,7 +136,7 @@ def _check_trust(path: Path, status: os.stat_result, *, wants_folder: bool) -> N
 
 
 def _status_of_new_folder(parent: Path) -> os.stat_result | None:
-    """Return what this mount makes of a private folder of ours, or None if it takes none."""
+    """Return the status that this mount gives to a private new folder; None if it can't be made."""
     probe = parent / f".probe-{uuid.uuid4().hex}"
     try:
         probe.mkdir(mode=0o700)

@@ -1,1 +1,1 @@
-"""What a person reads when something is wrong: doctor."""
+"""Diagnosis when something is wrong: doctor."""

@@ -1,4 +1,4 @@
-"""What one look at the machine found. The smallest part of the doctor's report."""
+"""The result of one check of the machine: one line of the doctor's report."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,10 +15,10 @@ class Check:
 
     name: str
     status: Status
-    """ok: nothing to do. warn: training runs, but slower or not in each case. FAIL: it does not."""
+    """ok: nothing to do. warn: training may be slow or fail in some cases. FAIL: it can't run."""
 
     detail: str
     """What was found."""
 
     advice: str = ""
-    """What to do about it; empty if there is nothing to do."""
+    """What to do about it; empty if nothing."""

@@ -1,8 +1,8 @@
-"""The doctor: what is wrong with this machine, before a run finds out.
+"""The doctor: finds problems of this machine before a run does.
 
-Owns the order of the checks, the report and the exit status. Each check is a function that looks
-at one thing and returns a Check; it changes nothing on the machine. Nothing here needs torch: a
-torch that can't be imported is a line of the report.
+Owns the order of the checks, the report and the exit status. Each check is a function that tests
+one thing and returns a Check; it changes nothing on the machine. Nothing here needs torch: a torch
+that can't be imported is a line of the report.
 
 Read next: software.py, gpus.py, machine.py, variables.py, network.py, selftest.py (the checks).
 """
@@ -26,10 +26,10 @@ def run_doctor(
 ) -> int:
     """Print a report of this machine to output; return 0 if nothing FAILs, else 1.
 
-    Takes some seconds: two processes meet over the network. Each line comes when it is known.
+    Takes some seconds: two processes form a group over the network. Lines are printed one by one.
     """
     done: list[Check] = []
-    # WHY: whoever reads only the first lines (doctor | head) closes the pipe, and means no harm.
+    # WHY: a reader of only the first lines (doctor | head) closes the pipe; that is not an error.
     with contextlib.suppress(BrokenPipeError):
         _say(output, f"doctor: {platform.platform()}, host {platform.node()}")
         for check in list_checks(env) if checks is None else checks:
@@ -71,14 +71,14 @@ def list_checks(env: Mapping[str, str]) -> list[Callable[[], Check]]:
 
 
 def _guarded(check: Callable[[], Check]) -> Check:
-    # WHY: without any handler Python prints our log lines; what they say is in the report.
+    # WHY: without a handler Python prints our log lines to stderr; the report has their content.
     silence = logging.NullHandler()
     _OURS.addHandler(silence)
     try:
         return check()
     except Exception as error:  # WHY broad: one check that breaks must not hide the others
         name = getattr(check, "__name__", "check").removeprefix("check_")
-        return Check(name, "warn", f"could not be looked at: {type(error).__name__}: {error}")
+        return Check(name, "warn", f"could not be checked: {type(error).__name__}: {error}")
     finally:
         _OURS.removeHandler(silence)
 

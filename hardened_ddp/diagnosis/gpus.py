@@ -1,4 +1,4 @@
-"""Checks of GPUs, their driver, and what ranks talk over."""
+"""Checks of GPUs, their driver, and the communication backends."""
 
 import re
 import warnings
@@ -35,7 +35,7 @@ def check_gpus(driver: Path = _DRIVER, devices: Path = _DEVICES) -> Check:
 
 
 def check_backends() -> Check:
-    """Check that ranks have something to talk over: gloo for CPUs, NCCL for GPUs."""
+    """Check the communication backends: gloo for CPUs, NCCL for GPUs."""
     import torch
     import torch.distributed as dist
 
@@ -52,13 +52,13 @@ def check_backends() -> Check:
 
 
 def read_driver(path: Path) -> str:
-    """Read the version of NVIDIA's kernel driver; unknown if it can't be told."""
+    """Read the version of NVIDIA's kernel driver, or "unknown"."""
     found = re.search(r"Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text(errors="replace"))
     return found[1] if found else "unknown"
 
 
 def _try_gpus(found: str) -> Check:
-    """Add two numbers on each GPU: that finds broken ones and kernels that don't fit."""
+    """Add two numbers on each GPU, to find broken GPUs and kernels for other architectures."""
     import torch
 
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""The command verify-ledger: how far the run is, and whether its ledger agrees."""
+"""The command verify-ledger: check the ledger up to the run's newest checkpoint."""
 
 from pathlib import Path
 from typing import Any, TextIO
@@ -10,7 +10,7 @@ from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
 
 
 def check_ledger(run: Path, *, output: TextIO) -> int:
-    """Print a line for each epoch; give 0 if every sample was taken exactly once, else 1.
+    """Print a line for each epoch; return 0 if every sample was taken exactly once, else 1.
 
     Raises RunFolderError if there is no ledger, CheckpointError if no checkpoint is valid.
     """

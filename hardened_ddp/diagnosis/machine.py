@@ -1,4 +1,4 @@
-"""Checks of the machine or container: CPUs, memory, shared memory, files, disk, left processes."""
+"""Checks of the machine or container: CPUs, memory, shared memory, files, disk, orphans."""
 
 import fcntl
 import os
@@ -17,13 +17,13 @@ _SHARED_MEMORY = Path("/dev/shm")
 _PROC = Path("/proc")
 _PROBE_BYTES = MIB
 _SLOW_PROBE_S = 1.0
-# comm of a DataLoader worker, set by torch; and of what a process is given to when its parent dies.
+# comm of a DataLoader worker, set by torch; and of the processes that adopt orphans.
 _WORKER_NAME = "pt_data_worker"
 _REAPERS = ("init", "systemd", "tini", "dumb-init", "docker-init", "catatonit", "launchd")
 
 
 def check_cpus() -> Check:
-    """Check how many CPUs this process may use: by affinity and by the container's quota."""
+    """Check how many CPUs this process may use, by affinity and by the container's quota."""
     allowed, budget = len(os.sched_getaffinity(0)), cpu_budget()
     detail = f"{budget} usable; {os.cpu_count()} in the machine, affinity {allowed}"
     if budget < allowed:
@@ -33,8 +33,8 @@ def check_cpus() -> Check:
 
 
 def check_memory(cgroup: Path = _CGROUP) -> Check:
-    """Check how much memory is left, in the machine and in the container."""
-    import psutil  # WHY here: without it, only this check can't be made
+    """Check how much memory is free, in the machine and in the container."""
+    import psutil  # WHY here: if it is missing, only this check fails
 
     system = psutil.virtual_memory()
     free = system.available
@@ -53,7 +53,7 @@ def check_memory(cgroup: Path = _CGROUP) -> Check:
 
 
 def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Check:
-    """Check the room through which DataLoader workers hand over batches."""
+    """Check the shared memory through which DataLoader workers send batches."""
     larger = "docker run --shm-size=8g (or --ipc=host), or mount -o remount,size=8g /dev/shm"
     try:
         status = os.statvfs(folder)
@@ -70,7 +70,7 @@ def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Check:
 
 
 def check_open_files() -> Check:
-    """Check the limit of open files: each batch in flight is a file, and each connection."""
+    """Check the limit of open files: each batch in flight and each connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return judge_open_files(soft, hard)
 
@@ -89,7 +89,7 @@ def judge_open_files(soft: int, hard: int) -> Check:
 
 
 def check_disk(folder: Path) -> Check:
-    """Check the room for checkpoints and logs, in bytes and in numbers of files."""
+    """Check the free space for checkpoints and logs, in bytes and inodes."""
     free = shutil.disk_usage(folder).free
     status = os.statvfs(folder)
     detail = f"{free / GIB:.1f} GiB free in {folder.resolve()}"
@@ -123,7 +123,7 @@ def check_writing(folder: Path) -> Check:
 
 
 def check_orphans(proc: Path = _PROC) -> Check:
-    """Look for loader workers of dead runs: they hold memory, and GPUs."""
+    """Look for DataLoader workers of dead runs, which hold memory and GPUs."""
     orphans = find_orphans(proc)
     if not orphans:
         return Check("orphans", "ok", "no DataLoader workers of dead runs")
@@ -133,7 +133,7 @@ def check_orphans(proc: Path = _PROC) -> Check:
 
 
 def find_orphans(proc: Path) -> list[int]:
-    """List loader workers of this user whose parent is gone, so that init is their parent now."""
+    """List DataLoader workers of this user whose parent has died, so that init adopted them."""
     found = []
     for folder in proc.glob("[0-9]*"):
         try:
@@ -147,7 +147,7 @@ def find_orphans(proc: Path) -> list[int]:
 
 
 def _write_probe(folder: Path) -> None:
-    """Do once what a checkpoint does. Raises OSError if any of it fails."""
+    """Do the file operations of a checkpoint once. Raises OSError if one fails."""
     content = os.urandom(_PROBE_BYTES)
     partial, final = folder / "partial", folder / "final"
     with partial.open("wb") as file:
@@ -171,5 +171,5 @@ def _comm(folder: Path) -> str:
 
 
 def _parent(folder: Path) -> str:
-    # WHY after the last bracket: the name before it may hold blanks and brackets itself
+    # WHY after the last bracket: the name before it may contain blanks and brackets
     return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]

@@ -1,4 +1,4 @@
-"""Checks of names and addresses: ranks of one node meet over them."""
+"""Checks of host names and addresses, which the rendezvous on one node needs."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ class LookupFailure(Exception):
 
 
 def check_loopback() -> Check:
-    """Check that this machine can talk to itself: address, and the name localhost."""
+    """Check that this machine can connect to itself, by address and by the name localhost."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             address = server.getsockname()
@@ -48,7 +48,7 @@ def judge_localhost(addresses: list[str]) -> Check:
 
 
 def check_hostname(name: str | None = None) -> Check:
-    """Check that this machine's name leads to this machine; other nodes are told that name."""
+    """Check that this machine's host name resolves to this machine; other nodes use that name."""
     name = socket.gethostname() if name is None else name
     advice = f"add '127.0.0.1 {name}' to /etc/hosts, or start with torchrun --standalone"
     try:
@@ -64,9 +64,10 @@ def check_hostname(name: str | None = None) -> Check:
 
 
 def look_up(name: str, *, limit_s: float = _LOOKUP_LIMIT_S) -> list[str]:
-    """Turn a name into addresses. Raises LookupFailure, also after limit_s.
+    """Resolve a name to addresses. Raises LookupFailure, also after limit_s.
 
-    WHY a process: a name server that is down blocks the call for minutes, and nothing ends it.
+    WHY a process: a name server that is down blocks the call for minutes, and it can't be
+    interrupted.
     """
     command = [sys.executable, "-I", "-c", _LOOKUP, name]
     try:

@@ -1,7 +1,7 @@
-"""Two ranks meet and add up a number: the shortest proof that training can work here.
+"""An all-reduce of two ranks: the shortest test that training can work here.
 
-Owns the two child processes: their environment, their limit and what they said. They take the way
-of a real run (ranks/launch.py, ranks/group.py) over gloo on this machine's own address.
+Owns the two child processes: their environment, their time limit and their output. They use the
+code of a real run (ranks/launch.py, ranks/group.py) with gloo on this machine's loopback address.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from hardened_ddp.diagnosis.check import Check
 from hardened_ddp.ranks.launch import environment, prepare_environment, read_launch
 
 _LIMIT_S = 20.0
-_MEETING_LIMIT_S = 15.0
+_GROUP_LIMIT_S = 15.0
 _NUM_RANKS = 2
 _POLL_S = 0.05
 _ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ def check_all_reduce(env: Mapping[str, str], *, limit_s: float = _LIMIT_S) -> Ch
 
 
 def add_up() -> None:
-    """Be one of the two ranks. Raises if the sum is not right. Collective: all ranks."""
+    """Run one of the two ranks. Raises if the sum is wrong. Collective: all ranks."""
     # WHY here: this runs in the child; the doctor itself may have no torch.
     import torch
 
@@ -63,7 +63,7 @@ def add_up() -> None:
     prepare_environment(launch, environment())
     device = torch.device("cpu")
     group = open_group(  # collective
-        launch, device=device, backend="gloo", timeout_s=_MEETING_LIMIT_S
+        launch, device=device, backend="gloo", timeout_s=_GROUP_LIMIT_S
     )
     try:
         total = group.sum_(torch.tensor([launch.rank + 1.0])).item()  # collective
@@ -77,7 +77,7 @@ def add_up() -> None:
 def _start(
     rank: int, port: int, env: Mapping[str, str], output: IO[bytes]
 ) -> "subprocess.Popen[bytes]":
-    """Start one rank, in a session of its own, with the environment that torchrun would set."""
+    """Start one rank, in its own session, with the environment that torchrun would set."""
     own = {name: value for name, value in env.items() if not name.startswith(_LAUNCHERS)}
     paths = [str(_ROOT), *filter(None, [own.get("PYTHONPATH", "")])]
     own |= {
@@ -102,7 +102,7 @@ def _start(
 
 
 def _wait(ranks: list["subprocess.Popen[bytes]"], *, until: float) -> int | None:
-    """Wait for the end of all ranks; return the first that failed or did not end, if any."""
+    """Wait until all ranks end; return the first that failed or did not end in time, or None."""
     while True:
         statuses = [process.poll() for process in ranks]
         for rank, status in enumerate(statuses):
@@ -121,7 +121,7 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _last_line(output: IO[bytes]) -> str:
-    """Find what a process that failed said last; an error of ours has its next step below it."""
+    """Return the last output line of a failed process, without the `next:` line of our errors."""
     output.seek(0)
     text = output.read().decode(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip()]

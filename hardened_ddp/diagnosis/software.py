@@ -13,22 +13,22 @@ NEWEST_TRIED_PYTHON = (3, 13)
 OLDEST_TORCH = (2, 11)
 NEWEST_TRIED_TORCH = (2, 13)
 _INSTALL = "pip install -r requirements.txt"
-# Without these nothing runs; the others are for one feature each.
+# Without these nothing runs; each of the others is for one feature.
 _NEEDED = ("numpy", "pyyaml", "safetensors", "psutil")
 _FEATURES = {
     "tqdm": "the progress bar",
     "tensorboard": "looking at the curves",
-    "scikit-learn": "the data set digits",
+    "scikit-learn": "the dataset digits",
 }
 
 
 def check_python(version: tuple[int, ...] = sys.version_info[:2]) -> Check:
-    """Check that Python is new enough, and not newer than what was tried."""
+    """Check that Python is new enough, and not newer than the tested versions."""
     detail = f"{platform.python_version()} ({sys.executable})"
     if version < OLDEST_PYTHON:
         return Check("python", "FAIL", detail, "install Python 3.11 or newer, then ./setup.sh")
     if version > NEWEST_TRIED_PYTHON:
-        return Check("python", "warn", detail, "this version was not tried: if it fails, use 3.13")
+        return Check("python", "warn", detail, "this version is not tested: if it fails, use 3.13")
     return Check("python", "ok", detail)
 
 
@@ -48,13 +48,13 @@ def judge_torch(version: str) -> Check:
     if number < OLDEST_TORCH:
         return Check("torch", "FAIL", f"{version} is older than 2.11", _INSTALL)
     if number > NEWEST_TRIED_TORCH:
-        advice = f"this version was not tried: if it fails, {_INSTALL}"
+        advice = f"this version is not tested: if it fails, {_INSTALL}"
         return Check("torch", "warn", version, advice)
     return Check("torch", "ok", version)
 
 
 def check_torchvision() -> Check:
-    """Check that torchvision fits torch. Only its own data sets and models need it."""
+    """Check that torchvision fits torch. Only its own datasets and models need it."""
     name = "torchvision"
     # WHY here: it needs torch, and the doctor must answer without.
     try:
@@ -64,7 +64,7 @@ def check_torchvision() -> Check:
     try:
         version = import_torchvision().__version__
     except DataError as error:
-        advice = f"{error.fix}; without it there are no data sets and models of torchvision"
+        advice = f"{error.fix}; without it torchvision's datasets and models can't be used"
         return Check(name, "warn", error.message, advice)
     if not _has_compiled_operators():
         detail = f"{version} is built for another torch; its detection models don't work"
@@ -95,7 +95,7 @@ def is_cpu_build() -> bool:
 
 
 def _has_compiled_operators() -> bool:
-    """Try one of the operators that torchvision brings along compiled."""
+    """Try one of torchvision's compiled operators."""
     import torch
     from torchvision.ops import nms
 

@@ -1,4 +1,4 @@
-"""Checks of environment variables that decide whether, or how fast, ranks work together."""
+"""Checks of environment variables that can break or slow down distributed training."""
 
 import socket
 from collections.abc import Collection, Mapping
@@ -10,7 +10,7 @@ from hardened_ddp.ranks.launch import read_launch
 
 _FAMILIES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "CUDA_", "OMP_", "MKL_")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-# name: the values that cost something, and what they cost
+# name: the values that have a cost, and that cost
 _COSTLY = {
     "NCCL_P2P_DISABLE": (("1",), "GPUs exchange gradients through the host's memory"),
     "NCCL_SHM_DISABLE": (("1",), "GPUs of one node talk over the network"),
@@ -20,7 +20,7 @@ _COSTLY = {
     "PYTORCH_NO_CUDA_MEMORY_CACHING": (("1",), "each tensor is a slow allocation"),
     "CUDA_VISIBLE_DEVICES": (("", "-1"), "all GPUs are hidden"),
 }
-# Names of old: torch ignores or only half knows them.
+# Old names: torch ignores them or supports them only partly.
 _RENAMED = {
     "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
@@ -29,7 +29,7 @@ _RENAMED = {
 
 
 def check_launcher(env: Mapping[str, str]) -> Check:
-    """Check that a launcher's variables are all there, or none."""
+    """Check that all of a launcher's variables are set, or none."""
     try:
         launch = read_launch(env)
     except (LaunchError, ValueError) as error:
@@ -47,7 +47,7 @@ def check_debugging(env: Mapping[str, str], *, is_cpu_build: bool) -> Check:
     name, level = "debugging", env.get("TORCH_DISTRIBUTED_DEBUG", "").upper()
     shown = f"TORCH_DISTRIBUTED_DEBUG={level or 'not set'}"
     if level not in ("", "OFF", "INFO", "DETAIL"):
-        return Check(name, "FAIL", shown, "torch knows OFF, INFO and DETAIL only; take INFO")
+        return Check(name, "FAIL", shown, "torch knows only OFF, INFO and DETAIL; use INFO")
     if level != "DETAIL":
         return Check(name, "ok", shown)
     advice = "export TORCH_DISTRIBUTED_DEBUG=INFO   (it names unused parameters, too)"
@@ -68,7 +68,7 @@ def check_threads(env: Mapping[str, str]) -> Check:
         return Check("threads", "FAIL", shown, "export OMP_NUM_THREADS=1   (a whole number >= 1)")
     if int(first) > budget:
         advice = f"export OMP_NUM_THREADS={budget}   (divided by the ranks of this machine)"
-        return Check("threads", "warn", f"{shown}: threads take each other's turns", advice)
+        return Check("threads", "warn", f"{shown}: threads compete for CPUs", advice)
     return Check("threads", "ok", shown)
 
 
@@ -85,7 +85,7 @@ def check_interfaces(env: Mapping[str, str], existing: Collection[str] | None = 
 
 
 def check_settings(env: Mapping[str, str]) -> Check:
-    """Check the other variables of NCCL, gloo and CUDA: names of old, values that cost much."""
+    """Check the other variables of NCCL, gloo and CUDA: old names, and values that cost much."""
     problems = [
         f"{name}={env[name]}: {cost}"
         for name, (values, cost) in _COSTLY.items()
@@ -94,7 +94,7 @@ def check_settings(env: Mapping[str, str]) -> Check:
     problems += [f"{old} is now {new}" for old, new in _RENAMED.items() if old in env]
     if problems:
         names = [name for name in (*_COSTLY, *_RENAMED) if any(name in text for text in problems)]
-        advice = f"unset {' '.join(names)}   (unless it is meant so)"
+        advice = f"unset {' '.join(names)}   (unless this is intended)"
         return Check("variables", "warn", "; ".join(problems), advice)
     shown = [f"{name}={env[name]}" for name in sorted(env) if name.startswith(_FAMILIES)]
     return Check("variables", "ok", ", ".join(shown) or "none of NCCL, gloo, CUDA or OpenMP is set")

@@ -1,10 +1,11 @@
-"""The trained model in a folder of its own, for those who use it and not its training.
+"""Export the trained model to its own folder, for use without the training.
 
-Owns: export_model and what that folder holds: the model in one format, config.json, a model card.
+Owns: export_model and the content of that folder: the model in one format, config.json, a model
+card.
 Does not own: the checkpoint it is made from (listing.py, files.py), the formats that hold more
 than the weights (formats.py).
-What goes wrong here: an export that is half written, or that differs from the checkpoint. So it is
-written aside, read back, compared, and renamed into place.
+What goes wrong here: an export that is incomplete, or that differs from the checkpoint. So it is
+written under a temporary name, read back, compared, and renamed into place.
 """
 
 import json
@@ -35,7 +36,7 @@ from hardened_ddp.model.described import DESCRIPTION
 from hardened_ddp.training.rebuild import MODEL_PREFIX, model_tensors
 
 SAFETENSORS = "safetensors"
-# What config.json takes from the checkpoint's meta; null where it has none.
+# What config.json takes from the checkpoint's meta; null if missing there.
 CONFIG_KEYS = (*DESCRIPTION, "dataset")
 _HOW_TO_LOAD_WEIGHTS = f"""\
 from safetensors.torch import load_file
@@ -55,14 +56,14 @@ def run_export(options: Mapping[str, str], *, output: TextIO) -> int:
 
 
 def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path:
-    """Write the model of a run or a checkpoint to the new folder output, and return that.
+    """Write the model of a run or a checkpoint to the new folder output, and return that path.
 
-    A run gives its best checkpoint, or else its newest valid one. form: see commands.py. Raises
-    CheckpointError; of a form that runs the model also ModelError and MissingPackageError.
+    Of a run, its best checkpoint is used, or else its newest valid one. form: see commands.py.
+    Raises CheckpointError; forms that run the model also ModelError and MissingPackageError.
     """
     if os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):
         raise CheckpointError(
-            f"{output} exists: an export would mix with what is there",
+            f"{output} exists, and an export would mix with its content",
             fix=f"give another --output, or remove it first: rm -r {output}",
         )
     found = open_checkpoint(source, prefer_best=True)
@@ -88,7 +89,7 @@ def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path
                 config["sha256"] = _write_weights(aside, weights)
             else:
                 write_model(aside, form, weights, meta)
-            if form != HUGGINGFACE:  # that has a config.json of its own
+            if form != HUGGINGFACE:  # that format has its own config.json
                 text = json.dumps(config, indent=2) + "\n"
                 write_file(aside / "config.json", text.encode(), disk=disk)
             _sync(aside, disk=disk)
@@ -104,7 +105,7 @@ def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path
 
 
 def _write_weights(folder: Path, weights: Mapping[str, Tensor]) -> str:
-    """Write the weights alone, compare them with what was to be written, and give their hash."""
+    """Write only the weights, read them back and compare, and return the file's sha256."""
     stream = TensorStream(weights, plan=plan_file(weights))
     sha256 = write_stream_to(folder / WEIGHTS_NAME, stream, disk=Disk())
     _compare(read_tensors(folder / WEIGHTS_NAME), weights)
@@ -112,7 +113,7 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor]) -> str:
 
 
 def _sync(folder: Path, *, disk: Disk) -> None:
-    """Bring files that libraries wrote to the disk, before the folder gets its name."""
+    """Sync files that libraries wrote, before the folder gets its final name."""
     for path in folder.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -123,7 +124,7 @@ def _sync(folder: Path, *, disk: Disk) -> None:
 
 
 def _compare(written: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless what was written is what was to be written, byte for byte."""
+    """Raise CheckpointError unless the written weights equal the checkpoint's, byte for byte."""
     same = specs_of(written) == specs_of(weights) and all(
         # WHY bytes and not values: NaN does not equal itself
         np.array_equal(flat_bytes(written[name]), flat_bytes(weights[name]))

@@ -1,10 +1,10 @@
 """The formats of an export that hold a whole model: huggingface, torch_export, onnx.
 
-Owns: writing each one with the library that is made for it, reading it back with the same, and
-comparing its logits with those of the checkpoint's model, for two batch sizes. An export that gives
-other logits is an error, and is not kept.
-Does not own: the folder, which is made aside and renamed (export.py).
-What goes wrong here: a package is not installed; a model does what can't be traced.
+Owns: writing each format with its own library, reading it back with the same library, and comparing
+its logits with those of the checkpoint's model, for two batch sizes. An export with other logits is
+an error, and is not kept.
+Does not own: the folder, which is written under a temporary name and renamed (export.py).
+What goes wrong here: a package is not installed; a model can't be traced.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ from hardened_ddp.training.rebuild import example_inputs, rebuild_model
 HUGGINGFACE, TORCH_EXPORT, ONNX = "huggingface", "torch_export", "onnx"
 CARD_NAME, WEIGHTS_NAME = "README.md", "model.safetensors"
 TORCH_EXPORT_NAME, ONNX_NAME = "model.pt2", "model.onnx"
-# Traced programs add up in another order than the model does. A wrong weight differs by far more.
+# Traced programs sum in another order than the model. A wrong weight differs by far more.
 _TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
-_TRACED_SAMPLES, _TRIED_SAMPLES = 2, (2, 5)  # WHY another number: a fixed batch size is found out
+_TRACED_SAMPLES, _TRIED_SAMPLES = 2, (2, 5)  # WHY also 5: it detects a fixed batch size
 
 Run = Callable[[Tensor], Tensor]
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ session = onnxruntime.InferenceSession("{ONNX_NAME}")
 
 
 class _Logits(nn.Module):
-    """A model with logits for its only output."""
+    """A model whose only output is the logits."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -71,10 +71,10 @@ class _Logits(nn.Module):
 def write_model(
     folder: Path, form: str, weights: Mapping[str, Tensor], meta: Mapping[str, Any]
 ) -> None:
-    """Write the model of a checkpoint to folder in this form, and prove it. Rank-local.
+    """Write the model of a checkpoint to folder in this form, and check its logits. Rank-local.
 
     Raises MissingPackageError, ModelError if the model can't be built or traced, CheckpointError
-    if what was written gives other logits.
+    if the written model gives other logits.
     """
     write = {HUGGINGFACE: _write_huggingface, TORCH_EXPORT: _write_torch_export, ONNX: _write_onnx}
     if form == HUGGINGFACE:
@@ -89,7 +89,7 @@ def write_model(
         got = [run(example_inputs(meta, num_samples=count)) for count in _TRIED_SAMPLES]
     except HardenedError:
         raise
-    except Exception as error:  # WHY broad: the user's model, and tracers that raise what they meet
+    except Exception as error:  # WHY broad: the user's model, and tracers raise any exception
         log.debug("the export failed", exc_info=True)
         raise ModelError(
             f"the model {meta['model']} can't be written as {form}: {describe(error)}",
@@ -110,7 +110,7 @@ def _write_huggingface(folder: Path, model: _Logits, meta: Mapping[str, Any]) ->
     from hardened_ddp.model.hub import HubModel
 
     read_back: Run
-    with contextlib.redirect_stdout(io.StringIO()):  # WHY: the library prints what it does
+    with contextlib.redirect_stdout(io.StringIO()):  # WHY: the library prints progress
         if isinstance(model.model, ImageClassifier):
             read_back = _write_transformers(folder, model.model, meta)
         else:
@@ -118,14 +118,14 @@ def _write_huggingface(folder: Path, model: _Logits, meta: Mapping[str, Any]) ->
             hub_model.net.load_state_dict(model.model.state_dict())
             hub_model.save_pretrained(folder)
             read_back = HubModel.from_pretrained(folder, local_files_only=True, strict=True)
-    # WHY: the library writes it for its owner only, and a group's folder is read by others.
+    # WHY: the library makes it readable for its owner only, but others may need the export.
     for path in folder.glob("*.safetensors"):
         path.chmod((folder / CARD_NAME).stat().st_mode)
     return read_back
 
 
 def _write_transformers(folder: Path, model: ImageClassifier, meta: Mapping[str, Any]) -> Run:
-    """Write the library's own model, as it would itself, with the names of our classes."""
+    """Write the transformers model with save_pretrained, with the names of our classes."""
     auto = import_extra("transformers", what="--format huggingface").AutoModelForImageClassification
     names = dict(enumerate(meta.get("class_names") or ()))
     if len(names) == model.net.config.num_labels:
@@ -150,7 +150,7 @@ def _write_onnx(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Run:
     reference = import_extra("onnx.reference", what="--format onnx")
     path = folder / ONNX_NAME
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about torch's own
+        warnings.simplefilter("ignore", FutureWarning)  # torch's warnings about its own code
         torch.onnx.export(
             model,
             (example_inputs(meta, num_samples=_TRACED_SAMPLES),),
@@ -174,8 +174,8 @@ def how_to_load(form: str, meta: Mapping[str, Any]) -> str:
 from transformers import AutoModelForImageClassification
 
 model = AutoModelForImageClassification.from_pretrained("FOLDER")
-# Here in the size and with the channels that config.json says: in training, other sizes were
-# scaled to that (bilinear, antialias), and a grey channel was repeated.
+# Inputs need the image size and channels of config.json: in training, other sizes were scaled to
+# that size (bilinear, antialias), and a grey channel was repeated.
 logits = model(pixel_values=inputs).logits"""
     return _HOW_TO_LOAD[form]
 
