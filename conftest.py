@@ -22,10 +22,11 @@ __all__ = ["leaves_nothing_behind"]
 
 # Files of tests that take long, longest first. Each of their functions may run in a process of its
 # own; the other files stay whole, and the fixtures of a module are made once.
-LONG = ("test_slurm.py", "test_drills.py", "test_restarts.py", "test_two_hosts.py", "test_docs.py")
-LONG += ("test_run_with.py", "test_setup.py", "test_chaos.py", "test_ddp_training.py")
+LONG = ("test_slurm.py", "test_ddp_training.py", "test_drills.py", "test_restarts.py")
+LONG += ("test_two_hosts.py", "test_docs.py", "test_run_with.py", "test_setup.py", "test_chaos.py")
 LONG += ("test_survivor_save.py", "test_fault_plans.py", "test_steps.py", "test_hangs.py")
-WHOLE = ("test_slurm.py", "test_setup.py")  # but these two: their fixtures take the most of it
+# But these: their tests share what takes long, a cluster, an environment, quiet runs.
+WHOLE = ("test_slurm.py", "test_setup.py", "test_ddp_training.py")
 
 CPU_BEFORE = pytest.StashKey[float]()
 MOST_TESTS_SHOWN = 40
