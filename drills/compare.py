@@ -135,7 +135,7 @@ def _check_ends(fault: Fault, attempts: Sequence[Attempt]) -> list[str]:
         return problems if last.is_finished else [f"it did not finish: {_describe(last)}"]
     if not last.is_finished or any(last.statuses):
         problems.append(f"it did not finish: {_describe(last)}")
-    if fault.ends in ("goes on", "restarts"):
+    if fault.ends in ("continues", "restarts"):
         if len(attempts) > 1:
             problems.append(f"it did not continue by itself: {_describe(first)}")
     elif first.is_finished:

@@ -17,7 +17,7 @@ start, in an evaluation, in a checkpoint."""
 WATCHED = ("--hang_after_s", "1.5")
 """Settings for a drill in which a rank hangs inside of a step."""
 
-Ends = Literal["goes on", "saves", "stops", "restarts", "several starts"]
+Ends = Literal["continues", "saves", "stops", "restarts", "several starts"]
 Keeps = Literal["same weights", "equal replicas"]
 
 
@@ -30,7 +30,7 @@ class Fault:
     """What happens."""
 
     injections: tuple[Injection, ...] = ()
-    ends: Ends = "goes on"
+    ends: Ends = "continues"
     """saves: exits with status 0 and a checkpoint; stops: with an error; restarts: by torchrun;
     several starts: any of these, as often as needed."""
 
@@ -64,7 +64,7 @@ class Fault:
         if self.leaves_out:
             return "continues without the sample and reports it; equal replicas"
         match self.ends:
-            case "goes on":
+            case "continues":
                 return f"continues by itself; {kept}"
             case "saves":
                 return f"saves, status 0; the same command resumes; {kept}"

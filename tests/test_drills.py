@@ -135,7 +135,7 @@ def test_a_drill_with_a_wrong_expectation_fails(drills_of: DrillsOf) -> None:
     assert not verdict.passed
     assert "it finished, but should have stopped" in verdict.problems
     assert "no rank wrote: DDP-G04" in verdict.problems
-    never = replace(goes_on, name="wrong-2", ends="goes on", code="", injections=())
+    never = replace(goes_on, name="wrong-2", ends="continues", code="", injections=())
     assert drills_of(2).run(never).problems == (
         "the fault did not happen: does the run have enough steps?",
     )
@@ -150,7 +150,7 @@ def test_other_weights_unequal_replicas_and_lost_samples_are_found(drills_of: Dr
     assert left_out is not None
     strict = replace(left_out, name="wrong-4", keeps="same weights", leaves_out=False)
     assert "the weights differ from the undisturbed run" in drills_of(2).run(strict).problems
-    exact = replace(left_out, name="wrong-5", flags=(), ends="goes on")
+    exact = replace(left_out, name="wrong-5", flags=(), ends="continues")
     assert any("continue by itself" in problem for problem in drills_of(2).run(exact).problems)
     verdict = drills_of(2).run(flip)
     assert not verdict.passed, "a bit that flips on rank 0 is found by somebody"

@@ -81,7 +81,7 @@ class HangWatch:
         self._patience_s = patience_for(timeout_s) if group.world_size > 1 else float("inf")
         self._tick_s = min(TICK_S, hang_after_s / 4, self._patience_s / 4)
         self._subject = Subject(save=lambda *why: None)
-        self._age_s = self._quiet_s = self._compare_in_s = 0.0
+        self._age_s = self._muted_s = self._compare_in_s = 0.0
         self._seen_since = 0
         self._slow = SlowRanks()
         self._end = threading.Event()
@@ -155,8 +155,8 @@ class HangWatch:
             self._consensus.beat(report, words[HEART], self._subject.split())
             self._neighbours.look(awake_s)
             self._compare_speeds(awake_s)
-        self._quiet_s = max(0.0, self._quiet_s - awake_s)
-        is_suspicious = self._quiet_s == 0.0 and self._is_suspicious(report, awake_s)
+        self._muted_s = max(0.0, self._muted_s - awake_s)
+        is_suspicious = self._muted_s == 0.0 and self._is_suspicious(report, awake_s)
         # WHY step and time: tells several hangs of one run apart, with one name on all ranks
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-step-{report.step}" if is_suspicious else ""
         if alarm := self._consensus.alarm(name):
@@ -228,7 +228,7 @@ class HangWatch:
         if verdict is not None:
             self._act(verdict, folder)
         log.warning("a hang was suspected, but all ranks make progress; their stacks: %s", folder)
-        self._quiet_s = self._hang_after_s / 2
+        self._muted_s = self._hang_after_s / 2
         self._is_judging.clear()
 
     def _act(self, verdict: Verdict, folder: Path) -> None:

@@ -78,7 +78,7 @@ class Buckets:
             dist.all_reduce(torch.full((size,), math.nan, dtype=dtype, device=self._device))
         if remaining and self._ddp.find_unused_parameters and not self._ddp.static_graph:
             # After the last bucket DDP adds up which parameters each rank has used. WHY ones: it
-            # takes the sum only for those, and each rank is to see the NaN.
+            # takes the sum only for those, and each rank must see the NaN.
             count = sum(len(parameters) for parameters in self._layout)
             dist.all_reduce(torch.ones(count, dtype=torch.int32, device=self._device))
         for future in self._futures:

@@ -43,9 +43,9 @@ def choose_comm_hook(replica: Replica, name: CommHook, *, retries: bool) -> None
         replica.use_hook(Buckets(ddp, replica.group, sent_as=sent_as))
     if retries and not replica.can_stand_in:
         log.warning(
-            "an error of one rank within a step ends this attempt, and a restart goes on from the "
-            "step before: with powersgd, SyncBatchNorm, or a torch whose reducer lacks "
-            "_reset_state or _rebuild_buckets, the other ranks can't be told in time"
+            "an error of one rank within a step ends this attempt, and a restart continues from "
+            "the step before: with powersgd, SyncBatchNorm, or a torch whose reducer lacks "
+            "_reset_state or _rebuild_buckets, a failed rank can't tell the others in time"
         )
 
 

@@ -55,7 +55,7 @@ class Precision:
             self.scaler.unscale_(optimizer)
 
     def leave_out(self, optimizer: torch.optim.Optimizer, flag: torch.Tensor | None) -> None:
-        """Have the next step change nothing if flag is 1.0. Call it before unscale.
+        """Make the next step change nothing if flag is 1.0. Call it before unscale.
 
         flag: on the device, of shape (), 1.0 or 0.0; the host does not wait for it. Needs a fused
         optimizer. None: the step is done.

@@ -111,7 +111,7 @@ class Replica:
     def has_finite_gradients(self) -> bool:
         """Return whether all gradients are finite. Rank-local; waits for the device.
 
-        WHY sums: NaN and inf persist in them, and a sum is the fastest look that torch has
+        WHY sums: NaN and inf persist in them, and a sum is the fastest check that torch has
         (isfinite takes five times as long). A sum of large numbers may overflow too, so if it is
         not finite, each gradient is checked.
         """

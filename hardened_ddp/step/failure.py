@@ -74,7 +74,7 @@ def error_of(kind: str, text: str) -> HardenedError:
     return _CLASSES[kind](text, fix=_FIXES[kind])
 
 
-def shown(batches: Sequence[Batch]) -> str:
+def format_samples(batches: Sequence[Batch]) -> str:
     """Name the first samples of batches."""
     samples = [int(index) for batch in batches for index in batch.indices]
     return f"{samples[:NUM_SHOWN]}{' ...' if len(samples) > NUM_SHOWN else ''}"
@@ -152,6 +152,6 @@ def where_of(error: BaseException) -> str:
     return f"{frame.filename}:{frame.lineno}"
 
 
-def told(causes: Mapping[int, Failure]) -> str:
+def join_causes(causes: Mapping[int, Failure]) -> str:
     """Join the failures of several ranks into one text, without duplicates."""
     return "; ".join(dict.fromkeys(cause.text for cause in causes.values()))

@@ -17,7 +17,7 @@ from torch import nn
 
 from hardened_ddp.data.fetch import map_tensors
 from hardened_ddp.data.loader import Batch
-from hardened_ddp.step.failure import NUM_SHOWN, shown
+from hardened_ddp.step.failure import NUM_SHOWN, format_samples
 
 
 @dataclass(slots=True)
@@ -66,9 +66,9 @@ class NonFiniteFinder:
                 where = "which module was first is not known: a compiled model hides its modules"
             elif what.startswith("the loss"):
                 where = "the model's output is finite, the loss of it is not"
-            return f"samples {shown(batches)}: {what}; {where}"
+            return f"samples {format_samples(batches)}: {what}; {where}"
         batch = batches[min(finding.micro_batch, len(batches) - 1)]
-        samples = shown([batch])
+        samples = format_samples([batch])
         if finding.size == batch.num_samples and len(finding.rows) < finding.size:
             samples = str([int(batch.indices[row]) for row in finding.rows[:NUM_SHOWN]])
         return f"samples {samples}: {what}; {finding.text}"

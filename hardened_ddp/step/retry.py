@@ -32,8 +32,8 @@ from hardened_ddp.step.failure import (
     Failure,
     LossNotFinite,
     error_of,
-    shown,
-    told,
+    format_samples,
+    join_causes,
     where_of,
 )
 from hardened_ddp.step.left_out import LeftOut
@@ -87,7 +87,7 @@ class StepRetry:
         if (buckets := self.parts.replica.buckets) is not None:
             buckets.reset()  # WHY here too: DDP then rebuilds its buckets, on all ranks
         if attempt.failure is None and not math.isfinite(loss := attempt.loss()):
-            text = f"{self._where()}, samples {shown(attempt.batches)}: the loss is {loss}"
+            text = f"{self._where()}, samples {format_samples(attempt.batches)}: the loss is {loss}"
             attempt.failure = Failure("not finite", text)
         self.until_done(attempt)  # collective
 
@@ -108,7 +108,7 @@ class StepRetry:
         """
         parts = self.parts
         if isinstance(error, LossNotFinite):
-            found = error.found or f"samples {shown(batches)}: {error}"
+            found = error.found or f"samples {format_samples(batches)}: {error}"
             return Failure("not finite", f"{self._where()}, {found}")
         if (lost := lost_peer(error, parts.group)) is not None:
             raise lost from error
@@ -116,7 +116,7 @@ class StepRetry:
             raise error
         log.debug("step %d failed", self.progress.step, exc_info=error)
         kind = "out of memory" if is_out_of_memory(error) else "error"
-        text = f"{self._where()}, {parts.group.tracker.work}, samples {shown(batches)}: "
+        text = f"{self._where()}, {parts.group.tracker.work}, samples {format_samples(batches)}: "
         text += f"{describe(error)} ({where_of(error)})"
         return Failure(kind, text, max(len(batch.indices) for batch in batches))
 
@@ -184,15 +184,17 @@ class StepRetry:
         num_tries = max(num_failures[rank] for rank in causes)
         self._stop_unless_useful(causes, num_tries)
         if num_tries == 1 and self._retries:
-            log.warning("retrying step %d: %s", step, told(causes))
+            log.warning("retrying step %d: %s", step, join_causes(causes))
             return False
         if num_tries == 2 and self._retries:
-            log.warning("step %d: looking for the samples that fail alone: %s", step, told(causes))
+            log.warning(
+                "step %d: looking for the samples that fail alone: %s", step, join_causes(causes)
+            )
             if failure is not None:
                 attempt.batches = self._without_bad(attempt)
             return False
         if self.is_close:
-            self.given_up.append(f"step {step}: {told(causes)}")
+            self.given_up.append(f"step {step}: {join_causes(causes)}")
         text = failure.text if failure else ""
         self.left_out.add(attempt.batches, text, self.progress)  # collective
         return True
@@ -205,7 +207,9 @@ class StepRetry:
         if kinds == {"unused"} and self.parts.config.ddp.find_unused_parameters != "off":
             self.parts.replica.look_for_unused()
             log.warning(
-                "find_unused_parameters is on from now; retrying step %d: %s", step, told(causes)
+                "find_unused_parameters is on from now; retrying step %d: %s",
+                step,
+                join_causes(causes),
             )
             return True
         sizes = [c.num_samples for c in causes.values() if c.kind == "out of memory"]
@@ -216,7 +220,7 @@ class StepRetry:
                 "gradient: %s",
                 self.progress.most_samples,
                 step,
-                told(causes),
+                join_causes(causes),
             )
             return True
         return False
@@ -228,7 +232,7 @@ class StepRetry:
         kinds = [cause.kind for cause in causes.values()]
         if self._retries and num_tries == 1 and not {"sample", "unused"} & set(kinds):
             return
-        raise error_of(kinds[0], told(causes))
+        raise error_of(kinds[0], join_causes(causes))
 
     def _without_bad(self, attempt: Attempt) -> list[Batch]:
         """Run each sample alone; return the batches without those that fail. Rank-local.

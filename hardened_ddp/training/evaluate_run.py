@@ -114,7 +114,7 @@ def measure(
         found = loop.run(model, totals, look)  # collective
     finally:
         loader.close()
-    assert found is not None  # nothing stops it
+    assert found is not None  # no should_stop is given
     figures, bad = found
     if table is not None:
         group.sum_(table.sums)  # collective

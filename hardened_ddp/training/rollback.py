@@ -132,8 +132,8 @@ class Rollback:
             self._differed_until = step
         elif found.source is not None:
             log.warning(
-                "there is no checkpoint from before: gradients of rank %s since step %d stay in "
-                "the weights",
+                "there is no earlier checkpoint with equal replicas: gradients of rank %s since "
+                "step %d stay in the weights",
                 " and ".join(map(str, found.odd)),
                 max(0, self._equal_at),
             )

@@ -78,7 +78,7 @@ class Run:
         return self.report.profiled(found)
 
     def look_around(self) -> None:
-        """Do the work of some times a second: progress bar, account of time, checkpoints by time.
+        """Do the periodic work: progress bar, account of time, checkpoints by time.
 
         Rank-local, between two steps.
         """

@@ -119,7 +119,7 @@ def probe_folder(folder: Path) -> None:
     second = first.with_name(f"{first.name}-renamed")
     if folder.is_symlink():
         raise RunFolderError(
-            f"{folder} is a symbolic link, and could point elsewhere tomorrow",
+            f"{folder} is a symbolic link, which could be changed to another folder during the run",
             fix=f"use the folder itself: {os.path.realpath(folder)}",
         )
     try:
@@ -163,7 +163,7 @@ def _is_busy(descriptor: int) -> bool:
 
 def _taken_now(folder: Path) -> RunFolderError:
     return RunFolderError(
-        f"another job is taking {folder} at this moment",
+        f"another job is locking {folder} at this moment",
         fix="give another run_name, or wait for that job",
     )
 

@@ -157,7 +157,7 @@ def _is_good(stepper: Stepper, *, limit_s: float) -> bool | None:
 
 def _say_saved(progress: Progress, folder: Path) -> None:
     log.warning(
-        "the state after step %d is saved; to go on: %s ddp_training.py --resume %s",
+        "the state after step %d is saved; to resume: %s ddp_training.py --resume %s",
         progress.step,
         program("python"),
         folder,
