@@ -219,7 +219,7 @@ def tell_notice() -> str:
         end, num_after = deadline(40), 0
         while num_after < 100:  # WHY so many: it is to be told once
             if group.launch.is_main:
-                stop.notice = "no new checkpoint: the disk is full"
+                stop.tell("no new checkpoint: the disk is full")
             stop.poll()
             is_late = time.monotonic() > end
             num_told, num_late = group.sum_(torch.tensor([float(bool(messages)), is_late])).tolist()
