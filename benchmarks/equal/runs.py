@@ -51,7 +51,7 @@ _SETTINGS = {
     "checkpointing": [*_NET, "--gradient_checkpointing", "true"],
     "buckets": [*FORMS["hooks"], "--gradient_as_bucket_view", "false", "--bucket_cap_mb", "0.05"],
     "static-graph": [*FORMS["hooks"], "--static_graph"],
-    "compressed": [*FORMS["hooks"], "--comm_hook", "bf16"],
+    "compressed": [*FORMS["hooks"], "--comm_hook", "fp16"],
 }
 
 
