@@ -150,7 +150,8 @@ class SaveWatch:
             for each in self.threads
             if any("/checkpoint/" in file for file, _ in each.seen)
         ]
-        _write(self.file, {"save": sorted(self.main.seen.union(*writers))})
+        if writers:  # else the driver says that nothing was seen: half a save is no figure
+            _write(self.file, {"save": sorted(self.main.seen.union(*writers))})
 
 
 class ResumeWatch:
