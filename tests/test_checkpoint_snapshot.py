@@ -18,6 +18,7 @@ from hardened_ddp.checkpoint import stream as stream_module
 from hardened_ddp.checkpoint.stream import HostArena, TensorStream, flat_bytes
 from hardened_ddp.checkpoint.tensors import plan_file
 from hardened_ddp.errors import CheckpointError
+from hardened_ddp.training.run import Run
 from hardened_ddp.training.saving import Saver
 from tests.checkpoint_bench import LIMIT_S, Bench
 from tests.checkpoint_states import assert_same
@@ -308,3 +309,17 @@ def test_a_save_that_was_refused_is_due_as_soon_as_the_writer_is_free() -> None:
     for is_wanted in (False, True):
         saver._writer = cast(Any, SimpleNamespace(is_wanted=is_wanted, is_busy=False))
         assert saver.is_due() == is_wanted
+
+
+def test_only_the_rank_that_writes_waits_for_the_device_before_a_save() -> None:
+    asked: list[bool] = []
+    for is_main in (False, True):
+        run = Run.__new__(Run)
+        run.parts = cast(Any, SimpleNamespace(group=SimpleNamespace(is_main=is_main)))
+        stepper = SimpleNamespace(
+            is_finite=lambda is_main=is_main: bool(asked.append(is_main)),
+            retry=SimpleNamespace(given_up=[]),
+        )
+        run.stepper = cast(Any, stepper)
+        run.save()
+    assert asked == [True]

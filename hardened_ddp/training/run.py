@@ -89,7 +89,9 @@ class Run:
         self.stop.tell(self.saver.warning)
 
     def save(self) -> None:
-        """Start writing a checkpoint, unless its weights may be bad. Rank-local."""
+        """Start writing a checkpoint, unless its weights may be bad. Rank-local: on rank 0."""
+        if not self.parts.group.is_main:  # WHY first: is_finite waits for the device
+            return
         if self.stepper.is_finite() and not self.stepper.retry.given_up:
             self.saver.save(self.progress)
 
