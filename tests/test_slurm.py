@@ -67,7 +67,7 @@ def test_torchruns_that_know_nothing_of_each_other_are_refused(
     argv += ["ddp_training.py", *RUN, "--output_dir", str(tmp_path)]
     done = cluster.run(*argv, timeout_s=120)
     assert done.status != 0
-    assert "srun started 2 times torchrun, but this one knows of 1 nodes" in done.stderr
+    assert "srun started torchrun 2 times, but this one knows of 1 nodes" in done.stderr
     assert "torchrun --nnodes=2" in done.stderr
 
 
