@@ -41,7 +41,6 @@ ROOM_LINES = 5
 LONG_FILES = {
     "ddp_training.py": "the whole run on one page",
     "checkpoint/files.py": "writing, finding and reading a checkpoint keep one contract",
-    "guard/hang.py": "one thread, from its start to the end of the process",
     "step/step.py": "a whole step, from do() down, in one file",
     "data/stream.py": "one stream of batches, with all that may happen to its workers",
 }

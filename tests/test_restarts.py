@@ -256,7 +256,8 @@ def test_a_node_that_joins_or_dies_changes_nothing_but_the_speed(tmp_path: Path)
     assert completed.output.count("going on in") == 2
     summary = read_summary(run)
     assert summary["status"] == "stopped"
-    alone = [*STEADY, "--batch_size", "24", "--model", "mlp", "--max_steps", str(summary["step"])]
+    alone = [*STEADY, "--batch_size", "24", "--model", "mlp", "--epochs", "1000"]
+    alone += ["--max_steps", str(summary["step"])]
     train([*alone, "--run_name", "run", "--output_dir", tmp_path / "alone"], 1).ok()
     assert samples_by_step(run) == samples_by_step(tmp_path / "alone" / "run")
 

@@ -9,7 +9,7 @@ launcher starts again.
 Time counts only while the thread itself runs: a job that was stopped as a whole and continued, or a
 machine that slept, did not hang. Neither does a rank in a debugger.
 What it can't see: a process that is alone on its machine while native code holds the GIL. Its
-stacks are written even then (by faulthandler's timer), but it does not exit.
+stacks are written even then (outside_view.py), but it does not exit.
 
 Does not own: what is saved (training/survivor_save.py), where the others are (neighbours.py,
 hang_consensus.py).
@@ -20,6 +20,7 @@ import faulthandler
 import logging
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,11 +30,12 @@ from pathlib import Path
 from hardened_ddp.errors import HangError
 from hardened_ddp.guard.hang_consensus import HangConsensus
 from hardened_ddp.guard.neighbours import Neighbours
+from hardened_ddp.guard.outside_view import start_outside_view
 from hardened_ddp.guard.slow import SlowRanks, Split
 from hardened_ddp.guard.verdict import Report, Verdict, decide, limits_ns, patience_for
 from hardened_ddp.guard.watchdog import leave_at_once
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.heartbeat import HEART, LIMITS, PHASE, SINCE, STEP
+from hardened_ddp.ranks.heartbeat import HEART, LIMITS, PHASE, SINCE, STEP, TOKEN
 from hardened_ddp.ranks.phase import FIRST_WAIT, Phase
 from hardened_ddp.ranks.stacks import is_debugged, offer_stacks, withdraw_stacks
 
@@ -87,6 +89,7 @@ class HangWatch:
         self._end = threading.Event()
         self._is_judging = threading.Event()
         self._thread: threading.Thread | None = None
+        self._outside: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "HangWatch":
         """Start the watch. Main thread. Collective: all ranks."""
@@ -100,7 +103,15 @@ class HangWatch:
         with contextlib.suppress(RuntimeError):  # no answer: then each rank watches only itself
             store = None if group.store is None else group.store.second()
         self._consensus = HangConsensus(store, rank=group.launch.rank, world_size=group.world_size)
-        self._held = self._open_held()
+        if not self._neighbours.reports() and min(fds) >= 0:
+            launch = group.launch
+            self._outside = start_outside_view(
+                self._folder / f"held_rank_{launch.rank}.txt",
+                heartbeat_fd=fds[0],
+                token=group.tracker.words[TOKEN],
+                stacks_fd=fds[1],
+                tick_s=self._tick_s,
+            )
         self._main_thread = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="hang-watch", daemon=True)
         self._thread.start()
@@ -127,12 +138,13 @@ class HangWatch:
         while self._thread.is_alive() and self._is_judging.is_set():
             self._thread.join(self._tick_s)
         self._thread = None
-        faulthandler.cancel_dump_traceback_later()
         withdraw_stacks(self._stacks_fd)
         self._neighbours.close()
         if self._heartbeat_fd >= 0:
             os.close(self._heartbeat_fd)
-        self._drop_held()
+        if self._outside is not None:
+            self._outside.kill()
+            self._outside.wait()
 
     def _watch(self) -> None:
         last = time.monotonic()
@@ -171,7 +183,7 @@ class HangWatch:
         self._seen_since = since
 
     def _set_limits(self) -> None:
-        """Update the limit of each phase; publish it to the neighbours, and set the timer."""
+        """Update the limit of each phase, and publish it to the neighbours."""
         tracker = self._group.tracker
         limits = limits_ns(
             hang_after_s=self._hang_after_s,
@@ -181,11 +193,6 @@ class HangWatch:
         )
         for phase, limit in enumerate(limits):
             tracker.words[LIMITS + phase] = limit
-        if self._held >= 0:
-            os.ftruncate(self._held, 0)  # stacks of a rank that continued
-            # WHY restarted each time: it fires only if this thread can't run any more.
-            timeout_s = 2 * limits[tracker.words[PHASE]] / 1e9
-            faulthandler.dump_traceback_later(timeout_s, file=self._held)
 
     def _report(self, samples: tuple[int, ...] = ()) -> Report:
         words, rank = self._group.tracker.words, self._group.launch.rank
@@ -252,7 +259,6 @@ class HangWatch:
             is_server = launch.is_main and not launch.agent_owns_store
             self._consensus.await_others(is_server=is_server, limit_s=_END_LIMIT_S)
         finally:
-            self._drop_held()
             leave_at_once(HangError.exit_status)
 
     def _write_stacks(self, folder: Path, report: Report) -> None:
@@ -281,20 +287,3 @@ class HangWatch:
             self._compare_in_s = _COMPARE_EVERY_S
             for text in self._slow.note(self._consensus.splits()):
                 log.warning("%s", text)
-
-    def _drop_held(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(self._held)
-            self._held_path.unlink()
-            self._folder.rmdir()  # a folder that is not empty stays
-
-    def _open_held(self) -> int:
-        """Open the file for the stacks of a process whose GIL is held; -1 if it can't be opened."""
-        self._held_path = self._folder / f"held_rank_{self._group.launch.rank}.txt"
-        try:
-            self._folder.mkdir(exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-            return os.open(self._held_path, flags, 0o644)
-        except OSError as error:
-            log.debug("%s can't be written: %s", self._held_path, error)
-            return -1

@@ -1,0 +1,76 @@
+"""Stacks of a rank that is alone on its machine, when native code holds its GIL.
+
+With the GIL held, the rank's own watch can't run, and no other rank is there to look. So such a
+rank starts this module as a small process beside it, which watches its heartbeat: if the watch of the
+rank no longer ticks, it writes the rank's stacks to a file and says so on stderr.
+WHY a process, not faulthandler.dump_traceback_later: its timer reads the stacks of threads that may
+be running, for it also fires when a stopped job continues; that can crash the process it watches.
+
+Does not own: the verdict (hang.py); it does not end the rank.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from hardened_ddp.ranks.heartbeat import HEART, LIMITS, PHASE, STEP, open_words
+from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.process import stat_fields
+from hardened_ddp.ranks.stacks import ask_for_stacks
+
+_MAX_TICKS = 3
+
+
+def start_outside_view(
+    file: Path, *, heartbeat_fd: int, token: int, stacks_fd: int, tick_s: float
+) -> "subprocess.Popen[bytes]":
+    """Start the process that writes this process's stacks to file once its watch is silent."""
+    numbers = [os.getpid(), heartbeat_fd, token, stacks_fd]
+    root = str(Path(__file__).parents[2])
+    code = f"import sys; sys.path.insert(0, {root!r}); from {__name__} import main; main()"
+    argv = [sys.executable, "-S", "-c", code, *map(str, numbers), str(file), str(tick_s)]
+    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def main() -> None:
+    """Watch the process that the arguments name, until it ends."""
+    # WHY: Ctrl-C and a scheduler's signals are for the rank, which ends this process.
+    theirs = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
+    signal.pthread_sigmask(signal.SIG_BLOCK, theirs)
+    pid, heartbeat_fd, token, stacks_fd = map(int, sys.argv[1:5])
+    file, tick_s = Path(sys.argv[5]), float(sys.argv[6])
+    words = open_words(pid, heartbeat_fd, token)
+    heart, silent_s, last = -1, 0.0, time.monotonic()
+    is_told = False
+    while words is not None and os.getppid() == pid:
+        time.sleep(tick_s)
+        now = time.monotonic()
+        # Only time in which both processes could run counts.
+        awake_s, last = min(now - last, _MAX_TICKS * tick_s), now
+        is_stopped = stat_fields(pid)[:1] in (["T"], ["t"])
+        if words[HEART] != heart or is_stopped:
+            if words[HEART] != heart and is_told:
+                file.unlink(missing_ok=True)
+                is_told = False
+            heart, silent_s = words[HEART], 0.0
+            continue
+        silent_s += awake_s
+        if silent_s > 2 * words[LIMITS + words[PHASE]] / 1e9 > 0 and not is_told:
+            is_told = True
+            where = f"{Phase(words[PHASE]).label} of step {words[STEP]}"
+            _tell(file, where, ask_for_stacks(pid, stacks_fd), silent_s=silent_s)
+
+
+def _tell(file: Path, where: str, stacks: str, *, silent_s: float) -> None:
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(stacks or "no stacks: the process does not answer\n", encoding="utf-8")
+    sys.stderr.write(
+        f"the process makes no progress in {where}: native code holds the GIL for "
+        f"{silent_s:.0f} s; its stacks: {file}\n"
+    )
+    sys.stderr.flush()
