@@ -5,6 +5,7 @@
     python ddp_training.py --single_gpu             one process, no DDP
     python ddp_training.py evaluate RUN             how good is each class? JSON and a table
     python ddp_training.py doctor                   what is wrong with this machine?
+    python ddp_training.py audit --source train.py  what is silently wrong in your own script?
     python ddp_training.py drill NAME               does a run survive this fault here?
 
 Read from main() down, in the order of the run: settings, launch, process group, run folder, data,
@@ -65,6 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from hardened_ddp.diagnosis.ledger_check import check_ledger
 
             return check_ledger(Path(request.options["run"]), output=sys.stdout)
+        if request.command == "audit":
+            from hardened_ddp.diagnosis.audit.command import run_audit
+
+            return run_audit(request, output=sys.stdout)
         if request.command == "drill":
             from drills.command import run_drills
 

@@ -77,6 +77,10 @@ def layout_tree() -> str:
         lines.append(entry(f"{layer}/", purpose_of(folder / "__init__.py"), 1))
         files = [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
         lines += [entry(path.name, purpose_of(path), 2) for path in files]
+        for part in sorted(p.parent for p in folder.glob("*/__init__.py")):
+            lines.append(entry(f"{part.name}/", purpose_of(part / "__init__.py"), 2))
+            files = [p for p in sorted(part.rglob("*.py")) if p.name != "__init__.py"]
+            lines += [entry(str(p.relative_to(part)), purpose_of(p), 3) for p in files]
     for folder in ("drills", "launchers", "benchmarks", "examples", "tests"):
         files = [p for p in sorted((ROOT / folder).rglob("*.py")) if p.name != "__init__.py"]
         lines += [f"{folder}/"] * bool(files)

@@ -1,1 +1,1 @@
-"""Diagnosis when something is wrong: doctor."""
+"""Diagnosis when something is wrong: doctor, and audit of any DDP program."""

@@ -31,6 +31,9 @@ class Request:
     options: Mapping[str, str] = field(default_factory=dict)
     """Options of a command of COMMANDS; for help the topic: train, or a key of COMMANDS."""
 
+    program: tuple[str, ...] = ()
+    """The words after "--", for a command that runs another program."""
+
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: the type of the setting
     config_file: str = ""
     problems: tuple[str, ...] = ()
@@ -58,6 +61,10 @@ def parse(argv: Sequence[str]) -> Request:
     """
     is_named = bool(argv) and not argv[0].startswith("-")
     command = argv[0] if is_named else TRAIN
+    program: tuple[str, ...] = ()
+    if command in COMMANDS and COMMANDS[command].takes_program and "--" in argv:
+        end = argv.index("--")
+        argv, program = argv[:end], tuple(argv[end + 1 :])
     flags = _split(argv[1:] if is_named else argv)
     if command not in (TRAIN, HELP, *COMMANDS):
         near = nearest(command, (TRAIN, HELP, *COMMANDS))
@@ -71,7 +78,7 @@ def parse(argv: Sequence[str]) -> Request:
         return _train_request(flags)
     if COMMANDS[command].takes_settings:
         return _continuing_request(command, flags)
-    return Request(command=command, options=_read_options(command, flags))
+    return Request(command=command, options=_read_options(command, flags), program=program)
 
 
 def _split(argv: Sequence[str]) -> list[_Flag]:
@@ -186,6 +193,9 @@ def _read_options(command: str, flags: Sequence[_Flag]) -> dict[str, str]:
             problems.append(
                 f"{as_word(flag.given)}: no such option of {command}; {_known(by_flag)}"
             )
+        elif options[flag.name].is_switch:
+            values[flag.name] = "true"
+            words += flag.words
         elif not flag.words or not flag.words[0]:
             problems.append(f"{as_word(flag.given)}: has no value, needs {options[flag.name].text}")
         else:

@@ -13,7 +13,7 @@ HELP = "help"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
-    """A flag with a value, or a bare word, of a command other than training."""
+    """A flag with a value, a switch, or a bare word, of a command other than training."""
 
     name: str
     text: str
@@ -23,6 +23,8 @@ class Option:
     """Given by its place, without a flag; such an option must be given, unless it is_optional."""
 
     is_optional: bool = False
+    is_switch: bool = False
+    """A flag without a value; given, its value is "true"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +35,9 @@ class Command:
     options: tuple[Option, ...] = ()
     takes_settings: bool = False
     """It trains, or uses the RUN that it names: settings may follow it."""
+
+    takes_program: bool = False
+    """What follows "--" is the command line of another program, and is not read here."""
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -51,6 +56,13 @@ COMMANDS: Mapping[str, Command] = {
             ),
         ),
         takes_settings=True,
+    ),
+    "audit": Command(
+        text="Read the source of any DDP program, and report what is silently wrong in it.",
+        options=(
+            Option(name="source", text="Python file to read; nothing is run."),
+            Option(name="json", text="Print the report as JSON.", is_switch=True),
+        ),
     ),
     "drill": Command(
         text="Inject a fault into a run on this machine, and check how the run ends.",

@@ -60,8 +60,10 @@ def _command_help(name: str, command: Command) -> str:
     for option in command.options:
         value = "|".join(option.choices) or option.name.upper()
         word = f"[{option.name.upper()}]" if option.is_optional else option.name.upper()
-        form = word if option.is_word else f"--{option.name} {value}"
-        short = f"[--{option.name} {option.name.upper()}]"  # its choices stand below
+        flag = f"--{option.name}"
+        form = word if option.is_word else flag if option.is_switch else f"{flag} {value}"
+        # WHY not form: its choices stand below
+        short = f"[{flag}]" if option.is_switch else f"[{flag} {option.name.upper()}]"
         usage.append(form if option.is_word else short)
         default = f" (default: {option.default})" if option.default else ""
         entries.append(_entry(form, option.text + default))
@@ -71,6 +73,10 @@ def _command_help(name: str, command: Command) -> str:
         is_of_run = any(option.name == "run" for option in command.options)
         text += "; the others are those of the run." if is_of_run else "."
         entries.append(_entry("--SETTING VALUE", text))
+    if command.takes_program:
+        usage.append("[-- PROGRAM ...]")
+        text = "The command line of the program to run, such as torchrun and what follows it."
+        entries.append(_entry("-- PROGRAM ...", text))
     blocks = [" ".join(usage) + "\n", command.text + "\n"]
     return "\n".join([*blocks, "".join(entries)] if entries else blocks)
 

@@ -1,0 +1,1 @@
+"""Tests of the command audit: planted mistakes, healthy programs, records, reports."""
