@@ -47,6 +47,7 @@ LONG_FILES = {
 # Functions that take one value, by its name, for each thing that they make or pass on.
 ONE_FOR_EACH_FIELD = {
     "data/sampler.py": {"__init__"},
+    "settings/declare.py": {"setting"},
     # their parameters are the keys of --dataset_args
     "data/synthetic.py": {"__init__"},
     "data/huggingface.py": {"open_hub_set"},

@@ -283,7 +283,7 @@ def test_a_batch_of_bad_samples_only_is_empty() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_samples_that_never_make_a_batch_are_an_error_with_their_numbers(num_workers: int) -> None:
-    loader = make_loader([("text", "label")] * 8, num_workers)
+    loader = make_loader([("text", object)] * 8, num_workers)
     with pytest.raises(SampleError, match="can't be made into a batch"):
         read(loader)
     loader.close()

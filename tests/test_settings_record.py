@@ -85,6 +85,7 @@ class TestRecord:
                 "{a: 1}",
                 *SETTINGS[name].choices,
                 "other",
+                "package.module:name",
             )
             if (config := taken(name, word)) and config != Config()
         )

@@ -1,16 +1,18 @@
 """A batch: the samples of one micro-batch, and those that could not be read.
 
-Owns splitting a batch and moving it. Tensors may be nested as the dataset nests them.
+Owns splitting a batch and moving it. Tensors may be nested as the dataset nests them (nesting.py).
 Does not own: reading one (fetch.py).
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import default_collate
+
+from hardened_ddp.data.nesting import map_parts, map_tensors, pick
+
+__all__ = ["BadSample", "Batch", "Request", "map_tensors", "split", "take"]
 
 Request = tuple[int, torch.Tensor]
 """(epoch, indices of one micro-batch)."""
@@ -36,8 +38,8 @@ class Batch:
     """One micro-batch. Any: a tensor, or what the dataset nests tensors in."""
 
     inputs: Any
-    targets: torch.Tensor
-    """(num_samples,) int64."""
+    targets: Any
+    """The labels; of classes (num_samples,) int64."""
 
     indices: torch.Tensor
     """(num_samples,) int64: which samples these are."""
@@ -45,6 +47,10 @@ class Batch:
     bad: tuple[BadSample, ...] = ()
     troubles: tuple[str, ...] = ()
     """Errors of reads that were retried."""
+
+    read_part: "Callable[[torch.Tensor], Batch] | None" = None
+    """Reads some of its samples, given their indices, as a batch of their own. None: they can be
+    cut out of this one, whose tensors have the sample as their first dimension."""
 
     @property
     def num_samples(self) -> int:
@@ -54,11 +60,10 @@ class Batch:
         """Return the batch on device; with channels_last, images in that memory format."""
         if device.type == "cpu" and not channels_last:
             return self
-        inputs = map_tensors(self.inputs, lambda tensor: tensor.to(device, non_blocking=True))
+        inputs = move(self.inputs, device)
         if channels_last and isinstance(inputs, torch.Tensor) and inputs.dim() == 4:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
-        targets = self.targets.to(device, non_blocking=True)
-        return Batch(inputs, targets, self.indices, self.bad)
+        return replace(self, inputs=inputs, targets=move(self.targets, device), troubles=())
 
     def size_bytes(self) -> int:
         """Count the bytes of all tensors."""
@@ -67,32 +72,15 @@ class Batch:
         return sum(sizes)
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Apply change to each tensor in nested mappings, tuples and lists. Any: a dataset's data."""
+def move(value: Any, device: torch.device) -> Any:  # Any: a dataset's data
+    """Move all tensors of a nested value to device; what is no tensor passes through."""
     if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: map_tensors(part, change) for key, part in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple takes them as *args
-        return type(value)(*(map_tensors(part, change) for part in value))
-    if isinstance(value, tuple | list):
-        return type(value)(map_tensors(part, change) for part in value)
-    return value
-
-
-def stack(samples: Sequence[Any]) -> Any:
-    """Collate samples as torch's default_collate does, but never in shared memory."""
-    first = samples[0]
-    if isinstance(first, torch.Tensor):
-        return torch.stack(list(samples))
-    if isinstance(first, np.ndarray) and first.dtype.kind in "biufc":
-        return torch.stack([torch.as_tensor(sample) for sample in samples])
-    if isinstance(first, Mapping):
-        return {key: stack([sample[key] for sample in samples]) for key in first}
-    if isinstance(first, tuple | list):
-        parts = [stack(column) for column in zip(*samples, strict=True)]
-        return type(first)(*parts) if hasattr(first, "_fields") else parts
-    return default_collate(list(samples))
+        return value.to(device, non_blocking=True)
+    # WHY first: a packed sequence or a graph knows which of its tensors stay on the CPU.
+    if not isinstance(value, type) and callable(own := getattr(value, "to", None)):
+        moved = own(device)
+        return value if moved is None else moved
+    return map_parts(value, lambda part: move(part, device))
 
 
 def split(batches: Sequence[Batch], most_samples: int) -> list[Batch]:
@@ -109,11 +97,12 @@ def split(batches: Sequence[Batch], most_samples: int) -> list[Batch]:
 
 
 def take(batch: Batch, positions: Sequence[int]) -> Batch:
-    """Return some samples of a batch. The first dimension of its input tensors is the sample."""
-    index = torch.as_tensor(list(positions), dtype=torch.int64)
-
-    def pick(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[index] if tensor.dim() and len(tensor) == batch.num_samples else tensor
-
-    inputs = map_tensors(batch.inputs, pick)
-    return Batch(inputs, batch.targets[index], batch.indices[index])
+    """Return some samples of a batch, as a batch."""
+    indices = batch.indices[torch.as_tensor(list(positions), dtype=torch.int64)]
+    if batch.read_part is not None:
+        return batch.read_part(indices)
+    inputs, targets = (
+        pick(part, positions, num_samples=batch.num_samples)
+        for part in (batch.inputs, batch.targets)
+    )
+    return Batch(inputs, targets, indices)

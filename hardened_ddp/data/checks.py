@@ -60,6 +60,18 @@ class Checks:
             _find_no_classes(batch.targets, self.num_classes, found)
         return found
 
+    def problem_of(self, batch: Batch) -> str:
+        """Say what is wrong in a batch that a user's collate made, as a whole; usually empty."""
+        found: dict[int, str] = {}
+        if self.inputs:
+            is_alone = isinstance(batch.inputs, torch.Tensor)
+            map_tensors(batch.inputs, lambda tensor: _note_not_finite(tensor, is_alone, found))
+        labels = batch.targets
+        if self.num_classes and isinstance(labels, torch.Tensor):
+            if len(labels) == batch.num_samples:
+                _find_no_classes(labels, self.num_classes, found)
+        return next(iter(found.values()), "")
+
     def _are_fine(self, inputs: Any, labels: torch.Tensor) -> bool:
         """Check quickly whether all values are fine; False: a full check is needed."""
         if self.num_classes:
@@ -97,6 +109,15 @@ def _find_no_classes(labels: torch.Tensor, num_classes: int, found: dict[int, st
             f"its label is {labels[place].item()}, and there are {num_classes} classes, "
             f"0 to {num_classes - 1}"
         )
+
+
+def _note_not_finite(tensor: torch.Tensor, is_alone: bool, found: dict[int, str]) -> None:
+    if not tensor.is_floating_point():
+        return
+    is_wrong = ~tensor.isfinite() if is_alone else tensor.isnan()
+    if count := int(is_wrong.sum()):
+        what = "NaN or infinite" if is_alone else "NaN"
+        found[0] = f"{count} values of its input are {what}"
 
 
 def _find_not_finite(batch: Batch, found: dict[int, str]) -> None:

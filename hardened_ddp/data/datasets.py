@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from hardened_ddp.data.collate import find_collate
 from hardened_ddp.data.digits import open_digits
 from hardened_ddp.data.facts import (
     check_classes,
@@ -114,7 +115,8 @@ def build_data(config: DataConfig, *, leaves_out: bool = False) -> TaskData:
     num_classes = count_classes(train, config.dataset)
     check_labels(train, num_classes, config.dataset, leaves_out=leaves_out)
     check_labels(test, num_classes, f"{config.dataset} (test)", leaves_out=leaves_out)
-    example = read_example(train, config.dataset)
+    collate = find_collate(train, config.collate)
+    example = read_example(train, config.dataset, collate)
     inputs, targets = example.inputs, example.targets
     names = getattr(train, "classes", None) or [str(index) for index in range(num_classes)]
     return TaskData(
@@ -122,10 +124,13 @@ def build_data(config: DataConfig, *, leaves_out: bool = False) -> TaskData:
         test=test,
         num_classes=num_classes,
         input_shape=tuple(inputs.shape[1:]) if isinstance(inputs, torch.Tensor) else (),
-        labels_are_classes=targets.dim() == 1
+        labels_are_classes=isinstance(targets, torch.Tensor)
+        and targets.dim() == 1
         and not (targets.is_floating_point() or targets.is_complex()),
         class_names=tuple(str(name) for name in names),
-        fingerprint=fingerprint((train, test), name=config.dataset, arguments=config.dataset_args),
+        fingerprint=fingerprint(
+            (train, test), name=config.dataset, arguments=config.dataset_args, collate=collate
+        ),
         in_memory=is_in_memory(train),
     )
 

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from hardened_ddp.data.fetch import Batch, Fetcher, map_tensors, preserved_rng
+from hardened_ddp.data.collate import Collate
+from hardened_ddp.data.fetch import Batch, Fetcher, preserved_rng
 from hardened_ddp.data.memory import MemoryImages
+from hardened_ddp.data.nesting import leaves
 from hardened_ddp.errors import DataError, SampleError
 
 _MOST_TRIES = 8  # how many samples are tried to find a readable one
@@ -26,9 +28,9 @@ log = logging.getLogger(__name__)
 AnyDataset = Dataset[Any]  # Any: whatever a sample is
 
 
-def read_example(dataset: AnyDataset, name: str) -> Batch:
+def read_example(dataset: AnyDataset, name: str, collate: Collate | None = None) -> Batch:
     """Read the first sample that can be read. Raises DataError if there is none."""
-    fetcher = Fetcher(dataset, seed=0)
+    fetcher = Fetcher(dataset, seed=0, collate=collate)
     num_tries = min(_MOST_TRIES, len(dataset))  # type: ignore[arg-type]  # map-style: has a length
     try:
         with preserved_rng():
@@ -116,7 +118,11 @@ def is_in_memory(dataset: AnyDataset) -> bool:
 
 
 def fingerprint(
-    parts: Sequence[AnyDataset | None], *, name: str, arguments: Mapping[str, Any]
+    parts: Sequence[AnyDataset | None],
+    *,
+    name: str,
+    arguments: Mapping[str, Any],
+    collate: Collate | None = None,
 ) -> str:
     """Hash name, arguments, and of each part its length and three samples."""
     # WHY not the places: the same data may have another path on another node, or after a move.
@@ -127,21 +133,21 @@ def fingerprint(
         size = 0 if part is None else len(part)  # type: ignore[arg-type]  # map-style: has a length
         digest.update(f"|{size}".encode())
         for index in {0, size // 2, size - 1} if size else ():
-            first, second = (_sample_bytes(part, index) for _ in range(2))
+            first, second = (_sample_bytes(part, index, collate) for _ in range(2))
             # WHY read twice: if a dataset's samples are random, only its length is compared.
             digest.update(first if first == second else b"random")
     return digest.hexdigest()
 
 
-def _sample_bytes(dataset: Any, index: int) -> bytes:  # Any: a map-style dataset
+def _sample_bytes(dataset: Any, index: int, collate: Collate | None) -> bytes:  # Any: map-style
     """Read one sample; nothing if it can't be read."""
     with preserved_rng():
-        batch = Fetcher(dataset, seed=0)[(0, torch.tensor([index]))]
+        batch = Fetcher(dataset, seed=0, collate=collate)[(0, torch.tensor([index]))]
     found: list[bytes] = []
-
-    def add(tensor: torch.Tensor) -> None:
-        found.append(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-        found.append(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-
-    map_tensors((batch.inputs, batch.targets), add)
+    for leaf in leaves((batch.inputs, batch.targets)):
+        if isinstance(leaf, torch.Tensor):
+            found.append(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
+            found.append(leaf.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, str | bytes | int | float):  # WHY no others: their text may differ
+            found.append(repr(leaf).encode())
     return b"".join(found)

@@ -10,7 +10,6 @@ one sample's error would cost the whole batch.
 import pickle
 import random
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,11 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data import Subset, TensorDataset
 
-from hardened_ddp.data.batch import BadSample, Batch, Request, map_tensors, split, stack, take
+from hardened_ddp.data.batch import BadSample, Batch, Request, map_tensors, split, take
 from hardened_ddp.data.checks import Checks
+from hardened_ddp.data.collate import Collate, collate_by, collate_plainly, split_targets
 from hardened_ddp.data.memory import MemoryImages
+from hardened_ddp.data.nesting import stack
 from hardened_ddp.data.read_errors import describe, file_of, is_transient, retry_read, is_permanent
 from hardened_ddp.data.vision import import_torchvision
 from hardened_ddp.errors import LoaderError, SampleError
@@ -31,22 +32,25 @@ from hardened_ddp.ranks.seeding import seed_sample
 
 __all__ = ["BadSample", "Batch", "Fetcher", "Request", "describe", "map_tensors", "split", "take"]
 
-LABEL_NAMES = ("labels", "label", "targets", "target")
-"""Names that the target may have in a sample that is a mapping."""
-
 MOST_UNREACHABLE = 3
 """Samples of one batch. If more can't be reached, the cause is the storage, not the samples."""
-
-_MAX_TEXT = 400  # characters of the text that describes a sample's shape
 
 
 class Fetcher:
     """Reads micro-batches of one dataset. Picklable if the dataset is."""
 
-    def __init__(self, dataset: Any, *, seed: int, checks: Checks | None = None) -> None:
-        """dataset: a map-style one. checks: what makes a sample unusable."""
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        seed: int,
+        checks: Checks | None = None,
+        collate: Collate | None = None,
+    ) -> None:
+        """dataset: a map-style one. checks: what makes a sample unusable. collate: the user's."""
         self.dataset = dataset
         self.seed = seed
+        self.collate = collate
         self.checks = checks or Checks()
         self._is_clean = self.checks.known == {}  # all of the data was checked, and is fine
         self.shares_memory = True
@@ -62,23 +66,35 @@ class Fetcher:
         self.uses_randomness = getattr(
             dataset, "uses_randomness", not isinstance(dataset, TensorDataset)
         )
+        # WHY: a part of a collated batch is read again, and must get the same random numbers.
+        if collate is not None and self.uses_randomness:
+            self.reads_batches = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         # WHY packed twice: unpickling a torchvision dataset imports torchvision, and a worker must
         # repair that import first if this process had to.
-        packed = pickle.dumps((self.dataset, self.seed, self.checks))
+        packed = pickle.dumps((self.dataset, self.seed, self.checks, self.collate))
         return _unpack, ("torchvision" in sys.modules, packed)
 
     def __getitem__(self, request: Request) -> Batch:
         """Read one micro-batch. torch's DataLoader calls this in a worker."""
         epoch, indices = request
-        if isinstance(self.dataset, MemoryImages):
+        if isinstance(self.dataset, MemoryImages) and self.collate is None:
             images, labels = self.dataset.fetch(indices, seed=self.seed, epoch=epoch)
             batch = Batch(images, labels, indices)
-            return batch if self._is_clean else self._checked(batch)
+            return batch if self._is_clean else self._checked(batch, epoch)
         if self.reads_batches:
-            return self._checked(self._read_whole(epoch, indices))
-        return self._checked(self._read_samples(epoch, indices))
+            return self._checked(self._read_whole(epoch, indices), epoch)
+        return self._checked(self._read_samples(epoch, indices), epoch)
+
+    def with_parts(self, batch: Batch, epoch: int) -> Batch:
+        """Let parts of a batch that this fetcher read, here or in a worker, be read again.
+
+        WHY: what a user's collate made can't be cut by samples: it pads, packs and joins them.
+        """
+        if self.collate is not None:
+            batch.read_part = lambda indices: self.with_parts(self[(epoch, indices)], epoch)
+        return batch
 
     def _read_whole(self, epoch: int, indices: torch.Tensor) -> Batch:
         """Read all at once; if that fails, sample by sample, which finds the bad one."""
@@ -105,6 +121,10 @@ class Fetcher:
         found = self.dataset.__getitems__(numbers)
         if isinstance(found, list) and len(found) == len(numbers):
             return self._collate(found, numbers, ())
+        if self.collate is not None:
+            raise TypeError(
+                f"__getitems__ returned a {type(found).__name__} and no list of samples to collate"
+            )
         return Batch(*split_targets(found), indices)
 
     def _read_samples(
@@ -162,41 +182,36 @@ class Fetcher:
     def _collate(
         self, samples: Sequence[Any], numbers: Sequence[int], bad: tuple[BadSample, ...]
     ) -> Batch:
-        # WHY two functions: in a worker, torch's default_collate allocates in shared memory.
-        collate = default_collate if self.shares_memory else stack
-        return _collate(samples, numbers, bad, collate)
+        if self.collate is not None and samples:
+            return collate_by(self.collate, list(samples), list(numbers), bad)
+        return collate_plainly(samples, numbers, bad, partial(stack, shares_memory=self.shares_memory))
 
-    def _checked(self, batch: Batch) -> Batch:
+    def _checked(self, batch: Batch, epoch: int) -> Batch:
         """Move the samples that the model can't take to bad, and make labels int64."""
-        if wrong := self.checks.find(batch):
+        if wrong := self._find_wrong(batch, epoch):
             numbers = batch.indices.tolist()
             bad = tuple(
                 BadSample(numbers[place], text, file_of(self.dataset, numbers[place]))
                 for place, text in sorted(wrong.items())
             )
             good = [place for place in range(batch.num_samples) if place not in wrong]
-            batch = replace(take(batch, good), bad=batch.bad + bad, troubles=batch.troubles)
+            rest = batch if self.collate is None else self.with_parts(batch, epoch)
+            batch = replace(take(rest, good), bad=batch.bad + bad, troubles=batch.troubles)
+            batch.read_part = None  # WHY: a worker sends the batch, and this can't be sent
         if self.checks.num_classes and batch.targets.dtype != torch.int64:
             batch.targets = batch.targets.to(torch.int64)
         return batch
 
-
-def split_targets(data: Any) -> tuple[Any, Any]:  # Any: a foreign sample, or a batch of them
-    """Split data into inputs and targets. Raises TypeError if it is neither a pair nor labelled."""
-    if isinstance(data, Mapping):
-        for name in LABEL_NAMES:
-            if name in data:
-                return {key: data[key] for key in data if key != name}, data[name]
-        raise TypeError(
-            f"a sample is a mapping with {', '.join(map(str, data))}; need one of them to be "
-            f"called {' or '.join(LABEL_NAMES)}"
-        )
-    if isinstance(data, tuple | list) and len(data) == 2:
-        return data[0], data[1]
-    raise TypeError(
-        f"a sample is a {type(data).__name__}; need (input tensor, label), or a mapping with "
-        "'labels'"
-    )
+    def _find_wrong(self, batch: Batch, epoch: int) -> Mapping[int, str]:
+        """Return what is wrong with samples of a batch, by position; usually empty."""
+        if self.collate is None or self.checks.known is not None:
+            return self.checks.find(batch)
+        if not self.checks.problem_of(batch):
+            return {}
+        # WHY one by one: no row of what the collate made need be a sample
+        alone = (self._read_samples(epoch, index.view(1)) for index in batch.indices)
+        texts = enumerate(self.checks.problem_of(single) for single in alone)
+        return {place: text for place, text in texts if text}
 
 
 @contextmanager
@@ -214,50 +229,5 @@ def preserved_rng() -> Iterator[None]:
 def _unpack(has_torchvision: bool, packed: bytes) -> Fetcher:
     if has_torchvision:
         import_torchvision()
-    dataset, seed, checks = pickle.loads(packed)
-    return Fetcher(dataset, seed=seed, checks=checks)
-
-
-def _collate(
-    samples: Sequence[Any],
-    numbers: Sequence[int],
-    bad: tuple[BadSample, ...],
-    collate: Callable[[list[Any]], Any],
-) -> Batch:
-    """Collate samples. A sample whose shape differs from that of most of them is bad."""
-    if not samples:
-        empty = torch.empty(0, dtype=torch.int64)
-        return Batch(torch.empty(0), empty, empty, bad)
-    try:
-        inputs, targets = split_targets(collate(list(samples)))
-        if not isinstance(targets, torch.Tensor):
-            raise TypeError(f"a label is a {type(targets).__name__}, and not a number")
-    except Exception as error:  # WHY broad: default_collate raises what it meets
-        shapes = [_shape(sample) for sample in samples]
-        usual, count = Counter(shapes).most_common(1)[0]
-        if count == len(samples):  # no single sample is the cause
-            raise SampleError(
-                f"samples {list(numbers[:4])} can't be made into a batch: {describe(error)}",
-                fix="make __getitem__ return (input tensor, label), all of one shape",
-            ) from error
-        fits = [shape == usual for shape in shapes]
-        misfits = tuple(
-            BadSample(number, f"it is {shape}, where the others are {usual}"[:_MAX_TEXT])
-            for number, shape, is_fit in zip(numbers, shapes, fits, strict=True)
-            if not is_fit
-        )
-        samples = [sample for sample, is_fit in zip(samples, fits, strict=True) if is_fit]
-        numbers = [number for number, is_fit in zip(numbers, fits, strict=True) if is_fit]
-        return _collate(samples, numbers, bad + misfits, collate)
-    return Batch(inputs, targets, torch.tensor(numbers), bad)
-
-
-def _shape(data: Any) -> str:  # Any: a foreign sample
-    """Describe what must be equal for collating: types, and the shapes of tensors."""
-    if isinstance(data, torch.Tensor | np.ndarray):
-        return f"{type(data).__name__} of {tuple(data.shape)} {data.dtype}"
-    if isinstance(data, Mapping):
-        return "{" + ", ".join(f"{key}: {_shape(data[key])}" for key in data) + "}"
-    if isinstance(data, tuple | list):
-        return "(" + ", ".join(map(_shape, data)) + ")"
-    return type(data).__name__
+    dataset, seed, checks, collate = pickle.loads(packed)
+    return Fetcher(dataset, seed=seed, checks=checks, collate=collate)

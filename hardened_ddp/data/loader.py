@@ -38,7 +38,8 @@ class TrainLoader:
         for window in sampler.windows(start):
             first, last = share_of(window.size, rank=sampler.rank, world_size=sampler.num_replicas)
             num_micro_batches = -(-(last - first) // sampler.batch_size)
-            yield window, [next(batches) for _ in range(num_micro_batches)]
+            share = [next(batches) for _ in range(num_micro_batches)]
+            yield window, [self.stream.fetcher.with_parts(batch, epoch) for batch in share]
         next(batches, None)  # WHY: the stream then reaches its end, and keeps its idle workers
 
     def sample_batches(self, device: torch.device) -> list[Batch]:
@@ -53,7 +54,7 @@ class TrainLoader:
             indices = sampler.order(0).take(first, first + min(2, size - first))
             batch = self.stream.fetcher[(0, indices)]
             if batch.num_samples:
-                found.append(batch.to(device))
+                found.append(self.stream.fetcher.with_parts(batch, 0).to(device))
             if len(found) == 2:
                 return found
         if not found:

@@ -3,6 +3,7 @@
 import torch
 
 from hardened_ddp.data.checks import Checks
+from hardened_ddp.data.collate import find_collate
 from hardened_ddp.data.datasets import AnyDataset, TaskData
 from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.loader import BatchStream, EvalLoader, TrainLoader
@@ -22,7 +23,8 @@ def build_train_loader(
 ) -> TrainLoader:
     """Build the loader of this rank's training windows. Rank-local; reads one sample."""
     checks = _checks_of(data.train, data, config)
-    fetcher = Fetcher(data.train, seed=sampler.seed, checks=checks)
+    collate = find_collate(data.train, config.collate)
+    fetcher = Fetcher(data.train, seed=sampler.seed, checks=checks, collate=collate)
     stream = _build_stream(
         fetcher, data, config, launch=launch, device=device, batch_size=sampler.batch_size
     )
@@ -35,8 +37,9 @@ def build_eval_loader(
     """Build the loader of this rank's share of the test set; None without one. Rank-local."""
     if data.test is None:
         return None
+    collate = find_collate(data.test, config.collate)
     stream = _build_stream(
-        Fetcher(data.test, seed=0, checks=_checks_of(data.test, data, config)),
+        Fetcher(data.test, seed=0, checks=_checks_of(data.test, data, config), collate=collate),
         data,
         config,
         launch=launch,

@@ -273,7 +273,7 @@ class BatchStream:
         try:
             pickle.dumps(self.fetcher)
         except Exception as error:  # WHY broad: pickling runs the user's own code
-            return f"the dataset can't be sent to a worker ({error})"
+            return f"the dataset or its collate can't be sent to a worker ({error})"
         return ""
 
 

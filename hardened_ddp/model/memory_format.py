@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hardened_ddp.data.fetch import Batch
+from hardened_ddp.data.fetch import Batch, take
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.probe import untouched_buffers
 from hardened_ddp.ranks.group import Group
@@ -103,9 +103,9 @@ class Trial:
 
         Weights, buffers and gradients do not change.
         """
-        rows = torch.arange(num_samples, device=sample.targets.device) % sample.num_samples
-        usual = Batch(sample.inputs[rows], sample.targets[rows], sample.indices)
-        last = usual.to(usual.targets.device, channels_last=True)
+        device = sample.inputs.device
+        usual = take(sample, [i % sample.num_samples for i in range(num_samples)]).to(device)
+        last = usual.to(device, channels_last=True)
         times: dict[bool, list[float]] = {False: [], True: []}
         try:
             for _ in range(_NUM_PAIRS):
@@ -123,12 +123,12 @@ class Trial:
         """Time one forward and backward; discard the gradients."""
         try:
             with untouched_buffers(self.model):
-                _wait_for(batch.targets.device)
+                _wait_for(batch.inputs.device)
                 started_at = time.perf_counter()
                 with self.precision.autocast():
                     score = self.task.score(self.model, batch.inputs, batch.targets)
                 score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
-                _wait_for(batch.targets.device)
+                _wait_for(batch.inputs.device)
                 return time.perf_counter() - started_at
         finally:
             self.model.zero_grad(set_to_none=True)

@@ -4,7 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hardened_ddp.settings.declare import COUNT, COUNT_OR_ZERO, SECONDS_OR_ZERO, setting
+from hardened_ddp.settings.declare import (
+    COUNT,
+    COUNT_OR_ZERO,
+    SECONDS_OR_ZERO,
+    ImportPath,
+    setting,
+)
 
 AUTO_BATCH_SIZE = 32
 """What batch_size auto counts as where the global batch is not given."""
@@ -20,6 +26,13 @@ class DataConfig:
     # Any: the arguments are those of a callable that we don't know
     dataset_args: Mapping[str, Any] = setting(
         {}, "Arguments of the dataset, as a mapping: {name: value, ...}."
+    )
+    collate: Literal["auto"] | ImportPath = setting(
+        "auto",
+        "How samples become a batch, such as with padding. auto: by the dataset's own collate_fn "
+        "if it has one, else by torch's default. Or your own function, which takes a list of "
+        "samples and returns (inputs, labels).",
+        path="package.module:callable",
     )
     data_dir: str = setting("data", "Folder of the datasets, on each node.", may_differ=True)
     download: bool = setting(

@@ -39,6 +39,16 @@ class Shape:
     words: str
 
 
+class ImportPath(str):
+    """A user's class or function, package.module:name, where a setting also has words."""
+
+    __slots__ = ()
+
+
+IMPORT_PATH = Shape(
+    pattern=r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*",
+    words="package.module:name",
+)
 COUNT = Bounds(low=1, high=LARGEST_COUNT)
 COUNT_OR_ZERO = Bounds(low=0, high=LARGEST_COUNT)
 SECONDS = Bounds(low=0, high=ONE_WEEK_S, is_low_open=True)
@@ -57,6 +67,8 @@ class Facts:
     bare: str
     shape: Shape
     may_differ: bool
+    path: str
+    """What an import path names, as package.module:Class, if the setting takes one."""
 
 
 def setting(
@@ -67,13 +79,17 @@ def setting(
     bare: str = "",
     shape: Shape = NOT_EMPTY,
     may_differ: bool = False,
+    path: str = "",
 ) -> T:
     """Declare a field: its default, what it does, and what values it takes.
 
     bare: what the flag means without a value. shape: what a text must look like.
     may_differ: ranks may have different values, such as a path on their own disk.
+    path: beside its words, a setting of type `Literal[...] | ImportPath` takes this.
     """
-    facts = Facts(text=text, bounds=bounds, bare=bare, shape=shape, may_differ=may_differ)
+    facts = Facts(
+        text=text, bounds=bounds, bare=bare, shape=shape, may_differ=may_differ, path=path
+    )
     metadata = {"facts": facts}
     if isinstance(default, dict):
         return field(default_factory=partial(copy, default), metadata=metadata)

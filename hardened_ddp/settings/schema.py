@@ -14,11 +14,17 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from hardened_ddp.settings.config import Config
-from hardened_ddp.settings.declare import LARGEST_COUNT, Bounds, Facts
+from hardened_ddp.settings.declare import (
+    IMPORT_PATH,
+    LARGEST_COUNT,
+    Bounds,
+    Facts,
+    ImportPath,
+)
 from hardened_ddp.settings.document import plain_value, read_word
 from hardened_ddp.settings.wording import nearest, shown
 
@@ -65,14 +71,14 @@ def read_table() -> dict[str, Setting]:
         defaults = section.type()
         for field in dataclasses.fields(section.type):
             assert field.name not in table, f"two settings are called {field.name}"
-            is_union = get_origin(field.type) is UnionType
+            is_union = get_origin(field.type) in (UnionType, Union)
             kind: Any = get_args(field.type)[0] if is_union else field.type
             choices = get_args(kind) if get_origin(kind) is Literal else ()
             table[field.name] = Setting(
                 name=field.name,
                 section=section.name,
                 type=str if choices else dict if get_origin(kind) is Mapping else kind,
-                has_auto=is_union,
+                has_auto=is_union and NoneType in get_args(field.type),
                 choices=choices,
                 default=getattr(defaults, field.name),
                 facts=field.metadata["facts"],
@@ -128,6 +134,10 @@ def fit(setting: Setting, value: Any) -> Any:  # Any: from YAML; to the type of 
         is_unquoted = setting.type is str and not setting.choices and type(value) in (int, float)
         hint = f'; as text it is written "{value}"' if is_unquoted else ""
         raise Misfit(f"found {shown(value)} ({kind}), needs {needs(setting)}{hint}")
+    if setting.facts.path and ":" in value:
+        if not re.fullmatch(IMPORT_PATH.pattern, value):
+            raise Misfit(f"found {shown(value)}, needs {needs(setting)}")
+        return ImportPath(value)
     _check(setting, number, given=value)
     return number
 
@@ -135,7 +145,8 @@ def fit(setting: Setting, value: Any) -> Any:  # Any: from YAML; to the type of 
 def needs(setting: Setting, *, found: float = 0) -> str:
     """Say in words what the setting takes; found: the number that it does not take."""
     if setting.choices:
-        return "one of " + ", ".join(setting.choices)
+        words = ("one of " if len(setting.choices) > 1 else "") + ", ".join(setting.choices)
+        return f"{words}, or {setting.facts.path}" if setting.facts.path else words
     words = setting.facts.shape.words if setting.type is str else _TYPE_WORDS[setting.type]
     if setting.facts.bounds:
         words += f", {range_words(setting.facts.bounds, found=found)}"
@@ -147,7 +158,7 @@ def needs(setting: Setting, *, found: float = 0) -> str:
 def limits(setting: Setting) -> str:
     """Say in short, beside an example or a default, what the setting takes; empty for any."""
     if setting.choices:
-        return " | ".join(setting.choices)
+        return " | ".join([*setting.choices, *filter(None, [setting.facts.path])])
     if setting.has_auto and setting.type is bool:
         return "auto | true | false"
     words = range_words(setting.facts.bounds) if setting.facts.bounds else ""

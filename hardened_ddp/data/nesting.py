@@ -1,0 +1,124 @@
+"""Samples and batches as datasets nest them: mappings, tuples, lists, dataclasses, None, strings.
+
+Owns the walk through such a value (map_tensors), making a batch of samples (stack), and taking some
+samples out of a batch (pick). What is no tensor and no container passes through unchanged.
+Does not own: which part of a sample is its label (fetch.py), collating by a user's code (collate.py).
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Apply change to each tensor of a nested value. Any: a dataset's data."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    return map_parts(value, lambda part: map_tensors(part, change))
+
+
+def map_parts(value: Any, change: Callable[[Any], Any]) -> Any:  # Any: a dataset's data
+    """Rebuild a container with change applied to each part; return anything else as it is."""
+    if isinstance(value, Mapping):
+        parts = {key: change(part) for key, part in value.items()}
+        if type(value) is dict or not isinstance(value, MutableMapping):
+            return parts
+        # WHY a copy: a mapping of a library, such as a tokenizer's, has methods of its own.
+        clone = copy.copy(value)
+        for key, part in parts.items():
+            clone[key] = part
+        return clone
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple takes them as *args
+        return type(value)(*(change(part) for part in value))
+    if isinstance(value, tuple | list):
+        return type(value)(change(part) for part in value)
+    if is_dataclass(value):
+        return _rebuilt(value, {name: change(part) for name, part in fields_of(value)})
+    return value
+
+
+def stack(samples: Sequence[Any], *, shares_memory: bool = False) -> Any:  # Any: foreign samples
+    """Collate samples as torch's default_collate does, and dataclasses and None, too.
+
+    shares_memory: in a worker, make tensors in shared memory. None stays None; strings become a
+    list.
+    """
+    first = samples[0]
+    if isinstance(first, Mapping):
+        columns = {key: [sample[key] for sample in samples] for key in first}
+        return {key: stack(part, shares_memory=shares_memory) for key, part in columns.items()}
+    if isinstance(first, tuple | list):
+        parts = [stack(c, shares_memory=shares_memory) for c in zip(*samples, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else parts
+    if is_dataclass(first):
+        columns = {n: [getattr(sample, n) for sample in samples] for n, _ in fields_of(first)}
+        stacked = {n: stack(part, shares_memory=shares_memory) for n, part in columns.items()}
+        return _rebuilt(first, stacked)
+    if first is None:
+        if any(sample is not None for sample in samples):
+            raise TypeError("some samples have None where others have a value")
+        return None
+    if not shares_memory and isinstance(first, torch.Tensor):
+        return torch.stack(list(samples))
+    if not shares_memory and isinstance(first, np.ndarray) and first.dtype.kind in "biufc":
+        return torch.stack([torch.as_tensor(sample) for sample in samples])
+    # In a worker, torch's function allocates in shared memory.
+    return default_collate(list(samples))
+
+
+def pick(value: Any, positions: Sequence[int], *, num_samples: int) -> Any:  # Any: as in stack
+    """Take the samples at positions out of a batch of num_samples that stack made.
+
+    Tensors have the sample as their first dimension; a list of strings has one for each sample.
+    Anything else is not of a single sample, and stays.
+    """
+    index = torch.as_tensor(list(positions), dtype=torch.int64)
+
+    def taken(part: Any) -> Any:  # Any: as above
+        if isinstance(part, torch.Tensor):
+            has_samples = part.dim() > 0 and len(part) == num_samples
+            return part[index.to(part.device)] if has_samples else part
+        if isinstance(part, list) and part and all(isinstance(p, str | bytes) for p in part):
+            return [part[i] for i in positions] if len(part) == num_samples else part
+        return map_parts(part, taken)
+
+    return taken(value)
+
+
+def leaves(value: Any) -> Iterator[Any]:  # Any: a dataset's data
+    """Yield what a nested value holds: tensors, strings, None, and what has no parts."""
+    if isinstance(value, Mapping):
+        parts: Sequence[Any] = list(value.values())
+    elif isinstance(value, tuple | list):
+        parts = value
+    elif is_dataclass(value):
+        parts = [part for _, part in fields_of(value)]
+    else:
+        yield value
+        return
+    for part in parts:
+        yield from leaves(part)
+
+
+def is_dataclass(value: object) -> bool:
+    """Return whether value is an instance of a dataclass."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def fields_of(value: Any) -> list[tuple[str, Any]]:  # Any: an instance of any dataclass
+    """Return the fields of a dataclass's instance with their values."""
+    return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+
+
+def _rebuilt(value: Any, parts: Mapping[str, Any]) -> Any:  # Any: an instance of any dataclass
+    # WHY not dataclasses.replace: it would run the checks of __post_init__ on collated values, and
+    # refuses fields that __init__ does not take. WHY object's: it may be frozen.
+    clone = copy.copy(value)
+    for name, part in parts.items():
+        object.__setattr__(clone, name, part)
+    return clone
