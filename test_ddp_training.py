@@ -17,14 +17,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import Command
 from tests.marks import slow_after
 from tests.processes import ROOT, kill
 from tests.ranks import (
     Completed,
     Finished,
+    Torchrun,
     free_port,
     run_command,
+    run_torchrun,
     start_command,
+    start_torchrun,
     start_training,
     train,
     train_as_typed,
@@ -42,8 +46,8 @@ from tests.run_folder import (
 from tests.stages import run_stage
 
 LEARNED = 0.97  # test accuracy on digits after 5 epochs with the defaults
-# 540 steps on 2 ranks, less than 2 seconds: a fault finds its place between many checkpoints.
-STEADY: list[str | Path] = ["--cpu_only", "--batch_size", "16", "--epochs", "12"]
+# 270 steps on 2 ranks, about a second: a fault finds its place between many checkpoints.
+STEADY: list[str | Path] = ["--cpu_only", "--batch_size", "16", "--epochs", "6"]
 STEADY += ["--num_workers", "0", "--checkpoint_every_steps", "5"]
 Undisturbed = Callable[..., dict[str, str]]
 """Gives the final tensors of the run that nothing happens to, by ranks and flags."""
@@ -53,10 +57,12 @@ STOP_SIGNALS = [
     pytest.param(signal.SIGINT, id="SIGINT", marks=pytest.mark.slow),
 ]
 # What the README tells to type, and the accuracy that must come of it. Real commands, one of each
-# launcher and its flags; and those that differ from them in the script's flags only.
+# launcher; those that differ from them in torchrun's flags, and in the script's flags only.
 TYPED = {
     "torchrun --nproc_per_node=2 ddp_training.py --batch_size 16 --epochs 5": LEARNED,
     "python ddp_training.py --single_gpu --batch_size 32 --epochs 5": LEARNED,
+}
+TYPED_WITH_OTHER_LAUNCHES = {
     "torchrun --standalone --nproc_per_node=4 ddp_training.py": 0.9,
     "torchrun --nnodes=1 --node_rank=0 --nproc_per_node=2 --master_addr=localhost"
     " --master_port=12355 ddp_training.py": LEARNED,
@@ -83,7 +89,6 @@ TYPED_WITH_OTHER_FLAGS = {
 def test_a_command_as_typed_trains_and_leaves_a_whole_run_folder(
     command: str, accuracy: float, tmp_path: Path
 ) -> None:
-    command = command.replace("12355", str(free_port(prefer=12355)))
     argv = [*command.split(), "--output_dir", str(tmp_path)]
     completed = run_command(argv, timeout_s=120).ok()
     assert "Traceback" not in completed.output
@@ -92,6 +97,16 @@ def test_a_command_as_typed_trains_and_leaves_a_whole_run_folder(
     for words in ("ddp_training.py --resume", "ddp_training.py export"):
         assert ROOT / printed_command(completed.output, words)[-1] == run
     assert ROOT / printed_command(completed.output, "--logdir")[-1] == run / "tensorboard"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "accuracy"), TYPED_WITH_OTHER_LAUNCHES.items())
+def test_other_flags_of_torchrun_train_and_leave_a_whole_run_folder(
+    command: str, accuracy: float, tmp_path: Path
+) -> None:
+    command = command.replace("12355", str(free_port(prefer=12355)))
+    run_torchrun([*command.split(), "--output_dir", tmp_path], timeout_s=120).ok()
+    _check_run_folder(only_run(tmp_path), command, accuracy)
 
 
 @pytest.mark.slow
@@ -245,7 +260,7 @@ def test_torchrun_restarts_after_a_killed_worker_to_the_same_weights(
     tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     argv = ["torchrun", "--nproc_per_node=2", "--max_restarts=2", "ddp_training.py"]
-    with start_command([*argv, *STEADY, "--output_dir", str(tmp_path)]) as command:
+    with start_torchrun([*argv, *STEADY, "--output_dir", tmp_path]) as command:
         command.wait_for(lambda: find_checkpoints(tmp_path), timeout_s=60, what="a checkpoint")
         pid = command.pid_of_rank(1)
         assert pid is not None
@@ -256,12 +271,20 @@ def test_torchrun_restarts_after_a_killed_worker_to_the_same_weights(
     assert last_tensors(tmp_path) == undisturbed(2)
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize(
+    ("start", "number"),
+    [
+        (start_torchrun, signal.SIGTERM),
+        pytest.param(start_torchrun, signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(start_command, signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
 def test_a_signal_to_torchrun_saves_a_checkpoint_and_leaves_no_worker(
-    number: signal.Signals, tmp_path: Path
+    start: Callable[..., Command | Torchrun], number: signal.Signals, tmp_path: Path
 ) -> None:
     argv = ["torchrun", "--nproc_per_node=2", "ddp_training.py", "--epochs", "1000"]
-    with start_command([*argv, "--output_dir", str(tmp_path)]) as command:
+    argv += ["--checkpoint_every_steps", "10"]
+    with start([*argv, "--output_dir", tmp_path]) as command:
         command.wait_for(lambda: find_checkpoints(tmp_path), timeout_s=60, what="a checkpoint")
         command.signal(number)
         command.wait(timeout_s=40)  # its status is torchrun's own: always 1 after a signal

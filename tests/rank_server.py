@@ -28,7 +28,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 STACK_SIGNAL = signal.SIGRTMIN + 7  # used by no library that we know
 MAX_MESSAGE_BYTES = 64 * 1024
@@ -37,6 +37,9 @@ _HEAVY = (
     "numpy",
     "torch",
     "torch.distributed",
+    "torch.distributed.run",
+    "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
     "torch.nn.parallel",
     "torch.utils.data",
     "torch._dynamo",  # DDP and the optimizers import it at their first use
@@ -119,8 +122,8 @@ def serve(channel: socket.socket) -> tuple[Path, int] | None:
             channel.send(json.dumps({"pids": pids}).encode())
 
 
-def run_job(folder: Path, rank: int) -> int:
-    """Become the rank that the job describes, do it, and return the exit status."""
+def run_job(folder: Path, rank: int) -> NoReturn:
+    """Become the rank that the job describes, do it, and end."""
     job = json.loads((folder / f"job-{rank}.json").read_text(encoding="utf-8"))
     os.setsid()
     # WHY: a rank must not outlive the server, however that ends
@@ -135,9 +138,20 @@ def run_job(folder: Path, rank: int) -> int:
     sys.path[:] = job["sys_path"]
     random.seed()
     sys.modules["numpy"].random.seed()
-    is_script = job["kind"] == "script"
-    status = run_script(job["argv"]) if is_script else run_target(job, folder, rank)
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, as the interpreter does
+    match job["kind"]:
+        case "script":
+            status = run_script(job["argv"])
+        case "torchrun":
+            # WHY here: that module needs this one
+            status = importlib.import_module("tests.forked_torchrun").run_agent(job["argv"], folder)
+        case _:
+            status = run_target(job, folder, rank)
+    end_process(status)
+
+
+def end_process(status: int) -> NoReturn:
+    """End as an interpreter does, but for taking its modules down."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

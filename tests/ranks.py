@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tests.commands import Completed, run_command, start_command
+from tests.forked_torchrun import Torchrun
 from tests.processes import ROOT, clean_environment
 from tests.rank_link import RankLink
 from tests.running import Finished, RankFailure, Running
@@ -32,11 +33,14 @@ __all__ = [
     "Finished",
     "RankFailure",
     "Running",
+    "Torchrun",
     "free_port",
     "run_command",
     "run_ranks",
+    "run_torchrun",
     "start_command",
     "start_ranks",
+    "start_torchrun",
     "start_training",
     "train",
     "train_as_typed",
@@ -129,6 +133,39 @@ def train(
         return running.wait(timeout_s)
 
 
+def start_torchrun(
+    argv: Sequence[str | Path], *, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Torchrun:
+    """Start a command line of torchrun, in a forked process: see forked_torchrun.py."""
+    program, *words = (str(word) for word in argv)
+    if program != "torchrun":
+        raise ValueError(f"not a command of torchrun: {program}")
+    folder, running = _start_in_folder(
+        [
+            {
+                "kind": "torchrun",
+                "argv": words,
+                "env": clean_environment(env),
+                "cwd": str(cwd or ROOT),
+                "sys_path": [str(ROOT), *sys.path],
+            }
+        ]
+    )
+    return Torchrun([program, *words], running, folder)
+
+
+def run_torchrun(
+    argv: Sequence[str | Path],
+    *,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Completed:
+    """Run such a torchrun to its end."""
+    with start_torchrun(argv, env=env, cwd=cwd) as launched:
+        return launched.wait(timeout_s=timeout_s)
+
+
 def train_as_typed(command: str, *more: str | Path, cwd: Path | None = None) -> Finished:
     """Run a command line of torchrun or python with ddp_training.py, and more, on forked ranks."""
     from torch.distributed.run import get_args_parser  # WHY here: most tests need no torch
@@ -186,13 +223,20 @@ def close_server() -> None:
 
 
 def _start(jobs: Sequence[Mapping[str, Any]], arguments: bytes = b"") -> Running:
+    return _start_in_folder(jobs, arguments)[1]
+
+
+def _start_in_folder(
+    jobs: Sequence[Mapping[str, Any]], arguments: bytes = b""
+) -> tuple[Path, Running]:
     global _link
     if _link is None:
         _link = RankLink()
         atexit.register(close_server)
-    running = Running(_link, *_link.start_ranks(jobs, arguments))
+    folder, pids = _link.start_ranks(jobs, arguments)
+    running = Running(_link, folder, pids)
     _all_running.append(running)
-    return running
+    return folder, running
 
 
 def _random_port() -> int:

@@ -30,7 +30,7 @@ from tests.documents import (
     text_of,
 )
 from tests.processes import ROOT
-from tests.ranks import free_port, run_command, start_command, train_as_typed
+from tests.ranks import free_port, run_command, start_torchrun, train_as_typed
 from tests.test_run_with import INSPECT
 from tests.test_run_with import LAUNCHERS as RUN_WITH
 from tests.test_slurm import SBATCH, SRUN
@@ -258,7 +258,7 @@ class TestCommands:
         command = command.replace("/shared/runs", str(tmp_path))
         argv = [*shlex.split(command), "--cpu_only", "--max_steps", "3"]
         env = {"GLOO_SOCKET_IFNAME": "lo"}
-        with start_command(argv, env=env) as first, start_command(argv, env=env) as second:
+        with start_torchrun(argv, env=env) as first, start_torchrun(argv, env=env) as second:
             first.wait(timeout_s=90).ok()
             second.wait(timeout_s=90).ok()
         [run] = tmp_path.glob("[!.]*/")
@@ -285,9 +285,9 @@ def said_by_the_program() -> str:
 
 def typed_elsewhere() -> set[str]:
     """Give the commands that test_ddp_training.py runs as they are typed."""
-    from test_ddp_training import TYPED, TYPED_WITH_OTHER_FLAGS
+    from test_ddp_training import TYPED, TYPED_WITH_OTHER_FLAGS, TYPED_WITH_OTHER_LAUNCHES
 
-    return {*TYPED, *TYPED_WITH_OTHER_FLAGS}
+    return {*TYPED, *TYPED_WITH_OTHER_LAUNCHES, *TYPED_WITH_OTHER_FLAGS}
 
 
 def write_examples(document: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from tests.ranks import (
     run_ranks,
     start_command,
     start_ranks,
+    start_torchrun,
     train,
 )
 
@@ -153,6 +154,27 @@ def test_the_script_runs_in_a_forked_rank_and_its_output_is_kept() -> None:
     finished = train(["--no_such_flag"], timeout_s=30, launcher="none")
     assert finished.statuses == (2,)
     assert "no_such_flag" in finished.output
+
+
+def test_a_forked_torchrun_restarts_ranks_of_its_own_and_ends_with_their_status(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "names = ('RANK', 'WORLD_SIZE', 'TORCHELASTIC_RESTART_COUNT')\n"
+        "print('a rank', *(os.environ[name] for name in names), os.getppid(), *sys.argv[1:])\n"
+        "sys.exit(os.environ['RANK'] == '1' and int(os.environ[names[2]]) < int(sys.argv[1]))\n"
+    )
+    for fails, status in ((1, 0), (9, 1)):
+        argv = ["torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=1", script]
+        with start_torchrun([*argv, str(fails)]) as launched:
+            done = launched.wait(timeout_s=60)
+        assert done.status == status, done.output
+        assert ("ChildFailedError" in done.output) == bool(status)
+        # Of rank 1: the other one may be stopped before it says anything.
+        lines = [line for line in done.stdout.splitlines() if line.startswith("a rank 1")]
+        assert lines == [f"a rank 1 2 {count} {launched.pid} {fails}" for count in (0, 1)]
 
 
 def test_a_process_that_a_rank_leaves_is_noticed_and_cleared_away() -> None:

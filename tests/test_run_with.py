@@ -8,13 +8,14 @@ import re
 import shlex
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from hardened_ddp.training.survivor_save import read_failures
 from tests.marks import slow_after
-from tests.ranks import free_port, run_command, start_command, train
+from tests.ranks import free_port, run_command, run_torchrun, start_command, train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary
 
 RUN = ["ddp_training.py", "--cpu_only", "--epochs", "2"]
@@ -55,7 +56,7 @@ def rank_lines(output: str) -> list[str]:
 
 @pytest.mark.slow
 def test_each_process_is_shown_once_in_rank_order() -> None:
-    done = run_command(INSPECT.split(), timeout_s=LIMIT_S).ok()
+    done = run_torchrun(INSPECT.split(), timeout_s=LIMIT_S).ok()
     host = os.uname().nodename
     assert rank_lines(done.stdout) == [
         f"host {host}  rank {rank}  local rank {rank}  world size 2  device cpu"
@@ -68,7 +69,7 @@ def test_each_process_is_shown_once_in_rank_order() -> None:
 @pytest.mark.slow
 def test_four_processes_are_in_rank_order_too() -> None:
     argv = ["torchrun", "--nproc_per_node=4", "launchers/run_with_torchrun.py", "--inspect"]
-    done = run_command(argv, timeout_s=LIMIT_S).ok()
+    done = run_torchrun(argv, timeout_s=LIMIT_S).ok()
     found = re.findall(r"rank (\d)  local rank (\d)  world size 4", done.stdout)
     assert found == [(str(rank), str(rank)) for rank in range(4)]
 
@@ -87,7 +88,9 @@ def test_every_launcher_ends_in_the_same_weights(
 ) -> None:
     needs(command.split()[0])
     argv = [*command.split(), "--cpu_only", "--output_dir", tmp_path]
-    done = run_command(argv, timeout_s=LIMIT_S, env=MPI_ENV).ok()
+    is_torchrun = command.startswith("torchrun")
+    run = run_torchrun if is_torchrun else partial(run_command, env=MPI_ENV)
+    done = run(argv, timeout_s=LIMIT_S).ok()
     assert len(rank_lines(done.stdout)) == (2 if "launchers/" in command else 0)
     assert read_summary(only_run(tmp_path))["world_size"] == 2
     assert last_tensors(tmp_path) == by_torchrun

@@ -30,13 +30,12 @@ from hardened_ddp.training.survivor_save import (
     refuse_crash_loop,
     save_as_survivor,
 )
-from tests.commands import start_command
 from tests.processes import deadline, kill, read_process
-from tests.ranks import run_command, start_training, train
+from tests.ranks import run_command, run_torchrun, start_torchrun, start_training, train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
 
 # No checkpoint before the end: what there is after a fault was saved because of it.
-BARE: list[str | Path] = ["--cpu_only", "--batch_size", "16", "--epochs", "12", "--eval_every", "0"]
+BARE: list[str | Path] = ["--cpu_only", "--batch_size", "16", "--epochs", "6", "--eval_every", "0"]
 BARE += ["--num_workers", "0", "--checkpoint_every_steps", "0", "--log_interval", "1"]
 POINTS: list[str | Path] = ["--dataset", "tests.plugins:points", "--cpu_only", "--batch_size", "2"]
 POINTS += ["--log_interval", "1", "--checkpoint_every_steps", "0", "--eval_every", "0"]
@@ -124,7 +123,7 @@ def test_an_exception_on_one_rank_loses_no_step(world_size: int, rank: int, tmp_
 def test_three_failures_at_one_step_end_the_restarts_and_name_the_samples(tmp_path: Path) -> None:
     argv = ["torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=6"]
     argv += ["ddp_training.py", *map(str, POINTS), "--model_args", "{forward_number: 3}"]
-    completed = run_command([*argv, "--output_dir", str(tmp_path)], timeout_s=120)
+    completed = run_torchrun([*argv, "--output_dir", tmp_path], timeout_s=120)
     assert completed.status != 0
     run = only_run(tmp_path)
     # The fourth attempt refuses, and ends torchrun itself: three restarts of six are not used up.
@@ -137,7 +136,7 @@ def test_three_failures_at_one_step_end_the_restarts_and_name_the_samples(tmp_pa
 def test_ranks_of_a_killed_torchrun_save_and_leave(tmp_path: Path) -> None:
     argv = ["torchrun", "--standalone", "--nproc_per_node=2", "ddp_training.py", *map(str, BARE)]
     argv += ["--epochs", "1000", "--output_dir", str(tmp_path)]
-    with start_command(argv) as command:
+    with start_torchrun(argv) as command:
         command.wait_for(
             lambda: len(logged_steps(only_run(tmp_path))) > 5 if _has_run(tmp_path) else None,
             timeout_s=60,

@@ -1,0 +1,181 @@
+"""torchrun itself, forked from the server, and its ranks, forked from it: no import of torch.
+
+    with start_torchrun(["torchrun", "--nproc_per_node=2", "ddp_training.py", ...]) as launched: ...
+
+Its agent is torch's own, with its rendezvous, its restarts and its signals, and each rank is its
+child process in a session of its own, as under a torchrun that is typed. Only the exec of a new
+interpreter is left out: that costs each process several seconds of CPU time.
+Owns: both ends, start_torchrun for tests, run_agent for the process that the server has forked.
+What goes wrong here: torch starts the ranks otherwise. Then the first test that uses this fails.
+"""
+
+import faulthandler
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from tests.commands import Completed
+from tests.processes import kill, read_process
+from tests.rank_server import STACK_SIGNAL, end_process, run_script
+from tests.running import Running
+
+T = TypeVar("T")
+PIDS_NAME = "pids.txt"
+_POLL_S = 0.02
+_HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Torchrun:
+    """A torchrun under way. Use it in a with statement: leaving that kills what is left."""
+
+    def __init__(self, argv: Sequence[str], running: Running, folder: Path) -> None:
+        self._argv = tuple(argv)
+        self._running = running
+        self._pids = folder / PIDS_NAME
+        self._started_at = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        if self._running.living():
+            self._running.kill_all()
+            for _, pid in self._started():
+                kill(pid)
+
+    @property
+    def pid(self) -> int:
+        return self._running.pids[0]
+
+    @property
+    def stdout(self) -> str:
+        return self._running.output(0)
+
+    def pid_of_rank(self, rank: int) -> int | None:
+        """Return the process id of a rank; None if it doesn't live."""
+        for number, pid in reversed(self._started()):
+            process = read_process(pid)
+            if number == rank and process and process.is_alive and process.parent == self.pid:
+                return pid
+        return None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to torchrun itself."""
+        self._running.kill(0, number)
+
+    def wait_for(self, condition: Callable[[], T | None], *, timeout_s: float, what: str) -> T:
+        """Poll until condition gives something true, and return that. See Running."""
+        return self._running.wait_for(condition, timeout_s=timeout_s, what=what)
+
+    def wait(self, *, timeout_s: float) -> Completed:
+        """Wait for the end of torchrun. Raises RankFailure after timeout_s."""
+        [status] = self._running.wait(timeout_s).statuses
+        return Completed(self._argv, status, self.stdout, "", time.monotonic() - self._started_at)
+
+    def _started(self) -> list[tuple[int, int]]:
+        """List rank and process id of all that it has started, oldest first."""
+        lines = self._pids.read_text(encoding="utf-8").splitlines() if self._pids.exists() else []
+        return [(int(rank), int(pid)) for rank, pid in map(str.split, lines)]
+
+
+def run_agent(argv: Sequence[str], folder: Path) -> int:
+    """Do what the command torchrun does; return its exit status."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    def start(handler: Any, args: tuple[str, ...], env: dict[str, str]) -> ForkedRank:
+        if handler._stdout or handler._stderr:
+            raise NotImplementedError("the output of a forked rank goes where torchrun's goes")
+        rank = ForkedRank(args, env)
+        with (folder / PIDS_NAME).open("a", encoding="utf-8") as file:
+            file.write(f"{env['RANK']} {rank.pid}\n")
+        return rank
+
+    subprocess_handler.SubprocessHandler._popen = start  # type: ignore[assignment]
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)  # torchrun leaves folders of logs behind
+    sys.argv = ["torchrun", *argv]
+    return _status_of(lambda: run.main(list(argv)))
+
+
+class ForkedRank:
+    """As much of a Popen as torch's agent needs."""
+
+    def __init__(self, args: Sequence[str], env: Mapping[str, str]) -> None:
+        self.args = args
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        is_ready, ready = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            os.write(ready, b"x")
+            _become_rank(args, env)
+        os.close(ready)
+        os.read(is_ready, 1)  # WHY: before that the agent can't signal it as a group
+        os.close(is_ready)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = time.monotonic() + (float("inf") if timeout is None else timeout)
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            time.sleep(_POLL_S)
+        return self.returncode or 0
+
+
+def _become_rank(args: Sequence[str], env: Mapping[str, str]) -> None:
+    """Run the script of torchrun's arguments (python, -u, script, ...) as a new process would."""
+    _, _, script, *words = args
+    for number in _HANDLED:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.unregister(STACK_SIGNAL)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # the agent's store listens on one of them
+    os.environ.clear()
+    os.environ.update(env)
+    random.seed()
+    sys.modules["numpy"].random.seed()
+    if Path(script).name == "ddp_training.py":
+        status = run_script(words)
+    else:
+        sys.argv = [script, *words]
+        sys.path[0] = str(Path(script).resolve().parent)
+        status = _status_of(lambda: runpy.run_path(script, run_name="__main__"))
+    end_process(status)
+
+
+def _status_of(work: Callable[[], object]) -> int:
+    """Do work; return the exit status of a process that does only that."""
+    try:
+        work()
+    except SystemExit as leaving:
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException:  # WHY broad: as at the top of an interpreter
+        traceback.print_exc()
+        return 1
+    return 0
