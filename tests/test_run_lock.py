@@ -3,14 +3,21 @@
 import json
 import os
 import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from hardened_ddp.errors import RunFolderError
+from hardened_ddp.checkpoint.files import CheckpointStore
+from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.ranks.process import is_gone, is_pid_gone, this_process
-from hardened_ddp.training.run_lock import LOCK_NAME, RunLock
+from hardened_ddp.training.lock_heartbeat import LockHeartbeat, with_count
+from hardened_ddp.training.run_lock import LOCK_NAME, RunLock, check_held
 from tests.forks import run_forked
 
 REFUSED = 7
@@ -57,13 +64,37 @@ def test_a_lock_lives_as_long_as_its_process_even_if_that_was_forked(tmp_path: P
         assert lock.path.exists()
 
 
-def leave_lock(folder: Path, *, job: str = "", restart: int = 0, **mark: Any) -> None:
+def leave_lock(
+    folder: Path, *, jobs: Sequence[str] = (), restart: int = 0, beats: int = 7, **mark: Any
+) -> None:
     """Leave the lock of a process like this one, but for what is given."""
-    RunLock.acquire(folder, job=job, restart=restart).path.unlink()
-    here = this_process()
-    fields = {name: getattr(here, name) for name in ("host", "pid", "started", "boot", "namespace")}
-    body = {"mark": fields | mark, "job": job, "restart": restart}
+    body = {"mark": asdict(this_process()) | mark, "token": "theirs"}
+    body |= {"jobs": list(jobs), "restart": restart, "beats": beats}
     (folder / LOCK_NAME).write_text(json.dumps(body))
+
+
+class Beating:
+    """Counts up in the lock of a folder, as its holder does on another host."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / LOCK_NAME
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(0.02):
+            body = json.loads(self.path.read_text())
+            body["beats"] += 1
+            aside = self.path.with_name("aside")
+            aside.write_text(json.dumps(body))
+            aside.rename(self.path)
 
 
 DEAD_PID = 2**22 + 1  # above the highest that the kernel gives
@@ -74,7 +105,9 @@ DEAD_PID = 2**22 + 1  # above the highest that the kernel gives
     [
         ({"pid": DEAD_PID}, True),
         ({"started": "1"}, True),  # the pid was used again
-        ({"boot": "another"}, True),  # this host was started again
+        ({"boot": "another"}, True),  # this host was started again: no heartbeat since
+        ({"boot": "another", "beats": 0}, False),  # its holder could not count
+        ({"boot": "another", "machine": "another"}, False),  # a host of the same name
         ({}, False),
         ({"boot": "another", "host": "node7"}, False),  # can't be seen from here
         ({"boot": "another", "host": "node7", "pid": DEAD_PID}, False),
@@ -86,11 +119,11 @@ def test_a_lock_is_taken_over_only_from_a_process_known_to_be_dead(
 ) -> None:
     leave_lock(tmp_path, **mark)
     if is_taken:
-        RunLock.acquire(tmp_path).release()
+        RunLock.acquire(tmp_path, silent_after_s=0.3).release()
         assert os.listdir(tmp_path) == []
     else:
         with pytest.raises(RunFolderError, match="in use by process"):
-            RunLock.acquire(tmp_path)
+            RunLock.acquire(tmp_path, silent_after_s=0.3)
         assert os.listdir(tmp_path) == [LOCK_NAME]
 
 
@@ -98,7 +131,8 @@ def test_a_live_process_in_another_container_keeps_its_lock(tmp_path: Path) -> N
     with RunLock.acquire(tmp_path) as lock:
         body = json.loads(lock.path.read_text())
         body["mark"] |= {"namespace": "pid:[1]", "pid": DEAD_PID}
-        lock.path.write_text(json.dumps(body))
+        del body["beats"]
+        lock.path.write_bytes(with_count(json.dumps(body).encode(), 1))
 
         def second() -> None:
             with pytest.raises(RunFolderError, match="in use by process"):
@@ -108,18 +142,69 @@ def test_a_live_process_in_another_container_keeps_its_lock(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("job", "restart", "is_taken"),
-    [("42", 1, True), ("42", 0, False), ("43", 1, False), ("", 1, False)],
+    ("jobs", "restart", "beats", "is_taken"),
+    [
+        (["42", "agent"], 0, 7, True),  # an elastic restart: counts of different nodes differ
+        (["agent"], 1, 7, True),
+        (["43"], 1, 7, False),
+        ([], 1, 7, False),
+        (["42"], 1, 0, True),  # no heartbeat there: then the count of starts decides
+        (["42"], 0, 0, False),
+    ],
 )
 def test_a_job_that_was_started_again_elsewhere_gets_its_lock_back(
-    tmp_path: Path, job: str, restart: int, is_taken: bool
+    tmp_path: Path, jobs: list[str], restart: int, beats: int, is_taken: bool
 ) -> None:
-    leave_lock(tmp_path, job="42", restart=0, host="node7", boot="another")
+    there = {"host": "node7", "boot": "another", "machine": "another"}
+    leave_lock(tmp_path, jobs=["42", "agent", "agent2"], beats=beats, **there)
     if is_taken:
-        RunLock.acquire(tmp_path, job=job, restart=restart).release()
+        RunLock.acquire(tmp_path, jobs=jobs, restart=restart, silent_after_s=0.3).release()
     else:
         with pytest.raises(RunFolderError, match="node7"):
-            RunLock.acquire(tmp_path, job=job, restart=restart)
+            RunLock.acquire(tmp_path, jobs=jobs, restart=restart, silent_after_s=0.3)
+
+
+@pytest.mark.parametrize("mark", [{"host": "node7", "machine": "another"}, {}])
+def test_a_heartbeat_keeps_a_lock_whatever_else_speaks_for_a_dead_holder(
+    tmp_path: Path, mark: dict[str, Any]
+) -> None:
+    leave_lock(tmp_path, jobs=["42"], boot="another", **mark)
+    with Beating(tmp_path), pytest.raises(RunFolderError, match="in use by process"):
+        RunLock.acquire(tmp_path, jobs=["42"], restart=1, silent_after_s=0.5)
+
+
+def test_a_holder_counts_up_and_its_lock_stays_readable(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.write_bytes(with_count(b'{"token": "mine"}\n'))
+    descriptor = os.open(path, os.O_RDWR)
+    heartbeat = LockHeartbeat(descriptor, every_s=0.01)
+    seen: set[int] = set()
+    deadline = time.monotonic() + 20
+    while len(seen) < 5 and time.monotonic() < deadline:
+        body = json.loads(path.read_bytes())
+        assert body["token"] == "mine"
+        seen.add(body["beats"])
+    heartbeat.stop()
+    os.close(descriptor)
+    assert len(seen) == 5
+    assert 0 not in seen
+
+
+def test_a_process_that_lost_its_lock_while_it_was_stopped_commits_no_checkpoint(
+    tmp_path: Path,
+) -> None:
+    with RunLock.acquire(tmp_path) as lock:
+        store = CheckpointStore(
+            tmp_path / "checkpoints",
+            keep_last=2,
+            before_commit=lambda: check_held(tmp_path, lock.token),
+        )
+        store.write(1, tensors={"weight": torch.ones(2)}, meta={})
+        leave_lock(tmp_path)
+        with pytest.raises(CheckpointError, match="another attempt took over"):
+            store.write(2, tensors={"weight": torch.ones(2)}, meta={})
+        assert store.steps() == [1]
+    (tmp_path / LOCK_NAME).unlink()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"mark": {"pid": 1}}', "null"])

@@ -1,6 +1,8 @@
 """A run on two hosts with addresses of their own: it trains, and a cut cable has a verdict."""
 
+import json
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from hardened_ddp.training.run_lock import LOCK_NAME
 from tests.marks import slow_after
 from tests.processes import find_marked, kill
 from tests.ranks import run_command, start_command, train
@@ -151,7 +154,7 @@ def test_a_killed_agent_of_an_elastic_run_changes_nothing_but_the_speed(
         return hosts.on(index, *agent, "ddp_training.py", *words, *paced)
 
     with start_command(on(0), env=env) as first, start_command(on(1), env=env) as second:
-        first.wait_for(lambda: ranks_of_newest_start(output) == 2, timeout_s=90, what="two ranks")
+        first.wait_for(lambda: ranks_of_newest_start(output) == 2, timeout_s=40, what="two ranks")
         begin = last_step(output)
         first.wait_for(lambda: is_past(output, begin + 5), timeout_s=60, what="steps of two")
         kill(second.pid)  # the agent alone: its rank finds out by itself, and leaves
@@ -169,6 +172,79 @@ def test_a_killed_agent_of_an_elastic_run_changes_nothing_but_the_speed(
     alone = [*words, "--model", "mlp", "--run_name", "run", "--max_steps", str(summary["step"])]
     train([*alone, "--output_dir", tmp_path / "alone"], 1).ok()
     assert samples_by_step(run) == samples_by_step(tmp_path / "alone" / "run")
+
+
+@pytest.mark.slow
+def test_a_dead_host_with_rank_0_does_not_keep_the_run_from_a_restart_on_another(
+    hosts: TwoHosts, tmp_path: Path
+) -> None:
+    output = tmp_path / "runs"
+    argv = ["torchrun", "--nnodes=1:2", "--nproc_per_node=1", "--max_restarts=3"]
+    argv += ["--rdzv_backend=c10d", "--rdzv_endpoint=node1:29702"]  # and the id that all jobs have
+    argv += ["--rdzv_conf=last_call_timeout=1"]
+    words = ["--cpu_only", "--epochs", "1000", "--num_workers", "0", "--eval_every", "0"]
+    words += ["--log_interval", "1", "--ledger", "--timeout_s", "40"]
+    words += ["--batch_size", "12", "--model", "tests.plugins:Paced", "--output_dir", str(output)]
+    mark = secrets.token_hex(8)
+
+    def on(index: int) -> list[str]:
+        agent = [*argv, f"--local_addr={ADDRESSES[index]}"]
+        return hosts.on(
+            index, "env", f"DEAD_HOST={mark}-{index}", *agent, "ddp_training.py", *words
+        )
+
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see above
+    with start_command(on(1), env=env) as second, start_command(on(0), env=env) as first:
+        second.wait_for(lambda: ranks_of_newest_start(output) == 2, timeout_s=40, what="two ranks")
+        begin = last_step(output)
+        second.wait_for(lambda: is_past(output, begin + 10), timeout_s=60, what="steps of two")
+        lock = json.loads((only_run(output) / LOCK_NAME).read_text())
+        assert lock["mark"]["host"] == "node0"
+        for pid in find_marked("DEAD_HOST", f"{mark}-0"):
+            kill(pid)
+        first.wait(timeout_s=20)
+        second.wait_for(lambda: ranks_of_newest_start(output) == 1, timeout_s=120, what="one rank")
+        begin = last_step(output)
+        second.wait_for(lambda: is_past(output, begin + 5), timeout_s=60, what="steps of one")
+        second.signal(signal.SIGTERM)
+        completed = second.wait(timeout_s=60)
+    assert "an earlier attempt of this job" in completed.output
+    assert read_summary(only_run(output))["status"] == "stopped"
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from hardened_ddp.training.run_lock import RunLock
+with RunLock.acquire(Path(sys.argv[1]), jobs=sys.argv[2:], silent_after_s=7.0):
+    print("has the lock", flush=True)
+    if "stay" in sys.argv:
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "job"),
+    [("node0", "of-nobody-else"), ("node1", "shared")],
+    ids=["same name", "elastic"],
+)
+def test_a_lock_is_taken_over_from_a_dead_host_and_never_from_a_living_one(
+    name: str, job: str, hosts: TwoHosts, tmp_path: Path
+) -> None:
+    hold = ["python", "-c", HOLD, tmp_path]
+    second = hosts.on(1, *hold, job, name=name)
+    with start_command(hosts.on(0, *hold, "shared", "stay")) as first:
+        first.wait_for(lambda: "has the lock" in first.stdout, timeout_s=60, what="the lock")
+        refused = run_command(second, timeout_s=60)
+        assert refused.status == 1
+        assert f"is in use by process {first.pid} on host node0" in refused.output
+        first.signal(signal.SIGKILL)
+        first.wait(timeout_s=20)
+    after = run_command(second, timeout_s=60)
+    if job == "shared":
+        assert "has the lock" in after.ok().output
+    else:  # another machine of that name: only a person can know that it is dead
+        assert "is in use by process" in after.output
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """Two hosts on one machine: two network namespaces with addresses of their own, and a cable.
 
 Owns: making them, running a command on one of them, cutting the cable, and taking all of it away.
-A host has its own interfaces, name and /etc/hosts; the disk is the same, as a shared disk is.
+A host has its own interfaces, name, /etc/hosts, and ids of the machine and its boot; the disk is
+the same, as a shared disk is.
 """
 
 import os
@@ -9,11 +10,19 @@ import secrets
 import shlex
 import shutil
 import subprocess
+import uuid
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
+BINDS = {
+    "/etc/hosts": "hosts",
+    "/etc/resolv.conf": "resolv.conf",
+    "/etc/nsswitch.conf": "nsswitch.conf",
+    "/etc/machine-id": "machine-id-{}",
+    "/proc/sys/kernel/random/boot_id": "boot-id-{}",
+}
 PROGRAMS = ("ip", "nsenter", "unshare")
 
 
@@ -47,6 +56,9 @@ class TwoHosts:
         # WHY: else each name that is not found waits for a name server that is not there
         (self.folder / "resolv.conf").write_text("")
         (self.folder / "nsswitch.conf").write_text("hosts: files\n")
+        for index in (0, 1):
+            (self.folder / f"machine-id-{index}").write_text(f"{index:032x}\n")
+            (self.folder / f"boot-id-{index}").write_text(f"{uuid.uuid4()}\n")
         try:
             for namespace in self.namespaces:
                 _ip("netns", "add", namespace)
@@ -73,13 +85,13 @@ class TwoHosts:
         for namespace in self.namespaces:
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, timeout=20)
 
-    def on(self, index: int, *argv: str | Path) -> list[str]:
-        """Give the words that run a command on a host."""
+    def on(self, index: int, *argv: str | Path, name: str = "") -> list[str]:
+        """Give the words that run a command on a host; name: another one for it."""
         binds = "; ".join(
-            f"mount --bind {shlex.quote(str(self.folder / name))} /etc/{name}"
-            for name in ("hosts", "resolv.conf", "nsswitch.conf")
+            f"mount --bind {shlex.quote(str(self.folder / file.format(index)))} {target}"
+            for target, file in BINDS.items()
         )
-        script = f'set -e; hostname node{index}; {binds}; exec "$@"'
+        script = f'set -e; hostname {name or f"node{index}"}; {binds}; exec "$@"'
         enter = ["nsenter", f"--net=/run/netns/{self.namespaces[index]}"]
         enter += ["unshare", "--mount", "--uts", "bash", "-c", script, "bash"]
         return [*enter, *map(str, argv)]

@@ -63,8 +63,17 @@ T = TypeVar("T")
 class CheckpointStore:
     """The checkpoints under one folder. One thread of one process writes at a time."""
 
-    def __init__(self, root: Path, *, keep_last: int, disk: Disk | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep_last: int,
+        disk: Disk | None = None,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> None:
+        """before_commit: raises CheckpointError if this process may no longer write here."""
         self.root = root
+        self._before_commit = before_commit
         self._keep_last = keep_last
         self._disk = Disk() if disk is None else disk
         self._kept_step: int | None = None
@@ -198,6 +207,7 @@ class CheckpointStore:
 
     def _commit(self, partial: Path, final: Path) -> None:
         """Rename a complete checkpoint into place; before that no reader sees it."""
+        self._before_commit()
         if os.path.lexists(final):
             log.warning("%s is not valid and is written again", final)
             drop_folder(final, disk=self._disk)

@@ -61,19 +61,34 @@ def read_launch(env: Mapping[str, str]) -> Launch:
         launch = Launch()
     # Slurm's variable exists only after a requeue.
     requeues = whole_number(env, "SLURM_RESTART_COUNT", default=0)
-    agent_key = _agent_key(env.get("TORCHELASTIC_RUN_ID", ""))
+    run_id = env.get("TORCHELASTIC_RUN_ID", "")
+    agent_key = _agent_key(run_id)
     job_key = f"slurm-{env['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in env else agent_key
     attempt = launch.attempt + requeues
-    return replace(launch, attempt=attempt, job_key=job_key, agent_key=agent_key)
+    return replace(
+        launch,
+        attempt=attempt,
+        job_key=job_key,
+        agent_key=agent_key,
+        run_id="" if run_id == "none" else run_id,  # torchrun's default for all jobs
+    )
 
 
 def prepare_environment(
-    launch: Launch, env: MutableMapping[str, str], *, debug: bool = False
+    launch: Launch,
+    env: MutableMapping[str, str],
+    *,
+    debug: bool = False,
+    deterministic: bool = False,
 ) -> None:
     """Set variables that torch reads, unless the user set them. Rank-local, before torch."""
     if debug:
         # WHY not DETAIL: on torch 2.13 with gloo, DDP's constructor crashes under it.
         env.setdefault("TORCH_DISTRIBUTED_DEBUG", "INFO")
+    if deterministic:
+        # WHY: cuBLAS reads it once, and without it matrix products on two streams may round
+        # differently from run to run. The value is the one that torch's error message names.
+        env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if (MODELS_FOLDER / "hub").is_dir():
         # Where download.py puts published weights, and torch looks for them.
         env.setdefault("TORCH_HOME", str(MODELS_FOLDER.absolute()))

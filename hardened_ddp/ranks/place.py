@@ -5,6 +5,7 @@ Does not own: which variables a launcher sets (launchers_env.py, slurm_env.py), 
 (launch.py). Nothing here reads os.environ or imports torch.
 """
 
+import hashlib
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,6 +50,9 @@ class Launch:
     agent_key: str = ""
     """The same over all attempts that one launcher on one node starts; empty: unknown."""
 
+    run_id: str = ""
+    """torchrun's --rdzv_id, the same on all nodes of a job; empty: none was given."""
+
     started_at: float = field(default_factory=time.time, compare=False)
     """When this process read its environment, in seconds since the epoch."""
 
@@ -59,6 +63,16 @@ class Launch:
     @property
     def is_local_main(self) -> bool:
         return self.local_rank == 0
+
+    @property
+    def job_marks(self) -> list[str]:
+        """Short marks of this rank's job: two attempts of a job share one, two jobs none.
+
+        WHY several: after a node was lost, the new attempt may have only some agents in common with
+        the one before. The run id is the user's, who may use it twice.
+        """
+        keys = (self.job_key, self.agent_key, self.run_id and f"run-id-{self.run_id}")
+        return sorted({hashlib.sha256(key.encode()).hexdigest()[:12] for key in keys if key})
 
     @property
     def is_restart(self) -> bool:

@@ -4,7 +4,8 @@ Owns: ProcessMark, which a process writes beside its files to identify itself.
 Does not own: what is decided from it (run_lock.py, files.py).
 What goes wrong here: a pid alone is ambiguous. It is reused after a while, means another process
 after a reboot, and another one in each container; so a mark holds the start time, the boot and the
-namespace too. Outside Linux those are empty, and only the pid is compared.
+namespace too. Outside Linux those are empty, and only the pid is compared. A host's name is
+ambiguous as well: machines made from one image, or containers, may all be called the same.
 """
 
 import hashlib
@@ -28,11 +29,13 @@ class ProcessMark:
     boot: str
     namespace: str
     """The namespace of process ids: two containers on one host have two."""
+    machine: str
+    """The machine's id, hashed because it is not meant to be published; empty if it has none."""
 
     @property
     def place(self) -> str:
         """The boot and the namespace, short enough for a file name."""
-        return hashlib.sha256(f"{self.host}|{self.boot}|{self.namespace}".encode()).hexdigest()[:12]
+        return _short_hash(f"{self.host}|{self.machine}|{self.boot}|{self.namespace}")
 
 
 def this_process() -> ProcessMark:
@@ -43,21 +46,23 @@ def this_process() -> ProcessMark:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         namespace = ""
+    machine = _text_of(Path("/etc/machine-id"))
     return ProcessMark(
         host=socket.gethostname(),
         pid=pid,
         started=fields[_START_FIELD] if fields else "",
         boot=_text_of(Path("/proc/sys/kernel/random/boot_id")),
         namespace=namespace,
+        machine=_short_hash(f"ddp-{machine}") if machine else "",
     )
 
 
 def is_gone(mark: ProcessMark) -> bool | None:
-    """Return whether that process has ended; None if it can't be seen from here."""
-    here = this_process()
-    if mark.boot != here.boot:
-        return True if mark.host == here.host else None
-    if mark.host != here.host or mark.namespace != here.namespace:
+    """Return whether that process has ended; None if it can't be seen from here.
+
+    WHY None after another boot on a host of the same name: that may be another machine.
+    """
+    if mark.place != this_process().place:
         return None
     return is_pid_gone(mark.pid, started=mark.started)
 
@@ -80,6 +85,18 @@ def stat_fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name, or nothing."""
     # WHY after the last bracket: the name before it may contain blanks and brackets
     return _text_of(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+
+
+def is_earlier_boot(mark: ProcessMark, here: ProcessMark) -> bool:
+    """Return whether mark may be of this machine before it was started again.
+
+    Only may be: machines made from one image share names, and sometimes the machine's id too.
+    """
+    return (mark.host, mark.machine) == (here.host, here.machine) and mark.boot != here.boot
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _text_of(path: Path) -> str:

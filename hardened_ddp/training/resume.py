@@ -8,6 +8,7 @@ Does not own: verification and folders (checkpoint/), loading into the parts (st
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hardened_ddp.checkpoint.files import CheckpointStore
@@ -25,7 +26,7 @@ from hardened_ddp.settings.earlier_run import (
     run_of_checkpoint,
 )
 from hardened_ddp.training.run_folder import create_run_folder
-from hardened_ddp.training.run_lock import RunLock, probe_folder
+from hardened_ddp.training.run_lock import RunLock, check_held, probe_folder
 from hardened_ddp.training.state import Saved, share_state
 
 log = logging.getLogger(__name__)
@@ -79,32 +80,36 @@ def open_run(config: Config, group: Group) -> RunFolder:
 
     Raises MainRankError on every rank if rank 0 can't use the folder or found nothing to resume.
     """
-    mine: list[RunFolder] = []
+    chosen: list[tuple[Found | None, RunLock]] = []  # on rank 0
     output = Path(config.run.output_dir)
     # WHY all ranks: with elastic nodes, the node of rank 0 may be a new one.
-    noted = group.gather_json(_noted_folder(output, group.launch))  # collective
+    notes = group.gather_json(  # collective
+        [_noted_folder(output, group.launch), *group.launch.job_marks]
+    )
+    jobs = {mark for _, *marks in notes for mark in marks}
 
-    def choose() -> str:
-        earlier = next((Path(name) for name in noted if name and Path(name).is_dir()), None)
-        folder, checkpoint = find_place(config, earlier)
-        lock = RunLock.acquire(folder, job=group.launch.job_key, restart=group.launch.attempt)
+    def choose() -> list[str]:
+        noted = (Path(name) for name, *_ in notes if name)
+        folder, checkpoint = find_place(config, next(filter(Path.is_dir, noted), None))
+        lock = RunLock.acquire(folder, jobs=jobs, restart=group.launch.attempt)
         try:
             probe_folder(folder)
         except RunFolderError:
             lock.release()
             raise
-        store = CheckpointStore(folder / CHECKPOINTS_NAME, keep_last=config.run.keep_last)
-        mine.append(RunFolder(folder, store, checkpoint, lock))
-        return str(folder)
+        chosen.append((checkpoint, lock))
+        return [str(folder), lock.token]
 
-    folder = Path(group.run_on_main(choose, what="opening the run folder"))  # collective
+    name, token = group.run_on_main(choose, what="opening the run folder")  # collective
+    folder = Path(name)
     if group.is_local_main:
         _note_folder(output, group.launch, folder)
-    if mine:
-        return mine[0]
-    return RunFolder(
-        folder, CheckpointStore(folder / CHECKPOINTS_NAME, keep_last=config.run.keep_last)
+    store = CheckpointStore(
+        folder / CHECKPOINTS_NAME,
+        keep_last=config.run.keep_last,
+        before_commit=partial(check_held, folder, token),
     )
+    return RunFolder(folder, store, *chosen[0] if chosen else ())
 
 
 def read_checkpoint(run: RunFolder, group: Group) -> Saved | None:

@@ -2,31 +2,42 @@
 
 Owns: RunLock, a file in the run's folder that says which process writes there; and probe_folder,
 which shows at the start, and not after an hour, that the folder can't be written.
-Does not own: how a process is recognised (process.py), the folder itself (run_folder.py).
+Does not own: how a process is recognised (process.py), the folder itself (run_folder.py), the
+heartbeat in the lock (lock_heartbeat.py).
 What goes wrong here: a job that was killed leaves its lock, which must not stop a restart; a live
 job must never lose it. A dead process on this host is recognised, whatever container it ran in. One
-on another host can't be seen: its lock is taken over only if the scheduler says that the same job
-was started again. Locks of the file system are only used between containers of one host, because
-between hosts many file systems don't keep them.
+on another host can't be seen. Its lock is taken over if it belongs to an earlier attempt of the
+same job, or to this machine before a reboot, and if its heartbeat stopped. A process that was only
+stopped finds out before it commits a checkpoint. Locks of the file system are only used between
+containers of one host, because between hosts many file systems don't keep them.
 """
 
 import errno
 import fcntl
 import json
+import logging
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
 from hardened_ddp.checkpoint.disk import Disk, make_folders, write_file
-from hardened_ddp.errors import RunFolderError
-from hardened_ddp.ranks.process import ProcessMark, is_gone, this_process
+from hardened_ddp.errors import CheckpointError, RunFolderError
+from hardened_ddp.ranks.process import ProcessMark, is_earlier_boot, is_gone, this_process
+from hardened_ddp.training.lock_heartbeat import (
+    SILENT_AFTER_S,
+    LockHeartbeat,
+    is_silent,
+    with_count,
+)
+
+log = logging.getLogger(__name__)
 
 LOCK_NAME = "run.lock"
-_MAX_LOCK_BYTES = 4096
+_MAX_LOCK_BYTES = 1 << 20  # it lists a key for each node of the job
 _PROBE_BYTES = b"can this folder be written?\n" * 200
 
 
@@ -35,35 +46,52 @@ class _Holder:
     """Who holds a lock."""
 
     mark: ProcessMark
-    job: str
+    token: str
+    """Of this lock alone."""
+
+    jobs: tuple[str, ...]
+    """The keys by which launchers know the job; two attempts of one job share at least one."""
+
     restart: int
+    beats: int = 0
+    """Counted up by the holder; 0: it can't count in this file system."""
 
 
 class RunLock:
     """The right to write into a run's folder, held until release or the end of the process."""
 
-    def __init__(self, path: Path, *, content: bytes, descriptor: int) -> None:
+    def __init__(self, path: Path, *, token: str, descriptor: int) -> None:
         self.path = path
-        self._content = content
+        self.token = token
         self._descriptor = descriptor
+        self._heartbeat = LockHeartbeat(descriptor)
 
     @classmethod
-    def acquire(cls, folder: Path, *, job: str = "", restart: int = 0) -> "RunLock":
+    def acquire(
+        cls,
+        folder: Path,
+        *,
+        jobs: Collection[str] = (),
+        restart: int = 0,
+        silent_after_s: float = SILENT_AFTER_S,
+    ) -> "RunLock":
         """Lock a run's folder. Rank-local: one rank calls it.
 
-        job and restart are the scheduler's id and count of starts, if it has them. Raises
-        RunFolderError if another process holds the lock, with its host and pid.
+        jobs and restart: the keys of this job and its count of starts, if launchers have them.
+        Waits at most 2 * silent_after_s, and only for a lock of this job, or of this machine before
+        a reboot. Raises RunFolderError if another process holds the lock, with its host and pid.
         """
         path = folder / LOCK_NAME
-        holder = _Holder(mark=this_process(), job=job, restart=restart)
-        content = (json.dumps(asdict(holder)) + "\n").encode()
+        holder = _Holder(
+            mark=this_process(), token=uuid.uuid4().hex, jobs=tuple(sorted(jobs)), restart=restart
+        )
         try:
             with _alone_in(folder):
                 try:
-                    write_file(path, content, disk=Disk())
+                    write_file(path, _encode(holder), disk=Disk())
                 except FileExistsError:
-                    _take_over(path, holder)
-                    write_file(path, content, disk=Disk())
+                    _take_over(path, holder, silent_after_s=silent_after_s)
+                    write_file(path, _encode(holder), disk=Disk())
                 descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise RunFolderError(
@@ -73,13 +101,14 @@ class RunLock:
         # closes the file. WHY no error: a file system without locks is no reason to stop.
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return cls(path, content=content, descriptor=descriptor)
+        return cls(path, token=holder.token, descriptor=descriptor)
 
     def release(self) -> None:
         """Release the lock. A second call does nothing."""
         if self._descriptor < 0:
             return
-        if _read(self.path) == self._content:
+        self._heartbeat.stop()
+        if _is_held(self.path, self.token):
             with suppress(FileNotFoundError):
                 Disk().unlink(self.path)
         os.close(self._descriptor)
@@ -107,6 +136,20 @@ def _alone_in(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def check_held(folder: Path, token: str) -> None:
+    """Raise CheckpointError if the run's lock is no longer the one with this token. Any rank.
+
+    WHY: this job may have been stopped (SIGSTOP, a suspended machine) for so long that a restart
+    of it took the lock over.
+    """
+    if not _is_held(folder / LOCK_NAME, token):
+        raise CheckpointError(
+            f"{folder} no longer belongs to this process: while it was stopped or its host could "
+            "not write, another attempt took over the run",
+            fix="end this one; the other one goes on from the newest checkpoint",
+        )
 
 
 def probe_folder(folder: Path) -> None:
@@ -168,7 +211,7 @@ def _taken_now(folder: Path) -> RunFolderError:
     )
 
 
-def _take_over(path: Path, mine: _Holder) -> None:
+def _take_over(path: Path, mine: _Holder, *, silent_after_s: float) -> None:
     """Remove a dead process's lock. Raises RunFolderError if its process may be alive."""
     content = _read(path)
     if content is None:
@@ -179,7 +222,7 @@ def _take_over(path: Path, mine: _Holder) -> None:
             f"{path} can't be read as a lock: another job may be writing to {path.parent}",
             fix=f"if no job uses this folder: rm {path}",
         )
-    if not _is_dead(path, holder, mine):
+    if not _is_dead(path, holder, mine, silent_after_s=silent_after_s):
         mark = holder.mark
         raise RunFolderError(
             f"{path.parent} is in use by process {mark.pid} on host {mark.host}; two jobs in one "
@@ -200,13 +243,26 @@ def _take_over(path: Path, mine: _Holder) -> None:
             raise _taken_now(path.parent)
 
 
-def _is_dead(path: Path, holder: _Holder, mine: _Holder) -> bool:
+def _is_dead(path: Path, holder: _Holder, mine: _Holder, *, silent_after_s: float) -> bool:
     gone = is_gone(holder.mark)
     if gone is not None:
         return gone
     if holder.mark.boot == mine.mark.boot and holder.mark.boot:
         return not _is_locked(path)
-    return bool(mine.job) and holder.job == mine.job and holder.restart < mine.restart
+    is_same_job = not {*holder.jobs}.isdisjoint(mine.jobs)
+    if not holder.beats:
+        return is_same_job and holder.restart < mine.restart
+    if not is_same_job and not is_earlier_boot(holder.mark, mine.mark):
+        return False
+    log.warning(
+        "%s is locked by process %d on host %s, an earlier attempt of this job: watching for %g s "
+        "whether it still runs",
+        path.parent,
+        holder.mark.pid,
+        holder.mark.host,
+        silent_after_s,
+    )
+    return is_silent(lambda: _read(path), silent_after_s=silent_after_s)
 
 
 def _is_locked(path: Path) -> bool:
@@ -239,11 +295,26 @@ def _read(path: Path) -> bytes | None:
         return file.read(_MAX_LOCK_BYTES)
 
 
+def _is_held(path: Path, token: str) -> bool:
+    holder = _parse(_read(path) or b"")
+    return holder is not None and holder.token == token
+
+
+def _encode(holder: _Holder) -> bytes:
+    fields = asdict(holder)
+    del fields["beats"]
+    return with_count(json.dumps(fields).encode() + b"\n")
+
+
 def _parse(content: bytes) -> _Holder | None:
     try:
         body = json.loads(content)
         return _Holder(
-            mark=ProcessMark(**body["mark"]), job=str(body["job"]), restart=int(body["restart"])
+            mark=ProcessMark(**body["mark"]),
+            token=str(body["token"]),
+            jobs=tuple(map(str, body["jobs"])),
+            restart=int(body["restart"]),
+            beats=int(body["beats"]),
         )
     except (ValueError, TypeError, KeyError):
         return None
