@@ -96,8 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_ranks(settings: Resolved, launch: Launch, work: Callable[[Group], int]) -> int:
     """Choose the device, meet the other ranks, do the work, and leave nothing behind."""
-    debug = settings.config.loop.debug
-    prepare_environment(launch, environment(), debug=debug)
+    config, debug = settings.config.device, settings.config.loop.debug
+    prepare_environment(launch, environment(), debug=debug, deterministic=config.deterministic)
     prepare_signals(launch)
     # WHY here: importing torch takes a second, and everything above answers without it.
     import torch
@@ -108,7 +108,6 @@ def run_ranks(settings: Resolved, launch: Launch, work: Callable[[Group], int]) 
     from hardened_ddp.reporting.log import start_logging, stop_logging
     from hardened_ddp.step.failure import errors_published
 
-    config = settings.config.device
     start_logging(rank=launch.rank, world_size=launch.world_size, debug=debug)
     if debug:
         # An error in backward then names the forward line that it belongs to; a crash, the Python

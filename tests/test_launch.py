@@ -61,6 +61,29 @@ def test_one_node_talks_over_loopback_unless_told_otherwise() -> None:
     assert env == {"OMP_NUM_THREADS": "2"}
 
 
+def test_deterministic_runs_configure_cublas_unless_the_user_did() -> None:
+    env: dict[str, str] = {}
+    prepare_environment(Launch(), env, deterministic=True)
+    assert env == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    env = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    prepare_environment(Launch(), env, deterministic=True)
+    assert env == {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+
+
+@pytest.mark.parametrize("flags", [[], ["--deterministic"]])
+def test_the_run_itself_configures_cublas_if_it_is_to_be_deterministic(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop_here(launch: Launch) -> None:
+        raise KeyboardInterrupt
+
+    env: dict[str, str] = {}
+    monkeypatch.setattr(ddp_training, "environment", lambda: env)
+    monkeypatch.setattr(ddp_training, "prepare_signals", stop_here)
+    assert ddp_training.main(["--cpu_only", *flags]) == 130
+    assert ("CUBLAS_WORKSPACE_CONFIG" in env) == bool(flags)
+
+
 def test_without_a_gpu_every_rank_gets_the_cpu() -> None:
     assert pick_device(Launch(local_rank=5), cpu_only=True, backend="auto") == CPU
 
