@@ -25,8 +25,8 @@ from hardened_ddp.settings.earlier_run import (
     newest_run,
     run_of_checkpoint,
 )
-from hardened_ddp.training.run_folder import create_run_folder
-from hardened_ddp.training.run_lock import RunLock, check_held, probe_folder
+from hardened_ddp.training.run_folder import create_run_folder, probe_folder
+from hardened_ddp.training.run_lock import RunLock, check_held
 from hardened_ddp.training.state import Saved, share_state
 
 log = logging.getLogger(__name__)

@@ -1,7 +1,6 @@
-"""One writer per run folder, and a folder that can be written.
+"""One writer per run folder.
 
-Owns: RunLock, a file in the run's folder that says which process writes there; and probe_folder,
-which shows at the start, and not after an hour, that the folder can't be written.
+Owns: RunLock, a file in the run's folder that says which process writes there.
 Does not own: how a process is recognised (process.py), the folder itself (run_folder.py), the
 heartbeat in the lock (lock_heartbeat.py).
 What goes wrong here: a job that was killed leaves its lock, which must not stop a restart; a live
@@ -24,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from hardened_ddp.checkpoint.disk import Disk, make_folders, write_file
+from hardened_ddp.checkpoint.disk import Disk, write_file
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.ranks.process import ProcessMark, is_earlier_boot, is_gone, this_process
 from hardened_ddp.training.lock_heartbeat import (
@@ -38,7 +37,6 @@ log = logging.getLogger(__name__)
 
 LOCK_NAME = "run.lock"
 _MAX_LOCK_BYTES = 1 << 20  # it lists a key for each node of the job
-_PROBE_BYTES = b"can this folder be written?\n" * 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,48 +148,6 @@ def check_held(folder: Path, token: str) -> None:
             "not write, another attempt took over the run",
             fix="end this one; the other one goes on from the newest checkpoint",
         )
-
-
-def probe_folder(folder: Path) -> None:
-    """Try every operation that a checkpoint needs: create, write, sync, rename, remove.
-
-    Creates the folder if it is missing. Rank-local. Raises RunFolderError.
-    """
-    disk = Disk()
-    first = folder / f".probe-{uuid.uuid4().hex}"
-    second = first.with_name(f"{first.name}-renamed")
-    if folder.is_symlink():
-        raise RunFolderError(
-            f"{folder} is a symbolic link, which could be changed to another folder during the run",
-            fix=f"use the folder itself: {os.path.realpath(folder)}",
-        )
-    try:
-        make_folders(folder, disk=disk)
-        write_file(first, _PROBE_BYTES, disk=disk)
-        disk.rename(first, second)
-        disk.sync_folder(folder)
-        owners = {0, os.geteuid(), second.stat().st_uid}
-        owner = folder.stat().st_uid
-    except OSError as error:
-        raise unusable_folder(folder, error) from error
-    finally:
-        for path in (first, second):
-            with suppress(OSError):  # missing, or the folder is unusable, which was reported
-                disk.unlink(path)
-    if owner not in owners:
-        raise RunFolderError(
-            f"{folder} belongs to user {owner} and not to you ({os.geteuid()}), who could change "
-            "checkpoints in it",
-            fix="give another output_dir, or have the folder's owner changed: chown",
-        )
-
-
-def unusable_folder(folder: Path, error: OSError) -> RunFolderError:
-    return RunFolderError(
-        f"{folder} can't be used: {error.strerror or error} ({error.filename or folder}); "
-        "checkpoints could not be written there",
-        fix=f"give another output_dir, or look at it: ls -ld {folder}; df -h {folder}",
-    )
 
 
 def _is_busy(descriptor: int) -> bool:
