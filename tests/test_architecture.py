@@ -48,6 +48,7 @@ LONG_FILES = {
 ONE_FOR_EACH_FIELD = {
     "data/sampler.py": {"__init__"},
     "settings/declare.py": {"setting"},
+    "data/shard_sampler.py": {"__init__"},
     # their parameters are the keys of --dataset_args
     "data/synthetic.py": {"__init__"},
     "data/huggingface.py": {"open_hub_set"},

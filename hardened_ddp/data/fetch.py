@@ -96,6 +96,13 @@ class Fetcher:
             batch.read_part = lambda indices: self.with_parts(self[(epoch, indices)], epoch)
         return batch
 
+    def answers(self, batch: Batch, request: Request) -> bool:
+        """Return whether batch holds what request asked for."""
+        indices = request[1]
+        if batch.bad:
+            return batch.num_samples + len(batch.bad) == len(indices)
+        return torch.equal(batch.indices, indices)
+
     def _read_whole(self, epoch: int, indices: torch.Tensor) -> Batch:
         """Read all at once; if that fails, sample by sample, which finds the bad one."""
         read = partial(self._read_batch, epoch, indices)

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 from torch.utils.data import Subset
 
+from hardened_ddp.data.stream_types import is_stream, name_of
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -86,6 +88,9 @@ def file_of(dataset: Any, index: int, error: BaseException | None = None) -> str
     """Return the file of a sample if the error or the dataset knows it (as ImageFolder does)."""
     if isinstance(error, OSError) and isinstance(error.filename, str):
         return error.filename
+    stream = getattr(dataset, "stream", dataset)  # a map made of a stream's samples has it
+    if is_stream(stream):
+        return name_of(stream, index)
     try:
         while isinstance(dataset, Subset):
             dataset, index = dataset.dataset, int(dataset.indices[index])

@@ -124,10 +124,16 @@ class Window:
     epoch: int
     start: int
     size: int
+    has_idle_rank: bool = False
+    """Some rank has none of them, although there are enough: only of a stream."""
 
     @property
     def stop(self) -> int:
         return self.start + self.size
+
+    def is_for_all(self, world_size: int) -> bool:
+        """Return whether every rank has a sample. The same on all ranks."""
+        return self.size >= world_size and not self.has_idle_rank
 
 
 class WindowSampler(DistributedSampler[Any]):
@@ -170,6 +176,20 @@ class WindowSampler(DistributedSampler[Any]):
     def num_windows(self) -> int:
         """Optimizer steps per epoch."""
         return -(-self.end // self.global_batch)
+
+    def steps_left(self, epoch: int, cursor: int, *, epochs: int) -> int:
+        """Return the optimizer steps from a position to the end of so many epochs."""
+        rest = -(-max(0, self.end - cursor) // self.global_batch)
+        return max(0, rest + (epochs - epoch - 1) * self.num_windows)
+
+    def next_ids(self, epoch: int, cursor: int) -> list[int]:
+        """Return the samples of the step at a position, over all ranks."""
+        stop = min(cursor + self.global_batch, self.end)
+        return [int(i) for i in self.order(epoch).take(cursor, stop)]
+
+    def ledger_facts(self) -> dict[str, int]:
+        """Return what a ledger has to know about the order."""
+        return {"num_samples": self.num_total, "epoch_end": self.end}
 
     def windows(self, start: int = 0) -> Iterator[Window]:
         """Yield the windows of the current epoch (set_epoch) from cursor start on."""

@@ -20,6 +20,7 @@ import torch
 from hardened_ddp.data.batch import BadSample, Batch, Request
 from hardened_ddp.data.worker_pool import WorkerPool, WorkersLost
 from hardened_ddp.data.fetch import Fetcher
+from hardened_ddp.data.shard_reader import BlockReader
 from hardened_ddp.data.worker_fallback import WorkerFallback, WorkerLevel
 from hardened_ddp.data.read_errors import RetryReport, file_of
 from hardened_ddp.data.workers import WorkerPlan, raise_open_file_limit
@@ -37,7 +38,12 @@ class BatchStream:
     """Reads the batches of requests, with the workers of one rank."""
 
     def __init__(
-        self, fetcher: Fetcher, plan: WorkerPlan, config: DataConfig, *, pin_memory: bool
+        self,
+        fetcher: Fetcher | BlockReader,
+        plan: WorkerPlan,
+        config: DataConfig,
+        *,
+        pin_memory: bool,
     ) -> None:
         self.fetcher = fetcher
         self.plan = plan
@@ -49,6 +55,7 @@ class BatchStream:
         self.retries = RetryReport()
         self._after_start: Callable[[], None] = lambda: None
         self._pool: WorkerPool | None = None
+        self._pending: _PendingRequests | None = None
         self._is_idle = True  # the worker pool has answered all requests of the last epoch
         self._waited_for: Request | None = None
         self._suspect: Request | None = None  # the one we waited for when workers were lost
@@ -65,12 +72,18 @@ class BatchStream:
         """The current number of workers."""
         return self.fallback.level.num_workers
 
+    @property
+    def next_worker(self) -> int:
+        """The worker that will get the next request: they get them in turn."""
+        num_read = 0 if self._pending is None else self._pending.num_read
+        return num_read % max(1, self.num_workers)
+
     def batches(self, requests: Requests) -> Iterator[Batch]:
         """Yield the batch of each request, in order, each exactly once.
 
         Raises LoaderError if several samples in a row kill or hang their reader.
         """
-        pending = _PendingRequests(requests())
+        pending = self._pending = _PendingRequests(requests())
         is_done = False
         while not is_done:
             self._go_up_if_quiet()
@@ -84,7 +97,7 @@ class BatchStream:
         """Yield batches that workers read; False: not at the end, to continue with more workers."""
         pool = self._start(pending.read())
         while (batch := self._receive(pool, pending)) is not None:
-            if not (pending.unanswered and _answers(batch, pending.unanswered[0])):
+            if not (pending.unanswered and self.fetcher.answers(batch, pending.unanswered[0])):
                 raise WorkersLost("a batch came that was not requested")
             self._note_answer(batch, pending)
             yield batch
@@ -258,7 +271,7 @@ class BatchStream:
                 self._end_pool()
             if len(bad) > MAX_LOST_PER_BATCH:
                 raise LoaderError(
-                    f"reading samples {', '.join(str(b.index) for b in bad)} ended or hung the "
+                    f"reading samples {', '.join(b.name for b in bad)} ended or hung the "
                     f"worker each time: {bad[-1].error}",
                     fix="look at the storage and the memory of this node; --num_workers 0 reads "
                     "in the training process, and shows where it crashes",
@@ -283,17 +296,16 @@ class _PendingRequests:
     def __init__(self, source: Iterator[Request]) -> None:
         self.unanswered: deque[Request] = deque()
         self._source = source
+        self.num_read = 0
+        """Requests since the current workers started."""
 
     def read(self) -> Iterator[Request]:
         """Yield the unanswered requests again, and then new ones."""
-        yield from tuple(self.unanswered)
+        self.num_read = 0
+        for request in tuple(self.unanswered):
+            self.num_read += 1
+            yield request
         for request in self._source:
+            self.num_read += 1
             self.unanswered.append(request)
             yield request
-
-
-def _answers(batch: Batch, request: Request) -> bool:
-    indices = request[1]
-    if batch.bad:
-        return batch.num_samples + len(batch.bad) == len(indices)
-    return torch.equal(batch.indices, indices)

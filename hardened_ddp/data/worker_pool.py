@@ -26,6 +26,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from hardened_ddp.data.fetch import Batch, Fetcher, Request, map_tensors
+from hardened_ddp.data.shard_reader import BlockReader
 from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.ranks.stacks import ask_for_stacks, offer_stacks
 
@@ -65,7 +66,7 @@ class WorkerPool:
 
     def __init__(
         self,
-        fetcher: Fetcher,
+        fetcher: Fetcher | BlockReader,
         plan: WorkerPlan,
         *,
         pin_memory: bool,
@@ -202,7 +203,7 @@ class _Requests(Sampler[Any]):
 class _Reader(Dataset[Any]):
     """The dataset that a worker sees: takes a request, returns a batch's parts."""
 
-    def __init__(self, fetcher: Fetcher, notes: Any, *, shares_memory: bool) -> None:
+    def __init__(self, fetcher: Fetcher | BlockReader, notes: Any, *, shares_memory: bool) -> None:
         """notes: what each worker shows to the rank. Any: ctypes' array."""
         self.fetcher = fetcher
         self.notes = notes

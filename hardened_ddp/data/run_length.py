@@ -1,0 +1,28 @@
+"""How many optimizer steps a run has, as far as that is known.
+
+WHY an object: the length of a stream may be known only when it was read once.
+"""
+
+import sys
+from dataclasses import dataclass
+
+UNKNOWN_STEPS = sys.maxsize
+"""More steps than any run has: its end is not known yet."""
+
+
+@dataclass(slots=True)
+class RunLength:
+    """The steps of a run."""
+
+    total: int
+    """Steps of the whole run; UNKNOWN_STEPS until they are known."""
+
+    schedule: int
+    """Steps that the learning rate's schedule is stretched over. Never changes within a run."""
+
+    most: int = UNKNOWN_STEPS
+    """The limit max_steps."""
+
+    def learn(self, total: int) -> None:
+        """Note the steps of the whole run, now that they are known."""
+        self.total = min(total, self.most)

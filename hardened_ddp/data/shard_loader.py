@@ -1,0 +1,241 @@
+"""The training windows of a rank that are read from a stream.
+
+Owns which shards this rank reads, and the batches made of their samples. A rank owns every
+world_size-th shard of the epoch's order; with fewer shards than ranks, each rank reads all of them
+and keeps its part. Where ends of shards are not known, the ranks tell each other which were met in
+a step before it begins: one small all-reduce that runs beside the step before.
+Does not own: the plan (shards.py), reading ahead (shelves.py), the facts of a checkpoint
+(shard_sampler.py).
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hardened_ddp.data.batch import BadSample, Batch, map_tensors
+from hardened_ddp.data.fetch import Fetcher
+from hardened_ddp.data.sampler import Window, share_of, split_micro_batches
+from hardened_ddp.data.shard_reader import BlockReader
+from hardened_ddp.data.shard_sampler import ShardSampler
+from hardened_ddp.data.shard_states import ShardStates
+from hardened_ddp.data.shards import Facts, Turns, deal, id_of, settle, shard_order
+from hardened_ddp.data.shelves import Item, Shelves, items_of, split_bad
+from hardened_ddp.data.stream import BatchStream
+from hardened_ddp.data.stream_types import Stream
+from hardened_ddp.errors import SampleError
+from hardened_ddp.ranks.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """The turns of a step, this rank's samples of them, and the ends that it met."""
+
+    facts: Facts
+    turns: Turns
+    items: list[Item]
+    ends: torch.Tensor
+    work: Any  # a dist.Work: the ends on their way to the other ranks
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A step whose size is known."""
+
+    window: Window
+    items: list[Item]
+    after: Facts
+
+
+class HeldSamples:
+    """The samples of the last batches as a map-style dataset, of which a Fetcher makes batches."""
+
+    uses_randomness = False  # a sample was read with its own random numbers
+
+    def __init__(self, stream: Stream, *, num_batches: int = 1) -> None:
+        """num_batches: so many are kept, because parts of them may be asked for again."""
+        self.stream = stream
+        self._batches: deque[dict[int, Any]] = deque(maxlen=num_batches)
+
+    def put(self, items: Sequence[Item]) -> None:
+        """Hold the samples of one more batch."""
+        self._batches.append(dict(items))
+
+    def __getitem__(self, number: int) -> Any:  # Any: whatever the stream gives
+        for held in reversed(self._batches):
+            if number in held:
+                return held[number]
+        raise KeyError(f"sample {number} is not held any more")
+
+
+class ShardLoader:
+    """The training windows of this rank, with their micro-batches, read from a stream."""
+
+    def __init__(
+        self,
+        sampler: ShardSampler,
+        stream: BatchStream,
+        fetcher: Fetcher,
+        group: Group,
+        *,
+        epochs: int,
+        pin_memory: bool,
+    ) -> None:
+        """stream: reads blocks. fetcher: of HeldSamples. epochs: of the run."""
+        assert isinstance(fetcher.dataset, HeldSamples)
+        self.sampler = sampler
+        self.stream = stream
+        self._fetcher = fetcher
+        self._held = fetcher.dataset
+        self._group = group
+        self._epochs = epochs
+        self._pins = pin_memory
+        self._states: ShardStates | None = None
+        self._shelves = Shelves(sampler, stream)
+        self._order = self._owners = np.empty(0, dtype=np.int64)
+        self._epoch = 0
+        self._over: Facts | None = None
+        """The end of the epoch, once it was met."""
+
+    def windows(
+        self, epoch: int, start: int, step: int = 0
+    ) -> Iterator[tuple[Window, list[Batch]]]:
+        """Yield each window from the cursor start on, and this rank's share, which may be empty.
+
+        step: the steps done before. Collective: all ranks iterate alike.
+        """
+        sampler = self.sampler
+        facts = sampler.facts_at(epoch, start)
+        sampler.begin_at(facts)
+        self._begin(facts)
+        taken = self._take(facts)
+        current = next(taken, None) if start < sampler.end else None
+        if current is None:
+            sampler.end_at(self._over or facts, last_step=step, epochs=self._epochs)
+        while current is not None:
+            step, after = step + 1, current.after
+            sampler.reach(after)
+            # WHY look ahead: the last step of an epoch has to be known as the last one.
+            following = None if after.knows_ends else next(taken, None)
+            is_last = after.cursor >= sampler.end if after.knows_ends else following is None
+            if is_last:
+                sampler.end_at(self._over or after, last_step=step, epochs=self._epochs)
+            yield current.window, self._batches(current.items)
+            if self._states is not None:
+                self._states.note(after, self._shelves.shortcuts)
+            current = None if is_last else following or next(taken, None)
+        self._shelves.read_to_the_end()
+
+    def sample_batches(self, device: torch.device) -> list[Batch]:
+        """Read two batches of two samples, different ones on each rank if possible.
+
+        Raises SampleError if none of the first samples can be read.
+        """
+        sampler, blocks = self.sampler, self.stream.fetcher
+        assert isinstance(blocks, BlockReader)
+        found: list[Batch] = []
+        bad: list[BadSample] = []
+        for turn in range(8):
+            number = sampler.rank + turn * sampler.num_replicas
+            index, shard = divmod(number, sampler.num_shards)
+            first = id_of(shard, 2 * index, sampler.num_shards)
+            batch = self._batch(
+                items_of(blocks[(0, torch.tensor([first, first + sampler.num_shards]))])
+            )
+            bad += batch.bad
+            if batch.num_samples:
+                found.append(batch.to(device))
+            if len(found) == 2:
+                break
+        blocks.reader.close()
+        if not found:
+            text = bad[0].error if bad else "the first shards have no sample"
+            raise SampleError(
+                f"none of the first samples can be read: {text}",
+                fix="check the dataset: every sample seems to be broken",
+            )
+        return found
+
+    def open_folder(self, run: Path) -> None:
+        """Keep the readers' states in the run folder from now on, and use those that are there."""
+        self._states = ShardStates(run, rank=self.sampler.rank)
+
+    def close(self) -> None:
+        """End the workers, and write the readers' states."""
+        if self._states is not None:
+            self._states.close()
+        self.stream.close()
+
+    def _begin(self, facts: Facts) -> None:
+        """Choose this rank's shards of an epoch, and start to read them."""
+        sampler, self._epoch = self.sampler, facts.epoch
+        order = self._order = shard_order(sampler.seed, facts.epoch, sampler.num_shards)
+        self._owners = np.empty_like(order)
+        self._owners[order] = np.arange(len(order)) % sampler.num_replicas
+        mine = order if sampler.is_shared else order[sampler.rank :: sampler.num_replicas]
+        saved = {} if self._states is None else self._states.read(facts)
+        self._shelves.begin(facts, mine.tolist(), saved)
+
+    def _take(self, facts: Facts) -> Iterator[_Taken]:
+        """Yield the windows that have samples, each as soon as its size is known. Collective."""
+        read, self._over = None, None
+        while not facts.is_over:
+            taken = self._finish(read or self._read(facts))
+            facts = taken.after
+            # WHY read on: the ends that are met travel while the step before is trained.
+            read = None if facts.knows_ends else self._read(facts)
+            if taken.window.size:
+                yield taken
+        self._over = facts
+
+    def _read(self, facts: Facts) -> _Read:
+        """Take this rank's samples of the next window; start to tell which shards end in it."""
+        sampler = self.sampler
+        turns = deal(facts, self._order, sampler.global_batch)
+        shards, indices = turns.shards, turns.indices
+        if not sampler.is_shared:
+            is_mine = self._owners[shards] == sampler.rank
+            shards, indices = shards[is_mine], indices[is_mine]
+        pairs = list(zip(shards.tolist(), indices.tolist(), strict=True))
+        items, ends = self._shelves.take(pairs)
+        work = None
+        if not (facts.knows_ends or sampler.is_shared):
+            work = self._group.start_max(ends)  # collective
+        return _Read(facts, turns, items, ends, work)
+
+    def _finish(self, read: _Read) -> _Taken:
+        """Learn which of a window's turns have a sample. Collective."""
+        sampler, facts, items = self.sampler, read.facts, read.items
+        if read.work is not None:
+            self._group.finish(read.work)  # collective
+        after, is_real = settle(facts, read.turns, read.ends.numpy())
+        size, is_idle = int(is_real.sum()), False
+        if sampler.is_shared:
+            start, stop = share_of(size, rank=sampler.rank, world_size=sampler.num_replicas)
+            items = items[start:stop]
+        else:
+            owners = self._owners[read.turns.shards[is_real]]
+            is_idle = bool(np.bincount(owners, minlength=sampler.num_replicas).min() == 0)
+        window = Window(facts.epoch, facts.cursor, size, has_idle_rank=is_idle)
+        return _Taken(window, items, after)
+
+    def _batches(self, items: Sequence[Item]) -> list[Batch]:
+        parts = split_micro_batches(len(items), self.sampler.batch_size)
+        return [self._batch(items[first:last]) for first, last in parts]
+
+    def _batch(self, items: Sequence[Item]) -> Batch:
+        """Make a batch as of a map-style dataset, whose samples are at hand already."""
+        good, bad = split_bad(items)
+        self._held.put(good)
+        ids = torch.tensor([number for number, _ in good], dtype=torch.int64)
+        batch = self._fetcher[(self._epoch, ids)]
+        if bad:
+            batch = replace(batch, bad=batch.bad + bad)
+        if self._pins:
+            batch.inputs = map_tensors(batch.inputs, torch.Tensor.pin_memory)
+            batch.targets = map_tensors(batch.targets, torch.Tensor.pin_memory)
+        return self._fetcher.with_parts(batch, self._epoch)

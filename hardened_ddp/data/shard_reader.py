@@ -1,0 +1,286 @@
+"""Reading the shards of a stream, in this process or in a worker.
+
+Owns the open readers and their positions. The samples of a shard come in their order, so the same
+reader goes on; one for another position is opened anew, from the state nearest before it.
+What goes wrong here: a reader raises. It is opened anew and tried again: a generator that raised is
+over, and its next next() looks like the end of the shard. A sample that fails twice is reported by
+shard and position. What is behind it can be read only if the reader goes on after an error.
+User code sees no DataLoader worker: else it would split its samples over the workers once more.
+"""
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils.data
+
+from hardened_ddp.data.batch import BadSample, Batch, Request
+from hardened_ddp.data.packing import pack
+from hardened_ddp.data.read_errors import describe, is_permanent, is_transient, retry_read
+from hardened_ddp.data.shards import id_of, shard_of
+from hardened_ddp.data.stream_types import Stream, name_of
+from hardened_ddp.errors import LoaderError, SampleError
+from hardened_ddp.ranks.seeding import seed_sample
+
+Shortcut = tuple[int, int, Any]
+"""(epoch, position, state): a reader opened with this state gives sample number position first."""
+
+MOST_UNREACHABLE = 3
+"""Samples of one block. If more can't be reached, the cause is the storage, not the samples."""
+
+
+class EndOfShard(Exception):
+    """The shard has no such sample: it ends before."""
+
+    def __init__(self, end: int) -> None:
+        super().__init__(f"the shard has {end} samples")
+        self.end = end
+
+
+@dataclass(slots=True)
+class _Open:
+    """A reader, and the index of the sample that it gives next."""
+
+    epoch: int
+    position: int
+    samples: Iterator[Any]
+    after_error: str = ""
+    """It raised, and was asked to go on: its end may be no end of the shard."""
+
+
+class ShardReader:
+    """Reads single samples of a stream. Picklable if the stream is."""
+
+    def __init__(self, stream: Stream, *, seed: int) -> None:
+        self.stream = stream
+        self.seed = seed
+        self.shortcuts: dict[int, Shortcut] = {}
+        """By shard: what is known from the last worker, or the run before."""
+
+        self._uses_randomness = getattr(stream, "uses_randomness", True)
+        self._open: dict[int, _Open] = {}
+        self._ends: dict[tuple[int, int], int] = {}
+        self._blocked: dict[tuple[int, int], tuple[int, str]] = {}
+        """(epoch, shard) -> the sample that no reader goes beyond, and its error."""
+
+        self._failed: _Open | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **self.__dict__,
+            "_open": {},
+            "_failed": None,
+        }  # what is open can't be sent to another process
+
+    def read(self, epoch: int, shard: int, index: int, troubles: list[str]) -> Any:
+        """Read one sample, with retries. Any: what the stream gives.
+
+        Raises EndOfShard behind the last sample, else the error of the reader.
+        """
+        end = self._ends.get((epoch, shard))
+        if end is not None and index >= end:
+            raise EndOfShard(end)
+        place, text = self._blocked.get((epoch, shard), (index, ""))
+        if place < index:
+            raise SampleError(f"sample {place} of its shard ended the reader: {text}")
+        try:
+            return self._read_once(epoch, shard, index)
+        except (MemoryError, EndOfShard, _Given):
+            raise
+        except Exception as error:  # WHY broad: the user's code
+            first = error
+
+        def again() -> Any:  # Any: as above
+            try:
+                return self._read_once(epoch, shard, index)
+            except EndOfShard:
+                raise first from None  # the shard is not over: there was an error here before
+
+        try:
+            if is_permanent(first):
+                raise first
+            return retry_read(again, first, troubles) if is_transient(first) else again()
+        except (MemoryError, _Given):
+            raise
+        except Exception as error:  # WHY broad: as above
+            self._go_beyond(epoch, shard, index, error)
+            raise
+
+    def state_of(self, shard: int) -> Any:
+        """Return the state of a shard's reader, None if it has none. Any: the stream's own."""
+        reader = self._open.get(shard)
+        if reader is None or not hasattr(reader.samples, "state_dict"):
+            return None
+        with seen_by_user(self.stream, shard):
+            # WHY a copy: many readers give their own dict, and change it with the next sample
+            return copy.deepcopy(reader.samples.state_dict())
+
+    def end_of(self, epoch: int, shard: int) -> int | None:
+        """Return the number of samples of a shard if its end was met."""
+        return self._ends.get((epoch, shard))
+
+    def close(self) -> None:
+        """Forget all open readers."""
+        self._open.clear()
+
+    def _read_once(self, epoch: int, shard: int, index: int) -> Any:
+        reader = self._open.get(shard)
+        if reader is None or reader.epoch != epoch or reader.position > index:
+            reader = self._open_at(epoch, shard, index)
+        while reader.position < index:
+            with contextlib.suppress(_Given):
+                self._next(reader, shard)
+        return self._next(reader, shard)
+
+    def _open_at(self, epoch: int, shard: int, index: int) -> _Open:
+        position, state = 0, None
+        found = self.shortcuts.get(shard)
+        if found is not None and found[0] == epoch and found[1] <= index:
+            _, position, state = found
+        if self._uses_randomness:
+            seed_sample(self.seed, epoch, -1 - shard)
+        with seen_by_user(self.stream, shard):
+            samples = iter(self.stream.open(shard, epoch=epoch, state=state))
+        reader = self._open[shard] = _Open(epoch, position, samples)
+        return reader
+
+    def _next(self, reader: _Open, shard: int) -> Any:
+        """Take the reader's next sample; a reader that raises is not used again."""
+        if self._uses_randomness:
+            # WHY also for samples that are skipped: they may decide at random what comes next.
+            number = id_of(shard, reader.position, self.stream.num_shards)
+            seed_sample(self.seed, reader.epoch, number)
+        try:
+            with seen_by_user(self.stream, shard):
+                sample = next(reader.samples)
+        except StopIteration:
+            del self._open[shard]
+            if reader.after_error:
+                raise SampleError(
+                    f"sample {reader.position - 1} of its shard ended the reader: "
+                    f"{reader.after_error}"
+                ) from None
+            self._ends[reader.epoch, shard] = reader.position
+            raise EndOfShard(reader.position) from None
+        except BaseException:
+            self._failed = self._open.pop(shard, None)
+            raise
+        reader.position += 1
+        reader.after_error = ""
+        if isinstance(sample, Exception):
+            raise _Given(sample)
+        return sample
+
+    def _go_beyond(self, epoch: int, shard: int, index: int, error: Exception) -> None:
+        """Prepare to read what is behind a sample that failed twice, if the reader allows it."""
+        failed = self._failed
+        if failed is None or failed.position != index or inspect.isgenerator(failed.samples):
+            self._blocked[epoch, shard] = (index, describe(error))
+        else:
+            failed.position, failed.after_error = index + 1, describe(error)
+            self._open[shard] = failed
+
+
+class _Given(Exception):
+    """A reader gave an exception as its sample: that one is bad, and the reader goes on."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(describe(error))
+        self.error = error
+
+
+class BlockReader:
+    """Reads blocks of a stream's shards: what a BatchStream of a stream calls its fetcher.
+
+    A request is (epoch, numbers of consecutive samples of one shard); the batch that answers holds
+    the samples packed, and beside them the end of the shard if it was met, and the reader's state.
+    """
+
+    def __init__(self, stream: Stream, *, seed: int) -> None:
+        self.dataset = stream
+        self.reader = ShardReader(stream, seed=seed)
+        self.shares_memory = True
+        self.reading: list[int] | memoryview[int] = [-1]
+
+    def __getitem__(self, request: Request) -> Batch:
+        epoch, ids = request
+        numbers: list[int] = ids.tolist()
+        samples: list[Any] = []
+        good: list[int] = []
+        bad: list[BadSample] = []
+        troubles: list[str] = []
+        shard, end, state, num_unreachable = -1, -1, None, 0
+        for number in numbers:
+            shard, index = shard_of(number, self.dataset.num_shards)
+            self.reading[0] = number
+            try:
+                samples.append(self.reader.read(epoch, shard, index, troubles))
+                good.append(number)
+            except EndOfShard as over:
+                end = over.end
+                break
+            except (MemoryError, KeyboardInterrupt):  # no sample is to blame
+                raise
+            # WHY broad: the user's code; reported with its shard. WHY SystemExit too: a sample must
+            # not end the rank.
+            except BaseException as error:
+                cause = error.error if isinstance(error, _Given) else error
+                bad.append(BadSample(number, describe(cause), name_of(self.dataset, number)))
+                num_unreachable += is_transient(cause)
+                if num_unreachable > MOST_UNREACHABLE:
+                    raise LoaderError(
+                        f"{num_unreachable} samples of one block could not be reached, each tried "
+                        f"for some seconds; the last, {bad[-1].name}: {bad[-1].error}",
+                        fix="look at the storage of this node, then --resume the run",
+                    ) from error
+        if numbers and end < 0:
+            state = self.reader.state_of(shard)
+        is_worker = torch.utils.data.get_worker_info() is not None
+        packed = pack(samples) if is_worker else ("list", samples)
+        first = shard_of(numbers[0], self.dataset.num_shards)[1] if numbers else 0
+        content = {"samples": packed, "shard": shard, "start": first, "end": end, "state": state}
+        empty = torch.empty(0, dtype=torch.int64)
+        return Batch(
+            content, empty, torch.tensor(good, dtype=torch.int64), tuple(bad), tuple(troubles)
+        )
+
+    def with_parts(self, batch: Batch, epoch: int) -> Batch:
+        """Return the batch: a block is taken as a whole."""
+        return batch
+
+    def answers(self, batch: Batch, request: Request) -> bool:
+        """Return whether batch is the answer to request: fewer samples only at a shard's end."""
+        numbers = sorted([*batch.indices.tolist(), *(bad.index for bad in batch.bad)])
+        asked = request[1].tolist()
+        return numbers == asked[: len(numbers)] and (
+            len(numbers) == len(asked) or batch.inputs["end"] >= 0
+        )
+
+
+@contextlib.contextmanager
+def seen_by_user(stream: Stream, shard: int) -> Iterator[None]:
+    """Let the stream's code see no DataLoader worker; or, if it splits by worker, see its shard.
+
+    Where this version of torch has no such variable, nothing is changed.
+    """
+    splits = bool(getattr(stream, "splits_by_worker", False))
+    if not splits and torch.utils.data.get_worker_info() is None:  # nothing to hide
+        yield
+        return
+    worker: Any = getattr(getattr(torch.utils.data, "_utils", None), "worker", None)
+    if not hasattr(worker, "_worker_info"):
+        yield
+        return
+    before = worker._worker_info
+    shown = None
+    if splits and hasattr(worker, "WorkerInfo"):
+        shown = worker.WorkerInfo(id=shard, num_workers=stream.num_shards, seed=0, dataset=None)
+    worker._worker_info = shown
+    try:
+        yield
+    finally:
+        worker._worker_info = before

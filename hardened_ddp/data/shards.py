@@ -1,0 +1,159 @@
+"""Which samples of a stream each optimizer step takes: the plan over its shards.
+
+A stream is num_shards logical shards, each of which gives its samples in a fixed order. The plan
+deals one sample of each shard in turn, round after round, over a permutation of the shards that
+depends on (seed, epoch); a shard that is known to be over is passed over. A step takes the next
+global_batch turns. So the plan is a function of the data alone: ranks, workers and prefetching are
+not in it. A turn whose shard turns out to be over stays empty: that step is smaller.
+
+Owns the plan, and Facts: the position in it, equal on all ranks, JSON in a checkpoint.
+Does not own: reading (shard_reader.py), which rank reads what (shard_loader.py).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hardened_ddp.data.hashing import hash_words
+from hardened_ddp.ranks.seeding import mix
+
+Numbers = npt.NDArray[np.int64]
+
+UNKNOWN = -1
+"""The end of a shard that nobody has reached yet."""
+
+_ENDLESS = 1 << 62
+_SHARDS, _BLOCKS = 1, 2  # what a permutation is of: each has its own key
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """A position in a stream. Two runs with equal facts take the same samples from there on."""
+
+    epoch: int
+    place: int
+    """Where in the order of the shards the next turn is."""
+
+    taken: Numbers
+    """(num_shards,): samples consumed of each shard."""
+
+    ends: Numbers
+    """(num_shards,): samples of each shard, or UNKNOWN."""
+
+    @classmethod
+    def at_start(cls, epoch: int, ends: Numbers) -> "Facts":
+        """Return the start of an epoch."""
+        return cls(epoch, 0, np.zeros_like(ends), ends.copy())
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> "Facts":  # Any: JSON
+        """Read what as_json gave."""
+        taken, ends = (np.array(saved[name], dtype=np.int64) for name in ("taken", "ends"))
+        return cls(int(saved["epoch"]), int(saved["place"]), taken, ends)
+
+    def as_json(self) -> dict[str, Any]:  # Any: JSON
+        """Return the facts as JSON."""
+        return {
+            "epoch": self.epoch,
+            "place": self.place,
+            "taken": self.taken.tolist(),
+            "ends": self.ends.tolist(),
+        }
+
+    @property
+    def cursor(self) -> int:
+        """Samples of this epoch consumed, over all shards."""
+        return int(self.taken.sum())
+
+    @property
+    def knows_ends(self) -> bool:
+        """Whether the length of every shard is known."""
+        return bool((self.ends >= 0).all())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the epoch is known to be over."""
+        return bool(((self.ends >= 0) & (self.taken >= self.ends)).all())
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The turns of one step, in order: which sample of which shard."""
+
+    shards: Numbers
+    indices: Numbers
+    place: int
+    """As in Facts, after these turns."""
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+
+def shard_order(seed: int, epoch: int, num_shards: int) -> Numbers:
+    """Return the order in which the shards of an epoch take turns."""
+    # WHY hashes: as for the samples of a map-style dataset (sampler.py).
+    words = np.arange(num_shards, dtype=np.uint64)
+    order: Numbers = np.argsort(hash_words(words, key=mix(seed, epoch, _SHARDS)))
+    return order
+
+
+def block_order(seed: int, epoch: int, shard: int, start: int, size: int) -> Numbers:
+    """Return the order of the samples of one block of a shard, for shuffling within blocks."""
+    words = np.arange(size, dtype=np.uint64)
+    key = mix(seed, epoch, _BLOCKS, shard, start)
+    order: Numbers = np.argsort(hash_words(words, key=key))
+    return order
+
+
+def deal(facts: Facts, order: Numbers, size: int) -> Turns:
+    """Deal the next size turns, or fewer if the epoch is known to be over before. Pure.
+
+    order: of shard_order. Whole rounds at once: the cost does not grow with the turns of a shard.
+    """
+    at = facts.taken.copy()
+    room = np.where(facts.ends < 0, _ENDLESS, facts.ends - facts.taken)
+    place_of = np.empty_like(order)
+    place_of[order] = np.arange(len(order))
+    place, left = facts.place, size
+    shards, indices = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+    while left:
+        turns = np.roll(order, -place)
+        live = turns[room[turns] > 0]
+        if not live.size:
+            break
+        rounds = min(left // live.size, int(room[live].min()))
+        if rounds == 0:  # less than a round is left
+            live, rounds = live[:left], 1
+        shards.append(np.tile(live, rounds))
+        indices.append((at[live] + np.arange(rounds)[:, None]).reshape(-1))
+        at[live] += rounds
+        room[live] -= rounds
+        left -= rounds * live.size
+        place = (int(place_of[live[-1]]) + 1) % len(order)
+    return Turns(np.concatenate(shards), np.concatenate(indices), place)
+
+
+def settle(facts: Facts, turns: Turns, ends: Numbers) -> tuple[Facts, npt.NDArray[np.bool_]]:
+    """Return the facts after turns, and which of the turns have a sample. Pure.
+
+    ends: what was met in these turns, over all ranks; UNKNOWN where no end was met.
+    """
+    known = np.where(ends >= 0, ends, facts.ends)
+    limits = known[turns.shards]
+    is_real = (limits < 0) | (turns.indices < limits)
+    taken = facts.taken + np.bincount(turns.shards[is_real], minlength=len(known))
+    return Facts(facts.epoch, turns.place, taken, known), is_real
+
+
+def id_of(shard: int, index: int, num_shards: int) -> int:
+    """Return the number of a sample in ledgers and messages."""
+    return index * num_shards + shard
+
+
+def shard_of(number: int, num_shards: int) -> tuple[int, int]:
+    """Return (shard, index) of a sample by its number."""
+    index, shard = divmod(number, num_shards)
+    return shard, index

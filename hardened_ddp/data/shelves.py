@@ -1,0 +1,216 @@
+"""The samples of a rank's shards, read ahead of the steps that take them.
+
+Owns what is asked for, in which order, and the samples that have come but were not taken yet. A
+shard is read in blocks, by the same worker as long as it lives; whichever worker answers, the block
+is the same. Samples are shuffled within blocks: a run that resumes reads the block again, so no
+buffer has to be saved.
+Does not own: reading a block (shard_reader.py), the plan (shards.py), workers (stream.py).
+What goes wrong here: a shard has another length than before. That is an error: what is behind the
+end would never be read.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+
+from hardened_ddp.data.batch import BadSample, Batch, Request
+from hardened_ddp.data.packing import unpack
+from hardened_ddp.data.shard_reader import BlockReader, Shortcut
+from hardened_ddp.data.shard_sampler import ShardSampler
+from hardened_ddp.data.shards import UNKNOWN, Facts, block_order
+from hardened_ddp.data.stream import BatchStream
+from hardened_ddp.errors import DataError
+
+log = logging.getLogger(__name__)
+
+BLOCKS_AHEAD = 2
+"""Blocks of each shard that workers read ahead of what is needed."""
+
+_MANY_SAMPLES = 10_000  # reading so many again is worth a warning
+
+Item = tuple[int, Any]
+"""(number of the sample, the sample or a BadSample). Any: whatever the stream gives."""
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """What this rank holds of one of its shards, in the order of the plan."""
+
+    asked: int
+    """Index of the first sample of the next block to ask for."""
+
+    at: int
+    """Index of items[0]."""
+
+    need: int
+    """Samples below this index are wanted."""
+
+    number: int
+    """Among this rank's shards: decides which worker reads it."""
+
+    items: deque[Item] = field(default_factory=deque)
+    end: int = UNKNOWN
+    shortcuts: deque[Shortcut] = field(default_factory=deque)
+
+
+class Shelves:
+    """The samples of this rank's shards of one epoch, and what is under way."""
+
+    def __init__(self, sampler: ShardSampler, stream: BatchStream) -> None:
+        """stream: one whose fetcher is a BlockReader."""
+        assert isinstance(stream.fetcher, BlockReader)
+        self._sampler, self._stream = sampler, stream
+        self._reader = stream.fetcher.reader
+        self._block = sampler.shuffle_block
+        self._epoch = -1
+        self._wanted = -1
+        """The shard that is waited for."""
+
+        self._shelves: dict[int, _Shelf] = {}
+        self._answers: Iterator[Batch] = iter(())
+
+    def begin(self, facts: Facts, shards: Sequence[int], saved: Mapping[int, Shortcut]) -> None:
+        """Start to read these shards from facts on. saved: states of their readers, by shard."""
+        self._epoch, self._wanted, self._shelves, num_again = facts.epoch, -1, {}, 0
+        for number, shard in enumerate(shards):
+            at = int(facts.taken[shard])
+            if 0 <= facts.ends[shard] <= at:
+                continue
+            shelf = _Shelf(at // self._block * self._block, at, at, number)
+            self._shelves[shard] = shelf
+            if shard in saved:
+                shelf.shortcuts.append(saved[shard])
+            num_again += at - (saved[shard][1] if shard in saved else 0)
+        self._reader.close()
+        self._reader.shortcuts = dict(saved)
+        if num_again > _MANY_SAMPLES:
+            log.warning(
+                "epoch %d goes on in its middle: %d samples are read again to get there, which "
+                "state_dict() of the stream's iterators would spare",
+                facts.epoch,
+                num_again,
+            )
+        self._answers = self._stream.batches(self._requests)
+
+    def take(self, pairs: Sequence[tuple[int, int]]) -> tuple[list[Item], torch.Tensor]:
+        """Return the samples of some turns (shard, index), and the ends that were met in them.
+
+        ends: (num_shards,) int64. Raises DataError if a shard has another length than before.
+        """
+        for shard, index in pairs:
+            self._shelves[shard].need = index + 1
+        items: list[Item] = []
+        ends = torch.full((self._sampler.num_shards,), UNKNOWN, dtype=torch.int64)
+        for shard, _ in pairs:
+            shelf = self._shelves[shard]
+            self._wanted = shard
+            while not shelf.items and shelf.end < 0:
+                self._store(next(self._answers))
+            if shelf.items:
+                items.append(shelf.items.popleft())
+                shelf.at += 1
+            else:  # WHY only here: an end that was met ahead of its turn is not yet a fact
+                ends[shard] = shelf.end
+        return items, ends
+
+    def read_to_the_end(self) -> None:
+        """Read what is left of each shard: nothing, if it has as many samples as it said."""
+        for shard, shelf in self._shelves.items():
+            shelf.need = max(shelf.need, int(self._sampler.sizes[shard]))
+        for answer in self._answers:  # WHY all: idle workers are then kept for the next epoch
+            self._store(answer)
+
+    def shortcuts(self, facts: Facts) -> dict[int, Shortcut]:
+        """Return of each shard the newest state at or before facts; forget those before it."""
+        found = {}
+        for shard, shelf in self._shelves.items():
+            taken, states = facts.taken[shard], shelf.shortcuts
+            while len(states) > 1 and states[1][1] <= taken:
+                states.popleft()
+            if states and states[0][1] <= taken:
+                found[shard] = states[0]
+        return found
+
+    def _requests(self) -> Iterator[Request]:
+        """Yield what is to be read next, until all of this rank's shards are read to their end."""
+        empty = torch.empty(0, dtype=torch.int64)
+        num_shards, block = self._sampler.num_shards, self._block
+        while any(shelf.end < 0 for shelf in self._shelves.values()):
+            shard = self._choose()
+            if shard < 0:  # nothing to do for this worker at the moment
+                yield self._epoch, empty
+                continue
+            first = self._shelves[shard].asked
+            self._shelves[shard].asked += block
+            yield self._epoch, torch.arange(first, first + block) * num_shards + shard
+
+    def _choose(self) -> int:
+        """Return the shard of which the next worker is to read a block; -1: of none."""
+        count, wanted = self._stream.num_workers, self._shelves.get(self._wanted)
+        if not count and wanted is not None and wanted.end < 0 and not wanted.items:
+            return self._wanted
+        worker, limit = self._stream.next_worker, BLOCKS_AHEAD * self._block
+        ahead, shard = min(
+            (
+                (shelf.asked - shelf.need, shard)
+                for shard, shelf in self._shelves.items()
+                if shelf.end < 0 and shelf.number % max(1, count) == worker
+            ),
+            default=(limit, -1),
+        )
+        return shard if ahead < limit else -1
+
+    def _store(self, answer: Batch) -> None:
+        """Put the samples of a block on their shelf, in the order of the plan."""
+        shard, start = answer.inputs["shard"], answer.inputs["start"]
+        shelf = self._shelves.get(shard)
+        if shelf is None:  # nothing was asked of the worker
+            return
+        items = items_of(answer)
+        position, state = start + len(items), answer.inputs["state"]
+        if self._block > 1:
+            order = block_order(self._sampler.seed, self._epoch, shard, start, len(items))
+            items = [items[place] for place in order.tolist()]
+        # It may go on within a block; what is behind items was taken from it before.
+        first = shelf.at + len(shelf.items) - start
+        shelf.items.extend(items[max(0, first) :])
+        shelf.end = max(shelf.end, answer.inputs["end"])
+        if state is not None:
+            shelf.shortcuts.append((self._epoch, position, state))
+            self._reader.shortcuts[shard] = shelf.shortcuts[-1]
+        size = int(self._sampler.sizes[shard])
+        found = shelf.end if shelf.end >= 0 else position
+        if 0 <= size != found and (found > size or shelf.end >= 0):
+            self._refuse(shard, size, found, is_end=shelf.end >= 0)
+
+    def _refuse(self, shard: int, size: int, found: int, *, is_end: bool) -> NoReturn:
+        is_said = getattr(self._sampler.stream, "sizes", None) is not None
+        raise DataError(
+            f"shard {shard} of the stream has {'' if is_end else 'at least '}{found} samples in "
+            f"epoch {self._epoch}, and not {size} as "
+            + ("the stream's sizes say" if is_said else "in the epoch before"),
+            fix="make open() give the same number of samples in every epoch, and correct sizes",
+        )
+
+
+def items_of(answer: Batch) -> list[Item]:
+    """Return the samples of a block in the order of their shard, bad ones too."""
+    numbers = answer.indices.tolist()
+    samples = unpack(answer.inputs["samples"], len(numbers))
+    found: list[Item] = list(zip(numbers, samples, strict=True))
+    if not answer.bad:
+        return found
+    found += [(bad.index, bad) for bad in answer.bad]
+    return sorted(found, key=lambda item: item[0])
+
+
+def split_bad(items: Sequence[Item]) -> tuple[list[Item], tuple[BadSample, ...]]:
+    """Split items into good samples and bad ones."""
+    good = [item for item in items if not isinstance(item[1], BadSample)]
+    if len(good) == len(items):
+        return good, ()
+    return good, tuple(one for _, one in items if isinstance(one, BadSample))

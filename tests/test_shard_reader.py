@@ -1,0 +1,243 @@
+"""Reading shards: a reader that raises, dies, or begins again from its state."""
+
+import errno
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import get_worker_info
+
+from hardened_ddp.data import read_errors
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.shard_reader import BlockReader, EndOfShard, ShardReader
+from hardened_ddp.data.shelves import items_of
+from hardened_ddp.errors import LoaderError
+from tests.streams import Rows, StatefulRows, shard_loader
+
+
+class Faulty(Rows):
+    """A generator that raises at one sample, so many times."""
+
+    def __init__(self, flag: Path, times: int, error: Exception) -> None:
+        super().__init__([6, 6])
+        self.flag, self.times, self.error = flag, times, error
+
+    def row(self, shard: int, index: int) -> Any:
+        if (shard, index) == (1, 2):
+            tries = int(self.flag.read_text()) if self.flag.exists() else 0
+            self.flag.write_text(str(tries + 1))
+            if tries < self.times:
+                raise self.error
+        return super().row(shard, index)
+
+
+class FaultyCursor(Faulty, StatefulRows):
+    """The same as an object whose next() goes on after an error."""
+
+
+def block(stream: Any, shard: int, indices: range, reader: BlockReader | None = None) -> Batch:
+    ids = torch.tensor([index * stream.num_shards + shard for index in indices])
+    return (reader or BlockReader(stream, seed=1))[(0, ids)]
+
+
+def positions(batch: Batch, num_shards: int = 2) -> list[int]:
+    return [int(i) // num_shards for i in batch.indices]
+
+
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_errors, "WAITS_S", (0.0, 0.0, 0.0))
+
+
+def test_a_block_ends_where_its_shard_does() -> None:
+    batch = block(Rows([6, 6]), 1, range(4, 8))
+    assert positions(batch) == [4, 5]
+    assert batch.inputs["end"] == 6
+    assert block(Rows([6, 6]), 1, range(8, 12)).inputs["end"] == 6
+
+
+def test_a_generator_that_raised_once_is_opened_anew(tmp_path: Path) -> None:
+    stream = Faulty(tmp_path / "flag", 1, ValueError("a bad row"))
+    batch = block(stream, 1, range(6))
+    assert positions(batch) == list(range(6))
+    assert not batch.bad
+    assert len(stream.opened) == 2
+
+
+def test_a_disk_that_is_busy_is_tried_again(tmp_path: Path) -> None:
+    stream = Faulty(tmp_path / "flag", 3, OSError(errno.EIO, "the disk is busy"))
+    batch = block(stream, 1, range(6))
+    assert positions(batch) == list(range(6))
+    assert len(batch.troubles) == 3
+
+
+def test_what_is_behind_an_error_of_a_generator_is_named_with_it(tmp_path: Path) -> None:
+    reader = BlockReader(Faulty(tmp_path / "flag", 99, ValueError("a bad row")), seed=1)
+    batch = block(reader.dataset, 1, range(4), reader)
+    assert positions(batch) == [0, 1]
+    assert [bad.index // 2 for bad in batch.bad] == [2, 3]
+    assert batch.bad[0].error == "ValueError: a bad row"
+    assert batch.bad[0].name == "5 (shard 1, sample 2 of it)"
+    assert "sample 2 of its shard ended the reader: ValueError: a bad row" in batch.bad[1].error
+    later = block(reader.dataset, 1, range(4, 8), reader)
+    assert [bad.index // 2 for bad in later.bad] == [4, 5, 6, 7]
+    assert later.inputs["end"] == -1, "an error must not look like the end of the shard"
+
+
+def test_a_reader_that_goes_on_loses_only_the_bad_sample(tmp_path: Path) -> None:
+    stream = FaultyCursor(tmp_path / "flag", 99, ValueError("a bad row"))
+    reader = BlockReader(stream, seed=1)
+    batch = block(stream, 1, range(4), reader)
+    assert positions(batch) == [0, 1, 3]
+    assert [bad.index // 2 for bad in batch.bad] == [2]
+    assert positions(block(stream, 1, range(4, 8), reader)) == [4, 5]
+
+
+def test_an_end_right_after_an_error_is_not_believed(tmp_path: Path) -> None:
+    class Wrapped(Faulty):
+        """An object around a generator: after an error it only seems to go on."""
+
+        def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+            return map(lambda row: row, super().open(shard, epoch=epoch, state=state))
+
+    stream = Wrapped(tmp_path / "flag", 99, ValueError("a bad row"))
+    batch = block(stream, 1, range(6))
+    assert positions(batch) == [0, 1]
+    assert len(batch.bad) == 4
+    assert batch.inputs["end"] == -1
+
+
+def test_an_exception_that_is_given_is_a_bad_sample() -> None:
+    class Telling(Rows):
+        def row(self, shard: int, index: int) -> Any:
+            return ValueError("a bad row") if index == 2 else super().row(shard, index)
+
+    batch = block(Telling([6, 6]), 1, range(6))
+    assert positions(batch) == [0, 1, 3, 4, 5]
+    assert [(bad.index // 2, bad.error) for bad in batch.bad] == [(2, "ValueError: a bad row")]
+    assert [number // 2 for number, _ in items_of(batch)] == list(range(6))
+
+
+def test_storage_that_is_gone_is_no_matter_of_samples() -> None:
+    class Gone(Rows):
+        def row(self, shard: int, index: int) -> Any:
+            return OSError(errno.EIO, "the disk is gone")
+
+    with pytest.raises(LoaderError, match="4 samples of one block could not be reached"):
+        block(Gone([9, 9]), 0, range(9))
+
+
+def test_a_reader_begins_at_its_state_and_not_at_the_start() -> None:
+    stream = StatefulRows([100, 100])
+    reader = BlockReader(stream, seed=1)
+    state = block(stream, 1, range(4), reader).inputs["state"]
+    assert state == 4
+    other = pickle.loads(pickle.dumps(reader))
+    other.reader.shortcuts[1] = (0, 4, state)
+    assert positions(block(stream, 1, range(8, 10), other)) == [8, 9]
+    assert other.dataset.opened[-1] == (1, 0, 4)
+    other.reader.shortcuts[1] = (0, 50, 50)  # beyond what is asked for: no help
+    other.reader.close()
+    assert positions(block(stream, 1, range(8, 10), other)) == [8, 9]
+    assert other.dataset.opened[-1] == (1, 0, None)
+
+
+def test_random_numbers_belong_to_the_sample() -> None:
+    class Random(Rows):
+        uses_randomness = True
+
+        def row(self, shard: int, index: int) -> Any:
+            return torch.tensor([random.random() + float(torch.rand(()))]), 0
+
+    def read(indices: range) -> dict[int, float]:
+        batch = block(Random([9, 9]), 1, indices)
+        return {number: float(sample[0]) for number, sample in items_of(batch)}
+
+    whole = read(range(9))
+    assert len(set(whole.values())) == 9
+    assert all(whole[number] == value for number, value in read(range(5, 9)).items())
+
+
+class Splitting(Rows):
+    """Reads get_worker_info as most IterableDatasets do."""
+
+    def __init__(self, *, splits: bool) -> None:
+        super().__init__([12, 12])
+        self.splits_by_worker = splits
+
+    def rows(self, shard: int, epoch: int, first: int) -> Iterator[Any]:
+        info = get_worker_info()
+        seen = (-1, -1) if info is None else (info.id, info.num_workers)
+        for _ in range(self.length(shard, epoch)):
+            yield torch.tensor(seen), 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("splits", [False, True])
+def test_user_code_sees_no_worker_or_its_shard(num_workers: int, splits: bool) -> None:
+    loader = shard_loader(Splitting(splits=splits), num_workers=num_workers)
+    try:
+        found = [batch for _, batches in loader.windows(0, 0) for batch in batches]
+    finally:
+        loader.close()
+    rows = torch.cat([batch.inputs for batch in found]).tolist()
+    shards = torch.cat([batch.indices for batch in found]) % 2
+    assert len(rows) == 24
+    expected = [[int(shard), 2] if splits else [-1, -1] for shard in shards]
+    assert rows == expected
+    assert get_worker_info() is None
+
+
+def test_without_torch_s_variable_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.utils.data._utils.worker._worker_info")
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "a worker")
+    batch = block(Rows([6, 6]), 1, range(6))
+    assert positions(batch) == list(range(6))
+
+
+class Deadly(StatefulRows):
+    """Its process dies at one sample: the first time, or each time."""
+
+    def __init__(self, flag: Path, *, always: bool) -> None:
+        super().__init__([40, 40])
+        self.flag, self.always = flag, always
+
+    def row(self, shard: int, index: int) -> Any:
+        is_due = (shard, index) == (1, 17) and multiprocessing.parent_process() is not None
+        if is_due and (self.always or not self.flag.exists()):
+            self.flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().row(shard, index)
+
+
+def test_a_worker_that_dies_costs_no_sample(tmp_path: Path) -> None:
+    loader = shard_loader(Deadly(tmp_path / "flag", always=False), num_workers=2)
+    try:
+        found = [int(i) for _, batches in loader.windows(0, 0) for b in batches for i in b.indices]
+    finally:
+        loader.close()
+    assert (tmp_path / "flag").exists()
+    assert sorted(found) == list(range(80))
+
+
+def test_a_sample_that_kills_each_worker_is_named(tmp_path: Path) -> None:
+    loader = shard_loader(Deadly(tmp_path / "flag", always=True), num_workers=1, shuffle_block=8)
+    try:
+        with pytest.raises(LoaderError, match=r"35 \(shard 1, sample 17 of it\)"):
+            list(loader.windows(0, 0))
+    finally:
+        loader.close()
+
+
+def test_the_end_is_an_exception_of_its_own() -> None:
+    reader = ShardReader(Rows([3]), seed=1)
+    assert float(reader.read(0, 0, 2, [])[0]) == 2.0
+    with pytest.raises(EndOfShard, match="has 3 samples"):
+        reader.read(0, 0, 7, [])
