@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
 from drills.injectors import FAULTS, flip_bit
+from hardened_ddp.model.zoo import BUILT_IN
 
 
 class Points(Dataset[tuple[torch.Tensor, int]]):
@@ -236,17 +237,20 @@ def points_slow_to_test(train: bool, size: int = 40) -> Points:
     return Points(size) if train else SlowPoints(200)
 
 
-class Paced(nn.Module):
-    """A small model that takes 20 ms for each forward, so that a run lasts some seconds."""
+def paced(
+    num_classes: int, input_shape: tuple[int, ...], inner: str = "simple_cnn", pause_s: float = 0.02
+) -> nn.Module:
+    """Give a built-in model that pauses before each forward in training.
 
-    def __init__(self, num_classes: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, num_classes)
+    So a run of few steps lasts as long as it takes to cause a fault in it, on any machine.
+    """
+    model = BUILT_IN[inner](num_classes=num_classes, input_shape=input_shape)
+    model.register_forward_pre_hook(lambda module, _: time.sleep(pause_s * module.training))
+    return model
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.02)
-        logits: torch.Tensor = self.layer(inputs.flatten(1))
-        return logits
+
+def paced_mlp(num_classes: int, input_shape: tuple[int, ...], pause_s: float = 0.02) -> nn.Module:
+    return paced(num_classes, input_shape, "mlp", pause_s)
 
 
 class Stumbling(nn.Module):

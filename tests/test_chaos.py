@@ -1,8 +1,8 @@
 """Whatever happens, and whenever: the same command goes on, to the weights of the undisturbed run.
 
-A round is one run of a few hundred steps, struck some times at random moments and started again
-each time by the same command. Its seed fixes what strikes, whom, and after which step; the moment
-within the step, or within a save, is chance. More rounds: --rounds N; another set: --seed N.
+A round is one run of more than a hundred steps, with faults at random moments, started again each
+time by the same command. Its seed fixes which faults, on which rank, and after which step; the
+moment within the step, or within a save, is chance. More rounds: --rounds N; another set: --seed N.
 """
 
 import json
@@ -18,16 +18,17 @@ import pytest
 
 from hardened_ddp.checkpoint.listing import find_newest
 from hardened_ddp.reporting.summary import finished_at
-from tests.commands import POLL_S, run_command
+from tests.commands import POLL_S
 from tests.processes import deadline, kill, read_process
 from tests.ranks import start_torchrun, start_training, train
 from tests.run_folder import last_tensors, only_run, read_summary
 
-SMALL: list[str | Path] = ["--cpu_only", "--model", "mlp", "--batch_size", "8", "--epochs", "4"]
+SMALL: list[str | Path] = ["--cpu_only", "--batch_size", "8", "--epochs", "2"]
+SMALL += ["--model", "tests.plugins:paced_mlp", "--model_args", "{pause_s: 0.01}"]
 SMALL += ["--log_interval", "1", "--checkpoint_every_steps", "5", "--ledger", "--run_name", "run"]
 SMALL += ["--num_workers", "0", "--tensorboard", "false", "--stop_grace_s", "1.5"]
-NUM_STEPS = {2: 360, 3: 240}
-"""By world size: 4 epochs of 1,437 samples in windows of 16 or 24."""
+NUM_STEPS = {2: 180, 3: 120}
+"""By world size: 2 epochs of 1,437 samples in windows of 16 or 24."""
 
 LEAVE_ALONE_S = 40.0
 TRY_S = 60.0
@@ -131,8 +132,8 @@ def test_faults_at_random_moments_end_in_the_weights_of_the_quiet_run(
     run = only_run(tmp_path)
     assert read_summary(run)["step"] == NUM_STEPS[world_size]
     assert last_tensors(tmp_path) == undisturbed_tensors(world_size)
-    verified = run_command(["python", "ddp_training.py", "verify-ledger", run], timeout_s=30).ok()
-    assert verified.stdout.count("1437 samples, each exactly once") == 4
+    verified = train(["verify-ledger", run], launcher="none").ok()
+    assert verified.output.count("1437 samples, each exactly once") == 2
 
 
 def strike_ranks(argv: list[str | Path], world_size: int, fault: Fault, watch: Watch) -> None:

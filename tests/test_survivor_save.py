@@ -35,7 +35,8 @@ from tests.ranks import run_command, run_torchrun, start_torchrun, start_trainin
 from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
 
 # No checkpoint before the end: what there is after a fault was saved because of it.
-BARE: list[str | Path] = ["--cpu_only", "--batch_size", "16", "--epochs", "6", "--eval_every", "0"]
+BARE: list[str | Path] = ["--cpu_only", "--batch_size", "16", "--epochs", "2", "--eval_every", "0"]
+BARE += ["--model", "tests.plugins:paced"]
 BARE += ["--num_workers", "0", "--checkpoint_every_steps", "0", "--log_interval", "1"]
 POINTS: list[str | Path] = ["--dataset", "tests.plugins:points", "--cpu_only", "--batch_size", "2"]
 POINTS += ["--log_interval", "1", "--checkpoint_every_steps", "0", "--eval_every", "0"]

@@ -145,7 +145,7 @@ def test_a_killed_agent_of_an_elastic_run_changes_nothing_but_the_speed(
         "--ledger",
     ]
     words += ["--lr_schedule", "constant", "--log_interval", "1", "--eval_every", "0"]
-    paced = ["--model", "tests.plugins:Paced", "--timeout_s", "20", "--output_dir", str(output)]
+    paced = ["--model", "tests.plugins:paced_mlp", "--timeout_s", "20", "--output_dir", str(output)]
     # WHY: torch 2.13's agents wait for each other for ever when a node joins and they share it
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
