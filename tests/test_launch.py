@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 import ddp_training
 from hardened_ddp.errors import GroupError, HardenedError, LaunchError, RankMismatchError
 from hardened_ddp.guard.stop import STOP_FILE, StopRequest
+from hardened_ddp.ranks import reach
 from hardened_ddp.ranks.device import pick_device
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import Launch, prepare_environment, read_launch
@@ -117,6 +119,28 @@ def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
     message, seconds = run_ranks(meet_without_rank_2, 3)[0]
     assert "never joined: [2]" in message
     assert seconds < 15
+
+
+def test_a_wait_is_told_after_seconds_and_then_each_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(reach.time, "monotonic", lambda: now[0])
+    told: list[float] = []
+    notices = reach.Notices(tell=lambda text: told.append(now[0] - 1000))
+    for second in range(200):
+        now[0] = 1000.0 + second
+        if notices.is_due:
+            notices.tell("still waiting")
+    assert told == [10, 70, 130, 190]
+
+
+def test_a_name_server_that_does_not_answer_delays_no_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(reach.socket, "getaddrinfo", lambda *a, **k: answers.wait(60) and [])
+    monkeypatch.setattr(reach, "_RESOLVE_LIMIT_S", 0.1)
+    assert "the name server does not answer" in reach.why_unreachable("node7", 29500)
+    answers.set()
 
 
 def meet_with_wrong_numbers(name: str, value: str) -> str:

@@ -321,6 +321,44 @@ def test_a_failed_rendezvous_says_what_was_tried(
     assert "Traceback" not in done.output
 
 
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("node7", "the name node7 can't be resolved here"),
+        ("10.77.0.1", "10.77.0.1: refused: nothing listens on that port"),
+        ("10.77.0.9", "10.77.0.9"),
+    ],
+)
+def test_a_head_node_that_cannot_be_reached_is_told_within_seconds(
+    address: str, reason: str, hosts: TwoHosts, tmp_path: Path
+) -> None:
+    argv = ["python", "ddp_training.py", "--cpu_only", "--output_dir", tmp_path]
+    with start_command(hosts.on(1, *argv), env=by_hand(1, address=address)) as waiting:
+        waiting.wait_for(
+            lambda: f"waiting for rank 0 at {address}:29700" in waiting.stderr,
+            timeout_s=15,
+            what="word of the wait",
+        )
+        lines = waiting.stderr.splitlines()
+        waiting.signal(signal.SIGINT)
+        waiting.wait(timeout_s=20)
+    assert reason in lines[-1]
+    assert "10.77.0.2" in lines[-1]  # what this machine is called itself
+    assert len(lines) == 1, "torch's warnings bury it"
+
+
+def test_rank_0_tells_for_whom_it_waits(hosts: TwoHosts, tmp_path: Path) -> None:
+    argv = ["python", "ddp_training.py", "--cpu_only", "--output_dir", tmp_path]
+    with start_command(hosts.on(0, *argv), env=by_hand(0)) as waiting:
+        waiting.wait_for(
+            lambda: "for these of 2 ranks: [1]. Joined: rank 0 (process" in waiting.stderr,
+            timeout_s=15,
+            what="word of the wait",
+        )
+        waiting.signal(signal.SIGINT)
+        waiting.wait(timeout_s=20)
+
+
 def make_ssh(hosts: TwoHosts, path: Path, *, host: str, command: str) -> Path:
     """Make an ssh for tests; host and command: where bash finds them among its arguments."""
     cases = "\n".join(

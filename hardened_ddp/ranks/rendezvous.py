@@ -2,7 +2,8 @@
 
 Owns the TCPStore: who serves it, on which address, and which ranks joined which round. A rendezvous
 that fails says what was tried, which ranks are missing, and why, as far as one machine can see it.
-Does not own: the process group that is formed over it (group.py).
+One that takes long says so after seconds.
+Does not own: the process group that is formed over it (group.py), the network (reach.py).
 What goes wrong here: a port is taken; rank 0 is elsewhere; a firewall; the same rank twice.
 
 WHY rounds: torchrun keeps one store over all restarts, and a restarted rank that reads the
@@ -10,6 +11,9 @@ addresses which a dead attempt left there hangs or fails. A restart count would 
 attempts on one node; with elastic nodes the counts differ. So rank 0 gives each round a random id,
 each rank joins with its own random token, and rank 0 opens the round by repeating the tokens: what
 a dead attempt left never holds the token of a living rank.
+
+A store serves thousands of ranks with one thread. So a rank asks the more rarely, the more ranks
+there are; and only rank 0 reads what each of them wrote.
 """
 
 import json
@@ -17,6 +21,7 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Sized
 from datetime import timedelta
 from typing import Any
 
@@ -24,11 +29,15 @@ import torch.distributed as dist
 
 from hardened_ddp.errors import GroupError, LaunchError
 from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.ranks.reach import Notices, await_listener, own_addresses
 
 POLL_S = 0.01
+# Times the number of ranks: how often each one asks whether its round is open.
+_POLL_PER_RANK_S = 1e-3
 # How often rank 0, while it waits, checks whether another rank reported a conflict.
 _LOOK_EVERY_S = 1.0
-_CONNECT_LIMIT_S = 2.0
+_LEAST_CONNECT_S = 2.0
+_SHOWN = 16
 
 
 def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
@@ -37,26 +46,37 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
     Raises GroupError if the port is taken, or the store does not answer.
     """
     is_server = launch.is_main and not launch.agent_owns_store
+    end = time.monotonic() + timeout.total_seconds()
+    descriptor = _listen(launch) if is_server else None
+    host, port = launch.master_addr, launch.master_port
+    notices = Notices() if launch.is_local_main else None  # one rank of each node tells
+    reason = await_listener(host, port, end=end, notices=notices)
     try:
-        return dist.TCPStore(
-            launch.master_addr,
-            launch.master_port,
+        if reason:
+            raise RuntimeError(reason)
+        store = dist.TCPStore(
+            host,
+            port,
             launch.world_size,
             is_server,
-            timeout,
+            timedelta(seconds=max(_LEAST_CONNECT_S, end - time.monotonic())),
             wait_for_workers=False,
             multi_tenant=True,
-            master_listen_fd=_listen(launch) if is_server else None,
+            master_listen_fd=descriptor,
         )
     except RuntimeError as error:
-        where = f"{launch.master_addr}:{launch.master_port}"
+        if reason and descriptor is not None:
+            os.close(descriptor)
+        reason = reason or "something answers there, but not as the store of this run"
         raise GroupError(
-            f"rank {launch.rank} on {socket.gethostname()} tried {where} for "
+            f"rank {launch.rank} on {socket.gethostname()} tried {host}:{port} for "
             f"{timeout.total_seconds():g} s, where rank 0 of {launch.world_size} should be: "
-            f"{why_unreachable(launch.master_addr, launch.master_port)}. {_own_addresses()}",
+            f"{reason}. {own_addresses()}",
             fix="start rank 0 on that address, or correct it: --master_addr of torchrun, else "
             "MASTER_ADDR; from this machine python ddp_training.py doctor looks at the network",
         ) from error
+    store.set_timeout(timeout)
+    return store
 
 
 def rendezvous(store: dist.Store, launch: Launch, timeout_s: float) -> dist.Store:
@@ -70,14 +90,10 @@ def rendezvous(store: dist.Store, launch: Launch, timeout_s: float) -> dist.Stor
         _open_round(store, launch, end) if launch.is_main else _join_round(store, launch, end)
     )
     if round_id is None:
-        joined = _who_joined(store, launch)
-        missing = [rank for rank in range(launch.world_size) if rank not in joined]
-        there = ", ".join(f"rank {rank} ({who})" for rank, who in joined.items())
         raise GroupError(
             f"rank {launch.rank} waited {timeout_s:g} s at {launch.master_addr}:"
             f"{launch.master_port} and these of {launch.world_size} ranks never joined: "
-            # If none is missing, all joined a dead attempt's round: this attempt has no rank 0.
-            f"{missing or [0]}. Joined: {there}",
+            f"{_who_is_missing(store, launch)}",
             fix="look at the log of those ranks: they did not start, or can't reach that address",
         )
     return dist.PrefixStore(round_id, store)
@@ -89,6 +105,7 @@ def _open_round(store: dist.Store, launch: Launch, end: float) -> str | None:
     current = {"round_id": round_id, "world_size": launch.world_size, "who": _me()}
     store.set("round", json.dumps(current))
     keys = [f"{round_id}/joined/{rank}" for rank in range(1, launch.world_size)]
+    notices = Notices()
     while True:
         rest_s = max(POLL_S, min(_LOOK_EVERY_S, end - time.monotonic()))
         have_all_joined = True
@@ -98,14 +115,24 @@ def _open_round(store: dist.Store, launch: Launch, end: float) -> str | None:
             have_all_joined = False
         if (conflict := _read(store, f"{round_id}/conflict")) is not None:
             store.set(f"{round_id}/refused", json.dumps(conflict))
-            time.sleep(20 * POLL_S)  # WHY: the others read it, and the store ends with this rank
+            # WHY: the others read it, and the store ends with this rank
+            time.sleep(20 * POLL_S + 2 * _poll_s(launch))
             raise _conflict_error(conflict)
         if have_all_joined:
-            tokens = [_read(store, key)["token"] for key in keys]
-            store.set(f"{round_id}/open", json.dumps(tokens))
+            # WHY a key for each: one text with all tokens would be sent to each of N ranks
+            tokens = [json.loads(text)["token"] for text in store.multi_get(keys)]
+            opened = [f"{round_id}/open/{token}" for token in tokens]
+            store.multi_set(opened, ["1"] * len(opened))  # type: ignore[attr-defined]  # no stub
             return round_id
         if time.monotonic() >= end:
             return None
+        if notices.is_due:
+            notices.tell(
+                f"waiting since {notices.waited_s:.0f} s at {launch.master_addr}:"
+                f"{launch.master_port} for these of {launch.world_size} ranks: "
+                f"{_who_is_missing(store, launch)}. Giving up in {end - time.monotonic():.0f} s "
+                "(--timeout_s)"
+            )
 
 
 def _join_round(store: dist.Store, launch: Launch, end: float) -> str | None:
@@ -117,12 +144,17 @@ def _join_round(store: dist.Store, launch: Launch, end: float) -> str | None:
             round_id = current["round_id"]
             _join(store, launch, current, token)
         if round_id:
-            if token in (_read(store, f"{round_id}/open") or ()):
+            if store.check([f"{round_id}/open/{token}"]):
                 return round_id
             if (conflict := _read(store, f"{round_id}/refused")) is not None:
                 raise _conflict_error(conflict)
-        time.sleep(POLL_S)
+        # WHY not wait at the store: torch makes a native stack trace of each wait that times out
+        time.sleep(_poll_s(launch))
     return None
+
+
+def _poll_s(launch: Launch) -> float:
+    return max(POLL_S, launch.world_size * _POLL_PER_RANK_S)
 
 
 def _join(store: dist.Store, launch: Launch, current: Any, token: str) -> None:
@@ -152,17 +184,32 @@ def _conflict_error(conflict: str) -> LaunchError:
     )
 
 
-def _who_joined(store: dist.Store, launch: Launch) -> dict[int, str]:
-    """Return the process that joined the newest round, by rank."""
+def _who_is_missing(store: dist.Store, launch: Launch) -> str:
+    """Say who has not joined the newest round, and who has."""
     current = _read(store, "round")
-    if current is None:
-        return {launch.rank: _me()}
-    joins = {
-        rank: _read(store, f"{current['round_id']}/joined/{rank}")
-        for rank in range(1, launch.world_size)
-    }
-    joined = {rank: str(found["who"]) for rank, found in joins.items() if found is not None}
-    return {0: str(current["who"]), **joined}
+    joined = {launch.rank: _me()}
+    if current is not None:
+        said = f"{current['round_id']}/missing"
+        # WHY rank 0 for all: N ranks that ask for N keys each would keep the store busy for minutes
+        if not launch.is_main and (text := _read(store, said)) is not None:
+            return str(text)
+        joined = {0: str(current["who"])}
+        for rank in range(1, launch.world_size):
+            if (found := _read(store, f"{current['round_id']}/joined/{rank}")) is not None:
+                joined[rank] = str(found["who"])
+    missing = [rank for rank in range(launch.world_size) if rank not in joined]
+    # If none is missing, all joined a dead attempt's round: this attempt has no rank 0.
+    shown = ", ".join(map(str, missing[:_SHOWN] or [0]))
+    there = [f"rank {rank} ({who})" for rank, who in list(joined.items())[:_SHOWN]]
+    text = f"[{shown}{_more(missing)}]. Joined: {', '.join(there)}{_more(joined)}"
+    if launch.is_main and current is not None:
+        store.set(said, json.dumps(text))
+    return text
+
+
+def _more(shown: Sized) -> str:
+    rest = len(shown) - _SHOWN
+    return f" and {rest} more" if rest > 0 else ""
 
 
 def _read(store: dist.Store, key: str) -> Any:  # Any: JSON
@@ -171,29 +218,6 @@ def _read(store: dist.Store, key: str) -> Any:  # Any: JSON
 
 def _me() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
-
-
-def why_unreachable(host: str, port: int) -> str:
-    """Return why host:port can't be reached, one reason for each address. Rank-local."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
-        return f"the name {host} can't be resolved here ({error.strerror})"
-    reasons = []
-    for family, kind, protocol, _, address in found:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.settimeout(_CONNECT_LIMIT_S)
-                probe.connect(address)
-            reason = "something answers now, but not as the store of this run"
-        except TimeoutError:
-            reason = "no answer (a firewall, a cut cable, or the wrong network)"
-        except ConnectionRefusedError:
-            reason = "refused: nothing listens on that port, so rank 0 did not start there"
-        except OSError as error:
-            reason = error.strerror or str(error)
-        reasons.append(f"{address[0]}: {reason}")
-    return "; ".join(dict.fromkeys(reasons))
 
 
 def _listen(launch: Launch) -> int:
@@ -219,17 +243,3 @@ def _listen(launch: Launch) -> int:
             "port), or another --master_port; with srun or mpirun another MASTER_PORT",
         ) from error
     return listener.detach()
-
-
-def _own_addresses() -> str:
-    """List the addresses of this machine, by interface, so that a wrong one is obvious."""
-    import psutil  # WHY here: only a failure needs it
-
-    families = (socket.AF_INET, socket.AF_INET6)
-    found = [
-        f"{name} {entry.address.partition('%')[0]}"
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if entry.family in families
-    ]
-    return f"This machine is {', '.join(found)}"

@@ -1,0 +1,105 @@
+"""Reaching the address of rank 0: the wait for it, and what is told meanwhile.
+
+Owns: why an address can't be reached from here, and Notices, which paces what is told in a wait.
+Does not own: the store at that address (rendezvous.py).
+WHY a wait of our own before torch's: torch prints several lines for each try, with none that says
+what to do, and name servers that don't answer block a try for half a minute.
+"""
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+
+from hardened_ddp.ranks.patience import ask_within
+
+log = logging.getLogger(__name__)
+
+FIRST_NOTICE_S = 10.0
+NOTICE_EVERY_S = 60.0
+_CONNECT_LIMIT_S = 2.0
+_RESOLVE_LIMIT_S = 4.0
+_TRY_EVERY_S = (0.05, 1.0)  # at first, and at most
+
+
+class Notices:
+    """Tells what a wait is for: after FIRST_NOTICE_S, then every NOTICE_EVERY_S."""
+
+    def __init__(self, tell: Callable[[str], None] = log.warning) -> None:
+        self._tell = tell
+        self._began_at = time.monotonic()
+        self._due_s = FIRST_NOTICE_S
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self._began_at
+
+    @property
+    def is_due(self) -> bool:
+        return self.waited_s >= self._due_s
+
+    def tell(self, text: str) -> None:
+        """Tell it now; the next one is due NOTICE_EVERY_S later."""
+        self._tell(text)
+        self._due_s = self.waited_s + NOTICE_EVERY_S
+
+
+def await_listener(host: str, port: int, *, end: float, notices: Notices | None) -> str:
+    """Wait until host:port accepts connections; return "", or why not by the time end. Rank-local.
+
+    end: by time.monotonic(). notices: None on ranks that leave the telling to another one.
+    """
+    pause_s = _TRY_EVERY_S[0]
+    while reason := why_unreachable(host, port):
+        if time.monotonic() >= end:
+            return reason
+        if notices is not None and notices.is_due:
+            notices.tell(
+                f"waiting for rank 0 at {host}:{port} since {notices.waited_s:.0f} s: {reason}. "
+                f"{own_addresses()}. It is tried for {end - time.monotonic():.0f} s more "
+                "(--timeout_s)"
+            )
+        time.sleep(min(pause_s, max(0.0, end - time.monotonic())))
+        pause_s = min(2 * pause_s, _TRY_EVERY_S[1])
+    return ""
+
+
+def why_unreachable(host: str, port: int) -> str:
+    """Return why host:port can't be reached, one reason for each address; empty: it can be."""
+    try:
+        found = ask_within(
+            lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), _RESOLVE_LIMIT_S
+        )
+    except TimeoutError:
+        return f"the name {host} can't be resolved here (the name server does not answer)"
+    except OSError as error:
+        return f"the name {host} can't be resolved here ({error.strerror})"
+    reasons = []
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.settimeout(_CONNECT_LIMIT_S)
+                probe.connect(address)
+            return ""
+        except TimeoutError:
+            reason = "no answer (a firewall, a cut cable, or the wrong network)"
+        except ConnectionRefusedError:
+            reason = "refused: nothing listens on that port, so rank 0 did not start there"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        reasons.append(f"{address[0]}: {reason}")
+    return "; ".join(dict.fromkeys(reasons))
+
+
+def own_addresses() -> str:
+    """List the addresses of this machine, by interface, so that a wrong one is obvious."""
+    import psutil  # WHY here: only a failure needs it
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = [
+        f"{name} {entry.address.partition('%')[0]}"
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in families
+    ]
+    return f"This machine is {', '.join(found)}"
