@@ -75,7 +75,7 @@ OWNERS = {
     "signal.signal signal.set_wakeup_fd signal.siginterrupt": "guard/stop.py",
     "threading.Thread threading.Timer _thread.* concurrent.futures.Thread*": (
         "guard/watchdog.py guard/hang.py checkpoint/snapshot.py reporting/* data/worker_pool.py "
-        "ranks/patience.py training/lock_heartbeat.py"
+        "ranks/patience.py ranks/parent.py training/lock_heartbeat.py"
     ),
     "print": "reporting/* diagnosis/* drills/* ddp_training.py",
     "sys.exit exit quit SystemExit": "ddp_training.py",

@@ -9,17 +9,16 @@ group (group.py).
 Read next: group.py, which turns a Launch into a process group.
 """
 
-import ctypes
 import os
 import signal
 import socket
-import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
 from hardened_ddp.ranks import slurm_env
 from hardened_ddp.ranks.launchers_env import TORCHRUN, names_of_mpi, read_mpi, read_torchrun
+from hardened_ddp.ranks.parent import end_with_parent
 from hardened_ddp.ranks.place import TORCHRUN_COMMAND, Launch, whole_number
 
 __all__ = [
@@ -37,8 +36,6 @@ __all__ = [
 MODELS_FOLDER = Path("models")  # made by setup.sh
 SAVE_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals with which clusters ask a job to save. Without a handler they would kill it."""
-
-_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 def read_launch(env: Mapping[str, str]) -> Launch:
@@ -113,13 +110,13 @@ def prepare_signals(launch: Launch) -> None:
 
 
 def end_with_launcher(launch: Launch) -> None:
-    """Make the kernel send SIGTERM when the launcher dies. Rank-local, on Linux.
+    """Send this process SIGTERM when its launcher has ended. Rank-local, on Linux.
 
     WHY: ranks of a killed torchrun would train on as orphans, beside the restarted job. SIGTERM
     makes them save and leave.
     """
-    if launch.launcher != "none" and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if launch.launcher != "none":
+        end_with_parent()
 
 
 def stop_launcher(launch: Launch) -> None:
