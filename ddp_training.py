@@ -203,10 +203,10 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     from hardened_ddp.data.datasets import build_data, prepare_data
     from hardened_ddp.data.loader_setup import build_eval_loader, build_train_loader
     from hardened_ddp.data.sampler import WindowSampler
-    from hardened_ddp.model.optimizer import build_optimizer
     from hardened_ddp.model.precision import Precision
     from hardened_ddp.settings.record import agreed_settings
     from hardened_ddp.step.parts import Parts
+    from hardened_ddp.training.optimizer_trial import build_schedule
     from hardened_ddp.training.plan import choose_global_batch, count_steps, facts_of_rank
 
     config, launch = settings.config, group.launch
@@ -238,6 +238,9 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     replica, task = build_replica(  # collective
         settings, group, data, loader, precision, saved=saved
     )
+    # The optimizer, and its learning rate in each step.
+    total_steps = count_steps(config.loop, sampler, None if saved is None else saved.meta)
+    schedule = build_schedule(replica.module, task, config.optimizer, total_steps=total_steps)
     return Parts(
         config=config,
         group=group,
@@ -249,9 +252,10 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
         replica=replica,
         task=task,
         precision=precision,
-        optimizer=build_optimizer(replica.module.parameters(), config.optimizer),
+        optimizer=schedule.optimizer,
+        schedule=schedule,
         global_batch=global_batch,
-        total_steps=count_steps(config.loop, sampler, None if saved is None else saved.meta),
+        total_steps=total_steps,
     )
 
 

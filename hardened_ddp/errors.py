@@ -117,6 +117,13 @@ class UnusedParameterError(HardenedError):
     code = "DDP-M02"
 
 
+class OptimizerError(HardenedError):
+    """The optimizer, its parameter groups or its schedule can't be used."""
+
+    code = "DDP-M03"
+    exit_status = 2
+
+
 class StepError(HardenedError):
     """Forward, loss or backward raised on this rank."""
 

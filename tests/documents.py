@@ -19,7 +19,8 @@ from tests.processes import ROOT
 README, TROUBLES = "README.md", "DDP_TROUBLESHOOTING.md"
 GLOSSARY, READING = "docs/GLOSSARY.md", "docs/READING_ORDER.md"
 CONCEPTS, DRILLS = "docs/CONCEPTS.md", "docs/DRILLS.md"
-DOCUMENTS = (README, TROUBLES, GLOSSARY, READING, CONCEPTS, DRILLS)
+OWN_TRAINING = "docs/OWN_TRAINING.md"
+DOCUMENTS = (README, TROUBLES, GLOSSARY, READING, CONCEPTS, DRILLS, OWN_TRAINING)
 
 # What the tree says of files that can't say it themselves.
 ONE_LINERS = {
@@ -38,6 +39,7 @@ ONE_LINERS = {
     ".ci/run": "What every change must pass: make check.",
     "docs/CONCEPTS.md": "How data parallel training works, for students.",
     ".ci/components.sh": "Installs MPI and Slurm for the tests, where it can.",
+    "docs/OWN_TRAINING.md": "Your own optimizer, schedule, parameter groups and batches.",
     "docs/DRILLS.md": "Every fault drill, its result, and the time that it costs.",
     "docs/GLOSSARY.md": "The terms of DDP and of this project.",
     "docs/READING_ORDER.md": "Which file to read first, and six exercises.",

@@ -18,6 +18,7 @@ from hardened_ddp.settings.schema import SETTINGS
 from tests.documents import (
     DOCUMENTS,
     ONE_LINERS,
+    OWN_TRAINING,
     READING,
     README,
     TROUBLES,
@@ -216,7 +217,7 @@ class TestAllDocuments:
 class TestCommands:
     @pytest.mark.slow
     @pytest.mark.timeout(1200)  # some thirty commands, each with a limit of its own
-    @pytest.mark.parametrize("document", [README, TROUBLES])
+    @pytest.mark.parametrize("document", [README, TROUBLES, OWN_TRAINING])
     def test_the_commands_of_a_document_run_in_their_order(
         self, document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

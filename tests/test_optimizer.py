@@ -2,21 +2,31 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from hardened_ddp.model.comm_hook import choose_comm_hook
-from hardened_ddp.model.optimizer import allocate_state, build_optimizer, learning_rate
+from hardened_ddp.model.optimizer import (
+    KNOWN,
+    allocate_state,
+    build_optimizer,
+    find_optimizer,
+    skips_by_flag,
+)
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.probe import Findings, choose_find_unused
+from hardened_ddp.model.schedule import learning_rate
 from hardened_ddp.ranks.device import choose_backend
-from hardened_ddp.settings.optimizer import OptimizerConfig
+from hardened_ddp.settings.declare import ImportPath
+from hardened_ddp.settings.optimizer import LrSchedule, OptimizerConfig, OptimizerName
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-SCHEDULES = get_args(get_type_hints(OptimizerConfig)["lr_schedule"])
-OPTIMIZERS = get_args(get_type_hints(OptimizerConfig)["optimizer"])
+SCHEDULES = get_args(LrSchedule)
+OPTIMIZERS = get_args(OptimizerName)
+# Those whose state is made before the first step.
+FUSED = [n for n in OPTIMIZERS if find_optimizer(OptimizerConfig(optimizer=n))[0] in KNOWN]
 UNKNOWN: Any = "a new choice"
 """What a setting would give if a choice was added to it, and nothing else."""
 
@@ -58,12 +68,16 @@ def test_an_optimizer_without_a_case_is_refused() -> None:
         build_optimizer([weight], OptimizerConfig(optimizer=UNKNOWN))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_first_step_takes_the_state_that_was_allocated_for_it(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "args"), [*((name, {}) for name in FUSED), ("adamw", {"amsgrad": True})]
+)
+def test_the_first_step_takes_the_state_that_was_allocated_for_it(
+    name: Any, args: dict[str, Any]
+) -> None:
     weights = []
     for is_allocated in (False, True):
         weight = torch.nn.Parameter(torch.ones(2))
-        config = replace(OptimizerConfig(), optimizer=name)  # type: ignore[arg-type]  # one of them
+        config = replace(OptimizerConfig(), optimizer=name, optimizer_args=args)
         optimizer = build_optimizer([weight], config)
         before = {}
         if is_allocated:
@@ -82,8 +96,29 @@ def test_the_first_step_takes_the_state_that_was_allocated_for_it(name: str) -> 
 
 def test_state_is_allocated_for_known_optimizers_only() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(TypeError, match="RMSprop"):
-        allocate_state(torch.optim.RMSprop([weight]))
+    optimizer = torch.optim.RMSprop([weight])
+    allocate_state(optimizer)
+    assert not optimizer.state
+
+
+class OtherAdamW(torch.optim.AdamW):
+    """Looks like torch's, and may do anything with a flag."""
+
+
+def test_only_the_fused_ones_of_torch_are_trusted_to_skip_a_step_by_a_flag() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    assert all(
+        skips_by_flag(build_optimizer([weight], OptimizerConfig(optimizer=name))) for name in FUSED
+    )
+    own = ImportPath("tests.test_optimizer:OtherAdamW")
+    for optimizer, args in (
+        (own, {"fused": True}),
+        ("adamw", {"fused": False}),
+        ("adamw", {"foreach": True}),
+        (ImportPath("torch.optim:RAdam"), {}),
+    ):
+        config = OptimizerConfig(optimizer=optimizer, optimizer_args=args)
+        assert not skips_by_flag(build_optimizer([weight], config)), optimizer
 
 
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)

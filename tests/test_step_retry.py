@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 import torch
@@ -278,7 +278,7 @@ def test_batch_size_auto_without_memory_for_one_sample_says_so(tmp_path: Path) -
 
 
 def test_the_state_of_the_optimizer_is_there_before_the_first_step() -> None:
-    for name in get_args(get_type_hints(OptimizerConfig)["optimizer"]):
+    for name in ("adamw", "adam", "sgd"):
         weights = [torch.nn.Parameter(torch.randn(3, 4)) for _ in range(2)]
         before = [weight.detach().clone() for weight in weights]
         config = OptimizerConfig(optimizer=name, learning_rate=0.1, weight_decay=0.3)

@@ -1,88 +1,194 @@
-"""The optimizer and its learning rate.
+"""The optimizer: built in, or the user's by import path.
 
-Owns the choice of optimizer and the schedule. The learning rate is a pure function of the step:
-it is not saved, and it is right after a resume on any number of ranks.
+Owns the choice, the arguments that it gets, what can't be trained with here, and the state that is
+allocated before the first step.
+What goes wrong here: arguments that it does not take, a step that needs a closure.
+Does not own: its parameter groups (parameter_groups.py), the learning rate (schedule.py), saving
+its state (optimizer_state.py).
 """
 
-import math
-from collections.abc import Iterable
-from typing import assert_never
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, assert_never
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from hardened_ddp.data.import_path import import_callable
+from hardened_ddp.data.read_errors import describe
+from hardened_ddp.errors import OptimizerError
+from hardened_ddp.model.parameter_groups import Group, check_options
+from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.optimizer import OptimizerConfig
 
-STEP_DROPS = 3
-"""lr_schedule step has this many parts of equal length; the rate of each is a tenth of the last."""
+log = logging.getLogger(__name__)
+
+KNOWN = (SGD, Adam, AdamW)
+"""Their state is known, and their fused kernels skip a step by a flag on the device."""
+
+_ONLY_ONE = ("fused", "foreach", "differentiable")
+"""Options of which torch's optimizers take one at a time."""
 
 
-def build_optimizer(parameters: Iterable[torch.nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    """Build the optimizer over the trainable parameters. Rank-local.
+def build_optimizer(
+    parameters: Iterable[torch.nn.Parameter] | Sequence[Group], config: OptimizerConfig
+) -> Optimizer:
+    """Build the optimizer over trainable parameters, or groups of them. Rank-local.
 
+    Raises OptimizerError.
     WHY fused: one kernel updates all parameters; on the CPU it is 3 times as fast for AdamW.
     """
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    rate, decay = config.learning_rate, config.weight_decay
-    fused = all(parameter.is_floating_point() for parameter in trainable)
-    match config.optimizer:
+    groups = _as_groups(parameters)
+    build, given = find_optimizer(config)
+    trainable = [parameter for group in groups for parameter in group["params"]]
+    if build in KNOWN and not any(given.get(option) for option in _ONLY_ONE):
+        given["fused"] = all(parameter.is_floating_point() for parameter in trainable)
+        given |= {
+            name: config.optimizer_args[name] for name in _ONLY_ONE & config.optimizer_args.keys()
+        }
+    optimizer = _call(build, groups, given, config)
+    _check_step(optimizer, config.optimizer)
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if updated != {id(parameter) for parameter in trainable}:
+        raise OptimizerError(
+            f"{config.optimizer} updates {len(updated)} parameters, but not the {len(trainable)} "
+            "that it was given",
+            fix="let it pass its first argument on to torch.optim.Optimizer",
+        )
+    check_options(optimizer)
+    return optimizer
+
+
+def find_optimizer(config: OptimizerConfig) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return what builds the optimizer, and its arguments but for the parameters.
+
+    Raises OptimizerError. learning_rate and weight_decay go to those that take them; what
+    optimizer_args says comes first.
+    """
+    build = _builder(config)
+    taken = inspect.signature(build).parameters
+    settings = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    if build is SGD:
+        settings["momentum"] = config.momentum
+    given = {name: value for name, value in settings.items() if name in taken}
+    return build, {**given, **config.optimizer_args}
+
+
+def _builder(config: OptimizerConfig) -> Callable[..., Any]:
+    name = config.optimizer
+    if isinstance(name, ImportPath):
+        return import_callable(name, setting="optimizer", error=OptimizerError)
+    match name:
         case "adamw":
-            return AdamW(trainable, rate, weight_decay=decay, fused=fused)
+            return AdamW
         case "adam":
-            return Adam(trainable, rate, weight_decay=decay, fused=fused)
+            return Adam
         case "sgd":
-            return SGD(trainable, rate, momentum=config.momentum, weight_decay=decay, fused=fused)
+            return SGD
         case _:
-            assert_never(config.optimizer)
+            assert_never(name)
+
+
+def described(optimizer: Optimizer, config: OptimizerConfig) -> str:
+    """Say what a user's optimizer was given, and in how many groups; empty for a plain one."""
+    num_groups = len(optimizer.param_groups)
+    if is_known(optimizer) and num_groups == 1 and not config.optimizer_args:
+        return ""
+    words = ", ".join(f"{name}={value!r}" for name, value in find_optimizer(config)[1].items())
+    groups = "" if num_groups == 1 else f", {num_groups} parameter groups"
+    return f"optimizer: {config.optimizer}({words}){groups}"
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Return whether it is one of torch's that are known here. WHY the exact type: a subclass may
+    have another state, and another step."""
+    return type(optimizer) in KNOWN
+
+
+def skips_by_flag(optimizer: Optimizer) -> bool:
+    """Return whether its step changes nothing if found_inf is 1.0: torch's own fused ones."""
+    return is_known(optimizer) and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def allocate_state(optimizer: Optimizer) -> None:
     """Create the state that the first step would create, all zero; the first step then uses it.
 
     WHY: a first step that runs out of memory half way would have updated only some weights.
-    WHY by hand: an extra step would call the step hooks of the optimizer.
+    WHY by hand: an extra step would call the step hooks of the optimizer. One that is not known
+    makes its own state in its first step.
     """
+    if not is_known(optimizer):
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            state = optimizer.state[parameter]
             if isinstance(optimizer, SGD):
                 names = ["momentum_buffer"] if group["momentum"] else []
-            elif isinstance(optimizer, Adam | AdamW):
-                names = ["exp_avg", "exp_avg_sq"]
-                # A fused kernel keeps the step count on the device of the parameter.
-                device = parameter.device if group.get("fused") else None
-                steps = torch.zeros((), dtype=torch.float32, device=device)
-                optimizer.state[parameter]["step"] = steps
             else:
-                raise TypeError(f"the state of {type(optimizer).__name__} is not known here")
+                names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * bool(group["amsgrad"])
+                # A fused kernel keeps the step count on the device of the parameter.
+                is_there = group.get("fused") or group.get("capturable")
+                device = parameter.device if is_there else None
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             for name in names:
-                optimizer.state[parameter][name] = torch.zeros_like(parameter, requires_grad=False)
+                state[name] = torch.zeros_like(parameter, requires_grad=False)
 
 
-def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> float:
-    """Return the learning rate of step, 0 <= step < total_steps.
-
-    Linear warm-up over warmup_steps, then: constant; linear to 0; cosine to 0 (Loshchilov and
-    Hutter: SGDR, 2017, eq. 5 without restarts); step: a tenth at each of STEP_DROPS - 1 marks.
-    """
-    peak = config.learning_rate
-    if step < config.warmup_steps:
-        return peak * (step + 1) / config.warmup_steps
-    length = max(1, total_steps - config.warmup_steps)
-    done = min(1.0, (step - config.warmup_steps) / length)
-    match config.lr_schedule:
-        case "constant":
-            return peak
-        case "cosine":
-            return peak * 0.5 * (1 + math.cos(math.pi * done))
-        case "linear":
-            return peak * (1 - done)
-        case "step":
-            return peak * 0.1 ** min(STEP_DROPS - 1, int(done * STEP_DROPS))
-        case _:
-            assert_never(config.lr_schedule)
+def _as_groups(parameters: Iterable[torch.nn.Parameter] | Sequence[Group]) -> list[Group]:
+    """Return groups without frozen parameters."""
+    parts: list[Any] = list(parameters)  # Any: parameters, or groups
+    groups = parts if parts and isinstance(parts[0], dict) else [{"params": parts}]
+    return [{**g, "params": [p for p in g["params"] if p.requires_grad]} for g in groups]
 
 
-def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Set the learning rate of every parameter group."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+def _call(
+    build: Callable[..., Any], groups: Sequence[Group], given: Mapping[str, Any], config: Any
+) -> Optimizer:
+    # WHY not the groups if there is one: the class then gets what the tutorials give it.
+    is_plain = len(groups) == 1 and groups[0].keys() == {"params"}
+    parameters = groups[0]["params"] if is_plain else [dict(group) for group in groups]
+    words = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    try:
+        inspect.signature(build).bind(parameters, **given)
+    except TypeError as error:
+        known = [name for name in inspect.signature(build).parameters][1:]
+        raise OptimizerError(
+            f"{config.optimizer} does not take optimizer_args {dict(config.optimizer_args)}: "
+            f"{error}",
+            fix=f"it takes: {', '.join(known) or 'nothing'}",
+        ) from error
+    try:
+        found = build(parameters, **given)
+    except Exception as error:  # WHY broad: the user's code, and torch's checks of values
+        log.debug("building the optimizer failed", exc_info=True)
+        raise OptimizerError(
+            f"{config.optimizer} can't be built with {words}: {describe(error)}",
+            fix="correct --optimizer_args, or the settings it comes from; the traceback is in "
+            "this rank's log",
+        ) from error
+    if not isinstance(found, Optimizer):
+        raise OptimizerError(
+            f"--optimizer {config.optimizer} gave a {type(found).__name__}, not a "
+            "torch.optim.Optimizer",
+            fix="name a class that is derived from torch.optim.Optimizer, or a function that "
+            "returns one",
+        )
+    return found
+
+
+def _check_step(optimizer: Optimizer, name: str) -> None:
+    """Refuse an optimizer whose step needs the loss to be computed again, as LBFGS."""
+    needed = [
+        parameter.name
+        for parameter in inspect.signature(optimizer.step).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if needed:
+        raise OptimizerError(
+            f"{name} can't be used: its step() needs {', '.join(needed)}. Such an optimizer "
+            "computes the loss several times in one step; here all ranks compute one gradient, "
+            "together, and then update once",
+            fix="choose one whose step() takes nothing, such as adamw or torch.optim:RAdam",
+        )

@@ -51,6 +51,19 @@ def seed_step(seed: int, *, step: int, rank: int, device_type: str) -> None:
         torch.cuda.manual_seed(value)
 
 
+def seed_update(seed: int, *, step: int, device_type: str) -> None:
+    """Seed all generators for an optimizer that draws numbers: alike on all ranks. Rank-local.
+
+    WHY: forward draws other numbers on each rank, and weights must stay equal on all.
+    """
+    value = mix(seed, step)
+    torch.default_generator.manual_seed(value)
+    if device_type == "cuda":
+        torch.cuda.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+
+
 def seed_sample(seed: int, epoch: int, index: int) -> None:
     """Seed the generators of one sample's augmentation: torch, random, numpy. Rank-local."""
     value = mix(seed, epoch, index)

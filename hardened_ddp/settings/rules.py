@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.schema import AUTO, flatten
 from hardened_ddp.settings.wording import shown
 
@@ -71,6 +72,15 @@ RULES: tuple[Rule, ...] = (
         ),
         why="global_batch_size already says how many micro-batches a step has; leave one of them "
         "out",
+    ),
+    Rule(
+        names=("lr_schedule", "lr_schedule_args"),
+        is_broken=lambda config, _: (
+            bool(config.optimizer.lr_schedule_args)
+            and not isinstance(config.optimizer.lr_schedule, ImportPath)
+        ),
+        why="a built-in schedule takes no arguments; leave them out, or choose lr_schedule "
+        "package.module:callable",
     ),
     Rule(
         names=("warmup_steps", "max_steps"),

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -33,6 +34,9 @@ class Attempt:
     totals_before: Mark
     scale_before: Sequence[torch.Tensor]
     """Scale and growth tracker of fp16's scaler before it."""
+
+    schedule_before: Any = None
+    """The state of the schedule before it, if it has one. Any: from Schedule.mark."""
 
     outcome: Outcome = Outcome.DONE
     failure: Failure | None = None

@@ -13,8 +13,10 @@ from hardened_ddp.data.datasets import TaskData
 from hardened_ddp.data.ledger import LedgerWriter, next_start
 from hardened_ddp.data.loader import EvalLoader, TrainLoader
 from hardened_ddp.data.sampler import WindowSampler
+from hardened_ddp.model.optimizer import skips_by_flag
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
+from hardened_ddp.model.schedule import Schedule
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.heartbeat import PHASE
 from hardened_ddp.settings.config import Config
@@ -40,6 +42,9 @@ class Parts:
     task: Task
     precision: Precision
     optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    """The learning rate of the optimizer."""
+
     global_batch: int
     """Samples of one step, over all ranks."""
 
@@ -58,7 +63,7 @@ class Parts:
         """Read a step later whether a gradient was good: see late.py. The same on all ranks."""
         if self.config.loop.step_retry == "off":
             return False
-        can_skip = all(group.get("fused") for group in self.optimizer.param_groups)
+        can_skip = skips_by_flag(self.optimizer)
         can_tell = self.group.world_size == 1 or self.replica.can_stand_in
         return self.device.type in LATE_DEVICES and can_skip and can_tell
 

@@ -21,10 +21,10 @@ from hardened_ddp.data.batch import Batch, split
 from hardened_ddp.data.ledger import LedgerWriter
 from hardened_ddp.data.sampler import Window
 from hardened_ddp.errors import HardenedError
-from hardened_ddp.model.optimizer import learning_rate, set_learning_rate
+from hardened_ddp.model.optimizer import is_known
 from hardened_ddp.model.precision import clip
 from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.ranks.seeding import seed_step
+from hardened_ddp.ranks.seeding import seed_step, seed_update
 from hardened_ddp.step.attempt import Attempt, Outcome
 from hardened_ddp.step.failure import BAD_SUM, Failure, LossNotFinite, explain_failure
 from hardened_ddp.step.late import Flag, LateLook
@@ -91,10 +91,8 @@ class Stepper:
         is_asked = parts.watches_loss or config.loop.continue_on_error or self._is_late
         self.checks_sums = is_asked and not has_scaler
         self._moves_batches = parts.device.type != "cpu" or parts.replica.channels_last
-        self._has_schedule = (
-            config.optimizer.lr_schedule != "constant" or config.optimizer.warmup_steps > 0
-        )
-        set_learning_rate(parts.optimizer, config.optimizer.learning_rate)
+        self._schedule = parts.schedule
+        self._seeds_update = not is_known(parts.optimizer)
 
     def do(self, window: Window, batches: Sequence[Batch]) -> Outcome:
         """Train on this rank's batches of window, and commit it. Collective: all ranks.
@@ -126,6 +124,8 @@ class Stepper:
         self.buffers_before = buffers = parts.replica.copy_buffers()
         scale = parts.precision.mark()
         attempt = Attempt(window, batches, buffers, self.totals.mark(), scale)
+        if self._schedule.has_state:
+            attempt.schedule_before = self._schedule.mark()
         with self.explained(attempt):
             overlaps, num_valid = self._overlaps(window), window.size
             attempt.failure = self.run_once(attempt, keep_local=not overlaps)  # collective
@@ -156,10 +156,8 @@ class Stepper:
                 text = f"rank {rank} can't read sample {bad[0].name}: {bad[0].error}"
                 return Failure("sample", text)
             batches = split(batches, progress.most_samples)
-        if self._has_schedule:
-            config, total_steps = parts.config.optimizer, parts.total_steps
-            rate = learning_rate(config, step=progress.step, total_steps=total_steps)
-            set_learning_rate(parts.optimizer, rate)
+        if not self._schedule.is_constant:
+            self._schedule.begin_step(progress.step)
         seed = parts.config.device.seed
         seed_step(seed, step=progress.step, rank=rank, device_type=parts.device.type)
         try:
@@ -254,6 +252,8 @@ class Stepper:
         with self.explained(attempt), self.commit_lock:
             if attempt.outcome is Outcome.DONE:
                 self._update(attempt)
+            if self._schedule.has_state:
+                self._end_schedule_step()
             self.progress.commit(attempt.window)
             self.buffers_before = ()
             if attempt.flag is not None or self.late.attempt is not None:
@@ -277,7 +277,19 @@ class Stepper:
         if self._saver.reads_weights:
             self._saver.before_update()
         self.is_whole = False
+        if self._seeds_update:
+            seed, step = parts.config.device.seed, self.progress.step
+            seed_update(seed, step=step, device_type=parts.device.type)
         parts.precision.step(parts.optimizer)
+        self.is_whole = True
+
+    def _end_schedule_step(self) -> None:
+        """Step the scheduler object, also after a step that was left out: it counts steps."""
+        if self._saver.reads_weights:
+            self._saver.before_update()
+        self.is_whole = False
+        if self.progress.step + 1 < self.parts.total_steps:  # WHY: torch's may end with the run
+            self._schedule.end_step()
         self.is_whole = True
 
     def _overlaps(self, window: Window) -> bool:
@@ -300,6 +312,7 @@ class Stepper:
         """Undo a step that was committed, but did not change the weights. Rank-local."""
         self.undo(attempt)
         self.parts.precision.go_back(attempt.scale_before)
+        self._schedule.go_back(attempt.schedule_before)
         self.buffers_before = attempt.buffers
         self.progress.take_back(attempt.window)
 

@@ -13,6 +13,8 @@ import torch
 
 from hardened_ddp.checkpoint.tensors import differences, specs_of
 from hardened_ddp.errors import CheckpointMismatchError
+from hardened_ddp.model.optimizer import is_known
+from hardened_ddp.model.optimizer_state import PREFIX, restore_state, save_state, state_problems
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.host_memory import keep_freed_memory
 from hardened_ddp.step.memory import fit_into_memory
@@ -38,11 +40,7 @@ def collect_tensors(parts: Parts, *, buffers: Sequence[torch.Tensor] = ()) -> Te
     tensors = {f"model.{name}": t for name, t in parts.replica.module.state_dict().items()}
     for name, buffer in zip(parts.replica.moving_names, buffers, strict=False):
         tensors[f"model.{name}"] = buffer
-    for name, parameter in parts.replica.trainable.items():
-        for key, value in parts.optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"optimizer.{name}.{key}"] = value
-    return tensors
+    return tensors | save_state(parts.schedule, parts.replica.trainable)[0]
 
 
 def replicated_tensors(parts: Parts) -> Tensors:
@@ -70,6 +68,7 @@ def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
         "world_size": parts.group.world_size,
         "seed": parts.config.device.seed,
         "optimizer": type(parts.optimizer).__name__,
+        "optimizer_state": save_state(parts.schedule, parts.replica.trainable)[1],
         "precision": parts.precision.state(),
         "dataset": parts.config.data.dataset,
         "dataset_fingerprint": parts.data.fingerprint,
@@ -85,8 +84,15 @@ def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
 
 
 def volatile_names(parts: Parts) -> set[str]:
-    """Name the tensors that a forward may change: they must be copied at once when saving."""
-    return {f"model.{name}" for name, _ in parts.replica.module.named_buffers()}
+    """Name the tensors that a forward may change: they must be copied at once when saving.
+
+    Also the learning rate, if it is a tensor: it is set before the forward.
+    """
+    names = {f"model.{name}" for name, _ in parts.replica.module.named_buffers()}
+    if is_known(parts.optimizer) and not parts.schedule.has_state:
+        return names
+    state = save_state(parts.schedule, parts.replica.trainable)[0]
+    return names | {name for name in state if name.startswith(f"{PREFIX}groups.")}
 
 
 def share_state(group: Group, saved: Saved, *, source: int = 0) -> Saved:
@@ -126,6 +132,14 @@ def check_fits(parts: Parts, saved: Saved) -> None:
             f"optimizer: checkpoint has {meta['optimizer']}, this run uses "
             f"{type(parts.optimizer).__name__}"
         )
+    else:
+        rest = meta.get("optimizer_state", {})
+        problems += state_problems(parts.schedule, parts.replica.trainable, rest)
+    if parts.schedule.is_bound and parts.total_steps > meta["total_steps"]:
+        problems.append(
+            f"lr_schedule: its scheduler was made for {meta['total_steps']} steps, and the run now "
+            f"has {parts.total_steps}"
+        )
     if meta["dataset_fingerprint"] != parts.data.fingerprint:
         problems.append(
             f"dataset: the checkpoint saw {meta['dataset']} {meta['dataset_fingerprint'][:12]}, "
@@ -163,18 +177,8 @@ def restore(parts: Parts, saved: Saved) -> Progress:
     tensors, meta = saved.tensors, saved.meta
     model = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
     parts.replica.module.load_state_dict(model)
-    for name, parameter in parts.replica.trainable.items():
-        prefix = f"optimizer.{name}."
-        state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-        for key, value in state.items():
-            if value.shape == parameter.shape:
-                # WHY: the same device and memory layout as the parameter (channels_last).
-                live = torch.empty_like(parameter, dtype=value.dtype)
-                state[key] = live.copy_(value)
-            elif parts.optimizer.defaults.get("fused"):
-                state[key] = value.to(parameter.device)  # its kernels read the step count there
-        if state:
-            parts.optimizer.state[parameter] = state
+    rest = meta.get("optimizer_state", {})
+    restore_state(parts.schedule, parts.replica.trainable, tensors, rest)
     if parts.precision.scaler is not None:
         parts.precision.restore(dict(meta["precision"]))
     return Progress(

@@ -1,0 +1,182 @@
+"""Parameter groups: which parameters the optimizer updates, and with which options.
+
+Owns: the groups that a model or task names in parameter_groups(), the groups without weight decay
+(--no_weight_decay), and the check that each trainable parameter is in one group, once.
+What goes wrong here: a group with a parameter of another model, a parameter in two groups or in
+none, a model made for several optimizers. Each is an OptimizerError before the first step.
+Does not own: the optimizer (optimizer.py).
+"""
+
+import difflib
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hardened_ddp.data.read_errors import describe
+from hardened_ddp.errors import OptimizerError
+from hardened_ddp.settings.optimizer import OptimizerConfig
+
+log = logging.getLogger(__name__)
+
+Group = dict[str, Any]
+"""{"params": [...], option: value, ...}, as torch's optimizers take it. Any: an option's value."""
+
+_NUM_NAMED = 6  # parameters that a message names
+_NORMS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+    nn.LayerNorm,
+    nn.GroupNorm,
+    nn.RMSNorm,
+)
+
+
+def parameter_groups(
+    model: nn.Module, config: OptimizerConfig, *, task: object = None
+) -> list[Group]:
+    """Return the groups of the trainable parameters. Rank-local. Raises OptimizerError.
+
+    From parameter_groups(model) of the task, else parameter_groups() of the model, else one group.
+    With no_weight_decay, norms and biases of each group without a weight_decay of its own get 0.
+    """
+    for what, owner in (("task", task), ("model", model)):
+        _refuse_several(what, owner)
+    groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
+    if callable(make := getattr(task, "parameter_groups", None)):
+        groups = _checked(_called(make, "the task's", model), model, "the task's")
+    elif callable(make := getattr(model, "parameter_groups", None)):
+        groups = _checked(_called(make, "the model's"), model, "the model's")
+    return _without_decay(groups, model) if config.no_weight_decay else groups
+
+
+def check_options(optimizer: Optimizer) -> None:
+    """Refuse an option of a group that is a misspelled one of the optimizer."""
+    known = set(optimizer.defaults)
+    for number, group in enumerate(optimizer.param_groups):
+        for option in set(group) - known - {"params", "param_names"}:
+            if near := difflib.get_close_matches(option, known, n=1, cutoff=0.8):
+                raise OptimizerError(
+                    f"parameter group {number} has the option {option!r}, which "
+                    f"{type(optimizer).__name__} does not take",
+                    fix=f"did you mean {near[0]!r}?",
+                )
+
+
+def _called(make: Callable[..., Any], whose: str, *given: nn.Module) -> Any:
+    try:
+        return make(*given)
+    except Exception as error:  # WHY broad: the user's code
+        log.debug("parameter_groups failed", exc_info=True)
+        raise OptimizerError(
+            f"{whose} parameter_groups() failed: {describe(error)}",
+            fix="the whole traceback is in this rank's log; a task's takes the model, a model's "
+            "takes nothing",
+        ) from error
+
+
+def _checked(found: Any, model: nn.Module, whose: str) -> list[Group]:
+    """Bring what parameter_groups() returned into one form; each parameter is there once."""
+    if not isinstance(found, Iterable) or isinstance(found, Mapping | str):
+        raise _wrong(whose, f"returned a {type(found).__name__}")
+    parts = list(found)
+    if parts and all(isinstance(part, nn.Parameter) for part in parts):
+        parts = [{"params": parts}]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    seen: dict[int, int] = {}
+    groups: list[Group] = []
+    for number, part in enumerate(parts):
+        if not isinstance(part, Mapping) or "params" not in part:
+            raise _wrong(whose, f"gives no mapping with 'params' as group {number}")
+        given = part["params"]
+        members = [given] if isinstance(given, nn.Parameter) else list(given)
+        for member in members:
+            if not isinstance(member, nn.Parameter):
+                raise _wrong(whose, f"has a {type(member).__name__} in group {number}")
+            if id(member) not in names:
+                shape = tuple(member.shape)
+                raise _wrong(whose, f"has a parameter of shape {shape} that is not in the model")
+            if id(member) in seen:
+                places = f"groups {seen[id(member)]} and {number}"
+                raise _wrong(whose, f"has {names[id(member)]} twice, in {places}")
+            seen[id(member)] = number
+        if trained := [member for member in members if member.requires_grad]:
+            groups.append({**part, "params": trained})
+    left = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in seen]
+    if left:
+        some = ", ".join(left[:_NUM_NAMED]) + (" ..." if len(left) > _NUM_NAMED else "")
+        raise _wrong(whose, f"leaves out {len(left)} trainable parameters: {some}")
+    return groups
+
+
+def _wrong(whose: str, what: str) -> OptimizerError:
+    return OptimizerError(
+        f"{whose} parameter_groups() {what}",
+        fix="return a list of {'params': [parameters], option: value}, in which each trainable "
+        "parameter is once; freeze a parameter by requires_grad_(False)",
+    )
+
+
+def _without_decay(groups: Sequence[Group], model: nn.Module) -> list[Group]:
+    """Split each group: norms, biases and other vectors get no weight decay.
+
+    WHY vectors: that is what everybody means by it (GPT-2, timm): decay is for matrices, which
+    multiply; a scale or an offset has no reason to be near 0.
+    """
+    of_norms = {id(p) for m in model.modules() if isinstance(m, _NORMS) for p in m.parameters()}
+    found: list[Group] = []
+    for group in groups:
+        if "weight_decay" in group:
+            found.append(group)
+            continue
+        plain = [p for p in group["params"] if p.dim() < 2 or id(p) in of_norms]
+        plain_ids = {id(p) for p in plain}
+        decayed = [p for p in group["params"] if id(p) not in plain_ids]
+        if decayed:
+            found.append({**group, "params": decayed})
+        if plain:
+            found.append({**group, "params": plain, "weight_decay": 0.0})
+    return found
+
+
+def _refuse_several(what: str, owner: object) -> None:
+    """Raise OptimizerError if owner is made for several optimizers, as a GAN is."""
+    configure = getattr(owner, "configure_optimizers", None)
+    if not callable(configure):
+        return
+    count, is_manual = 0, getattr(owner, "automatic_optimization", True) is False
+    try:
+        inspect.signature(configure).bind()
+        count = _count_optimizers(configure())
+    except Exception:  # WHY broad: the user's code, and it may need a trainer that is not here
+        log.debug("configure_optimizers of the %s can't be called here", what, exc_info=True)
+    if count > 1 or is_manual:
+        found = f"configure_optimizers() gives {count}" if count > 1 else "it updates by itself"
+        raise OptimizerError(
+            f"the {what} is made for several optimizers ({found}), as a GAN is. A step here is one "
+            "loss, one gradient and one update, because that can be retried and resumed exactly",
+            fix="train its parts one after the other, each as a model of its own with the others "
+            "frozen; one optimizer with a learning rate for each part: parameter_groups(); for a "
+            "GAN: PyTorch Lightning with automatic_optimization = False",
+        )
+    log.warning(
+        "configure_optimizers() of the %s is not used: --optimizer, --lr_schedule and "
+        "parameter_groups() say how it is trained",
+        what,
+    )
+
+
+def _count_optimizers(made: Any) -> int:  # Any: what Lightning lets configure_optimizers return
+    if isinstance(made, Optimizer):
+        return 1
+    if isinstance(made, Mapping):
+        return _count_optimizers(list(made.values()))
+    return sum(_count_optimizers(part) for part in made) if isinstance(made, list | tuple) else 0

@@ -1,0 +1,249 @@
+"""The learning rate of each step: built in, a function of the step, or a scheduler object.
+
+Owns all three. The built-in ones and a user's function depend on the step alone: there is nothing
+to save. A scheduler object, such as torch's, has a state: it is stepped once for each optimizer
+step, saved with the optimizer, and taken back with a step that is taken back.
+What goes wrong here: a scheduler that needs a metric, that can't be saved, or that ends too early.
+"""
+
+import copy
+import inspect
+import logging
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any, assert_never
+
+from torch.optim import Optimizer
+
+from hardened_ddp.data.import_path import import_callable
+from hardened_ddp.data.read_errors import describe
+from hardened_ddp.errors import OptimizerError
+from hardened_ddp.settings.declare import ImportPath
+from hardened_ddp.settings.optimizer import LrSchedule, OptimizerConfig
+
+log = logging.getLogger(__name__)
+
+STEP_DROPS = 3
+"""lr_schedule step has this many parts of equal length; the rate of each is a tenth of the last."""
+
+_ENDS = ("total_steps", "num_training_steps", "T_max")
+"""What schedulers call the steps of the whole run."""
+
+_FORMS = (
+    "name a scheduler of torch (its first parameter is called optimizer), or a function "
+    "(step, total_steps) that returns the share of learning_rate at this step"
+)
+
+
+class Schedule:
+    """Sets the learning rate of one optimizer, and what else a scheduler changes in its groups."""
+
+    def __init__(self, optimizer: Optimizer, config: OptimizerConfig, *, total_steps: int) -> None:
+        """Build it for a run of total_steps; nothing is changed but by a scheduler object.
+
+        Raises OptimizerError.
+        """
+        self.optimizer = optimizer
+        self.config = config
+        self.total_steps = total_steps
+        self.base = [_options(group) for group in optimizer.param_groups]
+        """The options of each group as the optimizer was built."""
+
+        self._peaks = [options.get("lr") for options in self.base]
+        self._share: Callable[[int], float] | None = None
+        self._scheduler: Any = None  # Any: a scheduler of torch, or one with its methods
+        self.described = ""
+        """A line for the log about a scheduler object."""
+
+        self.is_bound = False
+        """The scheduler was made for total_steps, and can't go beyond them."""
+
+        if isinstance(config.lr_schedule, ImportPath):
+            self._find(config.lr_schedule)
+        self.is_constant = config.lr_schedule == "constant" and config.warmup_steps == 0
+        if self._scheduler is None and not self.is_constant and None in self._peaks:
+            raise OptimizerError(
+                f"{type(optimizer).__name__} has no learning rate in its parameter groups, so "
+                f"lr_schedule {config.lr_schedule} has nothing to change",
+                fix="--lr_schedule constant --warmup_steps 0",
+            )
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it is a scheduler object, which is stepped and saved."""
+        return self._scheduler is not None
+
+    def begin_step(self, step: int) -> None:
+        """Set the learning rate of step, 0 <= step < total_steps."""
+        if self._scheduler is not None or self.is_constant:
+            return
+        for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = self._rate(step, peak)
+
+    def end_step(self) -> None:
+        """Step the scheduler object, if there is one, after the optimizer."""
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def mark(self) -> Any:  # Any: for go_back only
+        """Copy the scheduler's state, for go_back; None without one."""
+        if self._scheduler is None:
+            return None
+        groups = [_options(group) for group in self.optimizer.param_groups]
+        return copy.deepcopy(self._scheduler.state_dict()), groups
+
+    def go_back(self, mark: Any) -> None:  # Any: from mark
+        """Restore the state of mark, and the options of the groups."""
+        if mark is None:
+            return
+        state, groups = mark
+        self._scheduler.load_state_dict(copy.deepcopy(state))
+        for group, options in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update(options)
+
+    def state(self) -> Mapping[str, Any] | None:  # Any: a scheduler's state
+        """Return the scheduler's state; None without one."""
+        return None if self._scheduler is None else dict(self._scheduler.state_dict())
+
+    def restore(self, state: Mapping[str, Any]) -> None:  # Any: as in state
+        """Restore the scheduler's state."""
+        self._scheduler.load_state_dict(dict(state))
+
+    def _rate(self, step: int, peak: Any) -> Any:  # Any: a float, or a tensor of shape ()
+        if self._share is not None:
+            return peak * self._share(step)
+        config, total_steps = self.config, self.total_steps
+        return learning_rate(config, step=step, total_steps=total_steps, peak=peak)
+
+    def _find(self, path: ImportPath) -> None:
+        """Build the user's schedule: a function of the step, or an object."""
+        build = import_callable(path, setting="lr_schedule", error=OptimizerError)
+        taken = inspect.signature(build).parameters
+        arguments = {**self._facts(taken), **self.config.lr_schedule_args}
+        if self.config.warmup_steps and not {"warmup_steps", "num_warmup_steps"} & arguments.keys():
+            raise OptimizerError(
+                f"warmup_steps is {self.config.warmup_steps}, and {path} does not take it: there "
+                "would be no warm-up",
+                fix="--warmup_steps 0, and a warm-up in the schedule itself",
+            )
+        if "step" in taken and "optimizer" not in taken:
+            self._share = self._function(path, build, arguments)
+        elif "optimizer" in taken:
+            self._scheduler = self._object(path, build, arguments)
+            self.is_bound = any(name in arguments for name in _ENDS)
+        else:
+            raise OptimizerError(
+                f"--lr_schedule {path} has neither a parameter step nor a parameter optimizer",
+                fix=_FORMS,
+            )
+
+    def _facts(self, taken: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+        """Return what the schedule asks for by the names of its parameters."""
+        config = self.config
+        facts: dict[str, Any] = dict.fromkeys(_ENDS, self.total_steps)
+        facts |= dict.fromkeys(("warmup_steps", "num_warmup_steps"), config.warmup_steps)
+        facts |= {"learning_rate": config.learning_rate}
+        peaks = [float(peak) for peak in self._peaks if peak is not None]
+        if peaks:
+            facts["max_lr"] = peaks[0] if len(peaks) == 1 else peaks
+        # WHY total_steps too where it has a default: torch's OneCycleLR then needs other arguments.
+        return {
+            name: facts[name]
+            for name, parameter in taken.items()
+            if name in facts and (parameter.default is parameter.empty or name == "total_steps")
+        }
+
+    def _function(
+        self, path: str, build: Callable[..., Any], arguments: Mapping[str, Any]
+    ) -> Callable[[int], float]:
+        def share(step: int) -> float:
+            try:
+                found = build(step=step, **arguments)
+            except Exception as error:  # WHY broad: the user's code
+                raise OptimizerError(
+                    f"--lr_schedule {path} failed at step {step} with {dict(arguments)}: "
+                    f"{describe(error)}",
+                    fix=_FORMS,
+                ) from error
+            is_number = isinstance(found, numbers.Real) and not isinstance(found, bool)
+            if not is_number or not math.isfinite(found) or found < 0:
+                raise OptimizerError(
+                    f"--lr_schedule {path} gives {found!r} at step {step}; need a number, 0 or "
+                    "more: the share of learning_rate",
+                    fix=_FORMS,
+                )
+            return float(found)
+
+        for step in sorted({0, self.total_steps // 2, max(0, self.total_steps - 1)}):
+            share(step)
+        return share
+
+    def _object(
+        self, path: str, build: Callable[..., Any], arguments: Mapping[str, Any]
+    ) -> Any:  # Any: a scheduler
+        try:
+            made = build(optimizer=self.optimizer, **arguments)
+        except Exception as error:  # WHY broad: the user's code, and torch's checks of values
+            log.debug("building the schedule failed", exc_info=True)
+            raise OptimizerError(
+                f"--lr_schedule {path} can't be built with {dict(arguments)}: {describe(error)}",
+                fix="correct --lr_schedule_args; it takes: "
+                + ", ".join(name for name in inspect.signature(build).parameters),
+            ) from error
+        for method in ("step", "state_dict", "load_state_dict"):
+            if not callable(getattr(made, method, None)):
+                raise OptimizerError(
+                    f"--lr_schedule {path} gives a {type(made).__name__} without {method}(): a "
+                    "resumed run could not continue it",
+                    fix=_FORMS,
+                )
+        needed = [
+            parameter.name
+            for parameter in inspect.signature(made.step).parameters.values()
+            if parameter.default is parameter.empty
+            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+        if needed:
+            raise OptimizerError(
+                f"--lr_schedule {path} can't be used: its step() needs {', '.join(needed)}. A "
+                "schedule here is stepped after each optimizer step, when there is no such value",
+                fix="choose one that depends on the steps, such as cosine, or "
+                "torch.optim.lr_scheduler:OneCycleLR",
+            )
+        words = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+        self.described = f"lr_schedule: {path}({words}), stepped after each optimizer step"
+        return made
+
+
+def learning_rate(
+    config: OptimizerConfig, *, step: int, total_steps: int, peak: Any = None
+) -> Any:  # Any: a float, or a tensor as peak is
+    """Return the learning rate of step, 0 <= step < total_steps, of a built-in schedule.
+
+    peak: that of the group, by default learning_rate. Linear warm-up over warmup_steps, then:
+    constant; linear to 0; cosine to 0 (Loshchilov and Hutter: SGDR, 2017, eq. 5 without restarts);
+    step: a tenth at each of STEP_DROPS - 1 marks.
+    """
+    peak = config.learning_rate if peak is None else peak
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    length = max(1, total_steps - config.warmup_steps)
+    done = min(1.0, (step - config.warmup_steps) / length)
+    assert not isinstance(config.lr_schedule, ImportPath), "a user's schedule is not built in"
+    schedule: LrSchedule = config.lr_schedule
+    match schedule:
+        case "constant":
+            return peak
+        case "cosine":
+            return peak * 0.5 * (1 + math.cos(math.pi * done))
+        case "linear":
+            return peak * (1 - done)
+        case "step":
+            return peak * 0.1 ** min(STEP_DROPS - 1, int(done * STEP_DROPS))
+        case _:
+            assert_never(schedule)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:  # Any: options of a parameter group
+    return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}

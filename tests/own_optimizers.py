@@ -1,0 +1,262 @@
+"""Optimizers and schedules that tests plug in by import path, as a user would; some are wrong."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+class Lion(Optimizer):
+    """Sign of an interpolated momentum (Chen et al.: Symbolic discovery of optimizers, 2023)."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["average"] = torch.zeros_like(parameter)
+                    state["history"] = {"steps": 0, "largest": []}
+                average = state["average"]
+                update = (average * first + parameter.grad * (1 - first)).sign()
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update, alpha=-group["lr"])
+                average.mul_(second).add_(parameter.grad, alpha=1 - second)
+                state["history"]["steps"] += 1
+                state["history"]["largest"] = [float(average.abs().max())]
+
+
+class Adaptive(Lion):
+    """Keeps a number that changes in its parameter groups, as Prodigy and schedule-free ones do."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["betas"] = (1 - 1 / (group["k"] + 2), 0.99)
+        super().step()
+
+
+class Noisy(Lion):
+    """Adds noise to each update."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+class OwnFormat(Lion):
+    """Saves its state in its own way."""
+
+    num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        self.param_groups[0]["params"][0].mul_(1 - 0.01 / self.num_steps)
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "num_steps": self.num_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.num_steps = state_dict["num_steps"]
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "num_steps"})
+
+
+class Forgetful(Lion):
+    """Keeps the number of its steps where nobody saves it."""
+
+    num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        self.param_groups[0]["params"][0].mul_(1 - 0.01 / self.num_steps)
+        super().step()
+
+
+class Holding(Lion):
+    """Keeps something in its state that can't be saved."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for state in self.state.values():
+            state["generator"] = torch.Generator()
+
+
+class Complex(Lion):
+    """Keeps a tensor of a dtype that no checkpoint can hold."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for state in self.state.values():
+            state["spectrum"] = torch.zeros(2, dtype=torch.complex128)
+
+
+class Raising(Lion):
+    def step(self, closure: Any = None) -> None:
+        raise ZeroDivisionError("no steps today")
+
+
+class Sam(Lion):
+    """Asks for the loss again."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        assert closure is not None, "this one needs a closure"
+
+
+class WithoutRate(Optimizer):
+    """Has no learning rate."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.01)
+
+
+class NotTorchs:
+    def __init__(self, params: Any, lr: float) -> None:
+        self.params = list(params)
+
+    def step(self) -> None: ...
+
+
+class Other(Lion):
+    """Updates a parameter of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__([nn.Parameter(torch.zeros(1))], lr)
+
+
+def falling(step: int, total_steps: int, power: float = 1.0) -> float:
+    return float((1 - step / total_steps) ** power)
+
+
+def warmed(step: int, warmup_steps: int) -> float:
+    return min(1.0, (step + 1) / max(1, warmup_steps))
+
+
+def negative(step: int) -> float:
+    return 1.0 - step
+
+
+def word(step: int) -> str:
+    return "fast"
+
+
+def broken(step: int, total_steps: int) -> float:
+    return 1 / (total_steps // 2 - step)
+
+
+def no_parameters_that_tell() -> float:
+    return 1.0
+
+
+class Bouncing:
+    """A scheduler with a state of its own: the rate doubles and halves by what it was before."""
+
+    def __init__(self, optimizer: Optimizer, factor: float = 2.0) -> None:
+        self.optimizer, self.factor, self.is_up = optimizer, factor, False
+
+    def step(self) -> None:
+        self.is_up = not self.is_up
+        for group in self.optimizer.param_groups:
+            group["lr"] *= self.factor if self.is_up else 1 / self.factor / 1.01
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"is_up": self.is_up}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.is_up = state["is_up"]
+
+
+class Unsaved:
+    def __init__(self, optimizer: Optimizer) -> None: ...
+
+    def step(self) -> None: ...
+
+
+class SavedInPart(Bouncing):
+    """Does not save which way it goes next."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Grouped(nn.Module):
+    """A model with a learning rate for each part; how: what is wrong with its groups."""
+
+    def __init__(self, num_classes: int, how: str = "") -> None:
+        super().__init__()
+        self.body, self.norm = nn.Linear(3, 8), nn.LayerNorm(8)
+        self.head = nn.Linear(8, num_classes)
+        self.how = how
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.body(inputs)).relu())
+        return logits
+
+    def parameter_groups(self) -> Any:
+        body = [*self.body.parameters(), *self.norm.parameters()]
+        head: Iterable[Any] = self.head.parameters()
+        match self.how:
+            case "":
+                return [{"params": body, "lr": 0.001}, {"params": head, "weight_decay": 0.3}]
+            case "twice":
+                return [{"params": body}, {"params": [*head, body[0]]}]
+            case "left out":
+                return [{"params": body}]
+            case "foreign":
+                return [{"params": [*body, *head, nn.Parameter(torch.zeros(7))]}]
+            case "names":
+                return [{"params": ["body.weight"]}]
+            case "no params":
+                return [{"parameters": body}]
+            case "a mapping":
+                return {"params": [*body, *head]}
+            case "nothing":
+                return None
+            case "misspelled":
+                return [{"params": body}, {"params": head, "weight_decy": 0.3}]
+        raise RuntimeError("no groups today")
+
+
+class Gan(nn.Module):
+    """Made for two optimizers, as Lightning writes it."""
+
+    def __init__(self, num_classes: int, num_optimizers: int = 2) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+        self.num_optimizers = num_optimizers
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.layer(inputs)
+        return logits
+
+    def configure_optimizers(self) -> Any:
+        made = [torch.optim.SGD(self.parameters(), 0.1) for _ in range(self.num_optimizers)]
+        return made, []
