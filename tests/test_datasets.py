@@ -3,6 +3,7 @@
 import gzip
 import importlib.util
 import logging
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,6 +53,15 @@ class Named(Pairs):
 
 def open_pairs(*, train: bool, size: int = 20, noise: float = 0.0) -> Pairs:
     return Pairs(size if train else 4, noise=noise)
+
+
+class Unseeded(Pairs):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3, 4, 4), random.SystemRandom().random()), index % 2
+
+
+def open_unseeded(*, train: bool, root: str = "") -> Pairs:
+    return Unseeded()
 
 
 def open_named(*, train: bool) -> Named:
@@ -247,6 +257,9 @@ def test_the_fingerprint_follows_the_data_and_not_its_place() -> None:
     torch.manual_seed(1)
     assert fingerprint("open_pairs", noise=1.0) == fingerprint("open_pairs", noise=1.0)
     assert torch.equal(torch.rand(1), expected)
+    # Of samples that no seed repeats only the number counts; and of no data its folder.
+    assert fingerprint("open_unseeded") == fingerprint("open_unseeded")
+    assert fingerprint("open_unseeded", root="/a") == fingerprint("open_unseeded", root="/b")
 
 
 def test_augment_without_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
