@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the protection of a step costs: --step_retry on against off, on the same windows.
+"""What the protection of a step costs: --step_retry on against off, on the same samples.
 
     python benchmarks/protection.py                    some minutes
     torchrun --nproc_per_node=2 benchmarks/protection.py --rank   what it starts: all in one process

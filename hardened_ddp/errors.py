@@ -99,7 +99,7 @@ class LoaderError(HardenedError):
 
 
 class TooManyErrors(HardenedError):
-    """More samples or windows were left out than max_errors allows."""
+    """More samples or steps were left out than max_errors allows."""
 
     code = "DDP-D04"
 

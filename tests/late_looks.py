@@ -9,7 +9,7 @@ from torch import nn
 
 from hardened_ddp.step import parts, step
 from hardened_ddp.step.late import Flag
-from tests.plugins import Stumbling
+from tests.plugins import FailingOnce
 
 log = logging.getLogger("hardened_ddp.late_looks")
 
@@ -27,7 +27,7 @@ class ToldFlag(Flag):
 parts.LATE_DEVICES = (*parts.LATE_DEVICES, "cpu")
 step.Flag = ToldFlag  # type: ignore[misc]
 
-__all__ = ["Stumbling", "mlp"]
+__all__ = ["FailingOnce", "mlp"]
 
 
 def mlp(num_classes: int) -> nn.Module:

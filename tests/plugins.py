@@ -62,7 +62,7 @@ def paced_points(train: bool, pace: str) -> Points:
     return PacedPoints(400, pace) if train else Points(17)
 
 
-def strike(kind: str) -> None:
+def cause_fault(kind: str) -> None:
     """Have a fault of the drills happen in this process, without a report of faulthandler."""
     for number in (signal.SIGSEGV, signal.SIGBUS):
         signal.signal(number, signal.SIG_DFL)
@@ -71,7 +71,7 @@ def strike(kind: str) -> None:
 
 class FaultyPoints(Points):
     """Points of which some are wrong (nan, infinite, label, half), or make trouble when a worker
-    reads them first: stumble, or a fault of the drills. flags: a folder that remembers that."""
+    reads them first: transient, or a fault of the drills. flags: a folder that remembers that."""
 
     def __init__(self, size: int, faults: dict[int, str], flags: str) -> None:
         super().__init__(size)
@@ -97,10 +97,10 @@ class FaultyPoints(Points):
         tries = Path(self.flags, f"tried-{index}")
         num_tries = len(tries.read_text()) if tries.exists() else 0
         tries.write_text("x" * (num_tries + 1))
-        if kind == "stumble" and num_tries < 2:
+        if kind == "transient" and num_tries < 2:
             raise OSError(errno.ESTALE, "stale file handle")
-        if num_tries == 0 and kind != "stumble":
-            strike(kind)
+        if num_tries == 0 and kind != "transient":
+            cause_fault(kind)
 
 
 def faulty_points(
@@ -253,10 +253,10 @@ def paced_mlp(num_classes: int, input_shape: tuple[int, ...], pause_s: float = 0
     return paced(num_classes, input_shape, "mlp", pause_s)
 
 
-class Stumbling(nn.Module):
+class FailingOnce(nn.Module):
     """Fails once in each forward that is listed for its rank, in one of several ways.
 
-    It has dropout and BatchNorm: a window that is done again must get the same random numbers, and
+    It has dropout and BatchNorm: a step that is retried must get the same random numbers, and
     the statistics that it began with.
     """
 

@@ -27,7 +27,7 @@ from tests.processes import ROOT
 CONFIGURED = ("-c", str(ROOT / "pyproject.toml"))
 EVERYWHERE = (str(ROOT / "test_ddp_training.py"), str(ROOT / "tests"))
 SOAKED = (
-    "tests/test_chaos.py::test_faults_at_random_moments_end_in_the_weights_of_the_quiet_run",
+    "tests/test_chaos.py::test_faults_at_random_moments_end_in_the_weights_of_the_undisturbed_run",
     "tests/test_fault_plans.py::test_ten_faults_in_a_hundred_steps_leave_no_trace",
     "tests/test_restarts.py::test_ten_of_ten_restarts_go_on_at_the_next_step",
 )

@@ -28,7 +28,7 @@ SMALL += ["--model", "tests.plugins:paced_mlp", "--model_args", "{pause_s: 0.01}
 SMALL += ["--log_interval", "1", "--checkpoint_every_steps", "5", "--ledger", "--run_name", "run"]
 SMALL += ["--num_workers", "0", "--tensorboard", "false", "--stop_grace_s", "1.5"]
 NUM_STEPS = {2: 180, 3: 120}
-"""By world size: 2 epochs of 1,437 samples in windows of 16 or 24."""
+"""By world size: 2 epochs of 1,437 samples in steps of 16 or 24."""
 
 LEAVE_ALONE_S = 40.0
 TRY_S = 60.0
@@ -107,14 +107,14 @@ def undisturbed_tensors(
 
     @cache
     def final_tensors(world_size: int) -> dict[str, str]:
-        output = tmp_path_factory.mktemp("quiet")
+        output = tmp_path_factory.mktemp("undisturbed")
         train([*SMALL, "--output_dir", output], world_size).ok()
         return last_tensors(output)
 
     return final_tensors
 
 
-def test_faults_at_random_moments_end_in_the_weights_of_the_quiet_run(
+def test_faults_at_random_moments_end_in_the_weights_of_the_undisturbed_run(
     chaos_seed: int, tmp_path: Path, undisturbed_tensors: Callable[[int], dict[str, str]]
 ) -> None:
     world_size, faults = plan_of(chaos_seed)
@@ -123,11 +123,11 @@ def test_faults_at_random_moments_end_in_the_weights_of_the_quiet_run(
     for fault in faults:
         print(f"round {chaos_seed}, {world_size} ranks: {fault}")
         watch.start()
-        strike = strike_torchrun if fault.kind in UNDER_TORCHRUN else strike_ranks
-        strike(argv, world_size, fault, watch)
+        disturb = disturb_torchrun if fault.kind in UNDER_TORCHRUN else disturb_ranks
+        disturb(argv, world_size, fault, watch)
         watch.look()
         if watch.is_finished():
-            break  # what struck did not end it
+            break  # the fault did not end it
     train(argv, world_size).ok()
     run = only_run(tmp_path)
     assert read_summary(run)["step"] == NUM_STEPS[world_size]
@@ -136,8 +136,8 @@ def test_faults_at_random_moments_end_in_the_weights_of_the_quiet_run(
     assert verified.output.count("1437 samples, each exactly once") == 2
 
 
-def strike_ranks(argv: list[str | Path], world_size: int, fault: Fault, watch: Watch) -> None:
-    """Start the ranks, strike, and wait until all have left."""
+def disturb_ranks(argv: list[str | Path], world_size: int, fault: Fault, watch: Watch) -> None:
+    """Start the ranks, cause the fault, and wait until all have left."""
     with start_training(argv, world_size) as running:
         running.wait_for(lambda: watch.is_past(fault.after_step), timeout_s=TRY_S, what="its step")
         victim, others = fault.victim, {*range(world_size)} - {fault.victim}
@@ -170,7 +170,7 @@ def strike_ranks(argv: list[str | Path], world_size: int, fault: Fault, watch: W
         )
 
 
-def strike_torchrun(argv: list[str | Path], world_size: int, fault: Fault, watch: Watch) -> None:
+def disturb_torchrun(argv: list[str | Path], world_size: int, fault: Fault, watch: Watch) -> None:
     """Do it to a torchrun, which restarts its ranks; a killed one leaves none behind."""
     launch = ["torchrun", "--standalone", f"--nproc_per_node={world_size}", "--max_restarts=2"]
     with start_torchrun([*launch, "ddp_training.py", *argv]) as command:

@@ -1,4 +1,4 @@
-"""Faults of the data path: dead workers, full shared memory, tired storage, samples of no use.
+"""Faults of the data path: dead workers, full shared memory, failing storage, bad samples.
 
 Each ends in the batches, or the weights, of a run without it; or in exactly the bad samples left
 out, by name. Workers that are lost in simpler ways: test_loader.py.
@@ -34,7 +34,7 @@ from hardened_ddp.data.read_errors import RetryReport, file_of, is_transient
 from hardened_ddp.data.worker_fallback import WorkerFallback, WorkerLevel
 from hardened_ddp.errors import LoaderError
 from tests.marks import slow_after
-from tests.plugins import strike
+from tests.plugins import cause_fault
 from tests.ranks import run_command, run_ranks, train
 from tests.run_folder import last_tensors, only_run, read_summary
 from tests.scripted import (
@@ -85,11 +85,11 @@ def leave_once_without_a_word(flag: Path) -> None:
 
 def strike_once(kind: str, flag: Path) -> None:
     if _first_time(flag):
-        strike(kind)
+        cause_fault(kind)
 
 
 def strike_always(kind: str, flag: Path) -> None:
-    strike(kind)
+    cause_fault(kind)
 
 
 ENDS: dict[str, tuple[Act, str]] = {
@@ -329,10 +329,10 @@ def test_a_killed_worker_is_missed_for_a_while_only(
     assert "with 2 workers instead of 1" in caplog.text[down:]
 
 
-# Storage that stumbles.
+# Storage that fails for a moment.
 
 
-def stumble(error: Exception) -> Act:
+def transient(error: Exception) -> Act:
     """Make an act that fails twice, whoever calls it."""
 
     def act(flag: Path) -> None:
@@ -374,7 +374,7 @@ def test_a_read_that_fails_for_a_moment_costs_nothing(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    loader = make_loader(kind(stumble(PASSING[name]), tmp_path / "tries"), num_workers)
+    loader = make_loader(kind(transient(PASSING[name]), tmp_path / "tries"), num_workers)
     batches = read(loader)
     loader.close()
     assert bad_numbers(batches) == []
@@ -580,24 +580,24 @@ def assert_ledger_is_exact(folder: Path, *, num_left_out: int = 0) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_lost_workers_and_a_tired_disk_ends_in_the_weights_of_a_quiet_one(
+def test_a_run_with_lost_workers_and_failing_reads_ends_in_the_weights_of_an_undisturbed_one(
     tmp_path: Path,
 ) -> None:
-    faults = {5: "kill itself", 11: "stumble", 29: "segfault"}
-    run(tmp_path / "quiet").ok()
+    faults = {5: "kill itself", 11: "transient", 29: "segfault"}
+    run(tmp_path / "undisturbed").ok()
     flags = ["--num_workers", "1", "--loader_quiet_s", "0.01"]
-    struck = run(tmp_path / "struck", *flags, faults=faults).ok()
-    assert last_tensors(tmp_path / "struck/runs") == last_tensors(tmp_path / "quiet/runs")
+    faulty = run(tmp_path / "faulty", *flags, faults=faults).ok()
+    assert last_tensors(tmp_path / "faulty/runs") == last_tensors(tmp_path / "undisturbed/runs")
     for words in (
         "ended with SIGKILL",
         "storage had errors",
         "Continuing at the same sample with 1",
     ):
-        assert words in struck.output
-    tried = {path.name for path in (tmp_path / "struck/flags").glob("tried-*")}
+        assert words in faulty.output
+    tried = {path.name for path in (tmp_path / "faulty/flags").glob("tried-*")}
     assert tried == {f"tried-{index}" for index in faults}
-    assert not (only_run(tmp_path / "struck/runs") / "skipped_samples.jsonl").exists()
-    assert_ledger_is_exact(tmp_path / "struck")
+    assert not (only_run(tmp_path / "faulty/runs") / "skipped_samples.jsonl").exists()
+    assert_ledger_is_exact(tmp_path / "faulty")
 
 
 @pytest.mark.slow

@@ -221,7 +221,7 @@ def test_one_drill_as_it_is_typed_with_a_model_and_data_of_the_user(
 ) -> None:
     argv = ["python", "ddp_training.py", "drill", "kill-forward", "--cpu_only"]
     argv += ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 96}"]
-    argv += ["--model", "tests.plugins:Stumbling", "--batch_size", "6", "--ranks", "2"]
+    argv += ["--model", "tests.plugins:FailingOnce", "--batch_size", "6", "--ranks", "2"]
     table = tmp_path / "table.md"
     argv += ["--table", str(table)]
     completed = run_command(argv, timeout_s=170, env={"TMPDIR": str(tmp_path)})

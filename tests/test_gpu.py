@@ -27,12 +27,12 @@ def test_faults_within_steps_leave_no_trace_in_the_weights(
     amp: str, ranks: list[str], tmp_path: Path
 ) -> None:
     faults = {0: {8: "forward", 11: "backward"}, 1: {14: "backward", 17: "forward"}}
-    argv = [*POINTS, *ranks, "--amp", amp, "--model", "tests.plugins:Stumbling", "--model_args"]
+    argv = [*POINTS, *ranks, "--amp", amp, "--model", "tests.plugins:FailingOnce", "--model_args"]
     world_size = 2 if ranks else 1
-    quiet, struck = tmp_path / "quiet", tmp_path / "struck"
-    train([*argv, "{}", "--output_dir", quiet], world_size).ok()
-    finished = train([*argv, str({"faults": faults}), "--output_dir", struck], world_size).ok()
-    assert last_tensors(struck) == last_tensors(quiet)
+    undisturbed, faulty = tmp_path / "undisturbed", tmp_path / "faulty"
+    train([*argv, "{}", "--output_dir", undisturbed], world_size).ok()
+    finished = train([*argv, str({"faults": faults}), "--output_dir", faulty], world_size).ok()
+    assert last_tensors(faulty) == last_tensors(undisturbed)
     assert finished.outputs[0].count("retrying step") >= 2
 
 

@@ -35,8 +35,8 @@ from tests.run_folder import find_checkpoints, last_tensors, only_run, step_of
 Words = list[str | Path]
 POINTS: Words = ["--cpu_only", "--batch_size", "2", "--log_interval", "1", "--eval_every", "0"]
 POINTS += ["--checkpoint_every_steps", "0", "--lr_schedule", "constant", "--epochs", "3"]
-QUIET: Words = [*POINTS, "--dataset", "tests.plugins:points", "--num_workers", "0"]
-HANGING: Words = [*QUIET, "--model", "tests.plugins:Hanging", "--hang_after_s", "2"]
+PLAIN: Words = [*POINTS, "--dataset", "tests.plugins:points", "--num_workers", "0"]
+HANGING: Words = [*PLAIN, "--model", "tests.plugins:Hanging", "--hang_after_s", "2"]
 LEFT = HangError.exit_status
 
 
@@ -93,7 +93,7 @@ def test_a_rank_that_hangs_in_forward_is_named_and_the_others_save_and_leave(
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 0])
 def test_a_stopped_process_is_named_as_such_and_ended(victim: int, tmp_path: Path) -> None:
-    argv = [*QUIET, "--model", "mlp", "--epochs", "1000", "--hang_after_s", "2"]
+    argv = [*PLAIN, "--model", "mlp", "--epochs", "1000", "--hang_after_s", "2"]
     with start_training([*argv, "--output_dir", tmp_path], 2) as running:
         running.wait_for(lambda: "step 20/" in running.output(0), timeout_s=60, what="20 steps")
         running.kill(victim, signal.SIGSTOP)
@@ -131,8 +131,8 @@ def test_a_hang_in_the_data_names_the_sample(
 
 @pytest.mark.slow
 def test_after_a_hang_torchrun_restarts_to_the_same_weights(tmp_path: Path) -> None:
-    quiet = [*QUIET, "--model", "tests.plugins:Hanging", "--model_args", "{rank: 9}"]
-    train([*quiet, "--output_dir", tmp_path / "quiet"], 2).ok()
+    undisturbed = [*PLAIN, "--model", "tests.plugins:Hanging", "--model_args", "{rank: 9}"]
+    train([*undisturbed, "--output_dir", tmp_path / "undisturbed"], 2).ok()
     once = f"{{marker: {tmp_path / 'hung'}}}"
     argv = ["torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=2"]
     argv += ["ddp_training.py", *map(str, HANGING), "--model_args", once]
@@ -141,14 +141,14 @@ def test_after_a_hang_torchrun_restarts_to_the_same_weights(tmp_path: Path) -> N
     saved = re.search(r"the state after step (\d+) is saved", done.output)
     assert saved is not None
     assert f"from step {saved[1]}\n" in done.output
-    assert last_tensors(tmp_path / "hung_once") == last_tensors(tmp_path / "quiet")
+    assert last_tensors(tmp_path / "hung_once") == last_tensors(tmp_path / "undisturbed")
     first, _ = read_attempts(only_run(tmp_path / "hung_once"))
     assert first["step"] == int(saved[1])
 
 
 @pytest.mark.slow
 def test_a_job_that_is_stopped_as_a_whole_and_goes_on_did_not_hang(tmp_path: Path) -> None:
-    argv = [*QUIET, "--model", "tests.plugins:Pausing", "--epochs", "8", "--hang_after_s", "1.5"]
+    argv = [*PLAIN, "--model", "tests.plugins:Pausing", "--epochs", "8", "--hang_after_s", "1.5"]
     with start_training([*argv, "--output_dir", tmp_path], 2) as running:
         running.wait_for(lambda: "step 20/" in running.output(0), timeout_s=60, what="20 steps")
         for rank in (0, 1):
@@ -188,7 +188,7 @@ def test_a_rank_alone_on_its_machine_that_holds_the_gil_is_seen_from_outside(
 
 
 def test_a_slow_start_and_a_slow_evaluation_are_no_hangs(tmp_path: Path) -> None:
-    argv = [*QUIET, "--model", "tests.plugins:SlowAtFirst", "--eval_every", "1", "--epochs", "2"]
+    argv = [*PLAIN, "--model", "tests.plugins:SlowAtFirst", "--eval_every", "1", "--epochs", "2"]
     argv += ["--hang_after_s", "0.5", "--output_dir", tmp_path]
     finished = train(argv, 2, timeout_s=90).ok()
     assert "hang" not in finished.output
@@ -196,7 +196,7 @@ def test_a_slow_start_and_a_slow_evaluation_are_no_hangs(tmp_path: Path) -> None
 
 
 def test_a_slow_rank_is_named_with_its_split_of_the_step_time(tmp_path: Path) -> None:
-    argv = [*QUIET, "--model", "tests.plugins:Straggling", "--epochs", "900"]
+    argv = [*PLAIN, "--model", "tests.plugins:Straggling", "--epochs", "900"]
     with start_training([*argv, "--output_dir", tmp_path], 3) as running:
         running.wait_for(
             lambda: "is slow" in running.output(0) or None, timeout_s=90, what="a slow rank's name"

@@ -80,7 +80,7 @@ def give_nothing_usable(flag: Path) -> Any:
     return "text"
 
 
-def stumble_twice(flag: Path) -> None:
+def fail_twice(flag: Path) -> None:
     attempts = len(flag.read_text()) if flag.exists() else 0
     flag.write_text("x" * (attempts + 1))
     if attempts < 2:
@@ -133,7 +133,7 @@ def test_a_sample_is_the_same_on_any_number_of_ranks(is_part: bool) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_rank_without_samples_gets_the_window_without_a_batch(num_workers: int) -> None:
+def test_a_rank_without_samples_gets_the_step_without_a_batch(num_workers: int) -> None:
     dataset = torch.utils.data.Subset(Scripted(), [0, 1, 2])
     loader = make_loader(dataset, num_workers, rank=3, world_size=4)
     found = list(loader.windows(0, 0))
@@ -289,8 +289,8 @@ def test_samples_that_never_make_a_batch_are_an_error_with_their_numbers(num_wor
     loader.close()
 
 
-def test_storage_that_stumbles_is_tried_again(tmp_path: Path) -> None:
-    batches = read(make_loader(Scripted(stumble_twice, tmp_path / "attempts")))
+def test_a_read_that_fails_twice_is_tried_again(tmp_path: Path) -> None:
+    batches = read(make_loader(Scripted(fail_twice, tmp_path / "attempts")))
     assert bad_numbers(batches) == []
     assert (tmp_path / "attempts").read_text() == "xxx"
     assert content(batches) == content(read(make_loader(Scripted())))

@@ -60,11 +60,11 @@ def test_a_sample_that_is_no_number_is_named(tmp_path: Path) -> None:
 def test_numbers_that_go_wrong_once_leave_no_trace_in_the_weights(
     kind: str, world_size: int, tmp_path: Path
 ) -> None:
-    run(tmp_path / "quiet", world_size, *spoiled()).ok()
+    run(tmp_path / "undisturbed", world_size, *spoiled()).ok()
     once = spoiled(kind=kind, first=9, last=9, rank=world_size - 1)
-    struck = run(tmp_path / "struck", world_size, *once).ok()
-    assert struck.outputs[0].count("retrying step") == 1
-    assert last_tensors(tmp_path / "struck") == last_tensors(tmp_path / "quiet")
+    faulty = run(tmp_path / "faulty", world_size, *once).ok()
+    assert faulty.outputs[0].count("retrying step") == 1
+    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "undisturbed")
 
 
 @pytest.mark.slow
@@ -73,9 +73,9 @@ def test_numbers_that_go_wrong_within_the_hooks_of_ddp_leave_no_trace_either(
     kind: str, tmp_path: Path
 ) -> None:
     hooks = ["--no_shared_memory"]
-    run(tmp_path / "quiet", 2, *spoiled(), *hooks).ok()
-    run(tmp_path / "struck", 2, *spoiled(kind=kind, first=9, last=9), *hooks).ok()
-    assert last_tensors(tmp_path / "struck") == last_tensors(tmp_path / "quiet")
+    run(tmp_path / "undisturbed", 2, *spoiled(), *hooks).ok()
+    run(tmp_path / "faulty", 2, *spoiled(kind=kind, first=9, last=9), *hooks).ok()
+    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "undisturbed")
     finished = run(tmp_path / "spoiled", 2, *spoiled(kind=kind), *hooks)
     assert finished.statuses == (1, 1)
     assert "blocks.1.1 (Spoiler) gave the first" in finished.outputs[0]
@@ -84,24 +84,24 @@ def test_numbers_that_go_wrong_within_the_hooks_of_ddp_leave_no_trace_either(
 OFTEN = ["--checkpoint_every_steps", "4", "--ledger"]
 
 
-def test_windows_without_finite_numbers_are_taken_back_and_done_again(tmp_path: Path) -> None:
-    run(tmp_path / "quiet", 2, *spoiled()).ok()
-    # A window given up is seven forwards: three tries, and each of its four samples alone.
-    struck = spoiled(kind="nan", first=13, last=13 + 3 * 7 - 1)
-    finished = run(tmp_path / "struck", 2, *struck, *OFTEN, "--continue_on_error").ok()
+def test_steps_without_finite_numbers_are_rolled_back_and_done_again(tmp_path: Path) -> None:
+    run(tmp_path / "undisturbed", 2, *spoiled()).ok()
+    # A step given up is seven forwards: three tries, and each of its four samples alone.
+    faulty = spoiled(kind="nan", first=13, last=13 + 3 * 7 - 1)
+    finished = run(tmp_path / "faulty", 2, *faulty, *OFTEN, "--continue_on_error").ok()
     words = "3 steps in a row had no finite loss or gradient: going back to the checkpoint of"
     assert words in finished.outputs[0]
-    assert last_tensors(tmp_path / "struck") == last_tensors(tmp_path / "quiet")
-    assert is_exact(tmp_path / "struck")
-    summary = read_summary(only_run(tmp_path / "struck"))
+    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "undisturbed")
+    assert is_exact(tmp_path / "faulty")
+    summary = read_summary(only_run(tmp_path / "faulty"))
     assert (summary["num_rollbacks"], summary["num_left_out"]) == (1, 0)
     assert summary["time"]["lost"] > 0
 
 
 @pytest.mark.slow
-def test_windows_that_stay_without_finite_numbers_stop_all_ranks(tmp_path: Path) -> None:
-    struck = spoiled(kind="nan", first=13)
-    finished = run(tmp_path, 2, *struck, *OFTEN, "--continue_on_error")
+def test_steps_that_stay_without_finite_numbers_stop_all_ranks(tmp_path: Path) -> None:
+    faulty = spoiled(kind="nan", first=13)
+    finished = run(tmp_path, 2, *faulty, *OFTEN, "--continue_on_error")
     assert finished.statuses == (1, 1)
     assert "3 steps in a row had no finite loss or gradient, again, after" in finished.outputs[1]
     assert finished.outputs[0].count("going back to the checkpoint of") == 1
@@ -123,38 +123,38 @@ FLIPS = [{"at": 11}, {"at": 11, "rank": 0}, {"at": 11, "what": "nan"}, {"at": 11
 def test_a_bit_that_flips_on_one_of_two_ranks_leaves_no_trace_in_the_weights(
     flip: dict[str, Any], tmp_path: Path
 ) -> None:
-    run(tmp_path / "quiet", 2, *flipping()).ok()
-    struck = [*flipping(**flip), *OFTEN, "--check_replicas_every", "6"]
-    finished = run(tmp_path / "struck", 2, *struck).ok()
+    run(tmp_path / "undisturbed", 2, *flipping()).ok()
+    faulty = [*flipping(**flip), *OFTEN, "--check_replicas_every", "6"]
+    finished = run(tmp_path / "faulty", 2, *faulty).ok()
     for output in finished.outputs:
         assert "[DDP-S05]" in output
     assert "rank 1 differs from rank 0 in model.first.weight" in finished.outputs[0]
     assert "the replicas differed: going back to the checkpoint of step 4" in finished.outputs[0]
-    assert last_tensors(tmp_path / "struck") == last_tensors(tmp_path / "quiet")
-    assert is_exact(tmp_path / "struck")
-    summary = read_summary(only_run(tmp_path / "struck"))
+    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "undisturbed")
+    assert is_exact(tmp_path / "faulty")
+    summary = read_summary(only_run(tmp_path / "faulty"))
     assert (summary["num_rollbacks"], summary["num_diverged"]) == (1, 1)
 
 
 @pytest.mark.slow
 def test_the_checkpoint_to_go_back_to_is_kept_however_few_are_to_be(tmp_path: Path) -> None:
-    run(tmp_path / "quiet", 2, *flipping()).ok()
+    run(tmp_path / "undisturbed", 2, *flipping()).ok()
     few = ["--checkpoint_every_steps", "2", "--keep_last", "1", "--check_replicas_every", "6"]
-    finished = run(tmp_path / "struck", 2, *flipping(at=17), *few).ok()
+    finished = run(tmp_path / "faulty", 2, *flipping(at=17), *few).ok()
     found = re.search(r"going back to the checkpoint of step (\d+)", finished.outputs[0])
     assert found is not None
     assert int(found[1]) <= 12  # the newest one by then: a writer that is busy leaves some out
-    assert last_tensors(tmp_path / "struck") == last_tensors(tmp_path / "quiet")
+    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "undisturbed")
 
 
 def test_a_rank_that_differs_gets_the_state_of_the_others(tmp_path: Path) -> None:
     never = ["--checkpoint_every_steps", "0", "--check_replicas_every", "1"]
-    run(tmp_path / "quiet", 3, *flipping()).ok()
+    run(tmp_path / "undisturbed", 3, *flipping()).ok()
     flip = flipping(at=11, rank=0, after=True)
-    finished = run(tmp_path / "struck", 3, *flip, *never).ok()
+    finished = run(tmp_path / "faulty", 3, *flip, *never).ok()
     assert "rank 0 differs from rank 1 in model.first.weight" in finished.outputs[2]
     assert "all ranks go on with the state of rank 1" in finished.outputs[2]
-    assert last_tensors(tmp_path / "struck") == last_tensors(tmp_path / "quiet")
+    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "undisturbed")
 
 
 STOPS = [

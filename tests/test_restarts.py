@@ -91,10 +91,10 @@ def test_a_restart_goes_on_in_its_run_whatever_resume_said(tmp_path: Path) -> No
 def test_a_stop_that_comes_while_another_rank_hangs_saves_the_last_step(
     flags: list[str], tmp_path: Path
 ) -> None:
-    quiet = [*STEADY, *flags, "--epochs", "2", *PACED, "--checkpoint_every_steps", "0"]
-    train([*quiet, "--output_dir", tmp_path / "quiet"], 2).ok()
-    output = tmp_path / "struck"
-    argv = [*quiet, "--stop_grace_s", "1.5", "--output_dir", output]
+    undisturbed = [*STEADY, *flags, "--epochs", "2", *PACED, "--checkpoint_every_steps", "0"]
+    train([*undisturbed, "--output_dir", tmp_path / "undisturbed"], 2).ok()
+    output = tmp_path / "faulty"
+    argv = [*undisturbed, "--stop_grace_s", "1.5", "--output_dir", output]
     with start_training(argv, 2) as running:
         running.wait_for(lambda: is_past(output, 10), timeout_s=60, what="10 steps")
         running.kill(1, signal.SIGSTOP)
@@ -107,7 +107,7 @@ def test_a_stop_that_comes_while_another_rank_hangs_saves_the_last_step(
     assert 10 < saved < 120
     assert f"the state after step {saved} is saved" in finished.outputs[0]
     train([*argv, "--resume", only_run(output)], 2).ok()
-    assert last_tensors(output) == last_tensors(tmp_path / "quiet")
+    assert last_tensors(output) == last_tensors(tmp_path / "undisturbed")
 
 
 @pytest.mark.parametrize("flags", slow_after(1, [[], ["--no_shared_memory"]]), ids=" ".join)
@@ -138,7 +138,7 @@ def test_another_batch_size_on_resume_changes_the_steps_to_come_and_not_the_epoc
     finished = train([*argv, "--batch_size", "5", "--epochs", "3", "--max_steps", "0"], 1).ok()
     assert "the global batch changes from 8 to 5" in finished.outputs[0]
     summary = read_summary(tmp_path / "run")
-    # 40 samples: an epoch of 5 windows of 8, then two epochs of 8 windows of 5.
+    # 40 samples: an epoch of 5 steps of 8, then two epochs of 8 steps of 5.
     assert (summary["step"], summary["epoch"]) == (21, 3)
     verified = train(["verify-ledger", tmp_path / "run"], launcher="none").ok()
     assert verified.output.count("40 samples, each exactly once") == 3
@@ -218,7 +218,8 @@ def test_any_number_of_ranks_goes_on_with_the_same_samples_in_each_step(tmp_path
     train([*alone, "--run_name", "run"], 1).ok()
     argv = [*STEADY, "--epochs", "2", "--output_dir", tmp_path / "changing", "--run_name", "run"]
     for world_size, last in ((4, 11), (2, 25), (3, 41), (1, 0)):
-        train([*argv, "--max_steps", str(last)], world_size).ok()
+        finished = train([*argv, "--max_steps", str(last)], world_size).ok()
+        assert ("global batch stays 48" in finished.outputs[0]) == (world_size < 4)
     alone_run, run = tmp_path / "alone" / "run", tmp_path / "changing" / "run"
     assert samples_by_step(run) == samples_by_step(alone_run)
     assert len(samples_by_step(run)) == 60

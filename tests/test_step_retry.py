@@ -62,26 +62,26 @@ def test_faults_of_ranks_inside_of_steps_leave_no_trace_in_the_weights(
     world_size, flags = form
     place = "tests.late_looks" if LATE in flags else "tests.plugins"
     flags = [flag for flag in flags if flag != LATE]
-    model = [*flags, "--model", f"{place}:Stumbling", "--model_args"]
-    # By rank and forward. A window done again is another forward; 12 fails on all ranks.
+    model = [*flags, "--model", f"{place}:FailingOnce", "--model_args"]
+    # By rank and forward. A step that is retried is another forward; 12 fails on all ranks.
     faults = {
         0: {8: "forward", 12: "backward", 18: "nan"},
         1: {10: "backward", 12: "forward", 15: "nan", 20: "forward"},
         2: {12: "nan", 16: "backward"},
     }
-    if "--accumulation_steps" in flags:  # two forwards of a rank in each window
+    if "--accumulation_steps" in flags:  # two forwards of a rank in each step
         faults = {0: {8: "forward"}, 1: {14: "backward"}, 2: {20: "nan"}}
-    run(tmp_path / "quiet", world_size, *model, "{}").ok()
-    struck = run(tmp_path / "struck", world_size, *model, str({"faults": faults})).ok()
-    assert last_tensors(tmp_path / "struck") == last_tensors(tmp_path / "quiet")
-    # A fault may hit a window that is taken back in any case.
-    num_healed = struck.outputs[0].count("retrying step")
-    assert num_healed >= (2 if LATE in form[1] else 3)
-    assert ("a flag was up" in struck.outputs[0]) == (LATE in form[1])
-    assert "rank 0, step" in struck.outputs[0]
-    assert "a fault of the drill" in struck.outputs[0]
-    assert "Traceback" not in struck.output
-    assert not (only_run(tmp_path / "struck") / "skipped_samples.jsonl").exists()
+    run(tmp_path / "undisturbed", world_size, *model, "{}").ok()
+    faulty = run(tmp_path / "faulty", world_size, *model, str({"faults": faults})).ok()
+    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "undisturbed")
+    # A fault may hit a step that is taken back in any case.
+    num_retried = faulty.outputs[0].count("retrying step")
+    assert num_retried >= (2 if LATE in form[1] else 3)
+    assert ("a flag was up" in faulty.outputs[0]) == (LATE in form[1])
+    assert "rank 0, step" in faulty.outputs[0]
+    assert "a fault of the drill" in faulty.outputs[0]
+    assert "Traceback" not in faulty.output
+    assert not (only_run(tmp_path / "faulty") / "skipped_samples.jsonl").exists()
 
 
 @pytest.mark.slow
@@ -91,13 +91,13 @@ def test_with_fp16_a_fault_that_is_learned_of_late_leaves_no_trace_in_its_scale(
 ) -> None:
     faults = {0: {8: "forward", 18: "nan"}, 1: {12: "backward"}, 2: {14: "forward"}}
     half = ["--dataset", "tests.halves:points", "--dataset_args", "{}", HOOKS, "--epochs", "5"]
-    half += ["--model", "tests.plugins:Stumbling", "--model_args"]
-    run(tmp_path / "quiet", world_size, *half, "{}").ok()
-    struck = run(tmp_path / "struck", world_size, *half, str({"faults": faults})).ok()
-    assert last_tensors(tmp_path / "struck") == last_tensors(tmp_path / "quiet")
-    assert "a flag was up" in struck.outputs[0]
-    assert struck.outputs[0].count("retrying step") >= min(world_size, 2)
-    assert _scale(tmp_path / "struck") == _scale(tmp_path / "quiet")
+    half += ["--model", "tests.plugins:FailingOnce", "--model_args"]
+    run(tmp_path / "undisturbed", world_size, *half, "{}").ok()
+    faulty = run(tmp_path / "faulty", world_size, *half, str({"faults": faults})).ok()
+    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "undisturbed")
+    assert "a flag was up" in faulty.outputs[0]
+    assert faulty.outputs[0].count("retrying step") >= min(world_size, 2)
+    assert _scale(tmp_path / "faulty") == _scale(tmp_path / "undisturbed")
 
 
 @pytest.mark.slow
@@ -126,14 +126,14 @@ def test_an_overflow_of_fp16_is_its_scalers_business_whenever_it_is_learned_of(
 
 def test_memory_for_half_a_batch_gives_the_gradient_of_the_whole(tmp_path: Path) -> None:
     model = ["--model", "tests.plugins:Greedy", "--batch_size", "10", "--model_args"]
-    quiet = run(tmp_path / "quiet", 2, *model, "{}").ok()
+    undisturbed = run(tmp_path / "undisturbed", 2, *model, "{}").ok()
     small = run(tmp_path / "small", 2, *model, "{most: 3}").ok()
     assert "micro-batches have 5 samples at most from now on" in small.outputs[0]
     assert "micro-batches have 2 samples at most from now on" in small.outputs[0]
     assert small.outputs[0].count("at most from now on") == 2
-    losses = [_losses(only_run(tmp_path / name)) for name in ("quiet", "small")]
+    losses = [_losses(only_run(tmp_path / name)) for name in ("undisturbed", "small")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert quiet.outputs[0].count(" step ") == small.outputs[0].count("  loss")
+    assert undisturbed.outputs[0].count(" step ") == small.outputs[0].count("  loss")
     # What was learned goes on with the run.
     resumed = run(tmp_path / "small", 2, "--resume", only_run(tmp_path / "small"), "--epochs", "5")
     assert "at most from now on" not in resumed.ok().outputs[0]
@@ -168,7 +168,7 @@ def test_want_of_memory_is_known_by_all_its_words(error: Exception) -> None:
 @pytest.mark.slow
 def test_no_memory_before_the_first_step_is_one_clear_error(tmp_path: Path) -> None:
     faults = "{faults: {1: {4: memory}}}"  # in the warm-up, after DDP made its buckets
-    flags = [HOOKS, "--model", "tests.plugins:Stumbling", "--model_args", faults]
+    flags = [HOOKS, "--model", "tests.plugins:FailingOnce", "--model_args", faults]
     finished = run(tmp_path, 2, *flags)
     assert finished.statuses == (PeerLostError.exit_status, OutOfMemoryError.exit_status)
     assert "[DDP-S02] rank 1 ran out of memory outside of the steps" in finished.outputs[1]
@@ -230,7 +230,7 @@ def test_a_layer_that_one_rank_stops_using_switches_the_search_on(tmp_path: Path
 
 @pytest.mark.slow
 def test_without_step_retry_the_first_exception_ends_the_run(tmp_path: Path) -> None:
-    model = ["--model", "tests.plugins:Stumbling", "--model_args", "{faults: {1: {7: forward}}}"]
+    model = ["--model", "tests.plugins:FailingOnce", "--model_args", "{faults: {1: {7: forward}}}"]
     finished = run(tmp_path, 2, *model, "--step_retry", "off")
     assert finished.statuses == (75, 1)
     assert "a fault of the drill" in finished.output
@@ -262,7 +262,7 @@ def test_batch_size_auto_takes_what_fits_and_keeps_the_global_batch(
         "5 samples fit at once on every rank: 3 backwards for the 24 of a step"
         in (finished.outputs[0])
     )
-    # It is known from now on, and the windows stay the same ones.
+    # It is known from now on, and the steps have the same samples.
     more = ["--resume", only_run(tmp_path / "auto"), "--max_steps", "0"]
     resumed = run(tmp_path / "auto", 2, *auto, *more).ok()
     assert "batch_size auto" not in resumed.outputs[0]

@@ -46,8 +46,8 @@ def parts_of(argv: list[str]) -> Parts:
     return ddp_training.build(settings, group, None)
 
 
-def window_gradients(argv: list[str], which: list[int]) -> list[torch.Tensor]:
-    """Give the gradient of some windows of epoch 0, all at the initial weights."""
+def step_gradients(argv: list[str], which: list[int]) -> list[torch.Tensor]:
+    """Give the gradient of some steps of epoch 0, all at the initial weights."""
     parts = parts_of(argv)
     found: list[torch.Tensor] = []
 
@@ -90,28 +90,28 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     ids=str,
 )
 def test_any_sharing_gives_the_gradient_of_one_big_batch(shared: tuple[int, list[str]]) -> None:
-    # 37 samples in windows of 12: the last has 1 sample, so all ranks but one have none.
+    # 37 samples in steps of 12: the last has 1 sample, so all ranks but one have none.
     data = ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 37}", "--model", "mlp"]
     which = [0, 2, 3]
-    [alone] = run_ranks(window_gradients, 1, [*data, "--batch_size", "12"], which)
+    [alone] = run_ranks(step_gradients, 1, [*data, "--batch_size", "12"], which)
     world_size, how = shared
-    for gradients in run_ranks(window_gradients, world_size, [*data, *how], which):
+    for gradients in run_ranks(step_gradients, world_size, [*data, *how], which):
         for found, expected in zip(gradients, alone, strict=True):
             assert_close(found, expected)
 
 
-def test_the_gradient_of_a_window_is_the_mean_over_its_samples() -> None:
+def test_the_gradient_of_a_step_is_the_mean_over_its_samples() -> None:
     data = [*POINTS, "--dataset_args", "{size: 24}"]
-    [[whole]] = run_ranks(window_gradients, 1, [*data, "--batch_size", "24"], [0])
-    [halves] = run_ranks(window_gradients, 1, [*data, "--batch_size", "12"], [0, 1])
+    [[whole]] = run_ranks(step_gradients, 1, [*data, "--batch_size", "24"], [0])
+    [halves] = run_ranks(step_gradients, 1, [*data, "--batch_size", "12"], [0, 1])
     assert_close((halves[0] + halves[1]) / 2, whole)
 
 
 def test_samples_left_out_leave_the_mean_over_the_others() -> None:
-    """Broken samples 3 and 7: the gradient is that of the window without them."""
+    """Broken samples 3 and 7: the gradient is that of the step without them."""
     broken = [*POINTS, "--dataset_args", "{size: 12, broken: [3, 7]}", "--continue_on_error"]
-    [alone] = run_ranks(window_gradients, 1, [*broken, "--batch_size", "12"], [0])
-    pair = run_ranks(window_gradients, 2, [*broken, "--batch_size", "6"], [0])
+    [alone] = run_ranks(step_gradients, 1, [*broken, "--batch_size", "12"], [0])
+    pair = run_ranks(step_gradients, 2, [*broken, "--batch_size", "6"], [0])
     [expected] = run_ranks(mean_without, 1, (3, 7))
     assert_close(alone[0], expected)
     for gradients in pair:
@@ -207,7 +207,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, world_size: int
     assert "the loss is nan" in finished.outputs[0]
 
 
-def test_a_window_with_nan_is_left_out_under_continue_on_error(tmp_path: Path) -> None:
+def test_a_step_with_nan_is_left_out_under_continue_on_error(tmp_path: Path) -> None:
     argv = [*POINTS, "--model", "tests.plugins:Poisoned", "--model_args", "{nan_from: 8}"]
     argv += ["--continue_on_error", "--batch_size", "4", "--epochs", "2", "--rollback_after", "0"]
     finished = train([*argv, "--eval_every", "0", "--output_dir", str(tmp_path)], 2).ok()
@@ -296,20 +296,6 @@ def test_bf16_compression_without_nccl_is_refused_with_what_works(tmp_path: Path
 def test_a_model_with_a_loss_of_its_own_trains_alike(tmp_path: Path) -> None:
     own = [*POINTS, "--model", "tests.plugins:OwnLoss", "--batch_size", "12"]
     ours = [*POINTS, "--model", "tests.plugins:Poisoned", "--batch_size", "12"]
-    [[first]] = run_ranks(window_gradients, 1, own, [0])
-    [[second]] = run_ranks(window_gradients, 1, ours, [0])
+    [[first]] = run_ranks(step_gradients, 1, own, [0])
+    [[second]] = run_ranks(step_gradients, 1, ours, [0])
     assert_close(first, second)
-
-
-def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
-    """The global batch and so the samples of each step stay; the end is close to the unbroken."""
-    argv = ["--cpu_only", "--batch_size", "12", "--epochs", "2", "--run_name", "one"]
-    train([*argv, "--output_dir", str(tmp_path / "a")], 2).ok()
-    argv = [*argv, "--output_dir", str(tmp_path / "b")]
-    train([*argv, "--max_steps", "70", "--lr_schedule", "constant"], 2).ok()
-    run = str(tmp_path / "b" / "one")
-    finished = train(["--resume", run, "--max_steps", "0"], 3).ok()
-    assert "global batch stays 24" in finished.outputs[0]
-    summary = json.loads((tmp_path / "b" / "one" / "summary.json").read_text())
-    assert summary["status"] == "finished"
-    assert summary["step"] == 120  # 60 windows of 24 in each of 2 epochs

@@ -163,7 +163,7 @@ def _records(raw: bytes, dtype: str) -> Iterator[tuple[int, int, Ids]]:
 
 
 def _left_out(run: Path) -> dict[int, set[int]]:
-    """Read which samples of which epoch were left out; whole windows are in the ledger."""
+    """Read which samples of which epoch were left out; whole steps are in the ledger."""
     path = run / "skipped_samples.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     found: dict[int, set[int]] = {}

@@ -172,5 +172,5 @@ def refuse_non_finite(loss: float, *, step: int) -> None:
         raise NonFiniteError(
             f"the training loss became {loss} by step {step}; the checkpoints before it are kept",
             fix="lower --learning_rate, set --clip_grad_norm 1, or --amp off; then --resume the "
-            "run. --continue_on_error leaves such windows out",
+            "run. --continue_on_error leaves such steps out",
         )
