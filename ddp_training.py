@@ -39,7 +39,7 @@ from hardened_ddp.settings.manual import help_text
 
 if TYPE_CHECKING:
     from hardened_ddp.data.datasets import TaskData
-    from hardened_ddp.data.loader import TrainLoader
+    from hardened_ddp.data.loader_setup import AnyLoader
     from hardened_ddp.model.precision import Precision
     from hardened_ddp.model.replica import Replica
     from hardened_ddp.ranks.group import Group
@@ -201,8 +201,11 @@ def train(settings: Resolved, group: Group) -> int:
 def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     """Put together data, model, DDP and optimizer. Collective: all ranks."""
     from hardened_ddp.data.datasets import build_data, prepare_data
-    from hardened_ddp.data.loader_setup import build_eval_loader, build_train_loader
-    from hardened_ddp.data.sampler import WindowSampler
+    from hardened_ddp.data.loader_setup import (
+        build_eval_loader,
+        build_sampler,
+        build_train_loader,
+    )
     from hardened_ddp.model.precision import Precision
     from hardened_ddp.settings.record import agreed_settings
     from hardened_ddp.step.parts import Parts
@@ -224,23 +227,20 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
         saved=None if saved is None else saved.meta,
         sources=settings.sources,
     )
-    sampler = WindowSampler(
-        data.train,
-        num_replicas=group.world_size,
-        rank=launch.rank,
-        seed=config.device.seed,
+    sampler = build_sampler(
+        data,
+        config,
+        launch=launch,
         global_batch=global_batch,
-        # auto: this rank's whole share, which is cut as memory demands
-        batch_size=config.data.batch_size or -(-global_batch // group.world_size),
-        drop_last=config.data.drop_last,
+        saved=None if saved is None else saved.meta,
     )
-    loader = build_train_loader(data, sampler, config.data, launch=launch, device=group.device)
+    length = count_steps(config, sampler, None if saved is None else saved.meta)
+    loader = build_train_loader(data, sampler, config, group=group, length=length)
     replica, task = build_replica(  # collective
         settings, group, data, loader, precision, saved=saved
     )
     # The optimizer, and its learning rate in each step.
-    total_steps = count_steps(config.loop, sampler, None if saved is None else saved.meta)
-    schedule = build_schedule(replica.module, task, config.optimizer, total_steps=total_steps)
+    schedule = build_schedule(replica.module, task, config.optimizer, total_steps=length.schedule)
     return Parts(
         config=config,
         group=group,
@@ -255,7 +255,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
         optimizer=schedule.optimizer,
         schedule=schedule,
         global_batch=global_batch,
-        total_steps=total_steps,
+        length=length,
     )
 
 
@@ -263,7 +263,7 @@ def build_replica(
     settings: Resolved,
     group: Group,
     data: TaskData,
-    loader: TrainLoader,
+    loader: AnyLoader,
     precision: Precision,
     *,
     saved: Saved | None,
@@ -294,7 +294,7 @@ def build_replica(
     )
     find_unused = choose_find_unused(config.ddp.find_unused_parameters, findings)
     # Images with channels last: as asked, as the run began, or as a measurement says.
-    steps = count_steps(config.loop, loader.sampler)
+    steps = count_steps(config, loader.sampler).total
     channels_last = choose_channels_last(  # collective
         Trial(model, task, precision),
         samples[0],

@@ -78,22 +78,22 @@ def samples_by_step(run: Path) -> dict[int, list[int]]:
         for path in starts[number]:
             head, _, raw = path.read_bytes().partition(b"\n")
             found = {s: ids for s, ids in found.items() if s < json.loads(head)["step"]}
-            for step, ids in _records(raw):
+            for step, ids in _records(raw, width=int(json.loads(head)["dtype"][-1])):
                 new.setdefault(step, []).extend(ids)
         found |= new
     return {step: sorted(ids) for step, ids in found.items() if step < read_summary(run)["step"]}
 
 
-def _records(raw: bytes) -> list[tuple[int, list[int]]]:
+def _records(raw: bytes, *, width: int) -> list[tuple[int, list[int]]]:
     records, position = [], 0
     while position + 16 <= len(raw):
         step = int.from_bytes(raw[position : position + 8], "little")
         count = int.from_bytes(raw[position + 12 : position + 16], "little")
         position += 16
-        ids = raw[position : position + 4 * count]
-        position += 4 * count
-        if len(ids) == 4 * count:
-            records.append((step, list(memoryview(ids).cast("I"))))
+        ids = raw[position : position + width * count]
+        position += width * count
+        if len(ids) == width * count:
+            records.append((step, list(memoryview(ids).cast("I" if width == 4 else "Q"))))
     return records
 
 

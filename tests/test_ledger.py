@@ -72,6 +72,20 @@ def test_samples_behind_the_end_of_an_epoch_are_not_missing(tmp_path: Path) -> N
     assert verify_ledger(tmp_path, Done(step=2, epoch=2, cursor=0))[1]
 
 
+def test_shards_of_a_stream_are_counted_one_by_one(tmp_path: Path) -> None:
+    def check(*ids: int) -> tuple[list[str], bool]:
+        run = tmp_path / str(len(list(tmp_path.iterdir())))
+        run.mkdir()
+        writer = LedgerWriter(run, start=next_start(run), rank=0, step=0, facts={"num_shards": 2})
+        writer.bring(0, 0, [np.array(ids)])
+        writer.close()
+        return verify_ledger(run, Done(step=1, epoch=0, cursor=4, taken=[3, 1], sizes=[-1, -1]))
+
+    assert check(0, 2, 4, 1) == (["epoch 0: 4 samples, each exactly once"], True)
+    assert check(0, 2, 1, 3) == (["epoch 0: taken: 2 of 3 of shard 0, 2 of 1 of shard 1"], False)
+    assert "1 taken more than once: [2]" in check(0, 2, 2, 1)[0][0]
+
+
 def test_a_record_cut_off_by_a_crash_is_passed_over(tmp_path: Path) -> None:
     write(tmp_path, {0: [5, 1], 1: [2, 0], 2: [3, 4]})
     [path] = (tmp_path / "ledger").iterdir()

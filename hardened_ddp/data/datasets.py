@@ -34,8 +34,11 @@ from hardened_ddp.data.facts import (
 from hardened_ddp.data.fetch import describe
 from hardened_ddp.data.huggingface import PREFIX, open_hub_set
 from hardened_ddp.data.import_path import import_callable
+from hardened_ddp.data.iterable import adapt
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.published import fetch_dataset, is_here
+from hardened_ddp.data.stream_types import is_stream
+from hardened_ddp.data.stream_views import StreamInOrder, StreamView
 from hardened_ddp.data.synthetic import SyntheticImages
 from hardened_ddp.data.transfer import TIMEOUT_S, locked
 from hardened_ddp.data.vision import DOWNLOADABLE, by_hand, open_downloadable, open_folder
@@ -99,6 +102,10 @@ def build_data(config: DataConfig, *, leaves_out: bool = False) -> TaskData:
     """
     name = _known_name(config.dataset)
     train, test = (_open(name, config, train=train) for train in (True, False))
+    if test is not None and (stream := adapt(test, config.dataset)) is not None:
+        test = StreamInOrder(stream, config.dataset)
+    if train is not None and (stream := adapt(train, config.dataset)) is not None:
+        train = StreamView(stream)
     if train is None or len(train) == 0:  # type: ignore[arg-type]  # map-style: it has a length
         raise DataError(f"dataset {config.dataset} has no training sample", fix="check its folder")
     if test is not None and len(test) == 0:  # type: ignore[arg-type]  # as above
@@ -179,12 +186,12 @@ def _open(
             f"dataset {name} can't be opened: {describe(error)} ({frame.filename}:{frame.lineno})",
             fix="fix it, or its --dataset_args; the traceback is in this rank's log file",
         ) from error
-    if dataset is not None and not (
-        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    ):
+    is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if dataset is not None and not (is_map or is_stream(dataset) or hasattr(dataset, "__iter__")):
         raise DataError(
             f"--dataset {name} gave a {type(dataset).__name__} without __getitem__ and __len__",
-            fix="return a map-style torch.utils.data.Dataset, or None for no test set",
+            fix="return a map-style torch.utils.data.Dataset, an iterable one, a class with "
+            "num_shards and open(), or None for no test set",
         )
     return dataset
 

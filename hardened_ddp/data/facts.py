@@ -132,6 +132,8 @@ def fingerprint(
     for part in parts:
         size = 0 if part is None else len(part)  # type: ignore[arg-type]  # map-style: has a length
         digest.update(f"|{size}".encode())
+        for file in sorted(getattr(part, "digests", {}).items()):  # of a stream's files
+            digest.update(repr(file).encode())
         for index in {0, size // 2, size - 1} if size else ():
             first, second = (_sample_bytes(part, index, collate) for _ in range(2))
             # WHY read twice: if a dataset's samples are random, only its length is compared.

@@ -46,8 +46,10 @@ class LedgerWriter:
     """Writes the samples that this rank trains on in each step. Disk errors never stop training."""
 
     def __init__(self, run: Path, *, start: int, rank: int, step: int, facts: dict[str, int]) -> None:
-        """facts: num_samples, and epoch_end, the cursor at which an epoch is done."""
-        self._dtype = "<u4" if facts["num_samples"] < 2**32 else "<u8"
+        """facts: num_samples, and epoch_end, the cursor at which an epoch is done; or num_shards
+        of a stream, whose length may not be known yet.
+        """
+        self._dtype = "<u4" if facts.get("num_samples", 2**32) < 2**32 else "<u8"
         self._fd = -1
         path = run / FOLDER / f"{start:04d}-rank-{rank}.bin"
         head = json.dumps({"schema": 1, "step": step, "dtype": self._dtype, **facts}) + "\n"
@@ -88,6 +90,12 @@ class Done:
     cursor: int
     """Samples of that epoch that are done."""
 
+    taken: Sequence[int] = ()
+    """Of a stream: samples of each shard in that epoch that are done."""
+
+    sizes: Sequence[int] = ()
+    """Of a stream: samples of each shard in the epochs before."""
+
 
 def verify_ledger(run: Path, done: Done) -> tuple[list[str], bool]:
     """Check all epochs; return a line for each, and whether every sample was taken exactly once.
@@ -99,20 +107,26 @@ def verify_ledger(run: Path, done: Done) -> tuple[list[str], bool]:
         raise RunFolderError(f"{run} has no ledger", fix="train with --ledger, then verify")
     heads = {number: _read(path)[0] for number, _, path in files}
     facts = heads[files[0][0]]
-    counts: dict[int, npt.NDArray[np.uint8]] = {}
+    taken: dict[int, list[Ids]] = {}
     for number, _, path in files:
         later = [head["step"] for other, head in heads.items() if other > number]
         head, raw = _read(path)
         for step, epoch, ids in _records(raw, head["dtype"]):
             if step < min([done.step, *later]):
-                counts.setdefault(epoch, np.zeros(facts["num_samples"], dtype=np.uint8))
-                np.add.at(counts[epoch], ids, 1)
+                taken.setdefault(epoch, []).append(ids)
     left_out = _left_out(run)
     lines, is_exact = [], True
     for epoch in range(done.epoch + (done.cursor > 0)):
-        expected = facts["epoch_end"] if epoch < done.epoch else done.cursor
-        taken = counts.get(epoch, np.zeros(facts["num_samples"], dtype=np.uint8))
-        problem, num_left_out = _judge(taken, left_out.get(epoch, set()), expected)
+        counts = _count(taken.get(epoch, []), facts.get("num_samples", 0))
+        expected, problem = done.cursor, ""
+        if "num_shards" in facts:
+            of_shards = done.sizes if epoch < done.epoch else done.taken
+            expected = sum(of_shards)
+            problem = _judge_shards(counts, left_out.get(epoch, set()), of_shards)
+        elif epoch < done.epoch:
+            expected = facts["epoch_end"]
+        found, num_left_out = _judge(counts, left_out.get(epoch, set()), expected)
+        problem = "; ".join(filter(None, (found, problem)))
         is_exact = is_exact and not problem
         lines.append(
             f"epoch {epoch}: {problem or f'{expected} samples, each exactly once'}"
@@ -121,10 +135,38 @@ def verify_ledger(run: Path, done: Done) -> tuple[list[str], bool]:
     return lines, is_exact
 
 
+def _count(parts: Sequence[Ids], num_samples: int) -> npt.NDArray[np.uint8]:
+    """Count how often each sample was taken."""
+    size = max([num_samples, *(int(ids.max()) + 1 for ids in parts if len(ids))])
+    counts = np.zeros(size, dtype=np.uint8)
+    for ids in parts:
+        np.add.at(counts, ids, 1)
+    return counts
+
+
+def _judge_shards(
+    counts: npt.NDArray[np.uint8], left_out: set[int], expected: Sequence[int]
+) -> str:
+    """Say of which shards of a stream more or fewer samples were taken than the checkpoint says.
+
+    Sample number i is in shard i % num_shards.
+    """
+    num_shards = len(expected)
+    is_done = counts > 0
+    numbers = np.array([i for i in left_out if i >= len(is_done) or not is_done[i]], dtype=np.int64)
+    found = np.bincount(np.flatnonzero(is_done) % num_shards, minlength=num_shards)
+    found += np.bincount(numbers % num_shards, minlength=num_shards)
+    wrong = [s for s in range(num_shards) if found[s] != expected[s]]
+    some = ", ".join(f"{found[s]} of {expected[s]} of shard {s}" for s in wrong[:_SHOWN])
+    return f"taken: {some}" if wrong else ""
+
+
 def _judge(taken: npt.NDArray[np.uint8], left_out: set[int], expected: int) -> tuple[str, int]:
     """Return what is wrong with an epoch, and how many samples were left out."""
     twice = np.flatnonzero(taken > 1)
-    num_missing = expected - int((taken > 0).sum()) - sum(taken[i] == 0 for i in left_out)
+    num_missing = expected - int((taken > 0).sum()) - sum(
+        i >= len(taken) or taken[i] == 0 for i in left_out
+    )
     found = []
     if len(twice):
         found.append(f"{len(twice)} taken more than once: {twice[:_SHOWN].tolist()}")

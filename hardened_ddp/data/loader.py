@@ -6,6 +6,7 @@ Does not own: reading them (stream.py), which rank gets which samples (sampler.p
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -24,8 +25,13 @@ class TrainLoader:
         self.sampler = sampler
         self.stream = stream
 
-    def windows(self, epoch: int, start: int) -> Iterator[tuple[Window, list[Batch]]]:
-        """Yield each window from the cursor start on, and this rank's share, which may be empty."""
+    def windows(
+        self, epoch: int, start: int, step: int = 0
+    ) -> Iterator[tuple[Window, list[Batch]]]:
+        """Yield each window from the cursor start on, and this rank's share, which may be empty.
+
+        step: the steps done before; of a map-style dataset nothing depends on it.
+        """
         sampler = self.sampler
         sampler.set_epoch(epoch)
 
@@ -63,6 +69,9 @@ class TrainLoader:
                 fix="check the dataset: every sample seems to be broken",
             )
         return found
+
+    def open_folder(self, run: Path) -> None:
+        """Take the run folder: a map-style dataset has nothing to keep there."""
 
     def close(self) -> None:
         """End the workers."""

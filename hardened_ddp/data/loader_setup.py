@@ -1,5 +1,10 @@
 """Build the loaders of a run from its data, its settings and this machine."""
 
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 from hardened_ddp.data.checks import Checks
@@ -7,26 +12,88 @@ from hardened_ddp.data.collate import find_collate
 from hardened_ddp.data.datasets import AnyDataset, TaskData
 from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.loader import BatchStream, EvalLoader, TrainLoader
+from hardened_ddp.data.run_length import RunLength
 from hardened_ddp.data.sampler import WindowSampler
-from hardened_ddp.data.workers import plan_workers
+from hardened_ddp.data.shard_loader import HeldSamples, ShardLoader
+from hardened_ddp.data.shard_reader import BlockReader
+from hardened_ddp.data.shard_sampler import ShardSampler
+from hardened_ddp.data.stream_views import StreamInOrder, StreamView
+from hardened_ddp.data.workers import WorkerPlan, plan_workers
+from hardened_ddp.errors import DataError
+from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.data import DataConfig
+
+log = logging.getLogger(__name__)
+
+AnySampler = WindowSampler | ShardSampler
+AnyLoader = TrainLoader | ShardLoader
+
+_WINDOWS_HELD = 3  # of a stream, if parts of a batch may be collated again: see step/late.py
+
+
+def build_sampler(
+    data: TaskData,
+    config: Config,
+    *,
+    launch: Launch,
+    global_batch: int,
+    saved: Mapping[str, Any] | None,  # Any: the numbers of a checkpoint
+) -> AnySampler:
+    """Build what deals the samples to steps and ranks. Rank-local.
+
+    Of a map-style dataset it is a DistributedSampler: each rank gets its share of every window of
+    global_batch samples. Of a stream it stands where the checkpoint does. Raises DataError.
+    """
+    how: dict[str, Any] = {  # Any: numbers and flags
+        "num_replicas": launch.world_size,
+        "rank": launch.rank,
+        "seed": config.device.seed,
+        "global_batch": global_batch,
+        # auto: this rank's whole share, which is cut as memory demands
+        "batch_size": config.data.batch_size or -(-global_batch // launch.world_size),
+        "drop_last": config.data.drop_last,
+    }
+    if not isinstance(data.train, StreamView):
+        return WindowSampler(data.train, **how)
+    block, digests = config.data.shuffle_block, data.train.digests
+    sampler = ShardSampler(data.train.stream, **how, shuffle_block=block, digests=digests)
+    if config.data.drop_last and not sampler.declares_length:
+        raise DataError(
+            "drop_last: which samples of this stream are the last ones is known only after it was "
+            "read once",
+            fix="leave --drop_last out, or give the stream sizes, the samples of each shard",
+        )
+    if sampler.is_shared and launch.is_main:
+        log.warning(
+            "%d shards for %d ranks: each rank reads all samples and trains on its part of them; "
+            "from %d shards on, each would read only its own",
+            sampler.num_shards,
+            launch.world_size,
+            launch.world_size,
+        )
+    if saved is not None and not sampler.problems_with(saved.get("stream")):  # else: check_fits
+        sampler.restore(saved["stream"], epoch=int(saved["epoch"]), cursor=int(saved["cursor"]))
+    return sampler
 
 
 def build_train_loader(
-    data: TaskData,
-    sampler: WindowSampler,
-    config: DataConfig,
-    *,
-    launch: Launch,
-    device: torch.device,
-) -> TrainLoader:
-    """Build the loader of this rank's training windows. Rank-local; reads one sample."""
-    checks = _checks_of(data.train, data, config)
-    collate = find_collate(data.train, config.collate)
+    data: TaskData, sampler: AnySampler, config: Config, *, group: Group, length: RunLength
+) -> AnyLoader:
+    """Build the loader of this rank's training windows. Rank-local; reads one sample.
+
+    length: of the run; with a stream it learns the number of steps as soon as that is known.
+    """
+    launch, device = group.launch, group.device
+    if isinstance(sampler, ShardSampler):
+        sampler.length = length
+        return _build_shard_loader(data, sampler, config, group=group)
+    checks = _checks_of(data.train, data, config.data)
+    collate = find_collate(data.train, config.data.collate)
     fetcher = Fetcher(data.train, seed=sampler.seed, checks=checks, collate=collate)
     stream = _build_stream(
-        fetcher, data, config, launch=launch, device=device, batch_size=sampler.batch_size
+        fetcher, data, config.data, launch=launch, device=device, batch_size=sampler.batch_size
     )
     return TrainLoader(sampler, stream)
 
@@ -55,6 +122,36 @@ def build_eval_loader(
     )
 
 
+def _build_shard_loader(
+    data: TaskData, sampler: ShardSampler, config: Config, *, group: Group
+) -> ShardLoader:
+    checks = _checks_of(data.train, data, config.data)
+    collate = find_collate(data.train, config.data.collate)
+    held = HeldSamples(sampler.stream, num_windows=_WINDOWS_HELD if collate is not None else 1)
+    fetcher = Fetcher(held, seed=sampler.seed, checks=checks, collate=collate)
+    fetcher.shares_memory = False  # its batches are made in this process
+    plan = _plan(
+        Fetcher(data.train, seed=0, collate=collate),
+        data,
+        config.data,
+        launch=group.launch,
+        device=group.device,
+        batch_size=sampler.shuffle_block,
+    )
+    num_mine = sampler.num_shards // (1 if sampler.is_shared else sampler.num_replicas)
+    plan = replace(plan, num_workers=min(plan.num_workers, num_mine))
+    return ShardLoader(
+        sampler,
+        BatchStream(
+            BlockReader(sampler.stream, seed=sampler.seed), plan, config.data, pin_memory=False
+        ),
+        fetcher,
+        group,
+        epochs=config.loop.epochs,
+        pin_memory=_pins_memory(config.data, group.device),
+    )
+
+
 def _checks_of(dataset: AnyDataset, data: TaskData, config: DataConfig) -> Checks:
     """Choose what to check in samples. Rank-local; checks all of a dataset in memory now."""
     num_classes = data.num_classes if data.labels_are_classes else 0
@@ -70,14 +167,33 @@ def _build_stream(
     device: torch.device,
     batch_size: int,
 ) -> BatchStream:
-    uses_gpu = device.type == "cuda"
+    plan = _plan(fetcher, data, config, launch=launch, device=device, batch_size=batch_size)
+    if isinstance(fetcher.dataset, StreamInOrder):
+        # WHY one at most: it reads in order; several would each read all of it.
+        plan = replace(plan, num_workers=min(1, plan.num_workers))
+    return BatchStream(fetcher, plan, config, pin_memory=_pins_memory(config, device))
+
+
+def _plan(
+    fetcher: Fetcher,
+    data: TaskData,
+    config: DataConfig,
+    *,
+    launch: Launch,
+    device: torch.device,
+    batch_size: int,
+) -> WorkerPlan:
+    """Decide the workers of a loader from the size of a sample. Rank-local; reads one sample."""
     sample_bytes = fetcher[(0, torch.zeros(1, dtype=torch.int64))].size_bytes()
-    plan = plan_workers(
+    return plan_workers(
         config,
         in_memory=data.in_memory,
         local_world_size=launch.local_world_size,
-        uses_gpu=uses_gpu,
+        uses_gpu=device.type == "cuda",
         batch_bytes=sample_bytes * batch_size,
     )
-    pin_memory = uses_gpu if config.pin_memory is None else config.pin_memory and uses_gpu
-    return BatchStream(fetcher, plan, config, pin_memory=pin_memory)
+
+
+def _pins_memory(config: DataConfig, device: torch.device) -> bool:
+    uses_gpu = device.type == "cuda"
+    return uses_gpu if config.pin_memory is None else config.pin_memory and uses_gpu

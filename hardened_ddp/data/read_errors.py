@@ -88,7 +88,9 @@ def file_of(dataset: Any, index: int, error: BaseException | None = None) -> str
     """Return the file of a sample if the error or the dataset knows it (as ImageFolder does)."""
     if isinstance(error, OSError) and isinstance(error.filename, str):
         return error.filename
-    stream = getattr(dataset, "stream", dataset)  # a map made of a stream's samples has it
+    if callable(own := getattr(dataset, "name_of_sample", None)):
+        return str(own(index))
+    stream = getattr(dataset, "stream", dataset)  # a map of a stream's samples has it
     if is_stream(stream):
         return name_of(stream, index)
     try:

@@ -9,7 +9,7 @@ What goes wrong here: fewer samples than ranks. Then a share is empty, which is 
 Read next: loader.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,7 +177,12 @@ class WindowSampler(DistributedSampler[Any]):
         """Optimizer steps per epoch."""
         return -(-self.end // self.global_batch)
 
-    def steps_left(self, epoch: int, cursor: int, *, epochs: int) -> int:
+    @property
+    def declares_length(self) -> bool:
+        """Whether the length of an epoch is known before the first one. Not of every stream."""
+        return True
+
+    def steps_left(self, epoch: int, cursor: int, *, epochs: int) -> int | None:
         """Return the optimizer steps from a position to the end of so many epochs."""
         rest = -(-max(0, self.end - cursor) // self.global_batch)
         return max(0, rest + (epochs - epoch - 1) * self.num_windows)
@@ -186,6 +191,17 @@ class WindowSampler(DistributedSampler[Any]):
         """Return the samples of the step at a position, over all ranks."""
         stop = min(cursor + self.global_batch, self.end)
         return [int(i) for i in self.order(epoch).take(cursor, stop)]
+
+    def as_json(self, epoch: int, cursor: int) -> None:
+        """Return what a checkpoint must hold besides epoch and cursor: nothing."""
+        return
+
+    def problems_with(self, saved: Mapping[str, Any] | None) -> list[str]:  # Any: JSON
+        """Return what differs from the order of a checkpoint, besides its dataset."""
+        return [] if saved is None else ["dataset: the checkpoint saw a stream, and this is none"]
+
+    def restore(self, saved: object, *, epoch: int, cursor: int) -> None:
+        """Go to the position of a checkpoint: the order needs nothing for that."""
 
     def ledger_facts(self) -> dict[str, int]:
         """Return what a ledger has to know about the order."""

@@ -56,17 +56,21 @@ class HeldSamples:
 
     uses_randomness = False  # a sample was read with its own random numbers
 
-    def __init__(self, stream: Stream, *, num_batches: int = 1) -> None:
-        """num_batches: so many are kept, because parts of them may be asked for again."""
+    def __init__(self, stream: Stream, *, num_windows: int = 1) -> None:
+        """num_windows: so many are held, because parts of their batches may be made again."""
         self.stream = stream
-        self._batches: deque[dict[int, Any]] = deque(maxlen=num_batches)
+        self._windows: deque[dict[int, Any]] = deque(maxlen=num_windows)
+
+    def begin_window(self) -> None:
+        """Let go of the samples of the oldest window."""
+        self._windows.append({})
 
     def put(self, items: Sequence[Item]) -> None:
-        """Hold the samples of one more batch."""
-        self._batches.append(dict(items))
+        """Hold more samples of the current window."""
+        self._windows[-1].update(items)
 
     def __getitem__(self, number: int) -> Any:  # Any: whatever the stream gives
-        for held in reversed(self._batches):
+        for held in reversed(self._windows):
             if number in held:
                 return held[number]
         raise KeyError(f"sample {number} is not held any more")
@@ -143,9 +147,9 @@ class ShardLoader:
             number = sampler.rank + turn * sampler.num_replicas
             index, shard = divmod(number, sampler.num_shards)
             first = id_of(shard, 2 * index, sampler.num_shards)
-            batch = self._batch(
-                items_of(blocks[(0, torch.tensor([first, first + sampler.num_shards]))])
-            )
+            ids = torch.tensor([first, first + sampler.num_shards])
+            self._held.begin_window()
+            batch = self._batch(items_of(blocks[(0, ids)]))
             bad += batch.bad
             if batch.num_samples:
                 found.append(batch.to(device))
@@ -224,6 +228,7 @@ class ShardLoader:
         return _Taken(window, items, after)
 
     def _batches(self, items: Sequence[Item]) -> list[Batch]:
+        self._held.begin_window()
         parts = split_micro_batches(len(items), self.sampler.batch_size)
         return [self._batch(items[first:last]) for first, last in parts]
 

@@ -123,6 +123,10 @@ class ShardReader:
         """Return the number of samples of a shard if its end was met."""
         return self._ends.get((epoch, shard))
 
+    def is_blocked(self, epoch: int, shard: int) -> bool:
+        """Return whether no reader gets to the end of a shard, because of an error in it."""
+        return (epoch, shard) in self._blocked
+
     def close(self) -> None:
         """Forget all open readers."""
         self._open.clear()
@@ -205,6 +209,10 @@ class BlockReader:
         self.reader = ShardReader(stream, seed=seed)
         self.shares_memory = True
         self.reading: list[int] | memoryview[int] = [-1]
+        """The sample that is being read; other processes may read this."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "reading": [-1]}  # WHY: memory of this process alone
 
     def __getitem__(self, request: Request) -> Batch:
         epoch, ids = request

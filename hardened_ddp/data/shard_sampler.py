@@ -59,6 +59,11 @@ class ShardSampler:
         self.begin_at(Facts.at_start(0, self.sizes))
 
     @property
+    def declares_length(self) -> bool:
+        """Whether the stream itself says how many samples it has."""
+        return getattr(self.stream, "sizes", None) is not None
+
+    @property
     def knows_sizes(self) -> bool:
         """Whether the samples of an epoch are known."""
         return bool((self.sizes >= 0).all())
@@ -160,7 +165,7 @@ class ShardSampler:
             )
         return found
 
-    def restore(self, saved: Mapping[str, Any], *, epoch: int, cursor: int) -> None:
+    def restore(self, saved: Any, *, epoch: int, cursor: int) -> None:  # Any: JSON
         """Go to the position of a checkpoint. Raises CheckpointMismatchError if it is none."""
         facts = Facts.from_json(saved["facts"])
         if (facts.epoch, facts.cursor) != (epoch, cursor) or len(facts.ends) != self.num_shards:

@@ -21,7 +21,14 @@ def check_ledger(run: Path, *, output: TextIO) -> int:
             fix="name a run folder; runs with checkpoints are listed by: ls -d runs/*/checkpoints",
         )
     meta: dict[str, Any] = dict(newest.manifest.meta)  # Any: JSON
-    done = Done(step=newest.step, epoch=int(meta["epoch"]), cursor=int(meta["cursor"]))
+    stream = meta.get("stream") or {"facts": {"taken": ()}, "sizes": ()}
+    done = Done(
+        step=newest.step,
+        epoch=int(meta["epoch"]),
+        cursor=int(meta["cursor"]),
+        taken=stream["facts"]["taken"],
+        sizes=stream["sizes"],
+    )
     lines, is_exact = verify_ledger(run, done)
     print("\n".join(lines), file=output)
     return 0 if is_exact else 1

@@ -26,6 +26,7 @@ _REDRAW_IN_FILE_S = 10.0
 """If the bar is enabled without a terminal, each drawing is a line in a file."""
 
 _COLUMNS_IF_UNKNOWN = 80
+_OPEN_LAYOUT = "{desc}step {n_fmt} [{elapsed}]"  # while the number of all steps is not known
 _LAYOUT = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
 
 
@@ -35,12 +36,15 @@ class ProgressBar:
     def __init__(
         self,
         *,
-        total_steps: int,
+        total_steps: int | None,
         initial_step: int,
         enabled: bool | None = None,
         stream: TextIO | None = None,
     ) -> None:
-        """enabled None: on if stream, by default stderr, is a terminal."""
+        """total_steps None: not known yet. enabled None: on if stream is a terminal.
+
+        stream: by default stderr.
+        """
         self._bar: tqdm[Any] | None = None  # Any: it iterates over nothing
         self._sink = TextSink(sys.stderr if stream is None else stream)
         is_terminal = self._sink.isatty()
@@ -81,6 +85,11 @@ class ProgressBar:
         parts = filter(None, [f"epoch {epoch}/{num_epochs}", scores, speed])
         self._bar.set_description_str(" | ".join(parts) + " ", refresh=False)
 
+    def expect(self, total_steps: int) -> None:
+        """Show the number of all steps, now that it is known."""
+        if self._bar is not None and self._bar.total != total_steps:
+            self._bar.total, self._bar.bar_format = total_steps, _LAYOUT
+
     def clear(self) -> None:
         """Clear the bar; the next update draws it again. Log lines don't need this call."""
         if self._bar is not None:
@@ -109,7 +118,7 @@ class ProgressBar:
             self.close()
 
 
-def _open_bar(sink: TextSink, *, total: int, initial: int) -> "tqdm[Any]":
+def _open_bar(sink: TextSink, *, total: int | None, initial: int) -> "tqdm[Any]":
     # WHY here: ranks without a bar don't need to load it.
     from tqdm import tqdm
 
@@ -121,7 +130,7 @@ def _open_bar(sink: TextSink, *, total: int, initial: int) -> "tqdm[Any]":
         total=total,
         initial=initial,
         file=sink,
-        bar_format=_LAYOUT,
+        bar_format=_LAYOUT if total is not None else _OPEN_LAYOUT,
         ascii=True,
         dynamic_ncols=is_sized,
         ncols=None if is_sized else _COLUMNS_IF_UNKNOWN,

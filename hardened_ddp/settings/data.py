@@ -107,6 +107,18 @@ class DataConfig:
         "Treat a sample whose float inputs contain NaN or infinity as a bad sample. false: for a "
         "model that handles such values.",
     )
+    shuffle_block: int = setting(
+        16,
+        "Of a stream: samples are shuffled within so many consecutive ones of a shard, besides "
+        "taking turns between shards. Each rank holds some blocks of each of its shards in memory. "
+        "1: no shuffling within a shard.",
+        bounds=COUNT,
+    )
+    streaming: bool = setting(
+        False,
+        "Read a Hugging Face dataset (hf:...) as a stream, from the start to the end of its files, "
+        "without a copy in the cache.",
+    )
     drop_last: bool = setting(
         False,
         "Leave out the last samples of an epoch if they don't fill a global batch. false: every "

@@ -11,8 +11,9 @@ import torch
 
 from hardened_ddp.data.datasets import TaskData
 from hardened_ddp.data.ledger import LedgerWriter, next_start
-from hardened_ddp.data.loader import EvalLoader, TrainLoader
-from hardened_ddp.data.sampler import WindowSampler
+from hardened_ddp.data.loader import EvalLoader
+from hardened_ddp.data.loader_setup import AnyLoader, AnySampler
+from hardened_ddp.data.run_length import RunLength
 from hardened_ddp.model.optimizer import skips_by_flag
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
@@ -35,8 +36,8 @@ class Parts:
     group: Group
     device: torch.device
     data: TaskData
-    sampler: WindowSampler
-    train_loader: TrainLoader
+    sampler: AnySampler
+    train_loader: AnyLoader
     eval_loader: EvalLoader | None
     replica: Replica
     task: Task
@@ -48,8 +49,13 @@ class Parts:
     global_batch: int
     """Samples of one step, over all ranks."""
 
-    total_steps: int
-    """Optimizer steps of the whole run."""
+    length: RunLength
+    """Optimizer steps of the whole run, which of a stream may be known only later."""
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run; UNKNOWN_STEPS until they are known."""
+        return self.length.total
 
     @property
     def watches_loss(self) -> bool:
@@ -77,14 +83,13 @@ class Parts:
         if not self.config.run.ledger:
             return None
         start = self.group.run_on_main(lambda: next_start(folder), what="opening the ledger")
-        facts = {"num_samples": self.sampler.num_total, "epoch_end": self.sampler.end}
+        facts = self.sampler.ledger_facts()
         rank = self.group.launch.rank
         return LedgerWriter(folder, start=start, rank=rank, step=step, facts=facts)
 
     def next_samples(self, progress: Progress) -> list[int]:
         """Return the indices of the samples of the next step, over all ranks."""
-        stop = min(progress.cursor + self.global_batch, self.sampler.end)
-        return [int(i) for i in self.sampler.order(progress.epoch).take(progress.cursor, stop)]
+        return self.sampler.next_ids(progress.epoch, progress.cursor)
 
     def close(self) -> None:
         """End the loaders' workers, and free DDP while the process group still lives."""

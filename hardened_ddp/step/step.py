@@ -168,7 +168,7 @@ class Stepper:
         except Exception as error:  # WHY broad: whatever it is, the other ranks must learn of it
             return self.retry.failure_of(error, batches)
         expects_all = not parts.replica.looks_for_unused
-        if expects_all and attempt.window.size >= parts.group.world_size:
+        if expects_all and attempt.window.is_for_all(parts.group.world_size):
             names = parts.replica.parameters_without_gradient()
             return self.retry.unused_failure(names) if names else None
         return None
@@ -300,7 +300,7 @@ class Stepper:
         ):  # the sum after backward counts the samples that are left out
             return False
         can = parts.replica.can_overlap if world_size > 1 else self._is_late
-        return can and window.size >= world_size
+        return can and window.is_for_all(world_size)
 
     def undo(self, attempt: Attempt) -> None:
         """Undo what forward and backward have changed. Rank-local."""

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 import hardened_ddp
-from hardened_ddp.data.sampler import WindowSampler
+from hardened_ddp.data.loader_setup import AnySampler
+from hardened_ddp.data.run_length import UNKNOWN_STEPS, RunLength
+from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.data import AUTO_BATCH_SIZE
-from hardened_ddp.settings.loop import LoopConfig
 
 log = logging.getLogger(__name__)
 
@@ -68,19 +69,31 @@ def choose_global_batch(
 
 
 def count_steps(
-    config: LoopConfig, sampler: WindowSampler, saved: Mapping[str, Any] | None = None
-) -> int:
+    config: Config, sampler: AnySampler, saved: Mapping[str, Any] | None = None
+) -> RunLength:
     """Return the optimizer steps of the whole run: those done, and those left in its epochs.
 
-    WHY not steps per epoch x epochs: the steps done may have had another size.
+    WHY not steps per epoch x epochs: the steps done may have had another size. Of a stream they may
+    be known only later: then max_steps is what the learning rate's schedule is stretched over.
+    Raises ConfigError if the schedule needs a length that nobody knows.
     """
-    steps = config.epochs * sampler.num_windows
+    done, epoch, cursor = 0, 0, 0
     if saved is not None:
-        rest = max(0, sampler.end - saved["cursor"])
-        epochs_to_come = config.epochs - saved["epoch"] - 1
-        to_come = -(-rest // sampler.global_batch) + epochs_to_come * sampler.num_windows
-        steps = saved["step"] + max(0, to_come)
-    return min(steps, config.max_steps) if config.max_steps else steps
+        done, epoch, cursor = int(saved["step"]), int(saved["epoch"]), int(saved["cursor"])
+    most = config.loop.max_steps or UNKNOWN_STEPS
+    left = sampler.steps_left(epoch, cursor, epochs=config.loop.epochs)
+    total = most if left is None else min(done + left, most)
+    if sampler.declares_length:
+        return RunLength(total, schedule=total, most=most)
+    schedule = config.optimizer.lr_schedule
+    if most == UNKNOWN_STEPS and schedule != "constant":
+        raise ConfigError(
+            f"lr_schedule {schedule} needs the number of steps, and this stream does not say how "
+            "many samples it has",
+            fix="--max_steps N, or --lr_schedule constant, or give the stream sizes, the samples "
+            "of each shard",
+        )
+    return RunLength(total, schedule=most, most=most)
 
 
 def facts_of_rank(

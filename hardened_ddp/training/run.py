@@ -59,6 +59,7 @@ class Run:
         self.saver = Saver(parts, folder.store)
         self.stepper = Stepper(parts, progress, left_out=left_out, saver=self.saver)
         self.stepper.open_ledger(self.folder)  # collective
+        parts.train_loader.open_folder(self.folder)
         self.rollback = Rollback(folder, self.stepper, self.saver, self.report)
         stop.watch(self.folder)
         subject = hang_subject(self.stepper, self.saver, self.folder, self.report)
@@ -73,7 +74,7 @@ class Run:
         share of it, in micro-batches. The caller advances progress with each of them.
         """
         parts, progress = self.parts, self.progress
-        found = parts.train_loader.windows(progress.epoch, progress.cursor)
+        found = parts.train_loader.windows(progress.epoch, progress.cursor, progress.step)
         found = islice(found, max(0, parts.total_steps - progress.step))
         return self.report.profiled(found)
 

@@ -49,7 +49,7 @@ class RunReport:
         run = parts.config.run
         self.metrics = MetricsLog(folder, tensorboard=run.tensorboard, is_main=self.is_main)
         self.bar = ProgressBar(
-            total_steps=parts.total_steps,
+            total_steps=parts.total_steps if parts.length.is_known else None,
             initial_step=step,
             enabled=run.progress if self.is_main else False,
         )
@@ -102,6 +102,8 @@ class RunReport:
         if not self.is_main:
             return
         self._note_left_out()
+        if self.parts.length.is_known:
+            self.bar.expect(self.parts.total_steps)
         self.bar.describe(
             epoch=progress.epoch + 1,
             num_epochs=self.parts.config.loop.epochs,
@@ -110,11 +112,11 @@ class RunReport:
             samples_per_s=speed,
         )
         log.info(
-            "epoch %d/%d step %d/%d  loss %.4f  %s  lr %.2e  %.0f samples/s",
+            "epoch %d/%d step %d%s  loss %.4f  %s  lr %.2e  %.0f samples/s",
             progress.epoch + 1,
             self.parts.config.loop.epochs,
             progress.step,
-            self.parts.total_steps,
+            f"/{self.parts.total_steps}" if self.parts.length.is_known else "",
             sums["loss"],
             described(self.parts.task.metrics, sums),
             rate,

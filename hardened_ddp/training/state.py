@@ -72,6 +72,7 @@ def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
         "precision": parts.precision.state(),
         "dataset": parts.config.data.dataset,
         "dataset_fingerprint": parts.data.fingerprint,
+        "stream": parts.sampler.as_json(progress.epoch, progress.cursor),
         "model": parts.config.model.model,
         "model_args": dict(parts.config.model.model_args),
         "pretrained": parts.config.model.pretrained,
@@ -146,6 +147,7 @@ def check_fits(parts: Parts, saved: Saved) -> None:
             f"now it is {parts.config.data.dataset} {parts.data.fingerprint[:12]}: the order of "
             "samples would not go on"
         )
+    problems += parts.sampler.problems_with(meta.get("stream"))
     if problems:
         raise CheckpointMismatchError(
             f"the checkpoint of step {meta['step']} belongs to another run: " + "; ".join(problems),
@@ -181,6 +183,7 @@ def restore(parts: Parts, saved: Saved) -> Progress:
     restore_state(parts.schedule, parts.replica.trainable, tensors, rest)
     if parts.precision.scaler is not None:
         parts.precision.restore(dict(meta["precision"]))
+    parts.sampler.restore(meta.get("stream"), epoch=int(meta["epoch"]), cursor=int(meta["cursor"]))
     return Progress(
         step=int(meta["step"]),
         epoch=int(meta["epoch"]),

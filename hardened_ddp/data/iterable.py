@@ -1,0 +1,170 @@
+"""Iterable datasets of other libraries, adapted to the contract of a stream (stream_types.py).
+
+Owns the adapters for torch's IterableDataset and for Hugging Face's, and what is refused: a shuffle
+buffer, whose samples would be lost or repeated when a run resumes.
+A torch dataset with an attribute num_shards splits itself by get_worker_info(), as most do: it then
+sees itself as worker shard of num_shards. Without it, it is one shard, which each rank reads.
+"""
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from hardened_ddp.data.stream_types import Stream, check_stream, is_stream
+from hardened_ddp.errors import DataError
+
+log = logging.getLogger(__name__)
+
+_FORWARDED = ("num_classes", "classes", "collate_fn", "in_memory", "uses_randomness", "files")
+_MOST_WRAPPERS = 100  # of a Hugging Face dataset: each map, filter or rename is one
+
+
+def adapt(dataset: Any, name: str) -> Stream | None:  # Any: what a user's callable returned
+    """Return dataset as a stream; None if it is no iterable dataset. Raises DataError.
+
+    name: of the dataset, for messages.
+    """
+    if is_stream(dataset):
+        check_stream(dataset, name)
+        return dataset  # type: ignore[no-any-return]  # is_stream has looked
+    if _is_hub_stream(dataset):
+        return HubStream(dataset, name=name)
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        return None
+    if not hasattr(dataset, "__iter__"):
+        return None
+    if not isinstance(dataset, IterableDataset) and iter(dataset) is dataset:
+        raise DataError(
+            f"dataset {name} is an iterator, which can be read only once, and not from its middle",
+            fix="return an object whose __iter__ begins anew, or one with num_shards and open()",
+        )
+    stream = IterableStream(dataset)
+    check_stream(stream, name)
+    if not stream.has_state:
+        log.warning(
+            "dataset %s has no state_dict() and load_state_dict(): a resume in mid-epoch reads "
+            "it again from its start%s",
+            name,
+            "" if stream.splits_by_worker else ", and so does each rank: it has no num_shards",
+        )
+    return stream
+
+
+class IterableStream:
+    """A torch IterableDataset, or any object that can be iterated again and again."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.splits_by_worker = getattr(dataset, "num_shards", None) is not None
+        self.num_shards = dataset.num_shards if self.splits_by_worker else 1
+        self.has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        if not self.splits_by_worker and (size := _length_of(dataset)) is not None:
+            self.sizes = [size]
+        elif getattr(dataset, "sizes", None) is not None:
+            self.sizes = list(dataset.sizes)
+        _forward(dataset, self)
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+        """Iterate over a copy, which has a state of its own."""
+        part = copy.deepcopy(self.dataset)
+        if callable(set_epoch := getattr(part, "set_epoch", None)):
+            set_epoch(epoch)
+        if state is not None:
+            part.load_state_dict(state)
+        return _Reader(iter(part), part.state_dict if self.has_state else None)
+
+
+class HubStream:
+    """A streaming dataset of Hugging Face's datasets library. Any: its class."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        name: str,
+        num_shards: int = 0,
+        change: Callable[[Any], Any] | None = None,
+    ) -> None:
+        """num_shards: at most as many; 0: all that it has. change: makes a sample of a row."""
+        refuse_buffers(dataset, name)
+        self.dataset = dataset
+        self.change = change
+        available = int(dataset.num_shards)
+        self.num_shards = min(num_shards or available, available)
+        features = getattr(dataset, "features", None) or {}
+        for label in ("label", "labels"):
+            if names := getattr(features.get(label), "names", None):
+                self.classes = list(names)
+        _forward(dataset, self)
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+        """Read one of num_shards parts of the dataset's own shards."""
+        # WHY not contiguous: it is the split that each rank of the library itself would make
+        part = self.dataset.shard(self.num_shards, shard, contiguous=False)
+        part.set_epoch(epoch)
+        if state is not None:
+            part.load_state_dict(state)
+        rows = iter(part)
+        change = self.change
+        return _Reader(rows if change is None else map(change, rows), part.state_dict)
+
+
+class _Reader:
+    """An iterator, with the state of what it iterates over if that has one."""
+
+    def __init__(self, rows: Iterator[Any], state_dict: Callable[[], Any] | None) -> None:
+        self.rows = rows
+        if state_dict is not None:
+            self.state_dict = state_dict
+
+    def __iter__(self) -> "_Reader":
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.rows)
+
+
+def refuse_buffers(dataset: Any, name: str) -> None:
+    """Raise DataError if a Hugging Face dataset shuffles in a buffer or is split already."""
+    inner = getattr(dataset, "_ex_iterable", None)
+    for _ in range(_MOST_WRAPPERS):
+        if inner is None:
+            break
+        if "BufferShuffled" in type(inner).__name__:
+            raise DataError(
+                f"dataset {name} has .shuffle(buffer_size=...): what is in its buffer is lost or "
+                "repeated when a run resumes",
+                fix="leave .shuffle() out: --shuffle_block N shuffles within N samples of a shard",
+            )
+        inner = getattr(inner, "ex_iterable", None)
+    if getattr(dataset, "_distributed", None) is not None:
+        raise DataError(
+            f"dataset {name} was split by split_dataset_by_node: the run splits it itself, and "
+            "each rank would see a part of its part",
+            fix="leave split_dataset_by_node out",
+        )
+
+
+def _is_hub_stream(dataset: Any) -> bool:
+    kind = type(dataset)
+    return kind.__module__.split(".")[0] == "datasets" and kind.__name__ == "IterableDataset"
+
+
+def _length_of(dataset: Any) -> int | None:
+    """Return the length that a dataset says, None if it says none."""
+    try:
+        return len(dataset)
+    except (TypeError, NotImplementedError):  # torch's own way to have none
+        return None
+
+
+def _forward(dataset: Any, stream: Any) -> None:
+    for name in _FORWARDED:
+        if (
+            getattr(stream, name, None) is None
+            and (value := getattr(dataset, name, None)) is not None
+        ):
+            setattr(stream, name, value)

@@ -1,0 +1,103 @@
+"""A stream seen as a map-style dataset: to look at its first samples, and to test on it.
+
+Owns the two views. Reading in order is as fast as the stream; any other access opens it anew.
+Does not own: training on a stream (shard_loader.py).
+"""
+
+import logging
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from hardened_ddp.data.shard_reader import EndOfShard, ShardReader
+from hardened_ddp.data.shards import shard_of
+from hardened_ddp.data.stream_types import Stream, digests_of, name_of, sizes_of
+
+log = logging.getLogger(__name__)
+
+FORWARDED = ("num_classes", "classes", "collate_fn", "in_memory", "uses_randomness")
+"""What a dataset may say of itself."""
+
+
+class StreamView(Dataset[Any]):  # Any: whatever the stream gives
+    """A stream by the numbers of its samples. Its length is that of the first round: num_shards."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.digests = digests_of(stream)
+        """Size and hash of each file by its name."""
+
+        self._reader = ShardReader(stream, seed=0)
+        _forward(stream, self)
+
+    def __len__(self) -> int:
+        return self.stream.num_shards
+
+    def __getitem__(self, number: int) -> Any:  # Any: as above
+        shard, index = shard_of(number, self.stream.num_shards)
+        try:
+            return self._reader.read(0, shard, index, [])
+        except EndOfShard as over:
+            raise IndexError(f"shard {shard} of the stream has {over.end} samples") from None
+        finally:
+            self._reader.close()
+
+
+class StreamInOrder(Dataset[Any]):  # Any: as above
+    """All samples of a stream, one shard after the other: for a test set."""
+
+    def __init__(self, stream: Stream, name: str) -> None:
+        """Count the samples, by reading them all if the stream does not say their number."""
+        self.stream = stream
+        sizes = sizes_of(stream)
+        if (sizes < 0).any():
+            log.info("%s: the test part does not say its length: counting its samples", name)
+            sizes = np.array([self._count(shard) for shard in range(stream.num_shards)])
+        self._stops = np.cumsum(sizes)
+        self._reader = ShardReader(stream, seed=0)
+        self.digests = digests_of(stream)
+        _forward(stream, self)
+
+    def __len__(self) -> int:
+        return int(self._stops[-1])
+
+    def __getitem__(self, place: int) -> Any:  # Any: as above
+        shard, index = self._find(place)
+        try:
+            return self._reader.read(0, shard, index, [])
+        except EndOfShard as over:
+            raise IndexError(
+                f"shard {shard} of the test part has {over.end} samples now, and fewer than before"
+            ) from None
+
+    def name_of_sample(self, place: int) -> str:
+        """Name a sample by shard and position, for messages."""
+        shard, index = self._find(place)
+        return name_of(self.stream, index * self.stream.num_shards + shard)
+
+    def _find(self, place: int) -> tuple[int, int]:
+        if not 0 <= place < len(self):
+            raise IndexError(f"sample {place} of {len(self)}")
+        shard = int(np.searchsorted(self._stops, place, side="right"))
+        return shard, place - int(self._stops[shard - 1] if shard else 0)
+
+    def _count(self, shard: int) -> int:
+        """Count the samples of a shard, bad ones too."""
+        reader, count = ShardReader(self.stream, seed=0), 0
+        while True:
+            try:
+                reader.read(0, shard, count, [])
+            except EndOfShard as over:
+                return over.end
+            except Exception as error:  # WHY broad: the user's code; it is met again in evaluation
+                if reader.is_blocked(0, shard):
+                    log.warning("shard %d of the test part ends early: %s", shard, error)
+                    return count + 1
+            count += 1
+
+
+def _forward(stream: Stream, view: Dataset[Any]) -> None:
+    for name in FORWARDED:
+        if (value := getattr(stream, name, None)) is not None:
+            setattr(view, name, value)
