@@ -275,11 +275,13 @@ def build_replica(
     from hardened_ddp.model.replica import wrap
     from hardened_ddp.model.zoo import build_model, place_model
     from hardened_ddp.task.build import build_task
+    from hardened_ddp.training.initial_weights import load_initial_weights
     from hardened_ddp.training.plan import count_steps
 
     config = settings.config
     # The same model on every rank: seeded alike, and DDP sends rank 0's weights to all.
     model = build_model(config.model, num_classes=data.num_classes, input_shape=data.input_shape)
+    load_initial_weights(model, "" if saved else config.model.init_from, group)  # collective
     model = place_model(model, config.model, device=group.device, world_size=group.world_size)
     task = build_task(model, data, config.optimizer)  # calls the model, and scores its output
     # Try it on a few samples without DDP: which parameters get no gradient, and on which rank?

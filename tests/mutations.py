@@ -284,7 +284,7 @@ MUTATIONS = [
     ),
     # model
     Mutation(
-        "model/optimizer.py",
+        "model/schedule.py",
         "return peak * (step + 1) / config.warmup_steps",
         "return peak * step / config.warmup_steps",
         OPTIMIZER,

@@ -55,6 +55,7 @@ SECONDS = Bounds(low=0, high=ONE_WEEK_S, is_low_open=True)
 SECONDS_OR_ZERO = Bounds(low=0, high=ONE_WEEK_S)
 FRACTION = Bounds(low=0, high=1, is_high_open=True)
 NOT_NEGATIVE = Bounds(low=0, high=float("inf"))
+ANY_TEXT = Shape(pattern=".*", words="text")
 NOT_EMPTY = Shape(pattern=".+", words="text that is not empty")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hardened_ddp.settings.declare import setting
+from hardened_ddp.settings.declare import ANY_TEXT, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +22,14 @@ class ModelConfig:
         False,
         "Start from torchvision's pretrained weights. Only for torchvision models; an hf: model "
         "always starts from its own.",
+    )
+    init_from: str = setting(
+        "",
+        "Weights that a new run starts from, as far as they fit: an export, a run or a checkpoint, "
+        "a safetensors file, or a folder of Hugging Face. What does not fit is named. Empty: "
+        "random weights. A resumed run has its own.",
+        shape=ANY_TEXT,
+        may_differ=True,
     )
     sync_batchnorm: bool = setting(
         False,

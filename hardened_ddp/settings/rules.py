@@ -74,6 +74,11 @@ RULES: tuple[Rule, ...] = (
         "out",
     ),
     Rule(
+        names=("init_from", "pretrained"),
+        is_broken=lambda config, _: bool(config.model.init_from) and config.model.pretrained,
+        why="both say which weights the run starts from; leave one of them out",
+    ),
+    Rule(
         names=("lr_schedule", "lr_schedule_args"),
         is_broken=lambda config, _: (
             bool(config.optimizer.lr_schedule_args)

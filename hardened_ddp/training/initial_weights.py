@@ -1,0 +1,251 @@
+"""The weights that a new run starts from: --init_from.
+
+Owns: what the path means (an export, a run or a checkpoint of ours, a safetensors file, a folder of
+Hugging Face), which of its tensors fit which of the model's, and the report of those that do not.
+What goes wrong here: another model's weights. Those that fit by name and shape are loaded, the
+others are named; if none fits, that is an error. Weights in a pickle are refused: reading one can
+run code.
+Does not own: resuming a run (resume.py), which loads all or nothing.
+"""
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from hardened_ddp.checkpoint.files import load_checkpoint
+from hardened_ddp.checkpoint.listing import open_checkpoint
+from hardened_ddp.checkpoint.manifest import MANIFEST_NAME
+from hardened_ddp.checkpoint.tensors import read_tensors, spec_of
+from hardened_ddp.errors import CheckpointError, CheckpointMismatchError
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
+from hardened_ddp.training.rebuild import model_tensors
+
+log = logging.getLogger(__name__)
+
+_MOST_NAMED = 40  # tensors of each kind that the log names
+_FEW = 4
+_PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
+_KINDS = (
+    "a file of safetensors; or a folder: an export, a run or a checkpoint of this program, or what "
+    "save_pretrained() of Hugging Face wrote"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """Which tensors of a file fit a model."""
+
+    loaded: Mapping[str, Tensor]
+    """By the name in the model."""
+
+    missing: Sequence[str]
+    """Of the model, and not in the file."""
+
+    unexpected: Sequence[str]
+    """Of the file, and not in the model."""
+
+    other_shape: Sequence[str]
+    """As text, with both shapes."""
+
+    renamed: str
+    """How names of the file were changed to fit; empty if they were not."""
+
+
+def load_initial_weights(model: nn.Module, path: str, group: Group) -> None:
+    """Load weights from path into a new model, as far as they fit. Collective: all ranks.
+
+    WHY on rank 0 only: DDP sends its weights to all ranks when it wraps the model.
+    Raises the error on all ranks: CheckpointError, or CheckpointMismatchError if nothing fits.
+    """
+    if not path:
+        return
+    source = Path(path)
+
+    def load() -> bool:
+        fit = fit_weights(read_weights(source), model, source)
+        _copy(fit, model)
+        for line in report_lines(fit, model, source):
+            log.warning("%s", line) if line[0] == " " else log.info("%s", line)
+        return True
+
+    group.run_on_main(load, what=f"--init_from {path}")  # collective
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Read the tensors that path means, by name. Rank-local. Raises CheckpointError."""
+    if path.is_file():
+        return _read_file(path)
+    if not path.is_dir():
+        raise CheckpointError(f"--init_from {path}: there is no such file or folder", fix=_KINDS)
+    is_ours = (path / MANIFEST_NAME).is_file() or (path / CHECKPOINTS_NAME).is_dir()
+    if is_ours or path.name == CHECKPOINTS_NAME:
+        return model_tensors(load_checkpoint(open_checkpoint(path, prefer_best=True))[0])
+    indices = sorted(path.glob("*.safetensors.index.json"))
+    if indices:
+        return _read_shards(indices[0])
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) == 1:
+        return _read_file(files[0])
+    names = ", ".join(file.name for file in files)
+    if not files:
+        pickles = [file for file in sorted(path.iterdir()) if file.suffix in _PICKLES]
+        if pickles:
+            return _read_file(pickles[0])
+        names = "no *.safetensors"
+    raise CheckpointError(
+        f"--init_from {path}: the folder has {names}, so it is not clear which weights are meant",
+        fix=f"give {_KINDS}",
+    )
+
+
+def fit_weights(found: Mapping[str, Tensor], model: nn.Module, path: Path) -> Fit:
+    """Choose which tensors go where. Pure. Raises CheckpointMismatchError if none fits.
+
+    Names may differ in how they begin: a wrapper (module., _orig_mod., net.) or the name of a part.
+    """
+    live = model.state_dict()
+    drop, add = _best_renaming(found, live)
+    renamed = {add + name.removeprefix(drop): name for name in found if name.startswith(drop)}
+    # WHY those too: a head stands beside the part that the other names begin with.
+    renamed |= {name: name for name in found if not name.startswith(drop) and name in live}
+    loaded, other_shape, used = {}, [], set()
+    for name, tensor in live.items():
+        if name not in renamed:
+            continue
+        used.add(renamed[name])
+        given = found[renamed[name]]
+        if given.shape == tensor.shape:
+            loaded[name] = given
+        else:
+            here = "x".join(map(str, tensor.shape)) or "a scalar"
+            other_shape.append(f"{name} is {spec_of(given)} in the file, {here} in the model")
+    # WHY by address: of tied weights a file has one name, and the model has two.
+    places = {live[name].data_ptr() for name in loaded if live[name].numel()}
+    fit = Fit(
+        loaded=loaded,
+        missing=[
+            name
+            for name, tensor in live.items()
+            if name not in renamed and tensor.data_ptr() not in places
+        ],
+        unexpected=[name for name in found if name not in used],
+        other_shape=other_shape,
+        renamed=_renaming_words(drop, add) if loaded else "",
+    )
+    if not loaded:
+        reasons = f"; {_some(other_shape, _FEW)}" if other_shape else ""
+        raise CheckpointMismatchError(
+            f"--init_from {path}: none of its {len(found)} tensors fits the {len(live)} of the "
+            f"model. It has {_some(found, _FEW)}; the model needs {_some(live, _FEW)}{reasons}",
+            fix="give the weights of this model, or of one that shares some layers by name",
+        )
+    return fit
+
+
+def report_lines(fit: Fit, model: nn.Module, path: Path) -> list[str]:
+    """Say what was loaded and what was not; lines about what was not begin with a space."""
+    live = model.state_dict()
+    num_values = sum(live[name].numel() for name in fit.loaded)
+    share = num_values / max(1, sum(tensor.numel() for tensor in live.values()))
+    lines = [f"--init_from {path}: {len(fit.loaded)} of {len(live)} tensors, {share:.1%} of values"]
+    lines[0] += f" ({fit.renamed})" if fit.renamed else ""
+    parts = {
+        "not in the file, and new": fit.missing,
+        "of another shape, and new": fit.other_shape,
+        "in the file, and not in the model": fit.unexpected,
+        "of another dtype, and converted": [
+            f"{name} ({spec_of(given).dtype} to {spec_of(live[name]).dtype})"
+            for name, given in fit.loaded.items()
+            if given.dtype != live[name].dtype
+        ],
+    }
+    lines += [f" {what}: {_some(names, _MOST_NAMED)}" for what, names in parts.items() if names]
+    return lines
+
+
+@torch.no_grad()
+def _copy(fit: Fit, model: nn.Module) -> None:
+    live = model.state_dict()
+    for name, tensor in fit.loaded.items():
+        live[name].copy_(tensor)
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    if path.suffix in _PICKLES:
+        raise CheckpointError(
+            f"--init_from {path} is a pickle: reading one can run code that is hidden in it",
+            fix='if you trust it, convert it: python -c "import torch; from safetensors.torch '
+            f"import save_file; save_file(torch.load('{path}', weights_only=True), "
+            "'weights.safetensors')\"",
+        )
+    found = read_tensors(path)
+    if not found:
+        raise CheckpointError(f"--init_from {path} holds no tensor", fix=f"give {_KINDS}")
+    return found
+
+
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    """Read the files that an index of Hugging Face names."""
+    try:
+        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(places.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is no index of weights: {error!r}") from error
+    if any(Path(name).name != name for name in names):
+        raise CheckpointError(f"{index} names a file outside its folder: {', '.join(names)[:200]}")
+    found: dict[str, Tensor] = {}
+    for name in names:
+        found |= read_tensors(index.parent / name)
+    if lost := [name for name in places if name not in found]:
+        raise CheckpointError(
+            f"{index} names {len(lost)} tensors that its files do not hold: {_some(lost, _FEW)}",
+            fix="copy all files of the folder again",
+        )
+    return found
+
+
+def _best_renaming(found: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> tuple[str, str]:
+    """Return which beginning to drop and which to add, so that most names and shapes fit."""
+    best, most = ("", ""), -1
+    for drop in ("", *_beginnings(found)):
+        for add in ("", *_beginnings(live)):
+            fits = sum(
+                (there := live.get(add + name.removeprefix(drop))) is not None
+                and there.shape == tensor.shape
+                for name, tensor in found.items()
+                if name.startswith(drop)
+            )
+            if fits > most:
+                best, most = (drop, add), fits
+    return best
+
+
+def _beginnings(names: Iterable[str]) -> list[str]:
+    """Return the one or two first parts that at least half of the names begin with."""
+    every = list(names)
+    counts: dict[str, int] = {}
+    for name in every:
+        parts = name.split(".")
+        for length in (1, 2):
+            if len(parts) > length:
+                start = ".".join(parts[:length]) + "."
+                counts[start] = counts.get(start, 0) + 1
+    return [start for start, count in counts.items() if 2 * count >= len(every)]
+
+
+def _renaming_words(drop: str, add: str) -> str:
+    words = [f"{drop!r} dropped from" if drop else "", f"{add!r} put before" if add else ""]
+    told = " and ".join(filter(None, words))
+    return f"{told} its names" if told else ""
+
+
+def _some(names: Iterable[str], most: int) -> str:
+    every = list(names)
+    rest = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + rest
