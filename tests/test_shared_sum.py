@@ -123,6 +123,34 @@ def test_a_killed_rank_ends_the_wait() -> None:
     shared.close()
 
 
+def test_a_rank_that_wrote_its_part_and_then_ended_is_not_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1, a child, comes between two looks at it, and is gone at the second one."""
+    fd = create_memory(2)
+    parent, asks = os.getpid(), tmp_path / "asks"
+    child = os.fork()
+    if child == 0:
+        shared = SharedSum(fd, rank=1, pids=[parent, os.getpid()], timeout_s=30)
+        while not asks.exists():
+            time.sleep(0.001)
+        shared.sum_([torch.ones(4)])
+        os._exit(0)
+    shared = SharedSum(fd, rank=0, pids=[parent, child], timeout_s=30)
+    os.close(fd)
+
+    def has_left(self: SharedSum, peer: int) -> bool:
+        asks.touch()
+        return os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT) is not None
+
+    monkeypatch.setattr(SharedSum, "has_left", has_left)
+    mine = torch.ones(4)
+    shared.sum_([mine])
+    assert mine.tolist() == [2.0] * 4
+    os.waitpid(child, 0)
+    shared.close()
+
+
 def test_nothing_is_left_in_dev_shm() -> None:
     before = set(Path("/dev/shm").iterdir())
     run_ranks(sum_with_changing_pace, 2)
