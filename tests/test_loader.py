@@ -179,12 +179,12 @@ def test_forkserver_workers_read_the_same(caplog: pytest.LogCaptureFixture) -> N
 def test_a_killed_worker_costs_nothing(
     act: Act, num_workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    loader = make_loader(Scripted(act, tmp_path / "flag"), num_workers, loader_timeout_s=30.0)
+    loader = make_loader(Scripted(act, tmp_path / "flag"), num_workers, loader_timeout_s=90.0)
     start = time.monotonic()
     batches = read(loader)
     loader.close()
-    # WHY: torch itself would notice after the 30 s
-    assert time.monotonic() - start < 15
+    # WHY: torch itself would notice after the 90 s
+    assert time.monotonic() - start < 60
     assert content(batches) == content(read(make_loader(Scripted())))
     assert bad_numbers(batches) == []
     assert "ended with SIGKILL" in caplog.text
@@ -328,11 +328,11 @@ class Unsendable(Scripted):
 
 
 def test_batches_that_cannot_be_sent_do_not_hang(caplog: pytest.LogCaptureFixture) -> None:
-    loader = make_loader(Unsendable(), 1, loader_timeout_s=60.0)
+    loader = make_loader(Unsendable(), 1, loader_timeout_s=90.0)
     start = time.monotonic()
     assert sorted(numbers(read(loader))) == list(range(SIZE))
     loader.close()
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     assert "continuing at the same sample with no instead of 1 workers" in caplog.text
 
 

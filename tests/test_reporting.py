@@ -679,7 +679,7 @@ class TestMetrics:
         for step in range(11_000):
             metrics.scalars(step, {"loss": 1.0})
         metrics.close()
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30  # it would wait for ever
         assert "the disk does not answer" in caplog.messages[-1]
         reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 

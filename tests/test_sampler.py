@@ -113,11 +113,11 @@ def test_an_order_outside_of_its_range_is_an_error() -> None:
 
 
 def test_a_billion_samples_cost_no_time_and_no_memory() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     order = EpochOrder(10**9, seed=0, epoch=0)
     found = order.take(10**9 - 64, 10**9)
     # One block takes 2 to 7 ms; the whole permutation would take 10 s and 8 GB.
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
     assert len(set(found.tolist())) == 64
     assert 0 <= int(found.min()) <= int(found.max()) < 10**9
 

@@ -84,5 +84,7 @@ def test_it_counts_a_step_a_save_and_a_resume() -> None:
     assert [name for name, _, _ in figures] == [*step, *step, "save", "resume"]
     assert all(int(count) > 0 for _, count, _ in figures)
     assert done.status == any(verdict == "MISS" for _, _, verdict in figures)
+    missed = {name for name, _, verdict in figures if verdict == "MISS"}
+    assert not missed & {"frames", "files"}, done.stdout
     for expected in ("ddp_training.py: fit", "checkpoint/disk.py", "training/resume.py"):
         assert expected in done.stdout
