@@ -28,9 +28,11 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from hardened_ddp.data.fetch import Batch, Fetcher, Request, map_tensors
 from hardened_ddp.data.shard_reader import BlockReader
 from hardened_ddp.data.workers import WorkerPlan
+from hardened_ddp.ranks.awake import AwakeTime
 from hardened_ddp.ranks.stacks import ask_for_stacks, offer_stacks
 
 POLL_S = 0.5  # how long a dead worker may go unnoticed while a batch is waited for
+_LONGEST_GAP_S = 4 * POLL_S  # a longer one was no wait: the process was stopped
 _NUM_NOTES = 3  # of each worker: the sample being read, its pid, the descriptor of its stacks
 END_S = 5.0  # how long workers may take to end before they are killed
 # For the rank, not for its workers; a scheduler sends them to every process of a job.
@@ -114,7 +116,8 @@ class WorkerPool:
     def receive(self) -> Batch | None:
         """Wait for the next batch; None if all requests are answered. Raises WorkersLost."""
         assert self._iterator is not None, "a worker pool that was not started has no batches"
-        end = time.monotonic() + self.timeout_s if self.timeout_s else float("inf")
+        limit_s = self.timeout_s or float("inf")
+        waited = AwakeTime(_LONGEST_GAP_S)
         while True:
             try:
                 found = next(self._iterator)
@@ -125,7 +128,7 @@ class WorkerPool:
                 return None
             except Exception as error:  # WHY broad: RuntimeError, OSError, EOFError, pickle's own
                 is_late = str(error).startswith("DataLoader timed out")
-                if is_late and time.monotonic() < end and self._can_pin():
+                if is_late and waited.passed_s() < limit_s and self._can_pin():
                     continue
                 reason, is_dangerous = self._explain(error, is_late=is_late)
                 error.__traceback__ = None

@@ -34,6 +34,7 @@ from hardened_ddp.guard.outside_view import start_outside_view
 from hardened_ddp.guard.slow import SlowRanks, Split
 from hardened_ddp.guard.verdict import Report, Verdict, decide, limits_ns, patience_for
 from hardened_ddp.guard.watchdog import leave_at_once
+from hardened_ddp.ranks.awake import AwakeTime
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.heartbeat import HEART, LIMITS, PHASE, SINCE, STEP, TOKEN
 from hardened_ddp.ranks.phase import FIRST_WAIT, Phase
@@ -147,11 +148,13 @@ class HangWatch:
             self._outside.wait()
 
     def _watch(self) -> None:
-        last = time.monotonic()
+        awake, last_s = AwakeTime(_MAX_TICKS * self._tick_s), 0.0
         while not self._end.wait(self._tick_s):
-            now = time.monotonic()
-            awake_s, last = min(now - last, _MAX_TICKS * self._tick_s), now
+            now_s = awake.passed_s()
+            awake_s, last_s = now_s - last_s, now_s
             try:
+                if awake.paused_s:
+                    self._group.tracker.note_pause(awake.paused_s)
                 self._tick(awake_s)
             except Exception:  # WHY broad: if the watch ended, the next hang would not be noticed
                 log.debug("the watch for hangs raised an error", exc_info=True)

@@ -12,6 +12,7 @@ Read next: model/replica.py, the DDP wrapper that averages gradients over this g
 
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -27,6 +28,7 @@ from hardened_ddp.errors import (
     RankMismatchError,
     first_line,
 )
+from hardened_ddp.ranks.awake import AwakeTime
 from hardened_ddp.ranks.device import choose_backend
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.patient_store import PatientStore
@@ -42,12 +44,19 @@ LISTEN_LIMIT_S = 2.0
 """How long a rank that lost a peer polls for the reason, and how long a failed rank waits until
 the others have read its own."""
 
+_NO_LIMIT = timedelta(days=365)
+_LONGEST_GAP_S, _LONGEST_NAP_S = 1.0, 0.005
+
 
 class Group:
     """All ranks of the run. Made by open_group; close it on every normal path."""
 
-    def __init__(self, launch: Launch, device: torch.device) -> None:
+    def __init__(
+        self, launch: Launch, device: torch.device, *, timeout_s: float = float("inf")
+    ) -> None:
+        """timeout_s: how long a collective waits for the other ranks."""
         self.launch = launch
+        self.timeout_s = timeout_s
         self.device = device
         self.world_size = launch.world_size
         self.is_main, self.is_local_main = launch.is_main, launch.is_local_main
@@ -89,14 +98,22 @@ class Group:
         """
         if self.world_size == 1:
             return None
-        work: dist.Work = dist.all_reduce(  # collective
-            tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True
-        )
+        assert self.control is not None
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        options.timeout = _NO_LIMIT  # finish has one, in time awake
+        work: dist.Work = self.control.allreduce([tensor], options)  # collective
         return work
 
     @waits_in(Phase.AGREEMENT)
     def finish(self, work: "dist.Work") -> None:
-        """Wait for what start_max began. Collective: all ranks."""
+        """Wait for what start_max began. Collective: all ranks. Raises RuntimeError."""
+        waited, nap_s = AwakeTime(_LONGEST_GAP_S), 1e-5
+        while not work.is_completed():
+            if waited.passed_s() > self.timeout_s:
+                raise RuntimeError(f"Timed out waiting {self.timeout_s:g} s for the other ranks")
+            time.sleep(nap_s)
+            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
         work.wait()  # collective
 
     @waits_in(Phase.BROADCAST)
@@ -259,7 +276,7 @@ def open_group(
     Raises GroupError that names the ranks which did not join within timeout_s, or what is wrong
     with the master address.
     """
-    group = Group(launch, device)
+    group = Group(launch, device, timeout_s=timeout_s)
     if launch.world_size == 1:
         return group
     name = choose_backend(device, backend)

@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from hardened_ddp.ranks.awake import AwakeTime
+
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 20
@@ -39,6 +41,7 @@ _LINE_WORDS = _LINE_BYTES // 8
 _NUM_YIELDS = 300
 _LONGEST_NAP_S = 0.001
 _LOOK_EVERY_S = 0.02
+_LONGEST_GAP_S = 1.0  # between two looks, on a machine with too few cores
 
 
 class PeerGone(RuntimeError):
@@ -174,13 +177,13 @@ class SharedSum:
             if counters[index] >= number:
                 return
             os.sched_yield()
-        nap_s, started_at = 1e-5, time.monotonic()
-        look_at = started_at
+        nap_s, look_at = 1e-5, time.monotonic()
+        waited = AwakeTime(_LONGEST_GAP_S)
         while counters[index] < number:
             now = time.monotonic()
             if now >= look_at:
                 look_at = now + _LOOK_EVERY_S
-                self._look_at(peer, waited_s=now - started_at)
+                self._look_at(peer, waited_s=waited.passed_s())
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 

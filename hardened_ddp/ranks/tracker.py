@@ -43,6 +43,7 @@ class Tracker:
         self._wall_ns = [0] * NUM_PHASES  # by _work: a wait counts for the phase it interrupts
         self._spent_ns = [0] * NUM_PHASES  # since the last read_split
         self._num_counted = 0
+        self._paused_ns = 0  # in this phase, by whoever noted it
         self._timeline: Timeline | None = None
 
     def enter(self, phase: int) -> int:
@@ -57,7 +58,8 @@ class Tracker:
         self._spent_ns[before] += took
         self._wall_ns[self._work] += took
         if took > self.longest_ns[before]:
-            self.longest_ns[before] = took
+            self.longest_ns[before] = max(self.longest_ns[before], took - self._paused_ns)
+        self._paused_ns = 0
         if phase < FIRST_WAIT:
             self._work = phase
             if self._timeline is not None:
@@ -81,6 +83,16 @@ class Tracker:
         self._num_counted += 1
         if self.num_steps <= NUM_FIRST_STEPS:
             self.longest_ns = [0] * NUM_PHASES
+
+    def note_pause(self, paused_s: float) -> None:
+        """Note that this process was stopped for so long. Any thread, soon after it.
+
+        WHY: a limit that is learned from the longest time of a phase would grow by the pause. The
+        phase may have ended between the pause and this call; then its time holds it already.
+        """
+        paused_ns = int(paused_s * 1e9)
+        self._paused_ns += paused_ns
+        self.longest_ns = [ns - paused_ns if ns >= paused_ns else ns for ns in self.longest_ns]
 
     def start_at(self, step: int) -> None:
         """Note that training continues after this step, as after a resume. Main thread."""

@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from hardened_ddp.ranks.awake import AwakeTime
+
 log = logging.getLogger(__name__)
 
 BEAT_EVERY_S = 3.0
@@ -72,14 +74,14 @@ def is_silent(
     long for a holder that is about to leave.
     """
     content = read()
-    began_at = changed_at = time.monotonic()
+    watched, changed_s = AwakeTime(4 * every_s), 0.0
     while content is not None:
-        now = time.monotonic()
-        if now - changed_at >= silent_after_s:
+        now_s = watched.passed_s()
+        if now_s - changed_s >= silent_after_s:
             return True
-        if now - began_at >= _WATCH_FACTOR * silent_after_s:
+        if now_s >= _WATCH_FACTOR * silent_after_s:
             return False
         time.sleep(every_s)
         if (found := read()) != content:
-            content, changed_at = found, time.monotonic()
+            content, changed_s = found, now_s
     return True

@@ -1,0 +1,30 @@
+"""Time in which this process could run, for limits on waits.
+
+WHY not the clock: a job that was stopped as a whole for an hour (SIGSTOP, Slurm's suspend, a laptop
+that sleeps) has not waited for an hour. When it continues, each rank would find its limit passed,
+although all the others continue at the same moment.
+Does not own: the limits. Those that torch keeps inside of a collective still follow the clock.
+"""
+
+import time
+
+
+class AwakeTime:
+    """Adds up the time between calls of passed_s; a gap counts for at most longest_gap_s."""
+
+    def __init__(self, longest_gap_s: float) -> None:
+        """longest_gap_s: a few times the planned interval between two calls."""
+        self._longest_gap_s = longest_gap_s
+        self._last = time.monotonic()
+        self._passed_s = 0.0
+        self.paused_s = 0.0
+        """What the last call left out."""
+
+    def passed_s(self) -> float:
+        """Return the seconds awake since the start."""
+        now = time.monotonic()
+        gap_s, self._last = now - self._last, now
+        counted_s = min(gap_s, self._longest_gap_s)
+        self.paused_s = gap_s - counted_s
+        self._passed_s += counted_s
+        return self._passed_s
