@@ -16,6 +16,7 @@ from typing import Any
 
 from hardened_ddp.guard.slow import Split
 from hardened_ddp.guard.verdict import SILENT, Report, Verdict
+from hardened_ddp.ranks.failures import MOST_READ, publish_failure, read_failures
 from hardened_ddp.ranks.patient_store import PatientStore
 
 log = logging.getLogger(__name__)
@@ -138,8 +139,10 @@ class HangConsensus:
 
     def publish(self, verdict: Verdict) -> None:
         """Publish the verdict under the key that a rank reads when it loses another one."""
-        for rank in verdict.laggards:
-            self._put_text(f"failure/{rank}", verdict.text)
+        # WHY if: the ranks of one verdict would all publish the same
+        if not read_failures(self._store, reader=-1):
+            for rank in verdict.laggards[:MOST_READ]:
+                publish_failure(self._store, rank, verdict.text)
 
     def await_others(self, *, is_server: bool, limit_s: float) -> None:
         """Publish that this rank is done; the store's server waits for all that reported."""

@@ -7,6 +7,16 @@ Does not own: the limits. Those that torch keeps inside of a collective still fo
 """
 
 import time
+from typing import Protocol
+
+_LONGEST_GAP_S, _LONGEST_NAP_S = 1.0, 0.005
+
+
+class Work(Protocol):
+    """A collective under way, as torch.distributed returns it."""
+
+    def is_completed(self) -> bool: ...
+    def wait(self) -> bool: ...
 
 
 class AwakeTime:
@@ -28,3 +38,14 @@ class AwakeTime:
         self.paused_s = gap_s - counted_s
         self._passed_s += counted_s
         return self._passed_s
+
+
+def finish_work(work: Work, *, limit_s: float) -> None:
+    """Wait for a collective whose own timeout is long. Raises RuntimeError if it fails or lasts."""
+    waited, nap_s = AwakeTime(_LONGEST_GAP_S), 1e-5
+    while not work.is_completed():
+        if waited.passed_s() > limit_s:
+            raise RuntimeError(f"Timed out waiting {limit_s:g} s for the other ranks")
+        time.sleep(nap_s)
+        nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+    work.wait()

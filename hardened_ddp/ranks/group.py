@@ -12,7 +12,6 @@ Read next: model/replica.py, the DDP wrapper that averages gradients over this g
 
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -28,7 +27,8 @@ from hardened_ddp.errors import (
     RankMismatchError,
     first_line,
 )
-from hardened_ddp.ranks.awake import AwakeTime
+from hardened_ddp.ranks import failures
+from hardened_ddp.ranks.awake import finish_work
 from hardened_ddp.ranks.device import choose_backend
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.patient_store import PatientStore
@@ -45,7 +45,6 @@ LISTEN_LIMIT_S = 2.0
 the others have read its own."""
 
 _NO_LIMIT = timedelta(days=365)
-_LONGEST_GAP_S, _LONGEST_NAP_S = 1.0, 0.005
 
 
 class Group:
@@ -108,13 +107,7 @@ class Group:
     @waits_in(Phase.AGREEMENT)
     def finish(self, work: "dist.Work") -> None:
         """Wait for what start_max began. Collective: all ranks. Raises RuntimeError."""
-        waited, nap_s = AwakeTime(_LONGEST_GAP_S), 1e-5
-        while not work.is_completed():
-            if waited.passed_s() > self.timeout_s:
-                raise RuntimeError(f"Timed out waiting {self.timeout_s:g} s for the other ranks")
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
-        work.wait()  # collective
+        finish_work(work, limit_s=self.timeout_s)  # collective
 
     @waits_in(Phase.BROADCAST)
     def broadcast_(self, tensor: torch.Tensor, *, source: int = 0) -> torch.Tensor:
@@ -184,23 +177,11 @@ class Group:
     def publish_failure(self, text: str) -> None:
         """Write the reason for this rank's failure to the store, for its peers. Rank-local."""
         self.is_broken = True
-        self._has_published = self.publish(f"failure/{self.launch.rank}", text)
-        self.publish(f"heard/{self.launch.rank}", "")  # it has its own cause, and reads no other
+        self._has_published = failures.publish_failure(self.store, self.launch.rank, text)
 
     def published_failures(self) -> dict[int, str]:
-        """Return the reason of each rank that published a failure. Rank-local, does not wait."""
-        found: dict[int, str] = {}
-        if self.store is None:
-            return found
-        try:
-            for rank in range(self.world_size):
-                if rank != self.launch.rank and self.store.has(f"failure/{rank}"):
-                    found[rank] = self.store.get(f"failure/{rank}")
-            if found:
-                self.store.set(f"heard/{self.launch.rank}", "")
-        except RuntimeError as error:
-            log.debug("the store is gone: %s", error)
-        return found
+        """Return the reason of each other rank that failed, as far as known. Rank-local."""
+        return failures.read_failures(self.store, reader=self.launch.rank)
 
     def leave(self) -> None:
         """Tell the others at once that this rank joins no further collective. Rank-local.
@@ -220,17 +201,8 @@ class Group:
             # WHY not then: NCCL would wait here for data that the dead rank never sends.
             dist.destroy_process_group()
         if self._has_published and self.is_main and not self.launch.agent_owns_store:
-            self._await_listeners()
+            failures.await_listeners(self.store, self.world_size, LISTEN_LIMIT_S)
         self.store = self.control = None
-
-    def _await_listeners(self) -> None:
-        """Wait until the others have read why this rank failed: the store ends with rank 0."""
-        others = [f"heard/{rank}" for rank in range(1, self.world_size)]
-        try:
-            if self.store is not None:
-                self.store.wait(others, LISTEN_LIMIT_S)
-        except RuntimeError as error:
-            log.debug("not every rank has read the failure: %s", error)
 
     def _group_of(self, tensor: torch.Tensor) -> "dist.ProcessGroup | None":
         """Choose the group for a tensor: NCCL moves only CUDA tensors, so CPU ones take control."""

@@ -11,6 +11,9 @@ from hardened_ddp.errors import PeerLostError, first_line
 from hardened_ddp.ranks.group import LISTEN_LIMIT_S, Group
 
 # The error messages of gloo and NCCL when another rank died, left or no longer answers.
+# Times the number of ranks: one thread serves the store for all of them.
+_POLL_PER_RANK_S = 2e-4
+
 _LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Timed out waiting|Application timeout caused|"
     r"Socket closed|Broken pipe|NCCL|connectFullMesh failed|Read error|Connection refused|"
@@ -47,4 +50,4 @@ def _await_failures(group: Group, *, limit_s: float = LISTEN_LIMIT_S) -> dict[in
         found = group.published_failures()
         if found or has_dead_peer or time.monotonic() > end:
             return found
-        time.sleep(0.02)
+        time.sleep(max(0.02, _POLL_PER_RANK_S * group.world_size))

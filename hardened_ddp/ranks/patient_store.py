@@ -37,6 +37,10 @@ class PatientStore:
     def set(self, key: str, text: str) -> None:
         self._ask(lambda: self._store.set(key, text))
 
+    def add(self, key: str, number: int = 1) -> int:
+        """Add to the number under key, 0 if there is none, and return the sum."""
+        return self._ask(lambda: int(self._store.add(key, number)))
+
     def claim(self, key: str, name: str) -> str:
         """Write name under key if nothing is there yet; return what is there then."""
         return self._ask(lambda: self._store.compare_set(key, "", name)).decode()
