@@ -602,3 +602,12 @@ class Flipping(nn.Module):
             optimizers = (o for o in gc.get_objects() if isinstance(o, torch.optim.Optimizer))
             values = next(optimizers).state[self.first.weight]["exp_avg"]
         flip_bit(values, 30 if self.what == "nan" else 21)
+
+
+def number(line: str) -> int:
+    """Make a sample of a line: for --dataset_args '{transform: tests.plugins:number}'."""
+    return int(line)
+
+
+def length_of(line: str) -> tuple[torch.Tensor, int]:
+    return torch.tensor([float(len(line))]), len(line) % 2

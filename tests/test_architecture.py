@@ -52,6 +52,9 @@ ONE_FOR_EACH_FIELD = {
     # their parameters are the keys of --dataset_args
     "data/synthetic.py": {"__init__"},
     "data/huggingface.py": {"open_hub_set"},
+    "data/hub_stream.py": {"open_hub_stream"},
+    "data/file_streams.py": {"open_text", "open_parquet", "open_tar"},
+    "data/shard_files.py": {"open_files"},
 }
 
 # What is done, by its full name -> the files that may do it. What stands first counts.

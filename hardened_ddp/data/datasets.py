@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 
 from hardened_ddp.data.collate import find_collate
 from hardened_ddp.data.digits import open_digits
+from hardened_ddp.data.file_streams import FILE_STREAMS
 from hardened_ddp.data.facts import (
     check_classes,
     check_labels,
@@ -32,6 +33,7 @@ from hardened_ddp.data.facts import (
     read_example,
 )
 from hardened_ddp.data.fetch import describe
+from hardened_ddp.data.hub_stream import open_hub_stream
 from hardened_ddp.data.huggingface import PREFIX, open_hub_set
 from hardened_ddp.data.import_path import import_callable
 from hardened_ddp.data.iterable import adapt
@@ -152,7 +154,8 @@ def _known_name(name: str) -> str:
         near = difflib.get_close_matches(folded, NAMES, n=1)
         raise DataError(
             f"no dataset is called {name!r}" + (f" (did you mean {near[0]}?)" if near else ""),
-            fix=f"--dataset {' | '.join(NAMES)} | hf:FOLDER | package.module:callable",
+            fix=f"--dataset {' | '.join(NAMES)} | hf:FOLDER | text:GLOB | parquet:GLOB | tar:GLOB | "
+            "package.module:callable",
         )
     return folded
 
@@ -199,7 +202,10 @@ def _open(
 def _find_source(name: str, config: DataConfig) -> Callable[..., Any]:
     """Find what to call with train=True or train=False to get a dataset."""
     if name.startswith(PREFIX):
-        return functools.partial(open_hub_set, name)
+        opens = open_hub_stream if config.streaming else open_hub_set
+        return functools.partial(opens, name)
+    if (kind := name.partition(":")[0]) in FILE_STREAMS:
+        return functools.partial(FILE_STREAMS[kind], name)
     if ":" in name:
         return import_callable(name, setting="dataset", error=DataError)
     if name in DOWNLOADABLE:

@@ -19,8 +19,8 @@ from hardened_ddp.data.extras import import_extra
 from hardened_ddp.errors import DataError
 
 PREFIX = "hf:"
-_IMAGE_COLUMNS = ("image", "img", "pixel_values", "images")
-_LABEL_COLUMNS = ("label", "labels", "fine_label", "target")
+IMAGE_COLUMNS = ("image", "img", "pixel_values", "images")
+LABEL_COLUMNS = ("label", "labels", "fine_label", "target")
 _TEST_PARTS = ("validation", "valid", "val", "test")
 
 
@@ -39,7 +39,7 @@ class HubImages(Dataset[tuple[torch.Tensor, int]]):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        pixels = _pixels(self.rows[int(index)][self.image], self.image_size)
+        pixels = pixels_of(self.rows[int(index)][self.image], self.image_size)
         return pixels, int(self.targets[index])
 
 
@@ -62,18 +62,36 @@ def open_hub_set(
     height and width; 0: don't scale. subset: one of several sets under the same name.
     """
     parts = _load(name.removeprefix(PREFIX), subset, data_dir=data_dir, download=download)
+    part = choose_part(name, list(parts), train=train, train_part=train_part, test_part=test_part)
+    if part is None:
+        return None
+    rows = parts[part]
+    columns = [_column(rows, *given) for given in ((image, IMAGE_COLUMNS), (label, LABEL_COLUMNS))]
+    return HubImages(rows, image=columns[0], label=columns[1], image_size=image_size)
+
+
+def choose_part(
+    name: str, parts: Sequence[str], *, train: bool, train_part: str, test_part: str
+) -> str | None:
+    """Choose the part to train or to test on; None: there is none to test on. Raises DataError."""
     wanted = [train_part] if train else [test_part] if test_part else _TEST_PARTS
     part = next((key for key in wanted if key in parts), None)
-    if part is None:
-        if not train and not test_part:
-            return None
+    if part is None and (train or test_part):
         raise DataError(
             f"{name} has no part {wanted[0]!r}; it has: {', '.join(map(str, parts))}",
             fix="--dataset_args '{train_part: NAME, test_part: NAME}'",
         )
-    rows = parts[part]
-    columns = [_column(rows, *given) for given in ((image, _IMAGE_COLUMNS), (label, _LABEL_COLUMNS))]
-    return HubImages(rows, image=columns[0], label=columns[1], image_size=image_size)
+    return part
+
+
+def library_error(place: str, error: Exception) -> DataError:
+    """Make the error for a dataset that the library can't open."""
+    text = str(error).partition("\n")[0][:300]
+    return DataError(
+        f"hf:{place} can't be opened: {type(error).__name__}: {text}",
+        fix="without network: on a machine with network, run load_dataset(NAME)"
+        ".save_to_disk(FOLDER) of the datasets package, copy FOLDER, and use --dataset hf:FOLDER",
+    )
 
 
 def _load(place: str, subset: str, *, data_dir: str, download: bool) -> Mapping[str, Any]:
@@ -94,12 +112,7 @@ def _load(place: str, subset: str, *, data_dir: str, download: bool) -> Mapping[
         )
         return dict(loaded)
     except Exception as error:  # WHY broad: the library passes on any error of network or files
-        text = str(error).partition("\n")[0][:300]
-        raise DataError(
-            f"hf:{place} can't be opened: {type(error).__name__}: {text}",
-            fix="without network: on a machine with network, run load_dataset(NAME)"
-            ".save_to_disk(FOLDER) of the datasets package, copy FOLDER, and use --dataset hf:FOLDER",
-        ) from error
+        raise library_error(place, error) from error
 
 
 def _column(rows: Any, given: str, usual: Sequence[str]) -> str:  # Any: a datasets.Dataset
@@ -113,7 +126,7 @@ def _column(rows: Any, given: str, usual: Sequence[str]) -> str:  # Any: a datas
     return found
 
 
-def _pixels(value: Any, image_size: int) -> torch.Tensor:  # Any: a PIL image, or nested numbers
+def pixels_of(value: Any, image_size: int) -> torch.Tensor:  # Any: a PIL image, or nested numbers
     """Convert an image to a float tensor (C, H, W): -1 is black, 1 is white."""
     if hasattr(value, "convert"):
         value = value if value.mode in ("L", "RGB") else value.convert("RGB")

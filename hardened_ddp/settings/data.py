@@ -21,7 +21,8 @@ class DataConfig:
     dataset: str = setting(
         "digits",
         "digits, synthetic, image_folder, a torchvision dataset such as cifar10, "
-        "hf:FOLDER_OR_NAME for a Hugging Face dataset, or your own as package.module:callable.",
+        "hf:FOLDER_OR_NAME for a Hugging Face dataset, text:GLOB, parquet:GLOB or tar:GLOB for "
+        "files that are read as a stream, or your own as package.module:callable.",
     )
     # Any: the arguments are those of a callable that we don't know
     dataset_args: Mapping[str, Any] = setting(

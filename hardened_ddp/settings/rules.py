@@ -88,6 +88,14 @@ RULES: tuple[Rule, ...] = (
         "package.module:callable",
     ),
     Rule(
+        names=("streaming", "dataset"),
+        is_broken=lambda config, _: (
+            config.data.streaming and not config.data.dataset.startswith("hf:")
+        ),
+        why="streaming is for hf:FOLDER_OR_NAME; text:GLOB, parquet:GLOB, tar:GLOB and your own "
+        "iterable datasets are streams in any case",
+    ),
+    Rule(
         names=("warmup_steps", "max_steps"),
         is_broken=lambda config, _: 0 < config.loop.max_steps <= config.optimizer.warmup_steps,
         why="the run would end before the learning rate reaches its peak; needs warmup_steps below "

@@ -1,0 +1,96 @@
+"""Hugging Face datasets read as a stream: --dataset hf:PATH_OR_NAME --streaming.
+
+Owns opening one, and what a row becomes: (image, label) where it has such columns, else a mapping
+of its columns with lists of numbers as tensors. Each file of the dataset is a shard.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hardened_ddp.data.extras import import_extra
+from hardened_ddp.data.huggingface import (
+    IMAGE_COLUMNS,
+    LABEL_COLUMNS,
+    PREFIX,
+    choose_part,
+    library_error,
+    pixels_of,
+)
+from hardened_ddp.data.import_path import import_callable
+from hardened_ddp.data.iterable import HubStream
+from hardened_ddp.data.shard_files import NUM_SHARDS, Change, as_sample
+from hardened_ddp.errors import DataError
+
+
+def open_hub_stream(
+    name: str,
+    *,
+    train: bool,
+    data_dir: str,
+    download: bool,
+    image_size: int = 0,
+    train_part: str = "train",
+    test_part: str = "",
+    subset: str = "",
+    num_shards: int = 0,
+    num_classes: int = 0,
+    transform: str = "",
+) -> HubStream | None:
+    """Open the training or the test part as a stream; None if there is no part to test on.
+
+    image_size: scale images to this height and width. num_shards: fewer than the files are.
+    transform: package.module:callable, makes a sample of a row.
+    """
+    place = name.removeprefix(PREFIX)
+    parts = _load(place, subset, data_dir=data_dir, download=download)
+    part = choose_part(name, list(parts), train=train, train_part=train_part, test_part=test_part)
+    if part is None:
+        return None
+    rows = parts[part]
+    change: Change = partial(_sample_of, image_size=image_size)
+    if transform:
+        change = import_callable(transform, setting="dataset_args transform", error=DataError)
+    stream = HubStream(rows, name=name, num_shards=num_shards, change=change)
+    if num_classes:
+        stream.num_classes = num_classes  # type: ignore[attr-defined]  # only if there are classes
+    return stream
+
+
+def _load(place: str, subset: str, *, data_dir: str, download: bool) -> dict[str, Any]:
+    """Return all parts by name, as the library's iterable datasets. Raises DataError."""
+    datasets = import_extra("datasets", what=f"--dataset hf:{place} --streaming")
+    datasets.disable_progress_bars()
+    folder = Path(place)
+    try:
+        if (folder / "dataset_dict.json").is_file():
+            saved = dict(datasets.load_from_disk(place))
+        elif (folder / "state.json").is_file():
+            saved = {"train": datasets.load_from_disk(place)}
+        else:
+            offline = datasets.DownloadConfig(local_files_only=not download)
+            cache = str(Path(data_dir) / "huggingface")
+            return dict(
+                datasets.load_dataset(
+                    place,
+                    subset or None,
+                    cache_dir=cache,
+                    download_config=offline,
+                    streaming=True,
+                )
+            )
+        return {
+            key: rows.to_iterable_dataset(num_shards=max(1, min(NUM_SHARDS, len(rows))))
+            for key, rows in saved.items()
+        }
+    except Exception as error:  # WHY broad: the library passes on any error of network or files
+        raise library_error(place, error) from error
+
+
+def _sample_of(row: dict[str, Any], *, image_size: int) -> Any:  # Any: as the columns are
+    """Make a sample of a row: an image with its label, or its columns."""
+    image = next((key for key in IMAGE_COLUMNS if hasattr(row.get(key), "convert")), None)
+    label = next((key for key in LABEL_COLUMNS if key in row), None)
+    if image is not None and label is not None:
+        return pixels_of(row[image], image_size), row[label]
+    return as_sample(row)

@@ -1,0 +1,186 @@
+"""Files as a stream: what text, parquet and tar shards have in common.
+
+Owns the pieces of a set of files, how they make shards, and the reader that goes through the pieces
+of one shard. With fewer files than shards a file is cut into several pieces; with more, a shard has
+several files. The number of shards does not depend on the ranks, so neither does the order.
+Does not own: reading one piece (text_shards.py, parquet_shards.py, tar_shards.py).
+"""
+
+import glob
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hardened_ddp.data.import_path import import_callable
+from hardened_ddp.errors import DataError
+
+NUM_SHARDS = 64
+"""Shards where --dataset_args does not say how many. For balance, 8 x ranks or more."""
+
+COUNTED_BYTES = 64 << 20
+"""Sets of files up to this size are counted before training, so that their length is known."""
+
+Change = Callable[[Any], Any]
+"""Makes a sample of what a file holds: a line, a row, the members of a tar. Any: that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a file: bytes or rows first to last - 1, as its format counts them."""
+
+    file: str
+    first: int
+    last: int
+
+
+class Format(Protocol):
+    """One format of files. Picklable."""
+
+    can_cut: bool
+    """Whether a file can be cut into pieces."""
+
+    def measure(self, file: str) -> int:
+        """Return the length of a file in the unit of Piece."""
+
+    def read(self, piece: Piece, at: int) -> Iterator[tuple[Any, int]]:
+        """Yield what the piece holds from position at on, each with the position after it."""
+
+    def count(self, piece: Piece) -> int | None:
+        """Return the number of samples of a piece if that costs next to nothing, else None."""
+
+
+class FileStream:
+    """Files as a stream (stream_types.py)."""
+
+    def __init__(
+        self, files: Sequence[str], form: Format, *, num_shards: int, change: Change | None
+    ) -> None:
+        self.files = list(files)
+        self.form = form
+        self.change = change
+        self.uses_randomness = change is not None
+        num_pieces = -(-num_shards // len(self.files)) if form.can_cut else 1
+        pieces = []
+        for file in self.files:
+            length = form.measure(file)
+            edges = [length * part // num_pieces for part in range(num_pieces + 1)]
+            pieces += [Piece(file, *edge) for edge in itertools.pairwise(edges)]
+        self.num_shards = min(num_shards, len(pieces))
+        self.shards = [pieces[shard :: self.num_shards] for shard in range(self.num_shards)]
+        counts = [[form.count(piece) for piece in shard] for shard in self.shards]
+        if all(count is not None for shard in counts for count in shard):
+            self.sizes = [sum(count or 0 for count in shard) for shard in counts]
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> "PieceReader":
+        """Read a shard from its start, or from (piece, position)."""
+        return PieceReader(self.form, self.shards[shard], self.change, state or (0, -1))
+
+
+class PieceReader:
+    """Goes through the pieces of a shard. A sample that can't be made is given as its error."""
+
+    def __init__(
+        self, form: Format, pieces: Sequence[Piece], change: Change | None, state: Sequence[int]
+    ) -> None:
+        self._form, self._pieces, self._change = form, pieces, change
+        self._number, self._at = state
+        self._open: Iterator[tuple[Any, int]] | None = None
+
+    def __iter__(self) -> "PieceReader":
+        return self
+
+    def __next__(self) -> Any:  # Any: what the format holds, or a sample made of it
+        while self._number < len(self._pieces):
+            if self._open is None:
+                piece = self._pieces[self._number]
+                self._at = max(self._at, piece.first)
+                self._open = self._form.read(piece, self._at)
+            found = next(self._open, None)
+            if found is None:
+                self._number, self._at, self._open = self._number + 1, -1, None
+                continue
+            content, self._at = found
+            if self._change is None or isinstance(content, Exception):
+                return content
+            try:
+                return self._change(content)
+            except Exception as error:  # WHY given and not raised: the reader goes on behind it
+                return error
+        raise StopIteration
+
+    def state_dict(self) -> list[int]:
+        """Return where the next sample is: the piece, and the position in it."""
+        return [self._number, self._at]
+
+
+def open_files(
+    name: str,
+    make: Callable[[int], Format],
+    *,
+    train: bool,
+    test: str = "",
+    transform: str = "",
+    num_shards: int = NUM_SHARDS,
+    num_classes: int = 0,
+) -> FileStream | None:
+    """Open the files of --dataset text:GLOB and the like; for the test part those of test.
+
+    make: makes the format, given the bytes of all files. transform: package.module:callable, makes
+    a sample of what a file holds. Raises DataError.
+    """
+    kind, _, pattern = name.partition(":")
+    if not train:
+        if not test:
+            return None
+        pattern = test
+    files = sorted(path for path in glob.glob(pattern, recursive=True))
+    if not files:
+        raise DataError(
+            f"--dataset {kind}:{pattern}: no file has such a name",
+            fix="give a pattern in quotes, such as 'text:corpus/*.txt'; ** matches folders",
+        )
+    if num_shards < 1:
+        raise DataError(
+            f"--dataset_args num_shards is {num_shards}; need a number from 1",
+            fix="leave it out, or give 8 x ranks or more",
+        )
+    change = None
+    if transform:
+        change = import_callable(transform, setting="dataset_args transform", error=DataError)
+    stream = FileStream(files, make(sum(map(_size, files))), num_shards=num_shards, change=change)
+    if num_classes:
+        stream.num_classes = num_classes  # type: ignore[attr-defined]  # only if there are classes
+    return stream
+
+
+def as_sample(row: dict[str, Any]) -> Any:  # Any: as below
+    """Make tensors of the numbers of a row; two columns, one of them the label, become a pair."""
+    made = {name: _tensor(value) for name, value in row.items()}
+    for label in ("label", "labels", "target", "targets"):
+        if label in made and len(made) == 2:
+            [other] = [name for name in made if name != label]
+            return made[other], made[label]
+    return made
+
+
+def _tensor(value: Any) -> Any:  # Any: a cell
+    """Convert nested lists of numbers to a tensor; return anything else as it is."""
+    first = value
+    while isinstance(first, list) and first:
+        first = first[0]
+    if isinstance(value, list) and isinstance(first, int | float):
+        return torch.tensor(value)
+    return value
+
+
+def _size(file: str) -> int:
+    try:
+        with open(file, "rb") as opened:
+            return opened.seek(0, 2)
+    except OSError as error:
+        raise DataError(
+            f"{file} can't be read: {error}", fix="check the path and its permissions"
+        ) from error
