@@ -53,6 +53,9 @@ class Fetcher:
         self.collate = collate
         self.checks = checks or Checks()
         self._is_clean = self.checks.known == {}  # all of the data was checked, and is fine
+        self.copies_data = False
+        """Workers get their own copy of the dataset's tensors; else they share them."""
+
         self.shares_memory = True
         """In a worker: batches are made in shared memory."""
 
@@ -71,10 +74,11 @@ class Fetcher:
             self.reads_batches = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # WHY packed twice: unpickling a torchvision dataset imports torchvision, and a worker must
-        # repair that import first if this process had to.
-        packed = pickle.dumps((self.dataset, self.seed, self.checks, self.collate))
-        return _unpack, ("torchvision" in sys.modules, packed)
+        sent = (self.dataset, self.seed, self.checks, self.collate)
+        if self.copies_data:
+            # WHY packed: multiprocessing's own pickle would put the tensors into shared memory
+            return _unpack, (_Needs("torchvision" in sys.modules), pickle.dumps(sent))
+        return _unpack, (_Needs("torchvision" in sys.modules), sent)
 
     def __getitem__(self, request: Request) -> Batch:
         """Read one micro-batch. torch's DataLoader calls this in a worker."""
@@ -233,8 +237,22 @@ def preserved_rng() -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
-def _unpack(has_torchvision: bool, packed: bytes) -> Fetcher:
-    if has_torchvision:
-        import_torchvision()
-    dataset, seed, checks, collate = pickle.loads(packed)
+class _Needs:
+    """What must be imported before the dataset is unpickled: so it comes first in the pickle.
+
+    WHY: unpickling a torchvision dataset imports torchvision, and a worker must repair that import
+    first if this process had to.
+    """
+
+    def __init__(self, has_torchvision: bool) -> None:
+        self.has_torchvision = has_torchvision
+        if has_torchvision:
+            import_torchvision()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Needs, (self.has_torchvision,)
+
+
+def _unpack(_: _Needs, sent: Any) -> Fetcher:
+    dataset, seed, checks, collate = pickle.loads(sent) if isinstance(sent, bytes) else sent
     return Fetcher(dataset, seed=seed, checks=checks, collate=collate)

@@ -10,7 +10,6 @@ What goes wrong here: workers killed for memory, hung, or out of shared memory: 
 """
 
 import logging
-import pickle
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
@@ -21,6 +20,7 @@ from hardened_ddp.data.batch import BadSample, Batch, Request
 from hardened_ddp.data.worker_pool import WorkerPool, WorkersLost
 from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.shard_reader import BlockReader
+from hardened_ddp.data.sending import measure_sending
 from hardened_ddp.data.worker_fallback import WorkerFallback, WorkerLevel
 from hardened_ddp.data.read_errors import RetryReport, file_of
 from hardened_ddp.data.workers import WorkerPlan, raise_open_file_limit
@@ -207,6 +207,7 @@ class BatchStream:
         batches: list[Batch] = []
         if lost.is_about_sharing and before.shares_memory:
             after = WorkerLevel(before.num_workers, shares_memory=False)
+            self._copy_data()
         elif is_again and not lost.is_dangerous:
             after = WorkerLevel(0)  # fewer workers did not help; without any, the error has a name
         elif unanswered and lost.is_dangerous and (before.num_workers == 1 or is_again):
@@ -279,14 +280,24 @@ class BatchStream:
         batch = self.fetcher[(epoch, torch.tensor(good, dtype=torch.int64))]
         return replace(batch, bad=batch.bad + tuple(bad))
 
+    def _copy_data(self) -> None:
+        """Give each worker its own copy of the dataset: none of it goes through /dev/shm."""
+        if isinstance(self.fetcher, Fetcher):
+            self.fetcher.copies_data = True
+
     def _why_not_sendable(self) -> str:
         """Return why the dataset can't be sent to a worker; empty if it can."""
         if self.plan.start_method == "fork":
             return ""
         try:
-            pickle.dumps(self.fetcher)
+            cost = measure_sending(self.fetcher)
         except Exception as error:  # WHY broad: pickling runs the user's own code
             return f"the dataset or its collate can't be sent to a worker ({error})"
+        shares = cost.fits(local_world_size=self.plan.local_world_size)
+        if not shares:
+            self._copy_data()
+        if warning := cost.warning(num_workers=self.plan.num_workers, shares=shares):
+            log.warning("%s", warning)
         return ""
 
 

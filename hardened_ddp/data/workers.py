@@ -34,6 +34,9 @@ class WorkerPlan:
     shares_memory: bool = True
     """Batches come back through shared memory. False: through a pipe, slower but without limits."""
 
+    local_world_size: int = 1
+    """Ranks of this machine, each with workers of its own."""
+
     reasons: tuple[str, ...] = ()
     """Where this differs from the settings, and why."""
 
@@ -67,6 +70,7 @@ def plan_workers(
         num_workers=workers,
         prefetch_factor=prefetch,
         start_method=choose_start_method(config.multiprocessing_context),
+        local_world_size=local_world_size,
         reasons=tuple(reasons),
     )
 
