@@ -453,6 +453,23 @@ class HangingPoints(Points):
         return super().__getitem__(index)
 
 
+class StallingPoints(Points):
+    """One sample takes as long as a storage that stalls."""
+
+    def __init__(self, size: int, index: int, stall_s: float) -> None:
+        super().__init__(size)
+        self.index, self.stall_s = index, stall_s
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if index == self.index:
+            time.sleep(self.stall_s)
+        return super().__getitem__(index)
+
+
+def points_that_stall(train: bool, index: int = 133, stall_s: float = 6.0) -> Points:
+    return StallingPoints(200, index, stall_s) if train else Points(17)
+
+
 def points_that_hang(train: bool, index: int, marker: str = "", size: int = 40) -> Points:
     return HangingPoints(size, index, marker) if train else Points(17)
 

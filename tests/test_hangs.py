@@ -109,13 +109,11 @@ def test_a_stopped_process_is_named_as_such_and_ended(victim: int, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "num_workers"), [(1, 0), (1, 1), (2, 0), (2, 2)])
-def test_a_hang_in_the_data_names_the_sample(
-    world_size: int, num_workers: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_hang_in_the_data_names_the_sample(world_size: int, tmp_path: Path) -> None:
     # Sample 33 may come in the first steps, where a hang takes long to be told from a slow start.
-    flags = ["--dataset", "tests.plugins:points_that_hang", "--loader_timeout_s", "0"]
-    flags += ["--dataset_args", "{index: 433, size: 600}", "--num_workers", str(num_workers)]
+    flags = ["--dataset", "tests.plugins:points_that_hang", "--loader_timeout_s", "2"]
+    flags += ["--dataset_args", "{index: 433, size: 600}", "--num_workers", "0"]
     argv = [*POINTS, *flags, "--model", "mlp", "--hang_after_s", "2", "--output_dir", tmp_path]
     finished = train(argv, world_size, timeout_s=60)
     assert finished.statuses == (LEFT,) * world_size
@@ -123,9 +121,7 @@ def test_a_hang_in_the_data_names_the_sample(
     verdict = (folder / "verdict.txt").read_text(encoding="utf-8")
     found = re.match(r"rank (\d), step (\d+), data, sample 433, \d+ s", verdict)
     assert found is not None, verdict
-    reader = f"rank_{found[1]}_worker_*.txt" if num_workers else f"rank_{found[1]}.txt"
-    texts = [path.read_text(encoding="utf-8") for path in folder.glob(reader)]
-    assert any("in hang" in text for text in texts), texts
+    assert "in hang" in (folder / f"rank_{found[1]}.txt").read_text(encoding="utf-8")
     check_saved(finished, tmp_path)
 
 

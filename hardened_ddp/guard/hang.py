@@ -32,6 +32,7 @@ from hardened_ddp.guard.hang_consensus import HangConsensus
 from hardened_ddp.guard.neighbours import Neighbours
 from hardened_ddp.guard.outside_view import start_outside_view
 from hardened_ddp.guard.slow import SlowRanks, Split
+from hardened_ddp.guard.slow_data import SlowData
 from hardened_ddp.guard.verdict import Report, Verdict, decide, limits_ns, patience_for
 from hardened_ddp.guard.watchdog import leave_at_once
 from hardened_ddp.ranks.awake import AwakeTime
@@ -87,6 +88,7 @@ class HangWatch:
         self._age_s = self._muted_s = self._compare_in_s = 0.0
         self._seen_since = 0
         self._slow = SlowRanks()
+        self._slow_data = SlowData()
         self._end = threading.Event()
         self._is_judging = threading.Event()
         self._thread: threading.Thread | None = None
@@ -166,6 +168,7 @@ class HangWatch:
         self._age(awake_s)
         self._set_limits()
         report = self._report()
+        self._slow_data.tell(report, tracker=self._group.tracker, samples=self._subject.samples)
         if self._group.world_size > 1:
             self._consensus.beat(report, words[HEART], self._subject.split())
             self._neighbours.look(awake_s)

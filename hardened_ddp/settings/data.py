@@ -91,7 +91,8 @@ class DataConfig:
     )
     loader_timeout_s: float = setting(
         120.0,
-        "Seconds to wait for a batch before the workers count as hung. 0: wait forever.",
+        "Seconds to wait for a batch before the workers, or a rank that reads without any, count "
+        "as hung. 0: wait as long as it takes (the other ranks wait for timeout_s).",
         bounds=SECONDS_OR_ZERO,
         may_differ=True,
     )

@@ -23,6 +23,8 @@ from hardened_ddp.training.survivor_save import save_while_stuck
 COMPILE_LIMIT_S = 600.0
 """A batch of another shape makes a compiled model compile again, in the middle of a run."""
 
+NO_LIMIT_S = 10 * 365 * 86400.0
+
 MARGIN_S = 30.0
 """Time for the loader to find out by itself in which sample its workers hang."""
 
@@ -77,9 +79,14 @@ def _least_s(parts: Parts) -> dict[int, float]:
     """Return the phases of this run that may take longer than usual, with their limits."""
     found: dict[int, float] = {}
     stream, config = parts.train_loader.stream, parts.config
-    if stream.num_workers > 0 and config.data.loader_timeout_s:
+    limit_s = config.data.loader_timeout_s
+    if not limit_s:  # to wait for ever was asked for
+        found[Phase.DATA] = found[Phase.EVALUATION] = NO_LIMIT_S
+    elif stream.num_workers == 0:
+        found[Phase.DATA] = limit_s
+    else:
         # WHY: workers that hang are replaced, and their sample is named, without any restart
-        found[Phase.DATA] = config.data.loader_timeout_s + MARGIN_S
+        found[Phase.DATA] = limit_s + MARGIN_S
     if config.model.compile:
         found[Phase.FORWARD] = found[Phase.BACKWARD] = COMPILE_LIMIT_S
     return found
