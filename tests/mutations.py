@@ -40,6 +40,8 @@ SHARED, OPTIMIZER, STEPS = (
     "tests/test_optimizer.py",
     "tests/test_steps.py",
 )
+OWN_OPTIMIZERS = "tests/test_own_optimizers.py"
+PUT_BACK = f"{OWN_OPTIMIZERS} -k 'put_back or taken_back'"
 DOCTOR, FORMATS = "tests/test_doctor.py", "tests/test_export_formats.py"
 PROBLEMS, SETTINGS, FORMAT = (
     "tests/test_settings_problems.py",
@@ -283,6 +285,28 @@ MUTATIONS = [
         f"{LAUNCH} tests/test_restarts.py test_ddp_training.py -k 'stop'",
     ),
     # model
+    Mutation(
+        "model/optimizer_state.py",
+        """if option != "params" and not (option in base and _is_same(value, base[option]))""",
+        "if option == 'no option'",
+        PUT_BACK,
+    ),
+    Mutation("model/optimizer_state.py", "schedule.restore(_unpack", "(_unpack", PUT_BACK),
+    Mutation(
+        "step/step.py",
+        "            seed_update(seed, step=step, device_type=parts.device.type)",
+        "            pass",
+        f"{OWN_OPTIMIZERS} -k 'noisy'",
+    ),
+    Mutation(
+        "model/schedule.py", "            group.update(options)", "            pass", PUT_BACK
+    ),
+    Mutation(
+        "data/batch.py",
+        "    if batch.read_part is not None:",
+        "    if batch is None:",
+        "tests/test_collate.py",
+    ),
     Mutation(
         "model/schedule.py",
         "return peak * (step + 1) / config.warmup_steps",

@@ -154,6 +154,16 @@ def test_without_a_collate_what_makes_no_batch_is_told_how_to_make_one() -> None
     assert "--collate" in caught.value.fix
 
 
+def test_samples_that_all_differ_are_not_bad_but_need_a_collate() -> None:
+    fetcher = Fetcher(Rows(), seed=0)
+    with pytest.raises(SampleError, match="of 4 shapes") as caught:
+        fetcher[(0, torch.arange(4))]
+    assert "--collate" in caught.value.fix
+    most = [(torch.zeros(3), 0)] * 3 + [(torch.zeros(4), 0)]
+    batch = Fetcher(most, seed=0)[(0, torch.arange(4))]
+    assert [(bad.index, "set --collate" in bad.error) for bad in batch.bad] == [(3, True)]
+
+
 @pytest.mark.parametrize("collate", [pad, join])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_part_of_a_collated_batch_has_the_same_samples(collate: Any, num_workers: int) -> None:

@@ -15,7 +15,7 @@ from hardened_ddp.checkpoint.files import load_checkpoint
 from hardened_ddp.checkpoint.listing import open_checkpoint
 from hardened_ddp.errors import OptimizerError
 from hardened_ddp.model.optimizer import build_optimizer
-from hardened_ddp.model.optimizer_state import _pack, _unpack
+from hardened_ddp.model.optimizer_state import _pack, _unpack, restore_state, save_state
 from hardened_ddp.model.parameter_groups import parameter_groups
 from hardened_ddp.model.schedule import Schedule
 from hardened_ddp.settings.declare import ImportPath
@@ -204,6 +204,52 @@ def test_a_state_comes_back_as_it_was() -> None:
             _pack({"x": [bad]}, "s", {})
 
 
+@pytest.mark.parametrize("scheduler", ["cosine", f"{SCHEDULERS}:OneCycleLR", f"{OWN}:Bouncing"])
+@pytest.mark.parametrize(
+    "name", ["adamw", f"{OWN}:Adaptive", f"{OWN}:OwnFormat", "torch.optim:ASGD"]
+)
+def test_a_state_is_put_back_into_an_optimizer_that_went_on(name: str, scheduler: str) -> None:
+    args = {"cycle_momentum": False} if "OneCycle" in scheduler else {}
+    model = nn.Linear(3, 2)
+    names = dict(model.named_parameters())
+    schedule = build(model, optimizer=name, lr_schedule=scheduler, lr_schedule_args=args)
+
+    def go_on(first: int, last: int) -> list[torch.Tensor]:
+        for step in range(first, last):
+            for parameter in names.values():
+                parameter.grad = torch.full_like(parameter, 0.1 * (step - 4))
+            schedule.begin_step(step)
+            schedule.optimizer.step()
+            schedule.end_step()
+        return [parameter.detach().clone() for parameter in names.values()]
+
+    before = go_on(0, 4)
+    tensors, rest = save_state(schedule, names)
+    kept = {key: tensor.clone() for key, tensor in tensors.items()}
+    rest = json.loads(json.dumps(rest))
+    expected = go_on(4, 7)
+    with torch.no_grad():
+        for parameter, value in zip(names.values(), before, strict=True):
+            parameter.copy_(value)
+    restore_state(schedule, names, kept, rest)
+    assert all(map(torch.equal, go_on(4, 7), expected))
+
+
+def test_a_scheduler_can_not_be_continued_for_more_steps_than_it_was_made_for(
+    tmp_path: Path,
+) -> None:
+    words = ["--lr_schedule", f"{SCHEDULERS}:OneCycleLR", "--model", "mlp"]
+    learn(tmp_path, *words)
+    argv = ["--cpu_only", "--resume", str(tmp_path / "run"), "--epochs", "3"]
+    finished = train(argv, 1)
+    assert finished.statuses == (2,)
+    assert "was made for 10 steps, and the run now has 15" in finished.output
+    words = ["--optimizer", "torch.optim:RAdam", "--lr_schedule", "cosine"]
+    finished = train([*argv[:-1], "2", *words], 1)
+    assert finished.statuses == (2,)
+    assert "optimizer: checkpoint has AdamW, this run uses RAdam" in finished.output
+
+
 @pytest.mark.parametrize(
     ("how", "told"),
     [
@@ -301,7 +347,7 @@ def learn(output: Path, *words: str, ok: bool = True) -> dict[str, torch.Tensor]
 def test_a_resumed_run_and_one_with_a_fault_have_the_same_weights_bit_for_bit(
     name: str, tmp_path: Path
 ) -> None:
-    words = [*RUNS[name], "--model", "tests.plugins:Stumbling", "--model_args"]
+    words = [*RUNS[name], "--model", "tests.plugins:FailingOnce", "--model_args"]
     whole = learn(tmp_path / "whole", *words, "{faults: {}}")
     assert any(key.startswith("optimizer.") for key in whole)
     fault = learn(tmp_path / "fault", *words, "{faults: {1: {9: forward}}}")

@@ -104,15 +104,23 @@ def collate_plainly(
     except Exception as error:  # WHY broad: default_collate raises what it meets
         shapes = [_shape(sample) for sample in samples]
         usual, count = Counter(shapes).most_common(1)[0]
-        if count == len(samples):  # no single sample is the cause
+        # WHY no majority: samples that all differ are meant to, and none of them is wrong.
+        has_majority = 2 * count > len(samples) or len(samples) == 2
+        if count == len(samples) or not has_majority:
+            differing = "" if count == len(samples) else f"(of {len(set(shapes))} shapes) "
             raise SampleError(
-                f"samples {list(numbers[:4])} can't be made into a batch: {describe(error)}",
+                f"samples {list(numbers[:4])} {differing}can't be made into a batch: "
+                f"{describe(error)}",
                 fix="make __getitem__ return (input tensor, label), all of one shape; or make batches "
                 "yourself, with --collate package.module:callable",
             ) from error
         fits = [shape == usual for shape in shapes]
         misfits = tuple(
-            BadSample(number, f"it is {shape}, where the others are {usual}"[:_MAX_TEXT])
+            BadSample(
+                number,
+                f"it is {shape}, where the others are {usual}"[:_MAX_TEXT]
+                + "; if samples may differ, set --collate",
+            )
             for number, shape, is_fit in zip(numbers, shapes, fits, strict=True)
             if not is_fit
         )
