@@ -23,8 +23,9 @@ from hardened_ddp.data.shard_reader import BlockReader
 from hardened_ddp.data.sending import measure_sending
 from hardened_ddp.data.worker_fallback import WorkerFallback, WorkerLevel
 from hardened_ddp.data.read_errors import RetryReport, file_of
-from hardened_ddp.data.workers import WorkerPlan, raise_open_file_limit
+from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError
+from hardened_ddp.ranks.open_files import raise_open_file_limit
 from hardened_ddp.settings.data import DataConfig
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,6 @@ WHY not os.cpu_count(): in a container it counts the host's CPUs; and every rank
 import logging
 import multiprocessing
 import os
-import resource
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -16,7 +15,6 @@ from hardened_ddp.settings.data import DataConfig
 log = logging.getLogger(__name__)
 
 MOST_WORKERS = 8
-WANTED_OPEN_FILES = 65536
 SHARED_MEMORY = Path("/dev/shm")
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -139,14 +137,6 @@ def _read_v1(folder: Path) -> float | None:
         return None if quota < 0 else quota / period
     except (OSError, ValueError, ZeroDivisionError):
         return None
-
-
-def raise_open_file_limit() -> None:
-    """Raise the limit of open files as far as allowed: each batch in flight is an open file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, WANTED_OPEN_FILES)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _fit_shared_memory(

@@ -22,12 +22,17 @@ _COMMANDS = {
 def pick_device(launch: Launch, *, cpu_only: bool, backend: str) -> torch.device:
     """Choose this rank's device: its own GPU, else the CPU. Rank-local.
 
+    WHY by what is visible: variables don't say for sure whether all ranks see the same GPUs. If
+    they do, the local rank is right; if each sees its own only, any of them is. The rendezvous
+    refuses two ranks with one GPU (gpu_id).
     Raises LaunchError if the node has fewer GPUs than ranks (but gloo ranks may share a GPU).
     """
     if cpu_only or not torch.cuda.is_available():
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()
-    index = 0 if launch.has_own_gpus else launch.local_rank
+    index = launch.local_rank
+    if index >= num_gpus and launch.has_own_gpus:
+        index = 0
     if index >= num_gpus and backend != "gloo":
         raise LaunchError(
             f"local rank {launch.local_rank} has no GPU: this node has {num_gpus} and was given "
@@ -38,6 +43,13 @@ def pick_device(launch: Launch, *, cpu_only: bool, backend: str) -> torch.device
     # WHY first: NCCL and every .cuda() without an index use the current device.
     torch.cuda.set_device(device)
     return device
+
+
+def gpu_id(device: torch.device) -> str:
+    """Return the GPU's own id, by which ranks see that they share one; empty: it is unknown."""
+    if device.type != "cuda":
+        return ""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def choose_backend(device: torch.device, backend: Backend) -> Literal["nccl", "gloo"]:

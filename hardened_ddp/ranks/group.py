@@ -29,8 +29,9 @@ from hardened_ddp.errors import (
 )
 from hardened_ddp.ranks import failures
 from hardened_ddp.ranks.awake import finish_work
-from hardened_ddp.ranks.device import choose_backend
+from hardened_ddp.ranks.device import choose_backend, gpu_id
 from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.ranks.open_files import raise_open_file_limit
 from hardened_ddp.ranks.patient_store import PatientStore
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.rendezvous import open_store, rendezvous
@@ -251,11 +252,15 @@ def open_group(
     group = Group(launch, device, timeout_s=timeout_s)
     if launch.world_size == 1:
         return group
+    raise_open_file_limit(world_size=launch.world_size)
     name = choose_backend(device, backend)
+    gpu = gpu_id(device) if name == "nccl" else ""
     timeout = timedelta(seconds=timeout_s)
     where = f"{launch.master_addr}:{launch.master_port}"
     try:
-        store = rendezvous(open_store(launch, timeout), launch, timeout_s)  # collective
+        store = rendezvous(  # collective
+            open_store(launch, timeout), launch, timeout_s, gpu=gpu
+        )
         group.store = PatientStore(store)
         dist.init_process_group(
             name,

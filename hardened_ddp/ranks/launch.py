@@ -37,6 +37,9 @@ MODELS_FOLDER = Path("models")  # made by setup.sh
 SAVE_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals with which clusters ask a job to save. Without a handler they would kill it."""
 
+# They leave a process only some GPUs: those of its rank if a wrapper sets them for each rank.
+_GPU_MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
 
 def read_launch(env: Mapping[str, str]) -> Launch:
     """Find out from the environment who launched this process. Rank-local.
@@ -67,6 +70,7 @@ def read_launch(env: Mapping[str, str]) -> Launch:
         attempt=attempt,
         job_key=job_key,
         agent_key=agent_key,
+        has_own_gpus=launch.has_own_gpus or any(name in env for name in _GPU_MASKS),
         run_id="" if run_id == "none" else run_id,  # torchrun's default for all jobs
     )
 

@@ -42,7 +42,7 @@ class Launch:
     """torchrun's agent already serves a TCPStore on the master port; rank 0 must not."""
 
     has_own_gpus: bool = False
-    """The launcher shows this rank only its own GPUs, so it takes the first one."""
+    """This rank may see only its own GPUs; then it takes the first one."""
 
     job_key: str = ""
     """The same over all restarts of one job, different between jobs; empty: unknown."""

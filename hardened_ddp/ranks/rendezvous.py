@@ -21,7 +21,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 from datetime import timedelta
 from typing import Any
 
@@ -79,16 +79,16 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
     return store
 
 
-def rendezvous(store: dist.Store, launch: Launch, timeout_s: float) -> dist.Store:
+def rendezvous(store: dist.Store, launch: Launch, timeout_s: float, *, gpu: str = "") -> dist.Store:
     """Wait until every rank has joined; return the part of the store that belongs to this round.
 
-    Collective: all ranks. Raises LaunchError on every rank if two processes have the same rank, or
-    the ranks have different world sizes; GroupError if a rank does not join within timeout_s.
+    Collective: all ranks. gpu: the id of this rank's GPU, if no other rank may use it.
+    Raises LaunchError on every rank if two processes have the same rank or GPU, or the ranks have
+    different world sizes; GroupError if a rank does not join within timeout_s.
     """
     end = time.monotonic() + timeout_s
-    round_id = (
-        _open_round(store, launch, end) if launch.is_main else _join_round(store, launch, end)
-    )
+    meet = _open_round if launch.is_main else _join_round
+    round_id = meet(store, launch, end, gpu)
     if round_id is None:
         raise GroupError(
             f"rank {launch.rank} waited {timeout_s:g} s at {launch.master_addr}:"
@@ -99,7 +99,7 @@ def rendezvous(store: dist.Store, launch: Launch, timeout_s: float) -> dist.Stor
     return dist.PrefixStore(round_id, store)
 
 
-def _open_round(store: dist.Store, launch: Launch, end: float) -> str | None:
+def _open_round(store: dist.Store, launch: Launch, end: float, gpu: str) -> str | None:
     """Announce a round and wait until all have joined; then open it, or refuse it. On rank 0."""
     round_id = uuid.uuid4().hex
     current = {"round_id": round_id, "world_size": launch.world_size, "who": _me()}
@@ -113,15 +113,18 @@ def _open_round(store: dist.Store, launch: Launch, end: float) -> str | None:
             store.wait(keys, timedelta(seconds=rest_s))
         except RuntimeError:
             have_all_joined = False
-        if (conflict := _read(store, f"{round_id}/conflict")) is not None:
+        conflict = _read(store, f"{round_id}/conflict")
+        if have_all_joined and conflict is None:
+            joined = [json.loads(text) for text in store.multi_get(keys)]
+            conflict = _shared_gpu([gpu, *(rank["gpu"] for rank in joined)])
+        if conflict is not None:
             store.set(f"{round_id}/refused", json.dumps(conflict))
             # WHY: the others read it, and the store ends with this rank
             time.sleep(20 * POLL_S + 2 * _poll_s(launch))
             raise _conflict_error(conflict)
         if have_all_joined:
             # WHY a key for each: one text with all tokens would be sent to each of N ranks
-            tokens = [json.loads(text)["token"] for text in store.multi_get(keys)]
-            opened = [f"{round_id}/open/{token}" for token in tokens]
+            opened = [f"{round_id}/open/{rank['token']}" for rank in joined]
             store.multi_set(opened, ["1"] * len(opened))  # type: ignore[attr-defined]  # no stub
             return round_id
         if time.monotonic() >= end:
@@ -135,14 +138,14 @@ def _open_round(store: dist.Store, launch: Launch, end: float) -> str | None:
             )
 
 
-def _join_round(store: dist.Store, launch: Launch, end: float) -> str | None:
+def _join_round(store: dist.Store, launch: Launch, end: float, gpu: str) -> str | None:
     """Join the newest round, again and again, until a round is opened with this rank's token."""
     token, round_id = uuid.uuid4().hex, ""
     while time.monotonic() < end:
         current = _read(store, "round")
         if current is not None and current["round_id"] != round_id:
             round_id = current["round_id"]
-            _join(store, launch, current, token)
+            _join(store, launch, current, {"token": token, "who": _me(), "gpu": gpu})
         if round_id:
             if store.check([f"{round_id}/open/{token}"]):
                 return round_id
@@ -157,12 +160,12 @@ def _poll_s(launch: Launch) -> float:
     return max(POLL_S, launch.world_size * _POLL_PER_RANK_S)
 
 
-def _join(store: dist.Store, launch: Launch, current: Any, token: str) -> None:
+def _join(store: dist.Store, launch: Launch, current: Any, me: dict[str, str]) -> None:
     """Join the current round, or report the conflict that prevents it.
 
     WHY not raise: the round may be left from a dead attempt. Its rank 0 decides, if it is alive.
     """
-    round_id, mine = current["round_id"], json.dumps({"token": token, "who": _me()})
+    round_id, mine = current["round_id"], json.dumps(me)
     conflict = ""
     if current["world_size"] != launch.world_size:
         conflict = f"{_me()} has WORLD_SIZE={launch.world_size}, but "
@@ -174,6 +177,19 @@ def _join(store: dist.Store, launch: Launch, current: Any, token: str) -> None:
             conflict = f"{both} both have RANK={launch.rank}"
     if conflict:
         store.set(f"{round_id}/conflict", json.dumps(conflict))
+
+
+def _shared_gpu(gpus: Sequence[str]) -> str | None:
+    """Return the conflict if two ranks have one GPU. gpus: the id of each rank's, or empty."""
+    first: dict[str, int] = {}
+    for rank, gpu in enumerate(gpus):
+        if gpu and first.setdefault(gpu, rank) != rank:
+            return (
+                f"ranks {first[gpu]} and {rank} would use the same GPU ({gpu}), which NCCL "
+                "refuses (--backend gloo does not). Each rank needs its own: start as many ranks "
+                "as there are GPUs, with all GPUs visible to all ranks or one to each"
+            )
+    return None
 
 
 def _conflict_error(conflict: str) -> LaunchError:
