@@ -19,9 +19,9 @@ from __future__ import annotations
 import faulthandler
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # WHY so few imports here: these need no torch, so --help and wrong flags answer at once.
 from hardened_ddp.errors import CrashLoopError, HardenedError, NonFiniteError
@@ -38,11 +38,15 @@ from hardened_ddp.settings.layers import Resolved, resolve
 from hardened_ddp.settings.manual import help_text
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from hardened_ddp.data.batch import Batch
     from hardened_ddp.data.datasets import TaskData
     from hardened_ddp.data.loader_setup import AnyLoader
-    from hardened_ddp.model.precision import Precision
+    from hardened_ddp.model.memory_format import Trial
     from hardened_ddp.model.replica import Replica
     from hardened_ddp.ranks.group import Group
+    from hardened_ddp.settings.config import Config
     from hardened_ddp.step.parts import Parts
     from hardened_ddp.task.task import Task
     from hardened_ddp.training.run import Ending, Run
@@ -206,6 +210,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
         build_sampler,
         build_train_loader,
     )
+    from hardened_ddp.model.memory_format import Trial
     from hardened_ddp.model.precision import Precision
     from hardened_ddp.settings.record import agreed_settings
     from hardened_ddp.step.parts import Parts
@@ -215,29 +220,25 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     config, launch = settings.config, group.launch
     # Data. Each node downloads once; then every rank opens the same files.
     group.run_on_local_main(lambda: prepare_data(config.data), what="the download")  # collective
-    data = build_data(config.data, leaves_out=config.loop.continue_on_error)
+    leaves_out = config.loop.continue_on_error
+    data = build_data(config.data, leaves_out=leaves_out, task=config.task.task)
     precision = Precision(config.optimizer.amp, group.device)  # autocast; a GradScaler for fp16
     group.check_equal(  # collective: do all ranks mean the same run?
         facts_of_rank(agreed_settings(config), data.fingerprint, precision.name)
     )
     # A DistributedSampler: each rank gets its share of every window of global_batch samples.
+    meta = None if saved is None else saved.meta  # the numbers of the checkpoint to resume from
     global_batch = choose_global_batch(
-        config,
-        world_size=group.world_size,
-        saved=None if saved is None else saved.meta,
-        sources=settings.sources,
+        config, world_size=group.world_size, saved=meta, sources=settings.sources
     )
-    sampler = build_sampler(
-        data,
-        config,
-        launch=launch,
-        global_batch=global_batch,
-        saved=None if saved is None else saved.meta,
-    )
-    length = count_steps(config, sampler, None if saved is None else saved.meta)
+    sampler = build_sampler(data, config, launch=launch, global_batch=global_batch, saved=meta)
+    length = count_steps(config, sampler, meta)
     loader = build_train_loader(data, sampler, config, group=group, length=length)
-    replica, task = build_replica(  # collective
-        settings, group, data, loader, precision, saved=saved
+    # The model, the task that scores its output, and the DDP wrapper.
+    model, task, samples = build_task(config, group, data, loader, saved=meta)  # collective
+    trial, num_samples = Trial(model, task, precision), length.total * global_batch
+    replica = build_replica(  # collective
+        config, group, trial, samples, num_samples=num_samples, saved=meta
     )
     # The optimizer, and its learning rate in each step.
     schedule = build_schedule(replica.module, task, config.optimizer, total_steps=length.schedule)
@@ -259,51 +260,63 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     )
 
 
-def build_replica(
-    settings: Resolved,
+def build_task(
+    config: Config,
     group: Group,
     data: TaskData,
     loader: AnyLoader,
-    precision: Precision,
     *,
-    saved: Saved | None,
-) -> tuple[Replica, Task]:
-    """Build the model and wrap it in DDP. Collective: all ranks."""
-    from hardened_ddp.model.comm_hook import choose_comm_hook
-    from hardened_ddp.model.memory_format import Trial, choose_channels_last
-    from hardened_ddp.model.probe import choose_find_unused, probe, warm_up
-    from hardened_ddp.model.replica import wrap
-    from hardened_ddp.model.zoo import build_model, place_model
-    from hardened_ddp.task.build import build_task
-    from hardened_ddp.training.initial_weights import load_initial_weights
-    from hardened_ddp.training.plan import count_steps
+    saved: Mapping[str, Any] | None,
+) -> tuple[nn.Module, Task, Sequence[Batch]]:
+    """Build the model, and the task that scores its output. Collective: all ranks.
 
-    config = settings.config
+    Also returns two small batches, to try both on.
+    """
+    from hardened_ddp.model.zoo import build_model, place_model
+    from hardened_ddp.task.build import choose_task
+    from hardened_ddp.training.initial_weights import load_initial_weights
+
     # The same model on every rank: seeded alike, and DDP sends rank 0's weights to all.
     model = build_model(config.model, num_classes=data.num_classes, input_shape=data.input_shape)
     load_initial_weights(model, "" if saved else config.model.init_from, group)  # collective
     model = place_model(model, config.model, device=group.device, world_size=group.world_size)
-    task = build_task(model, data, config.optimizer)  # calls the model, and scores its output
+    # The task makes a loss and metrics of the output. auto: the first batch says which task it is.
+    samples = loader.sample_batches(group.device)
+    task = choose_task(model, samples[0], data, config, group, saved=saved)  # collective
+    return model, task, samples
+
+
+def build_replica(
+    config: Config,
+    group: Group,
+    trial: Trial,
+    samples: Sequence[Batch],
+    *,
+    num_samples: int,
+    saved: Mapping[str, Any] | None,
+) -> Replica:
+    """Try the model, and wrap it in DDP. Collective: all ranks.
+
+    num_samples: that the whole run trains on, over all ranks.
+    """
+    from hardened_ddp.model.comm_hook import choose_comm_hook
+    from hardened_ddp.model.memory_format import choose_channels_last
+    from hardened_ddp.model.probe import choose_find_unused, probe, warm_up
+    from hardened_ddp.model.replica import wrap
+
+    model, task, precision = trial.model, trial.task, trial.precision
     # Try it on a few samples without DDP: which parameters get no gradient, and on which rank?
     # DDP would wait for those for ever, unless find_unused_parameters is on.
-    samples = loader.sample_batches(group.device)
-    findings = probe(  # collective
-        model,
-        samples,
-        task=task,
-        precision=precision,
-        group=group,
-    )
+    findings = probe(model, samples, task=task, precision=precision, group=group)  # collective
     find_unused = choose_find_unused(config.ddp.find_unused_parameters, findings)
     # Images with channels last: as asked, as the run began, or as a measurement says.
-    steps = count_steps(config, loader.sampler).total
     channels_last = choose_channels_last(  # collective
-        Trial(model, task, precision),
+        trial,
         samples[0],
         group,
         config=config,
-        began_with=None if saved is None else saved.meta["channels_last"],
-        samples_to_train=steps * loader.sampler.global_batch // group.world_size,
+        began_with=None if saved is None else saved["channels_last"],
+        samples_to_train=num_samples // group.world_size,
     )
     # DDP averages the gradients over the ranks by all-reduce, bucket by bucket, while backward
     # still runs. (CPU ranks of one machine sum them after it, through shared memory.)
@@ -316,9 +329,10 @@ def build_replica(
         channels_last=channels_last,
     )
     # What sends them can also answer for a rank whose backward failed.
-    choose_comm_hook(replica, config.ddp.comm_hook, retries=config.loop.step_retry == "on")
+    retries, counts = config.loop.step_retry == "on", not task.counts_samples
+    choose_comm_hook(replica, config.ddp.comm_hook, retries=retries, counts=counts)
     warm_up(replica, samples[0], task=task, precision=precision)  # collective
-    return replica, task
+    return replica
 
 
 def fit(run: Run) -> Ending:
@@ -366,13 +380,14 @@ def fit(run: Run) -> Ending:
 def finish_epoch(run: Run) -> bool:
     """Evaluate and save if that is due; False: stopped within the evaluation. Collective."""
     from hardened_ddp.step.step import is_due
+    from hardened_ddp.task.build import best_metric
     from hardened_ddp.training.evaluation import evaluate
 
     parts, progress, stop = run.parts, run.progress, run.stop
     if run.stepper.has_unread_totals:
         run.report_losses()  # collective
     run.stepper.end_epoch()
-    best_metric, every = None, parts.config.loop.eval_every
+    best, every = None, parts.config.loop.eval_every
     is_last = progress.step >= parts.total_steps
     if parts.eval_loader is not None and every and (is_last or is_due(progress.epoch, every)):
         with stop.another_pace():
@@ -382,11 +397,12 @@ def finish_epoch(run: Run) -> bool:
             progress.reopen_epoch(parts.sampler.end)  # the next start evaluates again
             return False
         run.report.log_evaluation(progress, evaluation)
-        metric = parts.task.metrics[0]
-        if progress.note_best(metric, evaluation.metrics[metric.name]):
-            best_metric = evaluation.metrics[metric.name]
-    if is_due(progress.epoch, parts.config.run.checkpoint_every_epochs) or best_metric is not None:
-        run.saver.save(progress, best_metric=best_metric)
+        metric = best_metric(parts.task, parts.config.task.best_metric)
+        value = evaluation.figures[metric.name]
+        if progress.note_best(metric, value):
+            best = metric.record(value)
+    if is_due(progress.epoch, parts.config.run.checkpoint_every_epochs) or best is not None:
+        run.saver.save(progress, best=best)
     return True
 
 

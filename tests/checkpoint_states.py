@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hardened_ddp.checkpoint.files import CheckpointStore
+from hardened_ddp.checkpoint.listing import Best
 from hardened_ddp.checkpoint.stream import flat_bytes
 from hardened_ddp.checkpoint.tensors import specs_of
 from hardened_ddp.checkpoint.verify import Found
@@ -73,11 +74,11 @@ def small_state(step: int, *, size: int = 300) -> dict[str, Tensor]:
 
 
 def write_step(
-    store: CheckpointStore, step: int, *, size: int = 300, best: float | None = None
+    store: CheckpointStore, step: int, *, size: int = 300, best: Best | None = None
 ) -> Path:
     """Write the small state of a step."""
     state = small_state(step, size=size)
-    return store.write(step, tensors=state, meta={"step": step}, best_metric=best)
+    return store.write(step, tensors=state, meta={"step": step}, best=best)
 
 
 def assert_holds(store: CheckpointStore, found: Found, *, size: int = 300) -> None:

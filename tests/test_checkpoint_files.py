@@ -37,14 +37,14 @@ def test_meta_that_is_no_json_is_refused_and_leaves_nothing(store: CheckpointSto
 def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
     for step in range(1, 8):
         store.write(
-            step, tensors=small_state(step), meta={}, best_metric=0.5 if step == 2 else None
+            step, tensors=small_state(step), meta={}, best={"value": 0.5} if step == 2 else None
         )
     assert store.steps() == [7, 6, 5, 2]
     assert store.best_step() == 2
-    store.mark_best(6, 0.9)
+    store.mark_best(6, {"value": 0.9})
     store.write(8, tensors=small_state(8), meta={})
     assert store.steps() == [8, 7, 6]
-    assert json.loads((store.root / "best.json").read_text())["metric"] == 0.9
+    assert json.loads((store.root / "best.json").read_text())["value"] == 0.9
 
 
 def test_one_kept_checkpoint_is_the_one_just_written(tmp_path: Path) -> None:
@@ -56,19 +56,19 @@ def test_one_kept_checkpoint_is_the_one_just_written(tmp_path: Path) -> None:
 
 def test_best_must_be_there(store: CheckpointStore) -> None:
     with pytest.raises(CheckpointError, match="step 9"):
-        store.mark_best(9, 1.0)
+        store.mark_best(9, {"value": 1.0})
     store.write(1, tensors=small_state(1), meta={})
     for garbage in (b"", b"[1]", b'{"step": "1"}', b'{"step": 77}', b"\xff", b"[" * 4000):
         (store.root / "best.json").write_bytes(garbage)
         assert store.best_step() is None
-    store.mark_best(1, float("nan"))
+    store.mark_best(1, {"value": float("nan")})
     assert store.best_step() == 1
 
 
 def test_a_valid_checkpoint_of_the_same_step_is_kept(store: CheckpointStore) -> None:
     first = store.write(1, tensors=small_state(1), meta={"n": 1})
     inode = (first / "state.safetensors").stat().st_ino
-    assert store.write(1, tensors=small_state(1), meta={"n": 2}, best_metric=1.0) == first
+    assert store.write(1, tensors=small_state(1), meta={"n": 2}, best={"value": 1.0}) == first
     assert (first / "state.safetensors").stat().st_ino == inode
     assert found_in(store).manifest.meta == {"n": 1}
     assert store.best_step() == 1

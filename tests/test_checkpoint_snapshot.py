@@ -222,7 +222,7 @@ def test_a_state_of_another_shape_is_laid_out_anew(bench: Bench) -> None:
     bench.disk.open()
     for step, size in enumerate((3, 3, 5)):
         state = {"model.w": torch.full((size,), float(step))}
-        assert bench.writer.submit(step, tensors=state, meta={}, best_metric=float(step))
+        assert bench.writer.submit(step, tensors=state, meta={}, best={"value": float(step)})
         bench.writer.close(timeout_s=LIMIT_S)
         assert_same(bench.loaded(step), state)
     assert bench.store.best_step() == 2
@@ -231,7 +231,7 @@ def test_a_state_of_another_shape_is_laid_out_anew(bench: Bench) -> None:
 def test_write_now_waits_for_the_write_in_flight_and_then_writes(bench: Bench) -> None:
     bench.writer.submit(1, tensors=some_state(), meta={})
     threading.Timer(0.05, bench.disk.open).start()
-    path = bench.writer.write_now(2, tensors=some_state(), meta={}, best_metric=1.0)
+    path = bench.writer.write_now(2, tensors=some_state(), meta={}, best={"value": 1.0})
     assert path.name == "step-000000002"
     assert bench.store.steps() == [2, 1]
     assert bench.store.best_step() == 2

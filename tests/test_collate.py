@@ -14,7 +14,7 @@ from hardened_ddp.checkpoint.files import load_checkpoint
 from hardened_ddp.checkpoint.listing import open_checkpoint
 from hardened_ddp.data.batch import take
 from hardened_ddp.data.checks import Checks
-from hardened_ddp.data.collate import find_collate
+from hardened_ddp.data.collate import find_collate, split_targets
 from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.loader import TrainLoader
 from hardened_ddp.data.sampler import WindowSampler
@@ -39,10 +39,6 @@ def join(samples: list[Any]) -> tuple[Any, torch.Tensor]:
 
 def drop_one(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return pad(samples[:-1] or samples)
-
-
-def give_inputs_only(samples: list[Any]) -> torch.Tensor:
-    return pad(samples)[0]
 
 
 def raise_always(samples: list[Any]) -> Any:
@@ -189,11 +185,9 @@ def test_a_part_of_a_collated_batch_has_the_same_samples(collate: Any, num_worke
     ("collate", "told"),
     [
         (drop_one, "3 labels for 4 samples: some are left out"),
-        (give_inputs_only, "need (input tensor, label)"),
         (raise_always, "RuntimeError: not today"),
         (raise_for_two, "RuntimeError: one at a time"),
         (lambda samples: None, "a sample is a NoneType"),
-        (lambda samples: {"x": torch.zeros(4)}, "need one of them to be called labels"),
     ],
 )
 def test_a_collate_that_fails_is_told_with_its_samples(collate: Any, told: str) -> None:
@@ -297,3 +291,20 @@ def test_a_fault_in_a_step_over_padded_rows_changes_nothing(tmp_path: Path) -> N
                 assert torch.equal(found[key], weight), key
             else:
                 torch.testing.assert_close(found[key], weight)
+
+
+@pytest.mark.parametrize(
+    ("data", "inputs", "targets"),
+    [
+        ((1, 2), 1, 2),
+        ((1, 2, 3), (1, 2), 3),
+        ([1], 1, None),
+        ({"x": 1, "label": 2}, {"x": 1}, 2),
+        ({"x": 1}, {"x": 1}, None),
+    ],
+    ids=str,
+)
+def test_the_labels_of_a_batch_are_found_or_there_are_none(
+    data: Any, inputs: Any, targets: Any
+) -> None:
+    assert split_targets(data) == (inputs, targets)

@@ -23,7 +23,9 @@ from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.workers import plan_workers, read_cpu_quota
 from hardened_ddp.errors import DataError
+from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.model import ModelConfig
 from tests.processes import ROOT
 
 HERE = "tests.test_datasets"
@@ -182,13 +184,25 @@ def test_an_unknown_name_gets_the_nearest_one_and_the_list() -> None:
 MISTAKES = {
     "open_empty": "no training sample",
     "open_iterable": "without __getitem__ and __len__",
-    "open_unlabelled": "need \\(input tensor, label\\)",
-    "open_without_classes": "attribute num_classes",
     "open_label_out_of_range": "sample 2 has label 3.*3 classes",
     "open_other_classes": "different classes \\(dog, owl",
     "open_nothing_of_that_name": "can't be imported",
     "no.such.module:it": "can't be imported",
 }
+
+
+def test_labels_and_their_number_may_be_unknown_until_a_model_needs_them() -> None:
+    unlabelled = build_data(DataConfig(dataset="tests.test_datasets:open_unlabelled"))
+    assert not unlabelled.labels_are_classes
+    unknown = build_data(DataConfig(dataset="tests.test_datasets:open_without_classes"))
+    assert unknown.num_classes == 0
+    with pytest.raises(DataError, match="does not say how many classes"):
+        build_model(ModelConfig(model="mlp"), num_classes=0, input_shape=(2,))
+    arguments = {"num_classes": 3}
+    model = build_model(
+        ModelConfig(model="mlp", model_args=arguments), num_classes=0, input_shape=(2,)
+    )
+    assert model(torch.zeros(1, 2)).shape == (1, 3)
 
 
 @pytest.mark.parametrize("dataset", MISTAKES)
@@ -385,6 +399,7 @@ logging.basicConfig(level=logging.WARNING, format="WARNED %(message)s", stream=s
 from hardened_ddp.data.datasets import build_data
 from hardened_ddp.data.vision import import_torchvision
 from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.model import ModelConfig
 build_data(DataConfig())
 assert not {"sklearn", "torchvision"} & set(sys.modules), "digits need neither"
 try:

@@ -53,7 +53,7 @@ def choose(
     batch: Batch | None = None,
 ) -> bool:
     return choose_channels_last(
-        Trial(model, Classification(model, num_classes=3), Precision("off", CPU)),
+        Trial(model, Classification(num_classes=3), Precision("off", CPU)),
         sample() if batch is None else batch,
         Group(Launch(), CPU),
         config=Config() if config is None else config,

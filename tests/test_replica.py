@@ -51,7 +51,7 @@ def look_at(model: nn.Module, group: Group) -> Findings:
     return probe(
         model,
         samples,
-        task=Classification(model, num_classes=3),
+        task=Classification(num_classes=3),
         precision=Precision("off", CPU),
         group=group,
     )
@@ -172,7 +172,7 @@ def test_labels_beyond_the_classes_are_named() -> None:
         probe(
             model,
             [Batch(torch.randn(2, 4), torch.tensor([0, 7]), torch.arange(2))],
-            task=Classification(model, num_classes=3),
+            task=Classification(num_classes=3),
             precision=Precision("off", CPU),
             group=group,
         )
@@ -220,9 +220,7 @@ def sum_without_samples() -> list[float]:
     model = nn.Linear(4, 3)
     replica = wrap(model, group, DdpConfig(), find_unused=False, moving_buffers=())
     sample = Batch(torch.ones(2, 4), torch.tensor([0, 1]), torch.arange(2))
-    warm_up(
-        replica, sample, task=Classification(model, num_classes=3), precision=Precision("off", CPU)
-    )
+    warm_up(replica, sample, task=Classification(num_classes=3), precision=Precision("off", CPU))
     if group.launch.rank == 1:
         with replica.no_sync():
             replica.call(torch.ones(1, 4)).sum().backward()

@@ -29,6 +29,7 @@ from hardened_ddp.checkpoint.disk import (
 )
 from hardened_ddp.checkpoint.listing import (
     BEST_NAME,
+    Best,
     aside_path,
     choose_drops,
     discard_folder,
@@ -84,16 +85,16 @@ class CheckpointStore:
         *,
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, JSON],
-        best_metric: float | None = None,
+        best: Best | None = None,
     ) -> Path:
         """Write the checkpoint of step and return its folder. Rank-local: one rank calls it.
 
-        With best_metric it also becomes the best one. A valid checkpoint of this step that is there
+        With best it also becomes the best one. A valid checkpoint of this step that is there
         already is kept as it is. Raises CheckpointError; then the older ones are unchanged, except
         that the oldest one may have been dropped to make room on a full disk.
         """
         stream = TensorStream(tensors, plan=plan_file(tensors))
-        return self.write_stream(step, stream=stream, meta=meta, best_metric=best_metric)
+        return self.write_stream(step, stream=stream, meta=meta, best=best)
 
     def write_stream(
         self,
@@ -101,7 +102,7 @@ class CheckpointStore:
         *,
         stream: TensorStream,
         meta: Mapping[str, JSON],
-        best_metric: float | None = None,
+        best: Best | None = None,
     ) -> Path:
         """Do what write does, with tensors that another thread may freeze meanwhile."""
         final = self.root / step_folder_name(step)
@@ -114,16 +115,16 @@ class CheckpointStore:
         # WHY RuntimeError: copying from a GPU can raise it
         except (OSError, RuntimeError) as error:
             raise self._write_error(step, error, stream.plan.size_bytes) from error
-        if best_metric is not None:
-            self.mark_best(step, best_metric)
+        if best is not None:
+            self.mark_best(step, best)
         self._prune(written=step)
         return final
 
-    def mark_best(self, step: int, metric: float) -> None:
+    def mark_best(self, step: int, best: Best) -> None:
         """Make step's checkpoint the best one, which is never pruned. Raises CheckpointError."""
         if step not in list_steps(self.root):
             raise CheckpointError(f"step {step} has no checkpoint under {self.root}")
-        content = json.dumps({"schema": SCHEMA, "step": step, "metric": metric}) + "\n"
+        content = json.dumps({"schema": SCHEMA, "step": step, **best}) + "\n"
         try:
             replace_file(self.root / BEST_NAME, content.encode(), disk=self._disk)
         except OSError as error:

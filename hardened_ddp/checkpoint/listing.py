@@ -16,9 +16,10 @@ import logging
 import os
 import re
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hardened_ddp.checkpoint.disk import Disk, is_real_folder, remove_tree
 from hardened_ddp.checkpoint.manifest import MANIFEST_NAME, step_folder_name
@@ -34,6 +35,9 @@ _ASIDE = re.compile(r"\.(?:partial|dropped)-.+-([0-9a-f]{12})-(\d+)-(\d*)")
 # A leftover from another host counts as dead after this time: its writer can't be checked.
 _FOREIGN_AGE_S = 3600
 _DISCARDED = "discarded-"
+
+Best = Mapping[str, Any]
+"""What best.json says besides the step: metric, value, direction."""
 
 log = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hardened_ddp.checkpoint.files import CheckpointStore
+from hardened_ddp.checkpoint.listing import Best
 from hardened_ddp.checkpoint.manifest import JSON, plain_meta
 from hardened_ddp.checkpoint.stream import HostArena, TensorStream
 from hardened_ddp.checkpoint.tensors import FilePlan, plan_file
@@ -79,7 +80,7 @@ class CheckpointWriter:
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, JSON],
         volatile: Collection[str] = (),
-        best_metric: float | None = None,
+        best: Best | None = None,
     ) -> bool:
         """Start writing a checkpoint; False if one is still in flight, see is_wanted.
 
@@ -108,7 +109,7 @@ class CheckpointWriter:
         # own thread, so there is none when nothing is written.
         self._thread = threading.Thread(
             target=self._write,
-            args=(step, flight, plain, best_metric),
+            args=(step, flight, plain, best),
             name=f"checkpoint-{step}",
             daemon=True,
         )
@@ -143,7 +144,7 @@ class CheckpointWriter:
         *,
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, JSON],
-        best_metric: float | None = None,
+        best: Best | None = None,
         timeout_s: float = _WAIT_S,
     ) -> Path:
         """Wait for the write in flight, then write this checkpoint and return its folder.
@@ -151,7 +152,7 @@ class CheckpointWriter:
         For the last checkpoint and for emergencies. Raises CheckpointError.
         """
         self._wait(timeout_s)
-        return self._store.write(step, tensors=tensors, meta=meta, best_metric=best_metric)
+        return self._store.write(step, tensors=tensors, meta=meta, best=best)
 
     def close(self, *, timeout_s: float = _WAIT_S) -> None:
         """Wait for the write in flight. Raises CheckpointError if it takes longer; poll after."""
@@ -174,12 +175,12 @@ class CheckpointWriter:
         step: int,
         flight: _InFlight,
         meta: dict[str, JSON],
-        best_metric: float | None,
+        best: Best | None,
     ) -> None:
         try:
             for _, event in flight.copied:
                 event.synchronize()
-            self._store.write_stream(step, stream=flight.stream, meta=meta, best_metric=best_metric)
+            self._store.write_stream(step, stream=flight.stream, meta=meta, best=best)
             # WHY not with a GPU: there the writer's CPU core would be idle
             work_s = 0.0 if flight.copied else time.thread_time()
             self.cost_s = self._stall_s + work_s

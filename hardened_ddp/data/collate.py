@@ -67,7 +67,11 @@ def find_collate(dataset: Any, setting: str) -> Collate | None:  # Any: a map-st
 
 
 def split_targets(data: Any) -> tuple[Any, Any]:  # Any: a foreign sample, or a batch of them
-    """Split data into inputs and targets. Raises TypeError if it is neither a pair nor labelled."""
+    """Split data into inputs and targets; targets are None if there are none.
+
+    A pair is (inputs, targets). A longer tuple has its targets last. A mapping has them under one of
+    LABEL_NAMES. Anything else is inputs only. Raises TypeError for what is no data of a sample.
+    """
     is_pair = isinstance(data, tuple | list) and len(data) == 2
     if is_dataclass(data):
         data = dict(fields_of(data))
@@ -77,16 +81,17 @@ def split_targets(data: Any) -> tuple[Any, Any]:  # Any: a foreign sample, or a 
         for name in LABEL_NAMES:
             if name in data:
                 return {key: data[key] for key in data if key != name}, data[name]
-        raise TypeError(
-            f"a sample is a mapping with {', '.join(map(str, data))}; need one of them to be "
-            f"called {' or '.join(LABEL_NAMES)}"
-        )
+        return data, None
     if is_pair:
         return data[0], data[1]
-    raise TypeError(
-        f"a sample is a {type(data).__name__}; need (input tensor, label), or a mapping with "
-        "'labels'"
-    )
+    if isinstance(data, tuple | list) and data:
+        return (data[0], None) if len(data) == 1 else (tuple(data[:-1]), data[-1])
+    if data is None or isinstance(data, str | int | float) or (isinstance(data, tuple | list)):
+        raise TypeError(
+            f"a sample is a {type(data).__name__}; need an input tensor, (input tensor, label), or "
+            "a mapping"
+        )
+    return data, None
 
 
 def collate_plainly(

@@ -27,9 +27,10 @@ from hardened_ddp.data.file_streams import FILE_STREAMS
 from hardened_ddp.data.facts import (
     check_classes,
     check_labels,
-    count_classes,
+    count_outputs,
     fingerprint,
     is_in_memory,
+    label_size,
     read_example,
 )
 from hardened_ddp.data.fetch import describe
@@ -60,11 +61,16 @@ AnyDataset = Dataset[Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskData:
-    """A classification task: what to train on, what to test on, and their shape."""
+    """What to train on, what to test on, and their shape."""
 
     train: AnyDataset
     test: AnyDataset | None
     num_classes: int
+    """Outputs that a model needs for the labels: classes, or numbers of one label. 0: not known."""
+
+    label_size: int
+    """Numbers in the label of one sample."""
+
     input_shape: tuple[int, ...]
     """Of one sample, without the batch: (channels, height, width)."""
 
@@ -97,10 +103,11 @@ def prepare_data(config: DataConfig) -> None:
                 raise DataError(error.message, fix=error.fix or by_hand(name, folder)) from error
 
 
-def build_data(config: DataConfig, *, leaves_out: bool = False) -> TaskData:
+def build_data(config: DataConfig, *, leaves_out: bool = False, task: str = "auto") -> TaskData:
     """Open the training and the test set; downloads nothing. Rank-local. Raises DataError.
 
     leaves_out: samples with a label out of range will be left out, so they are not an error here.
+    task: as --task names it.
     """
     name = _known_name(config.dataset)
     train, test = (_open(name, config, train=train) for train in (True, False))
@@ -121,21 +128,25 @@ def build_data(config: DataConfig, *, leaves_out: bool = False) -> TaskData:
             "__getitem__; random numbers there are seeded per sample)",
             config.dataset,
         )
-    num_classes = count_classes(train, config.dataset)
-    check_labels(train, num_classes, config.dataset, leaves_out=leaves_out)
-    check_labels(test, num_classes, f"{config.dataset} (test)", leaves_out=leaves_out)
     collate = find_collate(train, config.collate)
     example = read_example(train, config.dataset, collate)
     inputs, targets = example.inputs, example.targets
+    is_number = isinstance(targets, torch.Tensor) and targets.dim() == 1
+    is_integer = is_number and not (targets.is_floating_point() or targets.is_complex())
+    are_classes = is_integer and task in ("auto", "classification")
+    num_classes = count_outputs(train, targets, are_classes=are_classes)
+    are_classes &= num_classes > 0
+    if are_classes:
+        check_labels(train, num_classes, config.dataset, leaves_out=leaves_out)
+        check_labels(test, num_classes, f"{config.dataset} (test)", leaves_out=leaves_out)
     names = getattr(train, "classes", None) or [str(index) for index in range(num_classes)]
     return TaskData(
         train=train,
         test=test,
         num_classes=num_classes,
         input_shape=tuple(inputs.shape[1:]) if isinstance(inputs, torch.Tensor) else (),
-        labels_are_classes=isinstance(targets, torch.Tensor)
-        and targets.dim() == 1
-        and not (targets.is_floating_point() or targets.is_complex()),
+        label_size=label_size(targets),
+        labels_are_classes=are_classes,
         class_names=tuple(str(name) for name in names),
         fingerprint=fingerprint(
             (train, test), name=config.dataset, arguments=config.dataset_args, collate=collate

@@ -47,20 +47,34 @@ def read_example(dataset: AnyDataset, name: str, collate: Collate | None = None)
     return batch
 
 
-def count_classes(dataset: AnyDataset, name: str) -> int:
+def count_outputs(dataset: AnyDataset, labels: Any, *, are_classes: bool) -> int:
+    """Return how many outputs a model needs for labels like these; 0 if that is not known.
+
+    labels: of a few samples. are_classes: each is the number of a class.
+    """
     for found in (
         getattr(dataset, "num_classes", None),
         len(getattr(dataset, "classes", None) or ()) or None,
     ):
         if found is not None:
             return int(found)
-    targets = getattr(dataset, "targets", None)
-    if targets is not None and len(targets):
-        return int(torch.as_tensor(targets).max()) + 1
-    raise DataError(
-        f"dataset {name} does not say how many classes it has",
-        fix="give it an attribute num_classes (a number) or classes (their names)",
-    )
+    if are_classes:
+        known = getattr(dataset, "targets", None)
+        return int(torch.as_tensor(known).max()) + 1 if known is not None and len(known) else 0
+    is_tensor = isinstance(labels, torch.Tensor)
+    # WHY not integers in rows: they may be the tokens of a sequence.
+    is_number = is_tensor and (labels.dim() == 1 or not _is_integer(labels))
+    return label_size(labels) if is_number else 0
+
+
+def label_size(labels: Any) -> int:
+    """Return how many numbers the label of one sample has; 1 if it is no tensor."""
+    has_rows = isinstance(labels, torch.Tensor) and labels.dim() > 1
+    return labels[0].numel() if has_rows else 1
+
+
+def _is_integer(labels: torch.Tensor) -> bool:
+    return not labels.is_floating_point() and labels.dtype != torch.bool
 
 
 def check_classes(train: AnyDataset, test: AnyDataset | None, name: str) -> None:

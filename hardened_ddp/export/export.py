@@ -142,7 +142,7 @@ def _model_card(
 ) -> str:
     num_values = sum(tensor.numel() for tensor in weights.values())
     size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-    keys = (*CONFIG_KEYS, "best_accuracy", "epoch", "world_size", "torch")
+    keys = (*CONFIG_KEYS, "best_metric", "best_value", "epoch", "world_size", "torch")
     told = {key: meta[key] for key in keys if key != "hub_config" and meta.get(key) is not None}
     rows = "\n".join(f"| {key} | {json.dumps(value)} |" for key, value in told.items())
     return f"""---

@@ -31,9 +31,17 @@ class Buckets:
     """The sums of one model's gradients over all ranks, by DDP's hooks."""
 
     def __init__(
-        self, ddp: DistributedDataParallel, group: Group, *, sent_as: torch.dtype | None = None
+        self,
+        ddp: DistributedDataParallel,
+        group: Group,
+        *,
+        sent_as: torch.dtype | None = None,
+        counts: bool = False,
     ) -> None:
-        """Register the hook of ddp. sent_as: the dtype for sending; None: that of the gradients."""
+        """Register the hook of ddp. sent_as: the dtype for sending; None: that of the gradients.
+
+        counts: add up over the ranks, with the gradients, what count is set to.
+        """
         self._ddp = ddp
         self._group = group
         self._sent_as = sent_as
@@ -41,6 +49,14 @@ class Buckets:
         self._under_way: list[list[torch.Tensor]] = []
         self._buffers: list[torch.Tensor] = []
         self._futures: list[Work] = []
+        self.count: float | torch.Tensor = 0.0
+        """What counts in this rank's samples, such as valid tokens; set before backward."""
+
+        self._counts = counts
+        # WHY not in 16 bits: bf16 counts to 256. Then the count is sent beside the gradients.
+        self._count_rides = counts and sent_as is None
+        self._total = torch.zeros((), dtype=torch.float64, device=group.device)
+        self._total_work: dist.Work | None = None
         self.are_finite = False
         """The sums of the last backward are known to be finite; False: not known."""
 
@@ -72,8 +88,10 @@ class Buckets:
             return False
         self._group.tracker.enter(Phase.ALL_REDUCE)
         remaining = self._layout[len(self._under_way) :]
-        for parameters in remaining:
-            size = sum(parameter.numel() for parameter in parameters)
+        if remaining and self._counts and not self._count_rides and not self._under_way:
+            dist.all_reduce(torch.full_like(self._total, math.nan))
+        for number, parameters in enumerate(remaining, start=len(self._under_way)):
+            size = self._size(number, parameters)
             dtype = self._sent_as or parameters[0].dtype
             dist.all_reduce(torch.full((size,), math.nan, dtype=dtype, device=self._device))
         if remaining and self._ddp.find_unused_parameters and not self._ddp.static_graph:
@@ -146,8 +164,8 @@ class Buckets:
         before = self._group.tracker.enter(Phase.ALL_REDUCE)
         self.are_finite = False
         used_ids = {id(parameter) for parameter in used}
-        for parameters in self._layout:
-            size = sum(parameter.numel() for parameter in parameters)
+        for number, parameters in enumerate(self._layout):
+            size = self._size(number, parameters)
             flat = torch.zeros(size, dtype=parameters[0].dtype, device=self._device)
             places = _places(flat, parameters)
             for place, parameter in zip(places, parameters, strict=True):
@@ -162,9 +180,21 @@ class Buckets:
                     parameter.grad = place
         self._group.tracker.enter(before)
 
+    def total(self) -> torch.Tensor:
+        """Return the sum of count over the ranks after the last backward: float64, of shape ()."""
+        if self._total_work is not None:
+            self._total_work.wait()
+            self._total_work = None
+        return self._total
+
     @property
     def _device(self) -> torch.device:
         return self._group.device
+
+    def _size(self, number: int, parameters: Sequence[torch.Tensor]) -> int:
+        """Return how many values are sent for a bucket: the count goes behind the first one's."""
+        rides = self._count_rides and number == 0
+        return sum(parameter.numel() for parameter in parameters) + rides
 
     def _send(self, state: None, bucket: dist.GradBucket) -> Work:
         """Start the all-reduce of one bucket: DDP's communication hook."""
@@ -176,12 +206,36 @@ class Buckets:
         buffer = bucket.buffer()
         self._buffers.append(buffer)
         sent = buffer if self._sent_as is None else buffer.to(self._sent_as)
+        if self._counts and len(self._buffers) == 1:
+            return self._send_with_count(buffer, sent)
         future = dist.all_reduce(sent, async_op=True).get_future()  # collective
         done: Work
         if sent is buffer:
             done = future.then(lambda summed: summed.value()[0])
         else:
             done = future.then(lambda summed: buffer.copy_(summed.value()[0]))
+        self._futures.append(done)
+        return done
+
+    def _send_with_count(self, buffer: torch.Tensor, sent: torch.Tensor) -> Work:
+        """Start the all-reduce of the first bucket, and that of the count: within it, or beside."""
+        if self._count_rides:
+            count = torch.as_tensor(self.count, dtype=sent.dtype, device=sent.device)
+            sent = torch.cat([sent, count.view(1)])
+        else:
+            self._total = torch.as_tensor(
+                self.count, dtype=torch.float64, device=sent.device
+            ).clone()
+            self._total_work = dist.all_reduce(self._total, async_op=True)  # collective
+        future = dist.all_reduce(sent, async_op=True).get_future()  # collective
+
+        def received(summed: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            found = summed.value()[0]
+            if self._count_rides:
+                self._total = found[-1].double()
+            return buffer.copy_(found[: buffer.numel()])
+
+        done: Work = future.then(received)
         self._futures.append(done)
         return done
 

@@ -22,17 +22,20 @@ _SENT_AS: Mapping[Literal["none", "bf16", "fp16"], torch.dtype | None] = {
 }
 
 
-def choose_comm_hook(replica: Replica, name: CommHook, *, retries: bool) -> None:
+def choose_comm_hook(
+    replica: Replica, name: CommHook, *, retries: bool, counts: bool = False
+) -> None:
     """Decide what sends gradients within backward: DDP itself, or a hook. Rank-local.
 
     retries: a step in which a rank fails is retried; the hook for that sends what DDP sends.
+    counts: what the loss is a mean over has to be added up with the gradients.
     """
     ddp = replica.ddp
     if ddp is None or replica.sums_after:
         return
     if name == "powersgd":
         _use_power_sgd(ddp)
-    elif retries or name != "none":
+    elif retries or counts or name != "none":
         if name == "bf16" and replica.group.backend != "nccl":
             raise ModelError(
                 f"comm_hook bf16 needs NCCL between GPUs, and this run uses "
@@ -40,7 +43,7 @@ def choose_comm_hook(replica: Replica, name: CommHook, *, retries: bool) -> None
                 fix="--comm_hook fp16, which works everywhere",
             )
         sent_as = _SENT_AS[name]
-        replica.use_hook(Buckets(ddp, replica.group, sent_as=sent_as))
+        replica.use_hook(Buckets(ddp, replica.group, sent_as=sent_as, counts=counts))
     if retries and not replica.can_stand_in:
         log.warning(
             "an error of one rank within a step ends this attempt, and a restart continues from "

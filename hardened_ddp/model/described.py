@@ -27,7 +27,7 @@ def build_described(facts: Mapping[str, Any]) -> nn.Module:
 
     Raises ModelError if they don't describe one, or if it can't be built.
     """
-    if not isinstance(facts.get("model"), str) or not facts.get("num_classes"):
+    if not isinstance(facts.get("model"), str):
         raise ModelError("the checkpoint does not say which model it belongs to")
     input_shape = tuple(facts.get("input_shape") or ())
     if facts.get("hub_config"):
@@ -37,6 +37,6 @@ def build_described(facts: Mapping[str, Any]) -> nn.Module:
         arguments["transform_input"] = True
     return build_model(
         ModelConfig(model=facts["model"], model_args=arguments),
-        num_classes=int(facts["num_classes"]),
+        num_classes=int(facts.get("num_classes") or 0),
         input_shape=input_shape,
     )

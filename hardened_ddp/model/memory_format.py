@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hardened_ddp.data.fetch import Batch, take
+from hardened_ddp.data.batch import Batch, take
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.probe import untouched_buffers
 from hardened_ddp.ranks.group import Group
@@ -126,7 +126,7 @@ class Trial:
                 _wait_for(batch.inputs.device)
                 started_at = time.perf_counter()
                 with self.precision.autocast():
-                    score = self.task.score(self.model, batch.inputs, batch.targets)
+                    score = self.task.score(self.task.forward(self.model, batch), batch)
                 score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
                 _wait_for(batch.inputs.device)
                 return time.perf_counter() - started_at

@@ -20,7 +20,7 @@ from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.ddp import FindUnused
-from hardened_ddp.task.task import Task
+from hardened_ddp.task.task import Task, check_score
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +58,16 @@ def probe(
         for batch in samples:
             with untouched_buffers(module) as moving:
                 with precision.autocast():
-                    score = task.score(module, batch.inputs, batch.targets, checks=True)
+                    output = task.forward(module, batch)
+                    task.check(output, batch)
+                    score = check_score(task, task.score(output, batch))
                 score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
             mine["unused"].append(
                 [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
             )
             mine["moving"] = sorted({*mine["moving"], *moving})
             module.zero_grad(set_to_none=True)
+        mine["learned"] = task.learned()
     except HardenedError as error:
         mine["error"] = {"message": error.message, "fix": error.fix}
     except Exception as error:  # WHY broad: it is the user's model, and the other ranks wait
@@ -73,7 +76,10 @@ def probe(
             "message": f"{type(error).__name__}: {error}",
             "fix": "the whole traceback is in this rank's log",
         }
-    return _compare(group.gather_json(mine))  # collective
+    everyone = group.gather_json(mine)  # collective
+    findings = _compare(everyone)
+    task.take_over(next((notes["learned"] for notes in everyone if notes["learned"]), {}))
+    return findings
 
 
 def choose_find_unused(wanted: FindUnused, findings: Findings) -> bool:
@@ -119,7 +125,7 @@ def warm_up(replica: Replica, sample: Batch, *, task: Task, precision: Precision
     for _ in range(3 if replica.ddp.static_graph else 2):
         with untouched_buffers(replica.module):
             with precision.autocast():
-                score = task.score(replica.call, sample.inputs, sample.targets)
+                score = task.score(task.forward(replica.call, sample), sample)
             score.loss_sum.backward()  # type: ignore[no-untyped-call]  # collective
         replica.module.zero_grad(set_to_none=True)
 

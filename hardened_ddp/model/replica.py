@@ -140,6 +140,31 @@ class Replica:
         is_known = self._sums_are_finite or (self.buckets is not None and self.buckets.are_finite)
         return is_known or self.has_finite_gradients()
 
+    def scale_gradients(self, factor: float | torch.Tensor) -> None:
+        """Multiply all gradients by factor; on a GPU by one kernel. Rank-local."""
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        if isinstance(factor, float) and factor == 1.0:
+            return
+        if gradients and hasattr(torch, "_foreach_mul_"):
+            torch._foreach_mul_(gradients, factor)
+            return
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+    def total_count(self, count: float | torch.Tensor) -> torch.Tensor:
+        """Return what counts in a step over all ranks, on the device, of shape (), float64.
+
+        count: of this rank. It was sent with the gradients of the last backward.
+        """
+        if self.buckets is not None:
+            return self.buckets.total()
+        return torch.as_tensor(count, dtype=torch.float64, device=self.group.device)
+
+    def sum_count(self, count: float | torch.Tensor) -> float:
+        """Add up count over the ranks, where no hook of ours sends it. Collective: all ranks."""
+        total = torch.as_tensor(count, dtype=torch.float64, device=self.group.device).clone()
+        return float(self.group.sum_(total))  # collective
+
     def sum_gradients(self, marks: Sequence[float] = ()) -> list[float]:
         """Add up local gradients over the ranks; add up marks too and return them. Collective.
 

@@ -98,6 +98,14 @@ def build_model(
             )
         model = _call(BUILT_IN[config.model], facts, config)
     else:
+        if not num_classes and "num_classes" not in config.model_args:
+            raise _no_classes(config.model)
+        if len(input_shape) != 3:
+            raise ModelError(
+                f"{config.model} needs images, and a sample of this dataset has the shape "
+                f"{input_shape or 'of no tensor'}",
+                fix="choose a model for this data: --model package.module:callable",
+            )
         model = _torchvision_model(config, num_classes, input_shape[0])
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(f"{config.model} has no parameter to train", fix="unfreeze some of it")
@@ -124,11 +132,23 @@ def place_model(
     return model
 
 
+def _no_classes(model: str) -> DataError:
+    return DataError(
+        f"the dataset does not say how many classes it has, and {model} needs to know",
+        fix="give the dataset an attribute num_classes (a number) or classes (their names), or say "
+        "--model_args '{num_classes: NUMBER}'",
+    )
+
+
 def _call(build: Callable[..., Any], facts: Mapping[str, Any], config: ModelConfig) -> nn.Module:
     """Call build with model_args, and with those facts of the data that it asks for."""
     try:
         wanted = inspect.signature(build).parameters
         known = {name: value for name, value in facts.items() if name in wanted}
+        if known.get("num_classes") == 0 and "num_classes" not in config.model_args:
+            if wanted["num_classes"].default is inspect.Parameter.empty:
+                raise _no_classes(config.model)
+            del known["num_classes"]
         model = build(**{**known, **config.model_args})
     except TypeError as error:
         raise ModelError(

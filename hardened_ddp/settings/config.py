@@ -18,6 +18,7 @@ from hardened_ddp.settings.loop import LoopConfig
 from hardened_ddp.settings.model import ModelConfig
 from hardened_ddp.settings.optimizer import OptimizerConfig
 from hardened_ddp.settings.run import RunConfig
+from hardened_ddp.settings.task import TaskConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,7 @@ class Config:
     )
     data: DataConfig = field(default_factory=DataConfig, metadata={"title": "Data"})
     model: ModelConfig = field(default_factory=ModelConfig, metadata={"title": "Model"})
+    task: TaskConfig = field(default_factory=TaskConfig, metadata={"title": "Task and metrics"})
     ddp: DdpConfig = field(default_factory=DdpConfig, metadata={"title": "DistributedDataParallel"})
     optimizer: OptimizerConfig = field(
         default_factory=OptimizerConfig, metadata={"title": "Optimizer and precision"}

@@ -14,6 +14,7 @@ from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.schema import AUTO, flatten
+from hardened_ddp.settings.task import TASKS
 from hardened_ddp.settings.wording import shown
 
 COMMAND_LINE = "command line"
@@ -32,6 +33,11 @@ class Rule:
 
 
 RULES: tuple[Rule, ...] = (
+    Rule(
+        names=("task",),
+        is_broken=lambda config, _: config.task.task not in TASKS and ":" not in config.task.task,
+        why=f"there is no such task; choose {', '.join(TASKS)}, or package.module:Class",
+    ),
     Rule(
         names=("single_gpu", "cpu_only"),
         is_broken=lambda config, _: config.device.single_gpu and config.device.cpu_only,

@@ -21,6 +21,9 @@ class Outcome(Enum):
     LEFT_OUT = "left out"
     """Given up under --continue_on_error: its samples are skipped, the weights don't change."""
 
+    EMPTY = "empty"
+    """Nothing in it counts, such as no valid token: the weights don't change."""
+
 
 @dataclass(slots=True)
 class Attempt:

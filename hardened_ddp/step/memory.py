@@ -85,7 +85,7 @@ def _fits(parts: Parts, sample: Batch, num_samples: int) -> bool:
         batch = batch.to(parts.device, channels_last=parts.replica.channels_last)
         with untouched_buffers(parts.replica.module), parts.replica.no_sync():
             with parts.precision.autocast():
-                score = parts.task.score(parts.replica.module, batch.inputs, batch.targets)
+                score = parts.task.score(parts.task.forward(parts.replica.module, batch), batch)
             score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
     except Exception as error:
         if not is_out_of_memory(error):

@@ -5,19 +5,21 @@ that outlive a step fragment the memory that the step frees, so the next step's 
 fit there: memory grew by 200 MiB for a 2 MiB model.
 """
 
+import math
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
 from hardened_ddp.data.sampler import Window
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.task.task import Metric, Score, Task
+from hardened_ddp.task.task import LOSS, Metric, Score, Task
 
-NOT_EVALUATED = -1.0
-"""best_accuracy before the first evaluation. A metric of just this value is beaten by any other."""
+Mark = tuple[torch.Tensor | float, list[torch.Tensor | float], int]
+"""The loss, the sums of the metrics and the number of samples at one moment."""
 
-Mark = tuple[torch.Tensor | float, list[torch.Tensor] | list[float], int]
-"""The loss, the sums of the metrics and the count at one moment."""
+COUNT = "count"
+"""The sum of what the loss is a mean over, among the sums of a task that does not count samples."""
 
 
 @dataclass(slots=True)
@@ -31,8 +33,11 @@ class Progress:
     cursor: int = 0
     """Samples of this epoch consumed so far, over all ranks."""
 
-    best_accuracy: float = NOT_EVALUATED
-    """The task's first metric at its best; called so in checkpoints, whatever the metric is."""
+    best_metric: str = ""
+    """The metric that decides which checkpoint is best. Empty: none was compared yet."""
+
+    best_value: float = 0.0
+    """That metric at its best so far."""
 
     num_errors: int = 0
     """Samples and steps left out so far."""
@@ -64,11 +69,11 @@ class Progress:
         self.num_errors += count
 
     def note_best(self, metric: Metric, value: float) -> bool:
-        """Record an evaluation; return whether it is the best so far."""
-        is_first = self.best_accuracy == NOT_EVALUATED
-        if not is_first and not metric.is_better(value, than=self.best_accuracy):
+        """Record an evaluation; return whether it is the best so far. NaN is never the best."""
+        is_first = self.best_metric != metric.name
+        if math.isnan(value) or not (is_first or metric.is_better(value, than=self.best_value)):
             return False
-        self.best_accuracy = value
+        self.best_metric, self.best_value = metric.name, value
         return True
 
     def end_epoch(self, end: int) -> None:
@@ -90,27 +95,30 @@ class Totals:
     ) -> None:
         self.task = task
         self.loss_sum = torch.zeros((), dtype=loss_dtype, device=device)
-        self.sums = {
-            name: torch.zeros((), dtype=dtype, device=device) for name, dtype in task.sums.items()
-        }
-        self.count = 0
+        zeros = dict(task.sums)
+        if not task.counts_samples:
+            zeros[COUNT] = torch.zeros((), dtype=torch.float64)
+        self.sums = {name: zero.to(device, copy=True) for name, zero in zeros.items()}
+        self.num_samples = 0
 
-    def add(self, score: Score) -> None:
-        """Add the score of one forward."""
+    def add(self, score: Score, num_samples: int) -> None:
+        """Add the score of one forward on num_samples samples."""
         self.loss_sum += score.loss_sum.detach()
-        for name, total in self.sums.items():
-            total += score.metrics[name]
-        self.count += score.count
+        for name, value in self.task.sums_of(score).items():
+            self.sums[name] += value
+        if COUNT in self.sums:
+            self.sums[COUNT] += score.count
+        self.num_samples += num_samples
 
     def mark(self) -> Mark:
-        """Copy the current sums, for go_back or a comparison. On the CPU without new tensors."""
-        if self.loss_sum.is_cpu:
-            return self.loss_sum.item(), [total.item() for total in self.sums.values()], self.count
-        return self.loss_sum.clone(), [total.clone() for total in self.sums.values()], self.count
+        """Copy the current sums, for go_back or a comparison. On the CPU without new scalars."""
+        is_cpu, sums = self.loss_sum.is_cpu, self.sums.values()
+        copies = [total.item() if is_cpu and not total.dim() else total.clone() for total in sums]
+        return self.loss_sum.item() if is_cpu else self.loss_sum.clone(), copies, self.num_samples
 
     def go_back(self, mark: Mark) -> None:
         """Restore the sums of mark."""
-        loss_sum, sums, self.count = mark
+        loss_sum, sums, self.num_samples = mark
         for total, before in zip(
             (self.loss_sum, *self.sums.values()), (loss_sum, *sums), strict=True
         ):
@@ -130,14 +138,17 @@ class Totals:
     def read(self, group: Group) -> dict[str, float]:
         """Return the mean loss, each metric and the samples over all ranks. Collective."""
         device = self.loss_sum.device
-        sums = torch.stack(
-            [
-                self.loss_sum.double(),
-                *(total.double() for total in self.sums.values()),
-                torch.tensor(float(self.count), dtype=torch.float64).to(device),
-            ]
-        )
-        loss, *values, samples = group.sum_(sums).tolist()  # collective
-        count = max(1.0, samples)
-        figures = self.task.figures(dict(zip(self.sums, values, strict=True)), count)
-        return {"loss": loss / count, **figures, "samples": samples}
+        totals = [self.loss_sum, *self.sums.values()]
+        num_samples = torch.tensor([float(self.num_samples)], dtype=torch.float64).to(device)
+        flat = torch.cat([*(total.double().reshape(-1) for total in totals), num_samples])
+        values = group.sum_(flat).tolist()  # collective
+        samples, position, sums = values.pop(), 0, []
+        for total in totals:
+            part = values[position : position + total.numel()]
+            position += total.numel()
+            sums.append(torch.tensor(part, dtype=torch.float64).view(total.shape).tolist())
+        loss = sums.pop(0)
+        named: dict[str, Any] = dict(zip(self.sums, sums, strict=True))
+        count = max(1.0, named.pop(COUNT, samples))
+        figures = self.task.figures({**named, LOSS: loss}, count)
+        return {LOSS: loss / count, **figures, "samples": samples}

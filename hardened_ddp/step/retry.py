@@ -71,9 +71,9 @@ class StepRetry:
         try:
             while not self._is_given_up(attempt, num_failures):  # collective
                 attempt.failure = stepper.run_once(attempt, keep_local=True)
-                has_failed, num_valid = stepper.sum_local(attempt)  # collective
+                has_failed, num_valid, count = stepper.sum_local(attempt)  # collective
                 if not has_failed and self._has_finite_sums():
-                    stepper.finish(attempt, num_valid)  # collective
+                    stepper.finish(attempt, num_valid, count)  # collective
                     return
                 if not has_failed:
                     attempt.failure = Failure("not finite", BAD_SUM)
@@ -150,9 +150,8 @@ class StepRetry:
             self.stepper.undo(attempt)
             attempt.outcome = Outcome.LEFT_OUT
             return
-        for parameter in self.parts.replica.trainable.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(attempt.window.size / num_valid)
+        if self.parts.task.counts_samples:
+            self.parts.replica.scale_gradients(attempt.window.size / num_valid)
 
     def name_unused(self) -> None:
         """Log which parameters get no gradient any more: they don't change. Rank-local."""

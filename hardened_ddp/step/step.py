@@ -9,6 +9,7 @@ What happens when a rank fails is in retry.py. On GPUs that is known one step la
 """
 
 import contextlib
+import logging
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,8 @@ from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress, Totals
 from hardened_ddp.step.retry import StepRetry
+
+log = logging.getLogger(__name__)
 
 
 class ReadsWeights(Protocol):
@@ -79,6 +82,9 @@ class Stepper:
 
         self.last_good = -1
         """The last step that succeeded. The same on all ranks."""
+
+        self.count: float | torch.Tensor = 0.0
+        """What counts in this rank's samples of the step, such as valid tokens. On the device."""
 
         config = parts.config
         self._saver = saver
@@ -130,16 +136,16 @@ class Stepper:
             overlaps, num_valid = self._overlaps(window), window.size
             attempt.failure = self.run_once(attempt, keep_local=not overlaps)  # collective
             if overlaps:
-                has_failed = self._end_overlapped(attempt)  # collective
+                has_failed, count = self._end_overlapped(attempt)  # collective
             else:
-                has_failed, num_valid = self.sum_local(attempt)  # collective
+                has_failed, num_valid, count = self.sum_local(attempt)  # collective
             is_checked = self.checks_sums and not has_failed and attempt.flag is None
             if is_checked and not parts.replica.has_finite_sums():
                 attempt.failure, has_failed = Failure("not finite", BAD_SUM), True
             if has_failed:
                 self.retry.until_done(attempt)  # collective
             else:
-                self.finish(attempt, num_valid)  # collective
+                self.finish(attempt, num_valid, count)  # collective
         return attempt
 
     def run_once(self, attempt: Attempt, *, keep_local: bool) -> Failure | None:
@@ -179,12 +185,14 @@ class Stepper:
         """Run micro-batches forward and backward; the last backward averages unless keep_local.
 
         Losses are sums, divided by the samples of the whole step: so accumulation, a short last
-        step and uneven shares all give the gradient of one big batch.
+        step and uneven shares all give the gradient of one big batch. If the loss is a mean over
+        something else, such as tokens, finish divides by that.
         """
         parts, replica, tracker = self.parts, self.parts.replica, self._tracker
         # DDP also divides its sum by world_size: undone here.
         is_divided = replica.averages and not keep_local
-        scale = (parts.group.world_size if is_divided else 1) / window.size
+        scale = (parts.group.world_size if is_divided else 1) / self._divisor(window)
+        self.count = 0.0
         for index, batch in enumerate(batches):
             if self._moves_batches:
                 batch = batch.to(parts.device, channels_last=replica.channels_last)
@@ -193,59 +201,109 @@ class Stepper:
             tracker.enter(Phase.FORWARD)
             with contextlib.nullcontext() if is_synced or replica.sums_after else replica.no_sync():
                 with parts.precision.autocast():
-                    score = parts.task.score(replica.call, batch.inputs, batch.targets)
+                    output = parts.task.forward(replica.call, batch)
+                    score = parts.task.score(output, batch)
+                    del output  # WHY: backward frees what it needs; the caller's would stay
+                self.count = self.count + score.count
+                if is_synced and replica.buckets is not None:
+                    replica.buckets.count = self.count
                 if self._watches_loss and not math.isfinite(value := score.loss_sum.item()):
                     raise LossNotFinite(f"the loss is {value}")
                 tracker.enter(Phase.BACKWARD)
                 parts.precision.backward(score.loss_sum * scale)  # collective if is_synced
-            self.totals.add(score)
+            self.totals.add(score, batch.num_samples)
         self.batch = None
         tracker.enter(Phase.OPTIMIZER)
 
-    def _end_overlapped(self, attempt: Attempt) -> bool:
+    def _end_overlapped(self, attempt: Attempt) -> tuple[bool, float]:
         """Complete this rank's part in DDP's sums; return whether some rank failed. Collective.
 
-        On a GPU that is known later: then attempt gets a flag.
+        Also returns what counts over all ranks. On a GPU both are known later: then attempt gets a
+        flag, which is also up if nothing counts.
         """
         replica, buckets = self.parts.replica, self.parts.replica.buckets
         has_failed = attempt.failure is not None
         if has_failed:
             self.retry.stand_in(attempt)  # collective
         if self._is_late and (buckets is None or not buckets.are_old):
-            attempt.flag = Flag(replica.is_gradient_bad(has_failed))
+            is_bad = replica.is_gradient_bad(has_failed)
+            if not has_failed and not self.parts.task.counts_samples:
+                is_bad = self._divide_on_device(attempt.window, is_bad)
+            attempt.flag = Flag(is_bad)
             attempt.loss_after = self.totals.loss_sum.clone()
             if has_failed and buckets is not None:
                 buckets.disarm()
-            return False
+            return False, 0.0
         if buckets is None:
-            return False
+            return False, replica.sum_count(self.count)  # collective
         if buckets.some_rank_failed(has_failed):  # collective
             buckets.reset()
-            return True
+            return True, 0.0
         buckets.renew()  # collective
-        return False
+        return False, float(buckets.total())
 
-    def sum_local(self, attempt: Attempt) -> tuple[bool, int]:
+    def sum_local(self, attempt: Attempt) -> tuple[bool, int, float]:
         """Add up local gradients over the ranks; return whether some rank failed. Collective.
 
-        Also returns how many samples of the step, over all ranks, are in the sums.
+        Also returns how many samples of the step, over all ranks, are in the sums, and what counts
+        in them.
         """
         num_valid = sum([len(batch.indices) for batch in attempt.batches])
         has_failed = float(attempt.failure is not None)
-        # Sent with the gradients: a mark of each rank that failed, and the number of samples.
-        marks = self.parts.replica.sum_gradients([has_failed, float(num_valid)])  # collective
-        return marks[0] > 0, int(marks[1])
+        count = 0.0 if has_failed or not attempt.batches else float(self.count)
+        # Sent with the gradients: a mark of each rank that failed, the samples, what counts.
+        marks = self.parts.replica.sum_gradients(
+            [has_failed, float(num_valid), count]
+        )  # collective
+        return marks[0] > 0, int(marks[1]), marks[2]
 
-    def finish(self, attempt: Attempt, num_valid: int) -> None:
+    def finish(self, attempt: Attempt, num_valid: int, count: float) -> None:
         """Finish a gradient for which no rank failed. Collective: all ranks."""
         if num_valid < attempt.window.size:
             self.retry.weigh(attempt, num_valid)  # collective
+        if attempt.outcome is Outcome.DONE and not self.parts.task.counts_samples:
+            self._divide(attempt, count)
         if attempt.outcome is Outcome.DONE:
             if self.parts.replica.moving_buffers:
                 self.parts.replica.sync_buffers()  # collective
             self.last_good = self.progress.step
             if self.retry.given_up:
                 self.retry.given_up.clear()
+
+    def _divisor(self, window: Window) -> float:
+        """Return what the losses of a step are divided by before backward.
+
+        The samples of the step. If what counts is only known after it: a power of two near that,
+        which keeps numbers in range and costs no bit of precision.
+        """
+        if self.parts.task.counts_samples:
+            return window.size
+        return 2.0 ** round(math.log2(window.size))
+
+    def _divide(self, attempt: Attempt, count: float) -> None:
+        """Make the gradient the mean over count, what counts in the step over all ranks.
+
+        Rank-local. With a count of 0 there is nothing to learn, and no weight may change: weight
+        decay and momentum would move the weights with a gradient of zeros too.
+        """
+        if attempt.flag is not None:  # divided on the device
+            return
+        if count > 0:
+            self.parts.replica.scale_gradients(self._divisor(attempt.window) / count)
+            return
+        log.warning(
+            "step %d: no label of its samples counts, so no weight changes", self.progress.step
+        )
+        self.parts.replica.put_back_buffers(attempt.buffers)
+        attempt.outcome = Outcome.EMPTY
+
+    def _divide_on_device(self, window: Window, is_bad: torch.Tensor) -> torch.Tensor:
+        """Do as _divide does, without a wait for the device; return is_bad, or 1.0 if 0 counts."""
+        replica = self.parts.replica
+        total = replica.total_count(self.count)
+        is_empty = total <= 0
+        replica.scale_gradients(self._divisor(window) / torch.where(is_empty, 1.0, total))
+        return torch.where(is_empty, torch.ones_like(is_bad), is_bad)
 
     def commit(self, attempt: Attempt) -> None:
         """Update weights and progress. Rank-local: every rank has the same gradient."""

@@ -1,18 +1,169 @@
-"""The choice of a run's task, by its data and settings."""
+"""The choice of a run's task, by its settings, its data, and the first batch."""
 
+import contextlib
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
 from torch import nn
 
+from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.datasets import TaskData
-from hardened_ddp.settings.optimizer import OptimizerConfig
+from hardened_ddp.data.import_path import import_callable
+from hardened_ddp.errors import ConfigError, HardenedError, ModelError
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.settings.config import Config
+from hardened_ddp.task.choose import CHOICES, task_that_fits
 from hardened_ddp.task.classification import Classification
-from hardened_ddp.task.task import Task
+from hardened_ddp.task.multilabel import Multilabel
+from hardened_ddp.task.own import Own
+from hardened_ddp.task.regression import Regression
+from hardened_ddp.task.segmentation import Segmentation
+from hardened_ddp.task.task import LOSS_METRIC, Metric, Task
+from hardened_ddp.task.tokens import Tokens
+
+log = logging.getLogger(__name__)
+
+BUILT_IN: Mapping[str, Callable[..., Task]] = {
+    "classification": Classification,
+    "multilabel": Multilabel,
+    "regression": Regression,
+    "tokens": Tokens,
+    "segmentation": Segmentation,
+    "own": Own,
+}
 
 
-def build_task(model: nn.Module, data: TaskData, config: OptimizerConfig) -> Task:
-    """Build the task that model is trained on data for. Rank-local."""
-    return Classification(
-        model,
-        num_classes=data.num_classes,
-        class_names=data.class_names,
-        label_smoothing=config.label_smoothing,
-    )
+def choose_task(
+    model: nn.Module,
+    sample: Batch,
+    data: TaskData,
+    config: Config,
+    group: Group,
+    *,
+    saved: Mapping[str, Any] | None = None,  # Any: the numbers of a checkpoint
+) -> Task:
+    """Return the task of a run: as asked, as it began, or as fits the first batch.
+
+    Collective: all ranks. Raises ModelError or ConfigError on all ranks alike.
+    """
+    began_with = (saved or {}).get("task", {})
+    name = config.task.task
+    if name == "auto":
+        name = began_with.get("name") or _fitting_name(model, sample, group)  # collective
+    task = build_task(name, model, data, config)
+    task.take_over(began_with.get("learned", {}))
+    return task
+
+
+def build_task(name: str, model: nn.Module, data: TaskData, config: Config) -> Task:
+    """Build the task called name, by which model is trained on data. Rank-local.
+
+    Raises ConfigError for an unknown name, or arguments that it does not take.
+    """
+    if ":" in name:
+        build = import_callable(name, setting="task", error=ConfigError)
+    elif name in BUILT_IN:
+        build = BUILT_IN[name]
+    else:
+        raise ConfigError(
+            f"no task is called {name!r}",
+            fix=f"--task auto | {' | '.join(CHOICES)} | package.module:Class",
+        )
+    facts = {
+        "model": model,
+        "num_classes": data.num_classes,
+        "num_labels": data.num_classes,
+        "num_outputs": data.label_size,
+        "class_names": data.class_names,
+        "input_shape": data.input_shape,
+        "label_smoothing": config.optimizer.label_smoothing,
+    }
+    try:
+        wanted = inspect.signature(build).parameters
+        known = {key: value for key, value in facts.items() if key in wanted}
+        task = build(**{**known, **config.task.task_args})
+    except TypeError as error:
+        raise ConfigError(
+            f"--task {name} can't be built with task_args {dict(config.task.task_args)}: {error}",
+            fix="check --task_args against the constructor of the task",
+        ) from error
+    task = _as_task(task, name)
+    task.attach(model, name)
+    best_metric(task, config.task.best_metric)  # raises if there is none of that name
+    return task
+
+
+def best_metric(task: Task, name: str) -> Metric:
+    """Return the metric of the test set that decides which checkpoint is best.
+
+    name: loss, or one of the task's; auto: the task's first one, or the loss. Raises ConfigError.
+    """
+    known = {metric.name: metric for metric in (*task.metrics, LOSS_METRIC)}
+    if name == "auto":
+        return next(iter(known.values()))
+    if name not in known:
+        raise ConfigError(
+            f"best_metric: this task has no metric {name!r}",
+            fix=f"--best_metric {' | '.join(known)}",
+        )
+    return known[name]
+
+
+def _fitting_name(model: nn.Module, sample: Batch, group: Group) -> str:
+    """Return the name of the task that fits the first batches of all ranks. Collective."""
+    mine: dict[str, str] = {}
+    try:
+        with _evaluating(model):
+            caller = Task()
+            caller.attach(model)
+            name, why = task_that_fits(caller.forward(model, sample), sample)
+            mine = {"name": name, "why": why}
+    except HardenedError as error:
+        mine = {"error": error.message, "fix": error.fix}
+    except Exception as error:  # WHY broad: the user's model; the probe then tells it in full
+        log.debug("the first forward failed", exc_info=True)
+        mine = {"error": f"the model failed on a first batch: {type(error).__name__}: {error}",
+                "fix": "the whole traceback is in this rank's log"}  # fmt: skip
+    everyone = group.gather_json(mine)  # collective
+    names = sorted({notes["name"] for notes in everyone if "name" in notes})
+    if len(names) != 1:
+        failed = [(rank, notes) for rank, notes in enumerate(everyone) if "error" in notes]
+        if failed and not names:
+            rank, notes = failed[0]
+            raise ModelError(f"rank {rank}: {notes['error']}", fix=notes["fix"])
+        raise ModelError(
+            f"--task auto can't decide: the first batches of the ranks fit {' and '.join(names)}",
+            fix=f"choose one: --task {' | '.join(CHOICES)}",
+        )
+    reason = next(notes["why"] for notes in everyone if "name" in notes)
+    found = str(names[0])
+    log.info("task: %s, because of the first batch: %s", found, reason)
+    return found
+
+
+def _as_task(task: Any, name: str) -> Task:
+    """Return the user's object as a Task; what it does not define comes from Task."""
+    if isinstance(task, Task):
+        return task
+    if not callable(getattr(task, "score", None)):
+        raise ConfigError(
+            f"--task {name} gave a {type(task).__name__} without score(output, batch)",
+            fix="name a class derived from hardened_ddp.task.task.Task that defines score",
+        )
+    task.__class__ = type(type(task).__name__, (type(task), Task), {})
+    return task  # type: ignore[no-any-return]  # it is one now
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Run forwards that change nothing: in evaluation mode, without gradients."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)

@@ -1,84 +1,113 @@
 """Classification: each sample has one label, the index of a class.
 
 Owns the meaning of the model's output: logits that are compared with the labels, or a loss that the
-model computes itself; and the loss as a sum over samples. No other layer knows classes or accuracy.
+model computes itself; and the loss as a sum over samples.
 """
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy
 
+from hardened_ddp.data.batch import Batch
 from hardened_ddp.errors import ModelError
 from hardened_ddp.task.confusion import ConfusionMatrix
-from hardened_ddp.task.task import Metric, Mistake, Score
+from hardened_ddp.task.output import logits_of, split_output
+from hardened_ddp.task.task import Figures, Metric, Mistake, Score, Task
 
 
-class Classification:
-    """Calls the model with the arguments that its forward takes, and scores its output."""
+class Classification(Task):
+    """Cross-entropy of logits (num_samples, num_classes) and labels (num_samples,) int64."""
 
     metrics = (Metric("accuracy", form=".2%", short_name="acc", short_form=".1%"),)
-    sums: Mapping[str, torch.dtype] = {"correct": torch.int64}
+    counts_samples = True
 
     def __init__(
         self,
-        model: nn.Module,
         *,
         num_classes: int,
         class_names: Sequence[str] = (),
         label_smoothing: float = 0.0,
     ) -> None:
-        self.takes_labels = "labels" in inspect.signature(model.forward).parameters
         self.num_classes = num_classes
         self.class_names = class_names
         self.label_smoothing = label_smoothing
 
-    def score(
-        self,
-        call: Callable[..., Any],
-        inputs: Any,  # a tensor, or what the dataset nests tensors in
-        targets: torch.Tensor,
-        *,
-        checks: bool = False,
-    ) -> Score:
-        """Run call on inputs and compare its logits with targets, (num_samples,) int64. Rank-local.
+    @property
+    def sums(self) -> Mapping[str, torch.Tensor]:
+        return {"correct": torch.zeros((), dtype=torch.int64)}
 
-        checks: first check that both fit the number of classes. This waits for the device.
-        Raises ModelError if the output is neither logits nor {"loss", "logits"}, or does not fit.
-        """
-        labels = {"labels": targets} if self.takes_labels else {}
-        named = isinstance(inputs, Mapping)
-        output = call(**inputs, **labels) if named else call(inputs, **labels)
+    def sums_of(self, score: Score) -> Mapping[str, torch.Tensor]:
+        return score.metrics
+
+    def score(self, output: Any, batch: Batch) -> Score:
+        """Compare the logits in output with the labels. Raises ModelError if there are none."""
+        targets = batch.targets
         is_plain = isinstance(output, torch.Tensor)
-        logits, mean_loss = (output, None) if is_plain else _split_output(output)
-        if checks:
-            # WHY before the loss: a wrong label raises there; on a GPU it ends the CUDA context.
-            _check_fit(logits, targets, num_classes=self.num_classes)
+        logits, mean_loss = (output, None) if is_plain else split_output(output)
+        if logits is None:
+            logits = logits_of(output, need="(num_samples, num_classes)")  # raises
         num_samples = targets.shape[0]
         if mean_loss is None:
             # WHY float(): under autocast logits are bf16, and a sum over a batch needs fp32.
             loss_sum = cross_entropy(
-                logits.float(), targets, reduction="sum", label_smoothing=self.label_smoothing
+                logits.float() if logits.dtype != torch.float64 else logits,
+                targets,
+                reduction="sum",
+                label_smoothing=self.label_smoothing,
             )
-        else:
-            loss_sum = (
-                mean_loss.float() * num_samples
-            )  # a model's own loss is a mean, by convention
+        else:  # a model's own loss is a mean, by convention
+            loss_sum = mean_loss.float() * num_samples
         predictions = logits.detach().argmax(dim=1)
         correct = predictions.eq(targets).sum()
         return Score(loss_sum, num_samples, {"correct": correct}, predictions)
 
-    def figures(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+    def check(self, output: Any, batch: Batch) -> None:
+        """Raise ModelError if logits or labels do not fit the number of classes.
+
+        WHY before the loss: a wrong label raises there; on a GPU it ends the CUDA context.
+        """
+        targets = batch.targets
+        logits = logits_of(output, need="(num_samples, num_classes)")
+        shape = tuple(logits.shape)
+        if not isinstance(targets, torch.Tensor) or targets.dim() != 1:
+            raise ModelError(
+                "classification needs one label for each sample, the number of its class",
+                fix="choose the task that fits the labels: --task multilabel | regression | tokens "
+                "| segmentation | own",
+            )
+        if len(shape) != 2 or shape[0] != targets.shape[0] or shape[1] < self.num_classes:
+            raise ModelError(
+                f"the model gives logits of shape {shape} for {targets.shape[0]} samples and "
+                f"{self.num_classes} classes; need ({targets.shape[0]}, {self.num_classes})",
+                fix="give the model's last layer one output for each class",
+            )
+        self.num_classes = self.num_classes or shape[1]
+        low, high = int(targets.min()), int(targets.max())
+        if low < 0 or high >= shape[1]:
+            raise ModelError(
+                f"labels run from {low} to {high}, but the model knows classes 0 to {shape[1] - 1}",
+                fix="number the classes from 0, or give the model more outputs",
+            )
+
+    def learned(self) -> dict[str, Any]:
+        """Return what the first batch has shown: the classes, if the dataset does not say."""
+        return {"num_classes": self.num_classes} if self.num_classes else {}
+
+    def take_over(self, learned: Mapping[str, Any]) -> None:
+        """Use what another rank, or an earlier start, has learned."""
+        self.num_classes = learned.get("num_classes", self.num_classes)
+
+    def figures(self, sums: Mapping[str, Any], count: float) -> Figures:
         """Return the accuracy: the share of samples whose largest logit is that of their label."""
         return {"accuracy": sums["correct"] / count}
 
-    def mistakes(
-        self, score: Score, inputs: torch.Tensor, targets: torch.Tensor, *, most: int
-    ) -> list[Mistake]:
+    def mistakes(self, score: Score, batch: Batch, *, most: int) -> list[Mistake]:
         """Return the first misclassified samples. Waits for the device."""
+        inputs, targets = batch.inputs, batch.targets
+        if not isinstance(inputs, torch.Tensor):
+            return []
         wrong = score.predictions.ne(targets).nonzero().flatten()[:most].tolist()
         return [
             Mistake(
@@ -95,37 +124,3 @@ class Classification:
     def _name(self, label: int) -> str:
         """Return the name of a class; a model may have more outputs than there are names."""
         return self.class_names[label] if label < len(self.class_names) else str(label)
-
-
-def _split_output(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the logits and the model's own loss, if any, from an output that is not a tensor."""
-    if isinstance(output, Mapping) and isinstance(output.get("logits"), torch.Tensor):
-        return output["logits"], output.get("loss")
-    raise ModelError(
-        f"the model returned {_described(output)}; need logits, or a mapping with 'logits' "
-        "and 'loss'",
-        fix="return a tensor of shape (num_samples, num_classes) from forward",
-    )
-
-
-def _check_fit(logits: torch.Tensor, targets: torch.Tensor, *, num_classes: int) -> None:
-    """Raise ModelError if logits or labels do not fit the number of classes."""
-    shape = tuple(logits.shape)
-    if len(shape) != 2 or shape[0] != targets.shape[0] or shape[1] < num_classes:
-        raise ModelError(
-            f"the model gives logits of shape {shape} for {targets.shape[0]} samples and "
-            f"{num_classes} classes; need ({targets.shape[0]}, {num_classes})",
-            fix="give the model's last layer one output for each class",
-        )
-    low, high = int(targets.min()), int(targets.max())
-    if low < 0 or high >= shape[1]:
-        raise ModelError(
-            f"labels run from {low} to {high}, but the model knows classes 0 to {shape[1] - 1}",
-            fix="number the classes from 0, or give the model more outputs",
-        )
-
-
-def _described(output: object) -> str:
-    if isinstance(output, Mapping):
-        return f"a {type(output).__name__} with {sorted(map(str, output))}"
-    return f"a {type(output).__name__}"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hardened_ddp.data.batch import Batch
 from hardened_ddp.task.task import Score
 
 MAX_ROWS = 50  # classes in the printed table; the file has all
@@ -26,10 +27,10 @@ class ConfusionMatrix:
         self.sums = torch.zeros(num_classes, num_classes + 1, dtype=torch.int64, device=device)
         self.names = names
 
-    def add(self, score: Score, targets: torch.Tensor) -> None:
+    def add(self, score: Score, batch: Batch) -> None:
         """Count the predictions of one forward; each target is one of the classes."""
         num_classes, width = self.sums.shape
-        places = targets * width + score.predictions.clamp(max=num_classes)
+        places = batch.targets * width + score.predictions.clamp(max=num_classes)
         self.sums += torch.bincount(places, minlength=self.sums.numel()).view_as(self.sums)
 
     def report(self) -> dict[str, Any]:  # Any: JSON

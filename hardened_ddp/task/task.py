@@ -5,14 +5,24 @@ adds up scores, divides the gradient by their count, and prints the metrics that
 only the task knows what the labels are.
 WHY sums: the loss divided once by the count of the whole step gives the gradient of one big batch,
 however ranks and micro-batches share the step; and metrics are the same on any number of ranks.
-Read next: classification.py, the task that is built in.
+Read next: classification.py, the simplest task; tokens.py, one whose count is not the samples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import nn
+
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.errors import ModelError
+from hardened_ddp.task.output import labels_parameter, takes_several
+
+Figures = dict[str, float]
+
+LOSS = "loss"
+"""The name of the loss among the figures: the mean over what the task counts."""
 
 
 @dataclass(slots=True)
@@ -20,21 +30,22 @@ class Score:
     """Loss, metrics and predictions of one forward."""
 
     loss_sum: torch.Tensor
-    """Scalar with its graph: the loss, summed over the samples (see count)."""
+    """Scalar with its graph: the loss, summed over what count counts."""
 
-    count: int
-    """The number of samples: the mean loss is loss_sum / count."""
+    count: int | torch.Tensor
+    """What the loss is a mean over: samples, valid tokens, pixels. loss_sum / count is the mean."""
 
-    metrics: Mapping[str, torch.Tensor]
-    """Scalars on the device, one for each name in the task's sums."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # Any: a sum, or (sum, count)
+    """For each name in the task's sums one tensor of that shape. In a task of your own: for each
+    of its metrics a sum, which is divided by count, or a pair (sum, what it is divided by)."""
 
-    predictions: torch.Tensor
-    """The prediction for each sample, detached, in a form that the task chooses."""
+    predictions: Any = None
+    """The predictions, detached, in a form that the task chooses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number besides the loss that measures the model."""
+    """A number that measures the model."""
 
     name: str
     form: str = ".4f"
@@ -46,9 +57,21 @@ class Metric:
 
     is_higher_better: bool = True
 
+    @property
+    def direction(self) -> str:
+        """Which values are better."""
+        return "higher is better" if self.is_higher_better else "lower is better"
+
     def is_better(self, value: float, than: float) -> bool:
-        """Return whether value is better than `than`. Equal is not better."""
-        return value > than if self.is_higher_better else value < than
+        """Return whether value is at least as good as `than`: of two equal ones, the newer."""
+        return value >= than if self.is_higher_better else value <= than
+
+    def record(self, value: float) -> dict[str, Any]:
+        """Return what best.json says of a checkpoint with this value."""
+        return {"metric": self.name, "value": value, "direction": self.direction}
+
+
+LOSS_METRIC = Metric(LOSS, is_higher_better=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +91,7 @@ class Table(Protocol):
     def sums(self) -> torch.Tensor:
         """The counts, of the same shape on all ranks: they are all-reduced in place."""
 
-    def add(self, score: Score, targets: torch.Tensor) -> None:
+    def add(self, score: Score, batch: Batch) -> None:
         """Add one forward."""
 
     def report(self) -> dict[str, Any]:  # Any: JSON
@@ -78,48 +101,132 @@ class Table(Protocol):
         """Format the result of report as lines of text."""
 
 
-class Task(Protocol):
-    """What training and evaluation need of a task."""
+class Task:
+    """What training and evaluation need of a task. A task of your own defines score.
 
-    @property
-    def metrics(self) -> Sequence[Metric]:
-        """What is reported besides the loss. The first one decides which checkpoint is best."""
+    The simplest one::
 
-    @property
-    def sums(self) -> Mapping[str, torch.dtype]:
-        """Names of the sums in Score.metrics, and the dtype in which each is added up."""
+        class AbsoluteError(Task):
+            metrics = (Metric("mae", is_higher_better=False),)
 
-    def score(
-        self,
-        call: Callable[..., Any],
-        inputs: Any,  # a tensor, or what the dataset nests tensors in
-        targets: torch.Tensor,
-        *,
-        checks: bool = False,
-    ) -> Score:
-        """Run call, which is the model, on inputs, and compare its output with targets. Rank-local.
+            def score(self, output, batch):
+                error = (output.squeeze(1) - batch.targets).abs().sum()
+                return Score(error, batch.num_samples, {"mae": error.detach()})
+    """
 
-        checks: first check that output and targets fit each other. This waits for the device.
-        Raises ModelError.
+    name = ""
+    """As --task names it; never auto."""
+
+    metrics: Sequence[Metric] = ()
+    """What is reported besides the loss. The first one decides which checkpoint is best."""
+
+    counts_samples = False
+    """Every sample counts as exactly one in Score.count. Then the number of the whole step is known
+    before backward; else it is summed over the ranks together with the gradients."""
+
+    labels_name = ""
+    """The parameter of the model's forward for the labels; empty: it gets none."""
+
+    spreads = False
+    """Inputs in a tuple are several arguments of forward, not one."""
+
+    def attach(self, model: nn.Module, name: str = "") -> None:
+        """Learn how model is called, from the signature of its forward, and the task's own name."""
+        self.name = name
+        self.labels_name = labels_parameter(model)
+        self.spreads = takes_several(model)
+
+    def forward(self, call: Callable[..., Any], batch: Batch) -> Any:
+        """Run call, which is the model, on the inputs of a batch; return its output. Rank-local.
+
+        Inputs in a mapping go to forward by name; labels too, if it has a parameter for them.
         """
+        inputs, labels = batch.inputs, {}
+        if self.labels_name and batch.targets is not None:
+            labels[self.labels_name] = batch.targets
+        if isinstance(inputs, Mapping):
+            return call(**inputs, **labels)
+        if self.spreads and isinstance(inputs, tuple | list):
+            return call(*inputs, **labels)
+        return call(inputs, **labels)
 
-    def figures(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
-        """Return the value of each metric, by name, from the sums over all samples."""
+    def score(self, output: Any, batch: Batch) -> Score:
+        """Compare the output with batch.targets. Rank-local. Raises ModelError."""
+        raise NotImplementedError(f"{type(self).__name__} must define score(output, batch)")
 
-    def mistakes(
-        self, score: Score, inputs: torch.Tensor, targets: torch.Tensor, *, most: int
-    ) -> list[Mistake]:
+    def check(self, output: Any, batch: Batch) -> None:
+        """Raise ModelError if output and targets don't fit each other. Waits for the device."""
+
+    def learned(self) -> dict[str, Any]:
+        """Return what check found out on the first batch, as JSON: the same for all ranks."""
+        return {}
+
+    def take_over(self, learned: Mapping[str, Any]) -> None:
+        """Use what another rank, or an earlier start of the run, has learned."""
+
+    @property
+    def sums(self) -> Mapping[str, torch.Tensor]:
+        """The sums in Score.metrics by name: for each a zero of its dtype and shape, on the CPU."""
+        names = [name for metric in self.metrics for name in (metric.name, f"{metric.name}/count")]
+        return {name: torch.zeros((), dtype=torch.float64) for name in names}
+
+    def sums_of(self, score: Score) -> Mapping[str, Any]:  # Any: tensors or numbers
+        """Return what score adds to each of the sums."""
+        found: dict[str, Any] = {}
+        for metric in self.metrics:
+            value = score.metrics[metric.name]
+            total, count = value if isinstance(value, tuple | list) else (value, score.count)
+            found |= {metric.name: total, f"{metric.name}/count": count}
+        return found
+
+    def figures(self, sums: Mapping[str, Any], count: float) -> Figures:  # Any: numbers, lists
+        """Return the value of each metric, by name, from the sums over all samples.
+
+        sums: numbers, or nested lists of those with a shape; with the sum of the losses as "loss".
+        """
+        pairs = {m.name: (sums[m.name], sums[f"{m.name}/count"]) for m in self.metrics}
+        return {name: total / max(1e-300, count) for name, (total, count) in pairs.items()}
+
+    def mistakes(self, score: Score, batch: Batch, *, most: int) -> list[Mistake]:
         """Return the first samples that the model got wrong, at most `most` of them."""
+        return []
 
     def table(self, device: torch.device) -> Table | None:
         """Return an empty table for the command evaluate; None if the task has none."""
+        return None
+
+
+def check_score(task: Task, score: Any) -> Score:
+    """Return score, or raise ModelError if a task returned none that can be added up."""
+    name = type(task).__name__
+    if not isinstance(score, Score):
+        raise ModelError(
+            f"task {name}: score() returned a {type(score).__name__}, not a Score",
+            fix="return Score(loss_sum, count, metrics)",
+        )
+    loss = score.loss_sum
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
+        raise ModelError(
+            f"task {name}: loss_sum is not a scalar tensor but {what}",
+            fix="return the sum of the losses: losses.sum()",
+        )
+    missing = [metric.name for metric in task.metrics if metric.name not in score.metrics]
+    if missing and type(task).sums_of is Task.sums_of:
+        raise ModelError(
+            f"task {name}: score() gave no {', '.join(missing)}",
+            fix="give each of its metrics in Score.metrics: a sum, or (sum, count)",
+        )
+    return score
 
 
 def described(metrics: Sequence[Metric], figures: Mapping[str, float], *, of: str = "") -> str:
     """Format the figures of metrics: accuracy 97.12%. of: a prefix for each, such as test."""
-    return "  ".join(f"{of} {m.name} {figures[m.name]:{m.form}}".lstrip() for m in metrics)
+    known = [metric for metric in metrics if metric.name in figures]
+    return "  ".join(f"{of} {m.name} {figures[m.name]:{m.form}}".lstrip() for m in known)
 
 
 def shortly_described(metrics: Sequence[Metric], figures: Mapping[str, float]) -> str:
     """Format the figures of metrics in their short form: acc 97.1%."""
-    return " ".join(f"{m.short_name or m.name} {figures[m.name]:{m.short_form}}" for m in metrics)
+    known = [metric for metric in metrics if metric.name in figures]
+    return " ".join(f"{m.short_name or m.name} {figures[m.name]:{m.short_form}}" for m in known)

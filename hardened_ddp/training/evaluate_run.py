@@ -53,9 +53,12 @@ def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
     group.run_on_main(read, what="reading the checkpoint")  # collective
     shared = share_state(group, saved[0] if saved else Saved({}, {}))  # collective
     group.run_on_local_main(lambda: prepare_data(config.data), what="the download")  # collective
-    data = build_data(config.data, leaves_out=config.loop.continue_on_error)
+    saved_task = shared.meta.get("task") or {"name": "classification", "learned": {}}
+    leaves_out = config.loop.continue_on_error
+    data = build_data(config.data, leaves_out=leaves_out, task=saved_task["name"])
     model = rebuild_model(model_tensors(shared.tensors), shared.meta).to(group.device)
-    task = build_task(model, data, config.optimizer)
+    task = build_task(saved_task["name"], model, data, config)
+    task.take_over(saved_task["learned"])
     table = task.table(group.device)
     report = measure(model, task, table, data, config, group)  # collective
     report |= {
@@ -106,7 +109,7 @@ def measure(
 
     def look(batch: Batch, score: Score) -> None:
         if table is not None:
-            table.add(score, batch.targets)
+            table.add(score, batch)
 
     # WHY float64: a sum over many batches would lose digits in float32.
     totals = Totals(task, group.device, loss_dtype=torch.float64)

@@ -20,7 +20,7 @@ from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step.failure import explain_evaluation
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Totals
-from hardened_ddp.task.task import Mistake, Score, Task
+from hardened_ddp.task.task import LOSS, Mistake, Score, Task
 
 MAX_PICTURES = 16
 
@@ -36,6 +36,11 @@ class Evaluation:
     num_samples: int
     mistakes: tuple[Mistake, ...]
     """The first few in this rank's share."""
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """The metrics and the loss, by name."""
+        return {**self.metrics, LOSS: self.loss}
 
     left_out: tuple[str, ...] = ()
     """Under --continue_on_error: the samples left out on all ranks, each with its error."""
@@ -91,10 +96,11 @@ class EvaluationLoop:
                 if batch.num_samples:
                     batch = batch.to(self.group.device, channels_last=self.channels_last)
                     with self.precision.autocast():
-                        score = self.task.score(
-                            module, batch.inputs, batch.targets, checks=self.checks
-                        )
-                    totals.add(score)
+                        output = self.task.forward(module, batch)
+                        if self.checks:
+                            self.task.check(output, batch)
+                        score = self.task.score(output, batch)
+                    totals.add(score, batch.num_samples)
                     look(batch, score)
             next(
                 batches, None
@@ -125,9 +131,8 @@ def evaluate(
     mistakes: list[Mistake] = []
 
     def look(batch: Batch, score: Score) -> None:
-        if len(mistakes) < MAX_PICTURES and isinstance(batch.inputs, torch.Tensor):
-            most = MAX_PICTURES - len(mistakes)
-            mistakes.extend(task.mistakes(score, batch.inputs, batch.targets, most=most))
+        if (most := MAX_PICTURES - len(mistakes)) > 0:
+            mistakes.extend(task.mistakes(score, batch, most=most))
 
     loop = EvaluationLoop(
         loader=loader,
@@ -149,7 +154,7 @@ def evaluate(
     figures, left_out = found
     return Evaluation(
         figures["loss"],
-        {metric.name: figures[metric.name] for metric in task.metrics},
+        {metric.name: figures[metric.name] for metric in task.metrics if metric.name in figures},
         int(figures["samples"]),
         tuple(mistakes),
         tuple(f"{bad.name}: {bad.error}" for bad in left_out),

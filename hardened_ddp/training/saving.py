@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from hardened_ddp.checkpoint.files import CheckpointStore
+from hardened_ddp.checkpoint.listing import Best
 from hardened_ddp.checkpoint.snapshot import CheckpointWriter
 from hardened_ddp.errors import CheckpointError, NonFiniteError
 from hardened_ddp.ranks.phase import Phase
@@ -77,12 +78,12 @@ class Saver:
             return True
         return self._is_auto and not self._writer.is_busy and self._pace.is_due()
 
-    def save(self, progress: Progress, *, best_metric: float | None = None) -> None:
+    def save(self, progress: Progress, *, best: Best | None = None) -> None:
         """Start writing the state of this step boundary; training goes on beside it. Rank-local."""
         if self._writer is None:
             return
         with self._tracker.within(Phase.CHECKPOINT):
-            self._start(self._writer, progress, best_metric)
+            self._start(self._writer, progress, best)
 
     def save_last(self, progress: Progress) -> None:
         """Write the state and wait until it is on the disk. Rank-local. Raises CheckpointError."""
@@ -138,18 +139,16 @@ class Saver:
         for path in discarded:
             log.warning("set aside %s: its state is in doubt", path)
 
-    def _start(
-        self, writer: CheckpointWriter, progress: Progress, best_metric: float | None
-    ) -> None:
+    def _start(self, writer: CheckpointWriter, progress: Progress, best: Best | None) -> None:
         try:
-            if best_metric is not None:
+            if best is not None:
                 writer.close()  # WHY: a best state must not be passed over as busy
             was_started = writer.submit(
                 progress.step,
                 tensors=collect_tensors(self.parts),
                 meta=collect_meta(self.parts, progress),
                 volatile=volatile_names(self.parts),
-                best_metric=best_metric,
+                best=best,
             )
             if was_started:
                 self.reads_weights = True

@@ -80,6 +80,7 @@ def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
         "num_classes": parts.data.num_classes,
         "input_shape": list(parts.data.input_shape),
         "class_names": list(parts.data.class_names),
+        "task": {"name": parts.task.name, "learned": parts.task.learned()},
         "torch": torch.__version__,
     }
 
@@ -148,6 +149,11 @@ def check_fits(parts: Parts, saved: Saved) -> None:
             "samples would not go on"
         )
     problems += parts.sampler.problems_with(meta.get("stream"))
+    task = meta.get("task", {"name": "classification"})["name"]
+    if task != parts.task.name:
+        problems.append(
+            f"task: the checkpoint was trained with {task}, now it is {parts.task.name}"
+        )
     if problems:
         raise CheckpointMismatchError(
             f"the checkpoint of step {meta['step']} belongs to another run: " + "; ".join(problems),
@@ -188,7 +194,11 @@ def restore(parts: Parts, saved: Saved) -> Progress:
         step=int(meta["step"]),
         epoch=int(meta["epoch"]),
         cursor=int(meta["cursor"]),
-        best_accuracy=float(meta["best_accuracy"]),
+        # Checkpoints of earlier versions knew the accuracy only; -1: none yet.
+        best_metric=meta.get(
+            "best_metric", "accuracy" if meta.get("best_accuracy", -1) >= 0 else ""
+        ),
+        best_value=float(meta.get("best_value", meta.get("best_accuracy", 0.0))),
         num_errors=int(meta["num_errors"]),
         most_samples=int(meta["most_samples"]),
     )

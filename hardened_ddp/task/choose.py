@@ -1,0 +1,77 @@
+"""--task auto: the task that fits the labels and the output of the first batch.
+
+Owns the decision, and its reason for the log. Where labels fit two tasks, or none, it refuses: a
+wrong guess would train, and train wrongly.
+"""
+
+from typing import Any
+
+import torch
+
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.errors import ModelError
+from hardened_ddp.settings.task import TASKS
+from hardened_ddp.task.output import described, split_output
+
+CHOICES = TASKS[1:]
+
+
+def task_that_fits(output: Any, batch: Batch) -> tuple[str, str]:  # Any: whatever a model returned
+    """Return the name of the task that fits output and batch.targets, and why.
+
+    Raises ModelError with the choices if none does, or more than one.
+    """
+    logits, loss = split_output(output)
+    labels = batch.targets
+    if logits is None and loss is not None:
+        return "own", "the model returns its loss and no logits"
+    if not isinstance(labels, torch.Tensor):
+        if loss is not None:
+            return "own", "the model returns its loss, and the labels are no tensor"
+        raise _undecided("the labels are no tensor, and the model returns no loss", output)
+    if logits is None:
+        raise _undecided("the model returns neither logits nor a loss", output)
+    shapes = f"labels {tuple(labels.shape)} {_kind(labels)}, output {tuple(logits.shape)}"
+    name = _by_shape(logits, labels)
+    if name:
+        return name, shapes
+    if loss is not None:
+        return "own", f"the model returns its loss, and no other task fits: {shapes}"
+    raise _undecided(f"{shapes}: they fit {_fits(logits, labels)}", output)
+
+
+def _by_shape(logits: torch.Tensor, labels: torch.Tensor) -> str:
+    """Return the one task that fits; empty if none does, or more than one."""
+    if not labels.is_floating_point() and labels.dtype != torch.bool:
+        if labels.dim() == 1 and logits.dim() == 2 and logits.shape[1] > 1:
+            return "classification"
+        if labels.dim() == 2 and logits.dim() == 3 and logits.shape[:2] == labels.shape:
+            return "tokens"
+        if labels.dim() == 3 and logits.dim() == 4:
+            is_map = logits.shape[0] == labels.shape[0] and logits.shape[2:] == labels.shape[1:]
+            return "segmentation" if is_map else ""
+    is_binary = bool(((labels == 0) | (labels == 1)).all())
+    is_table = labels.dim() == 2 and labels.shape == logits.shape and labels.shape[1] > 1
+    if is_table and is_binary and bool(labels.any()) and not bool(labels.all()):
+        return "multilabel"
+    if not labels.is_floating_point():
+        return ""
+    is_alike = logits.numel() == labels.numel() and len(logits) == len(labels)
+    return "regression" if is_alike and not is_binary else ""
+
+
+def _fits(logits: torch.Tensor, labels: torch.Tensor) -> str:
+    if labels.numel() == logits.numel() and bool(((labels == 0) | (labels == 1)).all()):
+        return "multilabel and regression alike"
+    return "no task"
+
+
+def _kind(labels: torch.Tensor) -> str:
+    return str(labels.dtype).removeprefix("torch.")
+
+
+def _undecided(why: str, output: Any) -> ModelError:
+    return ModelError(
+        f"--task auto can't decide: {why} (the model returned {described(output)})",
+        fix=f"choose one: --task {' | '.join(CHOICES)} | package.module:Class",
+    )

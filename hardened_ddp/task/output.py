@@ -1,0 +1,74 @@
+"""What a model takes and returns: the conventions by which its logits and its loss are found."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hardened_ddp.errors import ModelError
+
+LABEL_PARAMETERS = ("labels", "targets")
+LOGITS = ("logits", "out")
+"""Where an output with names has its logits: Hugging Face says logits, torchvision out."""
+
+
+def labels_parameter(model: nn.Module) -> str:
+    """Return the parameter of the model's forward that takes the labels; empty if it has none."""
+    known = inspect.signature(model.forward).parameters
+    return next((name for name in LABEL_PARAMETERS if name in known), "")
+
+
+def takes_several(model: nn.Module) -> bool:
+    """Return whether the model's forward needs more than one argument besides the labels."""
+    known = inspect.signature(model.forward).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in known if p.default is p.empty and p.kind in kinds]
+    return len([p for p in needed if p.name not in LABEL_PARAMETERS]) > 1
+
+
+def split_output(output: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the logits and the model's own loss from what a model returned; None for what is not.
+
+    Understood: a tensor; a mapping or an object with names (logits or out, loss); a tuple in which
+    a scalar is the loss and the first other tensor the logits. Any: whatever it returned.
+    """
+    if isinstance(output, torch.Tensor):
+        return (None, output) if output.dim() == 0 else (output, None)
+    if isinstance(output, tuple | list) and not hasattr(output, "_fields"):
+        tensors = [part for part in output if isinstance(part, torch.Tensor)]
+        losses = [tensor for tensor in tensors if tensor.dim() == 0]
+        others = [tensor for tensor in tensors if tensor.dim() > 0]
+        return (others[0] if others else None), (losses[0] if losses else None)
+
+    def named(name: str) -> torch.Tensor | None:
+        found = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+        return found if isinstance(found, torch.Tensor) else None
+
+    logits = next((found for name in LOGITS if (found := named(name)) is not None), None)
+    return logits, named("loss")
+
+
+def logits_of(output: Any, *, need: str) -> torch.Tensor:  # Any: whatever a model returned
+    """Return the logits of an output. need: their shape, for the ModelError if there are none."""
+    logits, _ = split_output(output)
+    if logits is None:
+        raise ModelError(
+            f"the model returned {described(output)}; need a tensor of shape {need}, or a mapping "
+            "with 'logits'",
+            fix=f"return a tensor of shape {need} from forward; or --task own if the model returns "
+            "its own loss",
+        )
+    return logits
+
+
+def described(output: object) -> str:
+    """Describe what a model returned."""
+    if isinstance(output, torch.Tensor):
+        return f"a tensor of shape {tuple(output.shape)}"
+    if isinstance(output, Mapping):
+        return f"a {type(output).__name__} with {sorted(map(str, output))}"
+    if isinstance(output, tuple | list):
+        return f"a {type(output).__name__} of {', '.join(described(part) for part in output[:4])}"
+    return f"a {type(output).__name__}"

@@ -1,0 +1,95 @@
+"""A model that returns its own loss: nothing else is known of it.
+
+Its loss is a mean, by convention. It is a mean over what the output names as count; or over the
+labels that are not -100, if there are several integers for each sample; or over samples.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.errors import ModelError
+from hardened_ddp.task.output import described, split_output
+from hardened_ddp.task.task import Score, Task
+from hardened_ddp.task.tokens import IGNORED, find_shift
+
+
+class Own(Task):
+    """The loss that the model returns: a scalar, or {"loss": scalar, "count": number}."""
+
+    def __init__(self, *, ignore_index: int = IGNORED, shift: int | None = None) -> None:
+        """shift: 1 if the model's loss leaves out the first label of each sequence."""
+        self.ignore_index = ignore_index
+        self.shift = 0 if shift is None else shift
+        self.finds_shift = shift is None
+
+    def score(self, output: Any, batch: Batch) -> Score:
+        """Turn the model's mean loss into a sum."""
+        _, loss = split_output(output)
+        if loss is None:
+            raise _no_loss(output)
+        count = self._count(output, batch)
+        if isinstance(count, int):
+            return Score(loss * count, count)
+        # WHY where: the mean over no token is NaN.
+        return Score(torch.where(count > 0, loss * count, torch.zeros_like(loss)), count)
+
+    def check(self, output: Any, batch: Batch) -> None:
+        """Raise ModelError if the output has no scalar loss with a gradient."""
+        logits, loss = split_output(output)
+        if loss is None:
+            raise _no_loss(output)
+        if loss.dim() != 0 or not loss.is_floating_point():
+            raise ModelError(
+                f"--task own: the model's loss is {described(loss)}, not a scalar",
+                fix="return the mean over the samples: loss.mean()",
+            )
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ModelError(
+                "--task own: the model's loss does not depend on any parameter that is trained",
+                fix="compute it inside of forward, without detach() or no_grad()",
+            )
+        labels = batch.targets
+        if logits is None or not self.finds_shift or not _are_many(labels):
+            return
+        if logits.dim() == 3 and logits.shape[:2] == labels.shape:
+            found = find_shift(logits, labels, loss, ignore_index=self.ignore_index)
+            if found is not None:
+                self.take_over({"shift": found[0]})
+
+    def learned(self) -> dict[str, Any]:
+        """Return what the first batch has shown; empty if nothing."""
+        return {} if self.finds_shift else {"shift": self.shift}
+
+    def take_over(self, learned: Mapping[str, Any]) -> None:
+        """Use what another rank, or an earlier start, has learned."""
+        if learned:
+            self.shift, self.finds_shift = learned["shift"], False
+
+    def _count(self, output: Any, batch: Batch) -> int | torch.Tensor:
+        """Return what the loss is a mean over."""
+        is_mapping = isinstance(output, Mapping)
+        named = output.get("count") if is_mapping else getattr(output, "count", None)
+        if isinstance(named, torch.Tensor):
+            return named.detach().sum()
+        if isinstance(named, int | float):
+            return torch.as_tensor(named)
+        if _are_many(batch.targets):
+            labels: torch.Tensor = batch.targets[:, self.shift :]
+            return labels.ne(self.ignore_index).sum()
+        return batch.num_samples
+
+
+def _are_many(labels: Any) -> bool:  # Any: a dataset's labels
+    """Return whether each sample has several labels that are integers."""
+    return isinstance(labels, torch.Tensor) and labels.dim() > 1 and labels.dtype == torch.int64
+
+
+def _no_loss(output: Any) -> ModelError:  # Any: whatever a model returned
+    return ModelError(
+        f"--task own: the model returned {described(output)}, without a loss",
+        fix="return the mean loss, or a mapping with 'loss'; or choose the --task that computes it "
+        "from logits and labels",
+    )

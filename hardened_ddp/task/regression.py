@@ -1,0 +1,118 @@
+"""Regression: each sample has one or several numbers as its label.
+
+The loss of a sample is the mean over its numbers; that of a step, the mean over its samples.
+R2 of one number: 1 - sum((label - output)**2) / sum((label - mean label)**2), and of several the
+mean of theirs, as in scikit-learn's r2_score.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+from torch.nn import functional
+
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.errors import ConfigError, ModelError
+from hardened_ddp.task.output import logits_of
+from hardened_ddp.task.task import Figures, Metric, Score, Task
+
+LossName = Literal["mse", "l1", "huber"]
+
+_LOSSES: Mapping[str, Callable[..., torch.Tensor]] = {
+    "mse": functional.mse_loss,
+    "l1": functional.l1_loss,
+    "huber": functional.huber_loss,
+}
+_NEED = "(num_samples, numbers of a label)"
+
+
+class Regression(Task):
+    """A loss between outputs and labels: (N,), (N, 1) or (N, ...) floating point, both alike."""
+
+    metrics = (
+        Metric("rmse", is_higher_better=False),
+        Metric("mae", is_higher_better=False),
+        Metric("r2"),
+    )
+    counts_samples = True
+
+    def __init__(self, *, loss: LossName = "mse", num_outputs: int = 1) -> None:
+        """num_outputs: the numbers of one label."""
+        if loss not in _LOSSES:
+            raise ConfigError(
+                f"task_args: regression knows no loss {loss!r}",
+                fix=f"--task_args '{{loss: {' | '.join(get_args(LossName))}}}'",
+            )
+        self.loss = loss
+        self.num_outputs = num_outputs
+
+    @property
+    def sums(self) -> Mapping[str, torch.Tensor]:
+        names = ("squared_error", "absolute_error", "label", "squared_label")
+        return {name: torch.zeros(self.num_outputs, dtype=torch.float64) for name in names}
+
+    def sums_of(self, score: Score) -> Mapping[str, torch.Tensor]:
+        return score.metrics
+
+    def score(self, output: Any, batch: Batch) -> Score:
+        """Compare outputs with labels, number by number."""
+        targets = batch.targets
+        outputs, labels = self._alike(logits_of(output, need=_NEED), targets)
+        loss_sum = _LOSSES[self.loss](outputs, labels, reduction="none").mean(1).sum()
+        found, wanted = outputs.detach().double(), labels.double()
+        error = found - wanted
+        sums = {
+            "squared_error": error.square().sum(0),
+            "absolute_error": error.abs().sum(0),
+            "label": wanted.sum(0),
+            "squared_label": wanted.square().sum(0),
+        }
+        return Score(loss_sum, len(labels), sums, outputs.detach())
+
+    def check(self, output: Any, batch: Batch) -> None:
+        """Raise ModelError if outputs and labels have different sizes, or labels are NaN."""
+        targets = batch.targets
+        outputs = logits_of(output, need=_NEED)
+        if not isinstance(targets, torch.Tensor):
+            raise ModelError(
+                f"regression needs numbers as labels, not a {type(targets).__name__}",
+                fix="make dataset[i] return (input, tensor of numbers)",
+            )
+        rows = [tuple(part.flatten(1).shape) if part.dim() > 1 else (len(part), 1)
+                for part in (outputs, targets)]  # fmt: skip
+        if rows[0] != rows[1]:
+            raise ModelError(
+                f"the model gives outputs of shape {tuple(outputs.shape)} for labels of shape "
+                f"{tuple(targets.shape)}; regression needs one output for each number",
+                fix=f"give the model's last layer {rows[1][1]} outputs",
+            )
+        if targets.is_floating_point() and not bool(targets.isfinite().all()):
+            raise ModelError(
+                "a label is NaN or infinite", fix="fill in or leave out such samples in the dataset"
+            )
+
+    def figures(self, sums: Mapping[str, Any], count: float) -> Figures:
+        """Return RMSE and MAE over all numbers, and the mean R2 of those that vary."""
+        columns = zip(sums["squared_error"], sums["label"], sums["squared_label"], strict=True)
+        scores = []
+        for error, total, squares in columns:
+            spread = squares - total * total / count
+            if spread > 1e-12 * max(squares, 1e-300):
+                scores.append(1 - error / spread)
+        num_numbers = count * self.num_outputs
+        return {
+            "rmse": (sum(sums["squared_error"]) / num_numbers) ** 0.5,
+            "mae": sum(sums["absolute_error"]) / num_numbers,
+            "r2": sum(scores) / len(scores) if scores else float("nan"),
+        }
+
+    def _alike(
+        self, outputs: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both as (num_samples, num_outputs), in the wider of their precisions."""
+        # WHY: (N, 1) - (N,) would be broadcast to (N, N), silently.
+        wide = torch.float64 if outputs.dtype == torch.float64 else torch.float32
+        return (
+            outputs.to(wide).reshape(-1, self.num_outputs),
+            labels.to(wide).reshape(-1, self.num_outputs),
+        )

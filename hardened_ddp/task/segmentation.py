@@ -1,0 +1,146 @@
+"""Segmentation: each pixel has a label, the index of a class, or one that does not count.
+
+The loss is the mean over the pixels that count, over the whole step. Mean IoU: of each class the
+pixels that are both predicted and labelled, divided by those that are either; then the mean over
+the classes that occur.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.errors import ModelError
+from hardened_ddp.task.output import logits_of
+from hardened_ddp.task.task import Figures, Metric, Mistake, Score, Task
+
+IGNORED = -100
+_NEED = "(num_samples, num_classes, height, width)"
+
+
+class Segmentation(Task):
+    """Cross-entropy of logits (N, C, H, W) and labels (N, H, W) int64."""
+
+    metrics = (
+        Metric("mean_iou", form=".2%", short_name="IoU", short_form=".1%"),
+        Metric("pixel_accuracy", form=".2%", short_name="acc", short_form=".1%"),
+    )
+
+    def __init__(
+        self, *, num_classes: int, class_names: Sequence[str] = (), ignore_index: int = IGNORED
+    ) -> None:
+        self.num_classes = num_classes
+        self.class_names = class_names
+        self.ignore_index = ignore_index
+
+    @property
+    def sums(self) -> Mapping[str, torch.Tensor]:
+        size = self.num_classes
+        return {"confusion": torch.zeros(size, size, dtype=torch.int64)}
+
+    def sums_of(self, score: Score) -> Mapping[str, torch.Tensor]:
+        return score.metrics
+
+    def score(self, output: Any, batch: Batch) -> Score:
+        """Compare the logits of each pixel that counts with its label."""
+        targets = batch.targets
+        logits = logits_of(output, need=_NEED)
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        labels = targets.long()
+        loss_sum = cross_entropy(wide, labels, reduction="sum", ignore_index=self.ignore_index)
+        counts = labels.ne(self.ignore_index)
+        predictions = logits.detach()[:, : self.num_classes].argmax(dim=1)
+        return Score(
+            loss_sum,
+            counts.sum(),
+            {"confusion": self._confusion(predictions, labels, counts)},
+            predictions,
+        )
+
+    def check(self, output: Any, batch: Batch) -> None:
+        """Raise ModelError if logits and labels differ in size, or a label is no class."""
+        targets = batch.targets
+        logits = logits_of(output, need=_NEED)
+        shape = tuple(logits.shape)
+        is_labelled = isinstance(targets, torch.Tensor) and not targets.is_floating_point()
+        if not is_labelled or logits.dim() != 4 or (shape[0], *shape[2:]) != tuple(targets.shape):
+            labels = tuple(targets.shape) if isinstance(targets, torch.Tensor) else "no shape"
+            raise ModelError(
+                f"the model gives logits of shape {shape} for labels of {labels}; segmentation "
+                f"needs {_NEED} for labels (num_samples, height, width) of integers",
+                fix="give one output channel for each class, at the size of the labels",
+            )
+        self.num_classes = self.num_classes or shape[1]
+        valid = targets[targets != self.ignore_index]
+        most = min(self.num_classes, shape[1])
+        if valid.numel() and (int(valid.min()) < 0 or int(valid.max()) >= most):
+            raise ModelError(
+                f"labels run from {int(valid.min())} to {int(valid.max())}, and there are {most} "
+                f"classes, 0 to {most - 1}",
+                fix="if one of them marks pixels that don't count: --task_args '{ignore_index: "
+                f"{int(valid.max())}}}'; else give the model more classes",
+            )
+
+    def learned(self) -> dict[str, Any]:
+        """Return what the first batch has shown: the classes, if the dataset does not say."""
+        return {"num_classes": self.num_classes} if self.num_classes else {}
+
+    def take_over(self, learned: Mapping[str, Any]) -> None:
+        """Use what another rank, or an earlier start, has learned."""
+        self.num_classes = learned.get("num_classes", self.num_classes)
+
+    def figures(self, sums: Mapping[str, Any], count: float) -> Figures:
+        """Return the mean IoU of the classes that occur, and the share of right pixels."""
+        shares = [share for share in self.class_shares(sums["confusion"]) if share is not None]
+        correct = sum(row[index] for index, row in enumerate(sums["confusion"]))
+        return {
+            "mean_iou": sum(shares) / len(shares) if shares else 0.0,
+            "pixel_accuracy": correct / count,
+        }
+
+    def class_shares(self, confusion: Sequence[Sequence[float]]) -> list[float | None]:
+        """Return the IoU of each class; None for one that is neither labelled nor predicted."""
+        found = []
+        for index, row in enumerate(confusion):
+            either = sum(row) + sum(other[index] for other in confusion) - row[index]
+            found.append(row[index] / either if either else None)
+        return found
+
+    def mistakes(self, score: Score, batch: Batch, *, most: int) -> list[Mistake]:
+        """Return the first images with their share of wrong pixels. Waits for the device."""
+        inputs, targets = batch.inputs, batch.targets
+        if not isinstance(inputs, torch.Tensor) or inputs.dim() != 4:
+            return []
+        found = []
+        for index in range(min(most, len(inputs))):
+            counts = targets[index] != self.ignore_index
+            wrong = (score.predictions[index] != targets[index]) & counts
+            num_wrong, num_pixels = int(wrong.sum()), int(counts.sum())
+            if num_wrong:
+                picture = _side_by_side(inputs[index], targets[index], score.predictions[index])
+                found.append(Mistake(picture, f"{num_wrong} of {num_pixels} pixels wrong"))
+        return found
+
+    def _confusion(
+        self, predictions: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor
+    ) -> torch.Tensor:
+        """Count the pixels by label (rows) and prediction (columns)."""
+        size = self.num_classes
+        # WHY a last place for those that don't count: picking the others would wait for the device.
+        places = torch.where(counts, labels * size + predictions, size * size).flatten()
+        found = torch.zeros(size * size + 1, dtype=torch.int64, device=labels.device)
+        found.scatter_add_(0, places, torch.ones_like(places))
+        return found[:-1].view(size, size)
+
+
+def _side_by_side(
+    image: torch.Tensor, labels: torch.Tensor, predictions: torch.Tensor
+) -> torch.Tensor:
+    """Return one picture (C, H, 3 W): the image, its labels and the predictions in grey."""
+    top = max(1, int(labels.max()), int(predictions.max()))
+    low, high = image.min(), image.max()
+    shown = (image - low) / (high - low).clamp(min=1e-6)
+    greys = [part.clamp(min=0).float().div(top).expand_as(image) for part in (labels, predictions)]
+    return torch.cat([shown, *greys], dim=2).cpu()

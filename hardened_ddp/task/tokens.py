@@ -1,0 +1,156 @@
+"""Tokens: each position of a sequence has a label, the index of a token or class, or -100.
+
+For language models (causal or masked) and token classification. The loss is the mean over the
+labels that are not -100, over the whole step: a rank with long sequences weighs more than one with
+padding. Hugging Face's causal models and others compute their loss with labels shifted by one
+position (the token after is predicted); the first batch shows which, and the labels are counted as
+the model uses them.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.errors import ModelError
+from hardened_ddp.task.output import logits_of, split_output
+from hardened_ddp.task.task import Figures, Metric, Score, Task
+
+IGNORED = -100
+"""Marks a position without a label, in torch's cross-entropy and in Hugging Face."""
+
+_NEED = "(num_samples, length, vocabulary)"
+_MOST_DISTANCE = 1e-3  # between two computations of one loss, relative
+_MOST_EXPONENT = 700.0  # exp of more overflows a float
+
+
+class Tokens(Task):
+    """Cross-entropy of logits (N, T, vocabulary) and labels (N, T) int64; -100: none."""
+
+    metrics = (
+        Metric("perplexity", form=".4g", short_name="ppl", is_higher_better=False),
+        Metric("token_accuracy", form=".2%", short_name="acc", short_form=".1%"),
+    )
+
+    def __init__(self, *, ignore_index: int = IGNORED, shift: int | None = None) -> None:
+        """shift: 1 if the label of a position belongs to the logits of the one before it.
+
+        None: as the model's own loss says; none if it computes no loss.
+        """
+        self.ignore_index = ignore_index
+        self.shift = 0 if shift is None else shift
+        self.uses_model_loss = False
+        """The model's own loss is not this cross-entropy: it is used as it is."""
+
+        self.finds_shift = shift is None
+
+    @property
+    def sums(self) -> Mapping[str, torch.Tensor]:
+        return {"correct": torch.zeros((), dtype=torch.int64)}
+
+    def sums_of(self, score: Score) -> Mapping[str, torch.Tensor]:
+        return score.metrics
+
+    def score(self, output: Any, batch: Batch) -> Score:
+        """Compare the logits at each position that counts with its label."""
+        targets = batch.targets
+        logits, own_loss = split_output(output)
+        if logits is None:
+            logits = logits_of(output, need=_NEED)  # raises
+        logits, labels = aligned(logits, targets, self.shift)
+        counts = labels.ne(self.ignore_index)
+        count = counts.sum()
+        if self.uses_model_loss and own_loss is not None:
+            # WHY where: the mean over no token is NaN.
+            loss_sum = torch.where(count > 0, own_loss.float() * count, torch.zeros_like(own_loss))
+        else:
+            loss_sum = self._loss(logits, labels)
+        predictions = logits.detach().argmax(dim=-1)
+        correct = (predictions.eq(labels) & counts).sum()
+        return Score(loss_sum, count, {"correct": correct}, predictions)
+
+    def check(self, output: Any, batch: Batch) -> None:
+        """Raise ModelError if logits and labels do not fit; find out how the model shifts them."""
+        targets = batch.targets
+        logits = logits_of(output, need=_NEED)
+        is_labelled = isinstance(targets, torch.Tensor) and not targets.is_floating_point()
+        if not is_labelled or logits.dim() != 3 or logits.shape[:2] != targets.shape:
+            labels = tuple(targets.shape) if isinstance(targets, torch.Tensor) else "no shape"
+            raise ModelError(
+                f"the model gives logits of shape {tuple(logits.shape)} for labels of {labels}; "
+                f"--task tokens needs {_NEED} for labels (num_samples, length)",
+                fix="return logits for every position, and give each an integer label "
+                f"({self.ignore_index}: none)",
+            )
+        valid = targets[targets != self.ignore_index]
+        if valid.numel() and (int(valid.min()) < 0 or int(valid.max()) >= logits.shape[-1]):
+            raise ModelError(
+                f"labels run from {int(valid.min())} to {int(valid.max())}, but the model knows "
+                f"tokens 0 to {logits.shape[-1] - 1}",
+                fix=f"mark what has no label with {self.ignore_index}, or name its number: "
+                "--task_args '{ignore_index: NUMBER}'",
+            )
+        own_loss = split_output(output)[1]
+        if own_loss is not None and self.finds_shift:
+            found = find_shift(logits, targets, own_loss, ignore_index=self.ignore_index)
+            if found is not None:
+                self.take_over({"shift": found[0], "uses_model_loss": not found[1]})
+
+    def learned(self) -> dict[str, Any]:
+        """Return what the first batch has shown; empty if nothing."""
+        if self.finds_shift:
+            return {}
+        return {"shift": self.shift, "uses_model_loss": self.uses_model_loss}
+
+    def take_over(self, learned: Mapping[str, Any]) -> None:
+        """Use what another rank, or an earlier start, has learned."""
+        if learned:
+            self.shift, self.uses_model_loss = learned["shift"], learned["uses_model_loss"]
+            self.finds_shift = False
+
+    def figures(self, sums: Mapping[str, Any], count: float) -> Figures:
+        """Return the perplexity, exp of the mean loss, and the share of tokens that are right."""
+        exponent = min(sums["loss"] / count, _MOST_EXPONENT)
+        return {"perplexity": math.exp(exponent), "token_accuracy": sums["correct"] / count}
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        # WHY float(): under autocast logits are bf16, and a sum over a batch needs fp32.
+        wide = logits if logits.dtype == torch.float64 else logits.float()
+        return cross_entropy(
+            wide.flatten(0, 1),
+            labels.flatten(),
+            reduction="sum",
+            ignore_index=self.ignore_index,
+        )
+
+
+def aligned(
+    logits: torch.Tensor, labels: torch.Tensor, shift: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits (N, T - shift, V) and labels (N, T - shift) that belong together."""
+    return (logits[:, :-shift], labels[:, shift:]) if shift else (logits, labels)
+
+
+def find_shift(
+    logits: torch.Tensor, labels: torch.Tensor, own_loss: torch.Tensor, *, ignore_index: int
+) -> tuple[int, bool] | None:
+    """Find which labels a model's own loss is the mean over: return the shift, 0 or 1.
+
+    And whether the loss is the cross-entropy of logits and labels so shifted. None: the batch does
+    not show it, because no label in it counts. Waits for the device.
+    """
+    distances = {}
+    for shift in (0, 1):
+        outputs, wanted = aligned(logits.detach().float(), labels, shift)
+        if bool((wanted != ignore_index).any()):
+            expected = float(
+                cross_entropy(outputs.flatten(0, 1), wanted.flatten(), ignore_index=ignore_index)
+            )
+            distances[shift] = abs(expected - float(own_loss)) / max(abs(expected), 1e-6)
+    if not distances or not math.isfinite(float(own_loss)):
+        return None
+    nearest = min(distances, key=lambda shift: distances[shift])
+    return nearest, distances[nearest] <= _MOST_DISTANCE
