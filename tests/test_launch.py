@@ -222,7 +222,7 @@ def stop_one_rank(number: int) -> tuple[int, str]:
     with StopRequest(group) as stop:
         stop.watch(Path("."))
         step = 0
-        while not (reason := stop.poll()) and step < 10_000:
+        while not (reason := stop.poll()) and step < 1_000_000:  # WHY so many: a fast machine
             if group.launch.rank == 1 and step == 50:
                 os.kill(os.getpid(), number)
             group.sum_(torch.ones(100))  # what a step does: all ranks wait for each other
@@ -237,7 +237,7 @@ def test_a_signal_to_one_rank_stops_all_before_the_same_step(number: int) -> Non
     results = run_ranks(stop_one_rank, 3, number)
     assert len(set(results)) == 1
     step, reason = results[0]
-    assert 50 < step < 10_000
+    assert 50 < step < 1_000_000
     assert reason == signal.Signals(number).name
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import ddp_training
 from hardened_ddp.ranks.group import open_group
 from hardened_ddp.ranks.launch import read_launch
+from hardened_ddp.ranks.seeding import seed_step
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.step.left_out import LeftOut
@@ -36,6 +37,18 @@ POINTS = (
     "--log_interval",
     "1",
 )
+
+
+def dropout_of(step: int, rank: int) -> list[bool]:
+    """Draw as a forward of this step on this rank does."""
+    seed_step(7, step=step, rank=rank, device_type="cpu")
+    return (torch.rand(64) < 0.5).tolist()
+
+
+def test_dropout_differs_by_rank_and_step_and_is_the_same_when_a_step_is_retried() -> None:
+    drawn = [dropout_of(step, rank) for step in (3, 4) for rank in (0, 1)]
+    assert all(one not in drawn[:place] for place, one in enumerate(drawn))
+    assert [dropout_of(step, rank) for step in (3, 4) for rank in (0, 1)] == drawn
 
 
 def parts_of(argv: list[str]) -> Parts:
