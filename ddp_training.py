@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if request.command == "evaluate":
             output = request.options["output"]
             return run_ranks(settings, launch, lambda group: evaluate(settings, group, output))
-        return run_ranks(settings, launch, lambda group: train(settings, group))
+        return run_ranks(settings, launch, lambda group: train(settings, group), trains=True)
     except HardenedError as error:
         print(f"ddp_training.py: error {error}", file=sys.stderr)
         return error.exit_status
@@ -98,7 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130  # what a shell gives for Ctrl-C
 
 
-def run_ranks(settings: Resolved, launch: Launch, work: Callable[[Group], int]) -> int:
+def run_ranks(
+    settings: Resolved, launch: Launch, work: Callable[[Group], int], *, trains: bool = False
+) -> int:
     """Choose the device, meet the other ranks, do the work, and leave nothing behind."""
     config, debug = settings.config.device, settings.config.loop.debug
     prepare_environment(launch, environment(), debug=debug, deterministic=config.deterministic)
@@ -111,6 +113,7 @@ def run_ranks(settings: Resolved, launch: Launch, work: Callable[[Group], int]) 
     from hardened_ddp.ranks.seeding import seed_run
     from hardened_ddp.reporting.log import start_logging, stop_logging
     from hardened_ddp.step.failure import errors_published
+    from hardened_ddp.training.optimizer_trial import check_imports
 
     start_logging(rank=launch.rank, world_size=launch.world_size, debug=debug)
     if debug:
@@ -119,10 +122,12 @@ def run_ranks(settings: Resolved, launch: Launch, work: Callable[[Group], int]) 
         torch.autograd.set_detect_anomaly(True, check_nan=False)
         faulthandler.enable()
     try:
+        seed_run(config.seed, deterministic=config.deterministic)
+        if trains:
+            check_imports(settings.config)  # the user's code: a wrong name ends here
         device = pick_device(launch, cpu_only=config.cpu_only, backend=config.backend)
         if config.single_gpu and device.type == "cpu":
             log.warning("--single_gpu: torch sees no GPU on this machine; training on the CPU")
-        seed_run(config.seed, deterministic=config.deterministic)
         # The process group: NCCL between GPUs, gloo between CPUs. None with a single rank.
         group = open_group(  # collective: all ranks meet here
             launch,

@@ -343,6 +343,28 @@ def learn(output: Path, *words: str, ok: bool = True) -> dict[str, torch.Tensor]
     return tensors
 
 
+@pytest.mark.parametrize(
+    ("words", "told", "has_folder"),
+    [
+        (["--optimizer", "torch.optim:LBFGS"], "its step() needs closure", True),
+        (["--optimizer", "no.such:Class"], "can't be imported", False),
+        (["--optimizer_args", "{betaz: 1}"], "does not take optimizer_args", False),
+        (["--lr_schedule", f"{OWN}:missing"], "can't be imported", False),
+        (["--collate", f"{OWN}:missing"], "can't be imported", False),
+        (["--model", f"{OWN}:Gan"], "several optimizers", True),
+    ],
+)
+def test_a_user_s_mistake_is_one_error_without_a_traceback(
+    words: list[str], told: str, has_folder: bool, tmp_path: Path
+) -> None:
+    argv = ["--cpu_only", "--dataset", "tests.plugins:points", "--model", "mlp"]
+    finished = train([*argv, "--output_dir", str(tmp_path / "runs"), *words], 2)
+    assert finished.statuses == (2, 2)
+    assert all(told in output for output in finished.outputs)
+    assert "Traceback" not in finished.output
+    assert (tmp_path / "runs").exists() == has_folder
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_a_resumed_run_and_one_with_a_fault_have_the_same_weights_bit_for_bit(
     name: str, tmp_path: Path

@@ -63,8 +63,8 @@ def build_optimizer(
 def find_optimizer(config: OptimizerConfig) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return what builds the optimizer, and its arguments but for the parameters.
 
-    Raises OptimizerError. learning_rate and weight_decay go to those that take them; what
-    optimizer_args says comes first.
+    Raises OptimizerError, also if it does not take them. learning_rate and weight_decay go to those
+    that take them; what optimizer_args says comes first.
     """
     build = _builder(config)
     taken = inspect.signature(build).parameters
@@ -72,7 +72,16 @@ def find_optimizer(config: OptimizerConfig) -> tuple[Callable[..., Any], dict[st
     if build is SGD:
         settings["momentum"] = config.momentum
     given = {name: value for name, value in settings.items() if name in taken}
-    return build, {**given, **config.optimizer_args}
+    given |= config.optimizer_args
+    try:
+        inspect.signature(build).bind([], **given)
+    except TypeError as error:
+        raise OptimizerError(
+            f"{config.optimizer} does not take optimizer_args {dict(config.optimizer_args)}: "
+            f"{error}",
+            fix=f"it takes: {', '.join([*taken][1:]) or 'nothing'}",
+        ) from error
+    return build, given
 
 
 def _builder(config: OptimizerConfig) -> Callable[..., Any]:
@@ -149,15 +158,6 @@ def _call(
     is_plain = len(groups) == 1 and groups[0].keys() == {"params"}
     parameters = groups[0]["params"] if is_plain else [dict(group) for group in groups]
     words = ", ".join(f"{name}={value!r}" for name, value in given.items())
-    try:
-        inspect.signature(build).bind(parameters, **given)
-    except TypeError as error:
-        known = [name for name in inspect.signature(build).parameters][1:]
-        raise OptimizerError(
-            f"{config.optimizer} does not take optimizer_args {dict(config.optimizer_args)}: "
-            f"{error}",
-            fix=f"it takes: {', '.join(known) or 'nothing'}",
-        ) from error
     try:
         found = build(parameters, **given)
     except Exception as error:  # WHY broad: the user's code, and torch's checks of values
