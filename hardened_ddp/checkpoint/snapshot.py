@@ -13,7 +13,7 @@ buffers that a forward changes (name these in `volatile`: they are copied at sub
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,18 @@ _WAIT_S = 1800.0
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class WriteCost:
+    """What one write cost."""
+
+    training_s: float
+    """How long training stood still, on the host or on a device; on the CPU also the writer's own
+    CPU time, which training could have used."""
+
+    disk_s: float
+    """How long the disk was in use."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _InFlight:
     """The checkpoint in flight."""
@@ -40,6 +52,10 @@ class _InFlight:
     stream: TensorStream
     copied: list[tuple[torch.device, torch.cuda.Event]]
     """For each GPU, the event after the copies from it."""
+
+    waits: list[tuple[torch.cuda.Event, torch.cuda.Event]]
+    """For each GPU, the event at which its update began to wait, and the one that it waited for."""
+
     tensors: Mapping[str, Tensor]
     """Kept until then: memory that is freed while it is copied would be reused."""
 
@@ -59,9 +75,8 @@ class CheckpointWriter:
         self._error: CheckpointError | None = None
         self._was_refused = False
         self._stall_s = 0.0
-        self.cost_s: float | None = None
-        """What the last finished write cost training, in s: the time that training stood still, and
-        on the CPU also the writer's own CPU time."""
+        self.cost: WriteCost | None = None
+        """Of the last finished write; None: there is none."""
 
     @property
     def is_busy(self) -> bool:
@@ -102,7 +117,7 @@ class CheckpointWriter:
             # WHY other devices too: only CUDA has streams that copy while training continues
             [name for name, tensor in tensors.items() if name in volatile or not tensor.is_cpu]
         )
-        flight = _InFlight(stream=stream, copied=copied, tensors=dict(tensors))
+        flight = _InFlight(stream=stream, copied=copied, waits=[], tensors=dict(tensors))
         self._unfrozen = flight
         self._was_refused = False
         # WHY a daemon: a disk that hangs must not keep the process from exiting. Each write has its
@@ -131,7 +146,11 @@ class CheckpointWriter:
         self._stall_s += time.perf_counter() - started_at
         for device, event in flight.copied:
             # WHY no synchronize: the update waits on the GPU, and this thread continues
-            torch.cuda.current_stream(device).wait_event(event)
+            compute = torch.cuda.current_stream(device)
+            reached = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+            reached.record(compute)
+            compute.wait_event(event)
+            flight.waits.append((reached, event))
 
     def poll(self) -> CheckpointError | None:
         """Return the error of a write that failed since the last poll. Training can continue."""
@@ -180,10 +199,11 @@ class CheckpointWriter:
         try:
             for _, event in flight.copied:
                 event.synchronize()
+            began_at = time.perf_counter()
             self._store.write_stream(step, stream=flight.stream, meta=meta, best=best)
             # WHY not with a GPU: there the writer's CPU core would be idle
-            work_s = 0.0 if flight.copied else time.thread_time()
-            self.cost_s = self._stall_s + work_s
+            work_s = device_wait_s(flight.waits) if flight.copied else time.thread_time()
+            self.cost = WriteCost(self._stall_s + work_s, time.perf_counter() - began_at)
         except CheckpointError as error:
             self._error = error
         except Exception as error:  # WHY broad: nothing else reports what a thread raises
@@ -216,7 +236,8 @@ class CheckpointWriter:
                 for name, tensor in on_gpu.items():
                     if name not in volatile and tensor.device == device:
                         _start_copy(name, tensor, stream)
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
+                # WHY timing: it tells how long the update waited for it
+                event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
                 event.record(side)
             copied.append((device, event))
         return copied
@@ -232,6 +253,16 @@ class CheckpointWriter:
                 error,
             )
             self._arena.reserve(size_bytes, pinned=False)
+
+
+def device_wait_s(waits: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
+    """Return how long devices stood still between reaching a wait and the event waited for."""
+    longest_ms = 0.0
+    for reached, event in waits:
+        reached.synchronize()
+        # negative if the event came first: then nothing waited
+        longest_ms = max(longest_ms, reached.elapsed_time(event))
+    return longest_ms / 1000
 
 
 def _start_copy(name: str, tensor: Tensor, stream: TensorStream) -> None:

@@ -23,7 +23,8 @@ class RunConfig:
     checkpoint_every_steps: int | None = setting(
         None,
         "Steps between checkpoints. auto: measured, so that checkpoints cost at most 1 % of the "
-        "time. 0: never. There is always one at the end.",
+        "time and write during at most 10 % of it; the first one after 10 minutes at the latest. "
+        "0: never. There is always one at the end.",
         bounds=COUNT_OR_ZERO,
     )
     checkpoint_every_epochs: int = setting(

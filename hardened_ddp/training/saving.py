@@ -16,7 +16,7 @@ import torch
 
 from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.checkpoint.listing import Best
-from hardened_ddp.checkpoint.snapshot import CheckpointWriter
+from hardened_ddp.checkpoint.snapshot import CheckpointWriter, WriteCost
 from hardened_ddp.errors import CheckpointError, NonFiniteError
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step.parts import Parts
@@ -30,6 +30,13 @@ class Pace:
     """Says when to save, so that saving takes at most a share of the time."""
 
     SHARE = 0.01
+    """Of training's time."""
+
+    DISK_SHARE = 0.1
+    """Of the disk's time: others use it, and each write wears it."""
+
+    MOST_S = 600.0
+    """Until the first save, whatever its size: a loss of more would be a surprise."""
 
     # Of a disk, in bytes/s, and what a small write takes: assumed until a first write was measured.
     _SPEED = 500e6
@@ -37,18 +44,20 @@ class Pace:
 
     def __init__(self, size_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._cost_s = self._LEAST_S + size_bytes / self._SPEED
+        cost_s = self._LEAST_S + size_bytes / self._SPEED
+        self._interval_s = min(self.MOST_S, cost_s / self.SHARE)
         self._began_at = clock()
 
-    def is_due(self) -> bool:
-        """Say whether the last save is long enough ago for what saving costs."""
-        return self._clock() - self._began_at >= self._cost_s / self.SHARE
+    def is_due(self, measured: WriteCost | None) -> bool:
+        """Say whether the last save began long enough ago. measured: what the last one cost."""
+        if measured is not None:
+            costs_s = (measured.training_s / self.SHARE, measured.disk_s / self.DISK_SHARE)
+            self._interval_s = max(costs_s)
+        return self._clock() - self._began_at >= self._interval_s
 
-    def begin(self, cost_s: float | None) -> None:
-        """Note that a save begins; cost_s: the measured cost of the last one that is done."""
+    def begin(self) -> None:
+        """Note that a save begins."""
         self._began_at = self._clock()
-        if cost_s is not None:
-            self._cost_s = cost_s
 
 
 class Saver:
@@ -76,7 +85,9 @@ class Saver:
             return False
         if self._writer.is_wanted:  # it was due while the writer was busy
             return True
-        return self._is_auto and not self._writer.is_busy and self._pace.is_due()
+        if self._writer.is_busy:
+            return False
+        return self._is_auto and self._pace.is_due(self._writer.cost)
 
     def save(self, progress: Progress, *, best: Best | None = None) -> None:
         """Start writing the state of this step boundary; training goes on beside it. Rank-local."""
@@ -153,7 +164,7 @@ class Saver:
             if was_started:
                 self.reads_weights = True
                 self._saved_step = progress.step
-                self._pace.begin(writer.cost_s)
+                self._pace.begin()
         except CheckpointError as error:
             self._warn(error)
 
