@@ -57,6 +57,28 @@ def look_at(model: nn.Module, group: Group) -> Findings:
     )
 
 
+def use_a_part_only_without_ddp() -> bool:
+    group = rendezvous(shared_memory=False)
+    model = Branching(uses_second=True)
+    replica = wrap(model, group, DdpConfig(), find_unused=True, moving_buffers=[])
+    with replica.no_sync():  # a window whose gradients are added up after backward
+        replica.call(torch.ones(2, 4)).sum().backward()
+    replica.sum_gradients()  # collective
+    assert model.second.weight.grad is not None
+    for parameter in model.parameters():
+        parameter.grad = None
+    model.uses_second = False
+    replica.call(torch.ones(2, 4)).sum().backward()  # collective
+    has_gradient = model.second.weight.grad is not None
+    replica.release()
+    group.close()
+    return has_gradient
+
+
+def test_a_part_that_was_used_in_a_step_without_ddp_may_be_unused_in_the_next() -> None:
+    assert run_ranks(use_a_part_only_without_ddp, 2) == [False, False]
+
+
 def probe_branching() -> tuple[tuple[str, ...], bool, str]:
     group = rendezvous()
     findings = look_at(Branching(uses_second=group.launch.rank == 0), group)

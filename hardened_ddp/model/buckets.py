@@ -240,6 +240,17 @@ class Buckets:
         return done
 
 
+def forget_used(ddp: DistributedDataParallel) -> None:
+    """Clear DDP's marks of the parameters that were used. Rank-local, outside of a backward.
+
+    WHY: DDP clears them when it sends gradients. Marks of a backward whose gradients were added up
+    in another way would count in the next step, for a parameter that has no gradient there.
+    """
+    # WHY no rebuild of the buckets after this reset: DDP does none with find_unused_parameters
+    if ddp.find_unused_parameters and not ddp.static_graph and hasattr(ddp.reducer, "_reset_state"):
+        ddp.reducer._reset_state()
+
+
 def _places(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the view of a bucket for each parameter, with the memory layout of the parameter.
 

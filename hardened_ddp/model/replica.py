@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hardened_ddp.model.buckets import Buckets
+from hardened_ddp.model.buckets import Buckets, forget_used
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.settings.ddp import DdpConfig
@@ -200,6 +200,8 @@ class Replica:
             else:
                 self.group.sum_each_(each)  # collective
         self._sums_are_finite = are_finite
+        if self.ddp is not None and self._has_hooks:
+            forget_used(self.ddp)
         self.group.tracker.enter(before)
         found: list[float] = sums.tolist()
         return found
