@@ -61,6 +61,8 @@ def probe(
                     output = task.forward(module, batch)
                     task.check(output, batch)
                     score = check_score(task, task.score(output, batch))
+                if task.own is not None:
+                    task.own.check(output, batch)
                 score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
             mine["unused"].append(
                 [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
@@ -78,7 +80,10 @@ def probe(
         }
     everyone = group.gather_json(mine)  # collective
     findings = _compare(everyone)
-    task.take_over(next((notes["learned"] for notes in everyone if notes["learned"]), {}))
+    learned: dict[str, Any] = {}
+    for notes in reversed(everyone):  # the lowest rank that found something out
+        learned |= notes["learned"]
+    task.take_over(learned)
     return findings
 
 

@@ -19,6 +19,7 @@ from hardened_ddp.task.choose import CHOICES, task_that_fits
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.multilabel import Multilabel
 from hardened_ddp.task.own import Own
+from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.regression import Regression
 from hardened_ddp.task.segmentation import Segmentation
 from hardened_ddp.task.task import LOSS_METRIC, Metric, Task
@@ -91,7 +92,7 @@ def build_task(name: str, model: nn.Module, data: TaskData, config: Config) -> T
             fix="check --task_args against the constructor of the task",
         ) from error
     task = _as_task(task, name)
-    task.attach(model, name)
+    task.attach(model, name, OwnMetrics(config.task.metrics))
     best_metric(task, config.task.best_metric)  # raises if there is none of that name
     return task
 
@@ -101,7 +102,7 @@ def best_metric(task: Task, name: str) -> Metric:
 
     name: loss, or one of the task's; auto: the task's first one, or the loss. Raises ConfigError.
     """
-    known = {metric.name: metric for metric in (*task.metrics, LOSS_METRIC)}
+    known = {metric.name: metric for metric in (*task.test_metrics, LOSS_METRIC)}
     if name == "auto":
         return next(iter(known.values()))
     if name not in known:

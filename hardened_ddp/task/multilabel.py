@@ -13,6 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.errors import ModelError
 from hardened_ddp.task.output import logits_of
+from hardened_ddp.task.tables import SumsTable
 from hardened_ddp.task.task import Figures, Metric, Score, Task
 
 _NEED = "(num_samples, num_labels)"
@@ -85,6 +86,10 @@ class Multilabel(Task):
             "exact_match": sums["exact"] / count,
         }
 
+    def table(self, device: torch.device) -> SumsTable:
+        """Return an empty table: a row for each label."""
+        return SumsTable(self.sums, lambda sums, _: self.label_figures(sums), device=device)
+
     def label_figures(self, sums: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return precision, recall and F1 of each label; None where the divisor is 0."""
         columns = zip(sums["true_positive"], sums["predicted"], sums["positive"], strict=True)
@@ -92,7 +97,9 @@ class Multilabel(Task):
         for index, (hit, predicted, positive) in enumerate(columns):
             found.append(
                 {
-                    "name": self.class_names[index] if self.class_names else str(index),
+                    "name": self.class_names[index]
+                    if index < len(self.class_names)
+                    else str(index),
                     "samples": int(positive),
                     "precision": hit / predicted if predicted else None,
                     "recall": hit / positive if positive else None,

@@ -14,6 +14,7 @@ from torch.nn import functional
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.errors import ConfigError, ModelError
 from hardened_ddp.task.output import logits_of
+from hardened_ddp.task.tables import SumsTable
 from hardened_ddp.task.task import Figures, Metric, Score, Task
 
 LossName = Literal["mse", "l1", "huber"]
@@ -105,6 +106,18 @@ class Regression(Task):
             "mae": sum(sums["absolute_error"]) / num_numbers,
             "r2": sum(scores) / len(scores) if scores else float("nan"),
         }
+
+    def table(self, device: torch.device) -> SumsTable:
+        """Return an empty table: a row for each number of a label."""
+        return SumsTable(self.sums, self._rows, device=device)
+
+    def _rows(self, sums: Mapping[str, Any], count: float) -> list[dict[str, Any]]:
+        single = Regression()
+        rows = []
+        for index in range(self.num_outputs):
+            own = {name: [values[index]] for name, values in sums.items()}
+            rows.append({"name": f"output {index}", **single.figures(own, count)})
+        return rows
 
     def _alike(
         self, outputs: torch.Tensor, labels: torch.Tensor

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.errors import ModelError
 from hardened_ddp.task.output import logits_of
+from hardened_ddp.task.tables import SumsTable
 from hardened_ddp.task.task import Figures, Metric, Mistake, Score, Task
 
 IGNORED = -100
@@ -99,6 +100,19 @@ class Segmentation(Task):
             "mean_iou": sum(shares) / len(shares) if shares else 0.0,
             "pixel_accuracy": correct / count,
         }
+
+    def table(self, device: torch.device) -> SumsTable:
+        """Return an empty table: a row for each class."""
+        return SumsTable(self.sums, self._rows, device=device)
+
+    def _rows(self, sums: Mapping[str, Any], count: float) -> list[dict[str, Any]]:
+        confusion = sums["confusion"]
+        shares = self.class_shares(confusion)
+        names = [*self.class_names, *map(str, range(len(self.class_names), len(shares)))]
+        return [
+            {"name": name, "pixels": int(sum(row)), "iou": share}
+            for name, row, share in zip(names, confusion, shares, strict=False)
+        ]
 
     def class_shares(self, confusion: Sequence[Sequence[float]]) -> list[float | None]:
         """Return the IoU of each class; None for one that is neither labelled nor predicted."""

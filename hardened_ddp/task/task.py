@@ -10,7 +10,7 @@ Read next: classification.py, the simplest task; tokens.py, one whose count is n
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from torch import nn
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.errors import ModelError
 from hardened_ddp.task.output import labels_parameter, takes_several
+
+if TYPE_CHECKING:
+    from hardened_ddp.task.own_metrics import OwnMetrics
 
 Figures = dict[str, float]
 
@@ -124,15 +127,18 @@ class Task:
     """Every sample counts as exactly one in Score.count. Then the number of the whole step is known
     before backward; else it is summed over the ranks together with the gradients."""
 
+    own: "OwnMetrics | None" = None
+    """Metrics of the test set that the user brings."""
+
     labels_name = ""
     """The parameter of the model's forward for the labels; empty: it gets none."""
 
     spreads = False
     """Inputs in a tuple are several arguments of forward, not one."""
 
-    def attach(self, model: nn.Module, name: str = "") -> None:
-        """Learn how model is called, from the signature of its forward, and the task's own name."""
-        self.name = name
+    def attach(self, model: nn.Module, name: str = "", own: "OwnMetrics | None" = None) -> None:
+        """Learn how model is called, from the signature of its forward; its name and metrics."""
+        self.name, self.own = name, own
         self.labels_name = labels_parameter(model)
         self.spreads = takes_several(model)
 
@@ -156,6 +162,11 @@ class Task:
 
     def check(self, output: Any, batch: Batch) -> None:
         """Raise ModelError if output and targets don't fit each other. Waits for the device."""
+
+    @property
+    def test_metrics(self) -> Sequence[Metric]:
+        """What is reported of the test set besides the loss."""
+        return (*self.metrics, *(self.own.metrics if self.own is not None else ()))
 
     def learned(self) -> dict[str, Any]:
         """Return what check found out on the first batch, as JSON: the same for all ranks."""

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.errors import ModelError
 from hardened_ddp.task.output import logits_of, split_output
+from hardened_ddp.task.tables import TokenTable
 from hardened_ddp.task.task import Figures, Metric, Score, Task
 
 IGNORED = -100
@@ -42,6 +43,9 @@ class Tokens(Task):
         """
         self.ignore_index = ignore_index
         self.shift = 0 if shift is None else shift
+        self.vocabulary = 0
+        """The logits of one position; 0: not known yet."""
+
         self.uses_model_loss = False
         """The model's own loss is not this cross-entropy: it is used as it is."""
 
@@ -93,6 +97,7 @@ class Tokens(Task):
                 fix=f"mark what has no label with {self.ignore_index}, or name its number: "
                 "--task_args '{ignore_index: NUMBER}'",
             )
+        self.vocabulary = logits.shape[-1]
         own_loss = split_output(output)[1]
         if own_loss is not None and self.finds_shift:
             found = find_shift(logits, targets, own_loss, ignore_index=self.ignore_index)
@@ -101,13 +106,15 @@ class Tokens(Task):
 
     def learned(self) -> dict[str, Any]:
         """Return what the first batch has shown; empty if nothing."""
-        if self.finds_shift:
-            return {}
-        return {"shift": self.shift, "uses_model_loss": self.uses_model_loss}
+        found: dict[str, Any] = {"vocabulary": self.vocabulary} if self.vocabulary else {}
+        if not self.finds_shift:
+            found |= {"shift": self.shift, "uses_model_loss": self.uses_model_loss}
+        return found
 
     def take_over(self, learned: Mapping[str, Any]) -> None:
         """Use what another rank, or an earlier start, has learned."""
-        if learned:
+        self.vocabulary = learned.get("vocabulary", self.vocabulary)
+        if "shift" in learned:
             self.shift, self.uses_model_loss = learned["shift"], learned["uses_model_loss"]
             self.finds_shift = False
 
@@ -115,6 +122,20 @@ class Tokens(Task):
         """Return the perplexity, exp of the mean loss, and the share of tokens that are right."""
         exponent = min(sums["loss"] / count, _MOST_EXPONENT)
         return {"perplexity": math.exp(exponent), "token_accuracy": sums["correct"] / count}
+
+    def table(self, device: torch.device) -> TokenTable | None:
+        """Return an empty table of the tokens; None before the model's vocabulary is known."""
+        if not self.vocabulary:
+            return None
+        return TokenTable(self.vocabulary, self._counted, device=device)
+
+    def _counted(
+        self, predictions: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return predictions and labels of the positions that count, both flat."""
+        labels = targets[:, self.shift :]
+        counts = labels.ne(self.ignore_index)
+        return predictions[counts], labels[counts]
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         # WHY float(): under autocast logits are bf16, and a sum over a batch needs fp32.

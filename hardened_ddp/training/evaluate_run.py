@@ -74,7 +74,7 @@ def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
         place = Path(output) if output else path.parent.parent / f"evaluation-{path.name}.json"
         report["checkpoint"] = str(path)
         write_report(place, report)
-        metrics = described(task.metrics, report)
+        metrics = described(task.test_metrics, report)
         lines = table.lines(report) if table is not None else []
         print_report(report, metrics=metrics, table=lines, place=place, output=sys.stdout)
         return True

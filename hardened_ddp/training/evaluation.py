@@ -8,6 +8,7 @@ Does not own: what is measured (task/), what is reported of it (run_report.py, e
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -78,6 +79,8 @@ class EvaluationLoop:
         error that names the rank whose model or data failed.
         """
         left_out: list[BadSample] = []
+        if self.task.own:
+            self.task.own.reset()
         try:
             batches = iter(self.loader)
             for _ in range(self.loader.most_batches):
@@ -86,6 +89,7 @@ class EvaluationLoop:
                     return None
                 batch = next(batches, None)
                 if batch is None:
+                    self._add_own(None, None)  # collective
                     continue
                 if batch.bad and not self.leaves_out:
                     raise SampleError(
@@ -93,6 +97,7 @@ class EvaluationLoop:
                         fix="fix it, or leave such samples out with --continue_on_error",
                     )
                 left_out += batch.bad
+                output = None
                 if batch.num_samples:
                     batch = batch.to(self.group.device, channels_last=self.channels_last)
                     with self.precision.autocast():
@@ -102,15 +107,24 @@ class EvaluationLoop:
                         score = self.task.score(output, batch)
                     totals.add(score, batch.num_samples)
                     look(batch, score)
+                self._add_own(output, batch)  # collective
             next(
                 batches, None
             )  # WHY: so that the stream reaches its end, and keeps its idle workers
             figures = totals.read(self.group)  # collective
+            if self.task.own:
+                figures |= self.task.own.compute(self.group)  # collective
             return figures, self._gather(left_out)  # collective
         except HardenedError:
             raise
         except Exception as error:  # WHY broad: the model and the test set are the user's code
             raise explain_evaluation(error, self.group) from error
+
+    def _add_own(self, output: Any, batch: Batch | None) -> None:  # Any: of the model
+        """Count a batch in the user's metrics, if there are any. Collective: all ranks."""
+        if self.task.own:
+            has_any = batch is not None and batch.num_samples > 0
+            self.task.own.add(output, batch if has_any else None, self.group)  # collective
 
     def _gather(self, left_out: list[BadSample]) -> list[BadSample]:
         """Return the samples that all ranks left out, in the order of the ranks. Collective."""
@@ -154,7 +168,11 @@ def evaluate(
     figures, left_out = found
     return Evaluation(
         figures["loss"],
-        {metric.name: figures[metric.name] for metric in task.metrics if metric.name in figures},
+        {
+            metric.name: figures[metric.name]
+            for metric in task.test_metrics
+            if metric.name in figures
+        },
         int(figures["samples"]),
         tuple(mistakes),
         tuple(f"{bad.name}: {bad.error}" for bad in left_out),

@@ -146,7 +146,7 @@ class RunReport:
             "epoch %d done: test loss %.4f  %s (%d samples%s)",
             progress.epoch,
             evaluation.loss,
-            described(self.parts.task.metrics, evaluation.metrics, of="test"),
+            described(self.parts.task.test_metrics, evaluation.metrics, of="test"),
             evaluation.num_samples,
             f", {len(evaluation.left_out)} left out" if evaluation.left_out else "",
         )
@@ -202,7 +202,7 @@ class RunReport:
                     "status": status,
                     "step": progress.step,
                     "epoch": progress.epoch,
-                    **{f"test_{m.name}": tested.get(m.name) for m in self.parts.task.metrics},
+                    **{f"test_{m.name}": tested.get(m.name) for m in self.parts.task.test_metrics},
                     "test_loss": evaluation.loss if evaluation else None,
                     "train_loss": self.last_train.get("loss"),
                     "world_size": self.parts.group.world_size,
@@ -223,7 +223,7 @@ class RunReport:
             for line in closing_lines(
                 self.folder,
                 status=status,
-                result=described(self.parts.task.metrics, tested, of="test") if tested else "",
+                result=described(self.parts.task.test_metrics, tested, of="test") if tested else "",
                 has_tensorboard=self.parts.config.run.tensorboard,
             ):
                 log.info("%s", line)

@@ -1,0 +1,326 @@
+"""The tasks that are built in: losses and metrics beside plain torch, and what they refuse."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.datasets import build_data
+from hardened_ddp.errors import ConfigError, HardenedError, ModelError
+from hardened_ddp.ranks.group import Group, open_group
+from hardened_ddp.ranks.launch import Launch, environment, read_launch
+from hardened_ddp.settings.cli import parse
+from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.layers import resolve
+from hardened_ddp.step.progress import Totals
+from hardened_ddp.task.build import best_metric, build_task, choose_task
+from hardened_ddp.task.choose import task_that_fits
+from hardened_ddp.task.multilabel import Multilabel
+from hardened_ddp.task.own import Own
+from hardened_ddp.task.own_metrics import OwnMetrics
+from hardened_ddp.task.regression import Regression
+from hardened_ddp.task.segmentation import Segmentation
+from hardened_ddp.task.task import Task
+from hardened_ddp.task.tokens import Tokens
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+ALONE = Group(Launch(), CPU)
+
+
+def batch_of(targets: Any, inputs: Any = None) -> Batch:
+    size = len(targets) if isinstance(targets, torch.Tensor) else len(inputs)
+    return Batch(inputs, targets, torch.arange(size))
+
+
+def figures_of(task: Task, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
+    """Give the figures over some batches of outputs and labels."""
+    totals = Totals(task, CPU, loss_dtype=torch.float64)
+    for output, targets in pairs:
+        task.check(output, batch_of(targets))
+        totals.add(task.score(output, batch_of(targets)), len(targets))
+    return totals.read(ALONE)
+
+
+def in_parts(output: torch.Tensor, targets: torch.Tensor, *sizes: int) -> list[Any]:
+    return list(zip(output.split(list(sizes)), targets.split(list(sizes)), strict=True))
+
+
+@pytest.mark.parametrize("shape", [(9,), (9, 1)])
+def test_regression_is_measured_as_over_all_samples_at_once(shape: tuple[int, ...]) -> None:
+    outputs, labels = torch.randn(9, 1), torch.randn(shape) + 3
+    found = figures_of(Regression(), in_parts(outputs, labels, 4, 4, 1))
+    error = outputs.flatten() - labels.flatten()
+    assert found["loss"] == pytest.approx(float(error.square().mean()), rel=1e-6)
+    assert found["rmse"] == pytest.approx(float(error.square().mean().sqrt()), rel=1e-6)
+    assert found["mae"] == pytest.approx(float(error.abs().mean()), rel=1e-6)
+    spread = (labels - labels.mean()).square().sum()
+    assert found["r2"] == pytest.approx(1 - float(error.square().sum() / spread), rel=1e-5)
+
+
+def test_r2_of_several_numbers_is_the_mean_of_theirs() -> None:
+    outputs, labels = torch.randn(9, 2), torch.randn(9, 2) * torch.tensor([1.0, 100.0])
+    together = figures_of(Regression(num_outputs=2), [(outputs, labels)])
+    each = [figures_of(Regression(), [(outputs[:, i], labels[:, i])])["r2"] for i in (0, 1)]
+    assert together["r2"] == pytest.approx(sum(each) / 2)
+
+
+def test_multilabel_is_measured_per_label() -> None:
+    logits = torch.tensor([[1.0, -1.0, -1.0], [1.0, 1.0, -1.0], [-1.0, 1.0, -1.0]])
+    labels = torch.tensor([[1, 0, 0], [0, 1, 0], [1, 1, 0]])
+    task = Multilabel(num_labels=3, class_names=("a", "b", "c"))
+    found = figures_of(task, in_parts(logits, labels, 2, 1))
+    wanted = functional.binary_cross_entropy_with_logits(logits, labels.float())
+    assert found["loss"] == pytest.approx(float(wanted))
+    # a: TP 1, FP 1, FN 1; b: TP 2; c never occurs
+    assert found["f1"] == pytest.approx((0.5 + 1.0) / 2)
+    assert found["exact_match"] == pytest.approx(1 / 3)
+    table = task.table(CPU)
+    table.add(task.score(logits, batch_of(labels)), batch_of(labels))
+    rows = table.report()["rows"]
+    assert [row["f1"] for row in rows] == [0.5, 1.0, None]
+    assert any(line.startswith("b ") and "1.0000" in line for line in table.lines({"rows": rows}))
+
+
+def test_segmentation_counts_the_pixels_that_count() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 3, 4, 4, generator=generator)
+    labels = torch.randint(3, (5, 4, 4), generator=generator)
+    labels[0, :2] = 255
+    task = Segmentation(num_classes=3, ignore_index=255)
+    found = figures_of(task, in_parts(logits, labels, 2, 2, 1))
+    wanted = functional.cross_entropy(logits, labels, ignore_index=255)
+    assert found["loss"] == pytest.approx(float(wanted), rel=1e-6)
+    predicted, counts = logits.argmax(1), labels != 255
+    shares = []
+    for index in range(3):
+        both = ((predicted == index) & (labels == index) & counts).sum()
+        either = (((predicted == index) | (labels == index)) & counts).sum()
+        shares.append(float(both / either))
+    assert found["mean_iou"] == pytest.approx(sum(shares) / 3)
+    assert found["pixel_accuracy"] == pytest.approx(
+        float((predicted == labels)[counts].float().mean())
+    )
+
+
+def test_tokens_are_measured_over_those_that_count() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 6, 5, generator=generator)
+    labels = torch.randint(5, (4, 6), generator=generator)
+    labels[1:3, 2:] = -100
+    task = Tokens()
+    found = figures_of(task, in_parts(logits, labels, 1, 3))
+    wanted = float(functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    assert found["loss"] == pytest.approx(wanted, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(wanted), rel=1e-5)
+    counts = labels != -100
+    share = float((logits.argmax(2) == labels)[counts].float().mean())
+    assert found["token_accuracy"] == pytest.approx(share)
+    table = task.table(CPU)
+    assert table is not None
+    table.add(task.score(logits, batch_of(labels)), batch_of(labels))
+    assert sum(row["labels"] for row in table.report()["rows"]) == int(counts.sum())
+
+
+FITS: list[tuple[str, Any, Any]] = [
+    ("classification", torch.randn(4, 3), torch.tensor([0, 1, 2, 1])),
+    ("tokens", torch.randn(2, 6, 5), torch.randint(5, (2, 6))),
+    ("segmentation", torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4))),
+    ("segmentation", {"out": torch.randn(2, 3, 4, 4)}, torch.randint(3, (2, 4, 4))),
+    ("regression", torch.randn(4, 1), torch.randn(4)),
+    ("regression", torch.randn(4, 2), torch.randn(4, 2)),
+    ("multilabel", torch.randn(2, 3), torch.tensor([[0.0, 1, 0], [1, 0, 0]])),
+    ("multilabel", torch.randn(2, 3), torch.tensor([[0, 1, 0], [1, 0, 0]])),
+    ("own", {"loss": torch.ones(())}, None),
+    ("own", torch.ones(()), torch.randn(4)),
+    ("own", {"loss": torch.ones(()), "logits": torch.randn(2, 7)}, ["a", "b"]),
+    ("tokens", (torch.randn(2, 6, 5), torch.ones(())), torch.randint(5, (2, 6))),
+]
+
+
+@pytest.mark.parametrize(("name", "output", "labels"), FITS)
+def test_auto_takes_the_task_that_fits(name: str, output: Any, labels: Any) -> None:
+    assert task_that_fits(output, batch_of(labels, inputs=[1, 2]))[0] == name
+
+
+@pytest.mark.parametrize(
+    ("output", "labels", "told"),
+    [
+        (torch.randn(4, 1), torch.tensor([0.0, 1, 1, 0]), "multilabel and regression alike"),
+        (torch.randn(4, 3), torch.randn(4), "fit no task"),
+        (torch.randn(4, 3), None, "labels are no tensor"),
+        ("text", torch.tensor([0, 1]), "neither logits nor a loss"),
+        (torch.randn(2, 3, 4, 4), torch.randint(3, (2, 8, 8)), "fit no task"),
+    ],
+)
+def test_auto_refuses_with_the_choices(output: Any, labels: Any, told: str) -> None:
+    with pytest.raises(ModelError, match=told) as caught:
+        task_that_fits(output, batch_of(labels, inputs=[1, 2]))
+    assert "--task classification | multilabel" in caught.value.fix
+
+
+BAD: list[tuple[Task, Any, Any, str]] = [
+    (Regression(), torch.randn(4, 2), torch.randn(4), "outputs of shape"),
+    (Regression(), torch.randn(4, 1), torch.tensor([1.0, math.nan, 0, 0]), "NaN or infinite"),
+    (Regression(), torch.randn(4, 1), [1, 2, 3, 4], "numbers as labels"),
+    (Multilabel(num_labels=2), torch.randn(4, 2), torch.randn(4, 2), "0 or 1"),
+    (Multilabel(num_labels=2), torch.randn(4, 2), torch.ones(4), "both alike"),
+    (Tokens(), torch.randn(4, 5), torch.randint(5, (4,)), "needs"),
+    (Tokens(), torch.randn(2, 3, 5), torch.full((2, 3), 7), "tokens 0 to 4"),
+    (Tokens(), torch.randn(2, 3, 5), torch.full((2, 3), -1), "run from -1"),
+    (Segmentation(num_classes=3), torch.randn(2, 3, 4, 4), torch.full((2, 4, 4), 255), "255"),
+    (Segmentation(num_classes=3), torch.randn(2, 3, 2, 2), torch.ones(2, 4, 4).long(), "height"),
+    (Own(), {"logits": torch.ones(2)}, None, "without a loss"),
+    (Own(), {"loss": torch.ones(3)}, None, "not a scalar"),
+    (Own(), {"loss": torch.ones(())}, None, "does not depend on any parameter"),
+]
+
+
+@pytest.mark.parametrize(("task", "output", "labels", "told"), BAD)
+def test_what_does_not_fit_a_task_is_refused_in_words(
+    task: Task, output: Any, labels: Any, told: str
+) -> None:
+    with pytest.raises(ModelError, match=told) as caught:
+        task.check(output, batch_of(labels, inputs=[1, 2]))
+    assert caught.value.fix
+
+
+class NoScore:
+    pass
+
+
+class Plain:
+    """A task that does not know Task."""
+
+    def score(self, output: torch.Tensor, batch: Batch) -> Any:
+        return output.sum()
+
+
+class Sum:
+    """A metric in torchmetrics' form: the sum of all labels."""
+
+    higher_is_better = False
+
+    def __init__(self, forgets: bool = True, factor: float = 1.0) -> None:
+        self.total, self.forgets, self.factor = torch.zeros(()), forgets, factor
+
+    def update(self, output: torch.Tensor, labels: torch.Tensor) -> None:
+        self.total = self.total + self.factor * labels.sum()
+
+    def compute(self) -> torch.Tensor:
+        return self.total
+
+    def reset(self) -> None:
+        if self.forgets:
+            self.total = torch.zeros(())
+
+
+def built(*argv: str) -> Task:
+    config = resolve(parse(["--cpu_only", *argv]), world_size=1).config
+    model = nn.Linear(3, 2)
+    return build_task(config.task.task, model, build_data(config.data), config)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("--task", "clasification"), "no such task"),
+        (("--task", "tests.test_tasks:Nothing"), "Nothing"),
+        (("--task", "tests.test_tasks:NoScore"), "without score"),
+        (("--task", "regression", "--task_args", "{loss: l3}"), "knows no loss"),
+        (("--task", "regression", "--task_args", "{los: l1}"), "task_args"),
+        (("--task", "tokens", "--best_metric", "accuracy"), "no metric 'accuracy'"),
+        (("--task", "tokens", "--metrics", "{x: nothing}"), "need package.module:Class"),
+        (("--task", "tokens", "--metrics", "{x: tests.test_tasks:NoScore}"), "without update"),
+        (("--task", "tokens", "--metrics", "{x: {class: tests.test_tasks:Sum, y: 1}}"), "built"),
+    ],
+    ids=str,
+)
+def test_a_task_that_can_not_be_built_is_told_before_the_first_step(
+    argv: tuple[str, ...], told: str
+) -> None:
+    with pytest.raises(HardenedError, match=told):
+        built(*argv)
+
+
+def test_the_best_metric_is_the_first_of_the_task_or_the_loss() -> None:
+    assert best_metric(built("--task", "regression"), "auto").name == "rmse"
+    assert best_metric(built("--task", "own"), "auto").name == "loss"
+    asked = built("--task", "own", "--metrics", "{total: tests.test_tasks:Sum}")
+    found = best_metric(asked, "total")
+    assert (found.name, found.is_higher_better) == ("total", False)
+
+
+def test_a_metric_whose_reset_leaves_state_is_refused() -> None:
+    metrics = OwnMetrics({"total": {"class": "tests.test_tasks:Sum", "forgets": False}})
+    with pytest.raises(ModelError, match="after reset"):
+        metrics.check(torch.ones(2, 1), batch_of(torch.ones(2)))
+
+
+def count_with_own_metrics() -> dict[str, float]:
+    """Rank r has r batches; the last rank has one more than all others reach."""
+    launch = read_launch(environment())
+    group = open_group(launch, device=CPU, backend="gloo", timeout_s=30)
+    metrics = OwnMetrics(
+        {
+            "total": "tests.test_tasks:Sum",
+            "twice": {"class": "tests.test_tasks:Sum", "factor": 2.0},
+        }
+    )
+    for number in range(3):
+        has_any = number < launch.rank
+        labels = torch.full((number + 1,), 10 * launch.rank + number)
+        metrics.add(torch.ones(number + 1, 2), batch_of(labels) if has_any else None, group)
+    found = metrics.compute(group)
+    group.close()
+    return found
+
+
+def test_own_metrics_count_each_sample_once_on_any_number_of_ranks() -> None:
+    wanted = 10 + (20 + 21 * 2)
+    for found in run_ranks(count_with_own_metrics, 3):
+        assert found == {"total": wanted, "twice": 2 * wanted}
+
+
+class Branching(nn.Module):
+    """Gives a loss and logits in the shape that it is told."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.shape = shape
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.ones(1)) * torch.ones(len(inputs), *self.shape)
+
+
+def choose_on_ranks() -> str:
+    """The batches of the ranks fit different tasks."""
+    group = open_group(read_launch(environment()), device=CPU, backend="gloo", timeout_s=30)
+    labels = torch.tensor([0, 1]) if group.launch.rank == 0 else torch.tensor([0.5, 1.5])
+    data = build_data(Config().data)
+    try:
+        choose_task(
+            Branching((2,) if group.launch.rank == 0 else (1,)),
+            batch_of(labels, inputs=torch.ones(2)),
+            data,
+            Config(),
+            group,
+        )
+    except ConfigError as error:
+        return error.message
+    except ModelError as error:
+        return error.message
+    finally:
+        group.close()
+    return "none"
+
+
+def test_ranks_whose_batches_fit_different_tasks_refuse_alike() -> None:
+    first, second = run_ranks(choose_on_ranks, 2)
+    assert first == second
+    assert "classification and regression" in first
