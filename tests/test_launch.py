@@ -14,7 +14,13 @@ import pytest
 import torch
 
 import ddp_training
-from hardened_ddp.errors import GroupError, HardenedError, LaunchError, RankMismatchError
+from hardened_ddp.errors import (
+    DataError,
+    GroupError,
+    HardenedError,
+    LaunchError,
+    RankMismatchError,
+)
 from hardened_ddp.guard.stop import STOP_FILE, StopRequest
 from hardened_ddp.ranks import reach
 from hardened_ddp.ranks.device import pick_device
@@ -196,12 +202,19 @@ def share_values() -> tuple[object, ...]:
         group.run_on_main(lambda: 1 // 0, what="dividing")
     except HardenedError as error:
         failure = error.message
+    with pytest.raises(DataError, match="reading failed on rank 0: no such file") as caught:
+        group.run_on_main(refuse, what="reading")
+    assert caught.value.fix == "look for it"
     try:
-        group.check_equal({"code": "a", "data": "b" if rank else "c"})
+        group.check_equal({"code": "a"} | ({"data": "bc"[not rank]} if rank < 2 else {}))
     except RankMismatchError as error:
         mismatch = error.message
     group.close()
     return values, total, first, answer, failure, mismatch
+
+
+def refuse() -> None:
+    raise DataError("no such file", fix="look for it")
 
 
 def test_ranks_share_values_results_and_errors_of_rank_0() -> None:
@@ -214,7 +227,7 @@ def test_ranks_share_values_results_and_errors_of_rank_0() -> None:
         failure
         == "dividing failed on rank 0: ZeroDivisionError: integer division or modulo by zero"
     )
-    assert mismatch.count("data is 'b', rank 0 has 'c'") == 2
+    assert "rank 1: data is 'b', rank 0 has 'c'; rank 2: data is None, rank 0 has 'c'" in mismatch
 
 
 def stop_one_rank(number: int) -> tuple[int, str]:
