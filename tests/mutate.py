@@ -58,7 +58,7 @@ def copy_tree(source: Path, target: Path) -> None:
         check=True,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     for name in filter(None, listed.stdout.split("\0")):
         if (source / name).is_file():

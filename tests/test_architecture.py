@@ -363,7 +363,7 @@ def run_python(code: str) -> None:
         [sys.executable, "-c", code],
         cwd=ROOT,
         env=clean_environment(),
-        timeout=100,
+        timeout=300,
         capture_output=True,
         text=True,
     )

@@ -219,10 +219,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=3m,mode=700", "tmpfs", str(folder)]
-    if subprocess.run(command, capture_output=True, timeout=10).returncode != 0:
+    if subprocess.run(command, capture_output=True, timeout=60).returncode != 0:
         pytest.skip("needs the right to mount a small tmpfs")
     yield folder
-    subprocess.run(["umount", str(folder)], check=True, timeout=10)
+    subprocess.run(["umount", str(folder)], check=True, timeout=60)
 
 
 def test_a_real_full_disk_keeps_the_newest_and_the_best(small_disk: Path) -> None:

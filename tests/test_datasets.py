@@ -26,7 +26,7 @@ from hardened_ddp.errors import DataError
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.data import DataConfig
 from hardened_ddp.settings.model import ModelConfig
-from tests.processes import ROOT
+from tests.processes import PATIENCE, ROOT
 
 HERE = "tests.test_datasets"
 
@@ -417,7 +417,11 @@ def test_torchvision_is_imported_whether_its_build_fits_or_not() -> None:
     if importlib.util.find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed")
     done = subprocess.run(
-        [sys.executable, "-c", IMPORT], cwd=ROOT, timeout=90, capture_output=True, text=True
+        [sys.executable, "-c", IMPORT],
+        cwd=ROOT,
+        timeout=90 * PATIENCE,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("FOUND 3") == 2

@@ -12,7 +12,7 @@ from hardened_ddp.diagnosis import gpus, machine, network, selftest, software, v
 from hardened_ddp.diagnosis.check import Check
 from hardened_ddp.diagnosis.doctor import list_checks, run_doctor
 from tests.commands import run_command
-from tests.processes import ROOT, clean_environment
+from tests.processes import PATIENCE, ROOT, clean_environment
 
 GIB = 2**30
 
@@ -33,7 +33,15 @@ def statuses_in(lines: Sequence[str]) -> dict[str, str]:
     return statuses
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the all-reduce of two processes the time that a slow machine needs to import torch."""
+    patience = {"limit_s": 20.0 * PATIENCE}
+    monkeypatch.setattr(selftest.check_all_reduce, "__kwdefaults__", patience)
+
+
 class TestReport:
+    @pytest.mark.usefixtures("patient")
     def test_on_this_machine_training_can_run_and_under_torchrun_too(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -60,6 +68,7 @@ class TestReport:
         assert not list(tmp_path.iterdir())
 
     @pytest.mark.slow
+    @pytest.mark.usefixtures("patient")
     def test_a_bad_environment_is_named_with_what_to_do(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

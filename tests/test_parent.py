@@ -51,7 +51,7 @@ def test_a_rank_outlives_the_thread_that_started_it() -> None:
     while Path(f"/proc/self/task/{ids[0]}").exists() and time.monotonic() < end:
         time.sleep(0.001)
     with started[0] as rank:
-        answer, _ = rank.communicate("still here\n", timeout=20)
+        answer, _ = rank.communicate("still here\n", timeout=60)
         assert answer == "still here\n"
     assert rank.returncode == 0
 

@@ -77,7 +77,7 @@ def apply(recipe: Recipe, tree: Path) -> None:
         env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tree.parent)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert done.returncode == 0, (
         f"recipe {recipe.name} no longer applies: update CONTRIBUTING.md\n{done.stderr}"

@@ -183,7 +183,7 @@ class TestConsole:
         read_end, write_end = os.pipe()
         os.close(read_end)
         status = subprocess.run(
-            [sys.executable, "-c", program, tmp_path], stderr=write_end, timeout=30, check=False
+            [sys.executable, "-c", program, tmp_path], stderr=write_end, timeout=90, check=False
         ).returncode
         os.close(write_end)
         assert status == 0

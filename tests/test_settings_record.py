@@ -222,7 +222,7 @@ class TestHelp:
             "print(json.dumps(sorted(sys.modules)))"
         )
         result = subprocess.run(
-            [sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, timeout=180
         )
         assert result.returncode == 0, result.stderr
         loaded = set(json.loads(result.stdout))

@@ -1,4 +1,4 @@
-"""One optimizer step, for real: what gradient comes of a window, however ranks share it."""
+"""One optimizer step, for real: what gradient comes of its samples, however ranks share them."""
 
 import json
 import multiprocessing

@@ -184,7 +184,14 @@ def test_a_dead_host_with_rank_0_does_not_keep_the_run_from_a_restart_on_another
     argv += ["--rdzv_conf=last_call_timeout=1"]
     words = ["--cpu_only", "--epochs", "1000", "--num_workers", "0", "--eval_every", "0"]
     words += ["--log_interval", "1", "--ledger", "--timeout_s", "40"]
-    words += ["--batch_size", "12", "--model", "tests.plugins:Paced", "--output_dir", str(output)]
+    words += [
+        "--batch_size",
+        "12",
+        "--model",
+        "tests.plugins:paced_mlp",
+        "--output_dir",
+        str(output),
+    ]
     mark = secrets.token_hex(8)
 
     def on(index: int) -> list[str]:

@@ -34,10 +34,10 @@ def why_not() -> str:
     if os.geteuid() != 0:
         return "only root can make network namespaces"
     name = f"ddp-try-{os.getpid()}"
-    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, timeout=20)
+    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, timeout=60)
     if tried.returncode:
         return f"no network namespaces here: {tried.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", name], check=True, timeout=20)
+    subprocess.run(["ip", "netns", "del", name], check=True, timeout=60)
     return ""
 
 
@@ -83,7 +83,7 @@ class TwoHosts:
         where: TracebackType | None,
     ) -> None:
         for namespace in self.namespaces:
-            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, timeout=20)
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, timeout=60)
 
     def on(self, index: int, *argv: str | Path, name: str = "") -> list[str]:
         """Give the words that run a command on a host; name: another one for it."""
@@ -102,4 +102,4 @@ class TwoHosts:
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=60)
