@@ -331,6 +331,12 @@ def test_a_rank_is_slow_after_several_reports_and_is_named_once() -> None:
     assert told[1:] == ["rank 1 is no longer slow: 20 ms of work a step"]
 
 
+def test_twice_as_long_is_not_slow_where_that_is_less_than_a_millisecond() -> None:
+    slow = SlowRanks()
+    for number in range(2 * NUM_REPORTS):
+        assert not slow.note({0: (number, work(forward=4e-4)), 1: (number, work(forward=8e-4))})
+
+
 @pytest.mark.parametrize(("timeout_s", "patience_s"), [(2, 1), (8, 5), (30, 27), (600, 540)])
 def test_a_verdict_has_time_before_torchs_own_timeout(timeout_s: float, patience_s: float) -> None:
     assert patience_for(timeout_s) == patience_s
