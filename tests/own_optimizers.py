@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 
 
 class Lion(Optimizer):
@@ -172,6 +173,15 @@ def broken(step: int, total_steps: int) -> float:
 
 def no_parameters_that_tell() -> float:
     return 1.0
+
+
+def one_after_the_other(optimizer: Optimizer, total_steps: int) -> SequentialLR:
+    parts = [LinearLR(optimizer, total_iters=3), CosineAnnealingLR(optimizer, total_steps - 3)]
+    return SequentialLR(optimizer, parts, [3])
+
+
+def by_a_lambda(optimizer: Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 0.9**step)
 
 
 class Bouncing:

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,25 @@ def test_a_scheduler_of_torch_is_that_of_torch() -> None:
     assert rates(momentum, 3) == pytest.approx([3e-3, 1.5e-3, 0.75e-3])
 
 
+@pytest.mark.parametrize(
+    ("name", "args"),
+    {
+        f"{SCHEDULERS}:MultiStepLR": {"milestones": [2, 5]},
+        f"{SCHEDULERS}:StepLR": {"step_size": 2},
+        f"{SCHEDULERS}:LinearLR": {},
+        f"{SCHEDULERS}:PolynomialLR": {},
+        f"{SCHEDULERS}:CosineAnnealingLR": {},
+        f"{SCHEDULERS}:CosineAnnealingWarmRestarts": {"T_0": 3},
+        f"{SCHEDULERS}:CyclicLR": {"base_lr": 1e-4, "cycle_momentum": False},
+        "torch.optim.swa_utils:SWALR": {"swa_lr": 0.1},
+        f"{OWN}:one_after_the_other": {},
+        f"{OWN}:by_a_lambda": {},
+    }.items(),
+)
+def test_a_scheduler_by_its_path_can_be_used(name: str, args: dict[str, Any]) -> None:
+    assert build(lr_schedule=name, lr_schedule_args=args).has_state
+
+
 def test_a_step_that_is_taken_back_takes_its_schedule_back() -> None:
     schedule = build(lr_schedule=f"{SCHEDULERS}:OneCycleLR", optimizer="sgd", learning_rate=0.5)
     mark, group = schedule.mark(), schedule.optimizer.param_groups[0]
@@ -190,6 +209,7 @@ def test_a_state_comes_back_as_it_was() -> None:
         "a.b": torch.zeros(1),
         "a": {"b": torch.ones(1)},
         "ordered": OrderedDict(x="text"),
+        "counts": Counter([2, 2, 5]),
     }
     tensors: dict[str, torch.Tensor] = {}
     found = _unpack(json.loads(json.dumps(_pack(state, "s", tensors))), tensors)
@@ -198,6 +218,8 @@ def test_a_state_comes_back_as_it_was() -> None:
     assert found[3][2]["deep"].item() == 7
     assert (found["a.b"].item(), found["a"]["b"].item()) == (0, 1)
     assert found["nan"] == float("inf")
+    assert (type(found["ordered"]), type(found["counts"])) == (OrderedDict, Counter)
+    assert found["counts"] == state["counts"]
     assert torch.equal(found["t"], state["t"])  # type: ignore[arg-type]
     for bad in ({1, 2}, object(), {(1, 2): 3}, torch.Generator(), lambda: 1):
         with pytest.raises(OptimizerError, match="can't be saved"):

@@ -8,7 +8,7 @@ What goes wrong here: a state that is neither tensor nor number, such as a funct
 an OptimizerError, which training/optimizer_trial.py gets before the first step.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +21,12 @@ from hardened_ddp.model.optimizer import is_known
 from hardened_ddp.model.schedule import Schedule
 
 PREFIX = "optimizer."
-_TENSOR, _TUPLE, _LIST, _DICT = "tensor", "tuple", "list", "dict"
+_TENSOR, _TUPLE, _LIST = "tensor", "tuple", "list"
+_MAPPINGS: Mapping[str, type[dict[Any, Any]]] = {  # Any: keys and values of any kind
+    "dict": dict,
+    "ordered dict": OrderedDict,
+    "counter": Counter,  # torch's MultiStepLR has one
+}
 
 Tree = Any
 """JSON: a number, text or null as it is; anything else as {kind: content}."""
@@ -189,12 +194,12 @@ def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Tree:  # Any: a 
     if type(value) in (list, tuple):
         kind = _LIST if type(value) is list else _TUPLE
         return {kind: [_pack(part, f"{name}.{i}", tensors) for i, part in enumerate(value)]}
-    if type(value) in (dict, OrderedDict) and all(
-        key is None or type(key) in (bool, int, float, str) for key in value
-    ):
+    mapping = next((word for word, kind in _MAPPINGS.items() if type(value) is kind), "")
+    has_plain_keys = mapping and all(k is None or type(k) in (bool, int, float, str) for k in value)
+    if has_plain_keys:
         # WHY pairs: JSON would turn a number as a key into text.
-        return {_DICT: [[key, _pack(v, f"{name}.{key}", tensors)] for key, v in value.items()]}
-    keys = " with keys that are no text or number" if isinstance(value, dict) else ""
+        return {mapping: [[key, _pack(v, f"{name}.{key}", tensors)] for key, v in value.items()]}
+    keys = " with keys that are no text or number" if mapping else ""
     raise OptimizerError(
         f"{name} is a {type(value).__name__}{keys}: it can't be saved, so a resumed run would "
         "differ",
@@ -209,7 +214,8 @@ def _unpack(tree: Tree, tensors: Mapping[str, Tensor]) -> Any:  # Any: as it was
     if _TENSOR in tree:
         found = tensors[tree[_TENSOR]].clone()
         return found.cuda() if tree["is_on_device"] and torch.cuda.is_available() else found
-    if _DICT in tree:
-        return {key: _unpack(part, tensors) for key, part in tree[_DICT]}
+    for word, kind in _MAPPINGS.items():
+        if word in tree:
+            return kind({key: _unpack(part, tensors) for key, part in tree[word]})
     parts = [_unpack(part, tensors) for part in tree.get(_LIST, tree.get(_TUPLE, []))]
     return parts if _LIST in tree else tuple(parts)
