@@ -49,6 +49,31 @@ def compare_replicas(group: Group, tensors: Mapping[str, torch.Tensor]) -> Diver
     return judge(group.gather_json(mine))  # collective
 
 
+def differing_on_many(group: Group, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Name the tensors that differ between ranks in more than one rank's memory. Collective.
+
+    If one of at least three ranks differs, and all others are equal, that is a case for
+    compare_replicas: a tensor that is meant to change does so on more than one rank.
+    """
+    if group.world_size == 1 or not tensors:
+        return []
+    pairs = checksums(tensors)
+    table = torch.zeros(group.world_size, 2, dtype=torch.int64, device=pairs.device)
+    table[group.launch.rank] = combine(pairs)
+    rows = group.sum_(table).tolist()  # collective
+    if all(row == rows[0] for row in rows):
+        return []
+    mine = {name: str(pair) for name, pair in zip(tensors, pairs.tolist(), strict=True)}
+    everyone = group.gather_json(mine)  # collective
+    found = []
+    for name in tensors:
+        counts = Counter(own[name] for own in everyone)
+        is_one_odd = len(everyone) >= 3 and sorted(counts.values()) == [1, len(everyone) - 1]
+        if len(counts) > 1 and not is_one_odd:
+            found.append(name)
+    return found
+
+
 def judge(everyone: list[dict[str, str]]) -> Divergence:
     """Find the ranks in the minority. everyone: for each rank the checksums of its tensors."""
     whole = [tuple(sorted(mine.items())) for mine in everyone]

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hardened_ddp.model.buckets import Buckets, forget_used
+from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.settings.ddp import DdpConfig
@@ -48,9 +49,7 @@ class Replica:
         self.group = group
         self.trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._parameters = list(self.trainable.values())
-        buffers = dict(module.named_buffers())
-        self.moving_names = list(moving_buffers)
-        self.moving_buffers = [buffers[name] for name in moving_buffers]
+        self.buffers = MovingBuffers(module, moving_buffers)
         self.channels_last = channels_last
         """Whether images are stored with channels last."""
 
@@ -206,36 +205,31 @@ class Replica:
         found: list[float] = sums.tolist()
         return found
 
+    @property
+    def moving_names(self) -> list[str]:
+        """The names of the buffers that change in forward."""
+        return self.buffers.names
+
+    @property
+    def moving_buffers(self) -> list[torch.Tensor]:
+        """The buffers that change in forward."""
+        return self.buffers.tensors
+
     def copy_buffers(self) -> list[torch.Tensor]:
         """Copy the moving buffers, for put_back_buffers."""
-        return [buffer.clone() for buffer in self.moving_buffers]
+        return self.buffers.copies()
 
-    @torch.no_grad()
     def put_back_buffers(self, copies: Sequence[torch.Tensor]) -> None:
         """Restore the moving buffers from copies."""
-        for buffer, copy in zip(self.moving_buffers, copies, strict=True):
-            buffer.copy_(copy)
+        self.buffers.put_back(copies)
 
-    @torch.no_grad()
     def sync_buffers(self) -> None:
-        """Make the moving buffers equal: average floats, take integers of rank 0. Collective.
-
-        Rank 0 has the largest share of each step, so its counters are never behind.
-        """
-        if not self.moving_buffers or self.group.world_size == 1:
-            return
-        world_size, is_main = self.group.world_size, self.group.launch.is_main
-        # WHY float64: exact for counters, and without extra rounding for a mean of float32.
-        flat = torch.cat([buffer.reshape(-1).double() for buffer in self.moving_buffers])
-        position = 0
-        for buffer in self.moving_buffers:
-            part = flat[position : position + buffer.numel()]
-            part.mul_(1 / world_size if buffer.is_floating_point() else float(is_main))
-            position += buffer.numel()
-        self.group.sum_(flat)  # collective
-        parts = torch.split(flat, [buffer.numel() for buffer in self.moving_buffers])
-        for buffer, part in zip(self.moving_buffers, parts, strict=True):
-            buffer.copy_(part.view_as(buffer))
+        """Make the moving buffers equal on all ranks. Collective: all ranks."""
+        group = self.group
+        if self.buffers.names and group.world_size > 1:
+            self.buffers.equalize(  # collective
+                group.sum_, world_size=group.world_size, is_main=group.launch.is_main
+            )
 
 
 def wrap(

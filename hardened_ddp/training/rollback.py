@@ -18,7 +18,7 @@ from enum import Enum
 from typing import NoReturn
 
 from hardened_ddp.errors import DivergenceError, NonFiniteError
-from hardened_ddp.guard.divergence import Divergence, compare_replicas
+from hardened_ddp.guard.divergence import Divergence, compare_replicas, differing_on_many
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step.step import Stepper, is_due
 from hardened_ddp.training.resume import RunFolder, read_newest
@@ -117,6 +117,7 @@ class Rollback:
 
     def _equalize(self, why: str = "") -> bool:
         """Compare the replicas; make them equal if they differ; return whether. Collective."""
+        self._take_up_late_buffers()  # collective
         found = compare_replicas(self.parts.group, replicated_tensors(self.parts))  # collective
         if found is None:
             self._note_equal()
@@ -141,6 +142,24 @@ class Rollback:
         else:
             self._stop(found, step, "and no checkpoint is from before")
         return True
+
+    def _take_up_late_buffers(self) -> None:
+        """Make buffers equal from now on that began to move after the first steps. Collective."""
+        parts = self.parts
+        buffers = parts.replica.buffers
+        late = differing_on_many(parts.group, buffers.still())  # collective
+        if not late:
+            return
+        log.warning(
+            "step %d: buffers began to change in forward, and differ between the ranks: %s. From "
+            "now on they are made equal after each step, like the statistics of a BatchNorm",
+            self.progress.step,
+            ", ".join(late),
+        )
+        self.saver.close()  # WHY: a write under way reads the tensors that change here
+        with self.stepper.changing_state():
+            buffers.add(late)
+            parts.replica.sync_buffers()  # collective
 
     def _note_equal(self) -> None:
         self._equal_at = self.progress.step

@@ -44,15 +44,9 @@ def collect_tensors(parts: Parts, *, buffers: Sequence[torch.Tensor] = ()) -> Te
 
 
 def replicated_tensors(parts: Parts) -> Tensors:
-    """Name the live tensors that are equal on all ranks at every step boundary. Rank-local.
-
-    WHY not all buffers: one that the look at the model did not see moving is not made equal.
-    """
-    replica = parts.replica
-    kept = {f"model.{name}" for name, _ in replica.module.named_parameters()}
-    kept |= {f"model.{name}" for name in replica.moving_names}
-    tensors = collect_tensors(parts)
-    return {n: t for n, t in tensors.items() if n in kept or n.startswith("optimizer.")}
+    """Name the live tensors that are equal on all ranks at every step boundary. Rank-local."""
+    kept = ("model.", "optimizer.")
+    return {name: t for name, t in collect_tensors(parts).items() if name.startswith(kept)}
 
 
 def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:

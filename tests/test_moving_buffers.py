@@ -1,0 +1,131 @@
+"""Buffers that change in forward are equal on all ranks, whenever they begin to move."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hardened_ddp.guard.divergence import differing_on_many
+from hardened_ddp.model.moving_buffers import MovingBuffers
+from hardened_ddp.ranks.group import Group, open_group
+from hardened_ddp.ranks.launch import read_launch
+from tests.ranks import run_ranks, train
+
+LATE = ["--cpu_only", "--dataset", "tests.plugins:points", "--dataset_args", "{size: 120}"]
+LATE += ["--batch_size", "2", "--epochs", "1", "--num_workers", "0", "--eval_every", "0"]
+LATE += ["--model", "tests.plugins:LateMean", "--check_replicas_every", "5"]
+
+
+class Every(nn.Module):
+    """Has buffers of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("of_single", torch.zeros(3, 2))
+        self.register_buffer("of_half", torch.zeros(4, dtype=torch.bfloat16))
+        self.register_buffer("of_double", torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("of_count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("of_negative", torch.zeros(2, dtype=torch.int32))
+        self.register_buffer("of_flag", torch.zeros(2, dtype=torch.bool))
+        self.register_buffer("of_wave", torch.zeros(2, dtype=torch.complex64))
+
+
+NAMES = ["of_single", "of_half", "of_double", "of_count", "of_negative", "of_flag", "of_wave"]
+
+
+def average(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Run equalize on one rank of several whose sum is known."""
+    big = 2**62 + 12345  # no float holds it
+
+    def filled(r: int) -> Every:
+        module = Every()
+        values = [1.5 + r, 0.5 * r, 1e-20 + r, big + r, -7 - r, r == 0, complex(r, -r)]
+        for name, value in zip(NAMES, values, strict=True):
+            getattr(module, name).fill_(value)
+        return module
+
+    sent: dict[int, list[torch.Tensor]] = {}
+    for other in range(world_size):
+        record = sent.setdefault(other, [])
+
+        def note(flat: torch.Tensor, record: list[torch.Tensor] = record) -> torch.Tensor:
+            record.append(flat.clone())
+            return flat
+
+        MovingBuffers(filled(other), NAMES).equalize(
+            note, world_size=world_size, is_main=other == 0
+        )
+    totals = [sum(parts[1:], parts[0].clone()) for parts in zip(*sent.values(), strict=True)]
+    module = filled(rank)
+    buffers = MovingBuffers(module, NAMES)
+    answers = iter(totals)
+    buffers.equalize(
+        lambda flat: flat.copy_(next(answers)), world_size=world_size, is_main=rank == 0
+    )
+    return [buffer.clone() for buffer in buffers.tensors]
+
+
+def test_floats_become_the_mean_and_integers_those_of_rank_0_bit_for_bit() -> None:
+    first, last = average(0, 4), average(3, 4)
+    for mine, its in zip(first, last, strict=True):
+        assert torch.equal(mine, its)
+    single, half, double, count, negative, flag, wave = first
+    assert single.tolist() == [[3.0, 3.0]] * 3
+    assert half.tolist() == [0.75] * 4
+    assert double.tolist() == [1.5, 1.5]
+    assert count.item() == 2**62 + 12345
+    assert negative.tolist() == [-7, -7]
+    assert flag.tolist() == [True, True]
+    assert wave.tolist() == [complex(1.5, -1.5)] * 2
+
+
+def test_copies_restore_the_buffers_without_a_kernel_for_each() -> None:
+    module = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(20)))
+    names = [name for name, _ in module.named_buffers()]
+    buffers = MovingBuffers(module, names)
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    copies = buffers.copies()
+    assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 2  # one for each dtype
+    module(torch.randn(4, 2))
+    assert any(not torch.equal(b, before[name]) for name, b in module.named_buffers())
+    buffers.put_back(copies)
+    assert all(torch.equal(b, before[name]) for name, b in module.named_buffers())
+
+
+def test_without_foreach_they_are_copied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "_foreach_copy_", raising=False)
+    test_copies_restore_the_buffers_without_a_kernel_for_each()
+
+
+def compare_still(values: list[float]) -> list[str]:
+    group: Group = open_group(
+        read_launch(os.environ), device=torch.device("cpu"), backend="auto", timeout_s=30
+    )
+    mine = torch.full((3,), values[group.launch.rank])
+    found = differing_on_many(group, {"equal": torch.zeros(2), "mine": mine})
+    group.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ([1.0, 2.0], ["mine"]),
+        ([1.0, 1.0], []),
+        ([1.0, 2.0, 3.0], ["mine"]),
+        ([1.0, 1.0, 3.0], []),  # a flipped bit of rank 2: the replicas differ, nothing moves
+    ],
+)
+def test_a_buffer_that_moves_differs_on_more_than_one_rank(
+    values: list[float], found: list[str]
+) -> None:
+    assert run_ranks(compare_still, len(values), values) == [found] * len(values)
+
+
+def test_a_buffer_that_begins_to_move_late_is_named_and_made_equal(tmp_path: Path) -> None:
+    finished = train([*LATE, "--output_dir", tmp_path], 2).ok()
+    assert finished.output.count("buffers began to change in forward") >= 1
+    assert "between the ranks: mean." in finished.output
+    assert "the replicas are not equal" not in finished.output
