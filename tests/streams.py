@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.block_reader import BlockReader
 from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.run_length import UNKNOWN_STEPS, RunLength
 from hardened_ddp.data.sampler import Window
 from hardened_ddp.data.shard_loader import HeldSamples, ShardLoader
-from hardened_ddp.data.shard_reader import BlockReader
 from hardened_ddp.data.shard_sampler import ShardSampler
 from hardened_ddp.data.shards import Facts
 from hardened_ddp.data.stream import BatchStream

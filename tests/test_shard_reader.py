@@ -16,7 +16,8 @@ from torch.utils.data import get_worker_info
 
 from hardened_ddp.data import read_errors
 from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.shard_reader import BlockReader, EndOfShard, ShardReader
+from hardened_ddp.data.block_reader import BlockReader
+from hardened_ddp.data.shard_reader import EndOfShard, ShardReader
 from hardened_ddp.data.shelves import items_of
 from hardened_ddp.errors import LoaderError
 from tests.streams import Rows, StatefulRows, shard_loader

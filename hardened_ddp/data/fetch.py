@@ -100,6 +100,10 @@ class Fetcher:
             batch.read_part = lambda indices: self.with_parts(self[(epoch, indices)], epoch)
         return batch
 
+    def assemble(self, epoch: int, samples: Sequence[Any], numbers: Sequence[int]) -> Batch:
+        """Make a batch of samples that were read already. Any: as the dataset returns them."""
+        return self._checked(self._collate(samples, numbers, ()), epoch)
+
     def answers(self, batch: Batch, request: Request) -> bool:
         """Return whether batch holds what request asked for."""
         indices = request[1]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hardened_ddp.data.block_reader import BlockReader
 from hardened_ddp.data.checks import Checks
 from hardened_ddp.data.collate import find_collate
 from hardened_ddp.data.datasets import AnyDataset, TaskData
@@ -15,7 +16,6 @@ from hardened_ddp.data.loader import BatchStream, EvalLoader, TrainLoader
 from hardened_ddp.data.run_length import RunLength
 from hardened_ddp.data.sampler import WindowSampler
 from hardened_ddp.data.shard_loader import HeldSamples, ShardLoader
-from hardened_ddp.data.shard_reader import BlockReader
 from hardened_ddp.data.shard_sampler import ShardSampler
 from hardened_ddp.data.stream_views import StreamInOrder, StreamView
 from hardened_ddp.data.workers import WorkerPlan, plan_workers

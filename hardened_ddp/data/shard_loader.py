@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from hardened_ddp.data.batch import BadSample, Batch, map_tensors
+from hardened_ddp.data.block_reader import BlockReader
 from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.sampler import Window, share_of, split_micro_batches
-from hardened_ddp.data.shard_reader import BlockReader
 from hardened_ddp.data.shard_sampler import ShardSampler
 from hardened_ddp.data.shard_states import ShardStates
-from hardened_ddp.data.shards import Facts, Turns, deal, id_of, settle, shard_order
+from hardened_ddp.data.shards import UNKNOWN, Facts, Turns, deal, id_of, settle, shard_order
 from hardened_ddp.data.shelves import Item, Shelves, items_of, split_bad
 from hardened_ddp.data.stream import BatchStream
 from hardened_ddp.data.stream_types import Stream
@@ -100,6 +100,7 @@ class ShardLoader:
         self._pins = pin_memory
         self._states: ShardStates | None = None
         self._shelves = Shelves(sampler, stream)
+        self._unmet = torch.full((sampler.num_shards,), UNKNOWN, dtype=torch.int64)
         self._order = self._owners = np.empty(0, dtype=np.int64)
         self._epoch = 0
         self._over: Facts | None = None
@@ -201,14 +202,18 @@ class ShardLoader:
         sampler = self.sampler
         turns = deal(facts, self._order, sampler.global_batch)
         shards, indices = turns.shards, turns.indices
-        if not sampler.is_shared:
+        if not sampler.is_shared and sampler.num_replicas > 1:
             is_mine = self._owners[shards] == sampler.rank
             shards, indices = shards[is_mine], indices[is_mine]
         pairs = list(zip(shards.tolist(), indices.tolist(), strict=True))
-        items, ends = self._shelves.take(pairs)
-        work = None
-        if not (facts.knows_ends or sampler.is_shared):
-            work = self._group.start_max(ends)  # collective
+        items, met = self._shelves.take(pairs)
+        ends, work = self._unmet, None
+        if not facts.knows_ends:
+            ends = self._unmet.clone()
+            for shard, end in met.items():
+                ends[shard] = end
+            if not sampler.is_shared:
+                work = self._group.start_max(ends)  # collective
         return _Read(facts, turns, items, ends, work)
 
     def _finish(self, read: _Read) -> _Taken:
@@ -221,7 +226,7 @@ class ShardLoader:
         if sampler.is_shared:
             start, stop = share_of(size, rank=sampler.rank, world_size=sampler.num_replicas)
             items = items[start:stop]
-        else:
+        elif sampler.num_replicas > 1:
             owners = self._owners[read.turns.shards[is_real]]
             is_idle = bool(np.bincount(owners, minlength=sampler.num_replicas).min() == 0)
         window = Window(facts.epoch, facts.cursor, size, has_idle_rank=is_idle)
@@ -233,11 +238,12 @@ class ShardLoader:
         return [self._batch(items[first:last]) for first, last in parts]
 
     def _batch(self, items: Sequence[Item]) -> Batch:
-        """Make a batch as of a map-style dataset, whose samples are at hand already."""
+        """Make a batch of samples that are at hand."""
         good, bad = split_bad(items)
-        self._held.put(good)
-        ids = torch.tensor([number for number, _ in good], dtype=torch.int64)
-        batch = self._fetcher[(self._epoch, ids)]
+        if self._fetcher.collate is not None:  # then parts of the batch may be made again
+            self._held.put(good)
+        samples, numbers = [sample for _, sample in good], [number for number, _ in good]
+        batch = self._fetcher.assemble(self._epoch, samples, numbers)
         if bad:
             batch = replace(batch, bad=batch.bad + bad)
         if self._pins:

@@ -11,6 +11,7 @@ User code sees no DataLoader worker: else it would split its samples over the wo
 import contextlib
 import copy
 import inspect
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,19 +19,18 @@ from typing import Any
 import torch
 import torch.utils.data
 
-from hardened_ddp.data.batch import BadSample, Batch, Request
-from hardened_ddp.data.packing import pack
 from hardened_ddp.data.read_errors import describe, is_permanent, is_transient, retry_read
-from hardened_ddp.data.shards import id_of, shard_of
-from hardened_ddp.data.stream_types import Stream, name_of
-from hardened_ddp.errors import LoaderError, SampleError
+from hardened_ddp.data.shards import id_of
+from hardened_ddp.data.stream_types import Stream
+from hardened_ddp.errors import SampleError
 from hardened_ddp.ranks.seeding import seed_sample
 
 Shortcut = tuple[int, int, Any]
 """(epoch, position, state): a reader opened with this state gives sample number position first."""
 
-MOST_UNREACHABLE = 3
-"""Samples of one block. If more can't be reached, the cause is the storage, not the samples."""
+log = logging.getLogger(__name__)
+
+_END = object()
 
 
 class EndOfShard(Exception):
@@ -76,6 +76,32 @@ class ShardReader:
             "_failed": None,
         }  # what is open can't be sent to another process
 
+    def read_run(self, epoch: int, shard: int, index: int, count: int) -> list[Any]:
+        """Read up to count samples from index on, as many as come without trouble; it may be none.
+
+        What ends the run is found by read() of the next sample. Any: what the stream gives.
+        """
+        found: list[Any] = []
+        reader = self._open.get(shard)
+        is_there = reader is not None and (reader.epoch, reader.position) == (epoch, index)
+        if reader is None or not is_there or reader.after_error:
+            return found
+        samples, step = reader.samples, self.stream.num_shards
+        first = id_of(shard, index, step)
+        try:
+            with seen_by_user(self.stream, shard):
+                for number in range(first, first + count * step, step):
+                    if self._uses_randomness:
+                        seed_sample(self.seed, epoch, number)
+                    if (sample := next(samples, _END)) is _END:
+                        break
+                    found.append(sample)
+        except Exception:  # WHY broad: the user's code; read() opens it anew, and meets it again
+            log.debug("shard %d, sample %d", shard, index + len(found), exc_info=True)
+            del self._open[shard]
+        reader.position += len(found)
+        return found
+
     def read(self, epoch: int, shard: int, index: int, troubles: list[str]) -> Any:
         """Read one sample, with retries. Any: what the stream gives.
 
@@ -89,7 +115,7 @@ class ShardReader:
             raise SampleError(f"sample {place} of its shard ended the reader: {text}")
         try:
             return self._read_once(epoch, shard, index)
-        except (MemoryError, EndOfShard, _Given):
+        except (MemoryError, EndOfShard, Given):
             raise
         except Exception as error:  # WHY broad: the user's code
             first = error
@@ -104,7 +130,7 @@ class ShardReader:
             if is_permanent(first):
                 raise first
             return retry_read(again, first, troubles) if is_transient(first) else again()
-        except (MemoryError, _Given):
+        except (MemoryError, Given):
             raise
         except Exception as error:  # WHY broad: as above
             self._go_beyond(epoch, shard, index, error)
@@ -136,7 +162,7 @@ class ShardReader:
         if reader is None or reader.epoch != epoch or reader.position > index:
             reader = self._open_at(epoch, shard, index)
         while reader.position < index:
-            with contextlib.suppress(_Given):
+            with contextlib.suppress(Given):
                 self._next(reader, shard)
         return self._next(reader, shard)
 
@@ -176,7 +202,7 @@ class ShardReader:
         reader.position += 1
         reader.after_error = ""
         if isinstance(sample, Exception):
-            raise _Given(sample)
+            raise Given(sample)
         return sample
 
     def _go_beyond(self, epoch: int, shard: int, index: int, error: Exception) -> None:
@@ -189,84 +215,12 @@ class ShardReader:
             self._open[shard] = failed
 
 
-class _Given(Exception):
+class Given(Exception):
     """A reader gave an exception as its sample: that one is bad, and the reader goes on."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(describe(error))
         self.error = error
-
-
-class BlockReader:
-    """Reads blocks of a stream's shards: what a BatchStream of a stream calls its fetcher.
-
-    A request is (epoch, numbers of consecutive samples of one shard); the batch that answers holds
-    the samples packed, and beside them the end of the shard if it was met, and the reader's state.
-    """
-
-    def __init__(self, stream: Stream, *, seed: int) -> None:
-        self.dataset = stream
-        self.reader = ShardReader(stream, seed=seed)
-        self.shares_memory = True
-        self.reading: list[int] | memoryview[int] = [-1]
-        """The sample that is being read; other processes may read this."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "reading": [-1]}  # WHY: memory of this process alone
-
-    def __getitem__(self, request: Request) -> Batch:
-        epoch, ids = request
-        numbers: list[int] = ids.tolist()
-        samples: list[Any] = []
-        good: list[int] = []
-        bad: list[BadSample] = []
-        troubles: list[str] = []
-        shard, end, state, num_unreachable = -1, -1, None, 0
-        for number in numbers:
-            shard, index = shard_of(number, self.dataset.num_shards)
-            self.reading[0] = number
-            try:
-                samples.append(self.reader.read(epoch, shard, index, troubles))
-                good.append(number)
-            except EndOfShard as over:
-                end = over.end
-                break
-            except (MemoryError, KeyboardInterrupt):  # no sample is to blame
-                raise
-            # WHY broad: the user's code; reported with its shard. WHY SystemExit too: a sample must
-            # not end the rank.
-            except BaseException as error:
-                cause = error.error if isinstance(error, _Given) else error
-                bad.append(BadSample(number, describe(cause), name_of(self.dataset, number)))
-                num_unreachable += is_transient(cause)
-                if num_unreachable > MOST_UNREACHABLE:
-                    raise LoaderError(
-                        f"{num_unreachable} samples of one block could not be reached, each tried "
-                        f"for some seconds; the last, {bad[-1].name}: {bad[-1].error}",
-                        fix="look at the storage of this node, then --resume the run",
-                    ) from error
-        if numbers and end < 0:
-            state = self.reader.state_of(shard)
-        is_worker = torch.utils.data.get_worker_info() is not None
-        packed = pack(samples) if is_worker else ("list", samples)
-        first = shard_of(numbers[0], self.dataset.num_shards)[1] if numbers else 0
-        content = {"samples": packed, "shard": shard, "start": first, "end": end, "state": state}
-        empty = torch.empty(0, dtype=torch.int64)
-        return Batch(
-            content, empty, torch.tensor(good, dtype=torch.int64), tuple(bad), tuple(troubles)
-        )
-
-    def with_parts(self, batch: Batch, epoch: int) -> Batch:
-        """Return the batch: a block is taken as a whole."""
-        return batch
-
-    def answers(self, batch: Batch, request: Request) -> bool:
-        """Return whether batch is the answer to request: fewer samples only at a shard's end."""
-        numbers = sorted([*batch.indices.tolist(), *(bad.index for bad in batch.bad)])
-        asked = request[1].tolist()
-        return numbers == asked[: len(numbers)] and (
-            len(numbers) == len(asked) or batch.inputs["end"] >= 0
-        )
 
 
 @contextlib.contextmanager

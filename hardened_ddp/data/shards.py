@@ -10,6 +10,7 @@ Owns the plan, and Facts: the position in it, equal on all ranks, JSON in a chec
 Does not own: reading (shard_reader.py), which rank reads what (shard_loader.py).
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ UNKNOWN = -1
 """The end of a shard that nobody has reached yet."""
 
 _ENDLESS = 1 << 62
+_NUM_ORDERS = 1024  # of the samples of a block
 _SHARDS, _BLOCKS = 1, 2  # what a permutation is of: each has its own key
 
 
@@ -43,16 +45,28 @@ class Facts:
     ends: Numbers
     """(num_shards,): samples of each shard, or UNKNOWN."""
 
+    cursor: int
+    """Samples of this epoch consumed, over all shards."""
+
+    size: int
+    """Samples of the epoch; UNKNOWN unless the length of every shard is known."""
+
+    @classmethod
+    def at(cls, epoch: int, place: int, taken: Numbers, ends: Numbers) -> "Facts":
+        """Return the facts of a position."""
+        size = int(ends.sum()) if (ends >= 0).all() else UNKNOWN
+        return cls(epoch, place, taken, ends, int(taken.sum()), size)
+
     @classmethod
     def at_start(cls, epoch: int, ends: Numbers) -> "Facts":
         """Return the start of an epoch."""
-        return cls(epoch, 0, np.zeros_like(ends), ends.copy())
+        return cls.at(epoch, 0, np.zeros_like(ends), ends.copy())
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "Facts":  # Any: JSON
         """Read what as_json gave."""
         taken, ends = (np.array(saved[name], dtype=np.int64) for name in ("taken", "ends"))
-        return cls(int(saved["epoch"]), int(saved["place"]), taken, ends)
+        return cls.at(int(saved["epoch"]), int(saved["place"]), taken, ends)
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
         """Return the facts as JSON."""
@@ -64,19 +78,14 @@ class Facts:
         }
 
     @property
-    def cursor(self) -> int:
-        """Samples of this epoch consumed, over all shards."""
-        return int(self.taken.sum())
-
-    @property
     def knows_ends(self) -> bool:
         """Whether the length of every shard is known."""
-        return bool((self.ends >= 0).all())
+        return self.size >= 0
 
     @property
     def is_over(self) -> bool:
         """Whether the epoch is known to be over."""
-        return bool(((self.ends >= 0) & (self.taken >= self.ends)).all())
+        return 0 <= self.size <= self.cursor
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +96,9 @@ class Turns:
     indices: Numbers
     place: int
     """As in Facts, after these turns."""
+
+    taken: Numbers
+    """As in Facts, after these turns if each of them has a sample."""
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -100,11 +112,17 @@ def shard_order(seed: int, epoch: int, num_shards: int) -> Numbers:
     return order
 
 
-def block_order(seed: int, epoch: int, shard: int, start: int, size: int) -> Numbers:
+def block_order(seed: int, epoch: int, shard: int, start: int, size: int) -> list[int]:
     """Return the order of the samples of one block of a shard, for shuffling within blocks."""
+    choice = mix(seed, epoch, _BLOCKS, shard, start) % _NUM_ORDERS
+    return _some_order(size, choice)
+
+
+@functools.lru_cache(maxsize=4 * _NUM_ORDERS)
+def _some_order(size: int, choice: int) -> list[int]:
+    """Return one of _NUM_ORDERS permutations. WHY so few: to make one costs as much as to read."""
     words = np.arange(size, dtype=np.uint64)
-    key = mix(seed, epoch, _BLOCKS, shard, start)
-    order: Numbers = np.argsort(hash_words(words, key=key))
+    order: list[int] = np.argsort(hash_words(words, key=mix(_BLOCKS, size, choice))).tolist()
     return order
 
 
@@ -133,7 +151,7 @@ def deal(facts: Facts, order: Numbers, size: int) -> Turns:
         room[live] -= rounds
         left -= rounds * live.size
         place = (int(place_of[live[-1]]) + 1) % len(order)
-    return Turns(np.concatenate(shards), np.concatenate(indices), place)
+    return Turns(np.concatenate(shards), np.concatenate(indices), place, at)
 
 
 def settle(facts: Facts, turns: Turns, ends: Numbers) -> tuple[Facts, npt.NDArray[np.bool_]]:
@@ -141,11 +159,15 @@ def settle(facts: Facts, turns: Turns, ends: Numbers) -> tuple[Facts, npt.NDArra
 
     ends: what was met in these turns, over all ranks; UNKNOWN where no end was met.
     """
+    if facts.knows_ends:
+        cursor = facts.cursor + len(turns)
+        after = Facts(facts.epoch, turns.place, turns.taken, facts.ends, cursor, facts.size)
+        return after, np.ones(len(turns), dtype=np.bool_)
     known = np.where(ends >= 0, ends, facts.ends)
     limits = known[turns.shards]
     is_real = (limits < 0) | (turns.indices < limits)
     taken = facts.taken + np.bincount(turns.shards[is_real], minlength=len(known))
-    return Facts(facts.epoch, turns.place, taken, known), is_real
+    return Facts.at(facts.epoch, turns.place, taken, known), is_real
 
 
 def id_of(shard: int, index: int, num_shards: int) -> int:

@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 import torch
 
 from hardened_ddp.data.batch import BadSample, Batch, Request
+from hardened_ddp.data.block_reader import BlockReader
 from hardened_ddp.data.packing import unpack
-from hardened_ddp.data.shard_reader import BlockReader, Shortcut
+from hardened_ddp.data.shard_reader import Shortcut
 from hardened_ddp.data.shard_sampler import ShardSampler
 from hardened_ddp.data.shards import UNKNOWN, Facts, block_order
 from hardened_ddp.data.stream import BatchStream
@@ -96,15 +97,15 @@ class Shelves:
             )
         self._answers = self._stream.batches(self._requests)
 
-    def take(self, pairs: Sequence[tuple[int, int]]) -> tuple[list[Item], torch.Tensor]:
-        """Return the samples of some turns (shard, index), and the ends that were met in them.
+    def take(self, pairs: Sequence[tuple[int, int]]) -> tuple[list[Item], dict[int, int]]:
+        """Return the samples of some turns (shard, index), and the ends of shards met in them.
 
-        ends: (num_shards,) int64. Raises DataError if a shard has another length than before.
+        Raises DataError if a shard has another length than before.
         """
         for shard, index in pairs:
             self._shelves[shard].need = index + 1
         items: list[Item] = []
-        ends = torch.full((self._sampler.num_shards,), UNKNOWN, dtype=torch.int64)
+        ends: dict[int, int] = {}
         for shard, _ in pairs:
             shelf = self._shelves[shard]
             self._wanted = shard
@@ -174,7 +175,7 @@ class Shelves:
         position, state = start + len(items), answer.inputs["state"]
         if self._block > 1:
             order = block_order(self._sampler.seed, self._epoch, shard, start, len(items))
-            items = [items[place] for place in order.tolist()]
+            items = [items[place] for place in order]
         # It may go on within a block; what is behind items was taken from it before.
         first = shelf.at + len(shelf.items) - start
         shelf.items.extend(items[max(0, first) :])

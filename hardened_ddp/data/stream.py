@@ -19,7 +19,7 @@ import torch
 from hardened_ddp.data.batch import BadSample, Batch, Request
 from hardened_ddp.data.worker_pool import WorkerPool, WorkersLost
 from hardened_ddp.data.fetch import Fetcher
-from hardened_ddp.data.shard_reader import BlockReader
+from hardened_ddp.data.block_reader import BlockReader
 from hardened_ddp.data.sending import measure_sending
 from hardened_ddp.data.worker_fallback import WorkerFallback, WorkerLevel
 from hardened_ddp.data.read_errors import RetryReport, file_of

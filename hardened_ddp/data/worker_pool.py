@@ -26,7 +26,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from hardened_ddp.data.fetch import Batch, Fetcher, Request, map_tensors
-from hardened_ddp.data.shard_reader import BlockReader
+from hardened_ddp.data.block_reader import BlockReader
 from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.ranks.awake import AwakeTime
 from hardened_ddp.ranks.stacks import ask_for_stacks, offer_stacks

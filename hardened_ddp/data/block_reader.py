@@ -1,0 +1,115 @@
+"""Blocks of a stream's shards, as a BatchStream requests them.
+
+Owns the answer to a request: the samples of a block, those that are bad, the end of the shard if it
+was met, and the reader's state. A block is read in one run as long as nothing happens; then sample
+by sample, which finds the bad one.
+Does not own: the readers (shard_reader.py), the order of the samples in a block (shelves.py).
+"""
+
+from typing import Any
+
+import torch
+import torch.utils.data
+
+from hardened_ddp.data.batch import BadSample, Batch, Request
+from hardened_ddp.data.packing import pack
+from hardened_ddp.data.read_errors import describe, is_transient
+from hardened_ddp.data.shard_reader import EndOfShard, Given, ShardReader
+from hardened_ddp.data.shards import shard_of
+from hardened_ddp.data.stream_types import Stream, name_of
+from hardened_ddp.errors import LoaderError
+
+MOST_UNREACHABLE = 3
+"""Samples of one block. If more can't be reached, the cause is the storage, not the samples."""
+
+_NO_TARGETS = torch.empty(0, dtype=torch.int64)  # of a block: its samples hold their labels
+
+
+class BlockReader:
+    """Reads blocks of a stream's shards: what a BatchStream of a stream calls its fetcher.
+
+    A request is (epoch, numbers of consecutive samples of one shard); the batch that answers holds
+    the samples packed, and beside them the end of the shard if it was met, and the reader's state.
+    """
+
+    def __init__(self, stream: Stream, *, seed: int) -> None:
+        self.dataset = stream
+        self.reader = ShardReader(stream, seed=seed)
+        self.shares_memory = True
+        self.reading: list[int] | memoryview[int] = [-1]
+        """The sample that is being read; other processes may read this."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "reading": [-1]}  # WHY: memory of this process alone
+
+    def __getitem__(self, request: Request) -> Batch:
+        epoch, ids = request
+        numbers: list[int] = ids.tolist()
+        samples: list[Any] = []
+        good: list[int] = []
+        bad: list[BadSample] = []
+        troubles: list[str] = []
+        end, state, num_unreachable = -1, None, 0
+        for number, sample in zip(numbers, self._run(epoch, numbers), strict=False):
+            if isinstance(sample, Exception):
+                bad.append(BadSample(number, describe(sample), name_of(self.dataset, number)))
+            else:
+                samples.append(sample)
+                good.append(number)
+        for number in numbers[len(good) + len(bad) :]:
+            shard, index = shard_of(number, self.dataset.num_shards)
+            self.reading[0] = number
+            try:
+                samples.append(self.reader.read(epoch, shard, index, troubles))
+                good.append(number)
+            except EndOfShard as over:
+                end = over.end
+                break
+            except (MemoryError, KeyboardInterrupt):  # no sample is to blame
+                raise
+            # WHY broad: the user's code; reported with its shard. WHY SystemExit too: a sample must
+            # not end the rank.
+            except BaseException as error:
+                cause = error.error if isinstance(error, Given) else error
+                bad.append(BadSample(number, describe(cause), name_of(self.dataset, number)))
+                num_unreachable += is_transient(cause)
+                if num_unreachable > MOST_UNREACHABLE:
+                    raise LoaderError(
+                        f"{num_unreachable} samples of one block could not be reached, each tried "
+                        f"for some seconds; the last, {bad[-1].name}: {bad[-1].error}",
+                        fix="look at the storage of this node, then --resume the run",
+                    ) from error
+        is_worker = torch.utils.data.get_worker_info() is not None
+        packed = pack(samples) if is_worker else ("list", samples)
+        shard, start = shard_of(numbers[0], self.dataset.num_shards) if numbers else (-1, 0)
+        if numbers and end < 0:
+            state = self.reader.state_of(shard)
+        content = {"samples": packed, "shard": shard, "start": start, "end": end, "state": state}
+        is_whole = len(good) == len(numbers)
+        found = ids if is_whole else torch.tensor(good, dtype=torch.int64)
+        return Batch(content, _NO_TARGETS, found, tuple(bad), tuple(troubles))
+
+    def _run(self, epoch: int, numbers: list[int]) -> list[Any]:
+        """Read the samples at the start of a block that come without trouble."""
+        if not numbers:
+            return []
+        self.reading[0] = numbers[0]
+        num_shards = self.dataset.num_shards
+        if numbers[-1] - numbers[0] != (len(numbers) - 1) * num_shards:  # some are left out
+            return []
+        shard, index = shard_of(numbers[0], num_shards)
+        return self.reader.read_run(epoch, shard, index, len(numbers))
+
+    def with_parts(self, batch: Batch, epoch: int) -> Batch:
+        """Return the batch: a block is taken as a whole."""
+        return batch
+
+    def answers(self, batch: Batch, request: Request) -> bool:
+        """Return whether batch is the answer to request: fewer samples only at a shard's end."""
+        if torch.equal(batch.indices, request[1]):
+            return True
+        numbers = sorted([*batch.indices.tolist(), *(bad.index for bad in batch.bad)])
+        asked = request[1].tolist()
+        return numbers == asked[: len(numbers)] and (
+            len(numbers) == len(asked) or batch.inputs["end"] >= 0
+        )
