@@ -29,6 +29,8 @@ from hardened_ddp.ranks.launch import SAVE_REQUESTS
 log = logging.getLogger(__name__)
 
 CHECK_EVERY_S = 0.05
+# Times the number of ranks: the agreement is an all-reduce of all of them over TCP.
+CHECK_PER_RANK_S = 5e-4
 MAX_INTERVAL = 1000
 ENDING_S = 0.05
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -63,6 +65,7 @@ class StopRequest:
         self._num_notices = 0
         self._told = ""
         self._word = torch.zeros(3, dtype=torch.int64)
+        self._check_every_s = max(CHECK_EVERY_S, CHECK_PER_RANK_S * group.world_size)
         self._pending: dist.Work | None = None
         self._interval = 1
         self._has_new_pace = False
@@ -161,7 +164,7 @@ class StopRequest:
     def _poll(self) -> int:
         if self.group.world_size == 1:
             now = time.perf_counter()
-            if now - self._started_at > CHECK_EVERY_S:
+            if now - self._started_at > self._check_every_s:
                 self._look_around()
                 self._started_at = now
             return self.code
@@ -201,7 +204,7 @@ class StopRequest:
         if self.code == signal.SIGTERM and self._launcher_died():
             self.code = _LOST_CODE + self.group.launch.rank
         self._word[0] = self.code
-        interval = min(MAX_INTERVAL, max(1, int(CHECK_EVERY_S / poll_time)))
+        interval = min(MAX_INTERVAL, max(1, int(self._check_every_s / poll_time)))
         self._word[1] = 1 if self._has_new_pace else interval  # no poll was timed yet
         self._word[2] = self._tell_notice()
         self._pending = self.group.start_max(self._word)  # collective

@@ -7,8 +7,10 @@ than forward, backward and update of a small model together, and 0.05 ms here.
 
 Tensors are summed in chunks that fit a core's cache. For each chunk a rank fills its own slot, then
 increments its counter; when all counters are up, each rank adds all slots in the order of the
-ranks, so that all get the same bits. Chunks alternate between two sets of slots: when a rank fills
-a slot again, all ranks have read its previous content.
+ranks, so that all get the same bits. With many ranks each adds one slice of all slots only, and
+takes the others' slices after a second wait: else the work of each would grow with their number.
+Chunks alternate between two sets of slots: when a rank fills a slot again, all ranks have read its
+previous content.
 WHY memfd: this memory has no name that a killed process would leave behind in /dev/shm.
 What goes wrong here: a rank that ends is noticed by its pidfd, a rank that leaves sets a flag
 beside its counter, a rank that hangs runs into the timeout. Only x86 guarantees that others see the
@@ -34,8 +36,12 @@ log = logging.getLogger(__name__)
 CHUNK_BYTES = 1 << 20
 
 _LINE_BYTES = 64
-"""Each rank has its own cache line (no false sharing) with two words of 8 bytes: the number of the
-last chunk that it wrote, and whether it has left."""
+"""Each rank has its own cache line (no false sharing) with three words of 8 bytes: the number of
+the last chunk that it wrote, whether it has left, and the number of the last chunk of which it has
+added its slice."""
+
+_WROTE, _LEFT, _ADDED = 0, 1, 2
+_SLICES_FROM = 4  # ranks; with fewer, the second wait takes longer than it saves
 
 _LINE_WORDS = _LINE_BYTES // 8
 _NUM_YIELDS = 300
@@ -132,11 +138,11 @@ class SharedSum:
 
     def leave(self) -> None:
         """Tell the others that this rank has left. Rank-local; may be called twice."""
-        self._counters[self._rank * _LINE_WORDS + 1] = 1
+        self._counters[self._rank * _LINE_WORDS + _LEFT] = 1
 
     def has_left(self, peer: int) -> bool:
         """Return whether another rank ended or has left. Rank-local."""
-        return self._counters[peer * _LINE_WORDS + 1] == 1 or _is_dead(self._pidfds[peer])
+        return self._counters[peer * _LINE_WORDS + _LEFT] == 1 or _is_dead(self._pidfds[peer])
 
     def has_dead_peer(self) -> bool:
         """Return whether the process of another rank ended. Rank-local."""
@@ -154,14 +160,18 @@ class SharedSum:
         size = sum(part.numel() for part in parts)
         torch.cat(parts, out=slots[self._rank, :size])
         self._counters[self._rank * _LINE_WORDS] = self._number
-        for peer in self._pidfds:
-            self._wait_for(peer)
+        self._wait_for_all(_WROTE)
         # WHY all of them at once: many small tensors cost one call per rank, not one per tensor
         total = parts[0] if len(parts) == 1 else self._total.view(slots.dtype)[:size]
-        first, second, *others = slots[:, :size]
-        torch.add(first, second, out=total)
-        for other in others:
-            total.add_(other)
+        if len(slots) < _SLICES_FROM:
+            _add_up(slots[:, :size], out=total)
+        else:
+            mine = _slice_of(self._rank, len(slots), size)
+            # WHY into the first slot: of this slice, no other rank reads any slot
+            _add_up(slots[:, mine], out=slots[0, mine])
+            self._counters[self._rank * _LINE_WORDS + _ADDED] = self._number
+            self._wait_for_all(_ADDED)
+            total.copy_(slots[0, :size])
         if len(parts) > 1:
             sums = torch.split(total, [part.numel() for part in parts])
             for part, its_sum in zip(parts, sums, strict=True):
@@ -169,8 +179,12 @@ class SharedSum:
         # a NaN or an infinite value makes the sum non-finite too
         return checks and math.isfinite(total.sum().item())
 
-    def _wait_for(self, peer: int) -> None:
-        index = peer * _LINE_WORDS
+    def _wait_for_all(self, word: int) -> None:
+        for peer in self._pidfds:
+            self._wait_for(peer, word)
+
+    def _wait_for(self, peer: int, word: int) -> None:
+        index = peer * _LINE_WORDS + word
         counters, number = self._counters, self._number
         # WHY not sleep at once: the peer usually arrives soon, and any sleep takes at least 60 us.
         for _ in range(_NUM_YIELDS):
@@ -183,20 +197,33 @@ class SharedSum:
             now = time.monotonic()
             if now >= look_at:
                 look_at = now + _LOOK_EVERY_S
-                self._look_at(peer, waited_s=waited.passed_s())
+                self._look_at(peer, word, waited_s=waited.passed_s())
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
 
-    def _look_at(self, peer: int, *, waited_s: float) -> None:
+    def _look_at(self, peer: int, word: int, *, waited_s: float) -> None:
         """Raise PeerGone if peer has left or waited_s is over the timeout."""
         has_left = self.has_left(peer)
         # WHY only now: it may have written its part and then ended.
-        if self._counters[peer * _LINE_WORDS] >= self._number:
+        if self._counters[peer * _LINE_WORDS + word] >= self._number:
             return
         if has_left:
             raise PeerGone(f"Connection closed by peer: rank {peer} left the shared memory")
         if waited_s > self._timeout_s:
             raise PeerGone(f"Timed out waiting {self._timeout_s:.0f} s for rank {peer}")
+
+
+def _add_up(slots: torch.Tensor, *, out: torch.Tensor) -> None:
+    """Add the rows of slots, (ranks, n), in their order. out, (n,), may be the first row."""
+    first, second, *others = slots
+    torch.add(first, second, out=out)
+    for other in others:
+        out.add_(other)
+
+
+def _slice_of(rank: int, world_size: int, size: int) -> slice:
+    """Return the near-equal part of size elements that a rank adds up."""
+    return slice(rank * size // world_size, (rank + 1) * size // world_size)
 
 
 def _is_dead(pidfd: int) -> bool:

@@ -33,7 +33,8 @@ class Flag:
         if is_bad.is_cuda:
             self._on_host = torch.empty((), dtype=is_bad.dtype, pin_memory=True)
             self._on_host.copy_(is_bad, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch
+            # WHY blocking: else the wait for it spins, and takes a core of the loader's workers
+            self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._arrived.record()
         else:
             self._on_host = is_bad
