@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hardened_ddp.data.hashing import hash_words
+from hardened_ddp.data.hashing import Words, hash_words
 from hardened_ddp.data.sampler import (
     MAX_KEPT_ORDER,
     EpochOrder,
@@ -235,3 +235,25 @@ def test_two_epochs_can_be_read_at_the_same_time() -> None:
     sampler = make_sampler(40)
     mixed = [sampler.order(epoch).take(0, 5).tolist() for epoch in (0, 1, 0, 1)]
     assert mixed[0] == mixed[2] != mixed[1] == mixed[3]
+
+
+@pytest.mark.parametrize("world_size", [200, 4096])
+def test_a_rank_of_thousands_gets_the_same_samples_without_the_others_being_computed(
+    world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size, batch = 3_000_017, 8
+    whole = EpochOrder(size, seed=3, epoch=1).take(0, size)
+    computed: list[int] = []
+
+    def counted(positions: Words, *, num_samples: int, key: int) -> Words:
+        computed.append(len(positions))
+        return permute(positions, num_samples=num_samples, key=key)
+
+    monkeypatch.setattr("hardened_ddp.data.sampler.permute", counted)
+    order, stride = EpochOrder(size, seed=3, epoch=1), world_size * batch
+    starts = list(range(100 * batch, size - batch, stride))
+    for start in [*starts, 40, starts[-1] + 1]:  # and where it jumps elsewhere
+        taken = order.take(start, start + batch, stride=stride)
+        assert torch.equal(taken, whole[start : start + batch])
+    if world_size == 4096:
+        assert sum(computed) < 3 * 2**11 + 2 * len(starts) * batch

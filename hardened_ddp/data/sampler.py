@@ -24,6 +24,10 @@ from hardened_ddp.ranks.seeding import mix
 # Up to this size the whole order is kept (2 MiB); above it is computed in blocks, on demand.
 MAX_KEPT_ORDER = 1 << 18
 _BLOCK = 1 << 15  # positions computed at once: large enough that numpy's call overhead vanishes
+# With so many ranks that a block serves fewer steps than this, one rank's positions are computed
+# alone, for several steps at once.
+_STEPS_OF_A_BLOCK = 20
+_AHEAD = 1 << 11
 _ROUNDS = 6
 
 
@@ -46,19 +50,38 @@ class EpochOrder:
             self._kept = np.argsort(hashes)
         self._block_index = -1
         self._block = np.empty(0, dtype=np.int64)
+        self._ahead: dict[int, npt.NDArray[np.int64]] = {}  # by the first position
 
-    def take(self, start: int, stop: int) -> torch.Tensor:
-        """Return the samples at positions start to stop - 1, as int64."""
+    def take(self, start: int, stop: int, *, stride: int = 0) -> torch.Tensor:
+        """Return the samples at positions start to stop - 1, as int64.
+
+        stride: how far from start the next call begins, if the positions between are not needed.
+        """
         if not 0 <= start <= stop <= self.num_samples:
             raise IndexError(f"positions {start} to {stop} of {self.num_samples} samples")
         if self._kept is not None:
             return torch.from_numpy(self._kept[start:stop])
         if start == stop:
             return torch.empty(0, dtype=torch.int64)
+        if stride * _STEPS_OF_A_BLOCK > _BLOCK and stop - start < stride:
+            return torch.from_numpy(self._take_sparsely(start, stop - start, stride))
         first, last = start // _BLOCK, (stop - 1) // _BLOCK
         blocks = [self._get_block(index) for index in range(first, last + 1)]
         joined = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         return torch.from_numpy(joined[start - first * _BLOCK : stop - first * _BLOCK])
+
+    def _take_sparsely(self, start: int, length: int, stride: int) -> npt.NDArray[np.int64]:
+        """Return the samples at start; compute those of the next calls, too."""
+        found = self._ahead.get(start)
+        if found is None or len(found) != length:
+            count = min(_AHEAD // length, 1 + (self.num_samples - length - start) // stride)
+            starts = range(start, start + stride * max(1, count), stride)
+            positions = np.concatenate([np.arange(s, s + length, dtype=np.uint64) for s in starts])
+            permuted = permute(positions, num_samples=self.num_samples, key=self._key)
+            rows = permuted.astype(np.int64).reshape(len(starts), length)
+            self._ahead = dict(zip(starts, rows, strict=True))
+            found = self._ahead[start]
+        return found
 
     def _get_block(self, index: int) -> npt.NDArray[np.int64]:
         if index != self._block_index:
@@ -226,7 +249,9 @@ class WindowSampler(DistributedSampler[Any]):
         start, stop = share_of(window.size, rank=self.rank, world_size=self.num_replicas)
         if start == stop:
             return []
-        share = self.order(window.epoch).take(window.start + start, window.start + stop)
+        share = self.order(window.epoch).take(
+            window.start + start, window.start + stop, stride=self.global_batch
+        )
         if stop - start <= self.batch_size:
             return [share]
         return [
