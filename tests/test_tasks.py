@@ -163,6 +163,7 @@ def test_auto_refuses_with_the_choices(output: Any, labels: Any, told: str) -> N
     assert "--task classification | multilabel" in caught.value.fix
 
 
+LOSS = torch.ones((), requires_grad=True)
 BAD: list[tuple[Task, Any, Any, str]] = [
     (Regression(), torch.randn(4, 2), torch.randn(4), "outputs of shape"),
     (Regression(), torch.randn(4, 1), torch.tensor([1.0, math.nan, 0, 0]), "NaN or infinite"),
@@ -177,6 +178,10 @@ BAD: list[tuple[Task, Any, Any, str]] = [
     (Own(), {"logits": torch.ones(2)}, None, "without a loss"),
     (Own(), {"loss": torch.ones(3)}, None, "not a scalar"),
     (Own(), {"loss": torch.ones(())}, None, "does not depend on any parameter"),
+    (Own(), {"loss_g": torch.ones(()), "loss_d": torch.ones(())}, None, r"2 losses \(loss_g, "),
+    (Own(), {"loss": {"g": torch.ones(()), "d": torch.ones(())}}, None, r"2 losses \(loss g, "),
+    (Own(), {"loss": [torch.ones(()), torch.ones(())]}, None, "a step has one"),
+    (Own(), (LOSS, LOSS), None, r"2 losses \(part 0, part 1\)"),
 ]
 
 
@@ -187,6 +192,15 @@ def test_what_does_not_fit_a_task_is_refused_in_words(
     with pytest.raises(ModelError, match=told) as caught:
         task.check(output, batch_of(labels, inputs=[1, 2]))
     assert caught.value.fix
+
+
+def test_several_losses_are_refused_by_auto_too_and_a_number_beside_the_loss_is_none() -> None:
+    losses = {"loss_g": torch.ones(()), "loss_d": torch.ones(())}
+    with pytest.raises(ModelError, match="2 losses"):
+        task_that_fits(losses, batch_of(None, inputs=[1, 2]))
+    assert task_that_fits((LOSS, torch.ones(())), batch_of(None, inputs=[1, 2]))[0] == "own"
+    named = {"loss": LOSS, "aux_loss": torch.ones(()), "main_loss": torch.ones(())}
+    Own().check(named, batch_of(None, inputs=[1, 2]))
 
 
 class NoScore:

@@ -11,7 +11,7 @@ import torch
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.errors import ModelError
 from hardened_ddp.settings.task import TASKS
-from hardened_ddp.task.output import described, split_output
+from hardened_ddp.task.output import described, refuse_several_losses, split_output
 
 CHOICES = TASKS[1:]
 
@@ -21,6 +21,7 @@ def task_that_fits(output: Any, batch: Batch) -> tuple[str, str]:  # Any: whatev
 
     Raises ModelError with the choices if none does, or more than one.
     """
+    refuse_several_losses(output)
     logits, loss = split_output(output)
     labels = batch.targets
     if logits is None and loss is not None:

@@ -50,6 +50,41 @@ def split_output(output: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]
     return logits, named("loss")
 
 
+def refuse_several_losses(output: Any) -> None:  # Any: whatever a model returned
+    """Raise ModelError if a model returned several losses: a step has one.
+
+    WHY not the first of them: the others would be left out of the training, and nobody told.
+    """
+    names = _names_of_losses(output)
+    if len(names) > 1:
+        raise ModelError(
+            f"the model returned {len(names)} losses ({', '.join(names[:6])}), and a step has one",
+            fix="if one optimizer is for all of them, return their sum as 'loss'; if each has an "
+            "optimizer of its own, as in a GAN: that can't be trained here, see "
+            "docs/OWN_TRAINING.md, Parameter groups",
+        )
+
+
+def _names_of_losses(output: Any) -> list[str]:  # Any: whatever a model returned
+    if isinstance(output, Mapping):
+        inner = output.get("loss")
+        if isinstance(inner, Mapping):
+            return [f"loss {key}" for key, part in inner.items() if _is_scalar(part)]
+        if isinstance(inner, tuple | list):
+            return [f"loss {place}" for place, part in enumerate(inner) if _is_scalar(part)]
+        names = [str(key) for key, part in output.items() if _is_scalar(part)]
+        return [] if "loss" in output else [name for name in names if "loss" in name.lower()]
+    if isinstance(output, tuple | list) and not hasattr(output, "_fields"):
+        # WHY the gradient: a scalar without one is a number for the log.
+        scalars = [p for p, part in enumerate(output) if _is_scalar(part) and part.requires_grad]
+        return [f"part {place}" for place in scalars]
+    return []
+
+
+def _is_scalar(part: object) -> bool:
+    return isinstance(part, torch.Tensor) and part.dim() == 0
+
+
 def logits_of(output: Any, *, need: str) -> torch.Tensor:  # Any: whatever a model returned
     """Return the logits of an output. need: their shape, for the ModelError if there are none."""
     logits, _ = split_output(output)

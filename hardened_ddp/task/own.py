@@ -11,7 +11,7 @@ import torch
 
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.errors import ModelError
-from hardened_ddp.task.output import described, split_output
+from hardened_ddp.task.output import described, refuse_several_losses, split_output
 from hardened_ddp.task.task import Score, Task
 from hardened_ddp.task.tokens import IGNORED, find_shift
 
@@ -38,6 +38,7 @@ class Own(Task):
 
     def check(self, output: Any, batch: Batch) -> None:
         """Raise ModelError if the output has no scalar loss with a gradient."""
+        refuse_several_losses(output)
         logits, loss = split_output(output)
         if loss is None:
             raise _no_loss(output)
