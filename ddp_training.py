@@ -4,6 +4,7 @@
     torchrun --nproc_per_node=2 ddp_training.py     one process (rank) per GPU; 2 on the CPU
     python ddp_training.py --single_gpu             one process, no DDP
     python ddp_training.py evaluate RUN             how good is each class? JSON and a table
+    python ddp_training.py explain LOG              why did this job fail? of any DDP program
     python ddp_training.py doctor                   what is wrong with this machine?
     python ddp_training.py audit --source train.py  what is silently wrong in your own script?
     python ddp_training.py drill NAME               does a run survive this fault here?
@@ -66,6 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from hardened_ddp.diagnosis.doctor import run_doctor
 
             return run_doctor(output=sys.stdout, env=environment())
+        if request.command == "explain":
+            from hardened_ddp.diagnosis.explain.command import run_explain
+
+            logs, wants_json = request.options["log"].splitlines(), bool(request.options["json"])
+            return run_explain(logs, wants_json=wants_json, output=sys.stdout, progress=sys.stderr)
         if request.command == "verify-ledger":
             from hardened_ddp.diagnosis.ledger_check import check_ledger
 

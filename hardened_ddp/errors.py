@@ -187,6 +187,13 @@ class MissingPackageError(HardenedError):
     exit_status = 2
 
 
+class UnreadableLogError(HardenedError):
+    """A log that explain was given can't be read."""
+
+    code = "DDP-X03"
+    exit_status = 2
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or its class name if that is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -202,6 +202,9 @@ def _read_options(command: str, flags: Sequence[_Flag]) -> dict[str, str]:
             values[flag.name] = flag.words[0]
             words += flag.words[1:]
     by_place = [option.name for option in options.values() if option.is_word]
+    if by_place and options[by_place[-1]].is_repeated and len(words) > len(by_place):
+        last = len(by_place) - 1
+        words = [*words[:last], "\n".join(words[last:])]
     values |= dict(zip(by_place, words, strict=False))
     problems += [f"{shown(word)}: unexpected behind {command}" for word in words[len(by_place) :]]
     for name, option in options.items():

@@ -26,6 +26,9 @@ class Option:
     is_switch: bool = False
     """A flag without a value; given, its value is "true"."""
 
+    is_repeated: bool = False
+    """The last of the words given by place takes all that are left; they are joined by newlines."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
@@ -42,6 +45,18 @@ class Command:
 
 COMMANDS: Mapping[str, Command] = {
     "doctor": Command(text="Check this machine: Python, torch, GPUs, network, disk, memory."),
+    "explain": Command(
+        text="Explain the log of any DDP job: which rank failed, why, and how to fix it.",
+        options=(
+            Option(
+                name="log",
+                text="Log files, .gz, folders of logs, run folders, or - for standard input.",
+                is_word=True,
+                is_repeated=True,
+            ),
+            Option(name="json", text="Write JSON instead of text.", is_switch=True),
+        ),
+    ),
     "verify-ledger": Command(
         text="Prove from a run's ledger that each epoch took every sample exactly once.",
         options=(Option(name="run", text="Run folder.", is_word=True),),

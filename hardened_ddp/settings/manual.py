@@ -60,6 +60,7 @@ def _command_help(name: str, command: Command) -> str:
     for option in command.options:
         value = "|".join(option.choices) or option.name.upper()
         word = f"[{option.name.upper()}]" if option.is_optional else option.name.upper()
+        word += " ..." * option.is_repeated
         flag = f"--{option.name}"
         form = word if option.is_word else flag if option.is_switch else f"{flag} {value}"
         # WHY not form: its choices stand below

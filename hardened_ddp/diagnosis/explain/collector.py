@@ -1,0 +1,290 @@
+"""Lines to events: everything that a log says about a failure, once.
+
+Owns the order in which a line is asked: launcher's block, tracebacks of its stream, collectives,
+phrases of the catalogue; and that memory stays bounded: of each message and rank the first is kept,
+the others are counted.
+Does not own: which event is the cause (verdict.py).
+"""
+
+import json
+import re
+from typing import Any
+
+from hardened_ddp.diagnosis.explain.catalogue import BY_CODE
+from hardened_ddp.diagnosis.explain.catalogue.python import BUILT_IN, RAISED
+from hardened_ddp.diagnosis.explain.events import Blame, Cause, Event, Line, Raised, Tier
+from hardened_ddp.diagnosis.explain.evidence import Evidence
+from hardened_ddp.diagnosis.explain.flight_recorder import read_dump, take_dump
+from hardened_ddp.diagnosis.explain.matching import Match, Matcher
+from hardened_ddp.diagnosis.explain.prefixes import Habits, parse_line
+from hardened_ddp.diagnosis.explain.sources import Source
+from hardened_ddp.diagnosis.explain.tracebacks import Assembler, Found
+
+_LOOSE = re.compile(
+    r"(?:E +)?(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)): "
+    r"(?P<message>.+)"
+)
+_ERROR_LINE = re.compile(
+    r"^(?:\S+: )?(?:fatal|FATAL|[Ee]rror|ERROR|CRITICAL|E:|Fatal error)\b[ :\]]"
+    r"|^(?:srun|slurmstepd|sbatch|mpirun|docker|\w+\.py): (?:fatal|error)"
+)
+_SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
+_BOX = ("\u2502", "\u2503", "\u256d", "\u2570")
+_LAUNCHER_TYPES = {
+    "ChildFailedError",
+    "CalledProcessError",
+    "ProcessRaisedException",
+    "ProcessExitedException",
+}
+_MAX_EVENTS = 4000
+_MAX_ERROR_LINES = 20
+_MAX_STREAMS = 4096
+
+
+class Collector:
+    """Takes lines and makes events of them."""
+
+    def __init__(self, matcher: Matcher) -> None:
+        self.evidence = Evidence()
+        self._matcher = matcher
+        self._source = Source(name="", path=None)
+        self._habits = Habits()
+        self._streams: dict[tuple[object, ...], Assembler] = {}
+        self._open: set[tuple[object, ...]] = set()
+        self._of_found: dict[int, Event] = {}
+        self._seen: dict[tuple[object, ...], Event] = {}
+        self._order = 0
+        self._spawned: int | None = None
+        self._tail = 0
+
+    @property
+    def wants_more(self) -> bool:
+        """A traceback or a block is open, or a message may go on in the next lines."""
+        return bool(self._open) or self.evidence.exits.is_open or self._tail > 0
+
+    def start_file(self, source: Source, habits: Habits) -> None:
+        """Begin with another file."""
+        self._source, self._habits = source, habits
+        self._spawned, self._tail = None, 0
+
+    def end_file(self) -> None:
+        """Give up what is still open: the log was cut off there."""
+        for stream in list(self._open):
+            found = self._streams[stream].cut_off()
+            if found:
+                self._add_exception(found, [])
+        self._open.clear()
+        self._streams.clear()
+        self._of_found.clear()
+        self.evidence.exits.end()
+
+    def take(self, raw: str, number: int) -> None:
+        """Take one line of the file."""
+        line = parse_line(raw, file=self._source.name, number=number, habits=self._habits)
+        source = self._source
+        line.rank = source.rank if line.rank is None else line.rank
+        line.local = source.local if line.local is None else line.local
+        line.task = source.task if line.task is None else line.task
+        self._order += 1
+        self._tail -= self._tail > 0
+        line.order = self._order
+        text = line.text
+        if not text or text.lstrip().startswith("frame #"):
+            self._pass_blank(line)
+            return
+        evidence = self.evidence
+        if evidence.exits.take(line):
+            return
+        if evidence.exits.rank is not None:
+            line.rank = evidence.exits.rank
+        text = line.text
+        self._note_facts(line)
+        evidence.collectives.take(line)
+        self._take_text(line, text)
+
+    def _pass_blank(self, line: Line) -> None:
+        stream = line.stream
+        if stream in self._open:
+            self._streams[stream].take(line)
+            self._note_open(stream)
+
+    def _take_text(self, line: Line, text: str) -> None:
+        stream = line.stream
+        if stream not in self._streams and len(self._streams) > _MAX_STREAMS:
+            self._streams.clear()
+            self._open.clear()
+        assembler = self._streams.setdefault(stream, Assembler())
+        was_message = assembler.in_message
+        found = assembler.take(line)
+        self._note_open(stream)
+        if found:
+            self._add_exception(found, self._matcher.find(_whole(found.raised)))
+            return
+        if line.raw.startswith(_BOX) or (assembler.num_open and text[:1].isspace()):
+            return
+        matches = self._matcher.find(text)
+        if matches and was_message is not None and assembler.in_message is was_message:
+            self._add_to_exception(was_message, matches, line)
+        elif matches:
+            self._add_message(matches[0], line)
+        elif not assembler.is_open:
+            self._take_loose(line)
+
+    def _note_open(self, stream: tuple[object, ...]) -> None:
+        if self._streams[stream].is_open:
+            self._open.add(stream)
+        else:
+            self._open.discard(stream)
+
+    def _note_facts(self, line: Line) -> None:
+        self.evidence.note(line)
+        spawned = _SPAWNED.search(line.text)
+        if spawned:
+            self._spawned = int(spawned["rank"])
+        if "Traceback" in line.text or "Exception" in line.text:
+            self._tail = 4
+
+    def _add_exception(self, found: Found, matches: list[Match]) -> None:
+        raised, line = found.raised, found.line
+        if line.rank is None and self._spawned is not None:
+            line.rank, self._spawned = self._spawned, None
+        match = matches[0] if matches else None
+        if match is None and raised.before is not None and raised.link != "handling":
+            earlier = self._matcher.find(_whole(raised.before))
+            match = earlier[0] if earlier else None
+        tier = match.cause.tier if match else Tier.EXCEPTION
+        cause = match.cause if match else _by_type(raised)
+        if raised.name in _LAUNCHER_TYPES:
+            tier, cause = Tier.LAUNCHER, None
+        event = Event(
+            kind="exception",
+            tier=tier,
+            line=line,
+            cause=cause,
+            rank=line.rank,
+            ranks=_named(match),
+            host=line.host,
+            fields=match.fields if match else {},
+            raised=raised,
+            is_weak=found.is_weak,
+        )
+        kept = self._keep(event, (raised.type, _shape(raised.message)))
+        self._of_found[id(found)] = kept
+        self._replace_quoting(raised)
+
+    def _replace_quoting(self, raised: Raised) -> None:
+        """A quoted traceback says more than the exception that quotes it."""
+        if raised.link == "inner" and raised.before is not None:
+            for event in self.evidence.events[-8:]:
+                if event.raised is raised.before and event.tier == Tier.EXCEPTION:
+                    event.is_weak = True
+
+    def _add_to_exception(self, found: Found, matches: list[Match], line: Line) -> None:
+        """The message of an exception goes on, and this line of it is known."""
+        event = self._of_found.get(id(found))
+        if event is None or event.tier == Tier.LAUNCHER:
+            return
+        match = matches[0]
+        if event.cause is None or (event.cause.is_generic and not match.cause.is_generic):
+            event.cause, event.tier = match.cause, match.cause.tier
+        if event.cause.code == match.cause.code:
+            event.fields = {**match.fields, **event.fields}
+            event.ranks = event.ranks or _named(match)
+
+    def _add_message(self, match: Match, line: Line) -> None:
+        event = Event(
+            kind="message",
+            tier=match.cause.tier,
+            line=line,
+            cause=match.cause,
+            rank=line.rank,
+            ranks=_named(match),
+            host=line.host,
+            fields=match.fields,
+        )
+        self._keep(event, (_named(match),))
+
+    def _take_loose(self, line: Line) -> None:
+        """An exception's last line alone, or a line that a program calls an error."""
+        loose = _LOOSE.match(line.text)
+        if loose and not line.text.endswith("Warning"):
+            raised = Raised(type=loose["type"], message=loose["message"].strip())
+            is_launcher = raised.name in _LAUNCHER_TYPES
+            event = Event(
+                kind="exception",
+                tier=Tier.LAUNCHER if is_launcher else Tier.EXCEPTION,
+                line=line,
+                cause=None if is_launcher else _by_type(raised),
+                rank=line.rank,
+                host=line.host,
+                raised=raised,
+                is_weak=True,
+            )
+            self._keep(event, (raised.type, _shape(raised.message)))
+        elif _ERROR_LINE.search(line.text) and len(self.evidence.error_lines) < _MAX_ERROR_LINES:
+            self.evidence.error_lines.append(line)
+
+    def _keep(self, event: Event, what: tuple[object, ...]) -> Event:
+        """Keep an event, or count it if its like is there."""
+        code = event.cause.code if event.cause else ""
+        line = event.line
+        key = (event.kind, code, event.rank, line.local, line.task, line.host, *what)
+        if event.rank is None and line.local is None and line.task is None:
+            key = (*key, event.line.file)
+        before = self._seen.get(key)
+        if before is not None:
+            before.count += 1
+            if event.kind == "exception" and before.is_weak and not event.is_weak:
+                before.is_weak, before.raised, before.line = False, event.raised, line
+            return before
+        if len(self.evidence.events) < _MAX_EVENTS:
+            self._seen[key] = event
+            self.evidence.events.append(event)
+        return event
+
+    def take_dump(self, data: bytes) -> bool:
+        """Read a flight recorder dump; False if it is not one."""
+        dump = read_dump(data)
+        if dump is None:
+            return False
+        line = take_dump(dump, self._source.name, self.evidence.collectives)
+        if line is not None:
+            cause = BY_CODE["nccl-timeout"]
+            self._keep(Event(kind="collective", tier=cause.tier, line=line, cause=cause), ())
+        return True
+
+    def take_error_file(self, text: str) -> bool:
+        """Read torch elastic's error.json; False if it is not one."""
+        try:
+            entry: Any = json.loads(text)  # Any: whatever the file has
+            info = entry["message"]["extraInfo"]
+            stack = str(info["py_callstack"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return False
+        for number, part in enumerate(stack.splitlines(), start=1):
+            self.take(part, number)
+        return True
+
+
+def _named(match: Match | None) -> tuple[int, ...]:
+    """Give the ranks that the message accuses."""
+    if match is None or match.cause.blame == Blame.NOBODY or "ranks" not in match.fields:
+        return ()
+    return tuple(int(number) for number in re.findall(r"\d{1,7}", match.fields["ranks"]))
+
+
+def _whole(raised: Raised) -> str:
+    return f"{raised.type}: {raised.message}"
+
+
+def _by_type(raised: Raised) -> Cause | None:
+    """Give the general entry for an exception that no phrase knows."""
+    if raised.name in BUILT_IN:
+        return BUILT_IN[raised.name]
+    last = raised.frames[-1] if raised.frames else None
+    return RAISED if last is not None and not last.is_library else None
+
+
+def _shape(message: str) -> str:
+    """Give a message without what differs between ranks."""
+    return re.sub(r"0x[0-9a-f]+|\d+", "#", message[:300])

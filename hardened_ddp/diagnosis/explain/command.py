@@ -1,0 +1,119 @@
+"""The command explain: read logs, judge, print.
+
+Owns the order of the work, and the progress line of long files.
+Does not own: what it looks for (catalogue/), what it prints (report.py).
+"""
+
+import re
+import sys
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TextIO
+
+from hardened_ddp.diagnosis.explain.catalogue import CAUSES
+from hardened_ddp.diagnosis.explain.collector import Collector
+from hardened_ddp.diagnosis.explain.evidence import Evidence
+from hardened_ddp.diagnosis.explain.flight_recorder import MAX_BYTES, PICKLE
+from hardened_ddp.diagnosis.explain.matching import Matcher
+from hardened_ddp.diagnosis.explain.prefixes import habits_of
+from hardened_ddp.diagnosis.explain.reader import decoder_of, read_lines, read_sample
+from hardened_ddp.diagnosis.explain.report import as_json, as_text, exit_status
+from hardened_ddp.diagnosis.explain.sources import Source, find_sources
+from hardened_ddp.diagnosis.explain.verdict import judge
+from hardened_ddp.errors import UnreadableLogError
+
+_FACTS = (b"orld_size", b"WORLD_SIZE", b"MEMBER: ", b"nnodes")
+_SUCCESS = re.compile(
+    r"(?i)\b(?:training (?:is )?(?:complete|finished|done|successful)|finished training"
+    r"|max_(?:epochs|steps)=\d+` reached|train_runtime|successfully finished"
+    r"|completed successfully|finished: \d+ steps|exit code 0|all done|job succeeded"
+    r"|state(?:=|: )COMPLETED)\b"
+)
+_TAIL_CHARS = 4096
+_LARGE_BYTES = 64 * 1024 * 1024
+
+
+def run_explain(names: Sequence[str], *, wants_json: bool, output: TextIO, progress: TextIO) -> int:
+    """Explain the logs; return 0 explained or healthy, 1 unknown. Raises UnreadableLogError."""
+    verdict = judge(collect(find_sources(names), progress=progress))
+    output.write(as_json(verdict) + "\n" if wants_json else as_text(verdict))
+    return exit_status(verdict)
+
+
+def collect(sources: Sequence[Source], *, progress: TextIO = sys.stderr) -> Evidence:
+    """Read all sources. Raises UnreadableLogError."""
+    matcher = Matcher(CAUSES)
+    collector = Collector(matcher)
+    words = (*matcher.words(), *_FACTS)
+    meter = Meter(progress, sum(source.size_bytes for source in sources))
+    for source in sources:
+        try:
+            _read(source, collector, words, meter.add)
+        except (OSError, EOFError, zlib.error) as error:
+            raise UnreadableLogError(
+                f"{source.name} can't be read to its end: {error}",
+                fix="unpack or copy it first; a cut .gz can be read with: zcat FILE | explain -",
+            ) from error
+    meter.close()
+    return collector.evidence
+
+
+def _read(
+    source: Source, collector: Collector, words: Sequence[bytes], on_block: Callable[[int], None]
+) -> None:
+    with source.open() as file:
+        sample = read_sample(file)
+        encoding = decoder_of(sample)
+        collector.start_file(source, habits_of(sample.decode(encoding, "replace")))
+        if sample[:1] == PICKLE and collector.take_dump(sample + file.read(MAX_BYTES)):
+            return
+        if source.is_hang_verdict:
+            collector.take(f"[DDP-G05] {sample.decode('utf-8', 'replace').strip()}", 1)
+            collector.end_file()
+            return
+        if source.name.endswith("error.json") and collector.take_error_file(sample.decode()):
+            collector.end_file()
+            return
+        tail = Tail()
+        num_lines = read_lines(
+            file, collector, words, first=sample, on_block=on_block, on_end=tail.take
+        )
+        collector.evidence.num_lines = num_lines
+        if _SUCCESS.search(tail.text):
+            collector.evidence.ends_well = True
+        collector.end_file()
+
+
+class Tail:
+    """Keeps the end of a file, where success is said."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def take(self, block: bytes) -> None:
+        """Take the file's newest block."""
+        self.text = (self.text + block[-_TAIL_CHARS:].decode("utf-8", "replace"))[-_TAIL_CHARS:]
+
+
+class Meter:
+    """A line on a terminal that says how much of large logs is read."""
+
+    def __init__(self, output: TextIO, total: int) -> None:
+        self._output, self._total, self._done = output, total, 0
+        self._is_shown = total > _LARGE_BYTES and output.isatty()
+        self._next = time.monotonic() + 0.5
+
+    def add(self, size: int) -> None:
+        """Count bytes that were read."""
+        self._done += size
+        if self._is_shown and time.monotonic() >= self._next:
+            self._next = time.monotonic() + 0.5
+            share = min(1.0, self._done / max(1, self._total))
+            self._output.write(f"\rexplain: {share:.0%} of {self._total / 1e6:.0f} MB")
+            self._output.flush()
+
+    def close(self) -> None:
+        """Take the line away."""
+        if self._is_shown:
+            self._output.write("\r" + " " * 40 + "\r")

@@ -1,0 +1,193 @@
+"""What a log says, as data: lines, exceptions, and events with the tier that they belong to.
+
+Owns the types that the reader fills in and the verdict reads.
+Does not own: recognising them (lines.py, tracebacks.py, collector.py), choosing one (verdict.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+
+class Tier(IntEnum):
+    """How close to the root of a failure a message is; the lowest tier that is found wins."""
+
+    HARDWARE = 0
+    KILLED = 1
+    """By the kernel, the scheduler or the container runtime."""
+
+    EXCEPTION = 2
+    """Raised by one process on its own."""
+
+    MISMATCH = 3
+    """Ranks do different things."""
+
+    TIMEOUT = 4
+    LOST = 5
+    """A connection to another rank is gone."""
+
+    TEARDOWN = 6
+    LAUNCHER = 7
+    """The launcher says that a process failed; it does not know why."""
+
+    ADVICE = 8
+    """A warning, advice or known noise: never a cause."""
+
+
+class Blame(IntEnum):
+    """Which rank a message accuses."""
+
+    SPEAKER = 0
+    """The rank that prints it."""
+
+    NAMED = 1
+    """The ranks in the pattern's group `ranks`."""
+
+    NOBODY = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fix:
+    """What to do, for each way of running DDP. Empty: as for plain torch."""
+
+    plain: str
+    lightning: str = ""
+    accelerate: str = ""
+    trainer: str = ""
+    suite: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cause:
+    """One entry of the catalogue."""
+
+    code: str
+    title: str
+    phrases: tuple[str, ...]
+    """Regular expressions, made from format strings. A named group is a field of the sentence."""
+
+    why: str
+    """The cause in one or two sentences; {name} stands for a field of the phrase."""
+
+    fix: Fix
+    confirm: str
+    """How to make sure that this is the cause."""
+
+    source: str
+    """Where the message is made: a file of torch, NCCL, gloo, or an issue."""
+
+    tier: Tier = Tier.EXCEPTION
+    blame: Blame = Blame.SPEAKER
+    is_generic: bool = False
+    """The message has many causes, so a specific one of the same tier comes first."""
+
+    or_else: str = ""
+    """A second cause that gives the same message, and what tells the two apart."""
+
+    test: str = ""
+    """The reproducer in tests/explain that makes this message here."""
+
+    no_test: str = ""
+    """Why there is no reproducer: what this machine lacks."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Line:
+    """One line of a log, without its prefixes."""
+
+    file: str
+    number: int
+    text: str
+    raw: str = ""
+    rank: int | None = None
+    """Global rank, if the line says it."""
+
+    local: int | None = None
+    """Rank on its node."""
+
+    task: int | None = None
+    """Number of the Slurm task: the rank, unless each task is a launcher."""
+
+    host: str | None = None
+    time: str = ""
+    """As far as it can be compared: year to microsecond or hour to microsecond."""
+
+    order: int = 0
+    """Position in all that was read."""
+
+    @property
+    def stream(self) -> tuple[object, ...]:
+        """What tells apart the outputs that were merged into one file."""
+        host = self.host if self.rank is None else None
+        return (self.file, self.rank, self.local, self.task, host)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One entry of a Python traceback."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_library(self) -> bool:
+        path = self.file.replace("\\", "/")
+        marks = ("site-packages/", "dist-packages/", "/lib/python", "<frozen", "<string>")
+        return any(mark in path for mark in marks) or path.startswith("torch/")
+
+
+@dataclass(slots=True, kw_only=True)
+class Raised:
+    """A Python exception as its traceback shows it."""
+
+    type: str
+    message: str
+    frames: list[Frame] = field(default_factory=list)
+    before: Raised | None = None
+    """The exception that it followed from, or was raised in the handling of."""
+
+    link: str = ""
+    """direct, handling, or inner: a traceback quoted in another one's message."""
+
+    @property
+    def name(self) -> str:
+        """The class without its module."""
+        return self.type.rpartition(".")[2]
+
+    @property
+    def own_frame(self) -> Frame | None:
+        """The innermost frame of the program itself, not of a library."""
+        own = [frame for frame in self.frames if not frame.is_library]
+        return own[-1] if own else None
+
+    @property
+    def where(self) -> str:
+        frame = self.own_frame or (self.frames[-1] if self.frames else None)
+        return f"{frame.file}:{frame.line}" if frame else ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Event:
+    """Something that a log says about a failure."""
+
+    kind: str
+    """exception, message, collective, exit, or signal."""
+
+    tier: Tier
+    line: Line
+    cause: Cause | None = None
+    rank: int | None = None
+    ranks: tuple[int, ...] = ()
+    """The ranks that the message itself accuses."""
+
+    host: str | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)
+    raised: Raised | None = None
+    is_weak: bool = False
+    """A thread's or a handled exception: the process went on."""
+
+    count: int = 1
+    """How often this message was found on this rank."""

@@ -1,0 +1,68 @@
+"""All that was found in all files, as the verdict reads it.
+
+Owns what lines say about the job as a whole: its size, nodes, hosts, launcher, and how it ended.
+Does not own: filling it in (collector.py).
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hardened_ddp.diagnosis.explain.collectives import Collectives
+from hardened_ddp.diagnosis.explain.events import Event, Line
+from hardened_ddp.diagnosis.explain.exits import ExitReader
+
+_WORLD = (
+    re.compile(r"world[_ ]size[\"']?[ =:]+(?P<size>\d+)", re.IGNORECASE),
+    re.compile(r"MEMBER: \d+/(?P<size>\d+)"),
+    re.compile(r"nranks (?P<size>\d+)"),
+    re.compile(r"Starting with (?P<size>\d+) processes"),
+)
+_NODES = re.compile(r"(?:nnodes|num_nodes|group_world_size)\b[ =:]+(?:\d+:)?(?P<nodes>\d+)")
+_ELASTIC = ("torch.distributed.elastic", "torch/distributed/run.py", "torchrun", "ChildFailedError")
+
+
+@dataclass(slots=True)
+class Evidence:
+    """All that was found in all files."""
+
+    events: list[Event] = field(default_factory=list)
+    collectives: Collectives = field(default_factory=Collectives)
+    exits: ExitReader = field(default_factory=ExitReader)
+    world_sizes: Counter[int] = field(default_factory=Counter)
+    num_nodes: int = 1
+    hosts: set[str] = field(default_factory=set)
+    has_elastic: bool = False
+    ends_well: bool = False
+    """A file ends with words of success."""
+
+    labels_are_ranks: bool = True
+    error_lines: list[Line] = field(default_factory=list)
+    next_step: str = ""
+    """What our own run said to type next."""
+
+    num_lines: int = 0
+
+    @property
+    def world_size(self) -> int | None:
+        """The number of ranks, if the log says one."""
+        return max(self.world_sizes) if self.world_sizes else None
+
+    def note(self, line: Line) -> None:
+        """Note what a line says about the job: its size, nodes, hosts and launcher."""
+        text = line.text
+        if line.host:
+            self.hosts.add(line.host)
+        if line.task is not None and line.rank is not None and line.task != line.rank:
+            self.labels_are_ranks = False
+        if any(word in text for word in _ELASTIC):
+            self.has_elastic = True
+        for pattern in _WORLD:
+            match = pattern.search(text)
+            if match and 1 < int(match["size"]) < 1_000_000:
+                self.world_sizes[int(match["size"])] += 1
+        nodes = _NODES.search(text)
+        if nodes:
+            self.num_nodes = max(self.num_nodes, min(int(nodes["nodes"]), 100_000))
+        if text.startswith("  next: "):
+            self.next_step = text.removeprefix("  next: ")

@@ -1,0 +1,129 @@
+"""Which entries of the catalogue a text matches, fast enough for millions of lines.
+
+Owns the index: each phrase has a piece of literal text that is looked for first, with `in`; the
+regular expression is compiled and tried only if that piece is there.
+Does not own: the phrases (catalogue/).
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from hardened_ddp.diagnosis.explain.events import Cause
+
+# Words that many messages have. WHY so few: each costs one pass over the whole log.
+_WORDS = (
+    b"rror",
+    b"RROR",
+    b"xception",
+    b"Traceback",
+    b"Exit",
+    b"Interrupt",
+    b"ailed",
+    b"ailure",
+    b"FAILED",
+    b"imeout",
+    b"imed out",
+    b"NCCL",
+    b"nccl",
+    b"CUDA",
+    b"SIG",
+    b"ignal ",
+    b"illed",
+    b"exitcode",
+    b"exit code",
+    b"onnection",
+    b"atal",
+    b"bort",
+    b'  File "',
+)
+_LITERAL_ESCAPES = set(".()[]{}|*+?^$\\/-'\"#& ")
+_SHORTEST = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A cause, and what its phrase found in the text."""
+
+    cause: Cause
+    fields: Mapping[str, str]
+
+
+class Matcher:
+    """The catalogue as an index."""
+
+    def __init__(self, causes: Sequence[Cause]) -> None:
+        self._rules: dict[str, list[tuple[str, Cause]]] = {}
+        for cause in causes:
+            for phrase in cause.phrases:
+                self._rules.setdefault(literal_of(phrase), []).append((phrase, cause))
+        self._literals = tuple(self._rules)
+
+    def find(self, text: str) -> list[Match]:
+        """List what matches: specific causes first, in the order of the catalogue."""
+        found: dict[str, Match] = {}
+        for literal in self._literals:
+            if literal in text:
+                for phrase, cause in self._rules[literal]:
+                    match = _compiled(phrase).search(text)
+                    if match and cause.code not in found:
+                        fields = {k: v for k, v in match.groupdict().items() if v is not None}
+                        found[cause.code] = Match(cause, fields)
+        return sorted(found.values(), key=lambda match: match.cause.is_generic)
+
+    def words(self) -> tuple[bytes, ...]:
+        """List words such that every line that matches a phrase has one of them."""
+        words = list(_WORDS)
+        for literal in sorted(self._literals, key=len):
+            encoded = literal.encode()
+            if not any(word in encoded for word in words):
+                words.append(encoded)
+        return tuple(words)
+
+
+@cache
+def _compiled(phrase: str) -> re.Pattern[str]:
+    return re.compile(phrase)
+
+
+def literal_of(phrase: str) -> str:
+    """Give the longest text that everything that matches phrase contains.
+
+    Raises ValueError if it is too short to be looked for.
+    """
+    longest = max(_literals(phrase), key=len, default="")
+    if len(longest) < _SHORTEST:
+        raise ValueError(f"no literal text in the phrase {phrase!r}")
+    return longest
+
+
+def _literals(phrase: str) -> Iterator[str]:
+    """Yield runs of literal characters outside of groups."""
+    run, depth, index = "", 0, 0
+    while index < len(phrase):
+        char = phrase[index]
+        width = 1
+        is_literal = char not in ".^$*+?{}[]()|\\"
+        if char == "\\":
+            width = 2
+            char = phrase[index + 1]
+            is_literal = char in _LITERAL_ESCAPES
+        elif char == "[":
+            width = phrase.index("]", index + 2) + 1 - index
+        elif char == "{":
+            width = phrase.index("}", index) + 1 - index
+        follower = phrase[index + width : index + width + 1]
+        if is_literal and depth == 0 and follower not in ("?", "*", "{"):
+            run += char
+            if follower == "+":
+                yield run
+                run = ""
+        else:
+            yield run
+            run = ""
+            depth += (char == "(" and width == 1) - (char == ")" and width == 1)
+            if char == "|" and depth == 0:
+                raise ValueError(f"alternatives outside of a group: {phrase!r}")
+        index += width
+    yield run

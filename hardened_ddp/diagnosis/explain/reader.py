@@ -1,0 +1,128 @@
+"""Reading a log of any size: only the lines that may say something about a failure.
+
+Owns the bytes: blocks of bounded size, a search for words that every message of the catalogue
+has (so that training output costs no Python per line), lines of any length, broken bytes, UTF-16.
+Does not own: what a line means (collector.py).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import BinaryIO, Protocol
+
+_BLOCK_BYTES = 4 * 1024 * 1024
+MAX_LINE_BYTES = 64 * 1024
+"""What is kept of a longer line: its start; messages stand there."""
+
+_SAMPLE_BYTES = 64 * 1024
+
+
+class LineTaker(Protocol):
+    """Gets the lines that may matter."""
+
+    @property
+    def wants_more(self) -> bool:
+        """The lines behind the last one are part of what it told of."""
+
+    def take(self, raw: str, number: int) -> None:
+        """Take a line, without its end."""
+
+
+def read_sample(file: BinaryIO) -> bytes:
+    """Read the start of a file, to see what its lines look like."""
+    return file.read(_SAMPLE_BYTES)
+
+
+def decoder_of(sample: bytes) -> str:
+    """Say how a file is encoded: PowerShell redirects to UTF-16."""
+    if sample[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return "utf-16"
+    has_nulls = sample[1::2].count(0) > len(sample) // 4
+    return "utf-16-le" if has_nulls else "utf-8"
+
+
+def read_lines(
+    file: BinaryIO,
+    taker: LineTaker,
+    words: Sequence[bytes],
+    *,
+    first: bytes = b"",
+    on_block: Callable[[int], None] = lambda size: None,
+    on_end: Callable[[bytes], None] = lambda block: None,
+) -> int:
+    """Give taker the lines that have one of the words, and those that it wants. Count all lines."""
+    number = 0
+    for block in _whole_lines(file, first):
+        if decoder_of(first) != "utf-8":
+            block = _to_utf8(block)
+        number = _read_block(block, taker, words, number)
+        on_block(len(block))
+        on_end(block)
+    return number
+
+
+def _whole_lines(file: BinaryIO, first: bytes) -> Iterator[bytes]:
+    """Cut a file into blocks that end with a line. A huge line is shortened."""
+    is_wide = decoder_of(first) != "utf-8"
+    end = b"\n\x00" if is_wide else b"\n"
+    rest = first
+    while True:
+        block = file.read(_BLOCK_BYTES)
+        if not block:
+            break
+        if b"\n" not in block and len(rest) > _BLOCK_BYTES:
+            rest = rest[:MAX_LINE_BYTES] + block[-MAX_LINE_BYTES:]
+            continue
+        rest += block
+        cut = rest.rfind(end)
+        if cut >= 0:
+            yield rest[: cut + len(end)]
+            rest = rest[cut + len(end) :]
+    if rest:
+        yield rest
+
+
+def _to_utf8(block: bytes) -> bytes:
+    if block[:2] == b"\xfe\xff":
+        return block.decode("utf-16", "replace").encode()
+    return block.removeprefix(b"\xff\xfe").decode("utf-16-le", "replace").encode()
+
+
+def _read_block(block: bytes, taker: LineTaker, words: Sequence[bytes], number: int) -> int:
+    """Read one block of whole lines; number is that of the last line before it."""
+    hits = _line_starts(block, words)
+    hit_index, position = 0, 0
+    while position < len(block):
+        if not taker.wants_more:
+            while hit_index < len(hits) and hits[hit_index] < position:
+                hit_index += 1
+            if hit_index == len(hits):
+                break
+            number += block.count(b"\n", position, hits[hit_index])
+            position = hits[hit_index]
+        end = block.find(b"\n", position)
+        end = len(block) if end < 0 else end
+        number += 1
+        line = block[position:end]
+        if len(line) > 2 * MAX_LINE_BYTES:
+            line = line[:MAX_LINE_BYTES] + b" " + line[-MAX_LINE_BYTES:]
+        for part in line.decode("utf-8", "replace").rstrip("\r").split("\r"):
+            if part:
+                taker.take(part, number)
+        position = end + 1
+    if position < len(block):
+        number += block.count(b"\n", position)
+        number += not block.endswith(b"\n")
+    return number
+
+
+def _line_starts(block: bytes, words: Sequence[bytes]) -> list[int]:
+    """Find the starts of all lines that have one of the words, in order."""
+    starts: set[int] = set()
+    for word in words:
+        at = block.find(word)
+        while at >= 0:
+            starts.add(block.rfind(b"\n", 0, at) + 1)
+            end = block.find(b"\n", at)
+            if end < 0:
+                break
+            at = block.find(word, end)
+    return sorted(starts)

@@ -1,0 +1,224 @@
+"""What explain prints: one sentence, its evidence, the fix, how to confirm it; or the same as JSON.
+
+Owns the words around the catalogue's.
+Does not own: the verdict (verdict.py).
+"""
+
+import json
+import textwrap
+from collections import defaultdict
+from typing import Any
+
+from hardened_ddp.diagnosis.explain.events import Cause, Event, Tier
+from hardened_ddp.diagnosis.explain.guilt import CERTAIN, GUESS, LIKELY
+from hardened_ddp.diagnosis.explain.verdict import Verdict
+
+EXIT_KNOWN, EXIT_UNKNOWN = 0, 1
+_WIDTH = 100
+_MAX_TEXT = 240
+_NAMES = {
+    "plain": "plain torch",
+    "lightning": "Lightning",
+    "accelerate": "Accelerate",
+    "trainer": "Trainer",
+    "suite": "this suite",
+}
+_COLLECT = (
+    "one log per rank: torchrun --log-dir logs --redirects 3 --tee 3 ... ; srun --label",
+    "tracebacks in torchrun's last block: @record of torch.distributed.elastic.multiprocessing."
+    "errors above main()",
+    "the collectives at a hang: TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 "
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL; give the dumps to explain, too",
+    "crashes in native code: PYTHONFAULTHANDLER=1; of the machine: dmesg -T, sacct, kubectl "
+    "describe pod",
+)
+
+
+def exit_status(verdict: Verdict) -> int:
+    """Give 0 for explained or healthy, 1 for a failure that is not known."""
+    return EXIT_UNKNOWN if verdict.kind == "unknown" else EXIT_KNOWN
+
+
+def sentence_of(verdict: Verdict) -> str:
+    """Say who failed, where and why, in one sentence or two."""
+    root = verdict.root
+    if root is None or root.cause is None:
+        return _unknown_sentence(verdict)
+    cause = root.cause
+    parts = [f"{_subject(verdict)}: {cause.title}"]
+    if root.raised is not None and root.tier == Tier.EXCEPTION:
+        parts.append(f" ({_raised(root)})")
+    elif verdict.finding is not None and verdict.finding.text:
+        parts.append(f" ({verdict.finding.text})")
+    why = _why(cause, root)
+    return "".join(parts) + f". {why[:1].upper()}{why[1:]}" + ("" if why.endswith(".") else ".")
+
+
+def _subject(verdict: Verdict) -> str:
+    guilty = verdict.guilty
+    if guilty is not None and guilty.rank is not None:
+        return f"Rank {guilty.rank}" + (f" on {guilty.host}" if guilty.host else "")
+    if guilty is not None and guilty.host:
+        return f"Host {guilty.host}"
+    if verdict.ranks_alike:
+        return f"Ranks {', '.join(map(str, verdict.ranks_alike[:16]))}"
+    return "The job"
+
+
+def _raised(event: Event) -> str:
+    raised = event.raised
+    assert raised is not None
+    message = raised.message.splitlines()[0] if raised.message else ""
+    text = f"{raised.name}: {message}" if message else raised.name or "an exception"
+    text = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
+    frame = raised.own_frame
+    place = f" at {raised.where}" if raised.where else ""
+    inside = f" in {frame.function}" if frame and frame.function else ""
+    return text + place + inside
+
+
+def _why(cause: Cause, root: Event) -> str:
+    fields: defaultdict[str, str] = defaultdict(lambda: "?", root.fields)
+    return cause.why.format_map(fields).strip()
+
+
+def _unknown_sentence(verdict: Verdict) -> str:
+    root, ended = verdict.root, verdict.root_exit
+    if root is not None and root.raised is not None:
+        return f"{_subject(verdict)}: {_raised(root)}. explain does not know this failure."
+    if ended is not None and ended.rank is not None:
+        how = f"signal {-ended.status}" if ended.status < 0 else f"exit status {ended.status}"
+        return (
+            f"A process failed (rank {ended.rank}, {how}), and this log does not say why: its own "
+            "output is not in it."
+        )
+    return "Something failed, and this log does not say what."
+
+
+def confidence_of(verdict: Verdict) -> tuple[str, str]:
+    """Say how sure the cause is, and why."""
+    root = verdict.root
+    if root is None or root.cause is None:
+        return GUESS, "no entry of the catalogue fits"
+    if root.tier in (Tier.TEARDOWN, Tier.LOST):
+        return GUESS, "the log has only what follows from a failure"
+    if root.is_weak:
+        return GUESS, "the log is cut off, or the process went on after this exception"
+    if root.kind == "exit":
+        return GUESS, "the log has only the end of the process"
+    if root.tier == Tier.TIMEOUT:
+        return LIKELY, "it is inferred from what the waiting ranks print"
+    if root.cause.or_else or root.cause.is_generic:
+        return LIKELY, "this message has several causes"
+    return CERTAIN, "the message has this cause only"
+
+
+def as_json(verdict: Verdict) -> str:
+    """Write the verdict for programs."""
+    root = verdict.root
+    cause = root.cause if root is not None else None
+    guilty = verdict.guilty
+    entry: dict[str, Any] = {  # Any: JSON
+        "verdict": verdict.kind,
+        "cause": {"code": cause.code, "title": cause.title, "sentence": sentence_of(verdict)}
+        if cause is not None and verdict.kind == "explained"
+        else None,
+        "guilty": {"rank": guilty.rank, "host": guilty.host, "confidence": guilty.confidence}
+        if guilty is not None
+        else None,
+        "evidence": [
+            {"file": e.line.file, "line": e.line.number, "text": e.line.raw[:1000]}
+            for e in verdict.evidence
+        ],
+        "fixes": [{"for": _NAMES[name], "text": text} for name, text in _fixes(cause) if text],
+        "echoes": verdict.num_echoes,
+        "confidence": confidence_of(verdict)[0] if verdict.kind == "explained" else None,
+        "exceptions": [
+            {
+                "rank": e.rank,
+                "type": e.raised.type,
+                "message": e.raised.message,
+                "at": e.raised.where,
+            }
+            for e in verdict.first_exceptions
+            if e.raised is not None
+        ],
+    }
+    return json.dumps(entry, indent=2)
+
+
+def as_text(verdict: Verdict) -> str:
+    """Write the verdict for people."""
+    if verdict.kind == "healthy":
+        noise = f" ({verdict.num_echoes} warnings and notes)" if verdict.num_echoes else ""
+        return f"Healthy: no failure in this log{noise}.\n"
+    lines = [*_wrap(sentence_of(verdict), ""), ""]
+    if verdict.kind == "explained":
+        level, reason = confidence_of(verdict)
+        lines += _wrap(f"Confidence: {level}: {reason}.", "")
+        if verdict.guilty is not None and verdict.guilty.rank is not None:
+            guilty = verdict.guilty
+            lines += _wrap(f"The rank is {guilty.confidence}: {guilty.reason}.", "")
+        lines.append("")
+    lines += _evidence_lines(verdict)
+    cause = verdict.root.cause if verdict.root is not None else None
+    if verdict.kind == "unknown" or cause is None:
+        lines += _collect_lines(verdict)
+    else:
+        lines += _fix_lines(cause, verdict.next_step)
+    if verdict.num_echoes:
+        text = "line is an echo" if verdict.num_echoes == 1 else "lines are echoes"
+        lines.append(f"{verdict.num_echoes} {text}: consequences, repeats, advice.")
+    return "\n".join(lines) + "\n"
+
+
+def _evidence_lines(verdict: Verdict) -> list[str]:
+    lines = ["Evidence"] if verdict.evidence else []
+    for event in verdict.evidence:
+        text = event.line.raw
+        text = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
+        lines.append(f"  {event.line.file}:{event.line.number}: {text}")
+    return [*lines, ""] if lines else []
+
+
+def _fix_lines(cause: Cause, next_step: str) -> list[str]:
+    lines = ["Fix"]
+    for name, text in _fixes(cause):
+        if text:
+            lines += _wrap(f"{_NAMES[name]}: {text}", "  ")
+    lines += ["", *_wrap(f"Confirm: {cause.confirm}", "")]
+    if cause.or_else:
+        lines += _wrap(f"Or else: {cause.or_else}", "")
+    if next_step:
+        lines += _wrap(f"The run itself says: {next_step}", "")
+    lines += _wrap(f"Code: {cause.code}; made in {cause.source}", "")
+    return [*lines, ""]
+
+
+def _collect_lines(verdict: Verdict) -> list[str]:
+    lines = []
+    if verdict.first_exceptions:
+        lines.append("First exception of each rank")
+        for event in verdict.first_exceptions:
+            name = f"rank {event.rank}" if event.rank is not None else "a rank"
+            lines += _wrap(f"{name}: {_raised(event)}", "  ")
+        lines.append("")
+    lines.append("To know more, collect")
+    for text in _COLLECT:
+        lines += _wrap(f"- {text}", "  ")
+    return [*lines, ""]
+
+
+def _fixes(cause: Cause | None) -> list[tuple[str, str]]:
+    return [(name, getattr(cause.fix, name)) for name in _NAMES] if cause is not None else []
+
+
+def _wrap(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + "  " * bool(indent),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,118 @@
+"""The files that explain reads, and what their names say about the rank.
+
+Owns how a path becomes files: a file, a folder of logs, `-` for standard input, or .gz.
+Does not own: reading lines (reader.py), what a run folder of ours says (run_folder.py).
+"""
+
+import gzip
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from hardened_ddp.errors import UnreadableLogError
+
+STDIN = "-"
+_LOG_NAMES = re.compile(
+    r"(?:\.(?:log|out|err|txt|gz|stderr|stdout|json|jsonl|pickle)|std(?:out|err)(?:\.\d+)?"
+    r"|\.[oe]\d+|log\.?\d*|trace_rank_?\d+)$"
+)
+_NOT_LOGS = re.compile(
+    r"(?:^|/)(?:events\.out\.tfevents|requirements|\.|checkpoints?/|step-\d+/|tensorboard/"
+    r"|skipped_samples\.jsonl|config\.json|tokenizer|vocab|merges|README)|(?:manifest|trainer_state|settings)\.json$"
+)
+_ELASTIC = re.compile(r"attempt_\d+/(?P<local>\d+)/(?:std(?:out|err)\.log|error\.json)$")
+_RANK_NAME = re.compile(r"(?:rank|process|proc|worker)[-_.]?(?P<rank>\d+)(?=\D|$)")
+_SLURM_TASK = re.compile(r"(?:^|/)(?!slurm)[\w.]*?\d{2,}[-_.](?P<task>\d{1,4})\.(?:out|err|log)$")
+_MAX_FILES = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """One file to read."""
+
+    name: str
+    """As shown: the path, or <stdin>."""
+
+    path: Path | None
+    rank: int | None = None
+    local: int | None = None
+    task: int | None = None
+
+    @property
+    def is_hang_verdict(self) -> bool:
+        """Whether it is the sentence that a run of ours wrote about a hang."""
+        path = self.path
+        return path is not None and path.name == "verdict.txt" and "hangs" in path.parts
+
+    @property
+    def size_bytes(self) -> int:
+        return self.path.stat().st_size if self.path is not None else 0
+
+    def open(self) -> BinaryIO:
+        """Open it for reading bytes, unpacked. Raises OSError."""
+        if self.path is None:
+            return sys.stdin.buffer
+        with self.path.open("rb") as file:
+            is_gzip = file.read(2) == b"\x1f\x8b"
+        return cast(BinaryIO, gzip.open(self.path)) if is_gzip else self.path.open("rb")
+
+
+def find_sources(names: Sequence[str]) -> list[Source]:
+    """Turn what was given into files. Raises UnreadableLogError if nothing can be read there."""
+    sources: list[Source] = []
+    for name in names:
+        if name == STDIN:
+            sources.append(Source(name="<stdin>", path=None))
+            continue
+        path = Path(name)
+        found = _logs_in(path) if path.is_dir() else [path]
+        if not found:
+            raise UnreadableLogError(
+                f"{path} has no logs in it: no .log, .out, .err, .txt, .json or .gz file",
+                fix=f"give the file itself: python ddp_training.py explain {path}/FILE",
+            )
+        for file in found:
+            try:
+                file.open("rb").close()
+            except OSError as error:
+                raise UnreadableLogError(
+                    f"{file} can't be read: {error.strerror or error}",
+                    fix="give a file, a folder of logs, or - for standard input",
+                ) from error
+            sources.append(_source(file))
+    return _without_lone_task(sources)
+
+
+def _logs_in(folder: Path) -> list[Path]:
+    """List the logs of a folder: all levels, sorted, so that two runs read the same."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder).as_posix()
+        if path.is_file() and _LOG_NAMES.search(path.name) and not _NOT_LOGS.search(relative):
+            found.append(path)
+    return found[:_MAX_FILES]
+
+
+def _source(path: Path) -> Source:
+    text = path.as_posix().removesuffix(".gz")
+    elastic = _ELASTIC.search(text)
+    if elastic:
+        return Source(name=str(path), path=path, local=int(elastic["local"]))
+    named = _RANK_NAME.search(path.name)
+    if named:
+        is_rank = named[0].startswith("rank")
+        number = int(named["rank"])
+        return Source(name=str(path), path=path, rank=number if is_rank else None)
+    task = _SLURM_TASK.search(text)
+    return Source(name=str(path), path=path, task=int(task["task"]) if task else None)
+
+
+def _without_lone_task(sources: list[Source]) -> list[Source]:
+    """`job_3.out` alone may be the third job of an array: then 3 is no rank."""
+    tasks = {source.task for source in sources if source.task is not None}
+    if len(tasks) > 1:
+        return sources
+    return [Source(name=s.name, path=s.path, rank=s.rank, local=s.local) for s in sources]

@@ -1,0 +1,164 @@
+"""Programs whose data or DataLoader fails."""
+
+import errno
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from tests.explain.reproducers import reproduces
+
+
+class Calling(Dataset[Any]):
+    """A dataset whose samples come from a function."""
+
+    def __init__(self, call: Callable[[int], Any]) -> None:
+        self.call = call
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:  # Any: what the function gives
+        return self.call(index)
+
+
+def read(call: Callable[[int], Any], **given: Any) -> None:
+    for _ in DataLoader(Calling(call), batch_size=2, **given):
+        pass
+
+
+def _die(number: int) -> Callable[[int], Any]:
+    return lambda index: os.kill(os.getpid(), number)
+
+
+@reproduces("data-worker-exited")
+def data_worker_exited(rank: int, folder: Path) -> None:
+    read(lambda index: os._exit(3), num_workers=1)
+
+
+@reproduces("memory-worker-killed")
+def memory_worker_killed(rank: int, folder: Path) -> None:
+    read(_die(signal.SIGKILL), num_workers=1)
+
+
+@reproduces("memory-shm")
+def memory_shm(rank: int, folder: Path) -> None:
+    read(_die(signal.SIGBUS), num_workers=1)
+
+
+@reproduces("killed-segfault")
+def data_worker_segfault(rank: int, folder: Path) -> None:
+    read(_die(signal.SIGSEGV), num_workers=1)
+
+
+@reproduces("data-worker-timeout")
+def data_worker_timeout(rank: int, folder: Path) -> None:
+    read(lambda index: time.sleep(30), num_workers=1, timeout=0.2)
+
+
+@reproduces("data-open-files")
+def data_open_files(rank: int, folder: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+    files = []
+    while True:
+        files.append(open(os.devnull))  # noqa: SIM115
+
+
+@reproduces("data-collate")
+def data_collate(rank: int, folder: Path) -> None:
+    read(lambda index: torch.zeros(index + 1))
+
+
+@reproduces("data-collate")
+def data_collate_worker(rank: int, folder: Path) -> None:
+    read(lambda index: torch.zeros(index + 1), num_workers=1)
+
+
+@reproduces("data-collate")
+def data_collate_type(rank: int, folder: Path) -> None:
+    read(lambda index: object())
+
+
+@reproduces("python-keyerror")
+def data_key_in_worker(rank: int, folder: Path) -> None:
+    read(lambda index: {}[f"image_{index}"], num_workers=1)
+
+
+@reproduces("data-missing-file")
+def data_missing_file(rank: int, folder: Path) -> None:
+    read(lambda index: open(f"/data/train/{index}.jpg").read())  # noqa: SIM115
+
+
+@reproduces("data-bad-image")
+def data_bad_image(rank: int, folder: Path) -> None:
+    from PIL import Image
+
+    (folder / "cat.jpg").write_bytes(b"no image")
+    Image.open(folder / "cat.jpg")
+
+
+@reproduces("data-target-range")
+def data_target_range(rank: int, folder: Path) -> None:
+    F.cross_entropy(torch.zeros(2, 3), torch.tensor([1, 7]))
+
+
+@reproduces("data-target-range")
+def data_token_range(rank: int, folder: Path) -> None:
+    torch.nn.Embedding(10, 2)(torch.tensor([3, 10]))
+
+
+@reproduces("data-label-type")
+def data_label_type(rank: int, folder: Path) -> None:
+    F.cross_entropy(torch.zeros(2, 3), torch.tensor([1, 2], dtype=torch.int32))
+
+
+@reproduces("data-target-shape")
+def data_target_shape(rank: int, folder: Path) -> None:
+    F.cross_entropy(torch.zeros(2, 3), torch.zeros(3, dtype=torch.long))
+
+
+@reproduces("data-target-shape")
+def data_target_shape_bce(rank: int, folder: Path) -> None:
+    F.binary_cross_entropy_with_logits(torch.zeros(2, 1), torch.zeros(2))
+
+
+@reproduces("data-sampler")
+def data_sampler(rank: int, folder: Path) -> None:
+    sampler = torch.utils.data.DistributedSampler(range(4), 2, 0)  # type: ignore[arg-type]
+    DataLoader(Calling(int), sampler=sampler, shuffle=True)
+
+
+@reproduces("data-storage")
+def data_storage(rank: int, folder: Path) -> None:
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/mnt/nfs/train/00017.tar")
+
+
+@reproduces("data-empty")
+def data_empty(rank: int, folder: Path) -> None:
+    torch.utils.data.RandomSampler([])
+
+
+@reproduces("data-hub")
+def data_hub(rank: int, folder: Path) -> None:
+    import urllib.request
+
+    urllib.request.urlopen("http://127.0.0.1:9/weights.pt")
+
+
+@reproduces("gpu-fork")
+def gpu_fork(rank: int, folder: Path) -> None:
+    torch.cuda._in_bad_fork = True
+    torch.cuda._is_in_bad_fork = lambda: True  # type: ignore[attr-defined]
+    torch.cuda._lazy_init()
+
+
+@reproduces("gpu-none")
+def gpu_none(rank: int, folder: Path) -> None:
+    torch.ones(2).cuda()

@@ -1,0 +1,158 @@
+"""Programs whose model or graph does not fit DDP."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from tests.explain.reproducers import reproduces
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, *, both: bool = True) -> torch.Tensor:
+        y: torch.Tensor = self.first(x)
+        return self.second(y) if both else y
+
+
+def train(model: nn.Module, **given: bool) -> None:
+    for _ in range(2):
+        model(torch.ones(2, 4), **given).sum().backward()
+
+
+@reproduces("graph-unused", num_ranks=2)
+def graph_unused(rank: int, folder: Path) -> None:
+    train(DistributedDataParallel(TwoLayers()), both=False)
+
+
+@reproduces("graph-unused", num_ranks=2, guilty=1)
+def graph_unused_on_one(rank: int, folder: Path) -> None:
+    model = DistributedDataParallel(TwoLayers(), find_unused_parameters=False)
+    if rank == 1:
+        train(model, both=False)
+    else:
+        train(model)
+
+
+@reproduces("graph-unused", num_ranks=2)
+def graph_unused_in_detail(rank: int, folder: Path) -> None:
+    torch.distributed.set_debug_level(torch.distributed.DebugLevel.DETAIL)
+    train(DistributedDataParallel(TwoLayers()), both=False)
+
+
+@reproduces("graph-static-changed", num_ranks=1, group=True)
+def graph_static_changed(rank: int, folder: Path) -> None:
+    model = DistributedDataParallel(TwoLayers(), static_graph=True)
+    model(torch.ones(2, 4)).sum().backward()
+    for _ in range(2):
+        model(torch.ones(2, 4), both=False).sum().backward()
+
+
+@reproduces("graph-ready-twice", num_ranks=1, group=True)
+def graph_ready_twice(rank: int, folder: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = checkpoint(self.layer, x, use_reentrant=True)
+            return checkpoint(self.layer, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+    model = DistributedDataParallel(Twice(), find_unused_parameters=True)
+    model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+
+
+@reproduces("graph-inplace", num_ranks=1, group=True)
+def graph_inplace(rank: int, folder: Path) -> None:
+    x = torch.ones(3, requires_grad=True)
+    y = x.exp()
+    y += 1
+    y.sum().backward()
+
+
+@reproduces("graph-inplace", num_ranks=2)
+def graph_buffers(rank: int, folder: Path) -> None:
+    norm = nn.BatchNorm1d(4)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), norm))
+    a = model(torch.ones(3, 4))
+    b = model(torch.zeros(3, 4))
+    with torch.no_grad():
+        model.module[0].weight.add_(1)
+    (a + b).sum().backward()
+    model.module[1].weight.data  # noqa: B018
+    y = norm.weight * 2
+    z = (y * y).sum()
+    with torch.no_grad():
+        y.mul_(2)
+    z.backward()
+
+
+@reproduces("graph-backward-twice")
+def graph_backward_twice(rank: int, folder: Path) -> None:
+    loss = nn.Linear(2, 2)(torch.ones(1, 2)).exp().sum()
+    loss.backward()
+    loss.backward()
+
+
+@reproduces("graph-no-grad")
+def graph_no_grad(rank: int, folder: Path) -> None:
+    torch.ones(2).sum().backward()
+
+
+@reproduces("graph-nothing-to-train", num_ranks=1, group=True)
+def graph_nothing_to_train(rank: int, folder: Path) -> None:
+    DistributedDataParallel(TwoLayers().requires_grad_(False))
+
+
+@reproduces("graph-models-differ", num_ranks=2)
+def graph_models_differ(rank: int, folder: Path) -> None:
+    DistributedDataParallel(nn.Sequential(*[nn.Linear(4, 4) for _ in range(rank + 1)]))
+
+
+@reproduces("graph-models-differ", num_ranks=2)
+def graph_shapes_differ(rank: int, folder: Path) -> None:
+    DistributedDataParallel(nn.Linear(4, 4 + rank))
+
+
+@reproduces("graph-ddp-device", num_ranks=1, group=True)
+def graph_ddp_device(rank: int, folder: Path) -> None:
+    DistributedDataParallel(TwoLayers(), device_ids=[0])
+
+
+@reproduces("graph-lazy", num_ranks=1, group=True)
+def graph_lazy(rank: int, folder: Path) -> None:
+    DistributedDataParallel(nn.LazyLinear(3))
+
+
+@reproduces("graph-checkpoint-differs")
+def graph_checkpoint_differs(rank: int, folder: Path) -> None:
+    calls = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x.exp().exp() if len(calls) == 1 else x.exp()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(block, x, use_reentrant=False).sum().backward()
+
+
+@reproduces("graph-batchnorm-single")
+def graph_batchnorm_single(rank: int, folder: Path) -> None:
+    nn.BatchNorm1d(4)(torch.ones(1, 4))
+
+
+@reproduces("graph-syncbn", num_ranks=2)
+def graph_syncbn(rank: int, folder: Path) -> None:
+    layer = nn.SyncBatchNorm(4)
+    layer(torch.ones(3, 4))
+
+
+@reproduces("graph-shapes", guilty=None)
+def graph_shapes(rank: int, folder: Path) -> None:
+    nn.Linear(784, 10)(torch.ones(8, 3, 28))

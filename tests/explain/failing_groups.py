@@ -1,0 +1,108 @@
+"""Programs whose ranks do not agree, or lose each other."""
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.explain.reproducers import reproduces
+
+
+@reproduces("lost-peer", num_ranks=2)
+def lost_peer(rank: int, folder: Path) -> None:
+    if rank == 1:
+        os._exit(0)
+    dist.all_reduce(torch.ones(4))
+
+
+@reproduces("gloo-timeout", num_ranks=2)
+def gloo_timeout(rank: int, folder: Path) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=1), backend="gloo")
+    if rank == 1:
+        time.sleep(1.6)
+        os._exit(0)
+    dist.all_reduce(torch.ones(4), group=group)
+
+
+@reproduces("gloo-barrier", num_ranks=2, guilty=1)
+def gloo_barrier(rank: int, folder: Path) -> None:
+    if rank == 0:
+        dist.monitored_barrier(timeout=timedelta(seconds=1))
+    else:
+        time.sleep(1.5)
+        os._exit(0)
+
+
+@reproduces("gloo-barrier", num_ranks=3)
+def gloo_barrier_all(rank: int, folder: Path) -> None:
+    if rank == 0:
+        dist.monitored_barrier(timeout=timedelta(seconds=1), wait_all_ranks=True)
+    else:
+        time.sleep(1.5)
+        os._exit(0)
+
+
+@reproduces("collective-mismatch", num_ranks=2)
+def collective_mismatch(rank: int, folder: Path) -> None:
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    group = dist.new_group(backend="gloo")
+    if rank == 0:
+        dist.all_reduce(torch.ones(4), group=group)
+    else:
+        dist.broadcast(torch.ones(4), src=0, group=group)
+
+
+@reproduces("collective-mismatch", num_ranks=2)
+def collective_size(rank: int, folder: Path) -> None:
+    dist.all_reduce(torch.ones(4 * (rank + 1)))
+
+
+@reproduces("gloo-interface")
+def gloo_interface(rank: int, folder: Path) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth77"
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@reproduces("launch-ranks-missing")
+def launch_ranks_missing_file(rank: int, folder: Path) -> None:
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=2, timeout=timedelta(seconds=1))
+
+
+@reproduces("gloo-unsupported", num_ranks=2)
+def gloo_unsupported(rank: int, folder: Path) -> None:
+    dist.all_reduce(torch.ones(4, dtype=torch.int16))
+
+
+@reproduces("group-shapes", num_ranks=2)
+def group_shapes(rank: int, folder: Path) -> None:
+    dist.all_gather_into_tensor(torch.ones(7), torch.ones(4))
+
+
+@reproduces("group-shapes", num_ranks=2)
+def group_sizes(rank: int, folder: Path) -> None:
+    dist.all_gather([torch.ones(2), torch.ones(3)], torch.ones(2))
+
+
+@reproduces("group-rank", num_ranks=2)
+def group_rank(rank: int, folder: Path) -> None:
+    dist.broadcast(torch.ones(4), src=5)
+
+
+@reproduces("nccl-missing")
+def nccl_missing(rank: int, folder: Path) -> None:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@reproduces("nccl-wrong-device-tensor")
+def nccl_wrong_device_tensor(rank: int, folder: Path) -> None:
+    dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(4))
+
+
+@reproduces("launch-route")
+def launch_route(rank: int, folder: Path) -> None:
+    raise OSError(113, os.strerror(113))

@@ -1,0 +1,194 @@
+"""Programs that are started wrongly, or ended from outside."""
+
+import argparse
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.explain.reproducers import reproduces
+
+SECOND = timedelta(seconds=1)
+
+
+@reproduces("launch-environment")
+def launch_environment(rank: int, folder: Path) -> None:
+    os.environ.pop("RANK", None)
+    dist.init_process_group("gloo")
+
+
+@reproduces("launch-environment")
+def launch_environment_key(rank: int, folder: Path) -> None:
+    os.environ.pop("LOCAL_RANK", None)
+    int(os.environ["LOCAL_RANK"])
+
+
+@reproduces("launch-port")
+def launch_port(rank: int, folder: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        dist.TCPStore("127.0.0.1", taken.getsockname()[1], 1, is_master=True, timeout=SECOND)
+
+
+@reproduces("launch-client-timeout")
+def launch_client_timeout(rank: int, folder: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=SECOND)
+
+
+@reproduces("launch-ranks-missing")
+def launch_ranks_missing(rank: int, folder: Path) -> None:
+    dist.TCPStore("127.0.0.1", 0, 3, is_master=True, timeout=SECOND)
+
+
+@reproduces("launch-rendezvous")
+def launch_rendezvous(rank: int, folder: Path) -> None:
+    from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+
+    raise RendezvousTimeoutError("")
+
+
+@reproduces("launch-name")
+def launch_name(rank: int, folder: Path) -> None:
+    socket.getaddrinfo("no-such-node.invalid", 29500)
+
+
+@reproduces("launch-local-rank-flag")
+def launch_local_rank_flag(rank: int, folder: Path) -> None:
+    parser = argparse.ArgumentParser(prog="train.py")
+    parser.add_argument("--epochs")
+    parser.parse_args(["--local-rank=1"])
+
+
+@reproduces("launch-arguments")
+def launch_arguments(rank: int, folder: Path) -> None:
+    argparse.ArgumentParser(prog="train.py").parse_args(["--nproc_per_node=2"])
+
+
+@reproduces("launch-no-group")
+def launch_no_group(rank: int, folder: Path) -> None:
+    torch.utils.data.DistributedSampler(range(10))  # type: ignore[arg-type]
+
+
+@reproduces("launch-no-group")
+def launch_no_group_barrier(rank: int, folder: Path) -> None:
+    dist.barrier()
+
+
+@reproduces("launch-group-twice", group=True)
+def launch_group_twice(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@reproduces("launch-spawn-guard")
+def launch_spawn_guard(rank: int, folder: Path) -> None:
+    script = folder / "train.py"
+    script.write_text(
+        "import multiprocessing as mp\n"
+        "p = mp.get_context('spawn').Process(target=print)\np.start()\np.join()\n"
+    )
+    subprocess.run([sys.executable, "-S", str(script)], check=False)
+
+
+@reproduces("launch-import")
+def launch_import(rank: int, folder: Path) -> None:
+    import no_such_package  # type: ignore[import-not-found]  # noqa: F401
+
+
+@reproduces("launch-rank-range")
+def launch_rank_range(rank: int, folder: Path) -> None:
+    torch.utils.data.DistributedSampler(range(10), num_replicas=2, rank=2)  # type: ignore[arg-type]
+
+
+@reproduces("launch-command")
+def launch_command(rank: int, folder: Path) -> None:
+    subprocess.run(["bash", "-c", "no-such-torchrun train.py"], check=False)
+
+
+@reproduces("launch-command")
+def launch_command_file(rank: int, folder: Path) -> None:
+    subprocess.run([sys.executable, "-S", "no_such_train.py"], check=False)
+
+
+@reproduces("stop-sighup")
+def stop_sighup(rank: int, folder: Path) -> None:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    raise SignalException(f"Process {os.getpid()} got signal: 1", sigval=signal.SIGHUP)
+
+
+@reproduces("stop-sigterm")
+def stop_sigterm(rank: int, folder: Path) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+
+
+@reproduces("stop-interrupt")
+def stop_interrupt(rank: int, folder: Path) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    signal.pause()
+
+
+@reproduces("stop-aborted")
+def stop_aborted(rank: int, folder: Path) -> None:
+    os.abort()
+
+
+@reproduces("killed-sigkill")
+def killed_sigkill(rank: int, folder: Path) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@reproduces("killed-sigkill", num_ranks=2, guilty=1)
+def killed_sigkill_peer(rank: int, folder: Path) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(4))
+
+
+@reproduces("killed-segfault")
+def killed_segfault(rank: int, folder: Path) -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+@reproduces("killed-segfault")
+def killed_segfault_faulthandler(rank: int, folder: Path) -> None:
+    import ctypes
+    import faulthandler
+
+    faulthandler.enable()
+    ctypes.string_at(0)
+
+
+@reproduces("killed-bus")
+def killed_bus(rank: int, folder: Path) -> None:
+    os.kill(os.getpid(), signal.SIGBUS)
+
+
+def _fail_with_key(index: int) -> None:
+    raise KeyError(f"shard {index}")
+
+
+@reproduces("python-keyerror", guilty=0)
+def spawned_key_error(rank: int, folder: Path) -> None:
+    torch.multiprocessing.start_processes(_fail_with_key, nprocs=1, start_method="fork")
+
+
+@reproduces("openmp-threads")
+def openmp_threads(rank: int, folder: Path) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@reproduces("data-pickle")
+def data_pickle(rank: int, folder: Path) -> None:
+    multiprocessing.get_context("spawn").Process(target=lambda: None).start()

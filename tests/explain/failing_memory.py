@@ -1,0 +1,115 @@
+"""Programs that run out of memory, or raise errors of Python's own types."""
+
+import json
+import resource
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.explain.reproducers import reproduces
+
+
+@reproduces("memory-host")
+def memory_host(rank: int, folder: Path) -> None:
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+@reproduces("memory-host")
+def memory_host_python(rank: int, folder: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
+    bytearray(2**40)
+
+
+@reproduces("memory-gpu")
+def memory_gpu(rank: int, folder: Path) -> None:
+    raise torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB "
+        "of which 1.19 GiB is free."
+    )
+
+
+def _train(rank: int) -> None:
+    batch = {"image": torch.ones(4)}
+    if rank == 1:
+        batch["label"]
+    dist.all_reduce(batch["image"])
+
+
+@reproduces("python-keyerror", num_ranks=2, guilty=1)
+def python_key_error_on_one(rank: int, folder: Path) -> None:
+    _train(rank)
+
+
+@reproduces("python-indexerror", num_ranks=2)
+def python_index_error_on_all(rank: int, folder: Path) -> None:
+    [1, 2][rank + 2]
+
+
+@reproduces("python-valueerror", num_ranks=2, guilty=0)
+def python_value_error_on_rank_0(rank: int, folder: Path) -> None:
+    if rank == 0:
+        raise ValueError("learning rate must be positive")
+    dist.barrier()
+
+
+@reproduces("python-raised", num_ranks=2, guilty=1)
+def python_own_class(rank: int, folder: Path) -> None:
+    class TokenizerDrift(Exception):
+        pass
+
+    if rank == 1:
+        raise TokenizerDrift("vocabulary has 32001 entries, checkpoint 32000")
+    dist.barrier()
+
+
+@reproduces("python-zerodivisionerror", num_ranks=2, guilty=1)
+def python_chained(rank: int, folder: Path) -> None:
+    if rank == 1:
+        try:
+            1 / (rank - 1)
+        except ZeroDivisionError as error:
+            raise RuntimeError("validation failed") from error
+    dist.barrier()
+
+
+@reproduces("python-jsondecodeerror")
+def python_json(rank: int, folder: Path) -> None:
+    json.loads("{")
+
+
+@reproduces("python-recursionerror")
+def python_recursion(rank: int, folder: Path) -> None:
+    def deeper() -> None:
+        deeper()
+
+    deeper()
+
+
+@reproduces("python-assertionerror")
+def python_assertion(rank: int, folder: Path) -> None:
+    assert not folder.exists(), "the folder is there"
+
+
+@reproduces("python-attributeerror")
+def python_attribute(rank: int, folder: Path) -> None:
+    None.shape  # type: ignore[attr-defined]  # noqa: B018
+
+
+@reproduces("python-typeerror")
+def python_type(rank: int, folder: Path) -> None:
+    torch.nn.Linear(4)  # type: ignore[call-arg]
+
+
+@reproduces("python-stopiteration")
+def python_stop_iteration(rank: int, folder: Path) -> None:
+    next(iter([]))
+
+
+@reproduces("DDP-S02")
+def own_codes(rank: int, folder: Path) -> None:
+    from hardened_ddp.errors import OutOfMemoryError
+
+    error = OutOfMemoryError("rank 1, step 412, backward, samples [3, 4]", fix="lower --batch_size")
+    print(f"08:00:00 [rank 1] ERROR {error}")
+    raise SystemExit(1)

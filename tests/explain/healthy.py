@@ -1,0 +1,83 @@
+"""Logs of runs that ended well, with all that looks like a failure and is none."""
+# ruff: noqa: E501  -- WHY: lines of logs stand here as they are
+
+_BARS = "".join(
+    f"\rEpoch 1:  {i}%|###       | {i}/100 [00:0{i % 10}<00:20, 4.1it/s, loss=0.{i}]"
+    for i in range(10, 99)
+)
+_ADVICE = (
+    "W1122 08:08:33.123000 99 torch/distributed/run.py:792] Setting OMP_NUM_THREADS environment "
+    "variable for each process to be 1 in default, to avoid your system being overloaded"
+)
+_LIGHTNING = """GPU available: True (cuda), used: True
+TPU available: False, using: 0 TPU cores
+Initializing distributed: GLOBAL_RANK: 0, MEMBER: 1/8
+----------------------------------------------------------------------------------------------------
+distributed_backend=nccl
+All distributed processes registered. Starting with 8 processes
+----------------------------------------------------------------------------------------------------
+LOCAL_RANK: 0 - CUDA_VISIBLE_DEVICES: [0,1,2,3,4,5,6,7]
+  | Name  | Type   | Params | Mode
+/env/lib/python3.11/site-packages/lightning/x.py:1: PossibleUserWarning: The dataloader does not have many workers
+Epoch 9: 100%|##########| 100/100 [00:03<00:00, v_num=0]
+`Trainer.fit` stopped: `max_epochs=10` reached.
+"""
+_UNUSED = (
+    "[rank0]:[W1122 reducer.cpp:1400] Warning: find_unused_parameters=True was specified in DDP "
+    "constructor, but did not find any unused parameters in the forward pass. This flag results "
+    "in an "
+    "extra traversal of the autograd graph every iteration, which can adversely affect "
+    "performance. "
+    "(function operator())"
+)
+_SLURM = """srun: job 4711 queued and waiting for resources
+srun: job 4711 has been allocated resources
+0: epoch 1 loss 0.3
+1: epoch 1 loss 0.3
+0: Training finished
+"""
+
+LOGS = {
+    "progress bars": _BARS + "\n",
+    "bars at the end of the line": _BARS.replace("\r", "\n") + "\n",
+    "lightning": _LIGHTNING,
+    "trainer": "{'loss': 0.41, 'grad_norm': 2.1, 'learning_rate': 2e-05, 'epoch': 0.9}\n"
+    "{'eval_loss': 0.5, 'eval_runtime': 3.1, 'epoch': 1.0}\n{'train_runtime': 12.1, 'epoch': "
+    "3.0}\n",
+    "accelerate": "The following values were not passed to `accelerate launch` and had defaults used "
+    "instead:\n\t`--num_processes` was set to a value of `2`\nepoch 0: {'accuracy': 0.84}\n",
+    "torchrun's advice": _ADVICE + "\nepoch 1 loss 0.3\n",
+    "unused parameters that are none": _UNUSED + "\nepoch 1 loss 0.3\n",
+    "slurm": _SLURM,
+    "error as a metric": "step 10 train_error 0.31 val_error=0.29 error: 0.30\n" * 50,
+    "a metric called failed": "tests failed: 0, passed: 31\n",
+    "nccl info": "node1:21:40 [0] NCCL INFO NET/IB : No device found.\n"
+    "node1:21:40 [0] NCCL INFO Failed to open libibverbs.so[.1]\n"
+    "node1:21:40 [0] NCCL INFO comm 0x55 rank 0 nranks 8 cudaDev 0 - Init COMPLETE\n",
+    "process group left": "[rank0]:[W1122 08:08:33.1 ProcessGroupNCCL.cpp:1496] Warning: WARNING: "
+    "destroy_process_group() was not called before program exit, which can leak resources.\n",
+    "tokenizers": "huggingface/tokenizers: The current process just got forked, after parallelism has "
+    "already been used. Disabling parallelism to avoid deadlocks...\n",
+    "skipped steps": "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n",
+    "dynamo": "W1122 08:08:33.1 99 torch/_dynamo/convert_frame.py:906] [0/8] torch._dynamo hit "
+    "config.recompile_limit (8)\n",
+    "barrier's device": "[rank0]:[W1122 08:08:33.1 ProcessGroupNCCL.cpp:4561] [PG ID 0 PG GUID 0 Rank 0] "
+    " using GPU 0 to perform barrier as device used by this process is currently unknown. This can "
+    "potentially cause a hang if this rank to GPU mapping is incorrect.\n",
+    "a retried download": "WARNING:urllib3:Retrying (Retry(total=4)) after connection broken by "
+    "'ReadTimeoutError': /x\nepoch 1 loss 0.3\nTraining complete\n",
+    "exception that was ignored": "Exception ignored in: <function _f at 0x7f>\n"
+    'Traceback (most recent call last):\n  File "/opt/env/lib/python3.11/x.py", line 3, in _f\n'
+    "    f()\nOSError: handle is closed\nepoch 2 loss 0.2\nTraining finished\n",
+    "optional package": "Could not import flash_attn: No module named flash_attn; using sdpa\n"
+    "step 1 loss 3.0\n",
+    "this suite": "08:00:00 epoch 1/1 | loss 0.31 | accuracy 91.20% | 12.1 s\n"
+    "08:00:01 finished: 60 steps in 12 s; the best checkpoint is runs/first/checkpoints/best\n",
+    "deprecation": "/opt/env/lib/python3.11/site-packages/torch/x.py:1: FutureWarning: "
+    "`torch.cuda.amp.autocast(args...)` is deprecated.\n  with torch.cuda.amp.autocast():\n",
+    "empty": "",
+    "deepspeed": "[2026-11-22 08:08:33,123] [INFO] [launch.py:351:main] Process 12 exits "
+    "successfully.\n",
+    "fsdp warnings": "[rank1]: /opt/env/lib/python3.11/site-packages/torch/distributed/fsdp/x.py:1: "
+    "UserWarning: FSDP.state_dict_type() is being deprecated.\n[rank1]: step 3 loss 1.2\n",
+}

@@ -1,0 +1,350 @@
+"""explain on composed logs: causes, ranks, forms of logs, healthy logs, and what is not a log."""
+
+import gzip
+import pickle
+import random
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import ddp_training
+from hardened_ddp.diagnosis.explain.catalogue import CAUSES
+from hardened_ddp.diagnosis.explain.events import Tier
+from hardened_ddp.diagnosis.explain.matching import Matcher, literal_of
+from tests.explain import healthy
+from tests.explain.composed import LOGS, PEER, Composed, block_of, log_of, timeouts, traceback_of
+from tests.explain.explained import code_of, explain, explain_text, rank_of
+from tests.explain.variants import FORMS
+from tests.processes import ROOT, clean_environment
+
+SPOKEN_BY_RANK = 3
+KEY_ERROR = traceback_of("KeyError: 'label'")
+
+
+def of_rank(rank: int, lines: list[str]) -> list[str]:
+    return [f"[rank{rank}]: {line}" for line in lines]
+
+
+def joined(*parts: list[str]) -> str:
+    return "\n".join(line for part in parts for line in part) + "\n"
+
+
+class TestCatalogue:
+    def test_it_has_the_causes_of_all_families(self) -> None:
+        others = [cause for cause in CAUSES if not cause.code.startswith(("DDP-", "python-"))]
+        assert len(others) >= 150
+        assert len({cause.code for cause in CAUSES}) == len(CAUSES)
+
+    def test_every_phrase_can_be_looked_for_and_compiled(self) -> None:
+        for cause in CAUSES:
+            for phrase in cause.phrases:
+                assert literal_of(phrase)
+                re.compile(phrase)
+
+    def test_a_cause_has_a_reproducer_or_the_reason_why_not(self) -> None:
+        composed = {case.code for case in LOGS} | {"nccl-timeout", "collective-missing"}
+        for cause in CAUSES:
+            assert bool(cause.test) != bool(cause.no_test), cause.code
+            is_noise = cause.tier in (Tier.ADVICE, Tier.TEARDOWN, Tier.MISMATCH)
+            assert cause.test or is_noise or cause.code in composed, cause.code
+
+    def test_a_cause_says_what_to_do_outside_of_this_suite(self) -> None:
+        for cause in CAUSES:
+            assert cause.why, cause.code
+            assert cause.confirm, cause.code
+            assert cause.source, cause.code
+            assert len(cause.fix.plain) > 10, cause.code
+
+    def test_the_first_search_finds_every_line_that_a_phrase_matches(self) -> None:
+        words = Matcher(CAUSES).words()
+        for case in LOGS:
+            text = case.text.encode()
+            assert any(word in text for word in words), case.code
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_cause_is_found_in_every_form_of_its_log(form: str, tmp_path: Path) -> None:
+    wrong = []
+    for case in LOGS:
+        found = explain_text(FORMS[form](log_of(case, rank=SPOKEN_BY_RANK, other=5)), tmp_path)
+        rank = rank_of(found)
+        if code_of(found) != case.code or not is_right(case, rank, form):
+            wrong.append(f"{case.code}: {code_of(found)}, rank {rank}")
+    assert not wrong
+
+
+def is_right(case: Composed, rank: int | None, form: str) -> bool:
+    if case.code == "nccl-store-get":
+        return rank == 0
+    if not case.is_raised or (form == "cut at the top" and rank is None):
+        return rank is None or form in ("srun on one task", "torchrun tee", "mpirun")
+    return rank == (SPOKEN_BY_RANK if case.names_rank else None)
+
+
+class TestRanks:
+    """Who is guilty: only what the evidence names."""
+
+    def test_the_first_exception_and_not_the_rank_that_lost_it(self, tmp_path: Path) -> None:
+        text = joined(of_rank(0, traceback_of(PEER)), of_rank(5, KEY_ERROR))
+        found = explain_text(text, tmp_path)
+        assert (code_of(found), rank_of(found)) == ("python-keyerror", 5)
+        assert "train.py:37" in found["cause"]["sentence"]
+
+    def test_lines_of_ranks_that_alternate(self, tmp_path: Path) -> None:
+        echo, root = of_rank(0, traceback_of(PEER)), of_rank(2, KEY_ERROR)
+        text = joined([line for pair in zip(echo, root, strict=False) for line in pair])
+        found = explain_text(text, tmp_path)
+        assert (code_of(found), rank_of(found)) == ("python-keyerror", 2)
+
+    def test_the_same_error_on_all_ranks_accuses_nobody(self, tmp_path: Path) -> None:
+        text = joined(*(of_rank(rank, KEY_ERROR) for rank in range(8)))
+        found = explain_text(text, tmp_path)
+        assert (code_of(found), rank_of(found)) == ("python-keyerror", None)
+
+    def test_without_prefixes_the_only_failed_process_is_named(self, tmp_path: Path) -> None:
+        text = joined(KEY_ERROR) + block_of({3: 1}, root=3)
+        found = explain_text(text, tmp_path)
+        assert (rank_of(found), found["guilty"]["host"]) == (3, "node1")
+
+    def test_without_prefixes_several_failed_processes_name_none(self, tmp_path: Path) -> None:
+        text = joined(KEY_ERROR, traceback_of(PEER)) + block_of({0: 1, 3: 1}, root=0)
+        found = explain_text(text, tmp_path)
+        assert (code_of(found), rank_of(found)) == ("python-keyerror", None)
+
+    def test_a_killed_rank_comes_before_the_echo_of_the_others(self, tmp_path: Path) -> None:
+        text = joined(of_rank(0, traceback_of(PEER))) + block_of({0: 1, 1: -9}, root=1)
+        found = explain_text(text, tmp_path)
+        assert (code_of(found), rank_of(found)) == ("killed-sigkill", 1)
+
+    def test_the_kernels_pid_leads_to_the_rank(self, tmp_path: Path) -> None:
+        oom = "[811.123456] Out of memory: Killed process 4001 (python) total-vm:8kB"
+        found = explain_text(block_of({0: 1, 1: -9}, root=0) + oom + "\n", tmp_path)
+        assert (code_of(found), rank_of(found)) == ("memory-kernel-oom", 1)
+
+    def test_the_rank_that_is_missing_at_a_timeout(self, tmp_path: Path) -> None:
+        seqs = {rank: 808 for rank in range(8) if rank != 6}
+        found = explain_text(timeouts(seqs, world_size=8), tmp_path)
+        assert (code_of(found), rank_of(found)) == ("nccl-timeout", 6)
+
+    def test_a_rank_whose_line_was_cut_off_is_not_called_missing(self, tmp_path: Path) -> None:
+        text = timeouts({rank: 808 for rank in range(8)}, world_size=8)
+        found = explain_text("\n".join(text.splitlines()[:9]), tmp_path)
+        assert (code_of(found), rank_of(found)) == ("nccl-timeout", None)
+
+    def test_the_lowest_sequence_number_is_behind(self, tmp_path: Path) -> None:
+        found = explain_text(timeouts({0: 90, 1: 90, 2: 88, 3: 90}, world_size=4), tmp_path)
+        assert (code_of(found), rank_of(found)) == ("nccl-timeout", 2)
+
+    def test_another_size_at_one_number_is_a_mismatch_and_accuses_nobody(
+        self, tmp_path: Path
+    ) -> None:
+        text = timeouts({0: 90, 1: 90}, world_size=2)
+        lines = [
+            line.replace("NumelIn=9801523", "NumelIn=7") if "[rank1]" in line else line
+            for line in text.splitlines()
+        ]
+        found = explain_text("\n".join(lines), tmp_path)
+        assert (code_of(found), rank_of(found)) == ("collective-mismatch", None)
+
+    def test_a_list_of_ranks_is_taken_as_it_is(self, tmp_path: Path) -> None:
+        last = "RuntimeError: [Rank 0]: Ranks 4, 5 failed to pass monitoredBarrier in 60000 ms"
+        found = explain_text(joined(of_rank(0, traceback_of(last))), tmp_path)
+        assert (code_of(found), rank_of(found)) == ("gloo-barrier", None)
+        assert found["cause"]["sentence"].startswith("Ranks 4, 5")
+        one = last.replace("Ranks 4, 5", "Rank 4")
+        assert rank_of(explain_text(joined(of_rank(0, traceback_of(one))), tmp_path)) == 4
+
+    def test_ranks_of_a_sub_group_are_not_those_of_the_job(self, tmp_path: Path) -> None:
+        text = timeouts({0: 90, 1: 90, 3: 90}, world_size=8)
+        text = text.replace("PG ID 0 PG GUID 0(default_pg)", "PG ID 5 PG GUID 37(TENSOR)")
+        assert rank_of(explain_text(re.sub(r"\[rank\d\]:", "", text), tmp_path)) is None
+
+    def test_a_root_later_in_the_file_is_found(self, tmp_path: Path) -> None:
+        text = timeouts({0: 90, 1: 90}, world_size=3) + joined(of_rank(2, KEY_ERROR))
+        found = explain_text(text, tmp_path)
+        assert (code_of(found), rank_of(found)) == ("python-keyerror", 2)
+        assert found["echoes"] > 2
+
+    def test_srun_that_ends_the_others_is_a_consequence(self, tmp_path: Path) -> None:
+        text = (
+            "srun: error: n1: task 3: Exited with exit code 1\n"
+            "srun: Terminating StepId=12.0\n"
+            "srun: error: n1: tasks 0-2: Killed\n"
+        )
+        found = explain_text(joined([f"3: {line}" for line in KEY_ERROR]) + text, tmp_path)
+        assert (code_of(found), rank_of(found)) == ("python-keyerror", 3)
+
+
+class TestFiles:
+    def test_a_folder_of_torchruns_logs(self, tmp_path: Path) -> None:
+        for rank, text in ((0, joined(traceback_of(PEER))), (1, joined(KEY_ERROR))):
+            folder = tmp_path / "none_abc" / "attempt_0" / str(rank)
+            folder.mkdir(parents=True)
+            (folder / "stderr.log").write_text(text)
+        found = explain(tmp_path)
+        assert (code_of(found), rank_of(found)) == ("python-keyerror", 1)
+
+    def test_a_file_for_each_slurm_task(self, tmp_path: Path) -> None:
+        (tmp_path / "4711_0.out").write_text(joined(traceback_of(PEER)))
+        (tmp_path / "4711_1.out").write_text(joined(KEY_ERROR))
+        assert rank_of(explain(tmp_path)) == 1
+
+    def test_a_job_of_an_array_is_no_rank(self, tmp_path: Path) -> None:
+        found = explain_text(joined(KEY_ERROR), tmp_path, name="4711_3.out")
+        assert (code_of(found), rank_of(found)) == ("python-keyerror", None)
+
+    def test_an_error_file_of_torch_elastic(self, tmp_path: Path) -> None:
+        folder = tmp_path / "attempt_0" / "1"
+        folder.mkdir(parents=True)
+        stack = "\\n".join(KEY_ERROR).replace('"', '\\"')
+        (folder / "error.json").write_text(
+            f'{{"message": {{"message": "x", "extraInfo": {{"py_callstack": "{stack}"}}}}}}'
+        )
+        found = explain(folder / "error.json")
+        assert (code_of(found), rank_of(found)) == ("python-keyerror", 1)
+
+    @pytest.mark.parametrize(("newest", "guilty"), [((7, 7, 6), 2), ((7, 7, 7), None)])
+    def test_flight_recorder_dumps_name_the_rank_that_is_behind(
+        self, newest: tuple[int, ...], guilty: int | None, tmp_path: Path
+    ) -> None:
+        for rank, last in enumerate(newest):
+            entries = [
+                {
+                    "collective_seq_id": seq,
+                    "profiling_name": "nccl:all_reduce",
+                    "state": "completed" if seq < 7 else "started",
+                    "input_sizes": [[4, 8]],
+                    "process_group": ("0", "default_pg"),
+                }
+                for seq in range(3, last + 1)
+            ]
+            dump = {"version": "2.10", "entries": entries}
+            (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump))
+        found = explain(tmp_path)
+        assert (code_of(found), rank_of(found)) == ("nccl-timeout", guilty)
+
+    def test_a_pickle_with_code_in_it_is_not_run(self, tmp_path: Path) -> None:
+        class Bad:
+            def __reduce__(self) -> tuple[object, ...]:
+                return (Path.touch, (tmp_path / "ran",))
+
+        (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps({"entries": [Bad()]}))
+        explain(tmp_path / "nccl_trace_rank_0")
+        assert not (tmp_path / "ran").exists()
+
+    def test_the_verdict_of_a_hang_of_our_run(self, tmp_path: Path) -> None:
+        folder = tmp_path / "hangs" / "1"
+        folder.mkdir(parents=True)
+        text = "rank 1, step 412, data, sample 9912, 63 s; ranks 0 and 2 wait in all-reduce"
+        (folder / "verdict.txt").write_text(text + "\n")
+        found = explain(tmp_path)
+        assert (code_of(found), rank_of(found)) == ("DDP-G05", 1)
+
+    def test_gzip_utf_16_and_a_box_of_rich(self, tmp_path: Path) -> None:
+        text = joined(KEY_ERROR)
+        (tmp_path / "a.log.gz").write_bytes(gzip.compress(text.encode()))
+        (tmp_path / "b.log").write_bytes(text.encode("utf-16"))
+        box = (
+            "╭───── Traceback (most recent call last) ─────╮\n"
+            "│ /home/ana/train.py:12 in main               │\n"
+            "│ ❱ 12 │   batch['label']                     │\n"
+            "╰─────────────────────────────────────────────╯\n"
+            "KeyError: 'label'\n"
+        )
+        (tmp_path / "c.log").write_text(box)
+        for name in ("a.log.gz", "b.log", "c.log"):
+            assert code_of(explain(tmp_path / name)) == "python-keyerror", name
+
+    def test_standard_input(self) -> None:
+        done = subprocess.run(
+            [sys.executable, "ddp_training.py", "explain", "-", "--json"],
+            cwd=ROOT,
+            env=clean_environment(),
+            input=joined(of_rank(1, KEY_ERROR)),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0
+        assert '"python-keyerror"' in done.stdout
+
+    def test_it_starts_without_torch(self) -> None:
+        code = (
+            "import sys; sys.argv = ['x', 'explain', 'README.md']; import ddp_training\n"
+            "ddp_training.main(); sys.exit('torch' in sys.modules)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=clean_environment(), timeout=60
+        )
+        assert done.returncode == 0
+
+    def test_what_can_not_be_read_has_its_own_status(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert ddp_training.main(["explain", str(tmp_path / "none.log")]) == 2
+        assert "none.log can't be read" in capsys.readouterr().err
+        assert ddp_training.main(["explain", str(tmp_path)]) == 2
+        (tmp_path / "cut.gz").write_bytes(gzip.compress(b"x" * 9999)[:20])
+        assert ddp_training.main(["explain", str(tmp_path / "cut.gz")]) == 2
+
+
+class TestHealthy:
+    @pytest.mark.parametrize("name", healthy.LOGS)
+    def test_a_healthy_log_is_not_called_failed(self, name: str, tmp_path: Path) -> None:
+        found = explain_text(healthy.LOGS[name], tmp_path)
+        assert found["verdict"] == "healthy"
+        assert found["cause"] is None
+
+    def test_there_are_enough(self) -> None:
+        assert len(healthy.LOGS) >= 20
+
+
+class TestUnknown:
+    def test_the_first_exception_of_each_rank_is_listed(self, tmp_path: Path) -> None:
+        last = "acme.engine.DriftDetected: vocabulary changed"
+        lines = traceback_of(last)
+        found = explain_text(joined(of_rank(2, lines), of_rank(0, traceback_of(PEER))), tmp_path)
+        assert found["verdict"] == "unknown"
+        assert rank_of(found) == 2
+        assert [e["rank"] for e in found["exceptions"]] == [2, 0]
+
+    def test_a_failed_process_without_a_message(self, tmp_path: Path) -> None:
+        found = explain_text(block_of({3: 1}, root=3), tmp_path)
+        assert found["verdict"] == "unknown"
+
+
+class TestFuzz:
+    @pytest.mark.parametrize("seed", range(4))
+    def test_random_bytes_never_raise(self, seed: int, tmp_path: Path) -> None:
+        chance = random.Random(seed)
+        text = joined(of_rank(1, KEY_ERROR)) + timeouts({0: 1, 1: 2}, world_size=2)
+        data = bytearray((text + block_of({1: -9}, root=1)).encode() * 4)
+        for _ in range(400):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        for _ in range(20):
+            start = chance.randrange(len(data))
+            del data[start : start + chance.randrange(40)]
+        log = tmp_path / "broken.log"
+        log.write_bytes(bytes(data) + chance.randbytes(50_000))
+        explain(log)
+
+    def test_a_line_of_10_mb(self, tmp_path: Path) -> None:
+        log = tmp_path / "long.log"
+        log.write_bytes(b"x" * 10_000_000 + b"\n" + joined(KEY_ERROR).encode())
+        assert code_of(explain(log)) == "python-keyerror"
+
+    @pytest.mark.slow
+    def test_200_mb_of_training_output_around_it(self, tmp_path: Path) -> None:
+        log = tmp_path / "large.log"
+        line = b"epoch 3 step 123 | loss 2.345 | lr 3e-4 | grad_norm 1.2 | tokens/s 123456\n"
+        half = line * (100_000_000 // len(line))
+        log.write_bytes(half + joined(of_rank(1, KEY_ERROR)).encode() + half)
+        started = time.process_time()
+        found = explain(log)
+        assert (code_of(found), rank_of(found)) == ("python-keyerror", 1)
+        assert time.process_time() - started < 60
+        assert found["evidence"][0]["line"] == len(half) // len(line) + len(KEY_ERROR)
