@@ -113,7 +113,7 @@ class Collectives:
             return None
         by_rank = {work.rank: work for work in works}
         seqs = {work.seq for work in works}
-        if len(seqs) == 1 and len(works) > 1:
+        if len(seqs) == 1 and len(works) > 1 and _NO_SEQ not in seqs:
             differing = self._mismatch(works)
             if differing:
                 return differing
@@ -127,7 +127,11 @@ class Collectives:
         )
         if lagging:
             text = f"{_ranks(lagging)} had not started the collective that the others wait in"
-            return Finding("missing", tuple(lagging), text, tuple(works), is_sure=True)
+            num_known = len(by_rank) + len(lagging)
+            # WHY: of the ranks that say nothing, others may be behind, too
+            is_whole = num_known == (world_size or max(*by_rank, *lagging) + 1)
+            named = tuple(lagging) if is_whole else ()
+            return Finding("missing", named, text, tuple(works), is_sure=is_whole)
         missing = self._missing(works, world_size)
         if missing:
             is_sure = world_size is not None

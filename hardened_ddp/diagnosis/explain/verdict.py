@@ -115,7 +115,7 @@ def _mismatch(finding: Finding) -> Event:
 def _exit_events(evidence: Evidence) -> list[Event]:
     """Make events of processes that a signal ended."""
     events = []
-    others_failed = any(e.status > 0 for e in evidence.exits.exits)
+    others_failed = any(e.status not in (0, _FORCED) for e in evidence.exits.exits)
     for ended in evidence.exits.exits:
         code = _OF_SIGNAL.get(ended.status)
         if code is None:
