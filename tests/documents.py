@@ -12,12 +12,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from hardened_ddp.diagnosis.explain.catalogue import FAMILIES
+from hardened_ddp.diagnosis.explain.matching import literal_of
 from hardened_ddp.settings.record import names_of, template, yaml_word
 from hardened_ddp.settings.schema import SETTINGS, TITLES, limits
 from tests.processes import ROOT
 
 README, TROUBLES = "README.md", "DDP_TROUBLESHOOTING.md"
 GLOSSARY, READING = "docs/GLOSSARY.md", "docs/READING_ORDER.md"
+CAUSES = "docs/CAUSES.md"
 CONCEPTS, DRILLS = "docs/CONCEPTS.md", "docs/DRILLS.md"
 OWN_TRAINING = "docs/OWN_TRAINING.md"
 DOCUMENTS = (README, TROUBLES, GLOSSARY, READING, CONCEPTS, DRILLS, OWN_TRAINING)
@@ -37,6 +40,7 @@ ONE_LINERS = {
     "pyproject.toml": "Settings of ruff, mypy and pytest.",
     "Makefile": "make check, quick, test, format.",
     ".ci/run": "What every change must pass: make check.",
+    "docs/CAUSES.md": "The causes that explain knows: what stands in the log, and the fix.",
     "docs/CONCEPTS.md": "How data parallel training works, for students.",
     ".ci/components.sh": "Installs MPI and Slurm for the tests, where it can.",
     "docs/OWN_TRAINING.md": "Your own optimizer, schedule, parameter groups and batches.",
@@ -93,9 +97,32 @@ def layout_tree() -> str:
     return "\n".join([*lines, "```", ""])
 
 
+def causes_table() -> str:
+    """Write the catalogue of explain as an index: what stands in the log, and what it means."""
+    lines = []
+    for family, causes in FAMILIES.items():
+        if family == "This suite":
+            continue
+        lines += [f"### {family}", "", "| in the log | cause | fix outside this suite |"]
+        lines += ["| --- | --- | --- |"]
+        for cause in causes:
+            said = ", ".join(f"`{spoken(phrase)}`" for phrase in cause.phrases[:2])
+            said = said or f"`{cause.code.removeprefix('python-')}`"
+            cells = (said, f"{cause.title} ({cause.code})", cause.fix.plain)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def spoken(phrase: str) -> str:
+    """Give the text of a phrase that a person can search for."""
+    return literal_of(phrase).strip().replace("`", "'")
+
+
 def rendered(readme: str, *, only: str = "") -> str:
     """Give README.md with its generated parts made anew."""
     makers = {"generated: settings": settings_tables, "generated: layout": layout_tree}
+    makers["generated: causes"] = causes_table
 
     def part(match: re.Match[str]) -> str:
         what = match[1]
@@ -173,4 +200,5 @@ def commands_of(document: str) -> Iterator[str]:
 
 if __name__ == "__main__":
     (ROOT / "config.yaml").write_text(template(), encoding="utf-8")
-    (ROOT / README).write_text(rendered(text_of(README)), encoding="utf-8")
+    for document in (README, CAUSES):
+        (ROOT / document).write_text(rendered(text_of(document)), encoding="utf-8")
