@@ -267,6 +267,7 @@ def test_a_stop_file_ends_the_run_with_a_checkpoint(tmp_path: Path, world_size: 
     assert summary["status"] == "stopped"
     saved = sorted((metrics.parent / "checkpoints").glob("step-*"))
     assert int(saved[-1].name.removeprefix("step-")) == summary["step"]
+    assert not (metrics.parent / STOP_FILE).exists(), "the run that continues would stop at once"
 
 
 def tell_notice() -> str:
