@@ -145,11 +145,12 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--shards", type=int, default=64)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows, found = Rows(options.samples), {}
-    for model in MODELS:
+    for model in options.models:
         for says in (True, False):
             loaders = [map_loader(rows), stream_loader(rows, options.shards, says=says)]
             runs = [epoch_of(loader, model) for loader in loaders]

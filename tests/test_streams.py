@@ -130,6 +130,21 @@ def test_a_stream_with_another_number_of_shards_is_refused(tmp_path: Path) -> No
     assert "Traceback" not in done.output
 
 
+def test_a_file_that_changed_since_the_checkpoint_is_named(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("".join(f"{name} {i * 'x'}\n" for i in range(40)))
+    argv: list[str | Path] = ["--cpu_only", "--dataset", f"text:{tmp_path}/*.txt", "--model", "mlp"]
+    argv += ["--lr_schedule", "constant", "--output_dir", tmp_path / "runs", "--epochs", "2"]
+    argv += arguments(transform="tests.plugins:length_of", num_classes=2, num_shards=4)
+    train([*argv, "--max_steps", "2"]).ok()
+    with (tmp_path / "b.txt").open("a") as file:
+        file.write("one more line\n")
+    done = train([*argv, "--resume", only_run(tmp_path / "runs"), "--max_steps", "0"])
+    assert any(done.statuses)
+    assert "of the stream's files b.txt has changed (" in done.output
+    assert "Traceback" not in done.output
+
+
 def test_evaluate_counts_each_sample_of_a_test_stream_once(tmp_path: Path) -> None:
     train([*STEADY, "--output_dir", tmp_path, "--epochs", "1"], 2).ok()
     done = train(["evaluate", only_run(tmp_path)], 2).ok()

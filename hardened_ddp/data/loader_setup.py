@@ -19,7 +19,7 @@ from hardened_ddp.data.shard_loader import HeldSamples, ShardLoader
 from hardened_ddp.data.shard_sampler import ShardSampler
 from hardened_ddp.data.stream_views import StreamInOrder, StreamView
 from hardened_ddp.data.workers import WorkerPlan, plan_workers
-from hardened_ddp.errors import DataError
+from hardened_ddp.errors import CheckpointMismatchError, DataError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.settings.config import Config
@@ -44,7 +44,8 @@ def build_sampler(
     """Build what deals the samples to steps and ranks. Rank-local.
 
     Of a map-style dataset it is a DistributedSampler: each rank gets its share of every window of
-    global_batch samples. Of a stream it stands where the checkpoint does. Raises DataError.
+    global_batch samples. Of a stream it stands where the checkpoint does. Raises DataError, or
+    CheckpointMismatchError if it is not the stream of the checkpoint.
     """
     how: dict[str, Any] = {  # Any: numbers and flags
         "num_replicas": launch.world_size,
@@ -73,7 +74,14 @@ def build_sampler(
             launch.world_size,
             launch.world_size,
         )
-    if saved is not None and not sampler.problems_with(saved.get("stream")):  # else: check_fits
+    if saved is not None:
+        if problems := sampler.problems_with(saved.get("stream")):
+            raise CheckpointMismatchError(
+                f"the checkpoint of step {saved['step']} belongs to another run: "
+                + "; ".join(problems),
+                fix="resume with the data and the settings of that run, or start afresh with "
+                "--resume never",
+            )
         sampler.restore(saved["stream"], epoch=int(saved["epoch"]), cursor=int(saved["cursor"]))
     return sampler
 
