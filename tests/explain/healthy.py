@@ -73,6 +73,8 @@ LOGS = {
     "step 1 loss 3.0\n",
     "this suite": "08:00:00 epoch 1/1 | loss 0.31 | accuracy 91.20% | 12.1 s\n"
     "08:00:01 finished: 60 steps in 12 s; the best checkpoint is runs/first/checkpoints/best\n",
+    "a step that was retried": "08:00:00 WARNING retrying step 4: rank 1, step 4, samples [3]: the loss "
+    "is nan\n08:00:01 epoch 1/3 | loss 0.31\n",
     "deprecation": "/opt/env/lib/python3.11/site-packages/torch/x.py:1: FutureWarning: "
     "`torch.cuda.amp.autocast(args...)` is deprecated.\n  with torch.cuda.amp.autocast():\n",
     "empty": "",

@@ -28,6 +28,9 @@ _ERROR_LINE = re.compile(
     r"^(?:\S+: )?(?:fatal|FATAL|[Ee]rror|ERROR|CRITICAL|E:|Fatal error)\b[ :\]]"
     r"|^(?:srun|slurmstepd|sbatch|mpirun|docker|\w+\.py): (?:fatal|error)"
 )
+_RETRIED = re.compile(r"\b[Rr]etry(?:ing)?\b|\bWARNING\b")
+"""What a program says when it goes on."""
+
 _SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
 _BOX = ("\u2502", "\u2503", "\u256d", "\u2570")
 _LAUNCHER_TYPES = {
@@ -201,8 +204,9 @@ class Collector:
             ranks=_named(match),
             host=line.host,
             fields=match.fields,
+            is_weak=bool(_RETRIED.search(line.raw)),
         )
-        self._keep(event, (_named(match),))
+        self._keep(event, (_named(match), event.is_weak))
 
     def _take_loose(self, line: Line) -> None:
         """An exception's last line alone, or a line that a program calls an error."""

@@ -70,6 +70,8 @@ def judge(evidence: Evidence) -> Verdict:
         if evidence.ends_well and not failed:
             return Verdict(kind="healthy", num_echoes=total)
         return _unknown(evidence, events, total)
+    if root.is_weak and root.kind == "message" and not failed:
+        return Verdict(kind="healthy", num_echoes=total)
     if root.is_weak and root.raised is not None and not failed and not root.raised.frames:
         return _unknown(evidence, events, total)
     if root.cause is None:
