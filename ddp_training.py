@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # WHY so few imports here: these need no torch, so --help and wrong flags answer at once.
-from hardened_ddp.errors import CrashLoopError, HardenedError, NonFiniteError
+from hardened_ddp.errors import ConfigError, CrashLoopError, HardenedError, NonFiniteError
+from hardened_ddp.ranks.error_file import is_told_by_another_rank, write_error_file
 from hardened_ddp.ranks.launch import (
     Launch,
     environment,
@@ -97,7 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run_ranks(settings, launch, lambda group: evaluate(settings, group, output))
         return run_ranks(settings, launch, lambda group: train(settings, group), trains=True)
     except HardenedError as error:
-        print(f"ddp_training.py: error {error}", file=sys.stderr)
+        if not (isinstance(error, ConfigError) and is_told_by_another_rank(environment())):
+            print(f"ddp_training.py: error {error}", file=sys.stderr)
+        write_error_file(error, environment())
         return error.exit_status
     except KeyboardInterrupt:  # while torch is imported or the ranks meet: nothing to save yet
         print("ddp_training.py: stopped before training began", file=sys.stderr)
@@ -149,10 +152,15 @@ def run_ranks(
             group.close()
     except HardenedError as error:
         log.error("%s", error)
+        for raised in (error, error.__cause__):
+            for note in getattr(raised, "__notes__", ()):
+                log.error("%s", note)
+        write_error_file(error, environment())
         if isinstance(error, CrashLoopError):
             stop_launcher(launch)
         return error.exit_status
-    except Exception:
+    except Exception as error:
+        write_error_file(error, environment())
         log.exception("[DDP-X01] an error that this program does not know; its traceback:")
         return HardenedError.exit_status
     finally:
@@ -206,6 +214,8 @@ def train(settings: Resolved, group: Group) -> int:
             watch.close()  # if a rank hung: this waits for the verdict, and the process ends
             # This rank failed, or another one: a surviving rank saves the last completed step.
             save_as_survivor(error, run.stepper, run.saver, run.folder)
+            if group.launch.is_main:
+                error.add_note(f"why: python ddp_training.py explain {folder.folder}")
             raise
         finally:
             run.close(status)  # on every path: what is on its way to the disk gets there
