@@ -6,7 +6,7 @@
     python ddp_training.py evaluate RUN             how good is each class? JSON and a table
     python ddp_training.py explain LOG              why did this job fail? of any DDP program
     python ddp_training.py doctor                   what is wrong with this machine?
-    python ddp_training.py audit --source train.py  what is silently wrong in your own script?
+    python ddp_training.py audit -- COMMAND         what is silently wrong in your own program?
     python ddp_training.py drill NAME               does a run survive this fault here?
 
 Read from main() down, in the order of the run: settings, launch, process group, run folder, data,
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if request.command == "audit":
             from hardened_ddp.diagnosis.audit.command import run_audit
 
-            return run_audit(request, output=sys.stdout)
+            return run_audit(request, output=sys.stdout, env=environment())
         if request.command == "drill":
             from drills.command import run_drills
 

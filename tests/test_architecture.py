@@ -63,7 +63,10 @@ HARMLESS += " torch.distributed.*Store torch.distributed.*Store.* torch.distribu
 HARMLESS += " torch.distributed.elastic.* torch.distributed.run"
 OWNERS = {
     HARMLESS: "*",
-    "os.environ os.environb os.getenv os.putenv os.unsetenv os.getenvb": "ranks/launch.py",
+    # diagnosis/audit/injected/: it runs inside of a foreign program
+    "os.environ os.environb os.getenv os.putenv os.unsetenv os.getenvb": (
+        "ranks/launch.py diagnosis/audit/injected/*"
+    ),
     "torch.distributed.*.DistributedDataParallel torch.nn.parallel.*": (
         "model/replica.py model/buckets.py model/comm_hook.py"
     ),
@@ -78,7 +81,8 @@ OWNERS = {
     "signal.signal signal.set_wakeup_fd signal.siginterrupt": "guard/stop.py",
     "threading.Thread threading.Timer _thread.* concurrent.futures.Thread*": (
         "guard/watchdog.py guard/hang.py checkpoint/snapshot.py reporting/* data/worker_pool.py "
-        "ranks/patience.py ranks/parent.py training/lock_heartbeat.py"
+        "ranks/patience.py ranks/parent.py training/lock_heartbeat.py "
+        "diagnosis/audit/injected/*"
     ),
     "print": "reporting/* diagnosis/* drills/* ddp_training.py",
     "sys.exit exit quit SystemExit": "ddp_training.py",

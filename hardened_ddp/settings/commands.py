@@ -73,11 +73,19 @@ COMMANDS: Mapping[str, Command] = {
         takes_settings=True,
     ),
     "audit": Command(
-        text="Read the source of any DDP program, and report what is silently wrong in it.",
+        text="Run any DDP program under observation, or read its source, and report what is "
+        "silently wrong in it.",
         options=(
-            Option(name="source", text="Python file to read; nothing is run."),
+            Option(name="steps", text="Optimizer steps to observe on each rank.", default="50"),
+            Option(
+                name="hang_after",
+                text="Seconds without progress on any rank after which the program counts as hung.",
+                default="20",
+            ),
+            Option(name="source", text="Python file to read instead; nothing is run."),
             Option(name="json", text="Print the report as JSON.", is_switch=True),
         ),
+        takes_program=True,
     ),
     "drill": Command(
         text="Inject a fault into a run on this machine, and check how the run ends.",

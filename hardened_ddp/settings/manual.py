@@ -78,7 +78,8 @@ def _command_help(name: str, command: Command) -> str:
         usage.append("[-- PROGRAM ...]")
         text = "The command line of the program to run, such as torchrun and what follows it."
         entries.append(_entry("-- PROGRAM ...", text))
-    blocks = [" ".join(usage) + "\n", command.text + "\n"]
+    lines = wrapped(" ".join(map(unbroken, usage)), width=WIDTH - len("usage: "))
+    blocks = ["\n       ".join(lines) + "\n", command.text + "\n"]
     return "\n".join([*blocks, "".join(entries)] if entries else blocks)
 
 

@@ -9,6 +9,7 @@ import os
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 from hardened_ddp.diagnosis.audit.catalogue import CATALOGUE, Severity
 
@@ -43,6 +44,19 @@ class Verdict:
     @property
     def place(self) -> str:
         return f"{shown_path(self.file)}:{self.line}" if self.file else ""
+
+
+class Place(TypedDict):
+    """The keyword arguments file and line of a Verdict."""
+
+    file: str
+    line: int
+
+
+def at(place: str) -> Place:
+    """Split FILE:LINE, as a record has it; an empty one stays empty."""
+    file, _, line = place.rpartition(":")
+    return {"file": file, "line": int(line)} if line.isdigit() else {"file": "", "line": 0}
 
 
 def shown_path(path: str) -> str:

@@ -1,0 +1,154 @@
+"""The records of an observed program, by rank: what injected/ wrote, read back.
+
+Owns reading: whole and while the program runs. A line that is not complete yet is left for later.
+Does not own: what the fields of a record mean to a verdict (the judges).
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]  # Any: JSON; injected/ says which kind has which fields
+_OF_RANKS = frozenset(("step", "init", "optimizer", "pass", "ddp", "by_hand"))
+"""Kinds that only a training process has."""
+
+
+class Rank:
+    """What one rank did, by kind, in order."""
+
+    def __init__(self, number: int, process: Record) -> None:
+        self.number, self.process = number, process
+        self._kinds: dict[str, list[Record]] = defaultdict(list)
+
+    def add(self, record: Record) -> None:
+        self._kinds[record["k"]].append(record)
+
+    def all(self, kind: str) -> list[Record]:
+        """List the records of a kind."""
+        return self._kinds.get(kind, [])
+
+    def last(self, kind: str) -> Record | None:
+        records = self.all(kind)
+        return records[-1] if records else None
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether it came to its end without an exception."""
+        end = self.last("exit")
+        return end is not None and not end["error"] and not end["code"]
+
+    @property
+    def step_count(self) -> int:
+        """Steps of the optimizer that did most."""
+        return max((step["n"] for step in self.all("step")), default=0)
+
+
+class Ranks:
+    """All ranks of a program."""
+
+    def __init__(self, ranks: dict[int, Rank]) -> None:
+        self.by_number = dict(sorted(ranks.items()))
+        declared = [init["world"] for rank in self for init in rank.all("init")]
+        given = [int(rank.process["world"] or 1) for rank in self]
+        self.world_size = max([len(ranks), *declared, *given], default=0)
+
+    def __iter__(self) -> Iterator[Rank]:
+        return iter(self.by_number.values())
+
+    def __len__(self) -> int:
+        return len(self.by_number)
+
+    @property
+    def first(self) -> Rank:
+        return next(iter(self))
+
+    @property
+    def are_sharded(self) -> bool:
+        """Whether each rank holds another part of the model, so that weights differ rightly."""
+        return any(record["is_sharded"] for rank in self for record in rank.all("optimizer"))
+
+    @property
+    def train_together(self) -> bool:
+        return any(rank.all("init") for rank in self)
+
+
+def read_ranks(folder: Path) -> Ranks:
+    """Read the records of all processes. A process that is no rank belongs to its parent's rank."""
+    files = [read_file(path) for path in sorted(folder.glob("p*.jsonl"))]
+    ranks: dict[int, Rank] = {}
+    by_pid: dict[int, Rank] = {}
+    others = []
+    for records in sorted((f for f in files if f), key=lambda f: float(f[0]["t"])):
+        process = records[0]
+        if not any(record["k"] in _OF_RANKS for record in records):
+            others.append(records)
+            continue
+        number = _number_of(records, taken=ranks)
+        rank = ranks.setdefault(number, Rank(number, process))  # a restarted rank: one of both
+        by_pid[process["pid"]] = rank
+        for record in records:
+            rank.add(record)
+    for records in others:
+        parent = by_pid.get(records[0]["parent"])
+        for record in records if parent else ():
+            if parent and record["k"] == "augment":
+                parent.add(record)
+    return Ranks(ranks)
+
+
+def _number_of(records: list[Record], *, taken: dict[int, Rank]) -> int:
+    """Give the rank of a process: by its process group, else by the launcher, else the next."""
+    declared = [record["rank"] for record in records if record["k"] == "init"]
+    if declared:
+        return int(declared[0])
+    given = records[0]["rank"]
+    return int(given) if given is not None and given.isdigit() else len(taken)
+
+
+def read_file(path: Path) -> list[Record]:
+    """Read the complete lines of one file."""
+    found = []
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # cut by a full disk
+            continue
+    return found if found and found[0].get("k") == "process" else []
+
+
+class Follower:
+    """Reads one file as it grows: how far its process is."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._place = 0
+        self.pid = int(path.stem.removeprefix("p"))
+        self.num_steps = 0
+        self.num_passes = 0
+        self.is_rank = False
+        self.has_ended = False
+        self.stalls: list[Record] = []
+        """The last records, if they are stalls."""
+
+        self.heard_at = 0.0
+
+    def follow(self, now: float) -> None:
+        """Read what is new. now: seconds of any clock."""
+        with self._path.open("rb") as file:
+            file.seek(self._place)
+            new = file.read()
+        complete = new[: new.rfind(b"\n") + 1]
+        self._place += len(complete)
+        for line in complete.splitlines():
+            record = json.loads(line)
+            kind = record["k"]
+            self.heard_at = now
+            self.is_rank = self.is_rank or kind in _OF_RANKS
+            if kind in ("step", "by_hand"):
+                self.num_steps = max(self.num_steps, record["n"])
+            elif kind == "pass":
+                self.num_passes = max(self.num_passes, record["number"] + 1)
+            self.has_ended = kind == "exit"
+            self.stalls = [*self.stalls, record] if kind == "stall" else []

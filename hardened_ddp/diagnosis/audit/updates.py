@@ -1,0 +1,291 @@
+"""Judges the optimizer's steps: zeroed gradients, their scale, clipping, parameters that stay put.
+
+The ranks agree on these, so one rank tells; but clipping before the all-reduce shows only between
+ranks.
+"""
+
+import ast
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+from hardened_ddp.diagnosis.audit.records import Rank, Ranks, Record
+from hardened_ddp.diagnosis.audit.script import names_in
+from hardened_ddp.diagnosis.audit.verdict import Verdict, at
+from hardened_ddp.diagnosis.audit.weights import MAX_NAMED, name_of
+
+ENOUGH = 2
+"""Sampled steps that must agree before anything is said."""
+
+CLOSE = 1e-3
+"""Relative: factors of a loss are products of few floats."""
+
+_WORLD = frozenset(("world", "num_processes", "nprocs", "n_gpu", "num_gpus", "ngpus")).union(
+    ("num_replicas", "n_ranks", "num_ranks")
+)
+
+
+def judge_updates(ranks: Ranks) -> Iterator[Verdict]:
+    """Yield what is wrong with the steps."""
+    rank = ranks.first
+    for optimizer in rank.all("optimizer"):
+        steps = [s for s in rank.all("step") if s["o"] == optimizer["o"] and "g" in s]
+        yield from _zeroing(steps)
+        yield from _scale(rank, steps, ranks)
+        if not ranks.are_sharded:
+            yield from _still(rank, optimizer, steps)
+    yield from _orphans(rank)
+    yield from _clipping(ranks)
+
+
+def _zeroing(steps: Sequence[Record]) -> Iterator[Verdict]:
+    """Yield gradients that are never emptied, or emptied between the parts of a step."""
+    later = [s for s in steps if s["n"] > 1 and s["num_looks"] and any(s["g"])]
+    if len(later) < ENOUGH:
+        return
+    if all(step["num_zero"] == 0 for step in later):
+        step = later[0]
+        yield Verdict(
+            code="gradients-not-zeroed",
+            sentence="the gradients are never set to zero: every step adds to those of all steps "
+            "before",
+            **at(step["backward_line"] or step["line"]),
+            evidence=(
+                f"at every backward of {len(later)} steps looked at, the gradients of the step "
+                "before were still there",
+                f"step: {step['line']}",
+            ),
+        )
+    elif all(
+        step["num_looks"] > 1
+        and step["num_zero"] == step["num_looks"] == step["batches"]
+        and len(step["backward_lines"]) == 1
+        for step in later
+    ):
+        step = later[0]
+        yield Verdict(
+            code="accumulation-lost",
+            sentence=f"{step['num_looks']} batches make a step, but the gradients are set to zero "
+            "before each of them: only the last one counts",
+            **at(step["backward_line"]),
+            evidence=(f"all {step['num_looks']} backwards of a step began with empty gradients",),
+        )
+
+
+def _scale(rank: Rank, steps: Sequence[Record], ranks: Ranks) -> Iterator[Verdict]:
+    """Yield gradients that are too large or too small by the accumulation or the world size."""
+    later = [s for s in steps if s["n"] > 1 and not s["has_closure"]] or list(steps)
+    readings = [reading for step in later if (reading := _reading(rank, step)) is not None]
+    if len(readings) < ENOUGH or len(set(readings)) != 1:
+        return
+    parts, factor = readings[0]
+    world, step = ranks.world_size, later[0]
+    file, _, _ = step["backward_line"].rpartition(":")
+    whole = factor * parts
+    seen = f"each loss is a mean, and is multiplied by {factor:.6g}; {parts} backwards make a step"
+    if parts > 1 and _is(whole, parts):
+        yield Verdict(
+            code="accumulation-not-divided",
+            sentence=f"{parts} batches make a step, and their losses are added up without a "
+            f"division: the gradients are {parts} times too large",
+            **at(step["backward_line"]),
+            evidence=(seen,),
+        )
+    elif parts > 1 and _is(whole, 1 / parts) and (line := _scaling_line(file, ())):
+        yield Verdict(
+            code="divided-twice",
+            sentence=f"the loss is divided by the {parts} batches of a step twice",
+            **at(line),
+            evidence=(seen,),
+        )
+    elif world > 1 and (_is(whole, world) or _is(whole, 1 / world)):
+        if _shares_outputs(rank) or not any(s["backwards"].get("sync") for s in steps):
+            return
+        if line := _scaling_line(file, _WORLD):
+            is_large = _is(whole, world)
+            yield Verdict(
+                code="scaled-by-world-size" if is_large else "divided-twice",
+                sentence="DDP averages the gradients over the ranks already; the program "
+                + (f"multiplies them by the {world} ranks" if is_large else "divides them again"),
+                **at(line),
+                evidence=(seen,),
+            )
+
+
+def _reading(rank: Rank, step: Record) -> tuple[int, float] | None:
+    """Give the number of batches of a step, and the factor of each; None if it is not sure."""
+    kinds = {kind for _, kind in step["factors"]}
+    values = {round(value / step["amp_scale"], 7) for value, _ in step["factors"]}
+    if kinds != {"mean"} or len(values) != 1 or len(step["backward_lines"]) != 1:
+        return None
+    number = step["backwards"]["all"]
+    if number > 1:
+        # WHY: several losses of one batch are added up rightly
+        inputs = [x for x in step["inputs"] if x is not None]
+        is_split = step["batches"] == number or (
+            not step["batches"] and len(set(inputs)) == min(number, 16)
+        )
+        if not is_split:
+            return None
+    factor: float = values.pop()
+    by_hand = step["ratio"]
+    is_clipped = any(step["n"] in clip["next_steps"].values() for clip in rank.all("clip"))
+    if by_hand is not None and not is_clipped:
+        factor *= by_hand * step["amp_scale"]
+    return number, round(factor, 6)
+
+
+def _is(value: float, wanted: float) -> bool:
+    return abs(value - wanted) <= CLOSE * abs(wanted)
+
+
+def _shares_outputs(rank: Rank) -> bool:
+    """Whether outputs are gathered in training: then a loss may rightly count for all ranks."""
+    return any("gather" in c["op"] or "reduce_scatter" in c["op"] for c in rank.all("collective"))
+
+
+def _scaling_line(file: str, words: Collection[str]) -> str:
+    """Find the line that multiplies or divides by what has one of these words in its name.
+
+    Without words: by anything but a plain number. Only a factor that was measured is looked for.
+    """
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8", errors="replace"))
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    aliases = {
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and _has(node.value, words)
+        for target in node.targets
+        for name in names_in(target)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.BinOp | ast.AugAssign) or not isinstance(
+            node.op, ast.Mult | ast.Div
+        ):
+            continue
+        sides = [node.right, node.left] if isinstance(node, ast.BinOp) else [node.value]
+        is_loss = any(
+            word in ast.unparse(node).lower() for word in ("loss", "grad", "criterion", "entropy")
+        )
+        for side in sides:
+            is_it = _has(side, words) or bool(names_in(side) & aliases) if words else True
+            if is_it and is_loss and not isinstance(side, ast.Constant):
+                return f"{file}:{node.lineno}"
+    calls = ("div_", "mul_", "div", "mul")
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        if node.func.attr in calls and node.args:
+            given = node.args[0]
+            if not words or _has(given, words) or names_in(given) & aliases:
+                return f"{file}:{node.lineno}"
+    return ""
+
+
+def _has(node: ast.AST, words: Collection[str]) -> bool:
+    return any(word in name.lower() for name in names_in(node) for word in words)
+
+
+def _still(rank: Rank, optimizer: Record, steps: Sequence[Record]) -> Iterator[Verdict]:
+    """Yield parameters of an optimizer that do not move."""
+    if len(steps) < 4:
+        return
+    every = [i for i, is_trained in enumerate(optimizer["trainable"]) if is_trained]
+    unused = [i for i in every if all(step["g"][i] is None for step in steps)]
+    stuck = {
+        i
+        for record in rank.all("still")
+        if record["o"] == optimizer["o"]
+        for i, rate in record["still"]
+        if i in every
+        and len({step["w"][i] for step in steps} | {optimizer["first"][i]}) == 1
+        and (rate != 0 or all(0 in step["lr"] for step in steps))
+    }
+    is_other = unused and not any(optimizer["in_ddp"][i] for i in unused) and rank.all("ddp")
+    if len(unused) == len(every) and is_other:
+        yield Verdict(
+            code="parameter-not-in-optimizer",
+            sentence="the optimizer holds the parameters of another model than the one that DDP "
+            "trains: it was made before the model was replaced",
+            **at(optimizer["line"]),
+            evidence=(f"none of its {len(unused)} parameters ever has a gradient",),
+        )
+    elif unused:
+        yield Verdict(
+            code="parameter-never-moves",
+            sentence=f"{_named(optimizer, unused)} never get a gradient: no loss depends on them",
+            **at(optimizer["line"]),
+            evidence=(f"{len(steps)} of {steps[-1]['n']} steps were looked at",),
+        )
+    if stuck:
+        rates = {rate for r in rank.all("still") for i, rate in r["still"] if i in stuck}
+        yield Verdict(
+            code="parameter-never-moves",
+            sentence=f"{_named(optimizer, sorted(stuck))} get gradients, but never change",
+            **at(optimizer["line"]),
+            evidence=(f"learning rate {', '.join(map(str, sorted(rates)))}",),
+        )
+
+
+def _named(optimizer: Record, indices: Sequence[int]) -> str:
+    names = ", ".join(name_of(optimizer, i) for i in indices[:MAX_NAMED])
+    more = len(indices) - MAX_NAMED
+    return names + (f" and {more} more parameters" if more > 0 else "")
+
+
+def _orphans(rank: Rank) -> Iterator[Verdict]:
+    """Yield parameters of the DDP model that no optimizer holds."""
+    looks = rank.all("still")
+    made = {record["o"]: record for record in rank.all("optimizer")}
+    if not looks:
+        return
+    names = [name for name in looks[-1]["orphans"] if name]
+    optimizer = made.get(looks[-1]["o"])
+    if names and optimizer:
+        shown = ", ".join(names[:MAX_NAMED])
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        yield Verdict(
+            code="parameter-not-in-optimizer",
+            sentence=f"{shown}{more}: trainable, but in no optimizer, so never updated",
+            **at(optimizer["line"]),
+            evidence=(f"{len(names)} parameters of the DDP model are in no optimizer",),
+        )
+
+
+def _clipping(ranks: Ranks) -> Iterator[Verdict]:
+    clips = [(rank, clip) for rank in ranks for clip in rank.all("clip")]
+    scaled = [clip for _, clip in clips if clip["is_scaled"]]
+    if len(scaled) >= ENOUGH:
+        yield Verdict(
+            code="clipped-before-unscale",
+            sentence="gradients are clipped while they are multiplied by the loss scale: the limit "
+            "is too small by that factor",
+            **at(scaled[0]["line"]),
+            evidence=(f"loss scale {scaled[0]['scale']:g}, and unscale_ was not called before",),
+        )
+    if ranks.are_sharded or len(ranks) < 2:
+        return
+    mine, yours = (rank.all("clip") for rank in list(ranks)[:2])
+    differing = [
+        a
+        for a, b in zip(mine, yours, strict=False)
+        if a["line"] == b["line"] and a["g"] != b["g"] and _are_averaged_later(ranks, a)
+    ]
+    if len(differing) >= ENOUGH:
+        yield Verdict(
+            code="clipped-before-all-reduce",
+            sentence="gradients are clipped on each rank before they are averaged: what is left "
+            "depends on how the batch is split",
+            **at(differing[0]["line"]),
+            evidence=("the gradients differ between ranks at the clipping, and not at the step",),
+        )
+
+
+def _are_averaged_later(ranks: Ranks, clip: Record) -> bool:
+    """Whether the ranks had equal gradients at the step that followed a clipping."""
+    pair = [
+        [s for s in rank.all("step") if s["n"] == clip["next_steps"].get(str(s["o"])) and "g" in s]
+        for rank in list(ranks)[:2]
+    ]
+    return all(pair) and all(a["g"] == b["g"] for a, b in zip(*pair, strict=False))

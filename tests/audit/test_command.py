@@ -1,0 +1,214 @@
+"""The command audit as it is typed: real launchers, what it prints, how it ends, what it leaves."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+import ddp_training
+from hardened_ddp.diagnosis.audit.injected.recorder import Recorder, user_line
+from hardened_ddp.diagnosis.audit.records import Follower, read_ranks
+from tests.audit.programs import MISTAKES, PLAIN, Case
+from tests.commands import Completed, run_command
+from tests.processes import ROOT
+from tests.ranks import free_port
+
+SPAWNED = PLAIN.replace("def main():\n", "def main(rank):\n    world_size = 2\n")
+SPAWNED = SPAWNED.replace('("gloo")', '("gloo", rank=rank, world_size=world_size)')
+SPAWNED = SPAWNED.replace("    rank, world_size = dist.get_rank(), dist.get_world_size()\n", "")
+SPAWNED = SPAWNED.replace(
+    "    main()\n",
+    '    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="PORT")\n'
+    "    torch.multiprocessing.spawn(main, nprocs=2)\n",
+)
+
+
+def launch(script: Path) -> list[str]:
+    port = free_port()
+    return ["torchrun", "--nproc_per_node=2", f"--master_port={port}", str(script)]
+
+
+def run_audit(
+    source: str, folder: Path, *options: str, env: Mapping[str, str] | None = None
+) -> Completed:
+    """Audit a program of two ranks with torchrun; its report is JSON."""
+    script = folder / "train.py"
+    script.write_text(source)
+    argv = ["python", ROOT / "ddp_training.py", "audit", "--json", *options]
+    return run_command(
+        [*argv, "--", *launch(script)], timeout_s=90, cwd=folder, env={**(env or {})}
+    )
+
+
+def planted(name: str) -> Case:
+    return next(case for case in MISTAKES if case.name == name)
+
+
+def test_a_healthy_program_ends_with_0_and_with_the_weights_of_a_run_without_audit(
+    tmp_path: Path,
+) -> None:
+    done = run_audit(PLAIN, tmp_path)
+    assert done.status == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["healthy"] is True
+    assert not [v for v in report["verdicts"] if v["severity"] != "advice"]
+    audited = torch.load(tmp_path / "model.pt", weights_only=True)
+    run_command(launch(tmp_path / "train.py"), timeout_s=60, cwd=tmp_path).ok()
+    plain = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert audited.keys() == plain.keys()
+    assert all(torch.equal(audited[name], plain[name]) for name in plain)
+
+
+@pytest.mark.slow
+def test_a_mistake_ends_with_1_and_text_names_line_evidence_and_fix(tmp_path: Path) -> None:
+    case = planted("bypass")
+    script = tmp_path / "train.py"
+    script.write_text(case.source())
+    argv = ["python", ROOT / "ddp_training.py", "audit", "--", *launch(script)]
+    done = run_command(argv, timeout_s=90, cwd=tmp_path)
+    assert done.status == 1, done.output
+    assert f"train.py:{case.line()}: error gradients-not-averaged" in done.stdout
+    assert "    seen: ranks 0 and 1, step 1:" in done.stdout
+    assert "    fix: " in done.stdout
+    assert "rank 0: 40, rank 1: 40" in done.stdout
+    assert "time of a step in ms" in done.stdout
+
+
+@pytest.mark.slow
+def test_ranks_that_spawn_starts_are_observed(tmp_path: Path) -> None:
+    source = SPAWNED.replace("PORT", str(free_port())).replace(
+        "(model(x), y)\n", "(model.module(x), y)  # here\n"
+    )
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    line = next(i for i, t in enumerate(source.splitlines(), 1) if "# here" in t)
+    argv = ["python", ROOT / "ddp_training.py", "audit", "--json", "--", "python", script]
+    done = run_command(argv, timeout_s=90, cwd=tmp_path)
+    assert done.status == 1, done.output
+    [verdict] = [v for v in json.loads(done.stdout)["verdicts"] if v["severity"] != "advice"]
+    assert (verdict["code"], verdict["line"]) == ("gradients-not-averaged", line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("planted", "codes"),
+    [
+        (
+            "        if rank == 0:\n            dist.barrier()  # here\n",
+            {"collectives-differ", "hang"},
+        ),
+        (
+            "        if rank == 1 and epoch == 1:\n            import time\n"
+            "            time.sleep(600)  # here\n",
+            {"hang"},
+        ),
+    ],
+    ids=["a barrier on one rank", "a rank that sleeps"],
+)
+def test_a_hang_is_ended_and_named_by_line(planted: str, codes: set[str], tmp_path: Path) -> None:
+    source = PLAIN.replace("        scheduler.step()\n", "        scheduler.step()\n" + planted)
+    line = next(i for i, t in enumerate(source.splitlines(), 1) if "# here" in t)
+    done = run_audit(source, tmp_path, "--hang_after", "4")
+    assert done.status == 1, done.output
+    mistakes = [v for v in json.loads(done.stdout)["verdicts"] if v["severity"] != "advice"]
+    assert len(mistakes) == 1, done.stdout
+    assert mistakes[0]["code"] in codes
+    assert mistakes[0]["line"] == line
+    assert any("rank 0" in fact for fact in mistakes[0]["evidence"])
+
+
+@pytest.mark.slow
+def test_a_long_program_is_ended_after_its_steps_and_leaves_no_process(tmp_path: Path) -> None:
+    # conftest.py fails the test if a process is left
+    source = PLAIN.replace("range(2)", "range(100000)")
+    done = run_audit(source, tmp_path, "--steps", "30")
+    assert done.status == 0, done.output
+    assert json.loads(done.stdout)["healthy"] is True
+
+
+@pytest.mark.slow
+def test_a_program_that_fails_before_training_was_not_observed(tmp_path: Path) -> None:
+    done = run_audit("import torch\nraise ValueError('no data')\n", tmp_path)
+    assert done.status == 2, done.output
+    assert json.loads(done.stdout) == {"verdicts": [], "healthy": False}
+    assert "could not observe" in done.stderr
+
+
+def test_a_program_that_does_not_exist_gives_one_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert ddp_training.main(["audit", "--", "no-such-launcher", "train.py"]) == 2
+    error = capsys.readouterr().err
+    assert "no-such-launcher can't be started" in error
+    assert "next: " in error
+
+
+@pytest.mark.parametrize("steps", ["0", "-3", "many"])
+def test_a_wrong_number_of_steps_gives_one_error(
+    steps: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ddp_training.main(["audit", f"--steps={steps}", "--", "true"]) == 2
+    assert "--steps" in capsys.readouterr().err
+
+
+def test_what_follows_the_dashes_is_the_programs_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ddp_training.main(["audit", "--", "true", "--help", "--steps", "x"]) == 2
+    assert "could not observe" in capsys.readouterr().err
+
+
+def test_a_sitecustomize_of_the_user_still_runs(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.own = 1\n")
+    argv = ["python", ROOT / "ddp_training.py", "audit", "--", "python", "-c"]
+    code = "import sys, os; assert sys.own == 1; assert 'hardened_ddp' not in sys.modules"
+    done = run_command([*argv, code], timeout_s=30, env={"PYTHONPATH": str(tmp_path)})
+    assert done.status == 2, done.output
+    assert "(its exit status: 0)" in done.stderr
+
+
+class TestRecorder:
+    def test_an_error_of_the_observer_is_recorded_and_not_raised(self, tmp_path: Path) -> None:
+        recorder = Recorder(str(tmp_path))
+
+        class Owner:
+            def act(self) -> int:
+                return 3
+
+        def fail(*args: object) -> None:
+            raise RuntimeError("own")
+
+        recorder.wrap(Owner, "act", before=fail, after=fail)
+        assert Owner().act() == 3
+        recorder.emit("init", rank=0, world=1)
+        [rank] = read_ranks(tmp_path)
+        assert [error["what"] for error in rank.all("error")] == ["RuntimeError('own')"] * 2
+
+    def test_an_exception_of_the_program_passes_through(self, tmp_path: Path) -> None:
+        recorder = Recorder(str(tmp_path))
+
+        class Owner:
+            def act(self) -> int:
+                raise KeyError("theirs")
+
+        recorder.wrap(Owner, "act", after=print)
+        with pytest.raises(KeyError, match="theirs"):
+            Owner().act()
+
+    def test_a_line_is_that_of_the_user(self) -> None:
+        assert user_line().startswith(f"{__file__}:")
+
+    def test_a_record_that_is_cut_is_left_for_later(self, tmp_path: Path) -> None:
+        path = tmp_path / f"p{os.getpid()}.jsonl"
+        recorder = Recorder(str(tmp_path))
+        recorder.emit("step", n=1)
+        follower = Follower(path)
+        with path.open("a") as file:
+            file.write('{"k": "step", "n"')
+        follower.follow(1.0)
+        assert follower.num_steps == 1
+        with path.open("a") as file:
+            file.write(": 2}\n")
+        follower.follow(2.0)
+        assert follower.num_steps == 2

@@ -1,0 +1,122 @@
+"""Programs with one planted mistake, which is found on its line, and healthy ones: not accused."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from hardened_ddp.diagnosis.audit.catalogue import OBSERVED
+from hardened_ddp.diagnosis.audit.judge import judge
+from hardened_ddp.diagnosis.audit.records import Ranks, read_ranks
+from hardened_ddp.diagnosis.audit.verdict import Verdict
+from tests.audit.programs import HEALTHY, MISTAKES, NEEDS, Case
+from tests.processes import PATIENCE, ROOT, clean_environment
+from tests.ranks import free_port
+
+LIMIT_S = 40
+
+
+class Zygote:
+    """The process that forks the ranks of each program."""
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        extra = os.environ.get("PYTHONPATH", "")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.audit.zygote", *packages],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=clean_environment(
+                {"PYTHONPATH": f"{ROOT}{os.pathsep}{extra}", "GLOO_SOCKET_IFNAME": "lo"}
+            ),
+        )
+
+    def run(self, script: Path, folder: Path) -> list[int]:
+        """Run a program on two ranks; give their exit statuses."""
+        request = {
+            "script": str(script),
+            "folder": str(folder),
+            "cwd": str(script.parent),
+            "world": 2,
+            "port": free_port(),
+            "timeout_s": LIMIT_S * PATIENCE,
+        }
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        statuses: list[int] = json.loads(self._process.stdout.readline())
+        return statuses
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=10 * PATIENCE)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    packages = [p for p in ("accelerate", "transformers") if importlib.util.find_spec(p)]
+    process = Zygote(packages if os.environ.get("AUDIT_PRELOAD") else [])
+    yield process
+    process.close()
+
+
+def audit(case: Case, zygote: Zygote, folder: Path) -> tuple[Ranks, list[Verdict], str]:
+    """Run a case; give its ranks, the verdicts, and what the ranks printed."""
+    needed = NEEDS.get(case.style, "torch")
+    if importlib.util.find_spec(needed) is None:
+        pytest.skip(f"{needed} is not installed")
+    records = folder / "records"
+    records.mkdir()
+    script = folder / "train.py"
+    script.write_text(case.source())
+    statuses = zygote.run(script, records)
+    logs = "\n".join(path.read_text(errors="replace") for path in records.glob("*.log"))
+    ranks = read_ranks(records)
+    assert statuses == [0, 0], logs
+    assert len(ranks) == 2, logs
+    assert not [e for rank in ranks for e in rank.all("error")]
+    return ranks, judge(ranks, hung=False), logs
+
+
+QUICK = {"the tutorial", "nanoGPT", "bypass", "set_epoch forgotten", "zero_grad forgotten"}
+
+
+def cases(some: Sequence[Case]) -> list[object]:
+    """Mark all but the quick cases as slow."""
+    return [
+        pytest.param(c, id=c.name, marks=() if c.name in QUICK else pytest.mark.slow) for c in some
+    ]
+
+
+@pytest.mark.parametrize("case", cases(HEALTHY))
+def test_a_healthy_program_is_not_accused(case: Case, zygote: Zygote, tmp_path: Path) -> None:
+    ranks, verdicts, _ = audit(case, zygote, tmp_path)
+    assert [f"{v.place} {v.code}: {v.sentence}" for v in verdicts if v.is_mistake] == []
+    assert all(rank.step_count >= 4 for rank in ranks)
+
+
+@pytest.mark.parametrize("case", cases(MISTAKES))
+def test_a_planted_mistake_is_found_on_its_line(case: Case, zygote: Zygote, tmp_path: Path) -> None:
+    _, verdicts, _ = audit(case, zygote, tmp_path)
+    told = [f"{v.severity} {v.place} {v.code}: {v.sentence} {v.evidence}" for v in verdicts]
+    mistakes = [v for v in verdicts if v.is_mistake]
+    assert [v.code for v in mistakes] == [case.code], told
+    assert (mistakes[0].file, mistakes[0].line) == (str(tmp_path / "train.py"), case.line()), told
+    assert mistakes[0].evidence
+
+
+def test_there_are_enough_programs_of_all_kinds() -> None:
+    assert len(MISTAKES) >= 30
+    assert len(HEALTHY) >= 15
+    assert {c.style for c in MISTAKES} == {c.style for c in HEALTHY}
+    assert {c.code for c in MISTAKES} <= set(OBSERVED)
