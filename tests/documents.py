@@ -23,7 +23,8 @@ GLOSSARY, READING = "docs/GLOSSARY.md", "docs/READING_ORDER.md"
 CAUSES = "docs/CAUSES.md"
 CONCEPTS, DRILLS = "docs/CONCEPTS.md", "docs/DRILLS.md"
 OWN_TRAINING = "docs/OWN_TRAINING.md"
-DOCUMENTS = (README, TROUBLES, GLOSSARY, READING, CONCEPTS, DRILLS, OWN_TRAINING)
+AUDIT = "docs/AUDIT.md"
+DOCUMENTS = (README, TROUBLES, GLOSSARY, READING, CONCEPTS, DRILLS, AUDIT, OWN_TRAINING)
 
 # What the tree says of files that can't say it themselves.
 ONE_LINERS = {
@@ -41,6 +42,7 @@ ONE_LINERS = {
     "Makefile": "make check, quick, test, format.",
     ".ci/run": "What every change must pass: make check.",
     "docs/CAUSES.md": "The causes that explain knows: what stands in the log, and the fix.",
+    "docs/AUDIT.md": "audit: what it sees in a DDP program, how, at what cost, and what not.",
     "docs/CONCEPTS.md": "How data parallel training works, for students.",
     ".ci/components.sh": "Installs MPI and Slurm for the tests, where it can.",
     "docs/OWN_TRAINING.md": "Your own optimizer, schedule, parameter groups and batches.",

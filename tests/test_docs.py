@@ -75,8 +75,9 @@ INSTEAD = {
     "./launch_examples.sh 1": "./launch_examples.sh 1 --dry-run",
     "tensorboard --logdir runs": "tensorboard --logdir runs --inspect",
 }
-# Commands of the script run on forked ranks, but for this one: no other test starts it for real.
+# Commands of the script run on forked ranks, but for these: no other test starts them for real.
 FOR_REAL = {"python ddp_training.py evaluate runs/first"}
+FOR_REAL |= {line for line in commands_of(README) if " audit " in line}
 # Commands that end with another status than 0, because the text says so.
 STATUSES = {
     'grep -h "DDP-" runs/first/logs/*.log | grep -v "DDP-G04"': 1,  # a good run has none
@@ -88,6 +89,7 @@ OTHER_PROGRAMS |= {"ntasks", "ntasks-per-node", "gpus-per-node", "partition", "n
 OURS = {"config", "help", "format", "output", "dry-run"}
 OURS |= {"width", "ranks"}  # of benchmarks/dp_vs_ddp.py; ranks of the command drill, too
 OURS |= {"table"}  # of the command drill
+OURS |= {"steps", "hang_after", "json", "source"}  # of the command audit
 OURS |= {"all", "soak"}  # of the tests
 OURS |= {"inspect", "nproc", "hosts"}  # of launchers/
 

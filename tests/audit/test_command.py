@@ -111,7 +111,7 @@ def test_ranks_that_spawn_starts_are_observed(tmp_path: Path) -> None:
 def test_a_hang_is_ended_and_named_by_line(planted: str, codes: set[str], tmp_path: Path) -> None:
     source = PLAIN.replace("        scheduler.step()\n", "        scheduler.step()\n" + planted)
     line = next(i for i, t in enumerate(source.splitlines(), 1) if "# here" in t)
-    done = run_audit(source, tmp_path, "--hang_after", "4")
+    done = run_audit(source, tmp_path, "--hang_after", "6")
     assert done.status == 1, done.output
     mistakes = [v for v in json.loads(done.stdout)["verdicts"] if v["severity"] != "advice"]
     assert len(mistakes) == 1, done.stdout

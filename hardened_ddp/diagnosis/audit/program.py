@@ -28,6 +28,9 @@ MORE_S = 10.0
 LEAVE_S = 3.0
 """A process gets so long after SIGTERM."""
 
+IDLE_STALLS, BUSY_STALLS = 2, 8
+"""So many times the patience at one line, and a rank that does not wait counts as stuck, too."""
+
 SURE_AFTER = 2.5
 """Times the patience: then a rank that computes or sleeps counts as stuck, too."""
 
@@ -107,12 +110,16 @@ def _hangs(ranks: Sequence[Follower], now: float, patience_s: float) -> bool:
     newest = [rank.stalls[-1] for rank in stuck]
     if all(record["waits"] for record in newest) and not mute:
         return True
-    # WHY twice: one rank may evaluate or compile while the others wait for it
-    is_still = all(
-        len(rank.stalls) >= 2 and rank.stalls[-1]["line"] == rank.stalls[-2]["line"]
-        for rank in stuck
-    )
+    # WHY again and again: one rank may import, compile or evaluate while the others wait for it
+    is_still = all(_is_still(rank) for rank in stuck)
     return is_still and (any(record["waits"] for record in newest) or len(rank_lines(newest)) == 1)
+
+
+def _is_still(rank: Follower) -> bool:
+    """Whether a rank stands at one line for long: longer, if it uses the CPU there."""
+    number = IDLE_STALLS if rank.stalls[-1]["is_idle"] else BUSY_STALLS
+    newest = rank.stalls[-number:]
+    return len(newest) == number and len(rank_lines(newest)) == 1
 
 
 def rank_lines(records: Sequence[Mapping[str, object]]) -> set[object]:

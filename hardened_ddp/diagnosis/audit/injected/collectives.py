@@ -141,6 +141,7 @@ class Collectives:
             line=user_line(frame),
             function=function,
             # Python's threads of this process use CPU too: only an idle one surely waits
+            is_idle=is_idle,
             waits=is_idle and (is_torch or function == "_engine_run_backward"),
             in_collective=self._depth > 0,
             in_backward=function == "_engine_run_backward",

@@ -12,7 +12,10 @@ from hardened_ddp.diagnosis.audit.injected.fingerprints import leaves, sample_ha
 from hardened_ddp.diagnosis.audit.injected.recorder import Foreign, Recorder, user_line
 
 MAX_PASSES, MAX_BATCHES, MAX_LEAVES = 4, 400, 4
-"""Of a loader, of a pass, of a batch: more is counted, and not hashed."""
+"""Of a loader, of a pass, of a batch: more is counted, and not recorded."""
+
+MAX_HASHED = 32
+"""Batches of a pass whose contents are hashed although their indices are known."""
 
 _ATTRIBUTE = "_hardened_ddp_audit"
 
@@ -130,13 +133,14 @@ class Loaders:
         self._num_batches[loader] = self._num_batches.get(loader, 0) + 1
         if number < MAX_PASSES and notes["num_batches"] <= MAX_BATCHES:
             is_plain = has_indices and all(type(i) is int for i in indices)
+            is_hashed = not is_plain or notes["num_batches"] <= MAX_HASHED
             self._recorder.emit(
                 "batch",
                 loader=loader,
                 number=number,
                 size=size,
                 indices=list(indices) if is_plain else None,
-                hashes=_hashes(parts[:MAX_LEAVES], size),
+                hashes=_hashes(parts[:MAX_LEAVES], size) if is_hashed else [],
             )
 
     @property

@@ -8,6 +8,12 @@ import sys
 from hardened_ddp.diagnosis.audit.injected.recorder import Foreign
 
 NUM_PROBES, NUM_VALUES = 3, 8
+MAX_EVERY = 256
+SAMPLING_SHARE = 0.03
+"""Of the time of a step: more than that, and fewer steps are sampled."""
+
+LOOKS_COST = 2
+"""Times the fingerprints' cost: that of all looks at a sampled step."""
 
 
 class Optimizer:
@@ -81,3 +87,11 @@ def is_compiling() -> bool:
 def rounded(seconds: float | None) -> float | None:
     """Shorten a time for a record."""
     return None if seconds is None else round(seconds, 6)
+
+
+def sampling_interval(used_s: float, *, step_s: float) -> int:
+    """Say that every n-th step is sampled, a power of two, if the fingerprints take used_s."""
+    every = 1
+    while every < MAX_EVERY and LOOKS_COST * used_s > every * SAMPLING_SHARE * step_s:
+        every *= 2
+    return every

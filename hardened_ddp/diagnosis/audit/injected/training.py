@@ -21,16 +21,13 @@ from hardened_ddp.diagnosis.audit.injected.optimizers import (
     probes_of,
     ratio,
     rounded,
+    sampling_interval,
 )
 from hardened_ddp.diagnosis.audit.injected.recorder import Foreign, Recorder, user_line
 from hardened_ddp.diagnosis.audit.injected.replicas import Replicas
 
 FIRST_STEPS = 4
 """All of them are sampled; then only as many as cost little."""
-
-MAX_EVERY = 256
-SAMPLING_SHARE = 0.04
-"""Of the time of a step: more than that, and fewer steps are sampled."""
 
 STILL_AT = (4, 16, 48)
 """Steps after which parameters that did not move are listed."""
@@ -52,7 +49,7 @@ class Training:
         self._every = 1
         self._inside: Foreign = None
         self._num_total = 0
-        self._last_step_at = 0.0
+        self._last_step_at = self._last_cpu_s = 0.0
         self._step_began_at = 0.0
         self._backward_s = 0.0
         self._counts: dict[str, int] = {}
@@ -143,14 +140,16 @@ class Training:
         ended = time.perf_counter()
         wall_s = ended - self._last_step_at if self._last_step_at else None
         inner_s = self._backward_s - self._backward_before_s
+        # WHY CPU time, of this thread: on a busy machine the clock shows what others do
+        step_cpu_s = time.process_time() - self._last_cpu_s
+        began_cpu_s = time.thread_time()
         fields: dict[str, Foreign] = {}
         if self.is_sampled:
             fields = self._sample(optimizer, known)
         line = user_line()
-        cost_s = time.perf_counter() - ended
         if known.num_steps == FIRST_STEPS and wall_s:
-            while self._every < MAX_EVERY and cost_s / self._every > SAMPLING_SHARE * wall_s:
-                self._every *= 2
+            used_s = time.thread_time() - began_cpu_s
+            self._every = sampling_interval(used_s, step_s=min(wall_s, step_cpu_s))
         self._recorder.emit(
             "step",
             o=known.number,
@@ -184,7 +183,7 @@ class Training:
         self.is_sampled = upcoming <= FIRST_STEPS or upcoming % self._every == 0
         self._replicas.is_sampled = self.is_sampled
         self._recorder.progress += 1
-        self._last_step_at = time.perf_counter()
+        self._last_step_at, self._last_cpu_s = time.perf_counter(), time.process_time()
 
     def _sample(self, optimizer: Foreign, known: Optimizer) -> dict[str, Foreign]:
         parameters = parameters_of(optimizer)
