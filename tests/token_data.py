@@ -1,11 +1,14 @@
 """Sequences with ragged labels, and small models for them: what tests of tasks train."""
 
+import os
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
+
+from tests.plugins import is_first_time
 
 VOCABULARY, LENGTH = 11, 9
 
@@ -63,3 +66,36 @@ class OwnLM(TinyLM):
         loss = cross_entropy(outputs, labels[:, self.shift :].flatten())
         found = {"loss": loss, "logits": logits}
         return {name: found[name] for name in self.names}
+
+
+class StumblingLM(TinyLM):
+    """Raises in one forward of one rank, once."""
+
+    def __init__(self, marker: str, forward_number: int = 9) -> None:
+        super().__init__(dropout=0.2)
+        self.marker, self.forward_number, self.num_forwards = marker, forward_number, 0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        is_here = os.environ.get("RANK", "0") == "1" and self.num_forwards == self.forward_number
+        if is_here and is_first_time(self.marker):
+            raise RuntimeError("stumbled")
+        return super().forward(ids)
+
+
+class Slopes(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Points with two numbers as their label."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        point = torch.randn(3, generator=torch.Generator().manual_seed(index))
+        return point, torch.stack([point.sum(), point[0] - 2 * point[1]])
+
+
+def slopes(train: bool) -> Slopes:
+    return Slopes(36 if train else 13)

@@ -1,0 +1,86 @@
+"""The promises hold for any task: resume, another number of ranks, a failing rank, evaluation."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_command, train
+from tests.run_folder import last_tensors, only_run, read_summary, samples_by_step
+
+Words = list[str | Path]
+STEADY: Words = ["--cpu_only", "--num_workers", "0", "--ledger", "--log_interval", "4"]
+STEADY += ["--epochs", "4", "--checkpoint_every_steps", "0", "--global_batch_size", "8"]
+TASKS: dict[str, Words] = {
+    "tokens": [
+        *("--dataset", "tests.token_data:sequences", "--task", "tokens"),
+        *("--model", "tests.token_data:TinyLM", "--model_args", "{dropout: 0.2}"),
+    ],
+    "regression": ["--dataset", "tests.token_data:slopes", "--model", "mlp"],
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_run_that_was_cut_goes_on_to_the_same_weights(task: str, tmp_path: Path) -> None:
+    argv = [*STEADY, *TASKS[task]]
+    train([*argv, "--output_dir", tmp_path / "whole"], 2).ok()
+    cut: Words = [*argv, "--output_dir", tmp_path / "cut", "--run_name", "run"]
+    train([*cut, "--max_steps", "7", "--lr_schedule", "constant"], 2).ok()
+    again: Words = ["--output_dir", tmp_path / "again", "--run_name", "run"]
+    train([*argv, *again, "--max_steps", "7", "--lr_schedule", "constant"], 2).ok()
+    assert last_tensors(tmp_path / "cut") == last_tensors(tmp_path / "again")
+    train([*argv, *again, "--max_steps", "20", "--lr_schedule", "constant"], 2).ok()
+    through: Words = ["--output_dir", tmp_path / "through", "--lr_schedule", "constant"]
+    train([*argv, *through, "--max_steps", "20"], 2).ok()
+    assert last_tensors(tmp_path / "again") == last_tensors(tmp_path / "through")
+    assert last_tensors(tmp_path / "again") != last_tensors(tmp_path / "cut")
+    assert samples_by_step(only_run(tmp_path / "again")) == samples_by_step(
+        only_run(tmp_path / "through")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_other_numbers_of_ranks_take_the_same_samples_and_measure_the_same(
+    task: str, tmp_path: Path
+) -> None:
+    argv = [*STEADY, *TASKS[task], "--lr_schedule", "constant", "--run_name", "run"]
+    changing: Words = [*argv, "--output_dir", tmp_path / "changing"]
+    for world_size, last in ((3, 7), (1, 12), (2, 0)):
+        train([*changing, "--max_steps", str(last)], world_size).ok()
+    train([*argv, "--output_dir", tmp_path / "alone"], 1).ok()
+    runs = [tmp_path / name / "run" for name in ("changing", "alone")]
+    assert samples_by_step(runs[0]) == samples_by_step(runs[1])
+    losses = [read_summary(run)["test_loss"] for run in runs]
+    assert losses[0] == pytest.approx(losses[1], rel=0.2 if task == "tokens" else 1e-3)
+    figures = []
+    for world_size in (1, 3):
+        output = tmp_path / f"{world_size}.json"
+        command = ["torchrun", "--standalone", f"--nproc_per_node={world_size}"]
+        command += ["ddp_training.py", "evaluate", str(runs[1]), "--output", str(output)]
+        text = run_command(command, timeout_s=90).ok().output
+        assert "13 samples" in text
+        figures.append(text.split("test set")[-1].split("report")[0])
+    assert figures[0] == figures[1]
+    assert ("perplexity" if task == "tokens" else "r2") in figures[0]
+
+
+def test_a_rank_that_fails_in_a_step_with_tokens_changes_no_weight(tmp_path: Path) -> None:
+    argv = [*STEADY, *TASKS["tokens"]]
+    argv[argv.index("tests.token_data:TinyLM")] = "tests.token_data:StumblingLM"
+    marker = tmp_path / "stumbled"
+    argv[argv.index("{dropout: 0.2}")] = f"{{marker: {marker}}}"
+    finished = train([*argv, "--output_dir", tmp_path / "once"], 2).ok()
+    assert "retrying step" in finished.outputs[0]
+    assert marker.exists()
+    train([*argv, "--output_dir", tmp_path / "undisturbed"], 2).ok()
+    assert last_tensors(tmp_path / "once") == last_tensors(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_the_regression_example_learns(tmp_path: Path) -> None:
+    argv: Words = ["--cpu_only", "--config", "examples/regression/config.yaml"]
+    train([*argv, "--output_dir", tmp_path], 2, timeout_s=120).ok()
+    summary = read_summary(only_run(tmp_path))
+    assert summary["test_r2"] >= 0.45
+    [best] = tmp_path.rglob("best.json")
+    assert '"metric": "r2"' in best.read_text(encoding="utf-8")
