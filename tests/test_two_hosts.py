@@ -362,6 +362,7 @@ def test_rank_0_tells_for_whom_it_waits(hosts: TwoHosts, tmp_path: Path) -> None
             timeout_s=15,
             what="word of the wait",
         )
+        assert len(waiting.stderr.splitlines()) == 1, "torch's warnings bury it"
         waiting.signal(signal.SIGINT)
         waiting.wait(timeout_s=20)
 

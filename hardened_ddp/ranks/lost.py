@@ -13,6 +13,7 @@ from hardened_ddp.ranks.group import LISTEN_LIMIT_S, Group
 # The error messages of gloo and NCCL when another rank died, left or no longer answers.
 # Times the number of ranks: one thread serves the store for all of them.
 _POLL_PER_RANK_S = 2e-4
+_LEAST_POLL_S = 0.02
 
 _LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Timed out waiting|Application timeout caused|"
@@ -50,4 +51,9 @@ def _await_failures(group: Group, *, limit_s: float = LISTEN_LIMIT_S) -> dict[in
         found = group.published_failures()
         if found or has_dead_peer or time.monotonic() > end:
             return found
-        time.sleep(max(0.02, _POLL_PER_RANK_S * group.world_size))
+        time.sleep(poll_s(group.world_size))
+
+
+def poll_s(world_size: int) -> float:
+    """Return how often one of so many ranks may ask the store."""
+    return max(_LEAST_POLL_S, _POLL_PER_RANK_S * world_size)

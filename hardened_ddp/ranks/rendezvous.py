@@ -34,8 +34,6 @@ from hardened_ddp.ranks.reach import Notices, await_listener, own_addresses
 POLL_S = 0.01
 # Times the number of ranks: how often each one asks whether its round is open.
 _POLL_PER_RANK_S = 1e-3
-# How often rank 0, while it waits, checks whether another rank reported a conflict.
-_LOOK_EVERY_S = 1.0
 _LEAST_CONNECT_S = 2.0
 _SHOWN = 16
 
@@ -107,12 +105,8 @@ def _open_round(store: dist.Store, launch: Launch, end: float, gpu: str) -> str 
     keys = [f"{round_id}/joined/{rank}" for rank in range(1, launch.world_size)]
     notices = Notices()
     while True:
-        rest_s = max(POLL_S, min(_LOOK_EVERY_S, end - time.monotonic()))
-        have_all_joined = True
-        try:
-            store.wait(keys, timedelta(seconds=rest_s))
-        except RuntimeError:
-            have_all_joined = False
+        # WHY not wait at the store: torch warns twice of each wait that times out
+        have_all_joined = store.check(keys)
         conflict = _read(store, f"{round_id}/conflict")
         if have_all_joined and conflict is None:
             joined = [json.loads(text) for text in store.multi_get(keys)]
@@ -136,6 +130,7 @@ def _open_round(store: dist.Store, launch: Launch, end: float, gpu: str) -> str 
                 f"{_who_is_missing(store, launch)}. Giving up in {end - time.monotonic():.0f} s "
                 "(--timeout_s)"
             )
+        time.sleep(_poll_s(launch))
 
 
 def _join_round(store: dist.Store, launch: Launch, end: float, gpu: str) -> str | None:
