@@ -65,7 +65,8 @@ class Ranks:
     def __init__(self, number: int, port: int) -> None:
         self.number = number
         self._pool = ThreadPoolExecutor(number)
-        self.stores = [connect(port) for _ in range(number)]
+        # WHY at the same time: torch sleeps 0.2 s in each connection
+        self.stores: list[dist.Store] = self.each(lambda rank: connect(port))
         self.patient: list[PatientStore] = []
 
     def each(self, work: Callable[[int], Any]) -> list[Any]:
