@@ -183,7 +183,7 @@ def test_an_unknown_name_gets_the_nearest_one_and_the_list() -> None:
 
 MISTAKES = {
     "open_empty": "no training sample",
-    "open_iterable": "without __getitem__ and __len__",
+    "open_iterable": "is an iterator, which can be read only once",
     "open_label_out_of_range": "sample 2 has label 3.*3 classes",
     "open_other_classes": "different classes \\(dog, owl",
     "open_nothing_of_that_name": "can't be imported",
