@@ -60,7 +60,7 @@ def prepare_full(root: Path) -> None:
     """Leave a best one, an old one that the next write prunes, and a leftover of a dead writer."""
     store = CheckpointStore(root, keep_last=3)
     write_step(store, 1)
-    write_step(store, 2, best=0.5)
+    write_step(store, 2, best={"value": 0.5})
     write_step(store, 3)
     (root / ".partial-step-000000009-000000000000-1-1").mkdir()
     os.utime(root / ".partial-step-000000009-000000000000-1-1", (1, 1))
@@ -88,7 +88,7 @@ def test_a_crash_at_any_call_leaves_the_old_or_the_new_checkpoint(
         shutil.copytree(template.parent, root.parent)
         disk: Any = DyingDisk(dies_at, in_the_middle=in_the_middle)
         dying = CheckpointStore(root, keep_last=1, disk=disk)
-        status = run_forked(lambda dying=dying: write_step(dying, 4, best=0.7))
+        status = run_forked(lambda dying=dying: write_step(dying, 4, best={"value": 0.7}))
         after = CheckpointStore(root, keep_last=1)
         found, _ = after.find_valid()
         verdicts = [after.verify(root / f"step-{step:09d}") for step in after.steps()]
@@ -103,7 +103,7 @@ def test_a_crash_at_any_call_leaves_the_old_or_the_new_checkpoint(
         if best is not None:
             assert isinstance(after.verify(root / f"step-{best:09d}"), Found)
         # the next start clears up and goes on
-        assert run_forked(lambda after=after: write_step(after, 5, best=0.9)) == 0
+        assert run_forked(lambda after=after: write_step(after, 5, best={"value": 0.9})) == 0
         last, rejected = after.find_valid()
         assert last is not None
         assert last.step == 5
@@ -155,7 +155,7 @@ def test_a_full_disk_costs_the_oldest_checkpoint_and_the_write_goes_on(
     store: CheckpointStore, number: int, call: str, after: int
 ) -> None:
     for step in (1, 2, 3):
-        write_step(store, step, best=1.0 if step == 1 else None)
+        write_step(store, step, best={"value": 1.0} if step == 1 else None)
     full = failing_store(store.root, FailingDisk(call, number, after=after))
     write_step(full, 4)
     assert store.steps() == [4, 3, 1]
@@ -178,7 +178,7 @@ def test_a_course_that_was_left_goes_first_when_the_disk_is_full(store: Checkpoi
 def test_a_disk_that_stays_broken_is_an_error_and_the_newest_and_best_stay(
     store: CheckpointStore, call: str, number: int
 ) -> None:
-    write_step(store, 1, best=1.0)
+    write_step(store, 1, best={"value": 1.0})
     write_step(store, 2)
     broken = failing_store(store.root, FailingDisk(call, number, times=99))
     with pytest.raises(CheckpointError, match=os.strerror(number)) as caught:
