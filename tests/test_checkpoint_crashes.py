@@ -231,7 +231,7 @@ def test_a_real_full_disk_keeps_the_newest_and_the_best(small_disk: Path) -> Non
     for step in (1, 2, 3):
         write_step(store, step, size=size)
     assert store.steps() == [3, 2]
-    store.mark_best(2, 0.5)
+    store.mark_best(2, {"value": 0.5})
     with pytest.raises(CheckpointError, match=r"No space left.*104\d{4} bytes are needed"):
         write_step(store, 4, size=size)
     assert store.steps() == [3, 2]

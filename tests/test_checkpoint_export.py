@@ -80,7 +80,7 @@ def test_an_export_that_reads_back_otherwise_is_refused(written: dict[str, torch
 def test_an_export_prefers_the_best_checkpoint_and_passes_over_a_broken_one(
     trained_run: Path, tmp_path: Path
 ) -> None:
-    CheckpointStore(trained_run / "checkpoints", keep_last=5).mark_best(1, 0.9)
+    CheckpointStore(trained_run / "checkpoints", keep_last=5).mark_best(1, {"value": 0.9})
     first = export_model(trained_run, output=tmp_path / "first")
     assert json.loads((first / "config.json").read_text())["step"] == 1
     one = trained_run / "checkpoints" / "step-000000001"

@@ -99,7 +99,7 @@ def test_without_a_gpu_every_rank_gets_the_cpu() -> None:
 def test_ctrl_c_before_training_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*arguments: object) -> int:
+    def interrupted(*arguments: object, **more: object) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ddp_training, "run_ranks", interrupted)
