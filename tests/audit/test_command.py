@@ -21,7 +21,7 @@ SPAWNED = SPAWNED.replace('("gloo")', '("gloo", rank=rank, world_size=world_size
 SPAWNED = SPAWNED.replace("    rank, world_size = dist.get_rank(), dist.get_world_size()\n", "")
 SPAWNED = SPAWNED.replace(
     "    main()\n",
-    '    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="PORT")\n'
+    '    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="{port}")\n'
     "    torch.multiprocessing.spawn(main, nprocs=2)\n",
 )
 
@@ -79,7 +79,7 @@ def test_a_mistake_ends_with_1_and_text_names_line_evidence_and_fix(tmp_path: Pa
 
 @pytest.mark.slow
 def test_ranks_that_spawn_starts_are_observed(tmp_path: Path) -> None:
-    source = SPAWNED.replace("PORT", str(free_port())).replace(
+    source = SPAWNED.replace("{port}", str(free_port())).replace(
         "(model(x), y)\n", "(model.module(x), y)  # here\n"
     )
     script = tmp_path / "train.py"
