@@ -84,7 +84,7 @@ def move(value: Any, device: torch.device) -> Any:  # Any: a dataset's data
 
 
 def split(batches: Sequence[Batch], most_samples: int) -> list[Batch]:
-    """Split batches into micro-batches of at most most_samples; 0: don't split. Drops empty ones."""
+    """Split batches into micro-batches of at most most_samples, or not if 0. Drops empty ones."""
     found = []
     for batch in batches:
         size = batch.num_samples

@@ -67,9 +67,9 @@ class Checks:
             is_alone = isinstance(batch.inputs, torch.Tensor)
             map_tensors(batch.inputs, lambda tensor: _note_not_finite(tensor, is_alone, found))
         labels = batch.targets
-        if self.num_classes and isinstance(labels, torch.Tensor):
-            if len(labels) == batch.num_samples:
-                _find_no_classes(labels, self.num_classes, found)
+        is_tensor = isinstance(labels, torch.Tensor)
+        if self.num_classes and is_tensor and len(labels) == batch.num_samples:
+            _find_no_classes(labels, self.num_classes, found)
         return next(iter(found.values()), "")
 
     def _are_fine(self, inputs: Any, labels: torch.Tensor) -> bool:
@@ -134,4 +134,3 @@ def _find_not_finite(batch: Batch, found: dict[int, str]) -> None:
             found[place] = f"{int(counts[place])} values of its input are {what}"
 
     map_tensors(batch.inputs, look)
-

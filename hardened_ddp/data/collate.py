@@ -69,8 +69,8 @@ def find_collate(dataset: Any, setting: str) -> Collate | None:  # Any: a map-st
 def split_targets(data: Any) -> tuple[Any, Any]:  # Any: a foreign sample, or a batch of them
     """Split data into inputs and targets; targets are None if there are none.
 
-    A pair is (inputs, targets). A longer tuple has its targets last. A mapping has them under one of
-    LABEL_NAMES. Anything else is inputs only. Raises TypeError for what is no data of a sample.
+    A pair is (inputs, targets). A longer tuple has its targets last. A mapping has them under one
+    of LABEL_NAMES. Anything else is inputs only. Raises TypeError for what is no data of a sample.
     """
     is_pair = isinstance(data, tuple | list) and len(data) == 2
     if is_dataclass(data):
@@ -86,7 +86,7 @@ def split_targets(data: Any) -> tuple[Any, Any]:  # Any: a foreign sample, or a 
         return data[0], data[1]
     if isinstance(data, tuple | list) and data:
         return (data[0], None) if len(data) == 1 else (tuple(data[:-1]), data[-1])
-    if data is None or isinstance(data, str | int | float) or (isinstance(data, tuple | list)):
+    if data is None or isinstance(data, str | int | float | tuple | list):
         raise TypeError(
             f"a sample is a {type(data).__name__}; need an input tensor, (input tensor, label), or "
             "a mapping"
@@ -116,8 +116,8 @@ def collate_plainly(
             raise SampleError(
                 f"samples {list(numbers[:4])} {differing}can't be made into a batch: "
                 f"{describe(error)}",
-                fix="make __getitem__ return (input tensor, label), all of one shape; or make batches "
-                "yourself, with --collate package.module:callable",
+                fix="make __getitem__ return (input tensor, label), all of one shape; or make "
+                "batches yourself, with --collate package.module:callable",
             ) from error
         fits = [shape == usual for shape in shapes]
         misfits = tuple(

@@ -23,7 +23,6 @@ from torch.utils.data import Dataset
 
 from hardened_ddp.data.collate import find_collate
 from hardened_ddp.data.digits import open_digits
-from hardened_ddp.data.file_streams import FILE_STREAMS
 from hardened_ddp.data.facts import (
     check_classes,
     check_labels,
@@ -34,6 +33,7 @@ from hardened_ddp.data.facts import (
     read_example,
 )
 from hardened_ddp.data.fetch import describe
+from hardened_ddp.data.file_streams import FILE_STREAMS
 from hardened_ddp.data.hub_stream import open_hub_stream
 from hardened_ddp.data.huggingface import PREFIX, open_hub_set
 from hardened_ddp.data.import_path import import_callable
@@ -165,8 +165,8 @@ def _known_name(name: str) -> str:
         near = difflib.get_close_matches(folded, NAMES, n=1)
         raise DataError(
             f"no dataset is called {name!r}" + (f" (did you mean {near[0]}?)" if near else ""),
-            fix=f"--dataset {' | '.join(NAMES)} | hf:FOLDER | text:GLOB | parquet:GLOB | tar:GLOB | "
-            "package.module:callable",
+            fix=f"--dataset {' | '.join(NAMES)} | hf:FOLDER | text:GLOB | parquet:GLOB | "
+            "tar:GLOB | package.module:callable",
         )
     return folded
 

@@ -10,7 +10,7 @@ one sample's error would cost the whole batch.
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,9 +25,9 @@ from hardened_ddp.data.checks import Checks
 from hardened_ddp.data.collate import Collate, collate_by, collate_plainly, split_targets
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.nesting import stack
-from hardened_ddp.data.read_errors import describe, file_of, is_transient, retry_read, is_permanent
+from hardened_ddp.data.read_errors import describe, file_of, is_permanent, is_transient, retry_read
 from hardened_ddp.data.vision import import_torchvision
-from hardened_ddp.errors import LoaderError, SampleError
+from hardened_ddp.errors import LoaderError
 from hardened_ddp.ranks.seeding import seed_sample
 
 __all__ = ["BadSample", "Batch", "Fetcher", "Request", "describe", "map_tensors", "split", "take"]
@@ -172,7 +172,7 @@ class Fetcher:
         return replace(batch, troubles=tuple(told)) if told else batch
 
     def _read_sample(self, epoch: int, index: int, troubles: list[str]) -> Any:
-        """Read one sample, with retries. Raises the dataset's error. Any: what the dataset returns"""
+        """Read one sample, with retries. Raises the dataset's error. Any: the dataset's sample"""
         try:
             # WHY per sample: its augmentation must not depend on which rank or worker reads it.
             if self.uses_randomness:
@@ -199,7 +199,9 @@ class Fetcher:
     ) -> Batch:
         if self.collate is not None and samples:
             return collate_by(self.collate, list(samples), list(numbers), bad)
-        return collate_plainly(samples, numbers, bad, partial(stack, shares_memory=self.shares_memory))
+        return collate_plainly(
+            samples, numbers, bad, partial(stack, shares_memory=self.shares_memory)
+        )
 
     def _checked(self, batch: Batch, epoch: int) -> Batch:
         """Move the samples that the model can't take to bad, and make labels int64."""

@@ -45,7 +45,9 @@ def next_start(run: Path) -> int:
 class LedgerWriter:
     """Writes the samples that this rank trains on in each step. Disk errors never stop training."""
 
-    def __init__(self, run: Path, *, start: int, rank: int, step: int, facts: dict[str, int]) -> None:
+    def __init__(
+        self, run: Path, *, start: int, rank: int, step: int, facts: dict[str, int]
+    ) -> None:
         """facts: num_samples, and epoch_end, the cursor at which an epoch is done; or num_shards
         of a stream, whose length may not be known yet.
         """
@@ -164,8 +166,8 @@ def _judge_shards(
 def _judge(taken: npt.NDArray[np.uint8], left_out: set[int], expected: int) -> tuple[str, int]:
     """Return what is wrong with an epoch, and how many samples were left out."""
     twice = np.flatnonzero(taken > 1)
-    num_missing = expected - int((taken > 0).sum()) - sum(
-        i >= len(taken) or taken[i] == 0 for i in left_out
+    num_missing = (
+        expected - int((taken > 0).sum()) - sum(i >= len(taken) or taken[i] == 0 for i in left_out)
     )
     found = []
     if len(twice):
@@ -200,7 +202,11 @@ def _records(raw: bytes, dtype: str) -> Iterator[tuple[int, int, Ids]]:
         position += _HEAD.size
         if position + count * width > len(raw):
             return  # cut off by a crash
-        yield step, epoch, np.frombuffer(raw, dtype=dtype, count=count, offset=position).astype("u8")
+        yield (
+            step,
+            epoch,
+            np.frombuffer(raw, dtype=dtype, count=count, offset=position).astype("u8"),
+        )
         position += count * width
 
 

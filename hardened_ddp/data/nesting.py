@@ -2,7 +2,7 @@
 
 Owns the walk through such a value (map_tensors), making a batch of samples (stack), and taking some
 samples out of a batch (pick). What is no tensor and no container passes through unchanged.
-Does not own: which part of a sample is its label (fetch.py), collating by a user's code (collate.py).
+Does not own: which part of a sample is its label, collating by a user's code (collate.py).
 """
 
 import copy

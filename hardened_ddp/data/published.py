@@ -20,7 +20,7 @@ _HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.")
 
 
 def is_here(name: str, data_dir: Path) -> bool:
-    """Return whether a dataset can be opened as it lies in data_dir, with or without its archives."""
+    """Return whether a dataset can be opened as it lies in data_dir, also without its archives."""
     try:
         for train in (True, False):
             open_downloadable(name, train=train, data_dir=str(data_dir), download=False)

@@ -50,11 +50,13 @@ class SendingCost:
         if private_bytes <= MOST_PRIVATE_BYTES:
             return ""
         size = f"about {private_bytes / 2**20:.0f} MiB"
-        what = "its arrays and lists are copied" if shares else "it is copied: /dev/shm is too small"
+        what = (
+            "its arrays and lists are copied" if shares else "it is copied: /dev/shm is too small"
+        )
         return (
-            f"each of {num_workers} workers takes {size} of memory for the dataset, because {what}. "
-            "Hold large data in a few torch tensors, which workers share, or in files that are "
-            "mapped (np.load(..., mmap_mode='r')); or take fewer workers (--num_workers)"
+            f"each of {num_workers} workers takes {size} of memory for the dataset, because "
+            f"{what}. Hold large data in a few torch tensors, which workers share, or in files "
+            "that are mapped (np.load(..., mmap_mode='r')); or take fewer workers (--num_workers)"
         )
 
 

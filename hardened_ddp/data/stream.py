@@ -17,12 +17,12 @@ from dataclasses import replace
 import torch
 
 from hardened_ddp.data.batch import BadSample, Batch, Request
-from hardened_ddp.data.worker_pool import WorkerPool, WorkersLost
-from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.block_reader import BlockReader
+from hardened_ddp.data.fetch import Fetcher
+from hardened_ddp.data.read_errors import RetryReport, file_of
 from hardened_ddp.data.sending import measure_sending
 from hardened_ddp.data.worker_fallback import WorkerFallback, WorkerLevel
-from hardened_ddp.data.read_errors import RetryReport, file_of
+from hardened_ddp.data.worker_pool import WorkerPool, WorkersLost
 from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError
 from hardened_ddp.ranks.open_files import raise_open_file_limit
@@ -112,7 +112,7 @@ class BatchStream:
         return True
 
     def _read_here(self, pending: "_PendingRequests") -> Generator[Batch, None, bool]:
-        """Yield batches that this process reads; False: not at the end, to continue with workers."""
+        """Yield batches that this process reads; False: not at the end, workers continue."""
         for request in pending.read():
             self._waited_for = request
             try:
@@ -134,7 +134,7 @@ class BatchStream:
             self.retries.note(batch.troubles)
 
     def call_after_start(self, call: Callable[[], None]) -> None:
-        """Register a function to call whenever workers have started: torch then replaced SIGCHLD."""
+        """Register a function to call when workers have started: torch then replaced SIGCHLD."""
         self._after_start = call
 
     def show_reading(self, word: "memoryview[int]") -> None:
@@ -231,7 +231,7 @@ class BatchStream:
         yield from batches
 
     def _go_up_if_quiet(self) -> None:
-        """Go one level up if there was no fault for long enough; prefetched batches are read again."""
+        """Go one level up if there was no fault for long enough; prefetched ones are read again."""
         if not self.fallback.is_quiet():
             return
         self._end_pool()

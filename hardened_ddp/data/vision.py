@@ -1,6 +1,6 @@
 """torchvision and its datasets, even if its binary does not match torch's.
 
-Owns the import of torchvision, and opening its datasets: in memory, or a folder of images. Its wheel
+Owns the import of torchvision, and opening its datasets: in memory, or image folders. Its wheel
 from the package index is built for CUDA; with a CPU build of torch its compiled operators don't
 load, and then its import fails when it registers their shapes. Datasets, transforms and classifiers
 need none of those operators: it is enough to declare the two that the import needs.

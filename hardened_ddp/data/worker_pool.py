@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from hardened_ddp.data.fetch import Batch, Fetcher, Request, map_tensors
 from hardened_ddp.data.block_reader import BlockReader
+from hardened_ddp.data.fetch import Batch, Fetcher, Request, map_tensors
 from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.ranks.awake import AwakeTime
 from hardened_ddp.ranks.stacks import ask_for_stacks, offer_stacks
@@ -55,9 +55,7 @@ class WorkersLost(Exception):
     is_about_sharing: the way batches come back (shared memory, open files) may be the cause.
     """
 
-    def __init__(
-        self, reason: str, *, is_dangerous: bool = False, is_hang: bool = False
-    ) -> None:
+    def __init__(self, reason: str, *, is_dangerous: bool = False, is_hang: bool = False) -> None:
         super().__init__(reason)
         self.is_dangerous, self.is_hang = is_dangerous, is_hang
         self.is_about_sharing = any(sign in reason for sign in _SIGNS_OF_SHARING)
@@ -161,7 +159,7 @@ class WorkerPool:
         self._workers = []
 
     def _explain(self, error: Exception, *, is_late: bool) -> tuple[str, bool]:
-        """Return what happened, and whether it may also happen to the next reader of the samples."""
+        """Return what happened, and whether it may happen to the next reader of the samples too."""
         if not self._can_pin():
             return "the thread that pins memory has ended", False
         if is_late:
@@ -181,7 +179,6 @@ class WorkerPool:
                 hint = " (out of memory?)" if code == -signal.SIGKILL else ""
                 return f"worker process {worker.pid} ended with {how}{hint}", True
         return f"{_NOT_RECEIVED} ({_summary(error)})", False
-
 
     def _can_pin(self) -> bool:
         """Return whether torch's thread that pins batches is alive, or there is none.
