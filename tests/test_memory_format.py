@@ -86,6 +86,14 @@ def test_a_measured_gain_decides(fast: list[bool]) -> None:
     assert torch.equal(model.conv.weight, weight)
 
 
+def test_one_rank_without_a_gain_keeps_the_usual_order_on_all(
+    fast: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The other rank's gain is 1; its seconds per sample are less than ours.
+    monkeypatch.setattr(Group, "gather_json", lambda group, mine: [mine, min(mine, 1.0)])
+    assert not choose(Net())
+
+
 def test_no_gain_keeps_the_usual_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Trial, "seconds", lambda trial, batch: 0.01)
     assert not choose(Net())
