@@ -169,6 +169,22 @@ class TestRanks:
         assert (code_of(found), rank_of(found)) == ("python-keyerror", 2)
         assert found["echoes"] > 2
 
+    def test_an_error_that_a_watchdog_passes_on_is_the_cause(self, tmp_path: Path) -> None:
+        text = (
+            "[rank0]:[E1122 08:08:33.1 ProcessGroupNCCL.cpp:1785] [PG ID 0 PG GUID 0 Rank 0] "
+            "Process group watchdog thread terminated with exception: CUDA error: an illegal "
+            "memory access was encountered\nFatal Python error: Aborted\n"
+        )
+        found = explain_text(text, tmp_path)
+        assert (code_of(found), rank_of(found)) == ("gpu-illegal-access", 0)
+
+    def test_a_traceback_without_an_end_does_not_hide_what_ended_the_process(
+        self, tmp_path: Path
+    ) -> None:
+        last = "torch.multiprocessing.spawn.ProcessExitedException: process 2 terminated with "
+        found = explain_text(joined(KEY_ERROR[:3], traceback_of(last + "signal SIGKILL")), tmp_path)
+        assert (code_of(found), rank_of(found)) == ("killed-sigkill", 2)
+
     def test_srun_that_ends_the_others_is_a_consequence(self, tmp_path: Path) -> None:
         text = (
             "srun: error: n1: task 3: Exited with exit code 1\n"

@@ -35,6 +35,18 @@ _WORDS = (
     b"exit code",
     b"onnection",
     b"atal",
+    b"DDP-",
+    b" not ",
+    b"xpected",
+    b"n't ",
+    b" is ",
+    b"annot",
+    b"nable to",
+    b"nvalid",
+    b"emory",
+    b"ismatch",
+    b"been ",
+    b"Errno",
     b"bort",
     b'  File "',
 )
@@ -61,7 +73,7 @@ class Matcher:
         self._literals = tuple(self._rules)
 
     def find(self, text: str) -> list[Match]:
-        """List what matches: specific causes first, in the order of the catalogue."""
+        """List what matches: the lowest tier first, and in it the specific causes."""
         found: dict[str, Match] = {}
         for literal in self._literals:
             if literal in text:
@@ -70,7 +82,7 @@ class Matcher:
                     if match and cause.code not in found:
                         fields = {k: v for k, v in match.groupdict().items() if v is not None}
                         found[cause.code] = Match(cause, fields)
-        return sorted(found.values(), key=lambda match: match.cause.is_generic)
+        return sorted(found.values(), key=lambda m: (m.cause.tier, m.cause.is_generic))
 
     def words(self) -> tuple[bytes, ...]:
         """List words such that every line that matches a phrase has one of them."""

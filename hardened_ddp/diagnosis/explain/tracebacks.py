@@ -23,7 +23,9 @@ _DUMPED_FRAME = re.compile(r'\s*File "[^"]+", line \d+ in ')
 _RICH_FRAME = re.compile(
     r"(?P<file>(?:[A-Z]:\\|/|\./)?[\w./\\ -]+\.py):(?P<line>\d+) in (?P<function>\S+)"
 )
-_LAST = re.compile(r"(?P<type>[A-Za-z_][\w]*(?:\.[A-Za-z_]\w*)*)(?:: ?(?P<message>.*)|)$")
+_LAST = re.compile(
+    r"(?P<type>[A-Za-z_]\w*(?:\.(?:<locals>|[A-Za-z_]\w*))*)(?:: ?(?P<message>.*)|)$"
+)
 _TYPE_END = re.compile(
     r"(?:Error|Exception|Exit|Interrupt|Iteration|Warning|Failure|Failed|Timeout|Abort|Aborted"
     r"|OutOfMemory|Empty|Full|Panic|Exhausted|Invalid|Mismatch|Group|NotFound|Unsupported)$"
@@ -109,9 +111,10 @@ class Assembler:
             self._close()
             return None
         raised = Raised(type="", message="", frames=list(self.frames))
-        line, weak = self.last_line, self.is_weak
+        line = self.last_line
         self._close()
-        return Found(raised, line, is_weak=weak)
+        # WHY weak: anything else in the log says more
+        return Found(raised, line, is_weak=True)
 
     def _open(self, header: re.Match[str]) -> None:
         before = header["before"]
