@@ -266,11 +266,15 @@ def _clipping(ranks: Ranks) -> Iterator[Verdict]:
         )
     if ranks.are_sharded or len(ranks) < 2:
         return
-    mine, yours = (rank.all("clip") for rank in list(ranks)[:2])
+    # WHY by step: ranks may have sampled others
+    mine, yours = (
+        {(clip["line"], str(clip["next_steps"])): clip for clip in rank.all("clip")}
+        for rank in list(ranks)[:2]
+    )
     differing = [
-        a
-        for a, b in zip(mine, yours, strict=False)
-        if a["line"] == b["line"] and a["g"] != b["g"] and _are_averaged_later(ranks, a)
+        clip
+        for key, clip in mine.items()
+        if key in yours and clip["g"] != yours[key]["g"] and _are_averaged_later(ranks, clip)
     ]
     if len(differing) >= ENOUGH:
         yield Verdict(

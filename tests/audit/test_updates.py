@@ -1,0 +1,21 @@
+"""Judging steps from records: what a comparison of the ranks must not mix up."""
+
+from hardened_ddp.diagnosis.audit.records import Rank, Ranks, Record
+from hardened_ddp.diagnosis.audit.updates import judge_updates
+
+
+def rank_with(number: int, sampled: list[int]) -> Rank:
+    """Make a rank that clips averaged gradients in each sampled step."""
+    process: Record = {"world": "2", "rank": str(number)}
+    rank = Rank(number, process)
+    for step in sampled:
+        rank.add({"k": "clip", "line": "train.py:9", "next_steps": {"0": step}, "g": [step],
+                  "is_scaled": False})  # fmt: skip
+        rank.add({"k": "step", "o": 0, "n": step, "g": [7]})
+    return rank
+
+
+def test_ranks_that_sampled_other_steps_are_not_accused_of_clipping_too_early() -> None:
+    ranks = Ranks({0: rank_with(0, [*range(1, 13)]), 1: rank_with(1, [1, 2, 3, 4, 6, 8, 10, 12])})
+    # the record of the optimizer is missing on purpose: only clipping is judged
+    assert list(judge_updates(ranks)) == []
