@@ -73,7 +73,7 @@ def test_a_mistake_ends_with_1_and_text_names_line_evidence_and_fix(tmp_path: Pa
     assert f"train.py:{case.line()}: error gradients-not-averaged" in done.stdout
     assert "    seen: ranks 0 and 1, step 1:" in done.stdout
     assert "    fix: " in done.stdout
-    assert "rank 0: 40, rank 1: 40" in done.stdout
+    assert "rank 0: 20, rank 1: 20" in done.stdout
     assert "time of a step in ms" in done.stdout
 
 

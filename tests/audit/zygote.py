@@ -5,6 +5,7 @@ forked is observed as torchrun's ranks are; tests of the real command are in tes
 Requests and answers are JSON lines on stdin and stdout.
 """
 
+import contextlib
 import json
 import os
 import runpy
@@ -14,6 +15,7 @@ import time
 import traceback
 
 from hardened_ddp.diagnosis.audit.injected.observer import Observer, start
+from hardened_ddp.errors import HardenedError
 
 POLL_S = 0.02
 
@@ -25,6 +27,11 @@ def serve(packages: list[str]) -> None:
         __import__(name)
     import torch
 
+    from hardened_ddp.data.vision import import_torchvision  # after the observer: it has torch
+
+    # WHY: transformers imports torchvision, whose binary may not match torch's
+    with contextlib.suppress(HardenedError):
+        import_torchvision()
     torch.set_num_threads(1)
     # WHY: the first optimizer imports a large part of torch, which each rank would pay for
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
