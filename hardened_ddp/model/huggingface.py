@@ -1,9 +1,10 @@
-"""Image classifiers of the transformers library, by folder or by name: --model hf:PATH_OR_NAME.
+"""Models of the transformers library, by folder or by name: --model hf:PATH_OR_NAME.
 
-Owns loading one for fine-tuning, with its head fitted to the classes, and converting images to its
-size and number of channels. The weights are read from safetensors only, and no code from the folder
+Owns loading one for fine-tuning: image classifiers, with images converted to their size and number
+of channels; causal and masked language models; sequence and token classifiers. A classifier's head
+is fitted to the classes. The weights are read from safetensors only, and no code from the folder
 runs (trust_remote_code stays off).
-What goes wrong here: a missing package, no network, a folder that is no image classifier.
+What goes wrong here: a missing package, no network, a folder whose model fits no task.
 """
 
 import json
@@ -22,6 +23,10 @@ from hardened_ddp.errors import HardenedError, ModelError
 from hardened_ddp.settings.model import ModelConfig
 
 PREFIX = "hf:"
+_KINDS = (
+    *("CausalLM", "MaskedLM", "SequenceClassification", "TokenClassification"),
+    "ImageClassification",
+)
 log = logging.getLogger(__name__)
 
 
@@ -57,16 +62,45 @@ class ImageClassifier(nn.Module):
     @property
     def hub_config(self) -> dict[str, Any]:
         """The transformers configuration as JSON, from which the model is built again."""
-        config: dict[str, Any] = json.loads(self.net.config.to_json_string(use_diff=False))
-        return config
+        return _description_of(self.net)
 
 
-def load_classifier(
-    config: ModelConfig, *, num_classes: int, input_shape: tuple[int, ...]
-) -> ImageClassifier:
+class TextModel(nn.Module):
+    """A transformers model for text: its inputs by name -> {"logits"}, with labels {"loss"} too."""
+
+    def __init__(self, net: Any) -> None:  # Any: as above
+        super().__init__()
+        self.net = net
+        # WHY off: keys and values of earlier tokens are only of use for generating text.
+        self.net.config.use_cache = False
+
+    def forward(
+        self, labels: torch.Tensor | None = None, **inputs: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        found = self.net(labels=labels, **inputs)
+        losses = {} if found.loss is None else {"loss": found.loss}
+        return {"logits": found.logits, **losses}
+
+    def gradient_checkpointing_enable(self, **how: Any) -> None:
+        """Recompute activations in backward, by the blocks that the model defines."""
+        self.net.gradient_checkpointing_enable(**how)
+
+    @property
+    def hub_config(self) -> dict[str, Any]:
+        """The transformers configuration as JSON, from which the model is built again."""
+        return _description_of(self.net)
+
+
+HubModel = ImageClassifier | TextModel
+
+
+def load_hub_model(
+    config: ModelConfig, *, num_classes: int, input_shape: tuple[int, ...], task: str = "auto"
+) -> HubModel:
     """Load the model that config names, with a head for num_classes. Rank-local.
 
-    model_args go to its configuration. Raises ModelError, MissingPackageError.
+    task: as --task names it; it decides between the heads that one body may have. model_args go to
+    its configuration. Raises ModelError, MissingPackageError.
     """
     transformers = import_extra("transformers", what=f"--model {config.model}")
     transformers.logging.set_verbosity_error()  # WHY: we report the new head ourselves
@@ -74,9 +108,13 @@ def load_classifier(
     name = config.model.removeprefix(PREFIX)
     folder = Path(name)
     is_bare = folder.is_dir() and not any(folder.glob("*.safetensors"))
-    given = {"num_labels": num_classes, **config.model_args, "trust_remote_code": False}
-    auto = transformers.AutoModelForImageClassification
+    given: dict[str, Any] = {**config.model_args, "trust_remote_code": False}
     try:
+        described = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        kind = _kind_of(transformers, described, task, has_classes=num_classes > 0)
+        auto = getattr(transformers, f"AutoModelFor{kind}")
+        if num_classes and "LM" not in kind:
+            given = {"num_labels": num_classes, **given}
         if is_bare:
             log.warning("%s has no *.safetensors: the model starts from random weights", folder)
             net = auto.from_config(transformers.AutoConfig.from_pretrained(name, **given))
@@ -89,8 +127,8 @@ def load_classifier(
                 output_loading_info=True,
                 **given,
             )
-            _check_loaded(net, info, num_classes=num_classes)
-        return ImageClassifier(net, input_shape=input_shape)
+            _check_loaded(net, info)
+        return _wrapped(net, kind, input_shape)
     except HardenedError:
         raise
     except (
@@ -98,15 +136,13 @@ def load_classifier(
     ) as error:  # WHY broad: the library raises many kinds of errors for a bad folder
         log.debug("loading %s failed", name, exc_info=True)
         raise ModelError(
-            f"{config.model} can't be loaded as an image classifier: {describe(error)}",
+            f"{config.model} can't be loaded: {describe(error)}",
             fix="give a folder made by save_pretrained() (config.json, model.safetensors); a name "
             "needs network, or the model in the cache of huggingface_hub",
         ) from error
 
 
-def build_from_config(
-    hub_config: Mapping[str, Any], *, input_shape: tuple[int, ...]
-) -> ImageClassifier:
+def build_from_config(hub_config: Mapping[str, Any], *, input_shape: tuple[int, ...]) -> HubModel:
     """Build a model, with random weights, from its hub_config: nothing is read or downloaded.
 
     Raises ModelError, MissingPackageError.
@@ -114,26 +150,79 @@ def build_from_config(
     transformers = import_extra("transformers", what="a model of hf:")
     try:
         described = transformers.AutoConfig.for_model(**hub_config)
-        net = transformers.AutoModelForImageClassification.from_config(described)
-    except Exception as error:  # WHY broad: as in load_classifier
+        kind = _kind_of(transformers, described, "auto", has_classes=False)
+        net = getattr(transformers, f"AutoModelFor{kind}").from_config(described)
+    except Exception as error:  # WHY broad: as in load_hub_model
         raise ModelError(
             f"the model of the checkpoint can't be built again: {describe(error)}",
             fix="install the version of transformers that it was trained with: "
             f"{hub_config.get('transformers_version')}",
         ) from error
-    return ImageClassifier(net, input_shape=input_shape)
+    return _wrapped(net, kind, input_shape)
 
 
-def _check_loaded(net: Any, info: Mapping[str, Any], *, num_classes: int) -> None:
-    """Log which weights are new; raise ModelError if that is more than a head."""
+def _wrapped(net: Any, kind: str, input_shape: tuple[int, ...]) -> HubModel:
+    is_image = kind == "ImageClassification"
+    return ImageClassifier(net, input_shape=input_shape) if is_image else TextModel(net)
+
+
+def _kind_of(transformers: Any, config: Any, task: str, *, has_classes: bool) -> str:
+    """Return which of transformers' automatic classes a model is loaded as: AutoModelFor<kind>.
+
+    The task decides; where it leaves a choice, the head that the folder has. Raises ModelError.
+    """
+    heads = [
+        name for name in (config.architectures or []) for name in [_kind_by_name(name)] if name
+    ]
+    head = heads[0] if heads else ""
+    is_image = type(config) in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+    if task == "classification" or (task == "auto" and not head and is_image):
+        return "ImageClassification" if is_image else "SequenceClassification"
+    if task in ("multilabel", "regression"):
+        return "SequenceClassification"
+    if task == "tokens" and head not in ("CausalLM", "MaskedLM", "TokenClassification"):
+        is_causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        return "TokenClassification" if has_classes or not is_causal else "CausalLM"
+    if not head:
+        raise ModelError(
+            f"a {config.model_type} model may be trained for several tasks",
+            fix="say which: --task classification | tokens",
+        )
+    return head
+
+
+def _kind_by_name(architecture: str) -> str:
+    """Return the kind of a model's class: GPT2LMHeadModel -> CausalLM; empty if it has no head."""
+    if architecture.endswith("LMHeadModel"):
+        return "CausalLM"
+    found = architecture.partition("For")[2]
+    return found if found in _KINDS else ""
+
+
+def _description_of(net: Any) -> dict[str, Any]:
+    """Return the configuration of a model as JSON, with its class."""
+    config: dict[str, Any] = json.loads(net.config.to_json_string(use_diff=False))
+    return {**config, "architectures": [type(net).__name__]}
+
+
+def _check_loaded(net: Any, info: Mapping[str, Any]) -> None:
+    """Log which weights are new; raise ModelError if that is more than a head.
+
+    The pooler counts as one: a language model has none.
+    """
     names = {entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]}
     new = sorted({*names, *info["missing_keys"]})
     live = net.state_dict()
-    body = [name for name in new if name not in live or live[name].shape[:1] != (num_classes,)]
+    inside = f"{net.base_model_prefix}."
+    body = [
+        name
+        for name in new
+        if name not in live or (name.startswith(inside) and ".pooler." not in name)
+    ]
     if body:
         raise ModelError(
             f"the weights do not fit the model: {', '.join(body[:5])} of {len(live)} would be new",
-            fix="leave --model_args out, or give the folder of a whole image classifier",
+            fix="leave --model_args out, or give the folder of a whole model",
         )
     log.info("new, with random weights: %s; the rest is loaded", ", ".join(new) or "nothing")
 

@@ -23,7 +23,7 @@ from hardened_ddp.data.published import weights_of
 from hardened_ddp.data.transfer import fetch
 from hardened_ddp.data.vision import import_torchvision
 from hardened_ddp.errors import DataError, ModelError
-from hardened_ddp.model.huggingface import PREFIX, load_classifier
+from hardened_ddp.model.huggingface import PREFIX, load_hub_model
 from hardened_ddp.settings.model import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -78,15 +78,19 @@ BUILT_IN: Mapping[str, Callable[..., nn.Module]] = {
 
 
 def build_model(
-    config: ModelConfig, *, num_classes: int, input_shape: tuple[int, ...]
+    config: ModelConfig, *, num_classes: int, input_shape: tuple[int, ...], task: str = "auto"
 ) -> nn.Module:
     """Build the model that config names, on the CPU. Rank-local.
+
+    task: as --task names it; one body of transformers may have several heads.
 
     Raises ModelError for an unknown name, arguments that it does not take, missing weights.
     """
     facts = {"num_classes": num_classes, "input_shape": input_shape}
     if config.model.startswith(PREFIX):
-        model: nn.Module = load_classifier(config, num_classes=num_classes, input_shape=input_shape)
+        model: nn.Module = load_hub_model(
+            config, num_classes=num_classes, input_shape=input_shape, task=task
+        )
     elif ":" in config.model:
         build = import_callable(config.model, setting="model", error=ModelError)
         model = _call(build, facts, config)

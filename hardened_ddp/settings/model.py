@@ -12,7 +12,7 @@ class ModelConfig:
     model: str = setting(
         "simple_cnn",
         "simple_cnn, mlp, a torchvision model such as resnet18, hf:FOLDER_OR_NAME for a Hugging "
-        "Face image classifier, or your own as package.module:callable.",
+        "Face model of images or text, or your own as package.module:callable.",
     )
     # Any: the arguments are those of a callable that we don't know
     model_args: Mapping[str, Any] = setting(

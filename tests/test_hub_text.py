@@ -1,0 +1,104 @@
+"""Language models and text classifiers of transformers, small ones made here: no network."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from hardened_ddp.data.extras import import_extra
+from hardened_ddp.errors import ModelError
+from hardened_ddp.model.huggingface import TextModel, build_from_config
+from hardened_ddp.model.zoo import build_model
+from hardened_ddp.settings.model import ModelConfig
+from tests.ranks import run_command, train
+from tests.run_folder import last_tensors, only_run, read_summary
+
+pytest.importorskip("transformers", reason="needs requirements-extras.txt")
+VOCABULARY, LENGTH = 23, 8
+SMALL = {"vocab_size": VOCABULARY, "num_hidden_layers": 1, "num_attention_heads": 2}
+BERT = {**SMALL, "hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 32}
+GPT2 = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
+LLAMA = {**SMALL, "hidden_size": 16, "intermediate_size": 16, "num_key_value_heads": 2}
+
+
+def saved(folder: Path, name: str, **more: Any) -> str:
+    """Save a small model with random weights; return how --model names it."""
+    transformers = import_extra("transformers", what="this test")
+    torch.manual_seed(0)
+    kinds = {"GPT2": GPT2, "Bert": BERT, "Llama": LLAMA}
+    base, values = next((b, v) for b, v in kinds.items() if name.startswith(b))
+    config = getattr(transformers, f"{base}Config")(**values, **more)
+    getattr(transformers, name)(config).save_pretrained(folder / name)
+    return f"hf:{folder / name}"
+
+
+def build(model: str, task: str, *, num_classes: int = 0) -> Any:
+    return build_model(ModelConfig(model=model), num_classes=num_classes, input_shape=(), task=task)
+
+
+IDS = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "num_classes", "shape"),
+    [
+        ("GPT2LMHeadModel", "tokens", 0, (2, LENGTH, VOCABULARY)),
+        ("GPT2LMHeadModel", "auto", 0, (2, LENGTH, VOCABULARY)),
+        ("LlamaForCausalLM", "tokens", 0, (2, LENGTH, VOCABULARY)),
+        ("BertForMaskedLM", "tokens", 0, (2, LENGTH, VOCABULARY)),
+        ("BertForTokenClassification", "tokens", 5, (2, LENGTH, 5)),
+        ("BertModel", "tokens", 5, (2, LENGTH, 5)),
+        ("BertForSequenceClassification", "auto", 4, (2, 4)),
+        ("BertForMaskedLM", "classification", 4, (2, 4)),
+    ],
+)
+def test_the_head_is_that_of_the_task(
+    name: str, task: str, num_classes: int, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    model = build(saved(tmp_path, name), task, num_classes=num_classes)
+    assert isinstance(model, TextModel)
+    assert model(input_ids=IDS)["logits"].shape == shape
+    again = build_from_config(model.hub_config, input_shape=())
+    again.load_state_dict(model.state_dict())
+    wanted = model.eval()(input_ids=IDS)["logits"]
+    assert torch.equal(again.eval()(input_ids=IDS)["logits"], wanted)
+
+
+def test_a_body_without_a_head_needs_a_task(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="several tasks"):
+        build(saved(tmp_path, "BertModel"), "auto")
+
+
+class Sentences(Dataset[dict[str, torch.Tensor]]):
+    """Counting texts of two lengths, padded: the labels of padding do not count."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = (torch.arange(LENGTH) + index) % VOCABULARY
+        mask = torch.arange(LENGTH) < (LENGTH if index % 3 else 5)
+        labels = torch.where(mask, ids, -100)
+        return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
+
+
+def sentences(train: bool) -> Sentences:
+    return Sentences()
+
+
+def test_a_causal_model_learns_to_count_and_is_evaluated(tmp_path: Path) -> None:
+    argv: list[str | Path] = ["--model", saved(tmp_path, "GPT2LMHeadModel"), "--task", "tokens"]
+    argv += ["--dataset", "tests.test_hub_text:sentences", "--cpu_only", "--num_workers", "0"]
+    argv += ["--batch_size", "8", "--learning_rate", "0.02", "--epochs", "30"]
+    train([*argv, "--output_dir", tmp_path / "runs"], 2, timeout_s=120).ok()
+    run = only_run(tmp_path / "runs")
+    summary = read_summary(run)
+    # After the shift every label that counts can be predicted.
+    assert summary["test_perplexity"] < 1.5
+    assert summary["test_token_accuracy"] > 0.95
+    assert last_tensors(tmp_path / "runs")
+    command = ["python", "ddp_training.py", "evaluate", str(run)]
+    text = run_command(command, timeout_s=90).ok().output
+    assert f"perplexity {summary['test_perplexity']:.4g}" in text
