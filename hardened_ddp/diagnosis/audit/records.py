@@ -29,6 +29,16 @@ class Rank:
         """List the records of a kind."""
         return self._kinds.get(kind, [])
 
+    def by_step(self, kind: str) -> dict[tuple[str, str], list[Record]]:
+        """Return the records of a kind at each line in each step, in their order.
+
+        WHY by step: ranks may have sampled others. One step may do the same once per micro-batch.
+        """
+        found: dict[tuple[str, str], list[Record]] = {}
+        for record in self.all(kind):
+            found.setdefault((record["line"], str(record["next_steps"])), []).append(record)
+        return found
+
     def last(self, kind: str) -> Record | None:
         records = self.all(kind)
         return records[-1] if records else None

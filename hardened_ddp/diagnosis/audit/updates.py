@@ -253,17 +253,6 @@ def _orphans(rank: Rank) -> Iterator[Verdict]:
         )
 
 
-def _clips_by_step(rank: Rank) -> dict[tuple[str, str], list[Record]]:
-    """Return the clippings of each step at each line, in their order.
-
-    WHY by step: ranks may have sampled others. One step may clip once per micro-batch.
-    """
-    found: dict[tuple[str, str], list[Record]] = {}
-    for clip in rank.all("clip"):
-        found.setdefault((clip["line"], str(clip["next_steps"])), []).append(clip)
-    return found
-
-
 def _clipping(ranks: Ranks) -> Iterator[Verdict]:
     clips = [(rank, clip) for rank in ranks for clip in rank.all("clip")]
     scaled = [clip for _, clip in clips if clip["is_scaled"]]
@@ -277,7 +266,7 @@ def _clipping(ranks: Ranks) -> Iterator[Verdict]:
         )
     if ranks.are_sharded or len(ranks) < 2:
         return
-    mine, yours = (_clips_by_step(rank) for rank in list(ranks)[:2])
+    mine, yours = (rank.by_step("clip") for rank in list(ranks)[:2])
     differing = [
         a
         for step, clips in mine.items()
