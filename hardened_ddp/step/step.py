@@ -234,13 +234,14 @@ class Stepper:
             if has_failed and buckets is not None:
                 buckets.disarm()
             return False, 0.0
+        counts_samples = self.parts.task.counts_samples
         if buckets is None:
-            return False, replica.sum_count(self.count)  # collective
+            return False, 0.0 if counts_samples else replica.sum_count(self.count)  # collective
         if buckets.some_rank_failed(has_failed):  # collective
             buckets.reset()
             return True, 0.0
         buckets.renew()  # collective
-        return False, float(buckets.total())
+        return False, 0.0 if counts_samples else float(buckets.total())
 
     def sum_local(self, attempt: Attempt) -> tuple[bool, int, float]:
         """Add up local gradients over the ranks; return whether some rank failed. Collective.
