@@ -4,6 +4,7 @@
 """
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Generator
 from typing import TYPE_CHECKING
@@ -28,6 +29,11 @@ LONG += ("test_survivor_save.py", "test_fault_plans.py", "test_steps.py", "test_
 LONG += ("test_recipes.py", "test_step_path.py", "test_equal_weights.py", "test_hf_trainer.py")
 # But these: their tests share what takes long, a cluster, an environment, undisturbed runs.
 WHOLE = ("test_slurm.py", "test_setup.py", "test_ddp_training.py")
+
+# WHY: a shell starts what runs in its background with SIGINT ignored, and every child inherits
+# that; then no Ctrl-C of a test would reach anybody.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CPU_BEFORE = pytest.StashKey[float]()
 MOST_TESTS_SHOWN = 40

@@ -45,7 +45,7 @@ def _workers() -> Iterator[Fault]:
         text="the dataset can't be sent to the DataLoader workers",
         injections=(Injection(kind="unpicklable", phase="start", step=0, lasts=True),),
         flags=LOADS,
-        says=("the dataset can't be sent to a worker",),
+        says=("the dataset or its collate can't be sent to a worker",),
     )
 
 

@@ -85,6 +85,7 @@ STATUSES = {
     " --model forgetful:Forgetful --find_unused_parameters off": 1,
 }
 OTHER_PROGRAMS = {"shm-size", "ipc", "cap-add", "pid", "logdir", "local_addr", "shutdown-timeout"}
+OTHER_PROGRAMS |= {"local_rank"}  # of old launchers
 OTHER_PROGRAMS |= {"ntasks", "ntasks-per-node", "gpus-per-node", "partition", "nodes", "signal"}
 OURS = {"config", "help", "format", "output", "dry-run"}
 OURS |= {"width", "ranks"}  # of benchmarks/dp_vs_ddp.py; ranks of the command drill, too
@@ -309,6 +310,7 @@ def run_documented(command: str, folder: Path, *, max_steps: int) -> str:
     is_script = words[0] == "torchrun" or words[:2] == ["python", "ddp_training.py"]
     if is_script and command not in FOR_REAL:
         is_other = {"doctor", "verify-ledger", "evaluate", "export", "drill", "--help"} & {*words}
+        is_other |= {"explain", "audit"} & {*words}
         return run_training(command, folder, max_steps=0 if is_other else max_steps)
     command = command.replace("launchers/", f"{ROOT}/launchers/")
     for name in ("ddp_training.py", "launch_examples.sh", "setup.sh"):

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from hardened_ddp.data.import_path import import_callable
 from hardened_ddp.data.published import weights_of
 from hardened_ddp.data.transfer import fetch
 from hardened_ddp.data.vision import import_torchvision
 from hardened_ddp.errors import DataError, ModelError
+from hardened_ddp.model.gradient_checkpointing import checkpoint_blocks
 from hardened_ddp.model.huggingface import PREFIX, load_hub_model
 from hardened_ddp.settings.model import ModelConfig
 
@@ -114,7 +114,7 @@ def build_model(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(f"{config.model} has no parameter to train", fix="unfreeze some of it")
     if config.gradient_checkpointing:
-        _checkpoint_blocks(model, config.model)
+        checkpoint_blocks(model, config.model)
     return model
 
 
@@ -254,33 +254,3 @@ def _fit_channels(model: nn.Module, channels: int) -> None:
         if first.bias is not None and fitted.bias is not None:
             fitted.bias.copy_(first.bias)
     model.set_submodule(path, fitted)
-
-
-def _checkpoint_blocks(model: nn.Module, name: str) -> None:
-    """Recompute each block's activations in backward instead of keeping them."""
-    enable = getattr(model, "gradient_checkpointing_enable", None)
-    if callable(enable):  # models of transformers define their own blocks
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return
-    blocks = [
-        block
-        for parent in model.modules()
-        if isinstance(parent, nn.Sequential | nn.ModuleList)
-        for block in parent
-        if len(list(block.children())) > 0 and any(True for _ in block.parameters())
-    ] or [child for child in model.children() if any(True for _ in child.parameters())]
-    outermost = [
-        b for b in blocks if not any(b in other.modules() for other in blocks if other is not b)
-    ]
-    for block in outermost:
-        block.forward = _recomputing(block.forward)
-    log.info(
-        "gradient checkpointing: %d blocks of %s are recomputed in backward", len(outermost), name
-    )
-
-
-def _recomputing(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return recomputed

@@ -137,12 +137,14 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def check_held(folder: Path, token: str) -> None:
-    """Raise CheckpointError if the run's lock is no longer the one with this token. Any rank.
+    """Raise CheckpointError if another attempt holds the run's lock. Any rank.
 
     WHY: this job may have been stopped (SIGSTOP, a suspended machine) for so long that a restart
-    of it took the lock over.
+    of it took the lock over. WHY no lock at all is fine: a surviving rank may save while the rank
+    that held the lock has already left.
     """
-    if not _is_held(folder / LOCK_NAME, token):
+    path = folder / LOCK_NAME
+    if _read(path) is not None and not _is_held(path, token):
         raise CheckpointError(
             f"{folder} no longer belongs to this process: while it was stopped or its host could "
             "not write, another attempt took over the run",
