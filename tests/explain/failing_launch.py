@@ -135,6 +135,8 @@ def stop_sigterm(rank: int, folder: Path) -> None:
 
 @reproduces("stop-interrupt")
 def stop_interrupt(rank: int, folder: Path) -> None:
+    # WHY: what a shell starts in its background has SIGINT ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.kill(os.getpid(), signal.SIGINT)
     signal.pause()
 
