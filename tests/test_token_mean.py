@@ -1,13 +1,18 @@
 """The gradient is the mean over the labels that count, however ranks share them."""
 
 import importlib
+import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
+from hardened_ddp.model.buckets import Buckets
 from hardened_ddp.model.replica import Replica
+from hardened_ddp.ranks.group import open_group
+from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.step.attempt import Outcome
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.progress import Progress
@@ -149,3 +154,33 @@ def test_where_each_sample_counts_once_no_count_is_sent() -> None:
     argv = ["--dataset", "tests.plugins:points", "--model", "mlp", "--batch_size", "4"]
     how = ["--no_shared_memory", "--step_retry", "off"]
     assert run_ranks(gradients_without_a_count, 2, [*argv, *how], [0, 1]) == [2, 2]
+
+
+def total_of_counts(dtype: torch.dtype, sent_as: torch.dtype | None) -> float:
+    """Send 5003 and 5004 with the gradients of two ranks; return what each rank reads."""
+    group = open_group(
+        read_launch(os.environ),
+        device=torch.device("cpu"),
+        backend="gloo",
+        timeout_s=30,
+        shared_memory=False,
+    )
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 3).to(dtype))
+    buckets = Buckets(ddp, group, sent_as=sent_as, counts=True)
+    buckets.begin()
+    buckets.count = 5003.0 + group.launch.rank
+    ddp(torch.ones(2, 4, dtype=dtype)).sum().backward()
+    found = float(buckets.total())
+    group.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sent_as"),
+    [(torch.float32, None), (torch.float32, torch.float16), (torch.float16, None)],
+    ids=str,
+)
+def test_the_count_is_exact_also_beside_gradients_of_16_bits(
+    dtype: torch.dtype, sent_as: torch.dtype | None
+) -> None:
+    assert run_ranks(total_of_counts, 2, dtype, sent_as) == [10007.0, 10007.0]

@@ -53,8 +53,6 @@ class Buckets:
         """What counts in this rank's samples, such as valid tokens; set before backward."""
 
         self._counts = counts
-        # WHY not in 16 bits: bf16 counts to 256. Then the count is sent beside the gradients.
-        self._count_rides = counts and sent_as is None
         self._total = torch.zeros((), dtype=torch.float64, device=group.device)
         self._total_work: dist.Work | None = None
         self.are_finite = False
@@ -88,7 +86,8 @@ class Buckets:
             return False
         self._group.tracker.enter(Phase.ALL_REDUCE)
         remaining = self._layout[len(self._under_way) :]
-        if remaining and self._counts and not self._count_rides and not self._under_way:
+        is_beside = self._counts and not self._under_way
+        if remaining and is_beside and not self._rides(remaining[0][0].dtype):
             dist.all_reduce(torch.full_like(self._total, math.nan))
         for number, parameters in enumerate(remaining, start=len(self._under_way)):
             size = self._size(number, parameters)
@@ -193,8 +192,15 @@ class Buckets:
 
     def _size(self, number: int, parameters: Sequence[torch.Tensor]) -> int:
         """Return how many values are sent for a bucket: the count goes behind the first one's."""
-        rides = self._count_rides and number == 0
+        rides = self._counts and number == 0 and self._rides(parameters[0].dtype)
         return sum(parameter.numel() for parameter in parameters) + rides
+
+    def _rides(self, dtype: torch.dtype) -> bool:
+        """Return whether the count is sent within a bucket of gradients of dtype, or beside it.
+
+        WHY not in 16 bits: bf16 counts to 256, fp16 to 2048.
+        """
+        return (self._sent_as or dtype) in (torch.float32, torch.float64)
 
     def _send(self, state: None, bucket: dist.GradBucket) -> Work:
         """Start the all-reduce of one bucket: DDP's communication hook."""
@@ -219,7 +225,8 @@ class Buckets:
 
     def _send_with_count(self, buffer: torch.Tensor, sent: torch.Tensor) -> Work:
         """Start the all-reduce of the first bucket, and that of the count: within it, or beside."""
-        if self._count_rides:
+        rides = self._rides(buffer.dtype)
+        if rides:
             count = torch.as_tensor(self.count, dtype=sent.dtype, device=sent.device)
             sent = torch.cat([sent, count.view(1)])
         else:
@@ -231,7 +238,7 @@ class Buckets:
 
         def received(summed: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             found = summed.value()[0]
-            if self._count_rides:
+            if rides:
                 self._total = found[-1].double()
             return buffer.copy_(found[: buffer.numel()])
 
