@@ -298,8 +298,12 @@ def build_task(
     from hardened_ddp.training.initial_weights import load_initial_weights
 
     # The same model on every rank: seeded alike, and DDP sends rank 0's weights to all.
-    num_classes, input_shape, named = data.num_classes, data.input_shape, config.task.task
-    model = build_model(config.model, num_classes=num_classes, input_shape=input_shape, task=named)
+    model = build_model(
+        config.model,
+        num_classes=data.num_classes,
+        input_shape=data.input_shape,
+        task=config.task.task,
+    )
     load_initial_weights(model, "" if saved else config.model.init_from, group)  # collective
     model = place_model(model, config.model, device=group.device, world_size=group.world_size)
     # The task makes a loss and metrics of the output. auto: the first batch says which task it is.

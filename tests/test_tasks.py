@@ -207,6 +207,11 @@ class NoScore:
     pass
 
 
+class Refusing(Task):
+    def __init__(self) -> None:
+        raise ValueError("no such table")
+
+
 class Plain:
     """A task that does not know Task."""
 
@@ -245,6 +250,7 @@ def built(*argv: str) -> Task:
         (("--task", "clasification"), "no such task"),
         (("--task", "tests.test_tasks:Nothing"), "Nothing"),
         (("--task", "tests.test_tasks:NoScore"), "without score"),
+        (("--task", "tests.test_tasks:Refusing"), "no such table"),
         (("--task", "regression", "--task_args", "{loss: l3}"), "knows no loss"),
         (("--task", "regression", "--task_args", "{los: l1}"), "task_args"),
         (("--task", "tokens", "--best_metric", "accuracy"), "no metric 'accuracy'"),
@@ -259,6 +265,12 @@ def test_a_task_that_can_not_be_built_is_told_before_the_first_step(
 ) -> None:
     with pytest.raises(HardenedError, match=told):
         built(*argv)
+
+
+def test_a_class_that_only_scores_becomes_a_task() -> None:
+    task = built("--task", "tests.test_tasks:Plain")
+    assert isinstance(task, Task)
+    assert best_metric(task, "auto").name == "loss"
 
 
 def test_the_best_metric_is_the_first_of_the_task_or_the_loss() -> None:

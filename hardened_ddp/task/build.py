@@ -12,6 +12,7 @@ from torch import nn
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.datasets import TaskData
 from hardened_ddp.data.import_path import import_callable
+from hardened_ddp.data.read_errors import describe
 from hardened_ddp.errors import ConfigError, HardenedError, ModelError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import Config
@@ -86,9 +87,13 @@ def build_task(name: str, model: nn.Module, data: TaskData, config: Config) -> T
         wanted = inspect.signature(build).parameters
         known = {key: value for key, value in facts.items() if key in wanted}
         task = build(**{**known, **config.task.task_args})
-    except TypeError as error:
+    except HardenedError:
+        raise
+    except Exception as error:  # WHY broad: it may be the user's class
+        log.debug("building the task failed", exc_info=True)
         raise ConfigError(
-            f"--task {name} can't be built with task_args {dict(config.task.task_args)}: {error}",
+            f"--task {name} can't be built with task_args {dict(config.task.task_args)}: "
+            f"{describe(error)}",
             fix="check --task_args against the constructor of the task",
         ) from error
     task = _as_task(task, name)
