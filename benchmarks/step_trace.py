@@ -10,8 +10,8 @@ is watched, whose code counts, and where rank 0 writes down what it saw. WHAT is
   this file, which goes on to ddp_training.py.
 
 Owns sys.setprofile. Does not own: what is counted, and the bars (step_path.py).
-Ours is what lies in the checkout, this file aside. A function is known by its file and qualified
-name; a lambda or a comprehension counts as the function that it stands in.
+Ours is what lies in the checkout, this file and a virtual environment aside. A function is known by
+its file and qualified name; a lambda or a comprehension counts as the function that it stands in.
 """
 
 import atexit
@@ -47,6 +47,8 @@ class Watch:
 
     def __init__(self, checkout: str) -> None:
         self.checkout = os.path.realpath(checkout) + os.sep
+        # A virtual environment may lie in the checkout, and be a link there.
+        self.environment = (sys.prefix + os.sep, os.path.realpath(sys.prefix) + os.sep)
         self.seen: set[Function] = set()
         self._names: dict[CodeType, Function | None] = {}
 
@@ -60,6 +62,7 @@ class Watch:
         if code not in self._names:
             path = code.co_filename
             is_ours = path.startswith(self.checkout) and path != __file__
+            is_ours = is_ours and not path.startswith(self.environment)
             self._names[code] = (
                 (path.removeprefix(self.checkout), _FOLDED.sub("", code.co_qualname))
                 if is_ours and code.co_flags & _IS_FUNCTION

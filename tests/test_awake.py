@@ -13,7 +13,7 @@ from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.tracker import Tracker
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, start_ranks
 
 TIMEOUT_S, PAUSE_S = 2.0, 4.0
 
@@ -94,3 +94,23 @@ def meet(group: Group, what: str, number: int) -> None:
 @pytest.mark.parametrize("what", ["sum", "agreement"])
 def test_ranks_that_were_stopped_for_longer_than_the_timeout_go_on(what: str) -> None:
     assert run_ranks(go_on_after_a_pause, 2, what) == [True, True]
+
+
+def close_with_an_agreement_under_way() -> bool:
+    group = open_group(
+        read_launch(os.environ), device=torch.device("cpu"), backend="auto", timeout_s=60
+    )
+    group.sum_(torch.zeros(1))
+    if group.launch.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    work = group.start_max(torch.zeros(1))
+    assert work is not None
+    group.close()
+    return True
+
+
+def test_a_group_closes_while_an_agreement_waits_for_a_rank_that_is_stopped() -> None:
+    with start_ranks(close_with_an_agreement_under_way, 2) as running:
+        running.wait_for(lambda: running.living() == [1], timeout_s=20, what="rank 0's end")
+        running.kill(1)
+        assert running.wait(10).statuses[0] == 0

@@ -76,6 +76,14 @@ def test_code_of_others_and_of_a_module_does_not_count(tmp_path: Path) -> None:
     assert seen(watch, watch, lambda: code_in(ours)) == {"Part"}  # the lambda of its body
 
 
+def test_an_environment_in_the_checkout_is_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    watch = Watch(str(tmp_path))
+    assert seen(watch, watch, code_in(tmp_path / ".venv")["outer"]) == set()
+
+
 @pytest.mark.slow
 def test_it_counts_a_step_a_save_and_a_resume() -> None:
     done = run_command(["python", "benchmarks/step_path.py", "--verbose"], timeout_s=400)

@@ -10,6 +10,7 @@ collective: lost.py turns it into PeerLostError.
 Read next: model/replica.py, the DDP wrapper that averages gradients over this group.
 """
 
+import ctypes
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -66,6 +67,7 @@ class Group:
         self.shared: SharedSum | None = None
         """Sums CPU tensors if all ranks are on one machine; None: gloo sums them."""
 
+        self._agreement: dist.Work | None = None  # the last one that start_max began
         self._has_published = False
         self.is_broken = False
         """A rank failed: collectives may be in flight that never finish."""
@@ -102,8 +104,8 @@ class Group:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         options.timeout = _NO_LIMIT  # finish has one, in time awake
-        work: dist.Work = self.control.allreduce([tensor], options)  # collective
-        return work
+        self._agreement = self.control.allreduce([tensor], options)  # collective
+        return self._agreement
 
     @waits_in(Phase.AGREEMENT)
     def finish(self, work: "dist.Work") -> None:
@@ -203,6 +205,10 @@ class Group:
             dist.destroy_process_group()
         if self._has_published and self.is_main and not self.launch.agent_owns_store:
             failures.await_listeners(self.store, self.world_size, LISTEN_LIMIT_S)
+        if self._agreement is not None and not self._agreement.is_completed():
+            # WHY: the destructor would join a thread that waits for a stopped rank, without limit.
+            # With one more reference the group is never destroyed; the process ends anyway.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.control))
         self.store = self.control = None
 
     def _group_of(self, tensor: torch.Tensor) -> "dist.ProcessGroup | None":
