@@ -12,7 +12,7 @@
 Read from main() down, in the order of the run: settings, launch, process group, run folder, data,
 model, DDP, the loop, the end. Every rank runs this same page; rank 0 also writes files. A line
 marked "# collective" is reached by all ranks, in the same order, or the run hangs.
-The machinery is in hardened_ddp/; README.md has a reading order.
+The machinery is in hardened_ddp/; docs/READING_ORDER.md says what to read first.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The documents as text: their commands, tables, links, and the parts that are made from code.
 
-    python -m tests.documents      write config.yaml and the generated parts of README.md anew
+    python -m tests.documents      write config.yaml and the generated parts of the documents anew
 
-Owns: reading the documents, and the generated parts of README.md: settings (from their sections),
-layout (from the first line of each file), and the capture of the first run (docs/first_run.txt).
+Owns: reading the documents, and their generated parts: settings (from their sections), layout (from
+the first line of each file), causes (from the catalogue of explain), faults (from
+docs/PEERS_ON_FAULTS.md), and the capture of the first run (docs/first_run.txt).
 Does not own: whether what they say is true (test_docs.py).
 """
 
@@ -23,8 +24,21 @@ GLOSSARY, READING = "docs/GLOSSARY.md", "docs/READING_ORDER.md"
 CAUSES = "docs/CAUSES.md"
 CONCEPTS, DRILLS = "docs/CONCEPTS.md", "docs/DRILLS.md"
 OWN_TRAINING = "docs/OWN_TRAINING.md"
-AUDIT = "docs/AUDIT.md"
-DOCUMENTS = (README, TROUBLES, GLOSSARY, READING, CONCEPTS, DRILLS, AUDIT, OWN_TRAINING)
+AUDIT, MANUAL = "docs/AUDIT.md", "docs/MANUAL.md"
+SETTINGS_PAGE, LAYOUT, PROMISES = "docs/SETTINGS.md", "docs/LAYOUT.md", "docs/PROMISES.md"
+TASKS, STREAMS = "docs/TASKS.md", "docs/STREAMS.md"
+PEERS = "docs/PEERS_ON_FAULTS.md"
+DOCUMENTS = (
+    *(README, TROUBLES, GLOSSARY, READING, CONCEPTS, DRILLS, AUDIT, OWN_TRAINING, MANUAL),
+    *(SETTINGS_PAGE, LAYOUT, PROMISES, TASKS, STREAMS),
+)
+GENERATED = {
+    README: ("capture: docs/first_run.txt", "generated: faults"),
+    SETTINGS_PAGE: ("generated: settings",),
+    LAYOUT: ("generated: layout",),
+    CAUSES: ("generated: causes",),
+}
+"""Which parts of which document are made from code or from measurements."""
 
 # What the tree says of files that can't say it themselves.
 ONE_LINERS = {
@@ -41,6 +55,14 @@ ONE_LINERS = {
     "pyproject.toml": "Settings of ruff, mypy and pytest.",
     "Makefile": "make check, quick, test, format.",
     ".ci/run": "What every change must pass: make check.",
+    "docs/MANUAL.md": "Launchers, data, resume, drills, exports and the run folder in full.",
+    "docs/SETTINGS.md": "Every setting with its default and what it does.",
+    "docs/PROMISES.md": "What the project promises, and the test of each promise.",
+    "docs/LAYOUT.md": "Every file and what it is for.",
+    "docs/TASKS.md": "What a model learns, and what is measured.",
+    "docs/STREAMS.md": "Training on data that can only be read from front to back.",
+    "docs/BENCHMARKS.md": "Speed, start and memory beside a bare loop and the peers.",
+    "docs/PEERS_ON_FAULTS.md": "What bare DDP, the peers and this project lose at each fault.",
     "docs/CAUSES.md": "The causes that explain knows: what stands in the log, and the fix.",
     "docs/AUDIT.md": "audit: what it sees in a DDP program, how, at what cost, and what not.",
     "docs/CONCEPTS.md": "How data parallel training works, for students.",
@@ -60,7 +82,7 @@ def settings_tables() -> str:
     """Write every setting as a Markdown table for each section."""
     lines = []
     for section, title in TITLES.items():
-        lines += [f"### {title}", "", "| setting | default | takes | what it does |"]
+        lines += [f"## {title}", "", "| setting | default | takes | what it does |"]
         lines += ["| --- | --- | --- | --- |"]
         for name in names_of(section):
             setting = SETTINGS[name]
@@ -121,10 +143,58 @@ def spoken(phrase: str) -> str:
     return literal_of(phrase).strip().replace("`", "'")
 
 
-def rendered(readme: str, *, only: str = "") -> str:
-    """Give README.md with its generated parts made anew."""
+FAULTS = (
+    "SIGTERM to rank 1",
+    "kill -9 of rank 1; the same command again",
+    "newest checkpoint cut in half, then resume",
+    "resume on 1 rank instead of 2",
+    "out of memory in forward on rank 1, once",
+    "rank 1 hangs in forward, once; torchrun --max_restarts=1",
+    "NaN loss on rank 1, once",
+    "a layer unused on rank 1 from step 34 on",
+    "kill -9 of torchrun itself",
+    "kill -9 of a DataLoader worker of rank 1",
+)
+"""The tables of docs/PEERS_ON_FAULTS.md that README.md sums up."""
+
+
+def faults_table() -> str:
+    """Write what each contender lost at each fault, one row a fault, from the measured tables."""
+    names = ("bare", "accelerate", "lightning", "trainer", "ddp_training.py")
+    lines = ["| fault | torchrun alone | Accelerate | Lightning | HF Trainer | this project |"]
+    lines += ["| --- " * (len(names) + 1) + "|"]
+    for fault in FAULTS:
+        section = text_of(PEERS).partition(f"### {fault}\n")[2].partition("\n### ")[0]
+        rows = [line.strip("| ").split(" | ") for line in section.splitlines() if "|" in line]
+        measured = {name: rest for name, *rest in rows}
+        cells = [outcome(*measured[name][:3]) for name in names]
+        lines.append(f"| {fault} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def outcome(happened: str, steps_lost: str, samples: str) -> str:
+    """Say in a few words what docs/PEERS_ON_FAULTS.md says of one contender at one fault."""
+    if "lived on" in happened:
+        return "its ranks train on alone"
+    if "NaN" in happened:
+        return "the weights become NaN"
+    if "by itself" in happened:
+        return "goes on, nothing lost"
+    if "-9" in happened:
+        return "its ranks save and exit"
+    ways = [part for part in ("hung", "resumed", "restarted") if part in happened]
+    if "resumed" not in ways or re.search("then (ended|hung)", happened):
+        return "hangs; no start succeeds" if "hung" in ways else "no start succeeds"
+    said = "hangs; " * ("hung" in ways)
+    said += "nothing" if samples == "0 / 0" and steps_lost == "0" else f"{steps_lost} steps"
+    surplus, missing = samples.split(" / ")
+    return said + f"; {surplus} samples twice, {missing} never" * (samples != "0 / 0")
+
+
+def rendered(document: str, *, only: str = "") -> str:
+    """Give the text of a document with its generated parts made anew."""
     makers = {"generated: settings": settings_tables, "generated: layout": layout_tree}
-    makers["generated: causes"] = causes_table
+    makers |= {"generated: causes": causes_table, "generated: faults": faults_table}
 
     def part(match: re.Match[str]) -> str:
         what = match[1]
@@ -140,7 +210,10 @@ def rendered(readme: str, *, only: str = "") -> str:
         return f"<!-- {what} -->\n{made}<!-- end -->"
 
     return re.sub(
-        r"<!-- ((?:generated|capture): [^>]+?) -->\n.*?<!-- end -->", part, readme, flags=re.DOTALL
+        r"<!-- ((?:generated|capture): [^>]+?) -->\n.*?<!-- end -->",
+        part,
+        document,
+        flags=re.DOTALL,
     )
 
 
@@ -193,14 +266,23 @@ def has_function(test: str) -> bool:
 
 
 def commands_of(document: str) -> Iterator[str]:
-    """Give the commands of a document's bash blocks, one a line."""
-    for block in re.findall(
-        r"^ *```bash\n(.*?)^ *```$", text_of(document), re.DOTALL | re.MULTILINE
-    ):
-        yield from (line.strip() for line in block.splitlines() if line.strip())
+    """Give a document's commands in order: lines of bash blocks, cells of a column "command"."""
+    is_bash, column = False, -1
+    last = ""
+    for line in map(str.strip, text_of(document).splitlines()):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("```"):
+            is_bash = line == "```bash"
+        elif is_bash and line:
+            yield line
+        elif line.startswith("| ") and not last.startswith("|"):
+            column = cells.index("command") if "command" in cells else -1
+        elif line.startswith("| ") and column >= 0 and cells[column].startswith("`"):
+            yield cells[column].strip("`")
+        last = line
 
 
 if __name__ == "__main__":
     (ROOT / "config.yaml").write_text(template(), encoding="utf-8")
-    for document in (README, CAUSES):
+    for document in GENERATED:
         (ROOT / document).write_text(rendered(text_of(document)), encoding="utf-8")

@@ -1,7 +1,7 @@
 """The documents: what they name exists, and every command in them runs.
 
 A command stands in a bash block, one a line. It is run here, or by the test that ELSEWHERE names.
-What goes wrong here: README.md is older than the code; python -m tests.documents writes it anew.
+What goes wrong here: a document is older than the code; python -m tests.documents writes it anew.
 """
 
 import ast
@@ -17,10 +17,14 @@ from hardened_ddp.settings.record import yaml_word
 from hardened_ddp.settings.schema import SETTINGS
 from tests.documents import (
     DOCUMENTS,
+    GENERATED,
+    MANUAL,
     ONE_LINERS,
     OWN_TRAINING,
+    PROMISES,
     READING,
     README,
+    SETTINGS_PAGE,
     TROUBLES,
     anchors_of,
     commands_of,
@@ -137,9 +141,18 @@ class TestErrorCodes:
 
 
 class TestReadme:
-    @pytest.mark.parametrize("kind", ["generated: settings", "generated: layout", "capture"])
-    def test_a_generated_part_is_up_to_date(self, kind: str) -> None:
-        old, new = text_of(README), rendered(text_of(README), only=kind)
+    def test_it_is_short_and_tells_early_how_to_bring_a_model(self) -> None:
+        text = text_of(README)
+        lines = text.splitlines()
+        assert len(lines) <= 280
+        assert len(text) < 16_000
+        assert lines.index("## Your own model and data") < 80
+
+    @pytest.mark.parametrize(
+        ("document", "kind"), [(name, kind) for name, kinds in GENERATED.items() for kind in kinds]
+    )
+    def test_a_generated_part_is_up_to_date(self, document: str, kind: str) -> None:
+        old, new = text_of(document), rendered(text_of(document), only=kind)
         assert f"<!-- {kind}" in old
         assert old == new, "write it anew with: python -m tests.documents"
 
@@ -148,12 +161,12 @@ class TestReadme:
         assert (ROOT / name).is_file()
 
     def test_every_setting_is_there_with_its_default(self) -> None:
-        rows = {row[0].strip("`"): row for row in table_rows(README, cells=4)}
+        rows = {row[0].strip("`"): row for row in table_rows(SETTINGS_PAGE, cells=4)}
         for name, setting in SETTINGS.items():
             assert rows[name][1] == f"`{yaml_word(setting.default)}`"
 
     def test_a_promise_is_kept_by_a_test_that_exists(self) -> None:
-        rows = [row for row in table_rows(README) if "::" in row[-1]]
+        rows = [row for row in table_rows(PROMISES) if "::" in row[-1]]
         assert len(rows) >= 10
         for row in rows:
             for test in re.findall(r"`([^`]+)`", row[-1]):
@@ -220,17 +233,29 @@ class TestAllDocuments:
 class TestCommands:
     @pytest.mark.slow
     @pytest.mark.timeout(1200)  # some thirty commands, each with a limit of its own
-    @pytest.mark.parametrize("document", [README, TROUBLES, OWN_TRAINING])
+    @pytest.mark.parametrize("document", [README, MANUAL, TROUBLES, OWN_TRAINING])
     def test_the_commands_of_a_document_run_in_their_order(
         self, document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         write_examples(document, tmp_path, monkeypatch)
-        if document == TROUBLES:  # it speaks of a run that there is already
+        if document in (TROUBLES, MANUAL):  # they speak of a run that there is already
             run_training("python ddp_training.py --run_name first", tmp_path, max_steps=1)
+        elsewhere = {*typed_elsewhere(), *ELSEWHERE}
+        elsewhere |= set() if document == README else set(commands_of(README))
         for index, command in enumerate(commands_of(document)):
-            if command not in typed_elsewhere() and command not in ELSEWHERE:
+            if command not in elsewhere:
                 # WHY more each time: a command that continues a run must find something to do
                 run_documented(command, tmp_path, max_steps=2 + index)
+
+    @pytest.mark.slow
+    def test_the_model_of_the_readme_learns(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write_examples(README, tmp_path, monkeypatch)
+        [command] = [line for line in commands_of(README) if "--model_args" in line]
+        run_training(command, tmp_path, max_steps=0)
+        [summary] = tmp_path.glob("runs/*/summary.json")
+        assert json.loads(summary.read_text(encoding="utf-8"))["test_accuracy"] > 0.97
 
     @pytest.mark.slow
     def test_the_exercises_come_out_as_their_answers_say(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests import stages
-from tests.documents import README, table_rows
+from tests.documents import PROMISES, table_rows
 from tests.ranks import run_command
 from tests.stages import run_stage, soak
 
@@ -77,7 +77,7 @@ def test_the_first_stage_has_a_test_of_each_promise_and_a_soak_finds_its_own() -
     argv = ["python", "-m", "pytest", *stages.CONFIGURED, "--collect-only", "-q"]
     done = run_command([*argv, "-m", "not slow", *stages.EVERYWHERE], timeout_s=60).ok()
     first = {re.sub(r"\[.*", "", line) for line in done.stdout.splitlines() if "::" in line}
-    for promise, _, tests in (row for row in table_rows(README, cells=3) if "::" in row[-1]):
+    for promise, _, tests in (row for row in table_rows(PROMISES, cells=3) if "::" in row[-1]):
         if not promise.startswith(NOT_AT_FIRST):
             assert first & set(re.findall(r"`([^`]+)`", tests)), promise
     found = run_command([*argv, "--rounds=1", "--plans=1", *stages.SOAKED], timeout_s=60).ok()
