@@ -38,6 +38,7 @@ from hardened_ddp.ranks.launch import (
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import Resolved, resolve
 from hardened_ddp.settings.manual import help_text
+from hardened_ddp.settings.wording import as_typed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,11 +57,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hardened_ddp")
 
+CONFIG = Path(__file__).with_name("config.yaml")  # the settings that every start uses
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status. A user's mistake gives one line, no traceback."""
     try:
-        request = parse(sys.argv[1:] if argv is None else argv)
+        request = parse(sys.argv[1:] if argv is None else argv, edited_file=as_typed(CONFIG))
         if request.command == "help":
             print(help_text(request.options["topic"]))
             return 0

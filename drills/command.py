@@ -123,6 +123,7 @@ def read_work(request: Request, num_ranks: int) -> "Work":
     config = resolved.config
     given = {name for name, source in resolved.sources.items() if source != "default"}
     flags = [f"--config={request.config_file}"] if request.config_file else []
+    flags += [] if request.edited_file else ["--no_config"]
     flags += [f"--{name}={value}" for name, value in DEFAULTS.items() if name not in given]
     flags += [
         f"--{name}={_word(value)}"

@@ -98,7 +98,7 @@ class TestRecord:
         document = read_text(text, where="config.yaml")
         assert [entry.key for entry in document.entries] == list(SETTINGS)
         assert settings_of(f"--config {path}").config == Config()
-        assert text == template(), "python -m tests.documents writes it"
+        assert text == template(), "python -m tests.documents writes it as it is shipped"
 
     def test_config_yaml_has_short_ascii_lines(self) -> None:
         text = (PROJECT / "config.yaml").read_text(encoding="utf-8")

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hardened_ddp.settings.wording import as_typed
+
 log = logging.getLogger(__name__)
 
 _NAME = "summary.json"
@@ -51,7 +53,7 @@ def closing_lines(folder: Path, *, status: str, result: str, has_tensorboard: bo
 
     result: the result of the last evaluation; empty if there was none.
     """
-    shown = _show(folder)
+    shown = as_typed(folder)
     run = shlex.quote(shown)
     lines = [
         f"{status}: {result or 'no test was made'}",
@@ -78,17 +80,7 @@ def program(name: str) -> str:
     found = shutil.which(name)
     if not ours.exists() or (found is not None and Path(found).parent == ours.parent):
         return name
-    return shlex.quote(_show(ours))
-
-
-def _show(folder: Path) -> str:
-    """Return how to type folder: relative if it is below the working folder, else absolute."""
-    try:
-        full = os.path.abspath(folder)
-        shown = os.path.relpath(full)
-    except OSError:  # the working folder was removed
-        return str(folder)
-    return full if shown.startswith(os.pardir) else shown
+    return shlex.quote(as_typed(ours))
 
 
 def _plain(value: Any) -> Any:  # Any: JSON

@@ -20,6 +20,8 @@ from hardened_ddp.settings.commands import COMMANDS, HELP, TRAIN
 from hardened_ddp.settings.schema import SETTINGS, Misfit, fit, from_text, needs
 from hardened_ddp.settings.wording import advice, as_word, nearest, shown
 
+NO_CONFIG = "no_config"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
@@ -36,6 +38,9 @@ class Request:
 
     settings: Mapping[str, Any] = field(default_factory=dict)  # Any: the type of the setting
     config_file: str = ""
+    edited_file: str = ""
+    """config.yaml beside the script, which is read without being named; empty: not read."""
+
     problems: tuple[str, ...] = ()
     bad_names: frozenset[str] = frozenset()
     """Settings whose value on the command line can't be used."""
@@ -54,10 +59,11 @@ class _Flag:
         return self.given.removeprefix("--").replace("-", "_")
 
 
-def parse(argv: Sequence[str]) -> Request:
+def parse(argv: Sequence[str], *, edited_file: str = "") -> Request:
     """Read the arguments behind the script's name. Rank-local.
 
-    Raises ConfigError for an unknown command and for wrong options of a command.
+    edited_file: see Request; --no_config leaves it out. Raises ConfigError for an unknown command
+    and for wrong options of a command.
     """
     is_named = bool(argv) and not argv[0].startswith("-")
     command = argv[0] if is_named else TRAIN
@@ -75,9 +81,9 @@ def parse(argv: Sequence[str]) -> Request:
         topic = words[0] if words and words[0] in COMMANDS else TRAIN
         return Request(command=HELP, options={"topic": topic})
     if command == TRAIN:
-        return _train_request(flags)
+        return _train_request(flags, edited_file)
     if COMMANDS[command].takes_settings:
-        return _continuing_request(command, flags)
+        return _continuing_request(command, flags, edited_file)
     return Request(command=command, options=_read_options(command, flags), program=program)
 
 
@@ -101,7 +107,7 @@ def _is_flag(word: str) -> bool:
     return word.startswith("--") or (word[:1] == "-" and word[1:2].isalpha() and not is_number)
 
 
-def _train_request(flags: Sequence[_Flag]) -> Request:
+def _train_request(flags: Sequence[_Flag], edited_file: str) -> Request:
     """Read settings and collect problems; those in the file are reported with them."""
     settings: dict[str, Any] = {}
     problems: list[str] = []
@@ -112,6 +118,8 @@ def _train_request(flags: Sequence[_Flag]) -> Request:
         try:
             if flag.given.startswith("--") and flag.name == "config":
                 files.append(_only_word(flag))
+            elif flag.given.startswith("--") and flag.name == NO_CONFIG and not flag.words:
+                edited_file = ""
             elif flag.given.startswith("--") and name:
                 settings[name] = _read_flag(flag, name)
             else:
@@ -124,16 +132,18 @@ def _train_request(flags: Sequence[_Flag]) -> Request:
     return Request(
         settings=settings,
         config_file=files[-1] if files else "",
+        edited_file=edited_file,
         problems=tuple(problems),
         bad_names=frozenset(bad_names),
     )
 
 
-def _continuing_request(command: str, flags: Sequence[_Flag]) -> Request:
+def _continuing_request(command: str, flags: Sequence[_Flag], edited_file: str) -> Request:
     """Read a command that takes settings, for the RUN that it names if any. Raises ConfigError."""
     own = {option.name for option in COMMANDS[command].options if not option.is_word}
     options = _read_options(command, [f for f in flags if not f.given or f.name in own])
-    request = _train_request([flag for flag in flags if flag.given and flag.name not in own])
+    its_own = [flag for flag in flags if flag.given and flag.name not in own]
+    request = _train_request(its_own, edited_file)
     settings = dict(request.settings)
     if "run" in options:
         settings["resume"] = options["run"]
@@ -174,7 +184,7 @@ def _only_word(flag: _Flag) -> str:
 def _unknown(flag: _Flag) -> str:
     if not flag.given:
         return f"{shown(flag.words[0])}: unexpected; a setting is written --name value"
-    known = [*SETTINGS, "config"]
+    known = [*SETTINGS, "config", NO_CONFIG]
     meant = advice(flag.name.lstrip("_"), known, prefix="--")
     return f"{as_word(flag.given)}: no such setting; {meant}"
 

@@ -1,8 +1,9 @@
 """The settings of this run, put together from all places, and where each one came from.
 
-Owns the order: default < settings saved with the run that is continued < --config FILE < command
-line; a later one wins. One ConfigError lists all problems of all places, before anything is
-started. Sources read "default", "run", "FILE:LINE" or "command line".
+Owns the order: default < config.yaml beside the script < settings saved with the run that is
+continued < --config FILE < command line; a later one wins. config.yaml lists every setting, so what
+it has as the default counts as not set there. One ConfigError lists all problems of all places,
+before anything is started. Sources read "default", "run", "FILE:LINE" or "command line".
 
 Does not own: reading a file (document.py), the command line (cli.py), one value (schema.py).
 Read next: record.py, which writes the result beside the run.
@@ -72,13 +73,13 @@ def resolve(request: Request, *, world_size: int = 1) -> Resolved:
         problems=list(request.problems),
         bad_names=set(request.bad_names),
     )
-    file = _Layer()
+    edited, file = _edited_layer(request.edited_file), _Layer()
     if request.config_file:
         file = _layer(read_file(request.config_file), request.config_file)
     folder, run = _earlier_run(
-        _merge(_default_layer(), file, command_line), is_named=request.command != TRAIN
+        _merge(_default_layer(), edited, file, command_line), is_named=request.command != TRAIN
     )
-    merged = _merge(_default_layer(), run, file, command_line)
+    merged = _merge(_default_layer(), edited, run, file, command_line)
     config = assemble(merged.values)
     problems = merged.problems
     problems += broken_rules(
@@ -88,13 +89,26 @@ def resolve(request: Request, *, world_size: int = 1) -> Resolved:
         apart_from=merged.bad_names | _unsure_names(merged),
     )
     if problems:
-        raise problems_error(problems)
+        is_edited = bool(edited.sources or edited.problems)
+        raise problems_error(problems, edited_file=request.edited_file if is_edited else "")
     return Resolved(config=config, sources=merged.sources, run_folder=folder)
 
 
 def _default_layer() -> _Layer:
     values = flatten(Config())
     return _Layer(values=values, sources=dict.fromkeys(values, DEFAULT))
+
+
+def _edited_layer(path: str) -> _Layer:
+    """Give what config.yaml beside the script changes; nothing if there is no such file."""
+    if not path or not Path(path).exists():
+        return _Layer()
+    layer, defaults = _layer(read_file(path), path), _default_layer().values
+    # WHY repr: 1 is no 1.0 for a setting, and a NaN inside of model_args does not equal itself
+    values = {
+        name: value for name, value in layer.values.items() if repr(value) != repr(defaults[name])
+    }
+    return replace(layer, values=values, sources={name: layer.sources[name] for name in values})
 
 
 def _merge(*layers: _Layer) -> _Layer:

@@ -31,7 +31,8 @@ How values are given
   Names take underscores or dashes and can't be abbreviated. A switch is --flag, --flag false or
   --no_flag. If a flag is given twice, the last one wins. Numbers may be written 1e-4. A MAPPING is
   JSON or YAML: '{size: 28}'.
-  Order: default < settings of the run that is continued < --config FILE < command line.
+  Order: default < config.yaml beside ddp_training.py < settings of the run that is continued <
+  --config FILE < command line.
 """
 
 
@@ -44,7 +45,8 @@ def _train_help() -> str:
     commands = [_entry(name, command.text) for name, command in COMMANDS.items()]
     commands += [_entry("help [COMMAND]", "Show this help, or that of a command.")]
     common = [
-        _entry("--config FILE", "YAML file of settings; config.yaml shows all of them."),
+        _entry("--config FILE", "YAML file of settings, over those of config.yaml."),
+        _entry("--no_config", "Do not read config.yaml beside ddp_training.py."),
         _entry("--help, -h", "Show this help."),
     ]
     blocks = [_HEAD, "Commands\n" + "".join(commands), _NOTES, "Common\n" + "".join(common)]

@@ -27,15 +27,17 @@ _YAML_1_1_BOOLS = frozenset({"y", "n", "yes", "no", "on", "off"})
 _TEMPLATE_HEAD = """\
 # Every setting of ddp_training.py, with its default.
 #
-# Copy this file, change what you need, leave out the rest, and start with
+# Change a line, and every start uses it: this file is read by default, and the first lines of a run
+# name what was changed here. A run that is continued keeps its own settings. --no_config ignores
+# this file. For settings of one project only, make a file of the lines that differ, and start with
 #   python ddp_training.py --config my.yaml
-# A setting of the command line wins over this file: --batch_size 64, --augment, --no_download.
+# The command line wins over both: --batch_size 64, --augment, --no_download.
 # An unknown name, a wrong type or a value out of range stops the run before it starts.
 # auto, where a setting takes it, lets the program choose.
 """
 _DUMP_HEAD = """\
-# All settings of this run, and where each value came from: default, run (the run that was
-# continued), a line of a file, or the command line.
+# All settings of this run, and where each value came from: default, a line of a file (config.yaml
+# beside the script, or --config FILE), run (the run that was continued), or the command line.
 
 """
 

@@ -144,12 +144,16 @@ def place(name: str, source: str) -> str:
     return f"--{name}" if source == COMMAND_LINE else f"{source}: {name}"
 
 
-def problems_error(problems: Sequence[str]) -> ConfigError:
-    """Make the one error that lists all problems."""
+def problems_error(problems: Sequence[str], *, edited_file: str = "") -> ConfigError:
+    """Make the one error that lists all problems.
+
+    edited_file: config.yaml beside the script, if it sets anything.
+    """
     count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
     return ConfigError(
         "\n  ".join([f"{count} in the settings; nothing has been started", *problems]),
-        fix="correct the above; python ddp_training.py --help lists every setting",
+        fix="correct the above; python ddp_training.py --help lists every setting"
+        + (f"; --no_config ignores {edited_file}" if edited_file else ""),
     )
 
 

@@ -3,8 +3,10 @@
 Does not own: what is wrong (document.py, schema.py, cli.py, rules.py).
 """
 
+import os
 import textwrap
 from collections.abc import Iterable
+from pathlib import Path
 
 LONGEST_VALUE = 60
 _NO_BREAK = "\0"  # stands for a space that stays inside its line
@@ -72,6 +74,16 @@ def shown(value: object) -> str:
 def as_word(name: str) -> str:
     """Write a key or a flag as it was typed, unless that would garble the message."""
     return name if name.isprintable() and len(name) <= LONGEST_VALUE else shown(name)
+
+
+def as_typed(path: Path) -> str:
+    """Write a path as one types it here: relative if it is below the working folder."""
+    try:
+        full = os.path.abspath(path)
+        short = os.path.relpath(full)
+    except OSError:  # the working folder was removed
+        return str(path)
+    return full if short.startswith(os.pardir) else short
 
 
 def unbroken(text: str) -> str:
