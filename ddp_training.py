@@ -201,7 +201,7 @@ def train(settings: Resolved, group: Group) -> int:
             log.info("going on in %s from step %d", folder.folder, saved.meta["step"])
         parts = build(settings, group, saved)  # collective
         progress = begin(parts, saved)  # collective
-        if progress.step >= parts.total_steps and folder.is_finished(group, progress.step):
+        if progress.step >= parts.length.total and folder.is_finished(group, progress.step):
             log.info("%s is finished: %d steps are done", folder.folder, progress.step)
             return 0
         run = Run(parts, progress, folder, stop, watch)  # collective
@@ -390,7 +390,7 @@ def fit(run: Run) -> Ending:
                 break
             # Now and then, and at the end, the ranks compare their weights. If they differ, or one
             # step after the other gives NaN, the run goes back to a checkpoint.
-            is_last = progress.step >= run.parts.total_steps
+            is_last = progress.step >= run.parts.length.total
             is_compared = is_last or is_due(progress.step, run.compares_every)
             needs_look = is_compared or outcome is Outcome.LEFT_OUT
             if needs_look and run.rollback.look() is Course.ANOTHER_STEP:  # collective
@@ -402,7 +402,7 @@ def fit(run: Run) -> Ending:
         else:  # no break: the epoch is over, or the run
             if not finish_epoch(run):  # collective
                 return Ending.STOPPED
-            if progress.step >= run.parts.total_steps:
+            if progress.step >= run.parts.length.total:
                 return Ending.FINISHED
 
 
@@ -417,7 +417,7 @@ def finish_epoch(run: Run) -> bool:
         run.report_losses()  # collective
     run.stepper.end_epoch()
     best, every = None, parts.config.loop.eval_every
-    is_last = progress.step >= parts.total_steps
+    is_last = progress.step >= parts.length.total
     if parts.eval_loader is not None and every and (is_last or is_due(progress.epoch, every)):
         with stop.another_pace():
             evaluation = evaluate(parts, parts.eval_loader, should_stop=stop.poll)  # collective

@@ -52,16 +52,19 @@ def test_a_flag_that_is_up_leaves_all_as_it_is(
     model = nn.Sequential(nn.Linear(first, 4), nn.Linear(4, 2))
     optimizer = build_optimizer(model.parameters(), OptimizerConfig())
 
+    assert halves.scaler is not None
+
     def step(flag: float, *, has_gradient: bool = True) -> None:
         with halves.autocast():
             loss = model(torch.ones(3, first)).float().square().mean() / 100
         if has_gradient:
-            halves.backward(loss)
+            halves.scaler.scale(loss).backward()
         halves.leave_out(optimizer, torch.tensor(flag))
         if clips:
             halves.unscale(optimizer)
             clip(model.parameters(), max_norm=1.0)
-        halves.step(optimizer)
+        halves.scaler.step(optimizer)
+        halves.scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
     step(0.0)

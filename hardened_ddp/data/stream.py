@@ -100,7 +100,9 @@ class BatchStream:
         while (batch := self._receive(pool, pending)) is not None:
             if not (pending.unanswered and self.fetcher.answers(batch, pending.unanswered[0])):
                 raise WorkersLost("a batch came that was not requested")
-            self._note_answer(batch, pending)
+            pending.unanswered.popleft()
+            if batch.troubles:
+                self.retries.note(batch.troubles)
             yield batch
             if self.fallback.is_low and self.fallback.is_quiet():
                 return False
@@ -122,16 +124,13 @@ class BatchStream:
                     f"out of memory while reading samples {request[1][:4].tolist()} ...: {error}",
                     fix="lower --batch_size or --prefetch_factor, then --resume the run",
                 ) from error
-            self._note_answer(batch, pending)
+            pending.unanswered.popleft()
+            if batch.troubles:
+                self.retries.note(batch.troubles)
             yield batch
             if self.fallback.is_low and self.fallback.is_quiet():
                 return False
         return True
-
-    def _note_answer(self, batch: Batch, pending: "_PendingRequests") -> None:
-        pending.unanswered.popleft()
-        if batch.troubles:
-            self.retries.note(batch.troubles)
 
     def call_after_start(self, call: Callable[[], None]) -> None:
         """Register a function to call when workers have started: torch then replaced SIGCHLD."""

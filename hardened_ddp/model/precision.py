@@ -8,8 +8,9 @@ overflowed: all ranks see the same averaged gradients, so all ranks skip it with
 import contextlib
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal, assert_never
 
 import torch
@@ -32,22 +33,17 @@ class Precision:
     def __init__(self, amp: Amp, device: torch.device) -> None:
         self.name = _choose(amp, device)
         self.device_type = device.type
-        self.dtype = _DTYPES[self.name]
+        dtype = _DTYPES[self.name]
+        self.autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+        """Gives the context for forward and loss, in which matrix work runs in 16 bits."""
+
+        if dtype is not None:
+            self.autocast = partial(torch.autocast, device.type, dtype=dtype)
         self.scaler = torch.amp.GradScaler(device.type) if self.name == "fp16" else None
         if self.scaler is not None:
             self.scaler.scale(
                 torch.zeros((), device=device)
             )  # WHY: creates its scale now, not lazily
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Run matrix work in 16 bits inside; a context for forward and loss."""
-        if self.dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device_type, dtype=self.dtype)
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Start backward from a scalar loss, scaled if fp16."""
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]  # torch
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Undo the loss scale in the gradients. WHY before clipping: it compares their norm."""
@@ -70,17 +66,9 @@ class Precision:
                 least.grad = gradient = torch.zeros_like(least)
             gradient[(0,) * gradient.dim()].masked_fill_(flag.bool(), math.nan)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the weights; with fp16, skip it on all ranks alike if gradients overflowed."""
-        if self.scaler is None:
-            optimizer.step()
-        else:
-            self.scaler.step(optimizer)
-            self.scaler.update()
-
     def mark(self) -> list[torch.Tensor]:
         """Copy the scaler's numbers for go_back, on the device, without a wait for it."""
-        return [] if self.scaler is None else [number.clone() for number in self._numbers()]
+        return [number.clone() for number in self._numbers()]
 
     def go_back(self, mark: Sequence[torch.Tensor]) -> None:
         """Restore the scaler's numbers of mark."""

@@ -50,6 +50,9 @@ class Replica:
         self.trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._parameters = list(self.trainable.values())
         self.buffers = MovingBuffers(module, moving_buffers)
+        self.moving_buffers = self.buffers.tensors
+        """The buffers that change in forward."""
+
         self.channels_last = channels_last
         """Whether images are stored with channels last."""
 
@@ -210,14 +213,9 @@ class Replica:
         """The names of the buffers that change in forward."""
         return self.buffers.names
 
-    @property
-    def moving_buffers(self) -> list[torch.Tensor]:
-        """The buffers that change in forward."""
-        return self.buffers.tensors
-
     def copy_buffers(self) -> list[torch.Tensor]:
         """Copy the moving buffers, for put_back_buffers."""
-        return self.buffers.copies()
+        return self.buffers.copies() if self.moving_buffers else []
 
     def put_back_buffers(self, copies: Sequence[torch.Tensor]) -> None:
         """Restore the moving buffers from copies."""

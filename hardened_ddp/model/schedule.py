@@ -61,6 +61,9 @@ class Schedule:
 
         if isinstance(config.lr_schedule, ImportPath):
             self._find(config.lr_schedule)
+        self.has_state = self._scheduler is not None
+        """It is a scheduler object, which is stepped and saved."""
+
         self.is_constant = config.lr_schedule == "constant" and config.warmup_steps == 0
         if self._scheduler is None and not self.is_constant and None in self._peaks:
             raise OptimizerError(
@@ -69,17 +72,16 @@ class Schedule:
                 fix="--lr_schedule constant --warmup_steps 0",
             )
 
-    @property
-    def has_state(self) -> bool:
-        """Whether it is a scheduler object, which is stepped and saved."""
-        return self._scheduler is not None
-
     def begin_step(self, step: int) -> None:
         """Set the learning rate of step, 0 <= step < total_steps."""
         if self._scheduler is not None or self.is_constant:
             return
+        config, total_steps = self.config, self.total_steps
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
-            group["lr"] = self._rate(step, peak)
+            if self._share is not None and peak is not None:
+                group["lr"] = peak * self._share(step)
+            else:
+                group["lr"] = learning_rate(config, step=step, total_steps=total_steps, peak=peak)
 
     def end_step(self) -> None:
         """Step the scheduler object, if there is one, after the optimizer."""
@@ -109,12 +111,6 @@ class Schedule:
     def restore(self, state: Mapping[str, Any]) -> None:  # Any: as in state
         """Restore the scheduler's state."""
         self._scheduler.load_state_dict(dict(state))
-
-    def _rate(self, step: int, peak: Any) -> Any:  # Any: a float, or a tensor of shape ()
-        if self._share is not None:
-            return peak * self._share(step)
-        config, total_steps = self.config, self.total_steps
-        return learning_rate(config, step=step, total_steps=total_steps, peak=peak)
 
     def _find(self, path: ImportPath) -> None:
         """Build the user's schedule: a function of the step, or an object."""

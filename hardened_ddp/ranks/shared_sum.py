@@ -180,17 +180,19 @@ class SharedSum:
         return checks and math.isfinite(total.sum().item())
 
     def _wait_for_all(self, word: int) -> None:
+        counters, number = self._counters, self._number
         for peer in self._pidfds:
-            self._wait_for(peer, word)
+            # WHY not sleep at once: it usually arrives soon, and any sleep takes at least 60 us.
+            for _ in range(_NUM_YIELDS):
+                if counters[peer * _LINE_WORDS + word] >= number:
+                    break
+                os.sched_yield()
+            else:
+                self._wait_asleep(peer, word)
 
-    def _wait_for(self, peer: int, word: int) -> None:
+    def _wait_asleep(self, peer: int, word: int) -> None:
         index = peer * _LINE_WORDS + word
         counters, number = self._counters, self._number
-        # WHY not sleep at once: the peer usually arrives soon, and any sleep takes at least 60 us.
-        for _ in range(_NUM_YIELDS):
-            if counters[index] >= number:
-                return
-            os.sched_yield()
         nap_s, look_at = 1e-5, time.monotonic()
         waited = AwakeTime(_LONGEST_GAP_S)
         while counters[index] < number:

@@ -35,7 +35,7 @@ class Attempt:
     """The moving buffers before it."""
 
     totals_before: Mark
-    scale_before: Sequence[torch.Tensor]
+    scale_before: Sequence[torch.Tensor] = ()
     """Scale and growth tracker of fp16's scaler before it."""
 
     schedule_before: Any = None

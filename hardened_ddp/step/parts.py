@@ -53,11 +53,6 @@ class Parts:
     """Optimizer steps of the whole run, which of a stream may be known only later."""
 
     @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the whole run; UNKNOWN_STEPS until they are known."""
-        return self.length.total
-
-    @property
     def watches_loss(self) -> bool:
         """Check the loss of each forward. WHY not on a GPU: that would wait for the device."""
         loop = self.config.loop

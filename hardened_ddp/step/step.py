@@ -26,6 +26,7 @@ from hardened_ddp.model.optimizer import is_known
 from hardened_ddp.model.precision import clip
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.seeding import seed_step, seed_update
+from hardened_ddp.step import mean
 from hardened_ddp.step.attempt import Attempt, Outcome
 from hardened_ddp.step.failure import BAD_SUM, Failure, LossNotFinite, explain_failure
 from hardened_ddp.step.late import Flag, LateLook
@@ -90,6 +91,7 @@ class Stepper:
         self._saver = saver
         self._ledger: LedgerWriter | None = None
         self._tracker = parts.group.tracker
+        self._counts_samples = parts.task.counts_samples
         self._is_late = parts.looks_late
         self._watches_loss = parts.watches_loss
         # WHY not with a scaler: it handles an overflow of fp16 itself.
@@ -128,8 +130,9 @@ class Stepper:
         parts = self.parts
         # What a retry restores: forward changes the buffers, and adds to the losses.
         self.buffers_before = buffers = parts.replica.copy_buffers()
-        scale = parts.precision.mark()
-        attempt = Attempt(window, batches, buffers, self.totals.mark(), scale)
+        attempt = Attempt(window, batches, buffers, self.totals.mark())
+        if parts.precision.scaler is not None:
+            attempt.scale_before = parts.precision.mark()
         if self._schedule.has_state:
             attempt.schedule_before = self._schedule.mark()
         with self.explained(attempt):
@@ -191,7 +194,9 @@ class Stepper:
         parts, replica, tracker = self.parts, self.parts.replica, self._tracker
         # DDP also divides its sum by world_size: undone here.
         is_divided = replica.averages and not keep_local
-        scale = (parts.group.world_size if is_divided else 1) / self._divisor(window)
+        divisor = window.size if self._counts_samples else mean.divisor(window.size)
+        scale = (parts.group.world_size if is_divided else 1) / divisor
+        scaler = parts.precision.scaler  # fp16's; else None
         self.count = 0.0
         for index, batch in enumerate(batches):
             if self._moves_batches:
@@ -210,8 +215,10 @@ class Stepper:
                 if self._watches_loss and not math.isfinite(value := score.loss_sum.item()):
                     raise LossNotFinite(f"the loss is {value}")
                 tracker.enter(Phase.BACKWARD)
-                parts.precision.backward(score.loss_sum * scale)  # collective if is_synced
-            self.totals.add(score, batch.num_samples)
+                loss = score.loss_sum * scale
+                loss = loss if scaler is None else scaler.scale(loss)
+                loss.backward()  # type: ignore[no-untyped-call]  # collective if is_synced
+            self.totals.add(score, len(batch.indices))
         self.batch = None
         tracker.enter(Phase.OPTIMIZER)
 
@@ -227,21 +234,22 @@ class Stepper:
             self.retry.stand_in(attempt)  # collective
         if self._is_late and (buckets is None or not buckets.are_old):
             is_bad = replica.is_gradient_bad(has_failed)
-            if not has_failed and not self.parts.task.counts_samples:
-                is_bad = self._divide_on_device(attempt.window, is_bad)
+            if not has_failed and not self._counts_samples:
+                size = attempt.window.size
+                is_bad = mean.divide_on_device(replica, self.count, is_bad, num_samples=size)
             attempt.flag = Flag(is_bad)
             attempt.loss_after = self.totals.loss_sum.clone()
             if has_failed and buckets is not None:
                 buckets.disarm()
             return False, 0.0
-        counts_samples = self.parts.task.counts_samples
         if buckets is None:
-            return False, 0.0 if counts_samples else replica.sum_count(self.count)  # collective
+            count = 0.0 if self._counts_samples else replica.sum_count(self.count)  # collective
+            return False, count
         if buckets.some_rank_failed(has_failed):  # collective
             buckets.reset()
             return True, 0.0
         buckets.renew()  # collective
-        return False, 0.0 if counts_samples else float(buckets.total())
+        return False, 0.0 if self._counts_samples else float(buckets.total())
 
     def sum_local(self, attempt: Attempt) -> tuple[bool, int, float]:
         """Add up local gradients over the ranks; return whether some rank failed. Collective.
@@ -262,49 +270,15 @@ class Stepper:
         """Finish a gradient for which no rank failed. Collective: all ranks."""
         if num_valid < attempt.window.size:
             self.retry.weigh(attempt, num_valid)  # collective
-        if attempt.outcome is Outcome.DONE and not self.parts.task.counts_samples:
-            self._divide(attempt, count)
+        is_divided = self._counts_samples or attempt.flag is not None  # there, on the device
+        if attempt.outcome is Outcome.DONE and not is_divided:
+            mean.divide(self.parts.replica, attempt, count, step=self.progress.step)
         if attempt.outcome is Outcome.DONE:
             if self.parts.replica.moving_buffers:
                 self.parts.replica.sync_buffers()  # collective
             self.last_good = self.progress.step
             if self.retry.given_up:
                 self.retry.given_up.clear()
-
-    def _divisor(self, window: Window) -> float:
-        """Return what the losses of a step are divided by before backward.
-
-        The samples of the step. If what counts is only known after it: a power of two near that,
-        which keeps numbers in range and costs no bit of precision.
-        """
-        if self.parts.task.counts_samples:
-            return window.size
-        return 2.0 ** round(math.log2(window.size))
-
-    def _divide(self, attempt: Attempt, count: float) -> None:
-        """Make the gradient the mean over count, what counts in the step over all ranks.
-
-        Rank-local. With a count of 0 there is nothing to learn, and no weight may change: weight
-        decay and momentum would move the weights with a gradient of zeros too.
-        """
-        if attempt.flag is not None:  # divided on the device
-            return
-        if count > 0:
-            self.parts.replica.scale_gradients(self._divisor(attempt.window) / count)
-            return
-        log.warning(
-            "step %d: no label of its samples counts, so no weight changes", self.progress.step
-        )
-        self.parts.replica.put_back_buffers(attempt.buffers)
-        attempt.outcome = Outcome.EMPTY
-
-    def _divide_on_device(self, window: Window, is_bad: torch.Tensor) -> torch.Tensor:
-        """Do as _divide does, without a wait for the device; return is_bad, or 1.0 if 0 counts."""
-        replica = self.parts.replica
-        total = replica.total_count(self.count)
-        is_empty = total <= 0
-        replica.scale_gradients(self._divisor(window) / torch.where(is_empty, 1.0, total))
-        return torch.where(is_empty, torch.ones_like(is_bad), is_bad)
 
     def commit(self, attempt: Attempt) -> None:
         """Update weights and progress. Rank-local: every rank has the same gradient."""
@@ -339,7 +313,11 @@ class Stepper:
         if self._seeds_update:
             seed, step = parts.config.device.seed, self.progress.step
             seed_update(seed, step=step, device_type=parts.device.type)
-        parts.precision.step(parts.optimizer)
+        if (scaler := parts.precision.scaler) is None:
+            parts.optimizer.step()
+        else:  # skips it on all ranks alike if the gradient overflowed
+            scaler.step(parts.optimizer)
+            scaler.update()
         self.is_whole = True
 
     def _end_schedule_step(self) -> None:
@@ -347,7 +325,7 @@ class Stepper:
         if self._saver.reads_weights:
             self._saver.before_update()
         self.is_whole = False
-        if self.progress.step + 1 < self.parts.total_steps:  # WHY: torch's may end with the run
+        if self.progress.step + 1 < self.parts.length.total:  # WHY: torch's may end with the run
             self._schedule.end_step()
         self.is_whole = True
 
@@ -399,7 +377,7 @@ class Stepper:
     def _is_read_next(self, window: Window) -> bool:
         """Return whether the loss or the weights of this step are read before the next one."""
         parts, step = self.parts, self.progress.step
-        is_last = step >= parts.total_steps or window.stop >= parts.sampler.end
+        is_last = step >= parts.length.total or window.stop >= parts.sampler.end
         is_compared = is_due(step, parts.compares_every)
         return is_last or is_compared or is_due(step, parts.config.loop.log_interval)
 

@@ -74,7 +74,7 @@ class Rollback:
         """
         given_up, step = self.stepper.retry.given_up, self.progress.step
         every = self.parts.compares_every
-        is_last = step >= self.parts.total_steps
+        is_last = step >= self.parts.length.total
         if every and (is_last or len(given_up) == 1 or is_due(step, every)):
             self._equalize()  # collective
         if self.progress.step != step:

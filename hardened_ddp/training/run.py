@@ -75,7 +75,7 @@ class Run:
         """
         parts, progress = self.parts, self.progress
         found = parts.train_loader.windows(progress.epoch, progress.cursor, progress.step)
-        found = islice(found, max(0, parts.total_steps - progress.step))
+        found = islice(found, max(0, parts.length.total - progress.step))
         return self.report.profiled(found)
 
     def look_around(self) -> None:

@@ -49,7 +49,7 @@ class RunReport:
         run = parts.config.run
         self.metrics = MetricsLog(folder, tensorboard=run.tensorboard, is_main=self.is_main)
         self.bar = ProgressBar(
-            total_steps=parts.total_steps if parts.length.is_known else None,
+            total_steps=parts.length.total if parts.length.is_known else None,
             initial_step=step,
             enabled=run.progress if self.is_main else False,
         )
@@ -103,7 +103,7 @@ class RunReport:
             return
         self._note_left_out()
         if self.parts.length.is_known:
-            self.bar.expect(self.parts.total_steps)
+            self.bar.expect(self.parts.length.total)
         self.bar.describe(
             epoch=progress.epoch + 1,
             num_epochs=self.parts.config.loop.epochs,
@@ -116,7 +116,7 @@ class RunReport:
             progress.epoch + 1,
             self.parts.config.loop.epochs,
             progress.step,
-            f"/{self.parts.total_steps}" if self.parts.length.is_known else "",
+            f"/{self.parts.length.total}" if self.parts.length.is_known else "",
             sums["loss"],
             described(self.parts.task.metrics, sums),
             rate,

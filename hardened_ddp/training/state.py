@@ -57,7 +57,7 @@ def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
         "batch_size": parts.config.data.batch_size,
         "global_batch_size": parts.config.data.global_batch_size,
         "accumulation_steps": parts.config.optimizer.accumulation_steps,
-        "total_steps": parts.total_steps,
+        "total_steps": parts.length.total,
         "channels_last": parts.replica.channels_last,
         "world_size": parts.group.world_size,
         "seed": parts.config.device.seed,
@@ -131,10 +131,10 @@ def check_fits(parts: Parts, saved: Saved) -> None:
     else:
         rest = meta.get("optimizer_state", {})
         problems += state_problems(parts.schedule, parts.replica.trainable, rest)
-    if parts.schedule.is_bound and parts.total_steps > meta["total_steps"]:
+    if parts.schedule.is_bound and parts.length.total > meta["total_steps"]:
         problems.append(
             f"lr_schedule: its scheduler was made for {meta['total_steps']} steps, and the run now "
-            f"has {parts.total_steps}"
+            f"has {parts.length.total}"
         )
     if meta["dataset_fingerprint"] != parts.data.fingerprint:
         problems.append(
