@@ -122,6 +122,7 @@ def test_a_fault_comes_to_its_verdict_where_ranks_learn_of_it_a_step_later(
     check(drills_that_look_late, fault)
 
 
+@pytest.mark.slow
 def test_a_drill_with_a_wrong_expectation_fails(drills_of: DrillsOf) -> None:
     """One that goes on is expected to stop, with words that nobody says, and the other way."""
     goes_on = Fault(

@@ -156,6 +156,7 @@ def test_the_script_runs_in_a_forked_rank_and_its_output_is_kept() -> None:
     assert "no_such_flag" in finished.output
 
 
+@pytest.mark.slow
 def test_a_forked_torchrun_restarts_ranks_of_its_own_and_ends_with_their_status(
     tmp_path: Path,
 ) -> None:

@@ -88,6 +88,7 @@ def sentences(train: bool) -> Sentences:
     return Sentences()
 
 
+@pytest.mark.slow
 def test_a_causal_model_learns_to_count_and_is_evaluated(tmp_path: Path) -> None:
     argv: list[str | Path] = ["--model", saved(tmp_path, "GPT2LMHeadModel"), "--task", "tokens"]
     argv += ["--dataset", "tests.test_hub_text:sentences", "--cpu_only", "--num_workers", "0"]

@@ -8,6 +8,7 @@ from tests.mutate import noticed_by
 from tests.mutations import Mutation
 
 
+@pytest.mark.slow
 def test_what_nobody_notices_is_told_and_each_mutation_is_taken_back(tmp_path: Path) -> None:
     code = tmp_path / "hardened_ddp" / "parity.py"
     code.parent.mkdir()

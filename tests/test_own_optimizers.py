@@ -21,6 +21,7 @@ from hardened_ddp.model.schedule import Schedule
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.optimizer import OptimizerConfig
 from hardened_ddp.training.optimizer_trial import build_schedule
+from tests.marks import slow_after
 from tests.own_optimizers import Gan, Grouped
 from tests.ranks import train
 
@@ -387,7 +388,7 @@ def test_a_user_s_mistake_is_one_error_without_a_traceback(
     assert (tmp_path / "runs").exists() == has_folder
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", slow_after(1, RUNS))
 def test_a_resumed_run_and_one_with_a_fault_have_the_same_weights_bit_for_bit(
     name: str, tmp_path: Path
 ) -> None:

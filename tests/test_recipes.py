@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from tests.documents import text_of
-from tests.marks import slow_after
 from tests.mutate import copy_tree
 from tests.processes import ROOT
 from tests.ranks import run_command
@@ -127,11 +126,8 @@ def test_a_patch_that_is_out_of_date_is_told(tree: Path) -> None:
         apply(recipe, tree)
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    slow_after(1, sorted(RECIPES, key=lambda recipe: recipe.name != "model")),
-    ids=lambda recipe: recipe.name,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_what_a_recipe_adds_can_be_used(recipe: Recipe, tree: Path) -> None:
     apply(recipe, tree)
     output = "".join(run(command, tree) for command in recipe.commands)

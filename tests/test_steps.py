@@ -173,6 +173,7 @@ def workers_of_evaluations(argv: list[str]) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 def test_lasting_workers_read_for_each_evaluation() -> None:
     argv = [*POINTS, "--eval_batch_size", "5", "--num_workers", "1", "--persistent_workers"]
     for first, second in run_ranks(workers_of_evaluations, 2, argv):
@@ -192,6 +193,7 @@ def test_broken_samples_are_named_counted_and_left_out(tmp_path: Path, world_siz
     assert json.loads((folder / "summary.json").read_text())["num_left_out"] == 4
 
 
+@pytest.mark.slow
 def test_more_errors_than_allowed_stop_all_ranks_with_the_reason(tmp_path: Path) -> None:
     argv = [*POINTS, "--dataset_args", "{size: 40, broken: [3, 17]}", "--continue_on_error"]
     argv += ["--max_errors", "1", "--batch_size", "4", "--output_dir", str(tmp_path)]
@@ -203,6 +205,7 @@ def test_more_errors_than_allowed_stop_all_ranks_with_the_reason(tmp_path: Path)
     assert "Traceback" not in finished.output
 
 
+@pytest.mark.slow
 def test_a_broken_sample_without_the_flag_stops_all_ranks_with_that_cause(tmp_path: Path) -> None:
     argv = [*POINTS, "--dataset_args", "{size: 40, broken: [17]}", "--output_dir", str(tmp_path)]
     finished = train([*argv, "--batch_size", "4"], 2)
@@ -240,6 +243,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(
     assert all(tensor.isfinite().all() for tensor in state.values())
 
 
+@pytest.mark.slow
 def test_parameters_that_lose_their_gradient_on_one_rank_are_named(tmp_path: Path) -> None:
     argv = [*POINTS, "--model", "tests.plugins:Fading", "--batch_size", "4"]
     argv += ["--find_unused_parameters", "off"]
@@ -291,7 +295,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("variant", slow_after(2, VARIANTS), ids=" ".join)
+@pytest.mark.parametrize("variant", slow_after(1, VARIANTS), ids=" ".join)
 def test_each_way_of_training_learns(tmp_path: Path, variant: list[str]) -> None:
     argv = ["--cpu_only", "--epochs", "2", "--batch_size", "16", *variant]
     train([*argv, "--output_dir", str(tmp_path)], 2).ok()
@@ -306,6 +310,7 @@ def test_bf16_compression_without_nccl_is_refused_with_what_works(tmp_path: Path
     assert "Traceback" not in finished.output
 
 
+@pytest.mark.slow
 def test_a_model_with_a_loss_of_its_own_trains_alike(tmp_path: Path) -> None:
     own = [*POINTS, "--model", "tests.plugins:OwnLoss", "--batch_size", "12"]
     ours = [*POINTS, "--model", "tests.plugins:Poisoned", "--batch_size", "12"]

@@ -36,7 +36,8 @@ def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
         torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("says", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("says", [False, True])
 def test_the_weights_are_the_same_on_any_number_of_ranks(tmp_path: Path, says: bool) -> None:
     found = []
     for world_size in (1, 2, 3):
@@ -72,6 +73,7 @@ def test_a_kill_and_other_numbers_of_ranks_cost_no_sample(tmp_path: Path) -> Non
     assert_close(weights_of(tmp_path / "cut"), weights_of(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_a_stop_and_a_resume_with_the_same_ranks_change_no_bit(tmp_path: Path) -> None:
     whole = [*STEADY, "--output_dir", tmp_path / "whole"]
     train(whole, 2).ok()
@@ -102,6 +104,7 @@ def test_a_schedule_that_needs_the_length_says_what_to_give(tmp_path: Path) -> N
     train([*argv, *arguments(says=True), "--epochs", "1"]).ok()
 
 
+@pytest.mark.slow
 def test_a_bad_sample_is_named_by_shard_and_position(tmp_path: Path) -> None:
     argv = [*STEADY, "--output_dir", tmp_path, *arguments(broken="2/17")]
     done = train(argv, 2)

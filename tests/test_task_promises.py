@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import slow_after
 from tests.ranks import run_command, train
 from tests.run_folder import last_tensors, only_run, read_summary, samples_by_step
 
@@ -19,7 +20,7 @@ TASKS: dict[str, Words] = {
 }
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", slow_after(1, TASKS))
 def test_a_run_that_was_cut_goes_on_to_the_same_weights(task: str, tmp_path: Path) -> None:
     argv = [*STEADY, *TASKS[task]]
     train([*argv, "--output_dir", tmp_path / "whole"], 2).ok()

@@ -53,7 +53,7 @@ def whole_batch_gradients(argv: list[str], which: list[int], shift: int) -> list
     return found
 
 
-@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("double", slow_after(1, [False, True]))
 @pytest.mark.parametrize(
     "shared",
     slow_after(
@@ -83,7 +83,7 @@ def test_any_sharing_gives_the_mean_over_the_tokens_that_count(
             assert (found - expected).abs().max() <= TOLERANCES[double] * expected.abs().max()
 
 
-@pytest.mark.parametrize("how", [["--no_shared_memory"], []], ids=str)
+@pytest.mark.parametrize("how", slow_after(1, [["--no_shared_memory"], []]), ids=str)
 @pytest.mark.parametrize(
     ("task", "names", "shift"),
     [("tokens", "loss logits", 1), ("own", "loss logits", 1), ("own", "loss", 0)],
@@ -129,7 +129,7 @@ def weights_after(argv: list[str], number: int) -> tuple[bool, str, float]:
 @pytest.mark.parametrize(
     "how", [[], ["--no_shared_memory"], ["--no_shared_memory", "late"]], ids=str
 )
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))
 def test_a_step_without_any_label_that_counts_moves_nothing(
     how: list[str], world_size: int
 ) -> None:

@@ -332,8 +332,8 @@ def test_a_failed_rendezvous_says_what_was_tried(
     ("address", "reason"),
     [
         ("node7", "the name node7 can't be resolved here"),
-        ("10.77.0.1", "10.77.0.1: refused: nothing listens on that port"),
-        ("10.77.0.9", "10.77.0.9"),
+        pytest.param("10.77.0.1", "10.77.0.1: refused: nothing listens", marks=pytest.mark.slow),
+        pytest.param("10.77.0.9", "10.77.0.9", marks=pytest.mark.slow),
     ],
 )
 def test_a_head_node_that_cannot_be_reached_is_told_within_seconds(

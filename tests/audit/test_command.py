@@ -47,6 +47,7 @@ def planted(name: str) -> Case:
     return next(case for case in MISTAKES if case.name == name)
 
 
+@pytest.mark.slow
 def test_a_healthy_program_ends_with_0_and_with_the_weights_of_a_run_without_audit(
     tmp_path: Path,
 ) -> None:

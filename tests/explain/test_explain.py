@@ -18,6 +18,7 @@ from tests.explain import healthy
 from tests.explain.composed import LOGS, PEER, Composed, block_of, log_of, timeouts, traceback_of
 from tests.explain.explained import code_of, explain, explain_text, rank_of
 from tests.explain.variants import FORMS
+from tests.marks import slow_after
 from tests.processes import ROOT, clean_environment
 
 SPOKEN_BY_RANK = 3
@@ -65,7 +66,7 @@ class TestCatalogue:
             assert any(word in text for word in words), case.code
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", slow_after(6, FORMS))
 def test_a_cause_is_found_in_every_form_of_its_log(form: str, tmp_path: Path) -> None:
     wrong = []
     for case in LOGS:
