@@ -141,6 +141,7 @@ def read_work(request: Request, num_ranks: int) -> "Work":
         dataset=config.data.dataset,
         dataset_args=config.data.dataset_args,
         may_download=config.data.download,
+        streaming=config.data.streaming,
         flags=tuple(flags),
     )
 

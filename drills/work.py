@@ -30,20 +30,21 @@ class Work:
     dataset: str = "digits"
     dataset_args: Mapping[str, Any] = field(default_factory=dict)  # Any: as above
     may_download: bool = True
+    streaming: bool = False
     flags: tuple[str, ...] = tuple(f"--{name}={value}" for name, value in DEFAULTS.items())
     """Settings, as on the command line."""
 
     def command(self, board: Path, output: Path) -> list[str]:
         """Return the flags of a run whose model and dataset inject the faults of board."""
         model = {"inner": self.model, "inner_args": dict(self.model_args), "board": str(board)}
-        data = {
-            "inner": self.dataset,
-            "inner_args": dict(self.dataset_args),
-            "board": str(board),
-            "may_download": self.may_download,
+        inner = {
+            "dataset": self.dataset,
+            "dataset_args": dict(self.dataset_args),
+            "download": self.may_download,
+            "streaming": self.streaming,
         }
         words = [*self.flags, *ALWAYS, "--output_dir", str(output)]
         words += ["--model", "drills.wrappers:model"]
         words += ["--model_args", json.dumps(model)]
         words += ["--dataset", "drills.wrappers:dataset"]
-        return [*words, "--dataset_args", json.dumps(data)]
+        return [*words, "--dataset_args", json.dumps({"inner": inner, "board": str(board)})]

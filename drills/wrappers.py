@@ -10,7 +10,8 @@ program has no hook for them: all of this could be a user's own code.
 
 import atexit
 import functools
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from drills import injectors
 from drills.digest import digest_of
 from drills.injections import Board, Injection
 from hardened_ddp.data.datasets import build_data, prepare_data
+from hardened_ddp.data.shards import id_of
+from hardened_ddp.data.stream_views import StreamView
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.ranks.launch import environment, read_launch
 from hardened_ddp.settings.data import DataConfig
@@ -85,13 +88,16 @@ def moments_of(board: str) -> Moments:
 
 
 def model(
-    num_classes: int,
-    input_shape: tuple[int, ...],
     board: str,
+    num_classes: int = 0,
+    input_shape: tuple[int, ...] = (),
     inner: str = "mlp",
     inner_args: Mapping[str, Any] | None = None,  # Any: the arguments of a callable
 ) -> nn.Module:
-    """Build the model that inner names, with hooks that inject faults. For --model."""
+    """Build the model that inner names, with hooks that inject faults. For --model.
+
+    num_classes: 0 where the data has none, such as tokens; the inner model may do without.
+    """
     config = ModelConfig(model=inner, model_args=inner_args or {})
     network = build_model(config, num_classes=num_classes, input_shape=tuple(input_shape))
     moments = moments_of(board)
@@ -104,19 +110,19 @@ def model(
 def dataset(
     train: bool,
     board: str,
+    inner: Mapping[str, Any],  # Any: settings of the section data
     data_dir: str = "data",
-    may_download: bool = True,
-    inner: str = "digits",
-    inner_args: Mapping[str, Any] | None = None,  # Any: the arguments of a callable
 ) -> Any:  # Any: a dataset, or None
-    """Open the dataset that inner names; faults are injected when training samples are read."""
-    config = DataConfig(
-        dataset=inner, dataset_args=inner_args or {}, data_dir=data_dir, download=may_download
-    )
+    """Open the dataset that inner describes; faults are injected when training samples are read."""
+    config = DataConfig(**inner, data_dir=data_dir)
     # WHY here, on every rank: a dataset without a download must not leave a folder for it
     prepare_data(config)
     task = build_data(config)
-    return Misbehaving(task, board) if train else task.test
+    if not train:
+        return task.test
+    if isinstance(task.train, StreamView):
+        return MisbehavingStream(task, task.train.stream, board)
+    return Misbehaving(task, board)
 
 
 class Misbehaving(Dataset[Any]):
@@ -124,8 +130,7 @@ class Misbehaving(Dataset[Any]):
 
     def __init__(self, task: Any, board: str) -> None:  # Any: TaskData
         self.inner, self.board = task.train, board
-        self.num_classes, self.classes = task.num_classes, list(task.class_names)
-        self.uses_randomness = getattr(task.train, "uses_randomness", True)
+        _describe(self, task)
         moments = moments_of(board)
         self.size = len(task.train) - len(moments.due("open"))
         if moments.due("start"):
@@ -135,15 +140,70 @@ class Misbehaving(Dataset[Any]):
         return self.size
 
     def __getitem__(self, index: int) -> Any:  # Any: a sample of the inner dataset
-        moments = moments_of(self.board)
         is_worker = get_worker_info() is not None
-        for number, injection in moments.due("worker" if is_worker else "data"):
-            injectors.do(injection, moments, number)
-        moments.step += is_worker  # WHY: a worker has no optimizer that counts steps
-        sample = self.inner[index]
-        for injection in moments.bad_samples(index):
-            sample = injectors.spoil(injection.kind, sample, self.num_classes)
-        return sample
+        return _read(self, index, lambda: self.inner[index], is_worker=is_worker)
+
+
+class MisbehavingStream:
+    """A stream that injects faults when its samples are read."""
+
+    def __init__(self, task: Any, stream: Any, board: str) -> None:  # Any: TaskData, a Stream
+        self.stream, self.board, self.num_shards = stream, board, stream.num_shards
+        self.main_pid = os.getpid()
+        _describe(self, task)
+        for name in ("sizes", "files", "splits_by_worker"):
+            if (value := getattr(stream, name, None)) is not None:
+                setattr(self, name, value)
+        moments = moments_of(board)
+        if moments.due("open"):  # it has a shard less than on the other ranks
+            self.num_shards, self.sizes = self.num_shards - 1, None
+        if moments.due("start"):
+            self.handle = lambda: None  # as above
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> "MisbehavingReader":
+        """Open a shard of the inner stream; state: (index of the next sample, its own state)."""
+        index, inner = state or (0, None)
+        return MisbehavingReader(
+            self, shard, index, self.stream.open(shard, epoch=epoch, state=inner)
+        )
+
+
+class MisbehavingReader:
+    """Reads a shard, and injects faults. Has a state if the inner reader has one."""
+
+    def __init__(self, stream: MisbehavingStream, shard: int, index: int, samples: Any) -> None:
+        self.stream, self.shard, self.index, self.samples = stream, shard, index, iter(samples)
+        if hasattr(self.samples, "state_dict"):
+            self.state_dict = lambda: [self.index, self.samples.state_dict()]
+
+    def __iter__(self) -> "MisbehavingReader":
+        return self
+
+    def __next__(self) -> Any:  # Any: a sample of the inner stream
+        number = id_of(self.shard, self.index, self.stream.num_shards)
+        self.index += 1
+        is_worker = os.getpid() != self.stream.main_pid  # WHY: a stream sees no worker
+        return _read(self.stream, number, lambda: next(self.samples), is_worker=is_worker)
+
+
+def _describe(dataset: Any, task: Any) -> None:  # Any: one of the above, TaskData
+    """Give dataset what the inner one says of itself."""
+    dataset.num_classes, dataset.classes = task.num_classes, list(task.class_names)
+    dataset.uses_randomness = getattr(task.train, "uses_randomness", True)
+    if (collate := getattr(task.train, "collate_fn", None)) is not None:
+        dataset.collate_fn = collate
+
+
+def _read(dataset: Any, index: int, read: Callable[[], Any], *, is_worker: bool) -> Any:
+    """Read a sample, with the faults that are due. Any: one of the above; a sample."""
+    moments = moments_of(dataset.board)
+    for number, injection in moments.due("worker" if is_worker else "data"):
+        injectors.do(injection, moments, number)
+    moments.step += is_worker  # WHY: a worker has no optimizer that counts steps
+    sample = read()
+    for injection in moments.bad_samples(index):
+        sample = injectors.spoil(injection.kind, sample, dataset.num_classes)
+    return sample
 
 
 def _watch_forward(network: nn.Module, moments: Moments) -> None:

@@ -63,10 +63,15 @@ class Forked:
 
 
 def forked_drills(
-    folder: Path, *, num_ranks: int = 2, flags: Sequence[str] = (), model: str = "mlp"
+    folder: Path,
+    *,
+    num_ranks: int = 2,
+    flags: Sequence[str] = (),
+    model: str = "mlp",
+    work: Work | None = None,
 ) -> Drills:
-    """Prepare drills in folder; what needs a real torchrun gets one."""
-    work = Work(num_ranks=num_ranks, model=model)
+    """Prepare drills in folder, of work or of that model; what needs a real torchrun gets one."""
+    work = work or Work(num_ranks=num_ranks, model=model)
     return Drills(replace(work, flags=(*work.flags, "--cpu_only", *flags)), folder, _starter_of)
 
 

@@ -75,13 +75,3 @@ def test_a_rank_that_fails_in_a_step_with_tokens_changes_no_weight(tmp_path: Pat
     assert marker.exists()
     train([*argv, "--output_dir", tmp_path / "undisturbed"], 2).ok()
     assert last_tensors(tmp_path / "once") == last_tensors(tmp_path / "undisturbed")
-
-
-@pytest.mark.slow
-def test_the_regression_example_learns(tmp_path: Path) -> None:
-    argv: Words = ["--cpu_only", "--config", "examples/regression/config.yaml"]
-    train([*argv, "--output_dir", tmp_path], 2, timeout_s=120).ok()
-    summary = read_summary(only_run(tmp_path))
-    assert summary["test_r2"] >= 0.45
-    [best] = tmp_path.rglob("best.json")
-    assert '"metric": "r2"' in best.read_text(encoding="utf-8")

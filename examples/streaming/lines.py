@@ -43,7 +43,7 @@ class Lines:
 
     def __init__(self, *, train: bool, data_dir: str, download: bool) -> None:
         folder = Path(data_dir) / "lines"
-        if download:  # true on one rank of each node, before the others begin
+        if download and not (folder / "test.txt").exists():  # one rank of each node, at first
             write_shards(folder)
         self.files = sorted(map(str, folder.glob("train-*.txt" if train else "test.txt")))
         self.num_shards = len(self.files)
