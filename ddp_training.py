@@ -117,22 +117,21 @@ def run_ranks(
     config, debug = settings.config.device, settings.config.loop.debug
     prepare_environment(launch, environment(), debug=debug, deterministic=config.deterministic)
     prepare_signals(launch)
-    # WHY here: importing torch takes a second, and everything above answers without it.
-    import torch
+    from hardened_ddp.ranks.tracker import Tracker
+    from hardened_ddp.reporting.start_up import StartUp
 
+    tracker = Tracker()  # knows what this rank is doing, and for how long
+    start_up = StartUp(tracker, launch, debug=debug)
+    tracker.begin("importing torch")
+    # WHY here: it imports torch, which takes a second, and everything above answers without it.
     from hardened_ddp.ranks.device import pick_device
     from hardened_ddp.ranks.group import open_group
     from hardened_ddp.ranks.seeding import seed_run
-    from hardened_ddp.reporting.log import start_logging, stop_logging
     from hardened_ddp.step.failure import errors_published
     from hardened_ddp.training.optimizer_trial import check_imports
 
-    start_logging(rank=launch.rank, world_size=launch.world_size, debug=debug)
     if debug:
-        # An error in backward then names the forward line that it belongs to; a crash, the Python
-        # lines of all threads.
-        torch.autograd.set_detect_anomaly(True, check_nan=False)
-        faulthandler.enable()
+        name_more_lines()
     try:
         seed_run(config.seed, deterministic=config.deterministic)
         if trains:
@@ -141,12 +140,14 @@ def run_ranks(
         if config.single_gpu and device.type == "cpu":
             log.warning("--single_gpu: torch sees no GPU on this machine; training on the CPU")
         # The process group: NCCL between GPUs, gloo between CPUs. None with a single rank.
+        tracker.begin("meeting the other ranks")
         group = open_group(  # collective: all ranks meet here
             launch,
             device=device,
             backend=config.backend,
             timeout_s=config.timeout_s,
             shared_memory=settings.config.ddp.shared_memory,
+            tracker=tracker,
         )
         try:
             with errors_published(group):  # to the other ranks: they only see a closed connection
@@ -167,7 +168,15 @@ def run_ranks(
         log.exception("[DDP-X01] an error that this program does not know; its traceback:")
         return HardenedError.exit_status
     finally:
-        stop_logging()
+        start_up.close()
+
+
+def name_more_lines() -> None:
+    """Let an error in backward name its line of forward, and a crash the lines of all threads."""
+    import torch
+
+    torch.autograd.set_detect_anomaly(True, check_nan=False)
+    faulthandler.enable()
 
 
 def evaluate(settings: Resolved, group: Group, output: str) -> int:
@@ -185,9 +194,11 @@ def train(settings: Resolved, group: Group) -> int:
     from hardened_ddp.training.hang_subject import watch_for_hangs
     from hardened_ddp.training.resume import open_run, read_checkpoint
     from hardened_ddp.training.run import Ending, Run
+    from hardened_ddp.training.start_summary import tell_start
     from hardened_ddp.training.state import begin
     from hardened_ddp.training.survivor_save import refuse_crash_loop, save_as_survivor
 
+    group.tracker.begin("opening the run folder")
     # From here on a signal means: save, then leave.
     with (
         StopRequest(group, time_limit=settings.config.loop.time_limit) as stop,
@@ -200,7 +211,9 @@ def train(settings: Resolved, group: Group) -> int:
         if saved is not None:
             log.info("going on in %s from step %d", folder.folder, saved.meta["step"])
         parts = build(settings, group, saved)  # collective
+        group.tracker.begin("making the state of the optimizer")
         progress = begin(parts, saved)  # collective
+        tell_start(settings, parts, progress)
         if progress.step >= parts.length.total and folder.is_finished(group, progress.step):
             log.info("%s is finished: %d steps are done", folder.folder, progress.step)
             return 0
@@ -242,6 +255,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     from hardened_ddp.training.plan import choose_global_batch, count_steps, facts_of_rank
 
     config, launch = settings.config, group.launch
+    group.tracker.begin("downloading and opening the dataset")
     # Data. Each node downloads once; then every rank opens the same files.
     group.run_on_local_main(lambda: prepare_data(config.data), what="the download")  # collective
     leaves_out = config.loop.continue_on_error
@@ -258,8 +272,10 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     sampler = build_sampler(data, config, launch=launch, global_batch=global_batch, saved=meta)
     length = count_steps(config, sampler, meta)
     loader = build_train_loader(data, sampler, config, group=group, length=length)
+    group.tracker.begin("building the model")
     # The model, the task that scores its output, and the DDP wrapper.
     model, task, samples = build_task(config, group, data, loader, saved=meta)  # collective
+    group.tracker.begin("trying the model and wrapping it in DDP")
     trial, num_samples = Trial(model, task, precision), length.total * global_batch
     replica = build_replica(  # collective
         config, group, trial, samples, num_samples=num_samples, saved=meta

@@ -40,6 +40,7 @@ ROOM_LINES = 5
 # Longer than the signal, each for its reason.
 LONG_FILES = {
     "ddp_training.py": "the whole run on one page",
+    "ranks/group.py": "the process group and every collective over it",
     "checkpoint/files.py": "writing, finding and reading a checkpoint keep one contract",
     "step/step.py": "a whole step, from do() down, in one file",
     "data/stream.py": "one stream of batches, with all that may happen to its workers",

@@ -53,7 +53,12 @@ class Group:
     """All ranks of the run. Made by open_group; close it on every normal path."""
 
     def __init__(
-        self, launch: Launch, device: torch.device, *, timeout_s: float = float("inf")
+        self,
+        launch: Launch,
+        device: torch.device,
+        *,
+        timeout_s: float = float("inf"),
+        tracker: Tracker | None = None,
     ) -> None:
         """timeout_s: how long a collective waits for the other ranks."""
         self.launch = launch
@@ -61,7 +66,7 @@ class Group:
         self.device = device
         self.world_size = launch.world_size
         self.is_main, self.is_local_main = launch.is_main, launch.is_local_main
-        self.tracker = Tracker()
+        self.tracker = tracker or Tracker()
         self.store: PatientStore | None = None
         self.control: dist.ProcessGroup | None = None
         self.shared: SharedSum | None = None
@@ -248,14 +253,15 @@ def open_group(
     backend: Backend,
     timeout_s: float,
     shared_memory: bool = True,
+    tracker: Tracker | None = None,
 ) -> Group:
     """Rendezvous with all ranks and form the process group. Collective: all ranks.
 
-    With shared_memory, CPU ranks that are all on one machine sum through it.
+    With shared_memory, CPU ranks that are all on one machine sum through it. tracker: of this rank.
     Raises GroupError that names the ranks which did not join within timeout_s, or what is wrong
     with the master address.
     """
-    group = Group(launch, device, timeout_s=timeout_s)
+    group = Group(launch, device, timeout_s=timeout_s, tracker=tracker)
     if launch.world_size == 1:
         return group
     raise_open_file_limit(world_size=launch.world_size)

@@ -5,6 +5,7 @@ others read, the longest time of each phase (the hang watch learns from it), the
 phase per step (reports, slow ranks), and the wall time of each phase (goodput).
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -16,6 +17,8 @@ from hardened_ddp.ranks.phase import FIRST_WAIT, NUM_PHASES, Phase
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+log = logging.getLogger(__name__)
 
 NUM_FIRST_STEPS = 3
 """Steps that compile, tune and allocate: their times say nothing about later steps."""
@@ -45,6 +48,24 @@ class Tracker:
         self._num_counted = 0
         self._paused_ns = 0  # in this phase, by whoever noted it
         self._timeline: Timeline | None = None
+        self._part = ("starting", monotonic_ns())
+
+    def begin(self, part: str) -> None:
+        """Begin a part of the start, such as "opening the dataset". Main thread."""
+        before, since = self._part
+        now = monotonic_ns()
+        log.debug("start: %s: %.2f s", before, (now - since) / 1e9)
+        self._part = (part, now)
+
+    def part_of_start(self) -> tuple[str, float]:
+        """Return which part of the start, or of the first step, runs and for how long. Any thread.
+
+        In seconds.
+        """
+        part, since = self._part
+        if self._work != Phase.START_UP:
+            part, since = f"step {self.words[STEP]}: {self.work}", self.words[SINCE]
+        return part, (monotonic_ns() - since) / 1e9
 
     def enter(self, phase: int) -> int:
         """Begin phase now; return the phase that ends. Main thread."""
@@ -101,6 +122,11 @@ class Tracker:
     def follow_on(self, timeline: Timeline) -> None:
         """Pass each phase on to timeline. WHY: a GPU runs the work later than the CPU queues it."""
         self._timeline = timeline
+
+    @property
+    def phase(self) -> Phase:
+        """The current phase; during a wait, the phase it interrupts. Any thread."""
+        return Phase(self._work)
 
     @property
     def work(self) -> str:

@@ -56,7 +56,8 @@ class LoopConfig:
     debug: bool = setting(
         False,
         "More checks and more messages: an error in backward names its line of forward, "
-        "TORCH_DISTRIBUTED_DEBUG is set to INFO, and every rank logs to the console. Slow.",
+        "TORCH_DISTRIBUTED_DEBUG is set to INFO, and every rank logs to the console: the parts of "
+        "its start, and at each report its times and its memory. Slow.",
     )
     step_retry: Literal["on", "off"] = setting(
         "on",

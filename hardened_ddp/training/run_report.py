@@ -6,6 +6,7 @@ Does not own: how they are written (reporting/), which never stops training.
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -85,8 +86,24 @@ class RunReport:
         """Report loss, accuracy, rate, times and memory since the last report. Rank-local."""
         with self._tracker.within(Phase.REPORT):
             times = self.clock.read_and_reset()
+            if self.parts.config.loop.debug:
+                self._tell_rank(progress.step, times)
             self.splits.add(_own_split(times, self.parts.device))
             self._log_training(progress, sums, rate, grad_norm, times)
+
+    def _tell_rank(self, step: int, times: Mapping[str, float]) -> None:
+        """Log what only --debug wants to know: where this rank's time and memory went."""
+        split = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in times.items())
+        memory = self.resources.sample()
+        log.debug(
+            "step %d: per step %s; memory %.0f MiB%s",
+            step,
+            split or "nothing was timed",
+            memory.get("memory/rss_mib", math.nan),
+            f", GPU {memory['memory/gpu_peak_mib']:.0f} MiB at most"
+            if "memory/gpu_peak_mib" in memory
+            else "",
+        )
 
     def _log_training(
         self,

@@ -1,0 +1,153 @@
+"""The start of a run in a few lines: where it runs, what it trains, and what was decided for it.
+
+Owns these lines. Rank 0 logs them before the first step; in each rank's log file, and with --debug
+on the console, stand the facts of that rank.
+"""
+
+import logging
+import os
+import socket
+
+import torch
+
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.settings.layers import RUN, Resolved
+from hardened_ddp.settings.record import yaml_word
+from hardened_ddp.settings.rules import DEFAULT
+from hardened_ddp.settings.schema import SETTINGS, flatten
+from hardened_ddp.step.parts import Parts
+from hardened_ddp.step.progress import Progress
+
+log = logging.getLogger(__name__)
+
+_MAX_NAMED = 12
+_MAX_VALUE = 40
+_STARTED_BY = {
+    "none": "by hand",
+    "torchrun": "by torchrun",
+    "slurm": "by Slurm",
+    "mpi": "by MPI",
+    "spawn": "by run_with_python.py",
+}
+
+
+def tell_start(settings: Resolved, parts: Parts, progress: Progress) -> None:
+    """Log how the run starts: on rank 0 in four lines at most, and the facts of each rank."""
+    lines = [_ranks_line(parts), _work_line(parts, progress), _auto_line(parts)]
+    if changed := changed_settings(settings):
+        lines.append("settings: " + "; ".join(changed))
+    if parts.group.is_main:
+        for line in lines:
+            log.info("%s", line)
+    for line in _rank_lines(parts):
+        log.debug("%s", line)
+
+
+def changed_settings(settings: Resolved) -> list[str]:
+    """Say which settings are not at their default, grouped by where they come from.
+
+    Lines of one file are one group: config.yaml: epochs 3 (line 140), seed 1 (line 9).
+    """
+    values = flatten(settings.config)
+    groups: dict[str, list[str]] = {}
+    for name, source in settings.sources.items():
+        if source == DEFAULT or values[name] == SETTINGS[name].default:
+            continue
+        path, has_line, line = source.rpartition(":")
+        is_file = bool(has_line) and line.isdigit()
+        word = yaml_word(values[name])
+        word = word if len(word) <= _MAX_VALUE else word[: _MAX_VALUE - 3] + "..."
+        place = path if is_file else "the continued run" if source == RUN else source
+        groups.setdefault(place, []).append(
+            f"{name} {word}" + (f" (line {line})" if is_file else "")
+        )
+    return [f"{place}: {', '.join(_shortened(named))}" for place, named in groups.items()]
+
+
+def _shortened(named: list[str]) -> list[str]:
+    left = len(named) - _MAX_NAMED
+    return named if left <= 0 else [*named[:_MAX_NAMED], f"and {left} more"]
+
+
+def _ranks_line(parts: Parts) -> str:
+    group, launch = parts.group, parts.group.launch
+    count = "1 rank" if group.world_size == 1 else f"{group.world_size} ranks"
+    hosts = f" on {launch.num_nodes} nodes" if launch.num_nodes > 1 else ""
+    attempt = f" (restart {launch.attempt})" if launch.attempt else ""
+    return (
+        f"{count}{hosts}, started {_STARTED_BY[launch.launcher]}{attempt}: {_device_name(group)}, "
+        f"{_sums(group)}precision {_precision(parts)}"
+    )
+
+
+def _sums(group: Group) -> str:
+    """Say over what gradients are summed."""
+    if group.world_size == 1:
+        return "no process group, "
+    by = f" and shared memory ({torch.get_num_threads()} threads)" if group.shared else ""
+    return f"backend {group.backend}{by}, "
+
+
+def _device_name(group: Group) -> str:
+    if group.device.type != "cuda":
+        return "CPU"
+    return torch.cuda.get_device_name(group.device)
+
+
+def _precision(parts: Parts) -> str:
+    return {"off": "fp32"}.get(parts.precision.name, parts.precision.name)
+
+
+def _work_line(parts: Parts, progress: Progress) -> str:
+    config, world_size = parts.config, parts.group.world_size
+    numbers = [p.numel() for p in parts.replica.module.parameters()]
+    trained = sum(p.numel() for p in parts.replica.trainable.values())
+    frozen = f", {trained:,} of them trained" if trained != sum(numbers) else ""
+    test = 0 if parts.data.test is None else len(parts.data.test)  # type: ignore[arg-type]  # map-style
+    samples = getattr(parts.sampler, "num_total", None)
+    size = "a stream" if samples is None else f"{samples:,} samples"
+    each = -(-parts.global_batch // world_size)
+    micro = -(-each // max(1, parts.sampler.batch_size))
+    cut = f"{world_size} x {each}" + (f" in {micro} micro-batches" if micro > 1 else "")
+    done = f", {progress.step} done" if progress.step else ""
+    steps = f"{parts.length.total:,} steps{done}" if parts.length.is_known else "steps not known"
+    return (
+        f"model {config.model.model}: {sum(numbers):,} parameters{frozen}; dataset "
+        f"{config.data.dataset}: {size}{f', {test:,} to test' if test else ''}; "
+        f"{parts.global_batch} per step = {cut}; {steps}"
+    )
+
+
+def _auto_line(parts: Parts) -> str:
+    """Say what became of the settings that are auto."""
+    config = parts.config
+    values = flatten(config)
+    stream = parts.train_loader.stream
+    ddp = parts.replica.ddp
+    found = {
+        "task": parts.task.name,
+        "amp": parts.precision.name,
+        "backend": parts.group.backend,
+        "batch_size": str(parts.sampler.batch_size),
+        "num_workers": str(stream.num_workers) + (" (in memory)" if parts.data.in_memory else ""),
+        "channels_last": "on" if parts.replica.channels_last else "off",
+        "checkpoint_every_steps": "measured",
+    }
+    if ddp is not None:
+        found["find_unused_parameters"] = "on" if ddp.find_unused_parameters else "off"
+    chosen = [f"{name} {word}" for name, word in found.items() if values[name] in (None, "auto")]
+    return "auto: " + (", ".join(chosen) or "nothing")
+
+
+def _rank_lines(parts: Parts) -> list[str]:
+    """Say what is particular to this rank."""
+    group, launch = parts.group, parts.group.launch
+    stream = parts.train_loader.stream
+    share = parts.sampler.batch_size
+    return [
+        f"process {os.getpid()} on {socket.gethostname()}, local rank "
+        f"{launch.local_rank} of {launch.local_world_size}, device {group.device}, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}",
+        f"at most {share} samples per forward, {stream.num_workers} loader "
+        f"workers, dataset fingerprint {parts.data.fingerprint[:16]}",
+    ]

@@ -1,0 +1,83 @@
+"""The start of a run: what it says before the first step."""
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.place import Launch
+from hardened_ddp.ranks.tracker import Tracker
+from hardened_ddp.reporting import start_up
+from hardened_ddp.training.start_summary import changed_settings
+from tests.processes import PATIENCE
+from tests.ranks import train
+from tests.settings_given import settings_of
+
+
+def test_a_start_says_what_runs_and_debug_what_each_rank_does(tmp_path: Path) -> None:
+    argv = ["--cpu_only", "--max_steps", "3", "--epochs", "1", "--log_interval", "2", "--debug"]
+    finished = train([*argv, "--output_dir", tmp_path, "--run_name", "r"], 2).ok()
+    [main, other] = finished.outputs
+    lines = [line.partition("] ")[2] for line in main.splitlines()]
+    at = next(n for n, line in enumerate(lines) if line.startswith("2 ranks, started by torchrun:"))
+    assert "CPU, backend gloo" in lines[at]
+    assert "model simple_cnn: 53,002 parameters; dataset digits: 1,437 samples" in lines[at + 1]
+    assert lines[at + 1].endswith("64 per step = 2 x 32; 3 steps")
+    assert "task classification" in lines[at + 2]
+    assert lines[at + 3].startswith("settings: command line: cpu_only true, epochs 1, max_steps 3")
+    assert at + 3 < next(n for n, line in enumerate(lines) if line.startswith("epoch 1/1 step 2/3"))
+    assert "2 ranks, started by" not in other
+    for rank, output in enumerate(finished.outputs):
+        written = (tmp_path / "r" / "logs" / f"rank-{rank}.log").read_text(encoding="utf-8")
+        for text in (output, written):
+            assert "start: building the model: " in text
+            assert f"local rank {rank} of 2, device cpu" in text
+            assert "step 2: per step " in text
+
+
+def test_settings_are_named_with_the_place_that_changed_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text("epochs: 3\nseed: 0\n\nbatch_size: 8\n")
+    found = settings_of("--config my.yaml --cpu_only --amp auto")
+    sources = {**found.sources, "epochs": "run"}
+    assert changed_settings(replace(found, sources=sources)) == [
+        "command line: cpu_only true",
+        "my.yaml: batch_size 8 (line 4)",
+        "the continued run: epochs 3",
+    ]
+    assert changed_settings(settings_of("")) == []
+    many = settings_of(
+        "--seed 1 --epochs 2 --batch_size 3 --momentum 0.1 --learning_rate 1 --weight_decay 1 "
+        "--max_steps 9 --warmup_steps 3 --keep_last 1 --log_interval 2 --eval_every 2 --ledger "
+        "--profile --augment"
+    )
+    [line] = changed_settings(many)
+    assert line.endswith(", and 2 more")
+
+
+def test_a_part_of_the_start_that_takes_long_gives_a_sign_of_life(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tracker = Tracker()
+    caplog.set_level(logging.INFO, logger="hardened_ddp")
+    starting = start_up.StartUp(tracker, Launch(), debug=False, first_sign_s=0.02)
+    try:
+        for part, begin in (
+            ("opening the dataset: ", lambda: tracker.begin("opening the dataset")),
+            ("step 0: forward: ", lambda: tracker.enter(Phase.FORWARD)),
+        ):
+            begin()
+            end = time.monotonic() + PATIENCE * 10
+            while part not in caplog.text and time.monotonic() < end:
+                time.sleep(0.01)
+            assert part in caplog.text
+        tracker.end_step(1)
+        starting._thread.join(PATIENCE * 10)
+        assert not starting._thread.is_alive(), "it ends with the first step"
+    finally:
+        starting.close()
