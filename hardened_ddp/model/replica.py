@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hardened_ddp.model.buckets import Buckets, forget_used
+from hardened_ddp.model.buckets import Buckets, flag_of, forget_used
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
@@ -127,15 +127,14 @@ class Replica:
     def is_gradient_bad(self, failed_here: bool) -> torch.Tensor:
         """Return 1.0 if some rank failed or the gradient is not finite, else 0.0, on the device.
 
-        Of shape (), the same on all ranks. A gradient whose sum overflows counts as bad, too.
+        Of shape (), the same on all ranks.
         """
         if failed_here:
             return torch.ones((), device=self.group.device)
         if self.buckets is not None:
             return self.buckets.are_bad()
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients).float()
-        return norm.to(self.group.device).isfinite().logical_not().float()
+        return flag_of(gradients).to(self.group.device)
 
     def has_finite_sums(self) -> bool:
         """Return whether the gradient over all ranks is finite. The same on all ranks."""

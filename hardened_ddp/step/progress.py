@@ -98,12 +98,13 @@ class Totals:
         zeros = dict(task.sums)
         if not task.counts_samples:
             zeros[COUNT] = torch.zeros((), dtype=torch.float64)
-        self.sums = {name: zero.to(device, copy=True) for name, zero in zeros.items()}
+        self.sums = {name: torch.zeros_like(zero, device=device) for name, zero in zeros.items()}
         self.num_samples = 0
 
     def add(self, score: Score, num_samples: int) -> None:
         """Add the score of one forward on num_samples samples."""
-        self.loss_sum += score.loss_sum.detach()
+        with torch.no_grad():
+            self.loss_sum += score.loss_sum
         for name, value in self.task.sums_of(score).items():
             self.sums[name] += value
         if COUNT in self.sums:
@@ -139,7 +140,8 @@ class Totals:
         """Return the mean loss, each metric and the samples over all ranks. Collective."""
         device = self.loss_sum.device
         totals = [self.loss_sum, *self.sums.values()]
-        num_samples = torch.tensor([float(self.num_samples)], dtype=torch.float64).to(device)
+        # WHY full: a tensor made of a list would be copied to the device, which waits for it
+        num_samples = torch.full((1,), self.num_samples, dtype=torch.float64, device=device)
         flat = torch.cat([*(total.double().reshape(-1) for total in totals), num_samples])
         values = group.sum_(flat).tolist()  # collective
         samples, position, sums = values.pop(), 0, []

@@ -215,9 +215,10 @@ class Stepper:
                 if self._watches_loss and not math.isfinite(value := score.loss_sum.item()):
                     raise LossNotFinite(f"the loss is {value}")
                 tracker.enter(Phase.BACKWARD)
-                loss = score.loss_sum * scale
-                loss = loss if scaler is None else scaler.scale(loss)
-                loss.backward()  # type: ignore[no-untyped-call]  # collective if is_synced
+                loss = score.loss_sum if scaler is None else scaler.scale(score.loss_sum)
+                # WHY not loss * scale: where backward starts, a factor needs no operation.
+                factor = torch.full_like(loss, scale)
+                loss.backward(factor)  # type: ignore[no-untyped-call]  # collective if is_synced
             self.totals.add(score, len(batch.indices))
         self.batch = None
         tracker.enter(Phase.OPTIMIZER)

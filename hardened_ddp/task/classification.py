@@ -103,8 +103,13 @@ class Classification(Task):
         """Return the accuracy: the share of samples whose largest logit is that of their label."""
         return {"accuracy": sums["correct"] / count}
 
+    def is_wrong(self, score: Score, batch: Batch) -> torch.Tensor:
+        """Return for each sample whether it was misclassified."""
+        wrong: torch.Tensor = score.predictions.ne(batch.targets)
+        return wrong
+
     def mistakes(self, score: Score, batch: Batch, *, most: int) -> list[Mistake]:
-        """Return the first misclassified samples. Waits for the device."""
+        """Return the first misclassified samples."""
         inputs, targets = batch.inputs, batch.targets
         if not isinstance(inputs, torch.Tensor):
             return []

@@ -122,8 +122,14 @@ class Segmentation(Task):
             found.append(row[index] / either if either else None)
         return found
 
+    def is_wrong(self, score: Score, batch: Batch) -> torch.Tensor:
+        """Return for each image whether a pixel of it is wrong."""
+        pixels = score.predictions.ne(batch.targets) & batch.targets.ne(self.ignore_index)
+        wrong: torch.Tensor = pixels.flatten(1).any(dim=1)
+        return wrong
+
     def mistakes(self, score: Score, batch: Batch, *, most: int) -> list[Mistake]:
-        """Return the first images with their share of wrong pixels. Waits for the device."""
+        """Return the first images with their share of wrong pixels."""
         inputs, targets = batch.inputs, batch.targets
         if not isinstance(inputs, torch.Tensor) or inputs.dim() != 4:
             return []

@@ -198,8 +198,18 @@ class Task:
         pairs = {m.name: (sums[m.name], sums[f"{m.name}/count"]) for m in self.metrics}
         return {name: total / max(1e-300, count) for name, (total, count) in pairs.items()}
 
+    def is_wrong(self, score: Score, batch: Batch) -> torch.Tensor:
+        """Return for each sample whether the model got it wrong, for mistakes: of shape (N,).
+
+        On the device, without a wait for it. Default: each may be wrong.
+        """
+        return torch.ones(len(batch.inputs), dtype=torch.bool, device=batch.inputs.device)
+
     def mistakes(self, score: Score, batch: Batch, *, most: int) -> list[Mistake]:
-        """Return the first samples that the model got wrong, at most `most` of them."""
+        """Return the first samples that the model got wrong, at most `most` of them.
+
+        The batch, on the CPU, is made of pictures for which is_wrong was true, and maybe others.
+        """
         return []
 
     def table(self, device: torch.device) -> Table | None:

@@ -21,9 +21,8 @@ from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step.failure import explain_evaluation
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Totals
+from hardened_ddp.task.first_mistakes import FirstMistakes
 from hardened_ddp.task.task import LOSS, Mistake, Score, Task
-
-MAX_PICTURES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +69,15 @@ class EvaluationLoop:
         totals: Totals,
         look: Callable[[Batch, Score], None],
         *,
+        before_read: Callable[[], None] = lambda: None,
         should_stop: Callable[[], object] = lambda: False,
     ) -> tuple[dict[str, float], list[BadSample]] | None:
         """Measure module; return the figures and the samples left out. Collective: all ranks.
 
-        look is called with each batch of this rank and its score. should_stop is called between
-        batches, on all ranks equally often; if it is true, returns None. Raises SampleError, or an
-        error that names the rank whose model or data failed.
+        look is called with each batch of this rank and its score; before_read after the last of
+        them, before the one wait for the device. should_stop is called between batches, on all
+        ranks equally often; if it is true, returns None. Raises SampleError, or an error that names
+        the rank whose model or data failed.
         """
         left_out: list[BadSample] = []
         if self.task.own:
@@ -111,6 +112,7 @@ class EvaluationLoop:
             next(
                 batches, None
             )  # WHY: so that the stream reaches its end, and keeps its idle workers
+            before_read()
             figures = totals.read(self.group)  # collective
             if self.task.own:
                 figures |= self.task.own.compute(self.group)  # collective
@@ -142,11 +144,12 @@ def evaluate(
     should_stop is called between batches, on all ranks equally often; if true, returns None.
     """
     module, task = parts.replica.module, parts.task
-    mistakes: list[Mistake] = []
+    mistakes = FirstMistakes(task)
+    is_main = parts.group.is_main  # the only rank that shows them
 
     def look(batch: Batch, score: Score) -> None:
-        if (most := MAX_PICTURES - len(mistakes)) > 0:
-            mistakes.extend(task.mistakes(score, batch, most=most))
+        if is_main:
+            mistakes.add(batch, score)
 
     loop = EvaluationLoop(
         loader=loader,
@@ -160,7 +163,9 @@ def evaluate(
     try:
         totals = Totals(task, parts.device)
         with parts.group.tracker.within(Phase.EVALUATION):
-            found = loop.run(module, totals, look, should_stop=should_stop)  # collective
+            found = loop.run(  # collective
+                module, totals, look, before_read=mistakes.copy, should_stop=should_stop
+            )
     finally:
         module.train()
     if found is None:
@@ -174,6 +179,6 @@ def evaluate(
             if metric.name in figures
         },
         int(figures["samples"]),
-        tuple(mistakes),
+        tuple(mistakes.read()),
         tuple(f"{bad.name}: {bad.error}" for bad in left_out),
     )
