@@ -30,6 +30,7 @@ from hardened_ddp.ranks.error_file import is_told_by_another_rank, write_error_f
 from hardened_ddp.ranks.launch import (
     Launch,
     environment,
+    keep_nccl_from_exiting,
     prepare_environment,
     prepare_signals,
     read_launch,
@@ -99,6 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if request.command == "evaluate":
             output = request.options["output"]
             return run_ranks(settings, launch, lambda group: evaluate(settings, group, output))
+        if settings.config.loop.hang_after_s > 0:
+            keep_nccl_from_exiting(launch, environment())  # before surviving ranks have saved
         return run_ranks(settings, launch, lambda group: train(settings, group), trains=True)
     except HardenedError as error:
         if not (isinstance(error, ConfigError) and is_told_by_another_rank(environment())):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hardened_ddp.step.boundary import DeviceEvent, copy_beside
 from tests.ranks import train
 from tests.run_folder import last_tensors, only_run
 
@@ -54,3 +55,22 @@ def test_batch_size_auto_finds_what_the_gpu_holds(tmp_path: Path) -> None:
     found = re.search(r"batch_size auto: (\d+) samples fit at once", finished.outputs[0])
     assert found is not None
     assert 2 <= int(found[1]) < 8
+
+
+def test_a_state_is_copied_while_the_gpu_is_stuck() -> None:
+    device = torch.device("cuda", 0)
+    state = {
+        "weight": torch.arange(1 << 20, dtype=torch.float32, device=device),
+        "image": torch.rand(2, 3, 8, 8, device=device).to(memory_format=torch.channels_last),
+        "step": torch.zeros((), device=device),
+    }
+    expected = {name: tensor.cpu() for name, tensor in state.items()}
+    torch.cuda._sleep(1 << 33)  # type: ignore[no-untyped-call]  # cycles: seconds, as an all-reduce
+    before = DeviceEvent()
+    for tensor in state.values():
+        tensor.add_(1)
+    copied = copy_beside(state, device)
+    assert not before.is_reached()  # else the test has shown nothing
+    for name, tensor in copied.items():
+        assert torch.equal(tensor, expected[name])
+    before.wait()

@@ -25,7 +25,12 @@ from hardened_ddp.guard.stop import STOP_FILE, StopRequest
 from hardened_ddp.ranks import reach
 from hardened_ddp.ranks.device import pick_device
 from hardened_ddp.ranks.group import Group, open_group
-from hardened_ddp.ranks.launch import Launch, prepare_environment, read_launch
+from hardened_ddp.ranks.launch import (
+    Launch,
+    keep_nccl_from_exiting,
+    prepare_environment,
+    read_launch,
+)
 from tests.launcher_environments import TORCHRUN
 from tests.processes import deadline
 from tests.ranks import free_port, run_ranks, start_training
@@ -67,6 +72,16 @@ def test_one_node_talks_over_loopback_unless_told_otherwise() -> None:
     env = {"OMP_NUM_THREADS": "2"}
     prepare_environment(Launch(world_size=4, num_nodes=2), env)
     assert env == {"OMP_NUM_THREADS": "2"}
+
+
+def test_a_watched_run_keeps_nccl_from_ending_ranks_that_have_not_saved() -> None:
+    name, two_nodes = "TORCH_NCCL_ASYNC_ERROR_HANDLING", Launch(world_size=16, num_nodes=2)
+    for given, expected in (({}, "0"), ({name: "1"}, "0"), ({name: "3"}, "3")):  # 1: by torchrun
+        env: dict[str, str] = dict(given)
+        keep_nccl_from_exiting(two_nodes, env)
+        assert env[name] == expected
+    keep_nccl_from_exiting(Launch(), alone := {})
+    assert not alone
 
 
 def test_deterministic_runs_configure_cublas_unless_the_user_did() -> None:

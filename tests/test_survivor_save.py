@@ -210,6 +210,7 @@ class FakeStepper:
         self.is_whole = is_whole
         self.is_finite = lambda: is_finite
         self.late = SimpleNamespace(take_back=lambda: None)
+        self.boundaries = None
         self.progress = Progress(step=step)
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "Launch",
     "end_with_launcher",
     "environment",
+    "keep_nccl_from_exiting",
     "prepare_environment",
     "prepare_signals",
     "read_launch",
@@ -39,6 +40,7 @@ SAVE_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
 
 # They leave a process only some GPUs: those of its rank if a wrapper sets them for each rank.
 _GPU_MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 def read_launch(env: Mapping[str, str]) -> Launch:
@@ -101,6 +103,17 @@ def prepare_environment(
         # WHY: ranks of one node need no network card; loopback also keeps the sockets private.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         env.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def keep_nccl_from_exiting(launch: Launch, env: MutableMapping[str, str]) -> None:
+    """Leave it to this program to end a run that lost a rank. Rank-local, before torch.
+
+    WHY: with 1, which torchrun sets, the watchdog of torch's NCCL aborts an all-reduce that lost a
+    rank and ends the process: before a surviving rank has saved, and an update that waited for the
+    all-reduce may run with a part of the gradient. Call it only where guard/hang.py ends the run.
+    """
+    if launch.world_size > 1 and env.get(_NCCL_ERRORS, "1") == "1":
+        env[_NCCL_ERRORS] = "0"
 
 
 def prepare_signals(launch: Launch) -> None:

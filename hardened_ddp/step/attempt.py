@@ -9,6 +9,7 @@ import torch
 
 from hardened_ddp.data.loader import Batch
 from hardened_ddp.data.sampler import Window
+from hardened_ddp.step.boundary import Event
 from hardened_ddp.step.failure import Failure
 from hardened_ddp.step.late import Flag
 from hardened_ddp.step.progress import Mark
@@ -47,6 +48,9 @@ class Attempt:
 
     loss_after: torch.Tensor | float = 0.0
     """The sum of the losses after it, on the device."""
+
+    begun: Event | None = None
+    """On a device that runs behind the host: when what is copied above has been copied."""
 
     flag: Flag | None = None
     """Up: some rank failed in it, or its gradient is not finite. None: already known."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.step.boundary import Event, new_event
 
 if TYPE_CHECKING:
     from hardened_ddp.step.attempt import Attempt
@@ -28,21 +29,21 @@ class Flag:
 
     def __init__(self, is_bad: torch.Tensor) -> None:
         """is_bad: of shape (), 1.0 if the gradient was bad, else 0.0."""
-        self.on_device = is_bad
-        self._arrived: torch.cuda.Event | None = None
-        if is_bad.is_cuda:
-            self._on_host = torch.empty((), dtype=is_bad.dtype, pin_memory=True)
-            self._on_host.copy_(is_bad, non_blocking=True)
-            # WHY blocking: else the wait for it spins, and takes a core of the loader's workers
-            self._arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self._arrived.record()
-        else:
-            self._on_host = is_bad
+        self.on_device = self._on_host = is_bad
+        self._arrived: Event | None = None
+
+    def send(self) -> "Event":
+        """Queue the copy to the host; return the event after it. All that counts is queued."""
+        if self.on_device.is_cuda:
+            self._on_host = torch.empty((), dtype=self.on_device.dtype, pin_memory=True)
+            self._on_host.copy_(self.on_device, non_blocking=True)
+        self._arrived = new_event(self.on_device.device)
+        return self._arrived
 
     def is_up(self) -> bool:
         """Return whether the gradient was bad. Waits until the device has computed it."""
         if self._arrived is not None:
-            self._arrived.synchronize()
+            self._arrived.wait()
         return bool(self._on_host)
 
 

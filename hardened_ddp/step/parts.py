@@ -56,7 +56,7 @@ class Parts:
     def watches_loss(self) -> bool:
         """Check the loss of each forward. WHY not on a GPU: that would wait for the device."""
         loop = self.config.loop
-        is_cheap = self.device.type not in LATE_DEVICES
+        is_cheap = not self.runs_behind
         return is_cheap and (loop.step_retry == "on" or loop.continue_on_error)
 
     @property
@@ -66,7 +66,12 @@ class Parts:
             return False
         can_skip = skips_by_flag(self.optimizer)
         can_tell = self.group.world_size == 1 or self.replica.can_stand_in
-        return self.device.type in LATE_DEVICES and can_skip and can_tell
+        return self.runs_behind and can_skip and can_tell
+
+    @property
+    def runs_behind(self) -> bool:
+        """The host only queues the work of a step, and goes on: see boundary.py."""
+        return self.device.type in LATE_DEVICES
 
     @property
     def compares_every(self) -> int:

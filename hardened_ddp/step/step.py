@@ -28,6 +28,7 @@ from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.seeding import seed_step, seed_update
 from hardened_ddp.step import mean
 from hardened_ddp.step.attempt import Attempt, Outcome
+from hardened_ddp.step.boundary import Boundaries
 from hardened_ddp.step.failure import BAD_SUM, Failure, LossNotFinite, explain_failure
 from hardened_ddp.step.late import Flag, LateLook
 from hardened_ddp.step.left_out import LeftOut
@@ -63,6 +64,9 @@ class Stepper:
         self.totals = Totals(parts.task, parts.device)
         self.retry = StepRetry(self, left_out)
         self.late = LateLook(self)
+        self.boundaries = Boundaries(self) if parts.runs_behind else None
+        """Which update the device has finished; None: the host runs each one itself."""
+
         self.grad_norm: torch.Tensor | None = None
         """The gradient's norm in the last reported step."""
 
@@ -135,6 +139,8 @@ class Stepper:
             attempt.scale_before = parts.precision.mark()
         if self._schedule.has_state:
             attempt.schedule_before = self._schedule.mark()
+        if self.boundaries is not None:
+            self.boundaries.begin(attempt)
         with self.explained(attempt):
             overlaps, num_valid = self._overlaps(window), window.size
             attempt.failure = self.run_once(attempt, keep_local=not overlaps)  # collective
@@ -283,6 +289,9 @@ class Stepper:
 
     def commit(self, attempt: Attempt) -> None:
         """Update weights and progress. Rank-local: every rank has the same gradient."""
+        if self.boundaries is not None:
+            with self.explained(attempt):
+                self.boundaries.before_update(attempt)
         with self.explained(attempt), self.commit_lock:
             if attempt.outcome is Outcome.DONE:
                 self._update(attempt)
@@ -290,6 +299,8 @@ class Stepper:
                 self._end_schedule_step()
             self.progress.commit(attempt.window)
             self.buffers_before = ()
+            if self.boundaries is not None:
+                self.boundaries.after_update(attempt)
             if attempt.flag is not None or self.late.attempt is not None:
                 self.late.follow(attempt)
         self.parts.optimizer.zero_grad(set_to_none=True)
@@ -349,10 +360,14 @@ class Stepper:
     def take_back(self, attempt: Attempt) -> None:
         """Undo a step that was committed, but did not change the weights. Rank-local."""
         self.undo(attempt)
-        self.parts.precision.go_back(attempt.scale_before)
-        self._schedule.go_back(attempt.schedule_before)
+        self.take_back_on_host(attempt)
         self.buffers_before = attempt.buffers
         self.progress.take_back(attempt.window)
+
+    def take_back_on_host(self, attempt: Attempt) -> None:
+        """Undo what a commit without an update has changed besides the tensors. Rank-local."""
+        self.parts.precision.go_back(attempt.scale_before)
+        self._schedule.go_back(attempt.schedule_before)
 
     @contextlib.contextmanager
     def explained(self, attempt: Attempt) -> Iterator[None]:
@@ -426,6 +441,8 @@ class Stepper:
         self.buffers_before = ()
         self.last_good = -1
         self.late.forget()
+        if self.boundaries is not None:
+            self.boundaries.forget()
         self.retry.given_up.clear()
 
 

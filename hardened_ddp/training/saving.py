@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.checkpoint.listing import Best
 from hardened_ddp.checkpoint.snapshot import CheckpointWriter, WriteCost
@@ -21,7 +19,7 @@ from hardened_ddp.errors import CheckpointError, NonFiniteError
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
-from hardened_ddp.training.state import collect_meta, collect_tensors, volatile_names
+from hardened_ddp.training.state import Tensors, collect_meta, collect_tensors, volatile_names
 
 log = logging.getLogger(__name__)
 
@@ -102,10 +100,10 @@ class Saver:
             with self._tracker.within(Phase.CHECKPOINT):
                 self.save_in_need(progress)
 
-    def save_in_need(self, progress: Progress, *, buffers: Sequence[torch.Tensor] = ()) -> None:
+    def save_in_need(self, progress: Progress, *, tensors: Tensors | None = None) -> None:
         """Do as save_last on whatever rank this is. Rank-local. Raises CheckpointError.
 
-        buffers: as for collect_tensors.
+        tensors: those of the state; None: the live ones.
         """
         write = self._store.write if self._writer is None else self._writer.write_now
         if self._writer is not None and self._saved_step == progress.step:
@@ -114,7 +112,7 @@ class Saver:
                 return  # else it failed in the background: once more, and now it must not be silent
         write(
             progress.step,
-            tensors=collect_tensors(self.parts, buffers=buffers),
+            tensors=collect_tensors(self.parts) if tensors is None else tensors,
             meta=collect_meta(self.parts, progress),
         )
         self._saved_step = progress.step

@@ -5,15 +5,19 @@ is lost: one surviving rank writes it, and a restart continues with the next ste
 if it can, else the first to claim it in the store; without a store, every surviving rank. If two of
 them write the same step, the second finds it there (checkpoint/files.py).
 A half updated state (Stepper.is_whole) is not saved, and after some errors none is (_NOT_SAVED).
+A GPU may be stuck in an all-reduce that never ends: then what it has finished is saved
+(step/boundary.py).
 
 No collective here: some rank may be dead.
 """
 
 import json
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +32,11 @@ from hardened_ddp.errors import (
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.patience import ask_within
 from hardened_ddp.reporting.summary import program
+from hardened_ddp.step.boundary import Boundary, beside, copy_beside, read_beside
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.step import Stepper
 from hardened_ddp.training.saving import Saver
+from hardened_ddp.training.state import Tensors, collect_tensors
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +49,9 @@ HEAD_START_S = 1.0
 
 DEVICE_LIMIT_S = 15.0
 """How long to wait for a GPU, which may be within a step; torchrun kills after 30 s."""
+
+COPY_LIMIT_S = 60.0
+"""How long to wait for the copy of a state from a GPU; 10 GB take a few seconds."""
 
 LOCK_LIMIT_S = 3.0
 """How long to wait for an update of the weights under way."""
@@ -65,6 +74,9 @@ def save_as_survivor(error: Exception, stepper: Stepper, saver: Saver, folder: P
     try:
         # WHY first: the other ranks wait for this one, and one of them may be the one that saves
         group.leave()
+        if stepper.boundaries is not None:
+            _save_boundary(stepper, saver, folder, error=error, limit_s=DEVICE_LIMIT_S)
+            return
         is_good = _is_good(stepper, limit_s=DEVICE_LIMIT_S)
         if not _is_mine(group, progress.step):
             return
@@ -92,15 +104,18 @@ def save_while_stuck(
         log.warning("weights are being updated: they are not saved, the last checkpoint stays")
         return
     try:
+        if stepper.boundaries is not None:
+            if stepper.is_whole:
+                _save_boundary(stepper, saver, folder, error=error, limit_s=LOCK_LIMIT_S)
+            return
         is_good = _is_good(stepper, limit_s=LOCK_LIMIT_S)
-        if is_good is None:
-            log.warning("the device does not answer: nothing is saved, the last checkpoint stays")
         if not (is_good and stepper.is_whole and _is_mine(stepper.parts.group, progress.step)):
             return
         if error is not None:
             _note_failure(folder, progress.step, error)
         if progress.step > 0:
-            saver.save_in_need(replace(progress), buffers=stepper.buffers_before)
+            tensors = collect_tensors(stepper.parts, buffers=stepper.buffers_before)
+            saver.save_in_need(replace(progress), tensors=tensors)
             _say_saved(progress, folder)
     except Exception:  # WHY broad: the process ends in any case
         log.warning("the last state could not be saved", exc_info=True)
@@ -137,10 +152,52 @@ def read_failures(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+def _save_boundary(
+    stepper: Stepper, saver: Saver, folder: Path, *, error: Exception | None, limit_s: float
+) -> None:
+    """Save the last step boundary that the device has reached, if this rank is the one to do it.
+
+    Rank-local, while no other thread commits a step.
+    """
+    parts, device = stepper.parts, stepper.parts.device
+    while True:
+        boundary = None if stepper.boundaries is None else stepper.boundaries.find(limit_s)
+        if boundary is None:
+            log.warning("the device does not answer: nothing is saved, the last checkpoint stays")
+            return
+        progress = boundary.progress
+        if not _is_mine(parts.group, progress.step):
+            return
+        if error is not None:
+            _note_failure(folder, progress.step, error)
+        if progress.step == 0:
+            return
+        state = ask_within(partial(_copy, stepper, boundary), COPY_LIMIT_S)
+        if state is None:
+            log.warning("the loss is not finite: nothing is saved, the last checkpoint stays")
+            return
+        if boundary.still_holds():  # else the device went on after all: its next state is good, too
+            break
+        error = None  # noted already
+    with beside(device):
+        if boundary.next is not None:
+            stepper.take_back_on_host(boundary.next.attempt)
+        saver.save_in_need(progress, tensors=state)
+    _say_saved(progress, folder)
+
+
+def _copy(stepper: Stepper, boundary: Boundary) -> Tensors | None:
+    """Copy the state of a boundary to the host; None: its losses are not finite. Rank-local."""
+    parts = stepper.parts
+    if not math.isfinite(read_beside(boundary.loss, parts.device)):
+        return None
+    return copy_beside(collect_tensors(parts, buffers=boundary.buffers), parts.device)
+
+
 def _is_good(stepper: Stepper, *, limit_s: float) -> bool | None:
     """Make progress match the weights; return whether they may be saved. Rank-local.
 
-    None: the device did not answer, or raised an error.
+    None: an error came up. For a device whose work the host runs by itself.
     """
 
     def look() -> bool:
@@ -148,7 +205,6 @@ def _is_good(stepper: Stepper, *, limit_s: float) -> bool | None:
         return stepper.progress.step == 0 or stepper.is_finite()
 
     try:
-        # WHY a limit: the GPU may wait for an all-reduce that never ends, and so does a read of it
         return ask_within(look, limit_s)
     except Exception:  # WHY broad: whatever it is, nothing is saved, and the failure is recorded
         log.debug("the state in the device's memory can't be checked", exc_info=True)

@@ -1,0 +1,142 @@
+"""A GPU behind an all-reduce that never ends: the last update that it has finished is saved.
+
+The GPU is a thread of a CPU rank that does queued work: see stuck_device.py.
+"""
+
+import json
+import signal
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hardened_ddp.step.boundary import Boundaries
+from hardened_ddp.step.progress import Progress
+from tests.ranks import start_training, train
+from tests.run_folder import find_checkpoints, last_tensors, only_run, step_of
+
+NUM_WARM_UPS = 2
+"""All-reduces of DDP's warm-up, before the first step."""
+
+FLAGS: list[str | Path] = ["--cpu_only", "--dataset", "tests.plugins:points", "--batch_size", "4"]
+FLAGS += ["--epochs", "3", "--num_workers", "0", "--log_interval", "1000", "--no_shared_memory"]
+FLAGS += ["--model", "tests.stuck_device:Net", "--model_args", "{}", "--gradient_as_bucket_view"]
+FLAGS += ["--checkpoint_every_steps", "0", "--checkpoint_every_epochs", "0"]
+FLAGS += ["--stop_grace_s", "1.5", "--hang_after_s", "1.5"]
+
+Undisturbed = Callable[[int], dict[str, str]]
+
+
+def plan(folder: Path, **fault: object) -> dict[str, str]:
+    """Return the environment of ranks: who leaves, in which phase, at which call of it, how."""
+    folder.mkdir()
+    nobody = {"rank": -1, "phase": "", "call": 0, "signal": ""}
+    return {"STUCK_DEVICE": json.dumps({"folder": str(folder), **nobody, **fault})}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Give the final tensors of a run that nothing happens to, by the number of ranks."""
+
+    @cache
+    def final_tensors(world_size: int) -> dict[str, str]:
+        output = tmp_path_factory.mktemp("undisturbed")
+        env = plan(output / "notes")
+        train([*FLAGS, "--output_dir", output / "runs"], world_size, env=env).ok()
+        return last_tensors(output / "runs")
+
+    return final_tensors
+
+
+@pytest.mark.parametrize(
+    ("world_size", "how", "phase", "call"),
+    [
+        (2, "SIGKILL", "backward", 13),
+        pytest.param(2, "SIGKILL", "forward", 11, marks=pytest.mark.slow),
+        pytest.param(2, "SIGKILL", "update", 7, marks=pytest.mark.slow),
+        pytest.param(2, "SIGKILL", "evaluation", 2, marks=pytest.mark.slow),
+        pytest.param(3, "SIGKILL", "backward", 10, marks=pytest.mark.slow),
+        (2, "SIGSTOP", "update", 7),
+        pytest.param(2, "SIGSTOP", "forward", 11, marks=pytest.mark.slow),
+        pytest.param(2, "SIGSTOP", "backward", 11, marks=pytest.mark.slow),
+        pytest.param(3, "SIGSTOP", "update", 6, marks=pytest.mark.slow),
+        pytest.param(3, "SIGSTOP", "forward", 10, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_at_most_the_step_under_way_is_lost(
+    world_size: int, how: str, phase: str, call: int, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    victim, notes = world_size - 1, tmp_path / "notes"
+    env = plan(notes, rank=victim, phase=phase, call=call, signal=how)
+    argv = [*FLAGS, "--output_dir", tmp_path / "runs"]
+    with start_training(argv, world_size, env=env) as running:
+        running.wait_for((notes / "left").exists, timeout_s=60, what="the fault")
+        if how == "SIGKILL":  # torchrun ends the others; a stopped rank they find out themselves
+            running.wait_for(
+                lambda: victim not in running.living(), timeout_s=20, what="the end of a rank"
+            )
+            for rank in range(victim):
+                running.kill(rank, signal.SIGTERM)
+        finished = running.wait(60)
+    assert finished.statuses[victim] == -signal.SIGKILL
+    assert set(finished.statuses[:victim]) <= {75}
+    num_done = len(list(notes.glob(f"sum-*-{victim}"))) - NUM_WARM_UPS
+    assert num_done > 1
+    assert step_of(find_checkpoints(tmp_path / "runs")[-1]) == num_done
+    assert f"the state after step {num_done} is saved" in finished.output
+    env, run = plan(tmp_path / "again"), only_run(tmp_path / "runs")
+    train([*argv, "--resume", run], world_size, env=env).ok()
+    assert last_tensors(tmp_path / "runs") == undisturbed(world_size)
+
+
+class Switch:
+    """A device event that the test sets."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_set = False
+
+    def is_reached(self) -> bool:
+        return self.is_set
+
+    def wait(self) -> None:
+        assert self.is_set
+
+
+def test_a_state_holds_until_the_device_begins_the_next_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hardened_ddp.step.boundary.new_event", Switch)
+    weights = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([weights], fused=True)
+    parts = SimpleNamespace(device=torch.device("cpu"), optimizer=optimizer)
+    stepper: Any = SimpleNamespace(parts=parts, progress=Progress(step=4))
+    stepper.totals = SimpleNamespace(loss_sum=0.5)
+    attempt: Any = SimpleNamespace(flag=None, buffers=(), totals_before=(0.25,))
+    attempt.is_bad = lambda: False
+    boundaries = Boundaries(stepper)
+    boundaries.begin(attempt)
+    assert boundaries.find(0) is None  # nothing is known to be done
+    attempt.begun.is_set = True
+    found = boundaries.find(0)
+    assert found is not None
+    assert (found.progress.step, found.loss) == (4, 0.25)
+    boundaries.before_update(attempt)
+    stepper.progress.step = 5
+    boundaries.after_update(attempt)
+    before = boundaries.find(0)
+    assert before is not None
+    assert (before.progress.step, before.loss) == (4, 0.25)
+    assert before.still_holds()
+    assert before.next is not None
+    before.next.before.is_set = True  # type: ignore[attr-defined]
+    assert not before.still_holds()
+    assert boundaries.find(0) is None  # half updated
+    before.next.after.is_set = True  # type: ignore[attr-defined]
+    after = boundaries.find(0)
+    assert after is not None
+    assert (after.progress.step, after.loss) == (5, 0.5)
