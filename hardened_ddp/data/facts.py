@@ -18,6 +18,7 @@ from hardened_ddp.data.collate import Collate
 from hardened_ddp.data.fetch import Batch, Fetcher, preserved_rng
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.nesting import leaves
+from hardened_ddp.data.stream_types import is_stream
 from hardened_ddp.errors import DataError, SampleError
 
 _MOST_TRIES = 8  # how many samples are tried to find a readable one
@@ -42,7 +43,9 @@ def read_example(dataset: AnyDataset, name: str, collate: Collate | None = None)
     if batch is None:
         raise DataError(
             f"dataset {name}: the first {num_tries} samples can't be read: {first.bad[0].error}",
-            fix="make dataset[0] return (input tensor, label), or a mapping with 'labels'",
+            fix="make "
+            + ("open()" if is_stream(getattr(dataset, "stream", None)) else "dataset[0]")
+            + " give (input tensor, label), or a mapping with 'labels'",
         )
     return batch
 

@@ -9,9 +9,12 @@ import errno
 import logging
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch.utils.data import Subset
 
 from hardened_ddp.data.stream_types import is_stream, name_of
@@ -38,6 +41,8 @@ _TRANSIENT = {
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _MOST_CAUSES = 8  # how many errors of a chain are checked
 _MAX_TEXT = 400  # characters of a foreign error, which may quote a whole file
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _FILE_LISTS = ("samples", "imgs", "files", "paths")
 
 
@@ -48,6 +53,18 @@ def describe(error: BaseException) -> str:
     except Exception as second:  # WHY broad: the user's code, and it must not hide the first error
         text = f"(its text is not available: {type(second).__name__})"
     return f"{type(error).__name__}: {text}"[:_MAX_TEXT]
+
+
+def line_of_user(error: BaseException) -> str:
+    """Return " (file:line)" of the user's code that raised an error; empty if there is none.
+
+    That is the innermost line outside of torch, unless it is in this package.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(_TORCH):
+            is_ours = frame.filename.startswith(_PACKAGE)
+            return "" if is_ours else f" ({frame.filename}:{frame.lineno})"
+    return ""
 
 
 def is_transient(error: BaseException) -> bool:

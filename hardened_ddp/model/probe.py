@@ -15,12 +15,14 @@ import torch
 from torch import nn
 
 from hardened_ddp.data.fetch import Batch
+from hardened_ddp.data.read_errors import describe, line_of_user
 from hardened_ddp.errors import HardenedError, ModelError, UnusedParameterError
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.ddp import FindUnused
-from hardened_ddp.task.task import Task, check_score
+from hardened_ddp.task.score_check import check_score
+from hardened_ddp.task.task import Task
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +77,7 @@ def probe(
     except Exception as error:  # WHY broad: it is the user's model, and the other ranks wait
         log.debug("the probe failed", exc_info=True)
         mine["error"] = {
-            "message": f"{type(error).__name__}: {error}",
+            "message": f"{describe(error)}{line_of_user(error)}",
             "fix": "the whole traceback is in this rank's log",
         }
     everyone = group.gather_json(mine)  # collective
@@ -157,7 +159,7 @@ def _compare(everyone: Sequence[dict[str, Any]]) -> Findings:
         rank, error = failed[0]
         others = f" (and on {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
         raise ModelError(
-            f"the model failed on a first batch, rank {rank}{others}: {error['message']}",
+            f"a first batch can't be trained on, rank {rank}{others}: {error['message']}",
             fix=error["fix"],
         )
     unions = [sorted({name for names in notes["unused"] for name in names}) for notes in everyone]

@@ -66,6 +66,8 @@ class NonFiniteFinder:
                 where = "which module was first is not known: a compiled model hides its modules"
             elif what.startswith("the loss"):
                 where = "the model's output is finite, the loss of it is not"
+                if bad := _samples_with_bad_labels(batches):
+                    where = f"the labels of samples {bad} are NaN or infinite"
             return f"samples {format_samples(batches)}: {what}; {where}"
         batch = batches[min(finding.micro_batch, len(batches) - 1)]
         samples = format_samples([batch])
@@ -181,6 +183,20 @@ def watch(module: nn.Module) -> Iterator[NonFiniteFinder]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _samples_with_bad_labels(batches: Sequence[Batch]) -> list[int]:
+    """Return the first samples whose label has a NaN or an inf."""
+    found: list[int] = []
+    for batch in batches:
+        labels = batch.targets
+        is_row = isinstance(labels, torch.Tensor) and labels.dim() > 0
+        if is_row and len(labels) == batch.num_samples:
+            is_bad = (
+                ~labels.flatten(1).isfinite().all(1) if labels.dim() > 1 else ~labels.isfinite()
+            )
+            found += [int(batch.indices[row]) for row in is_bad.nonzero().flatten()]
+    return found[:NUM_SHOWN]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:  # Any: whatever a module takes or gives

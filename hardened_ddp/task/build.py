@@ -12,7 +12,7 @@ from torch import nn
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.datasets import TaskData
 from hardened_ddp.data.import_path import import_callable
-from hardened_ddp.data.read_errors import describe
+from hardened_ddp.data.read_errors import describe, line_of_user
 from hardened_ddp.errors import ConfigError, HardenedError, ModelError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import Config
@@ -23,7 +23,7 @@ from hardened_ddp.task.own import Own
 from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.regression import Regression
 from hardened_ddp.task.segmentation import Segmentation
-from hardened_ddp.task.task import LOSS_METRIC, Metric, Task
+from hardened_ddp.task.task import LOSS, LOSS_METRIC, Metric, Task
 from hardened_ddp.task.tokens import Tokens
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,13 @@ def build_task(name: str, model: nn.Module, data: TaskData, config: Config) -> T
             fix="check --task_args against the constructor of the task",
         ) from error
     task = _as_task(task, name)
+    taken = {"samples", LOSS, *(metric.name for metric in task.metrics)}
+    if twice := sorted(taken & config.task.metrics.keys()):
+        raise ConfigError(
+            f"metrics: {', '.join(twice)} is measured by the task {name} itself, or stands for "
+            "something else in its results",
+            fix="give your metric another name",
+        )
     task.attach(model, name, OwnMetrics(config.task.metrics))
     best_metric(task, config.task.best_metric)  # raises if there is none of that name
     return task
@@ -131,8 +138,10 @@ def _fitting_name(model: nn.Module, sample: Batch, group: Group) -> str:
         mine = {"error": error.message, "fix": error.fix}
     except Exception as error:  # WHY broad: the user's model; the probe then tells it in full
         log.debug("the first forward failed", exc_info=True)
-        mine = {"error": f"the model failed on a first batch: {type(error).__name__}: {error}",
-                "fix": "the whole traceback is in this rank's log"}  # fmt: skip
+        mine = {
+            "error": f"the model failed on a first batch: {describe(error)}{line_of_user(error)}",
+            "fix": "the whole traceback is in this rank's log",
+        }
     everyone = group.gather_json(mine)  # collective
     names = sorted({notes["name"] for notes in everyone if "name" in notes})
     if len(names) != 1:

@@ -77,6 +77,11 @@ class Classification(Task):
                 fix="choose the task that fits the labels: --task multilabel | regression | tokens "
                 "| segmentation | own",
             )
+        if targets.is_floating_point():
+            raise ModelError(
+                f"classification needs whole numbers as labels, and they are {targets.dtype}",
+                fix="number the classes from 0; for numbers: --task regression",
+            )
         if len(shape) != 2 or shape[0] != targets.shape[0] or shape[1] < self.num_classes:
             raise ModelError(
                 f"the model gives logits of shape {shape} for {targets.shape[0]} samples and "

@@ -87,9 +87,13 @@ class Regression(Task):
                 f"{tuple(targets.shape)}; regression needs one output for each number",
                 fix=f"give the model's last layer {rows[1][1]} outputs",
             )
-        if targets.is_floating_point() and not bool(targets.isfinite().all()):
+        is_wrong = (
+            ~targets.flatten(1).isfinite().all(1) if targets.dim() > 1 else ~targets.isfinite()
+        )
+        if bool(is_wrong.any()):
             raise ModelError(
-                "a label is NaN or infinite", fix="fill in or leave out such samples in the dataset"
+                f"the label of sample {int(batch.indices[is_wrong][0])} is NaN or infinite",
+                fix="fill in or leave out such samples in the dataset",
             )
 
     def figures(self, sums: Mapping[str, Any], count: float) -> Figures:

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from hardened_ddp.data.batch import Batch
-from hardened_ddp.errors import ModelError
 from hardened_ddp.task.output import labels_parameter, takes_several
 
 if TYPE_CHECKING:
@@ -215,30 +214,6 @@ class Task:
     def table(self, device: torch.device) -> Table | None:
         """Return an empty table for the command evaluate; None if the task has none."""
         return None
-
-
-def check_score(task: Task, score: Any) -> Score:
-    """Return score, or raise ModelError if a task returned none that can be added up."""
-    name = type(task).__name__
-    if not isinstance(score, Score):
-        raise ModelError(
-            f"task {name}: score() returned a {type(score).__name__}, not a Score",
-            fix="return Score(loss_sum, count, metrics)",
-        )
-    loss = score.loss_sum
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-        what = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
-        raise ModelError(
-            f"task {name}: loss_sum is not a scalar tensor but {what}",
-            fix="return the sum of the losses: losses.sum()",
-        )
-    missing = [metric.name for metric in task.metrics if metric.name not in score.metrics]
-    if missing and type(task).sums_of is Task.sums_of:
-        raise ModelError(
-            f"task {name}: score() gave no {', '.join(missing)}",
-            fix="give each of its metrics in Score.metrics: a sum, or (sum, count)",
-        )
-    return score
 
 
 def described(metrics: Sequence[Metric], figures: Mapping[str, float], *, of: str = "") -> str:

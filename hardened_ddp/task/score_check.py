@@ -1,0 +1,81 @@
+"""The check of a score on a first batch: what a task returned can be trained on and added up.
+
+Owns what a user's task can get wrong in score(), each as one ModelError. It reads values, so it
+waits for the device: the probe before training calls it, no step does.
+"""
+
+from typing import Any
+
+import torch
+
+from hardened_ddp.errors import ModelError
+from hardened_ddp.task.task import Score, Task
+
+
+def check_score(task: Task, score: Any) -> Score:  # Any: whatever a user's task returned
+    """Return score, or raise ModelError if it can't be added up or has no gradient."""
+    name = type(task).__name__
+    if not isinstance(score, Score):
+        raise ModelError(
+            f"task {name}: score() returned a {type(score).__name__}, not a Score",
+            fix="return Score(loss_sum, count, metrics)",
+        )
+    _check_loss(name, score.loss_sum)
+    _check_count(name, score.count)
+    missing = [metric.name for metric in task.metrics if metric.name not in score.metrics]
+    if missing and type(task).sums_of is Task.sums_of:
+        raise ModelError(
+            f"task {name}: score() gave no {', '.join(missing)}",
+            fix="give each of its metrics in Score.metrics: a sum, or (sum, count)",
+        )
+    wanted = task.sums
+    for metric, value in task.sums_of(score).items():
+        _check_sum(name, metric, value, wanted.get(metric))
+    return score
+
+
+def _check_loss(name: str, loss: Any) -> None:  # Any: as above
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+        raise ModelError(
+            f"task {name}: loss_sum is not a scalar tensor but {_described(loss)}",
+            fix="return the sum of the losses: losses.sum()",
+        )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise ModelError(
+            f"task {name}: loss_sum does not depend on any parameter that is trained",
+            fix="compute it from the model's output, without detach(), item() or no_grad()",
+        )
+
+
+def _check_count(name: str, count: Any) -> None:  # Any: as above
+    is_tensor = isinstance(count, torch.Tensor) and count.dim() == 0
+    is_number = isinstance(count, int | float) and not isinstance(count, bool)
+    if not (is_tensor or is_number) or not 0 <= float(count) < float("inf"):
+        what = f"{float(count):g}" if is_tensor or is_number else _described(count)
+        raise ModelError(
+            f"task {name}: count is {what}, not a number from 0",
+            fix="return what the loss is a mean over, such as batch.num_samples",
+        )
+
+
+def _check_sum(name: str, metric: str, value: Any, wanted: torch.Tensor | None) -> None:
+    """Check one of the sums of a score. Any: as above; wanted: a zero of its shape."""
+    metric = metric.removesuffix("/count")
+    if wanted is None:
+        raise ModelError(
+            f"task {name}: sums_of() gives {metric}, which is not among its sums",
+            fix="name it in the property sums, with a zero of its dtype and shape",
+        )
+    is_number = isinstance(value, torch.Tensor | int | float)
+    if not is_number or torch.as_tensor(value).shape != wanted.shape:
+        need = "a number" if wanted.dim() == 0 else f"a tensor of shape {tuple(wanted.shape)}"
+        raise ModelError(
+            f"task {name}: its metric {metric} is {_described(value)}, not {need}",
+            fix="give the sum over the samples of the batch, such as errors.sum()",
+        )
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"
