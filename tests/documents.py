@@ -31,6 +31,7 @@ PEERS = "docs/PEERS_ON_FAULTS.md"
 DOCUMENTS = (
     *(README, TROUBLES, GLOSSARY, READING, CONCEPTS, DRILLS, AUDIT, OWN_TRAINING, MANUAL),
     *(SETTINGS_PAGE, LAYOUT, PROMISES, TASKS, STREAMS),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "tutorial").glob("*.md")),
 )
 GENERATED = {
     README: ("capture: docs/first_run.txt", "generated: faults"),
@@ -69,6 +70,7 @@ ONE_LINERS = {
     ".ci/components.sh": "Installs MPI and Slurm for the tests, where it can.",
     "docs/OWN_TRAINING.md": "Your own optimizer, schedule, parameter groups and batches.",
     "docs/DRILLS.md": "Every fault drill, its result, and the time that it costs.",
+    "docs/tutorial/README.md": "Break it, mend it: eight chapters in plain PyTorch.",
     "docs/GLOSSARY.md": "The terms of DDP and of this project.",
     "docs/READING_ORDER.md": "Which file to read first, and six exercises.",
     "docs/first_run.txt": "What the first run prints.",
