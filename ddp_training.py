@@ -4,6 +4,7 @@
     torchrun --nproc_per_node=2 ddp_training.py     one process (rank) per GPU; 2 on the CPU
     python ddp_training.py --single_gpu             one process, no DDP
     python ddp_training.py evaluate RUN             how good is each class? JSON and a table
+    python ddp_training.py watch RUN                what is each rank doing, and how fast?
     python ddp_training.py explain LOG              why did this job fail? of any DDP program
     python ddp_training.py doctor                   what is wrong with this machine?
     python ddp_training.py audit -- COMMAND         what is silently wrong in your own program?
@@ -36,7 +37,7 @@ from hardened_ddp.ranks.launch import (
     read_launch,
     stop_launcher,
 )
-from hardened_ddp.settings.cli import parse
+from hardened_ddp.settings.cli import Request, parse
 from hardened_ddp.settings.layers import Resolved, resolve
 from hardened_ddp.settings.manual import help_text
 from hardened_ddp.settings.wording import as_typed
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hardened_ddp")
 
+TOOLS = ("doctor", "explain", "watch", "verify-ledger", "audit", "drill")
 CONFIG = Path(__file__).with_name("config.yaml")  # the settings that every start uses
 
 
@@ -68,27 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if request.command == "help":
             print(help_text(request.options["topic"]))
             return 0
-        if request.command == "doctor":
-            from hardened_ddp.diagnosis.doctor import run_doctor
-
-            return run_doctor(output=sys.stdout, env=environment())
-        if request.command == "explain":
-            from hardened_ddp.diagnosis.explain.command import run_explain
-
-            logs, wants_json = request.options["log"].splitlines(), bool(request.options["json"])
-            return run_explain(logs, wants_json=wants_json, output=sys.stdout, progress=sys.stderr)
-        if request.command == "verify-ledger":
-            from hardened_ddp.diagnosis.ledger_check import check_ledger
-
-            return check_ledger(Path(request.options["run"]), output=sys.stdout)
-        if request.command == "audit":
-            from hardened_ddp.diagnosis.audit.command import run_audit
-
-            return run_audit(request, output=sys.stdout, env=environment())
-        if request.command == "drill":
-            from drills.command import run_drills
-
-            return run_drills(request, output=sys.stdout, env=environment())
+        if request.command in TOOLS:
+            return run_tool(request)
         sys.path.append(str(Path.cwd()))  # for models and datasets named package.module:callable
         if request.command == "export":
             from hardened_ddp.export.export import run_export
@@ -111,6 +94,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # while torch is imported or the ranks meet: nothing to save yet
         print("ddp_training.py: stopped before training began", file=sys.stderr)
         return 130  # what a shell gives for Ctrl-C
+
+
+def run_tool(request: Request) -> int:
+    """Run a command that trains nothing; none of them waits for torch to be imported."""
+    match request.command:
+        case "doctor":
+            from hardened_ddp.diagnosis.doctor import run_doctor
+
+            return run_doctor(output=sys.stdout, env=environment())
+        case "explain":
+            from hardened_ddp.diagnosis.explain.command import run_explain
+
+            logs, wants_json = request.options["log"].splitlines(), bool(request.options["json"])
+            return run_explain(logs, wants_json=wants_json, output=sys.stdout, progress=sys.stderr)
+        case "watch":
+            from hardened_ddp.diagnosis.watch import run_watch
+
+            return run_watch(request.options, output=sys.stdout)
+        case "verify-ledger":
+            from hardened_ddp.diagnosis.ledger_check import check_ledger
+
+            return check_ledger(Path(request.options["run"]), output=sys.stdout)
+        case "audit":
+            from hardened_ddp.diagnosis.audit.command import run_audit
+
+            return run_audit(request, output=sys.stdout, env=environment())
+    from drills.command import run_drills
+
+    return run_drills(request, output=sys.stdout, env=environment())
 
 
 def run_ranks(
@@ -193,6 +205,7 @@ def train(settings: Resolved, group: Group) -> int:
     """Open the run folder, build every part, train from where the run stands, say how it ended."""
     from hardened_ddp.guard.stop import StopRequest
     from hardened_ddp.reporting.log import add_log_file
+    from hardened_ddp.reporting.rank_status import RankStatus
     from hardened_ddp.settings.record import dump
     from hardened_ddp.training.hang_subject import watch_for_hangs
     from hardened_ddp.training.resume import open_run, read_checkpoint
@@ -207,6 +220,7 @@ def train(settings: Resolved, group: Group) -> int:
         StopRequest(group, time_limit=settings.config.loop.time_limit) as stop,
         open_run(settings.config, group) as folder,  # collective
         watch_for_hangs(settings.config, group, folder.folder) as watch,  # collective
+        RankStatus(folder.folder, group) as rank_status,  # for the commands watch and report
     ):
         folder.write_settings(dump(settings.config, settings.sources))
         add_log_file(folder.folder / "logs", rank=group.launch.rank)
@@ -221,6 +235,7 @@ def train(settings: Resolved, group: Group) -> int:
             log.info("%s is finished: %d steps are done", folder.folder, progress.step)
             return 0
         run = Run(parts, progress, folder, stop, watch)  # collective
+        rank_status.attach(run.work())
         status = Ending.FAILED
         try:
             if group.launch.is_restart:
@@ -237,6 +252,7 @@ def train(settings: Resolved, group: Group) -> int:
                 error.add_note(f"why: python ddp_training.py explain {folder.folder}")
             raise
         finally:
+            rank_status.close_as(status)
             run.close(status)  # on every path: what is on its way to the disk gets there
         run.report.say_what_next(status)
     return 0

@@ -96,6 +96,7 @@ OTHER_PROGRAMS |= {"ntasks", "ntasks-per-node", "gpus-per-node", "partition", "n
 OURS = {"config", "no_config", "help", "format", "output", "dry-run"}
 OURS |= {"width", "ranks"}  # of benchmarks/dp_vs_ddp.py; ranks of the command drill, too
 OURS |= {"table"}  # of the command drill
+OURS |= {"once", "every"}  # of the command watch
 OURS |= {"steps", "hang_after", "json", "source"}  # of the command audit
 OURS |= {"all", "soak"}  # of the tests
 OURS |= {"inspect", "nproc", "hosts"}  # of launchers/

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.place import Launch
 from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting.goodput import NAME, Goodput, account_of, read_attempts
 from tests.ranks import start_training, train
@@ -37,6 +38,21 @@ def test_steps_done_twice_are_lost_and_the_time_between_attempts_is_down() -> No
     assert account["goodput"] == pytest.approx(18 / 35)
 
 
+@pytest.mark.parametrize(
+    ("ended", "restart", "down"),
+    [("stopped", 0, 0), ("finished", 0, 0), ("stopped", 1, 5), ("", 0, 5)],
+    ids=["stopped-by-hand", "continued", "requeued", "killed"],
+)
+def test_a_pause_between_two_starts_by_hand_is_not_down(
+    ended: str, restart: int, down: float
+) -> None:
+    first = {**attempt(100, first_step=0, step=100), "ended": ended}
+    second = {**attempt(120, first_step=100, step=200), "restart": restart}
+    account = account_of([first, second])
+    assert account["down"] == pytest.approx(down)
+    assert account["wall"] == pytest.approx(30 + down)
+
+
 def test_an_attempt_that_kept_nothing_is_lost_whole() -> None:
     attempts = [attempt(0, first_step=50, step=60), attempt(20, first_step=40, step=70)]
     assert account_of(attempts)["lost"] == pytest.approx(10.0)
@@ -45,7 +61,7 @@ def test_an_attempt_that_kept_nothing_is_lost_whole() -> None:
 def test_every_second_is_in_one_phase(tmp_path: Path) -> None:
     began_at = time.time() - 3
     tracker = Tracker()
-    goodput = Goodput(tmp_path, tracker, began_at=began_at, step=0, is_main=True)
+    goodput = Goodput(tmp_path, tracker, Launch(started_at=began_at), step=0)
     tracker.enter(Phase.FORWARD)
     with tracker.within(Phase.ALL_REDUCE), tracker.within(Phase.CHECKPOINT):
         goodput.note(5)  # too early for a line

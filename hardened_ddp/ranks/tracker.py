@@ -45,6 +45,7 @@ class Tracker:
         self._work = int(Phase.START_UP)  # the last phase that was not only waiting
         self._wall_ns = [0] * NUM_PHASES  # by _work: a wait counts for the phase it interrupts
         self._spent_ns = [0] * NUM_PHASES  # since the last read_split
+        self._earlier_ns = [0] * NUM_PHASES  # before it
         self._num_counted = 0
         self._paused_ns = 0  # in this phase, by whoever noted it
         self._timeline: Timeline | None = None
@@ -142,6 +143,8 @@ class Tracker:
         """Return the mean seconds of each phase in the steps since the last call. Main thread."""
         count, spent = self._num_counted, self._spent_ns
         self._num_counted, self._spent_ns = 0, [0] * NUM_PHASES
+        # WHY after that: spent_s may miss these for a moment, and never counts them twice
+        self._earlier_ns = [a + b for a, b in zip(self._earlier_ns, spent, strict=True)]
         if not count:
             return {}
         return {Phase(i).label: ns / 1e9 / count for i, ns in enumerate(spent) if ns}
@@ -154,6 +157,14 @@ class Tracker:
         found = [ns / 1e9 for ns in self._wall_ns]
         found[self._work] += (monotonic_ns() - self.words[SINCE]) / 1e9
         return found
+
+    def spent_s(self) -> dict[str, float]:
+        """Return the seconds of each phase since the start of the process. Any thread.
+
+        Other than in wall_s, a wait for other ranks counts for itself.
+        """
+        pairs = zip(self._earlier_ns, self._spent_ns, strict=True)
+        return {Phase(i).label: (a + b) / 1e9 for i, (a, b) in enumerate(pairs) if a + b}
 
     def share(self) -> int:
         """Let other processes of this machine read the heartbeat; return its descriptor, or -1."""

@@ -3,8 +3,8 @@
 Owns attempts.jsonl in the run folder, and the account computed from it. Rank 0 writes a line every
 few seconds: seconds of each phase since its attempt began, and the step. The last line of each
 attempt counts, so a killed attempt is counted up to a few seconds before its end. The time between
-that line and the next attempt's start is down time; steps that an attempt did and a later one
-repeated are lost time.
+that line and the next attempt's start is down time, unless the run had ended as it should and
+somebody started it again; steps that an attempt did and a later one repeated are lost time.
 
 Goodput is the share of the wall time that went into steps that count (the word is from Google's
 ML Goodput, 2024; here waiting for data and evaluation are not part of it).
@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.tracker import Tracker
 
@@ -39,23 +40,26 @@ PHASES = tuple(_COUNTED)
 class Goodput:
     """Sums the wall time of this attempt by phase. On ranks other than 0 nothing is written."""
 
-    def __init__(
-        self, folder: Path, tracker: Tracker, *, began_at: float, step: int, is_main: bool
-    ) -> None:
-        """began_at: start of this attempt, in seconds since the epoch; step: where it continues."""
+    def __init__(self, folder: Path, tracker: Tracker, launch: Launch, *, step: int) -> None:
+        """step: where this attempt continues."""
         self._path = folder / NAME
         self._tracker = tracker
-        self._is_main = is_main
-        self._earlier = read_attempts(folder) if is_main else []
-        self._began_at = began_at
+        self._launch = launch
+        self._is_main = launch.is_main
+        self._earlier = read_attempts(folder) if launch.is_main else []
+        self._began_at = began_at = launch.started_at
+        self._ended = ""
         self._first_step = self._step = step
         self._start_up_s = max(0.0, time.time() - began_at)
         self._before_s = tracker.wall_s()
         self._written_at = time.perf_counter()
 
-    def note(self, step: int, *, is_last: bool = False) -> None:
-        """Note the step; write a line if the last one is WRITE_EVERY_S old."""
-        self._step = step
+    def note(self, step: int, *, is_last: bool = False, ended: str = "") -> None:
+        """Note the step; write a line if the last one is WRITE_EVERY_S old.
+
+        ended: finished or stopped, if the run ended as it should.
+        """
+        self._step, self._ended = step, ended
         now = time.perf_counter()
         if not self._is_main or (now - self._written_at < WRITE_EVERY_S and not is_last):
             return
@@ -89,7 +93,7 @@ class Goodput:
         count = len(self._earlier) + 1
         return f"{account['wall']:.1f} s in {count} attempt{'s' if count > 1 else ''}: {shares}"
 
-    def _line(self) -> dict[str, float]:
+    def _line(self) -> dict[str, Any]:  # Any: JSON
         spent = [
             now - then for now, then in zip(self._tracker.wall_s(), self._before_s, strict=True)
         ]
@@ -100,6 +104,9 @@ class Goodput:
             "now": round(time.time(), 3),
             "first_step": self._first_step,
             "step": self._step,
+            "world_size": self._launch.world_size,
+            "restart": self._launch.attempt,
+            "ended": self._ended,
             **{name: round(value, 3) for name, value in seconds.items()},
         }
 
@@ -132,9 +139,17 @@ def account_of(attempts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         num_kept = min([attempt["step"], *later]) - attempt["first_step"]
         if num_steps > 0:
             lost += attempt["training"] * (1 - max(0, num_kept) / num_steps)
-        if index:
+        if index and not _is_pause(attempts[index - 1], attempt):
             down += max(0.0, attempt["began_at"] - attempts[index - 1]["now"])
     total["training"] -= lost
     wall = max(1e-9, sum(total.values()) + lost + down)
     goodput = total["training"] / wall
     return {**total, "lost": lost, "down": down, "wall": wall, "goodput": goodput}
+
+
+def _is_pause(before: Mapping[str, Any], attempt: Mapping[str, Any]) -> bool:
+    """Say whether nothing was meant to run between two attempts.
+
+    The first one ended as it should, and no launcher but a person started the second one.
+    """
+    return before.get("ended") in ("finished", "stopped") and not attempt.get("restart")

@@ -107,6 +107,14 @@ class ResourceMonitor:
             log.log(level, "%s", text)
 
 
+def read_rss_mib(statm: Path = Path("/proc/self/statm")) -> float:
+    """Read the memory of this process; 0 where there is no /proc. Any thread."""
+    try:
+        return int(_read(statm).split()[1]) * _PAGE_SIZE / _MIB
+    except OSError:
+        return 0.0
+
+
 def read_used_percent(meminfo: Path) -> float:
     """Read how much of the machine's memory is in use, in percent."""
     words = _read(meminfo).split()

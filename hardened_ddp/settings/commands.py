@@ -57,6 +57,20 @@ COMMANDS: Mapping[str, Command] = {
             Option(name="json", text="Write JSON instead of text.", is_switch=True),
         ),
     ),
+    "watch": Command(
+        text="Watch a run: every rank, what it does and how fast, the loss, and faults so far.",
+        options=(
+            Option(
+                name="run",
+                text="Run folder, or its name in output_dir. Default: the newest run.",
+                is_word=True,
+                is_optional=True,
+            ),
+            Option(name="output_dir", text="Folder that holds the run folders.", default="runs"),
+            Option(name="every", text="Seconds between two looks.", default="1"),
+            Option(name="once", text="Print it once, and exit.", is_switch=True),
+        ),
+    ),
     "verify-ledger": Command(
         text="Prove from a run's ledger that each epoch took every sample exactly once.",
         options=(Option(name="run", text="Run folder.", is_word=True),),

@@ -13,6 +13,7 @@ from hardened_ddp.data.loader import Batch
 from hardened_ddp.data.sampler import Window
 from hardened_ddp.guard.hang import HangWatch
 from hardened_ddp.guard.stop import StopRequest
+from hardened_ddp.reporting.rank_status import Work
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
@@ -102,6 +103,17 @@ class Run:
         refuse_non_finite(sums["loss"], step=self.progress.step)
         grad_norm = self.stepper.grad_norm
         self.report.log_training(self.progress, sums, self.stepper.rate, grad_norm)
+
+    def work(self) -> Work:
+        """Say what is trained, for the status of this rank."""
+        parts, progress = self.parts, self.progress
+        return Work(
+            global_batch=parts.global_batch,
+            epochs=parts.config.loop.epochs,
+            split=self.report.splits.newest,
+            epoch=lambda: progress.epoch,
+            steps=lambda: parts.length.total if parts.length.is_known else None,
+        )
 
     def close(self, status: Ending) -> None:
         """Finish the last write; close loaders and reports. Rank-local."""

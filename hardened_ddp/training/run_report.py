@@ -57,8 +57,7 @@ class RunReport:
         tracker = parts.group.tracker
         self.clock = StepClock(tracker, parts.device)
         self.resources = ResourceMonitor(parts.device)
-        began_at = parts.group.launch.started_at
-        self.goodput = Goodput(folder, tracker, began_at=began_at, step=step, is_main=self.is_main)
+        self.goodput = Goodput(folder, tracker, parts.group.launch, step=step)
         self.splits = Splits()
         self.last_train: Mapping[str, float] = {}
         self.last_evaluation: Evaluation | None = None
@@ -207,7 +206,8 @@ class RunReport:
     def close(self, progress: Progress, *, status: str) -> None:
         """Write the summary and close all files. Rank-local."""
         self.bar.close()
-        self.goodput.note(progress.step, is_last=True)
+        ended = status if status in ("finished", "stopped") else ""
+        self.goodput.note(progress.step, is_last=True, ended=ended)
         if self.is_main:
             self._note_left_out()
             self.metrics.scalars(progress.step, _times(self.goodput.account()))

@@ -1,0 +1,136 @@
+"""What happened to a run: the warnings and errors in the logs of its ranks.
+
+Owns reading RUN/logs/rank-N.log, and what kind of event a line is: a retry, a rollback, a hang, a
+stop. The kind follows from the module that logged it, so a new message needs no change here.
+Does not own: why a run failed (explain/).
+"""
+
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+_LINE = re.compile(
+    r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) (DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)"
+)
+_STEP = re.compile(r"\bstep (\d+)")
+_FILE = re.compile(r"rank-(\d+)\.log")
+_SAME_EVENT_S = 5.0
+_MAX_BYTES = 4 * 2**20
+_MAX_TEXT = 400
+
+# The beginning of a module's name -> what its warnings tell of. What stands first counts.
+_KINDS = (
+    ("hardened_ddp.step.left_out", "left out"),
+    ("hardened_ddp.step", "retry"),
+    ("hardened_ddp.training.rollback", "rollback"),
+    ("hardened_ddp.training.survivor_save", "survivor save"),
+    ("hardened_ddp.training.plan", "resize"),
+    ("hardened_ddp.guard.slow", "slow"),
+    ("hardened_ddp.guard.hang", "hang"),
+    ("hardened_ddp.guard", "stop"),
+    ("hardened_ddp.data", "data"),
+    ("hardened_ddp.checkpoint", "checkpoint"),
+    ("hardened_ddp.training.saving", "checkpoint"),
+    ("hardened_ddp.training.resume", "checkpoint"),
+)
+FAULTS = ("error", "hang", "rollback", "retry", "left out", "data", "slow", "survivor save")
+"""Kinds that tell of something that went wrong, the gravest first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Something that was logged as a warning or an error, perhaps by several ranks."""
+
+    time: float
+    """Seconds since the epoch, as the clock of this machine reads the log's local time."""
+
+    kind: str
+    level: str
+    text: str
+    ranks: tuple[int, ...]
+    step: int | None
+
+
+def read_events(folder: Path) -> list[Event]:
+    """Read the events of all ranks of a run, oldest first. What can't be read is left out."""
+    found: list[Event] = []
+    try:
+        paths = sorted((folder / "logs").iterdir())
+    except OSError:
+        return []
+    for path in paths:
+        if match := _FILE.fullmatch(path.name):
+            found += events_of(_tail(path), rank=int(match[1]))
+    return merged(found)
+
+
+def events_of(text: str, *, rank: int) -> list[Event]:
+    """Read the events of one rank's log."""
+    found = []
+    for line in text.splitlines():
+        match = _LINE.match(line)
+        if match is None or match[2] in ("DEBUG", "INFO"):
+            continue
+        step = _STEP.search(match[4])
+        found.append(
+            Event(
+                time=_seconds(match[1]),
+                kind=_kind(match[3], match[2], match[4]),
+                level=match[2],
+                text=match[4][:_MAX_TEXT],
+                ranks=(rank,),
+                step=int(step[1]) if step else None,
+            )
+        )
+    return found
+
+
+def merged(events: Iterable[Event]) -> list[Event]:
+    """Merge what several ranks say of one event, and sort by time."""
+    found: list[Event] = []
+    newest: dict[tuple[str, str], int] = {}
+    for event in sorted(events, key=lambda event: event.time):
+        at = newest.get((event.kind, event.text))
+        if at is not None and event.time - found[at].time < _SAME_EVENT_S:
+            ranks = tuple(sorted({*found[at].ranks, *event.ranks}))
+            found[at] = replace(found[at], ranks=ranks)
+            continue
+        newest[event.kind, event.text] = len(found)
+        found.append(event)
+    return found
+
+
+def shifted(events: Sequence[Event], seconds: float) -> list[Event]:
+    """Move all events by so many seconds."""
+    return [replace(event, time=event.time + seconds) for event in events]
+
+
+def _kind(logger: str, level: str, text: str) -> str:
+    if logger == "hardened_ddp":
+        return "stop" if ": stopping " in text else "error" if level != "WARNING" else "warning"
+    for beginning, kind in _KINDS:
+        if logger.startswith(beginning):
+            return kind
+    return "error" if level in ("ERROR", "CRITICAL") else "warning"
+
+
+def _seconds(text: str) -> float:
+    try:
+        moment = datetime.strptime(text, "%Y-%m-%d %H:%M:%S.%f")
+        return time.mktime(moment.timetuple()) + moment.microsecond / 1e6
+    except (ValueError, OverflowError):
+        return 0.0
+
+
+def _tail(path: Path) -> str:
+    """Read the end of a log, which may be large; empty if it can't be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _MAX_BYTES))
+            return file.read(_MAX_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""

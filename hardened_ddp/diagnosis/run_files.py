@@ -1,0 +1,256 @@
+"""A run folder as the commands watch and report see it, from any host, without torch.
+
+Owns reading its files, and the state of the run: running, finished, stopped, failed or dead. The
+files may be written at this moment, come from an earlier version, be cut off or be no files at
+all: what can't be read is left out, and named in problems.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hardened_ddp.diagnosis.run_events import Event, read_events
+from hardened_ddp.diagnosis.run_json import Json, number_of, read_json, read_lines, read_text
+from hardened_ddp.errors import RunFolderError
+from hardened_ddp.ranks.process import ProcessMark, is_gone
+from hardened_ddp.reporting.goodput import PHASES, account_of, read_attempts
+from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, SAVED_SETTINGS, STEP_FOLDER
+
+STATUS_FOLDER = "status"
+_SILENT_AFTER_S = 10.0
+_SILENT_PERIODS = 5
+_WRITE_TAKES_S = 0.05
+_MOST_SETTINGS = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One line of metrics.jsonl."""
+
+    step: int
+    time: float
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunView:
+    """What a run folder says at one moment."""
+
+    folder: Path
+    now: float
+    ranks: tuple[Json, ...] = ()
+    """The status of each rank of the newest start, by rank."""
+
+    points: tuple[Point, ...] = ()
+    """By step; of a step that was repeated, the last line of each kind counts."""
+
+    attempts: tuple[Json, ...] = ()
+    checkpoints: tuple[tuple[int, float], ...] = ()
+    """The step and the time of each one, oldest first."""
+
+    best: Json = field(default_factory=dict)
+    events: tuple[Event, ...] = ()
+    summary: Json = field(default_factory=dict)
+    failures: tuple[Json, ...] = ()
+    left_out: tuple[Json, ...] = ()
+    settings: tuple[tuple[str, str, str], ...] = ()
+    """Of each setting its name, its value as YAML, and where it came from."""
+
+    problems: tuple[str, ...] = ()
+    """Files that can't be read."""
+
+    @property
+    def account(self) -> Mapping[str, float]:
+        """Seconds of each part of the wall time, over all attempts; empty if nothing is known."""
+        return account_of(self.attempts) if self.attempts else {}
+
+    @property
+    def newest_sign(self) -> float:
+        """When a rank last gave a sign of life, in seconds since the epoch; 0: never."""
+        signs = [number_of(rank, "now") for rank in self.ranks]
+        signs += [number_of(attempt, "now") for attempt in self.attempts[-1:]]
+        return max(signs, default=0.0)
+
+    @property
+    def state(self) -> str:
+        """running, finished, stopped, failed, dead, or unknown if nothing was written yet."""
+        own = {str(rank.get("state")) for rank in self.ranks}
+        if any(str(rank.get("state")) == "running" for rank in self.ranks):
+            if any(not self.is_silent(rank) for rank in self.ranks if rank["state"] == "running"):
+                return "running"
+            return "dead"
+        status = self.summary.get("status")
+        if own == {"finished"} and status in ("finished", "stopped", "failed"):
+            return str(status)
+        for state in ("failed", "stopped", "finished"):
+            if state in own:
+                return state
+        if status in ("finished", "stopped", "failed"):
+            return str(status)
+        return "dead" if self.newest_sign else "unknown"
+
+    def is_silent(self, rank: Json) -> bool:
+        """Whether a rank has given no sign of life for long, or is known to have ended."""
+        if _has_ended(rank):
+            return True
+        limit_s = max(_SILENT_AFTER_S, _SILENT_PERIODS * number_of(rank, "every_s"))
+        return self.now - number_of(rank, "now") > limit_s
+
+    def curve(self, name: str) -> tuple[list[int], list[float]]:
+        """Return steps and values of a metric, such as loss/train."""
+        pairs = [(p.step, p.values[name]) for p in self.points if name in p.values]
+        return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def find_run_folder(name: str, output_dir: str) -> Path:
+    """Find the folder of a run: a path, a name in output_dir, or without a name the newest run.
+
+    Raises RunFolderError.
+    """
+    output = Path(output_dir)
+    if not name:
+        found = [(_changed_at(path), path) for path in _folders(output) if _is_run(path)]
+        if not found:
+            raise RunFolderError(
+                f"there is no run in {output}",
+                fix="name one: python ddp_training.py watch PATH (or --output_dir FOLDER)",
+            )
+        return max(found)[1]
+    for path in (Path(name), output / name):
+        if path.is_dir():
+            if _is_run(path):
+                return path
+            raise RunFolderError(
+                f"{path} is no run folder: it has neither {SAVED_SETTINGS} with a {STATUS_FOLDER} "
+                "folder, nor checkpoints, nor metrics.jsonl",
+                fix=_known_runs(output),
+            )
+    raise RunFolderError(f"there is no run {name}, and none in {output}", fix=_known_runs(output))
+
+
+def read_run(folder: Path, *, now: float | None = None) -> RunView:
+    """Read a run folder. Never raises: what can't be read is named in problems."""
+    problems: list[str] = []
+    checkpoints = _read_checkpoints(folder)
+    return RunView(
+        folder=folder,
+        now=time.time() if now is None else now,
+        ranks=_read_ranks(folder, problems),
+        points=_read_points(folder / "metrics.jsonl", problems),
+        attempts=tuple(_read_attempts(folder)),
+        checkpoints=checkpoints,
+        best=read_json(folder / CHECKPOINTS_NAME / "best.json", problems),
+        events=tuple(read_events(folder)),
+        summary=read_json(folder / "summary.json", problems),
+        failures=tuple(read_lines(folder / "failures.jsonl", problems)),
+        left_out=tuple(read_lines(folder / "skipped_samples.jsonl", problems)),
+        settings=_read_settings(folder / SAVED_SETTINGS, problems),
+        problems=tuple(problems),
+    )
+
+
+def _has_ended(rank: Json) -> bool:
+    """Whether a process is known to have ended: only for those of this machine."""
+    try:
+        return bool(is_gone(ProcessMark(**rank["process"])))
+    except (KeyError, TypeError, ValueError, OSError, AttributeError):
+        return False
+
+
+def _read_ranks(folder: Path, problems: list[str]) -> tuple[Json, ...]:
+    """Read the status of each rank, without those that are left of an earlier start."""
+    found = []
+    for path in _files(folder / STATUS_FOLDER):
+        if not path.name.startswith("rank-") or path.suffix != ".json":
+            continue
+        status = read_json(path, [])
+        if not status:  # WHY again: it may have been half written
+            time.sleep(_WRITE_TAKES_S)
+            status = read_json(path, problems)
+        if isinstance(status.get("rank"), int) and isinstance(status.get("state"), str):
+            found.append(status)
+    newest = max(found, key=lambda status: number_of(status, "now"), default={})
+    world_size = number_of(newest, "world_size")
+    found = [status for status in found if status["rank"] < world_size]
+    return tuple(sorted(found, key=lambda status: int(status["rank"])))
+
+
+def _read_points(path: Path, problems: list[str]) -> tuple[Point, ...]:
+    """Read metrics.jsonl: training and evaluation of one step are different lines."""
+    found: dict[tuple[int, str], Point] = {}
+    for entry in read_lines(path, problems):
+        step = entry.get("step")
+        if type(step) is not int:
+            continue
+        values = {
+            name: float(value)
+            for name, value in entry.items()
+            if name not in ("step", "time") and isinstance(value, int | float)
+        }
+        # WHY: after a restart from an earlier step, the later steps of before never happened
+        kind = "test" if "loss/test" in values else "train" if "loss/train" in values else "end"
+        found[step, kind] = Point(step=step, time=number_of(entry, "time"), values=values)
+    return tuple(sorted(found.values(), key=lambda point: (point.step, point.time)))
+
+
+def _read_attempts(folder: Path) -> list[Json]:
+    """Read the attempts that have all their numbers."""
+    names = ["began_at", "now", "first_step", "step", *PHASES]
+    try:
+        attempts = read_attempts(folder)
+    except (OSError, ValueError, TypeError, RecursionError):
+        return []
+    return [a for a in attempts if all(isinstance(a.get(name), int | float) for name in names)]
+
+
+def _read_checkpoints(folder: Path) -> tuple[tuple[int, float], ...]:
+    found = []
+    for path in _folders(folder / CHECKPOINTS_NAME):
+        if match := STEP_FOLDER.fullmatch(path.name):
+            found.append((int(match[1]), _changed_at(path)))
+    return tuple(sorted(found))
+
+
+def _read_settings(path: Path, problems: list[str]) -> tuple[tuple[str, str, str], ...]:
+    """Read the saved settings: name: value  # where it came from."""
+    text = read_text(path, problems)
+    found = []
+    for line in text.splitlines()[:_MOST_SETTINGS]:
+        name, has_colon, rest = line.partition(":")
+        if has_colon and name.isidentifier():
+            value, _, source = rest.rpartition("  # ")
+            found.append((name, value.strip(), source.strip()))
+    return tuple(found)
+
+
+def _files(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [path for path in _files(folder) if path.is_dir() and not path.is_symlink()]
+
+
+def _is_run(folder: Path) -> bool:
+    parts = (CHECKPOINTS_NAME, STATUS_FOLDER, "metrics.jsonl", "attempts.jsonl", "logs")
+    return any((folder / name).exists() for name in parts)
+
+
+def _changed_at(path: Path) -> float:
+    """Return when something in a folder last changed; 0 if it can't be seen."""
+    newest = 0.0
+    for place in (path, path / STATUS_FOLDER, path / STATUS_FOLDER / "rank-0.json"):
+        try:
+            newest = max(newest, place.stat().st_mtime)
+        except OSError:
+            continue
+    return newest
+
+
+def _known_runs(output: Path) -> str:
+    names = [path.name for path in _folders(output) if _is_run(path)]
+    return f"the runs in {output}: {', '.join(names[-5:]) or 'none'}"

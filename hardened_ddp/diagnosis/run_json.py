@@ -1,0 +1,67 @@
+"""JSON files of a run folder, which may be half written, cut off, or no JSON at all.
+
+Owns reading them without ever raising: what can't be read is named in problems, and left out.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_MOST_BYTES = 64 * 2**20
+
+Json = dict[str, Any]  # Any: JSON
+
+
+def number_of(entry: Mapping[str, Any], name: str) -> float:
+    """Return a number of a file; 0 if it is missing, or is none."""
+    value = entry.get(name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else 0.0  # type: ignore[arg-type]  # is_number
+
+
+def read_json(path: Path, problems: list[str]) -> Json:
+    text = read_text(path, problems)
+    if not text:
+        return {}
+    try:
+        value = json.loads(text)
+        if isinstance(value, dict):
+            return value
+        reason = f"is a {type(value).__name__}"
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+    problems.append(f"{path.name}: is not what it should be: {reason}")
+    return {}
+
+
+def read_lines(path: Path, problems: list[str]) -> list[Json]:
+    """Read a file of JSON lines; broken lines are left out, and counted in problems."""
+    found, num_broken = [], 0
+    for line in read_text(path, problems).splitlines():
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict):
+            found.append(value)
+        else:
+            num_broken += 1
+    if num_broken:
+        problems.append(f"{path.name}: {num_broken} lines can't be read")
+    return found
+
+
+def read_text(path: Path, problems: list[str]) -> str:
+    """Read a text; empty if there is no such file. Of a very large one, the end."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - _MOST_BYTES))
+            return file.read(_MOST_BYTES).decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        problems.append(f"{path.name}: can't be read: {error.strerror}")
+        return ""

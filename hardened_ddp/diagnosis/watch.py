@@ -1,0 +1,97 @@
+"""The command watch: what every rank of a run does, from another terminal or another host.
+
+Owns the loop. It reads the run folder only, so it costs the run nothing, and it needs no torch.
+Without a terminal, or with --once, it prints plain text once.
+Does not own: reading the folder (run_files.py), what is drawn (watch_view.py), what the ranks write
+(reporting/rank_status.py).
+"""
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TextIO
+
+from hardened_ddp.diagnosis.run_files import RunView, find_run_folder, read_run
+from hardened_ddp.diagnosis.watch_view import COLUMNS, TEXT_COLUMNS, View, view_of
+from hardened_ddp.errors import ConfigError
+from hardened_ddp.settings.wording import shown
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+PLAIN_WIDTH = 160
+_COLORS = {"running": "bold green", "finished": "bold green", "stopped": "bold yellow"}
+_ROW_COLORS = ("", "yellow", "red")
+_OTHER_LINES = 10
+"""Lines of the screen beside the rows of the table."""
+
+
+def run_watch(options: Mapping[str, str], *, output: TextIO) -> int:
+    """Show a run until it ends or Ctrl-C; return 1 if it failed or is dead. Raises ConfigError."""
+    try:
+        every_s = float(options["every"])
+    except ValueError:
+        every_s = 0.0
+    if not 0.1 <= every_s <= 3600:
+        raise ConfigError(
+            f"--every: found {shown(options['every'])}, needs seconds, from 0.1 to 3600",
+            fix="python ddp_training.py watch --help",
+        )
+    folder = find_run_folder(options["run"], options["output_dir"])
+    try:
+        from rich.console import Console
+        from rich.live import Live
+    except ImportError as error:
+        raise ConfigError(
+            "the command watch draws with rich, which is not installed",
+            fix="pip install -r requirements.txt",
+        ) from error
+
+    run = read_run(folder)
+    if options["once"] or not output.isatty() or run.state != "running":
+        width = None if output.isatty() else PLAIN_WIDTH
+        plain = drawn(view_of(run, is_plain=True), run.state, is_plain=True)
+        Console(file=output, width=width, highlight=False).print(plain)
+        return exit_status(run)
+    console = Console(file=output, highlight=False)
+    try:
+        with Live(console=console, auto_refresh=False, screen=False) as live:
+            before: RunView | None = None
+            while True:
+                rows = max(4, console.height - _OTHER_LINES)
+                view = view_of(run, before=before, most_rows=rows)
+                live.update(drawn(view, run.state), refresh=True)
+                if run.state in ("finished", "stopped"):
+                    return exit_status(run)
+                time.sleep(every_s)
+                before, run = run, read_run(folder)
+    except KeyboardInterrupt:
+        return 0
+
+
+def exit_status(run: RunView) -> int:
+    """Return 1 if the run failed or is dead, else 0."""
+    return int(run.state in ("failed", "dead"))
+
+
+def drawn(view: View, state: str, *, is_plain: bool = False) -> "Group":
+    """Draw a view with rich."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.ASCII if is_plain else box.SIMPLE, pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(
+            name,
+            justify="left" if name in TEXT_COLUMNS else "right",
+            no_wrap=True,
+            overflow="ellipsis",
+            ratio=1 if name == COLUMNS[-1] else None,
+        )
+    for row, worry in zip(view.rows, view.worries, strict=True):
+        table.add_row(*map(Text, row), style=_ROW_COLORS[worry])
+    first, *rest = (Text(line, overflow="fold") for line in view.head)
+    first.highlight_words([f": {state}"], _COLORS.get(state, "bold red"))
+    lines = [Text(line, overflow="ellipsis", no_wrap=True) for line in view.lines]
+    return Group(first, *rest, *([table] if view.rows else []), *lines)

@@ -1,0 +1,205 @@
+"""What each rank is doing, in a small file of the run folder: for the commands watch and report.
+
+Owns RUN/status/rank-N.json, about 1 KB of JSON, which a thread writes anew every few seconds. The
+training thread does nothing for it: the thread reads the tracker. All ranks together write at most
+MOST_WRITES_PER_S, and one rank spends at most 1 % of the time on it, however slow the disk is.
+
+What goes wrong here: a reader may see half of a file that is just written (it reads again); a disk
+is full or hangs (then the file is old, and training goes on).
+"""
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.heartbeat import PHASE, SINCE, STEP
+from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.process import this_process
+from hardened_ddp.reporting.resources import read_rss_mib
+
+log = logging.getLogger(__name__)
+
+FOLDER = "status"
+EVERY_S = 2.0
+MOST_WRITES_PER_S = 64
+_SHARE_OF_TIME = 0.01
+_RATE_OVER_S = 15.0
+_END_LIMIT_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What is trained, once it is known."""
+
+    global_batch: int = 0
+    """Samples of one step, over all ranks."""
+
+    epochs: int = 0
+    split: Callable[[], tuple[int, Mapping[str, float]]] = lambda: (0, {})
+    """On a GPU: the seconds of each part of a step. The CPU's clock would see only the queueing."""
+
+    epoch: Callable[[], int] = lambda: 0
+    """The epochs done. From any thread."""
+
+    steps: Callable[[], int | None] = lambda: None
+    """The steps of the whole run; None: not known yet. From any thread."""
+
+
+class RankStatus:
+    """Writes the status of this rank. Use it in a with statement."""
+
+    def __init__(self, folder: Path, group: Group, *, every_s: float = EVERY_S) -> None:
+        """every_s: the least time between two writes."""
+        self._path = folder / FOLDER / f"rank-{group.launch.rank}.json"
+        self._group = group
+        self._every_s = max(every_s, group.world_size / MOST_WRITES_PER_S)
+        self._work = Work()
+        self._state = "running"
+        self._rates: deque[tuple[float, int, float]] = deque()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rank-status", daemon=True)
+        self._facts = self._read_facts()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Write the last status. Takes two seconds at most, even if the disk hangs."""
+        if self._state == "running":
+            self._state = "finished" if error is None else "failed"
+        self._end.set()
+        self._thread.join(_END_LIMIT_S)
+
+    def attach(self, work: Work) -> None:
+        """Say what is trained, once it is known. Main thread."""
+        self._work = work
+
+    def close_as(self, state: str) -> None:
+        """Note how the run ended: finished, stopped or failed. Main thread."""
+        self._state = state
+
+    def read(self) -> dict[str, Any]:  # Any: JSON
+        """Return the status of this moment. Any thread."""
+        tracker = self._group.tracker
+        words, spent = tracker.words, tracker.spent_s()
+        step, phase = words[STEP], Phase(words[PHASE])
+        part, part_s = tracker.part_of_start()
+        is_starting = tracker.phase == Phase.START_UP
+        work = self._work
+        return {
+            **self._facts,
+            "now": round(time.time(), 3),
+            "state": self._state,
+            "step": step,
+            "total_steps": work.steps(),
+            "epoch": work.epoch(),
+            "epochs": work.epochs,
+            "phase": part if is_starting else phase.label,
+            "phase_s": part_s if is_starting else (time.monotonic_ns() - words[SINCE]) / 1e9,
+            "is_starting": is_starting,
+            "steps_here": tracker.num_steps,
+            "spent_s": {label: round(seconds, 3) for label, seconds in spent.items()},
+            "split_s": dict(work.split()[1]) if self._group.device.type == "cuda" else {},
+            "samples_per_s": round(self._rate(step, tracker.wall_s()) * work.global_batch, 1),
+            **self._memory(),
+        }
+
+    def _run(self) -> None:
+        failed, wait_s = "", 0.0
+        while not self._end.wait(wait_s):
+            began = time.monotonic()
+            try:
+                self._write()
+                failed = ""
+            except Exception as error:  # WHY broad: the run must not lose its status over one error
+                if str(error) != failed:
+                    log.debug("%s can't be written: %s", self._path, error)
+                failed = str(error)
+            wait_s = max(self._every_s, (time.monotonic() - began) / _SHARE_OF_TIME)
+        with contextlib.suppress(Exception):  # WHY broad: as above, and the run is over
+            self._write()
+
+    def _write(self) -> None:
+        """Write in place. WHY not aside and rename: on a shared disk that is three times as much.
+
+        The file ends with a line break, which a reader looks for.
+        """
+        text = json.dumps(self.read()) + "\n"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        try:
+            descriptor = os.open(self._path, flags, 0o666)
+        except FileNotFoundError:
+            self._path.parent.mkdir(exist_ok=True)
+            descriptor = os.open(self._path, flags, 0o666)
+        try:
+            data = text.encode()
+            os.pwrite(descriptor, data, 0)
+            os.ftruncate(descriptor, len(data))
+        finally:
+            os.close(descriptor)
+
+    def _rate(self, step: int, wall_s: list[float]) -> float:
+        """Return the steps per second of the last seconds, without evaluation and checkpoints."""
+        aside = wall_s[Phase.EVALUATION] + wall_s[Phase.CHECKPOINT] + wall_s[Phase.START_UP]
+        now = sum(wall_s) - aside
+        rates = self._rates
+        if rates and step < rates[-1][1]:  # rolled back
+            rates.clear()
+        rates.append((now, step, 0.0))
+        while len(rates) > 2 and now - rates[1][0] > _RATE_OVER_S:
+            rates.popleft()
+        passed = now - rates[0][0]
+        return (step - rates[0][1]) / passed if passed > 0 else 0.0
+
+    def _read_facts(self) -> dict[str, Any]:  # Any: JSON
+        """Return what stays the same during this start."""
+        group, launch = self._group, self._group.launch
+        is_gpu = group.device.type == "cuda"
+        return {
+            "rank": launch.rank,
+            "world_size": launch.world_size,
+            "local_rank": launch.local_rank,
+            "launcher": launch.launcher,
+            "attempt": launch.attempt,
+            "began_at": round(launch.started_at, 3),
+            "every_s": self._every_s,
+            "process": asdict(this_process()),
+            "device": str(group.device),
+            "device_name": torch.cuda.get_device_name(group.device) if is_gpu else "CPU",
+            "backend": group.backend,
+            "versions": {
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "system": platform.platform(),
+                "cuda": torch.version.cuda or "none",
+            },
+            "cpus": os.cpu_count(),
+        }
+
+    def _memory(self) -> dict[str, float]:
+        found = {"rss_mib": round(read_rss_mib(), 1)}
+        if self._group.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # the device failed, which others will report
+                reserved = torch.cuda.memory_reserved(self._group.device)
+                peak = torch.cuda.max_memory_allocated(self._group.device)
+                found |= {"gpu_mib": reserved / 2**20, "gpu_peak_mib": peak / 2**20}
+        return found

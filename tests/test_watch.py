@@ -1,0 +1,204 @@
+"""The command watch, on runs of 1, 2 and 4 ranks that run, died and finished."""
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hardened_ddp.diagnosis.run_events import events_of, merged
+from hardened_ddp.diagnosis.run_files import RunView, read_run
+from hardened_ddp.diagnosis.watch import run_watch
+from hardened_ddp.diagnosis.watch_view import sparkline
+from hardened_ddp.errors import ConfigError, RunFolderError
+from hardened_ddp.settings.cli import parse
+from tests.processes import ROOT, clean_environment, deadline
+from tests.ranks import start_training, train
+
+ENDLESS: list[str | Path] = ["--cpu_only", "--epochs", "100000", "--eval_every", "0"]
+ENDLESS += ["--batch_size", "4", "--log_interval", "5", "--run_name", "r"]
+
+
+def watched(folder: Path, *words: str) -> tuple[int, str]:
+    """Run the command watch without a terminal; return its status and what it prints."""
+    output = io.StringIO()
+    request = parse(["watch", str(folder), "--once", *words])
+    return run_watch(request.options, output=output), output.getvalue()
+
+
+def await_view(folder: Path, wanted: Callable[[RunView], bool], *, what: str) -> RunView:
+    end = deadline(60)
+    while time.monotonic() < end:
+        run = read_run(folder)
+        if wanted(run):
+            return run
+        time.sleep(0.05)
+    raise AssertionError(f"{what} did not come: {watched(folder)[1]}")
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """Return the cells of each row of the printed table."""
+    lines = [line for line in text.splitlines() if line.startswith("|") and "+-" not in line]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_run_is_shown_while_it_runs_when_it_died_and_when_it_finished(
+    world_size: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "r"
+    argv = [*ENDLESS, "--output_dir", tmp_path]
+
+    def is_at_work(run: RunView) -> bool:
+        steps = [rank["step"] for rank in run.ranks]
+        return len(steps) == world_size and min(steps) > 5 and bool(run.curve("loss/train")[0])
+
+    with start_training(argv, world_size) as running:
+        await_view(folder, is_at_work, what="a status of each rank")
+        status, text = watched(folder)
+        assert status == 0
+        assert text.splitlines()[0].startswith(f"{folder}: running, step ")
+        assert " left" in text.splitlines()[0]
+        head, *rows = rows_of(text)
+        assert [row[head.index("rank")] for row in rows] == [str(n) for n in range(world_size)]
+        for row in rows:
+            cells = dict(zip(head, row, strict=True))
+            assert cells["device"] == "cpu"
+            assert cells["doing"]
+            assert int(cells["step"]) > 5
+            shares = [int(cells[name].rstrip("%")) for name in ("forward", "backward")]
+            assert all(0 < share < 100 for share in shares)
+            assert cells["memory"].endswith(" GiB")
+            assert float(cells["samples/s"]) > 0
+        assert "loss  " in text
+        for rank in range(world_size):
+            running.kill(rank)
+        running.wait(60)
+    status, text = watched(folder)
+    assert status == 1
+    assert f"{folder}: dead" in text
+    assert "no sign of life since" in text
+    assert f"explain {folder}" in text
+    train([*argv, "--max_steps", "6", "--eval_every", "1"], world_size).ok()
+    status, text = watched(folder)
+    assert status == 0
+    assert text.startswith(f"{folder}: finished, step ")
+    assert "accuracy" in text
+    assert "checkpoints 1, the newest of step " in text
+
+
+def test_in_a_terminal_it_is_drawn_until_the_run_ends(tmp_path: Path) -> None:
+    argv = [*ENDLESS, "--output_dir", tmp_path]
+    with start_training(argv, 2) as running:
+        await_view(tmp_path / "r", lambda run: run.state == "running", what="a status")
+        terminal, inner = pty.openpty()
+        words = [sys.executable, "-X", "importtime", ROOT / "ddp_training.py", "watch"]
+        command = [*words, "--output_dir", tmp_path, "--every", "0.2"]
+        environment = clean_environment({"TERM": "xterm-256color", "COLUMNS": "150"})
+        with (
+            (tmp_path / "imports").open("w") as imports,
+            subprocess.Popen(command, stdout=inner, stderr=imports, env=environment) as process,
+        ):
+            os.close(inner)
+            seen = ""
+            end = deadline(60)
+            while "running" not in seen and time.monotonic() < end:
+                seen += os.read(terminal, 65536).decode("utf-8", "replace")
+            (tmp_path / "r" / "stop.request").touch()
+            while time.monotonic() < end:
+                try:
+                    seen += os.read(terminal, 65536).decode("utf-8", "replace")
+                except OSError:  # it has closed the terminal
+                    break
+        os.close(terminal)
+        running.wait(60).ok()
+    assert process.returncode == 0
+    assert "stopped" in seen
+    assert "waits" in seen
+    imported = (tmp_path / "imports").read_text()
+    assert "rich.live" in imported
+    assert not [line for line in imported.splitlines() if line.split("|")[-1].strip() == "torch"]
+
+
+GARBAGE = (b"", b"\0\xff\xfe", b"[]\n", b"{}\n", b'null\n[1]\n{"step": "x", "began_at": {}}\n')
+STRANGE_RANK = {"rank": 0, "state": "running", "world_size": 2, "spent_s": [], "process": "x"}
+
+
+def test_broken_files_are_named_and_never_raise(tmp_path: Path) -> None:
+    argv: list[str | Path] = ["--cpu_only", "--max_steps", "4", "--log_interval", "2"]
+    train([*argv, "--output_dir", tmp_path, "--run_name", "r"], 2).ok()
+    folder = tmp_path / "r"
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    assert {path.name for path in files} >= {"rank-0.json", "metrics.jsonl", "summary.json"}
+    for path in files:
+        if path.suffix == ".safetensors":
+            continue
+        whole = path.read_bytes()
+        for content in (*GARBAGE, whole[: len(whole) // 2], json.dumps(STRANGE_RANK).encode()):
+            path.write_bytes(content)
+            watched(folder)
+        path.unlink()
+        path.mkdir()
+        watched(folder)
+        path.rmdir()
+        path.write_bytes(whole)
+    (folder / "metrics.jsonl").write_bytes(GARBAGE[1])
+    assert "metrics.jsonl: 1 lines can't be read" in watched(folder)[1]
+
+
+def test_a_rank_that_is_silent_beside_others_is_named(tmp_path: Path) -> None:
+    place = tmp_path / "status"
+    place.mkdir()
+    now = time.time()
+    for rank in range(3):
+        status = {"rank": rank, "world_size": 3, "state": "running", "every_s": 2.0, "step": 7}
+        status |= {"now": now - 60 * (rank == 1), "phase": "forward", "phase_s": 0.1}
+        (place / f"rank-{rank}.json").write_text(json.dumps(status) + "\n")
+    of_a_larger_start = {"rank": 9, "state": "running", "now": 1}
+    (place / "rank-9.json").write_text(json.dumps(of_a_larger_start))
+    status, text = watched(tmp_path)
+    assert status == 0
+    rows = rows_of(text)[1:]
+    assert [row[4] for row in rows] == ["forward", "silent, was in forward", "forward"]
+    assert rows[1][5].startswith("1m0")
+
+
+def test_what_ranks_log_becomes_events_with_their_kind_and_step() -> None:
+    line = "2026-11-22 12:00:0{}.000 {} {}: {}"
+    retry = "retrying step 18: rank 1 raised OSError"
+    said = [
+        line.format(1, "WARNING", "hardened_ddp.step.retry", retry),
+        "a traceback",
+        line.format(2, "INFO", "hardened_ddp.training.run_report", "epoch 1/5 step 50"),
+        line.format(3, "WARNING", "hardened_ddp", "SIGTERM: stopping at step 20, saving first"),
+        line.format(4, "ERROR", "hardened_ddp", "[DDP-R01] lost"),
+        line.format(5, "WARNING", "hardened_ddp.guard.slow", "rank 2 is slow"),
+    ]
+    found = merged(event for rank in (0, 1) for event in events_of("\n".join(said), rank=rank))
+    kinds = [(event.kind, event.step) for event in found]
+    assert kinds == [("retry", 18), ("stop", 20), ("error", None), ("slow", None)]
+    assert [event.ranks for event in found] == [(0, 1)] * 4
+    assert found[0].text == retry
+
+
+def test_a_curve_in_one_line_shows_its_ends_and_its_middle() -> None:
+    assert sparkline([4, 3, 2, 1], "1234") == "4321"
+    assert sparkline([5] * 100, "12", width=10) == "1" * 10
+    assert len(sparkline(list(range(1000)), "12345678", width=60)) == 60
+
+
+def test_a_wrong_run_or_interval_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="there is no run in"):
+        run_watch(parse(["watch", "--output_dir", str(tmp_path)]).options, output=io.StringIO())
+    with pytest.raises(RunFolderError, match="is no run folder"):
+        watched(tmp_path)
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(ConfigError, match="needs seconds, from"):
+        watched(tmp_path, "--every", "0")
+    assert "unknown" in watched(tmp_path)[1]
