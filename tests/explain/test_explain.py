@@ -66,6 +66,29 @@ class TestCatalogue:
             assert any(word in text for word in words), case.code
 
 
+CHAIN = """\
+Traceback (most recent call last):
+  File "/opt/python3.11/socket.py", line 836, in create_connection
+    sock.connect(sa)
+ConnectionRefusedError: [Errno 111] Connection refused
+
+During handling of the above exception, another exception occurred:
+
+Traceback (most recent call last):
+  File "/home/me/train.py", line 152, in load
+    urllib.request.urlopen(url)
+urllib.error.URLError: <urlopen error [Errno 111] Connection refused>
+"""
+SIZES = """\
+Traceback (most recent call last):
+  File "/home/me/train.py", line 12, in main
+    model.load_state_dict(state)
+RuntimeError: Error(s) in loading state_dict for Linear:
+\tsize mismatch for weight: copying a param with shape torch.Size([2, 2]) from checkpoint, \
+the shape in current model is torch.Size([5, 2]).
+"""
+
+
 @pytest.mark.parametrize("form", slow_after(6, FORMS))
 def test_a_cause_is_found_in_every_form_of_its_log(form: str, tmp_path: Path) -> None:
     wrong = []
@@ -184,6 +207,19 @@ class TestRanks:
         last = "torch.multiprocessing.spawn.ProcessExitedException: process 2 terminated with "
         found = explain_text(joined(KEY_ERROR[:3], traceback_of(last + "signal SIGKILL")), tmp_path)
         assert (code_of(found), rank_of(found)) == ("killed-sigkill", 2)
+
+    @pytest.mark.parametrize("prefix", ["", "2026-11-22T08:08:33.1Z ", "[rank1]: "])
+    def test_of_a_chain_the_exception_that_is_known_is_the_cause(
+        self, prefix: str, tmp_path: Path
+    ) -> None:
+        """Both tell one failure, so the one that comes first in the log does not hide the other."""
+        lines = CHAIN.splitlines()
+        found = explain_text("\n".join(prefix + line for line in lines), tmp_path)
+        assert code_of(found) == "data-hub"
+
+    def test_a_message_of_several_lines_behind_a_level(self, tmp_path: Path) -> None:
+        text = "".join(f"[2026-11-22 08:08:33,1][ERROR] {line}\n" for line in SIZES.splitlines())
+        assert code_of(explain_text(text, tmp_path)) == "checkpoint-size"
 
     def test_srun_that_ends_the_others_is_a_consequence(self, tmp_path: Path) -> None:
         text = (

@@ -159,6 +159,9 @@ class Collector:
         cause = match.cause if match else _by_type(raised)
         if raised.name in _LAUNCHER_TYPES:
             tier, cause = Tier.LAUNCHER, None
+        before = self.evidence.event_of(raised.before)
+        if before is not None and raised.link == "inner" and before.tier == Tier.EXCEPTION:
+            before.is_weak = True  # a quoted traceback says more than the exception that quotes it
         event = Event(
             kind="exception",
             tier=tier,
@@ -170,17 +173,10 @@ class Collector:
             fields=match.fields if match else {},
             raised=raised,
             is_weak=found.is_weak,
+            chained=before,
         )
         kept = self._keep(event, (raised.type, _shape(raised.message)))
         self._of_found[id(found)] = kept
-        self._replace_quoting(raised)
-
-    def _replace_quoting(self, raised: Raised) -> None:
-        """A quoted traceback says more than the exception that quotes it."""
-        if raised.link == "inner" and raised.before is not None:
-            for event in self.evidence.events[-8:]:
-                if event.raised is raised.before and event.tier == Tier.EXCEPTION:
-                    event.is_weak = True
 
     def _add_to_exception(self, found: Found, matches: list[Match], line: Line) -> None:
         """The message of an exception goes on, and this line of it is known."""

@@ -191,3 +191,11 @@ class Event:
 
     count: int = 1
     """How often this message was found on this rank."""
+
+    chained: Event | None = None
+    """The exception during whose handling this one was raised: one failure, told twice."""
+
+    @property
+    def began(self) -> Line:
+        """The line with which this failure begins: that of the first exception of its chain."""
+        return self.line if self.chained is None else self.chained.began

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from hardened_ddp.diagnosis.explain.collectives import Collectives
-from hardened_ddp.diagnosis.explain.events import Event, Line
+from hardened_ddp.diagnosis.explain.events import Event, Line, Raised
 from hardened_ddp.diagnosis.explain.exits import ExitReader
 
 _WORLD = (
@@ -42,6 +42,11 @@ class Evidence:
     """What our own run said to type next."""
 
     num_lines: int = 0
+
+    def event_of(self, raised: Raised | None) -> Event | None:
+        """Find the event of an exception that came shortly before."""
+        newest = reversed(self.events[-8:])
+        return next((event for event in newest if raised and event.raised is raised), None)
 
     @property
     def world_size(self) -> int | None:

@@ -24,7 +24,7 @@ _SYSLOG = re.compile(
     rf"(?:<\d+>)?(?P<month>[A-Z][a-z]{{2}}) +(?P<day>\d+) (?P<clock>{_CLOCK}) (?P<host>[\w.-]+) "
     r"(?=kernel:|\w[\w./@-]*(?:\[\d+\])?:)"
 )
-_LEVEL = re.compile(r"\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)\](?::|(?= ?\S)) ?")
+_LEVEL = re.compile(r"\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)\](?::|(?=\s*\S)) ?")
 _UPTIME = re.compile(r"(?:kernel: )?\[ *\d+\.\d{3,}\] ?")
 _DMESG = re.compile(rf"\[[A-Z][a-z]{{2}} [A-Z][a-z]{{2}} +\d+ (?P<clock>{_CLOCK}) \d{{4}}\] ?")
 _GLOG = re.compile(

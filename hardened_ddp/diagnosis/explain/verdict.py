@@ -163,7 +163,9 @@ def _order(event: Event, by_time: bool) -> tuple[object, ...]:
         names_none,
         event.kind == "exit" or (is_general and event.kind == "message"),
         is_general and not (by_time and event.kind == "exception"),
-        event.line.time if by_time else "",
+        event.began.time if by_time else "",
+        event.began.order,
+        is_general,
         event.line.order,
     )
 
@@ -174,14 +176,14 @@ def _without_aftermath(events: Sequence[Event]) -> list[Event]:
     for event in sorted(events, key=lambda event: event.line.order):
         is_first = event.kind == "exception" and event.tier == Tier.EXCEPTION and not event.is_weak
         if is_first and event.rank is not None:
-            first.setdefault(event.rank, event.line.order)
+            first.setdefault(event.rank, event.began.order)
     return [
         event
         for event in events
         if event.tier not in (Tier.EXCEPTION, Tier.MISMATCH)
         or event.kind in ("exit", "collective")
         or event.rank is None
-        or event.line.order <= first.get(event.rank, event.line.order)
+        or event.began.order <= first.get(event.rank, event.began.order)
     ]
 
 
