@@ -396,6 +396,8 @@ def build_replica(
     retries, counts = config.loop.step_retry == "on", not task.counts_samples
     choose_comm_hook(replica, config.ddp.comm_hook, retries=retries, counts=counts)
     warm_up(replica, samples[0], task=task, precision=precision)  # collective
+    if config.model.compile:
+        replica.compile()  # after the trials, which have other sizes
     return replica
 
 

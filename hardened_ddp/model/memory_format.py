@@ -67,7 +67,7 @@ def _measure(
     trial: "Trial", sample: Batch, group: Group, config: Config, samples_to_train: int
 ) -> bool:
     """Return whether channels last is faster. Collective: the same on all ranks."""
-    # WHY not when compiled: the trial would compile the model for both orders
+    # WHY not when compiled: the trial runs as without, and the compiler chooses orders itself
     if config.device.deterministic or config.model.compile or not trial.is_possible(sample):
         return False
     mine_s = trial.seconds(sample) / sample.num_samples

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hardened_ddp.model.buckets import Buckets, flag_of, forget_used
+from hardened_ddp.model.compiling import Compilations, compile_model
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
@@ -72,6 +73,9 @@ class Replica:
         self.averages = self._has_hooks
         """DDP divides the sum of the gradients by world_size. Our hook does not."""
 
+        self.compilations: Compilations | None = None
+        """What torch has compiled; None: the model is not compiled."""
+
         self._sums_are_finite = False  # False: not known
 
         # WHY not through DDP then: its forward would prepare its hooks, which are not used.
@@ -93,6 +97,10 @@ class Replica:
     def use_hook(self, buckets: Buckets) -> None:
         """Let our communication hook send the gradients. Rank-local."""
         self.buckets, self.averages = buckets, False
+
+    def compile(self) -> None:
+        """Compile the model from its next forward on. Rank-local."""
+        self.compilations = compile_model(self.module)
 
     def look_for_unused(self) -> None:
         """Allow from now on that a parameter gets no gradient. Rank-local: all ranks call it."""

@@ -121,7 +121,7 @@ def build_model(
 def place_model(
     model: nn.Module, config: ModelConfig, *, device: torch.device, world_size: int
 ) -> nn.Module:
-    """Move the model to its device; convert or compile it as config says. Rank-local."""
+    """Move the model to its device; convert it as config says. Rank-local."""
     if config.sync_batchnorm and world_size > 1:
         if device.type == "cpu":
             raise ModelError(
@@ -130,10 +130,7 @@ def place_model(
             )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch
         log.warning("sync_batchnorm: a rank that fails in forward leaves the others waiting there")
-    model = model.to(device)
-    if config.compile:
-        model.compile()  # WHY not torch.compile(model): that would rename all parameters
-    return model
+    return model.to(device)
 
 
 def _no_classes(model: str) -> DataError:

@@ -48,5 +48,7 @@ class ModelConfig:
         "deterministic.",
     )
     compile: bool = setting(
-        False, "Compile the model with torch.compile: a slow first step, faster steps after it."
+        False,
+        "Compile the model with torch.compile: a slow first step, faster steps after it. How often "
+        "it compiled in the first epoch is logged.",
     )

@@ -72,6 +72,14 @@ RULES: tuple[Rule, ...] = (
         "differs; leave one of them out",
     ),
     Rule(
+        names=("compile", "bucket_cap_mb"),
+        is_broken=lambda config, world_size: (
+            config.model.compile and world_size > 1 and config.ddp.bucket_cap_mb < 1
+        ),
+        why="torch's compiler splits the model by DDP's buckets, and needs them to hold 1 MB at "
+        "least; leave one of them out",
+    ),
+    Rule(
         names=("global_batch_size", "accumulation_steps"),
         is_broken=lambda config, _: (
             config.data.global_batch_size is not None and config.optimizer.accumulation_steps > 1

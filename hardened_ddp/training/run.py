@@ -67,6 +67,7 @@ class Run:
         watch.attach(subject)
         stop.start_last_resort(subject.save, grace_s=parts.config.loop.stop_grace_s)
         parts.call_after_workers_start(stop.leave_children_alone)
+        self._first_epoch, self._first_step = progress.epoch, progress.step  # of this process
 
     def windows(self) -> Iterator[tuple[Window, list[Batch]]]:
         """Iterate over the windows up to the end of the epoch or of the run, with their batches.
@@ -75,6 +76,8 @@ class Run:
         share of it, in micro-batches. The caller advances progress with each of them.
         """
         parts, progress = self.parts, self.progress
+        if progress.epoch > self._first_epoch:
+            self._tell_compilations()
         found = parts.train_loader.windows(progress.epoch, progress.cursor, progress.step)
         found = islice(found, max(0, parts.length.total - progress.step))
         return self.report.profiled(found)
@@ -117,6 +120,14 @@ class Run:
 
     def close(self, status: Ending) -> None:
         """Finish the last write; close loaders and reports. Rank-local."""
+        if self.progress.step > self._first_step:
+            self._tell_compilations()
         self.saver.close()
         self.parts.close()
         self.report.close(self.progress, status=status)
+
+    def _tell_compilations(self) -> None:
+        """Report once how often torch compiled the model, if it did. Rank-local."""
+        compilations = self.parts.replica.compilations
+        if compilations is not None and self.parts.group.is_main:
+            compilations.tell()
