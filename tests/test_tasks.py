@@ -19,6 +19,7 @@ from hardened_ddp.settings.layers import resolve
 from hardened_ddp.step.progress import Totals
 from hardened_ddp.task.build import best_metric, build_task, choose_task
 from hardened_ddp.task.choose import task_that_fits
+from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.multilabel import Multilabel
 from hardened_ddp.task.own import Own
 from hardened_ddp.task.own_metrics import OwnMetrics
@@ -350,3 +351,62 @@ def test_ranks_whose_batches_fit_different_tasks_refuse_alike() -> None:
     first, second = run_ranks(choose_on_ranks, 2)
     assert first == second
     assert "classification and regression" in first
+
+
+def test_top_5_accuracy_is_measured_where_there_are_more_than_10_classes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(40, 30, generator=generator), torch.arange(40) % 30
+    logits[39] = math.nan
+    found = figures_of(Classification(num_classes=30), in_parts(logits, labels, 30, 10))
+    best = logits[:39].topk(5).indices
+    wanted = (best == labels[:39, None]).any(1).sum() / 40
+    assert found["top5_accuracy"] == pytest.approx(float(wanted))
+    assert found["top5_accuracy"] > found["accuracy"]
+    few = Classification(num_classes=10)
+    assert [metric.name for metric in few.metrics] == ["accuracy"]
+    unknown = Classification(num_classes=0)
+    unknown.check(logits, batch_of(labels))
+    assert [metric.name for metric in unknown.metrics] == ["accuracy", "top5_accuracy"]
+
+
+class Asking(nn.Module):
+    """A language model that computes its loss if it gets labels; of: what its logits depend on."""
+
+    def __init__(self, of: str = "tokens", factor: float = 1.0) -> None:
+        super().__init__()
+        self.table, self.of, self.factor = nn.Embedding(5, 5), of, factor
+        self.drop, self.num_losses = nn.Dropout(0.5), 0
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, Any]:
+        use_labels = self.of == "labels" and labels is not None
+        logits = self.drop(self.table(labels.clamp(min=0) if use_labels else ids))
+        if self.of == "no last":
+            logits = logits if labels is not None else logits[:, -1:]
+        if labels is None:
+            return {"logits": logits}
+        self.num_losses += 1
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"logits": logits, "loss": self.factor * loss}
+
+
+@pytest.mark.parametrize(
+    ("of", "factor", "asked"),
+    [("tokens", 1.0, False), ("labels", 1.0, True), ("no last", 1.0, True), ("tokens", 1.5, True)],
+)
+def test_a_loss_that_is_computed_anyway_is_not_asked_of_the_model_too(
+    of: str, factor: float, asked: bool
+) -> None:
+    model, task = Asking(of, factor), Tokens()
+    task.attach(model, "tokens")
+    labels = torch.tensor([[1, 2, -100], [3, -100, 4]])
+    batch = batch_of(labels, inputs=torch.tensor([[0, 1, 2], [2, 3, 4]]))
+    task.check(task.forward(model, batch), batch)
+    assert model.training
+    before = model.num_losses
+    score = task.score(task.forward(model, batch), batch)
+    assert (model.num_losses > before) == asked
+    assert score.loss_sum.requires_grad
+    resumed = Tokens()
+    resumed.attach(model, "tokens")
+    resumed.take_over(task.learned())
+    assert bool(resumed.labels_name) == asked

@@ -16,11 +16,15 @@ from hardened_ddp.task.confusion import ConfusionMatrix
 from hardened_ddp.task.output import logits_of, split_output
 from hardened_ddp.task.task import Figures, Metric, Mistake, Score, Task
 
+ACCURACY = Metric("accuracy", form=".2%", short_name="acc", short_form=".1%")
+TOP5 = Metric("top5_accuracy", form=".2%", short_name="top5", short_form=".1%")
+FEW_CLASSES = 10
+"""With at most so many, top-5 accuracy says little: it is measured from one more on."""
+
 
 class Classification(Task):
     """Cross-entropy of logits (num_samples, num_classes) and labels (num_samples,) int64."""
 
-    metrics = (Metric("accuracy", form=".2%", short_name="acc", short_form=".1%"),)
     counts_samples = True
 
     def __init__(
@@ -30,13 +34,19 @@ class Classification(Task):
         class_names: Sequence[str] = (),
         label_smoothing: float = 0.0,
     ) -> None:
-        self.num_classes = num_classes
         self.class_names = class_names
         self.label_smoothing = label_smoothing
+        self._know(num_classes)
+
+    def _know(self, num_classes: int) -> None:
+        """Learn the number of classes, and what is measured with so many. 0: not known yet."""
+        self.num_classes = num_classes
+        self.metrics = (ACCURACY, TOP5) if num_classes > FEW_CLASSES else (ACCURACY,)
 
     @property
     def sums(self) -> Mapping[str, torch.Tensor]:
-        return {"correct": torch.zeros((), dtype=torch.int64)}
+        names = ("correct", "in_top5")[: len(self.metrics)]
+        return {name: torch.zeros((), dtype=torch.int64) for name in names}
 
     def sums_of(self, score: Score) -> Mapping[str, torch.Tensor]:
         return score.metrics
@@ -60,8 +70,10 @@ class Classification(Task):
         else:  # a model's own loss is a mean, by convention
             loss_sum = mean_loss.float() * num_samples
         predictions = logits.detach().argmax(dim=1)
-        correct = predictions.eq(targets).sum()
-        return Score(loss_sum, num_samples, {"correct": correct}, predictions)
+        sums = {"correct": predictions.eq(targets).sum()}
+        if len(self.metrics) > 1:
+            sums["in_top5"] = _are_in_top5(logits.detach(), targets).sum()
+        return Score(loss_sum, num_samples, sums, predictions)
 
     def check(self, output: Any, batch: Batch) -> None:
         """Raise ModelError if logits or labels do not fit the number of classes.
@@ -88,7 +100,7 @@ class Classification(Task):
                 f"{self.num_classes} classes; need ({targets.shape[0]}, {self.num_classes})",
                 fix="give the model's last layer one output for each class",
             )
-        self.num_classes = self.num_classes or shape[1]
+        self._know(self.num_classes or shape[1])
         low, high = int(targets.min()), int(targets.max())
         if low < 0 or high >= shape[1]:
             raise ModelError(
@@ -102,11 +114,15 @@ class Classification(Task):
 
     def take_over(self, learned: Mapping[str, Any]) -> None:
         """Use what another rank, or an earlier start, has learned."""
-        self.num_classes = learned.get("num_classes", self.num_classes)
+        self._know(learned.get("num_classes", self.num_classes))
 
     def figures(self, sums: Mapping[str, Any], count: float) -> Figures:
-        """Return the accuracy: the share of samples whose largest logit is that of their label."""
-        return {"accuracy": sums["correct"] / count}
+        """Return the accuracy: the share of samples whose largest logit is that of their label.
+
+        And with many classes the share of those whose label is among the five largest logits.
+        """
+        found = {"accuracy": sums["correct"] / count}
+        return found | ({TOP5.name: sums["in_top5"] / count} if "in_top5" in sums else {})
 
     def is_wrong(self, score: Score, batch: Batch) -> torch.Tensor:
         """Return for each sample whether it was misclassified."""
@@ -134,3 +150,10 @@ class Classification(Task):
     def _name(self, label: int) -> str:
         """Return the name of a class; a model may have more outputs than there are names."""
         return self.class_names[label] if label < len(self.class_names) else str(label)
+
+
+def _are_in_top5(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return for each sample whether fewer than five logits are above that of its label."""
+    # WHY no topk: to compare and count is cheaper than to sort.
+    own = logits.gather(1, labels.unsqueeze(1))
+    return ((logits > own).sum(dim=1) < 5) & own.squeeze(1).isfinite()

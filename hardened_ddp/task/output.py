@@ -20,6 +20,12 @@ def labels_parameter(model: nn.Module) -> str:
     return next((name for name in LABEL_PARAMETERS if name in known), "")
 
 
+def may_be_left_out(model: nn.Module, parameter: str) -> bool:
+    """Return whether a parameter of the model's forward has a default value."""
+    found = inspect.signature(model.forward).parameters.get(parameter)
+    return found is not None and found.default is not inspect.Parameter.empty
+
+
 def takes_several(model: nn.Module) -> bool:
     """Return whether the model's forward needs more than one argument besides the labels."""
     known = inspect.signature(model.forward).parameters.values()

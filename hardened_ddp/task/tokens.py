@@ -7,21 +7,27 @@ position (the token after is predicted); the first batch shows which, and the la
 the model uses them.
 """
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.fetch import preserved_rng
 from hardened_ddp.errors import ModelError
-from hardened_ddp.task.output import logits_of, split_output
+from hardened_ddp.task.output import logits_of, may_be_left_out, split_output
+from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.tables import TokenTable
 from hardened_ddp.task.task import Figures, Metric, Score, Task
 
 IGNORED = -100
 """Marks a position without a label, in torch's cross-entropy and in Hugging Face."""
+
+log = logging.getLogger(__name__)
 
 _NEED = "(num_samples, length, vocabulary)"
 _MOST_DISTANCE = 1e-3  # between two computations of one loss, relative
@@ -50,6 +56,13 @@ class Tokens(Task):
         """The model's own loss is not this cross-entropy: it is used as it is."""
 
         self.finds_shift = shift is None
+        self._model: nn.Module | None = None
+        self._parameter = ""  # of its forward, for the labels
+
+    def attach(self, model: nn.Module, name: str = "", own: OwnMetrics | None = None) -> None:
+        """Learn how model is called; it is called once more when the first batch is checked."""
+        super().attach(model, name, own)
+        self._model, self._parameter = model, self.labels_name
 
     @property
     def sums(self) -> Mapping[str, torch.Tensor]:
@@ -100,15 +113,19 @@ class Tokens(Task):
         self.vocabulary = logits.shape[-1]
         own_loss = split_output(output)[1]
         if own_loss is not None and self.finds_shift:
-            found = find_shift(logits, targets, own_loss, ignore_index=self.ignore_index)
+            found = find_shift(logits, targets, own_loss.detach(), ignore_index=self.ignore_index)
             if found is not None:
-                self.take_over({"shift": found[0], "uses_model_loss": not found[1]})
+                shift, is_ours = found
+                needs_labels = not (is_ours and self._is_same_without_labels(batch))
+                learned = {"shift": shift, "uses_model_loss": not is_ours}
+                self.take_over({**learned, "needs_labels": needs_labels})
 
     def learned(self) -> dict[str, Any]:
         """Return what the first batch has shown; empty if nothing."""
         found: dict[str, Any] = {"vocabulary": self.vocabulary} if self.vocabulary else {}
         if not self.finds_shift:
             found |= {"shift": self.shift, "uses_model_loss": self.uses_model_loss}
+            found["needs_labels"] = bool(self.labels_name)
         return found
 
     def take_over(self, learned: Mapping[str, Any]) -> None:
@@ -117,6 +134,8 @@ class Tokens(Task):
         if "shift" in learned:
             self.shift, self.uses_model_loss = learned["shift"], learned["uses_model_loss"]
             self.finds_shift = False
+        if "needs_labels" in learned:
+            self.labels_name = self._parameter if learned["needs_labels"] else ""
 
     def figures(self, sums: Mapping[str, Any], count: float) -> Figures:
         """Return the perplexity, exp of the mean loss, and the share of tokens that are right."""
@@ -128,6 +147,30 @@ class Tokens(Task):
         if not self.vocabulary:
             return None
         return TokenTable(self.vocabulary, self._counted, device=device)
+
+    def _is_same_without_labels(self, batch: Batch) -> bool:
+        """Return whether the model gives the same logits if it gets no labels.
+
+        Then it gets none: its loss, the same as ours, would be computed for nothing, which costs
+        time and memory with a large vocabulary.
+        """
+        model = self._model
+        if model is None or not self.labels_name or not may_be_left_out(model, self.labels_name):
+            return False
+        was_training, given = model.training, self.labels_name
+        model.eval()  # WHY: dropout would make any two forwards differ
+        try:
+            with torch.no_grad(), preserved_rng():
+                wanted = split_output(self.forward(model, batch))[0]
+                self.labels_name = ""
+                found = split_output(self.forward(model, batch))[0]
+        except Exception:  # WHY broad: the user's model, which then needs the labels
+            log.debug("the model needs the labels", exc_info=True)
+            return False
+        finally:
+            self.labels_name = given
+            model.train(was_training)
+        return wanted is not None and found is not None and torch.equal(wanted, found)
 
     def _counted(
         self, predictions: torch.Tensor, targets: torch.Tensor
