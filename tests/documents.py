@@ -1,6 +1,6 @@
 """The documents as text: their commands, tables, links, and the parts that are made from code.
 
-    python -m tests.documents      write config.yaml and the generated parts of the documents anew
+    python -m tests.documents      write config.yaml, pictures and generated parts of documents anew
 
 Owns: reading the documents, and their generated parts: settings (from their sections), layout (from
 the first line of each file), causes (from the catalogue of explain), faults (from
@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from docs.pictures.draw import write_all
 from hardened_ddp.diagnosis.explain.catalogue import FAMILIES
 from hardened_ddp.diagnosis.explain.matching import literal_of
 from hardened_ddp.settings.record import names_of, template, yaml_word
@@ -74,7 +75,8 @@ ONE_LINERS = {
     "docs/GLOSSARY.md": "The terms of DDP and of this project.",
     "docs/READING_ORDER.md": "Which file to read first, and six exercises.",
     "docs/first_run.txt": "What the first run prints.",
-    "docs/tensorboard.png": "The curves of that run in TensorBoard.",
+    "docs/pictures/first_run.svg": "The curves of that run.",
+    "docs/pictures/lost_at_a_fault.svg": "What is lost at a fault, by whom.",
 }
 LAYERS = ["settings", "ranks", "reporting", "data", "task", "model", "checkpoint", "guard", "step"]
 LAYERS += ["training", "export", "diagnosis"]
@@ -113,7 +115,7 @@ def layout_tree() -> str:
             lines.append(entry(f"{part.name}/", purpose_of(part / "__init__.py"), 2))
             files = [p for p in sorted(part.rglob("*.py")) if p.name != "__init__.py"]
             lines += [entry(str(p.relative_to(part)), purpose_of(p), 3) for p in files]
-    for folder in ("drills", "launchers", "benchmarks", "examples", "tests"):
+    for folder in ("drills", "launchers", "benchmarks", "examples", "docs", "tests"):
         files = [p for p in sorted((ROOT / folder).rglob("*.py")) if p.name != "__init__.py"]
         lines += [f"{folder}/"] * bool(files)
         names = [str(path.relative_to(ROOT / folder)) for path in files]
@@ -286,5 +288,6 @@ def commands_of(document: str) -> Iterator[str]:
 
 if __name__ == "__main__":
     (ROOT / "config.yaml").write_text(template(), encoding="utf-8")
+    write_all()
     for document in GENERATED:
         (ROOT / document).write_text(rendered(text_of(document)), encoding="utf-8")

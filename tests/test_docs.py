@@ -9,9 +9,11 @@ import json
 import re
 import shlex
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
+from docs.pictures.draw import PICTURES, ring
 from hardened_ddp.errors import HardenedError
 from hardened_ddp.settings.record import yaml_word
 from hardened_ddp.settings.schema import SETTINGS
@@ -185,6 +187,20 @@ class TestReadme:
             printed = run_command(argv, timeout_s=20).ok().stdout
             assert all(flag in printed for flag in re.findall(r"--\w+", flags)), printed
             assert re.search(rf"^\W*{preset.strip('`')}\b", listed, re.MULTILINE), listed
+
+
+class TestPictures:
+    @pytest.mark.parametrize("name", PICTURES)
+    def test_a_picture_is_what_its_script_draws_today(self, name: str) -> None:
+        drawn = PICTURES[name]()
+        ElementTree.fromstring(drawn)
+        old = (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8")
+        assert old == drawn, "draw it anew with: python -m tests.documents"
+
+    def test_the_ring_ends_with_the_sum_of_all_ranks_on_each(self) -> None:
+        *_, before, last = ring()
+        assert {part for row in last for part in row} == {"0123"}
+        assert {part for row in before for part in row} != {"0123"}
 
 
 class TestAllDocuments:
