@@ -5,13 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import Dataset
 
+from hardened_ddp.checkpoint.files import load_checkpoint
+from hardened_ddp.checkpoint.listing import open_checkpoint
 from hardened_ddp.data.extras import import_extra
-from hardened_ddp.errors import ModelError
+from hardened_ddp.errors import HardenedError, ModelError
+from hardened_ddp.export.export import export_model
 from hardened_ddp.model.huggingface import TextModel, build_from_config
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.model import ModelConfig
+from hardened_ddp.training.rebuild import model_tensors, rebuild_model
 from tests.ranks import run_command, train
 from tests.run_folder import last_tensors, only_run, read_summary
 
@@ -103,3 +108,24 @@ def test_a_causal_model_learns_to_count_and_is_evaluated(tmp_path: Path) -> None
     command = ["python", "ddp_training.py", "evaluate", str(run)]
     text = run_command(command, timeout_s=90).ok().output
     assert f"perplexity {summary['test_perplexity']:.4g}" in text
+    check_exports(run, tmp_path)
+
+
+def check_exports(run: Path, folder: Path) -> None:
+    """Load both exports of a run as their users do, and compare their logits."""
+    tensors, meta = load_checkpoint(open_checkpoint(run, prefer_best=True))
+    model = rebuild_model(model_tensors(tensors), meta)
+    wanted = model(input_ids=IDS)["logits"]
+    whole = export_model(run, output=folder / "whole", form="huggingface")
+    gpt2 = import_extra("transformers", what="this test").GPT2LMHeadModel
+    assert torch.equal(gpt2.from_pretrained(whole).eval()(input_ids=IDS).logits, wanted)
+    card = (whole / "README.md").read_text(encoding="utf-8")
+    assert "from transformers import GPT2LMHeadModel" in card
+    assert "pipeline_tag: text-generation" in card
+    weights = load_file(export_model(run, output=folder / "weights") / "model.safetensors")
+    again = build_from_config(meta["hub_config"], input_shape=())
+    again.load_state_dict(weights)
+    assert torch.equal(again.eval()(input_ids=IDS)["logits"], wanted)
+    for form in ("torch_export", "onnx"):
+        with pytest.raises(HardenedError, match=r"not one tensor|needs the package"):
+            export_model(run, output=folder / form, form=form)

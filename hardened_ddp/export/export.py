@@ -145,10 +145,10 @@ def _model_card(
     keys = (*CONFIG_KEYS, "best_metric", "best_value", "epoch", "world_size", "torch")
     told = {key: meta[key] for key in keys if key != "hub_config" and meta.get(key) is not None}
     rows = "\n".join(f"| {key} | {json.dumps(value)} |" for key, value in told.items())
+    shape = " and have the shape (samples, *input_shape)" if meta.get("input_shape") else ""
     return f"""---
 library_name: pytorch
-pipeline_tag: image-classification
----
+{_pipeline_of(meta)}---
 
 # {meta.get("model") or "Model"}
 
@@ -165,6 +165,26 @@ Exported from `{found.path.parent.parent.name}/{found.path.name}` (optimizer ste
 {_HOW_TO_LOAD_WEIGHTS if form == SAFETENSORS else how_to_load(form, meta)}
 ```
 
-Inputs have the shape (samples, *input_shape), prepared as the dataset above prepares them. The
+Inputs are prepared as the dataset above prepares them{shape}. The
 export was read back and compared with the checkpoint before it was put in place.
 """
+
+
+def _pipeline_of(meta: Mapping[str, JSON]) -> str:
+    """Return the line of a model card that says what a model is for; empty if it is not known."""
+    described = meta.get("hub_config")
+    name = str(described["architectures"][0]) if isinstance(described, dict) else ""
+    task = meta.get("task")
+    kinds = {
+        "LMHeadModel": "text-generation",
+        "ForCausalLM": "text-generation",
+        "ForMaskedLM": "fill-mask",
+        "ForSequenceClassification": "text-classification",
+        "ForTokenClassification": "token-classification",
+    }
+    found = [pipeline for ending, pipeline in kinds.items() if name.endswith(ending)]
+    is_image = len(meta.get("input_shape") or ()) == 3  # type: ignore[arg-type]  # a list
+    if not found and is_image and isinstance(task, dict):
+        images = {"classification": "image-classification", "segmentation": "image-segmentation"}
+        found = [images[task["name"]]] if task.get("name") in images else []
+    return f"pipeline_tag: {found[0]}\n" if found else ""

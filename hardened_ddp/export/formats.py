@@ -22,7 +22,8 @@ from hardened_ddp.data.extras import import_extra
 from hardened_ddp.data.fetch import describe
 from hardened_ddp.errors import CheckpointError, HardenedError, ModelError
 from hardened_ddp.model.described import DESCRIPTION
-from hardened_ddp.model.huggingface import ImageClassifier
+from hardened_ddp.model.huggingface import HubModel as HubNet
+from hardened_ddp.model.huggingface import ImageClassifier, TextModel
 from hardened_ddp.training.rebuild import example_inputs, rebuild_model
 
 HUGGINGFACE, TORCH_EXPORT, ONNX = "huggingface", "torch_export", "onnx"
@@ -30,6 +31,7 @@ CARD_NAME, WEIGHTS_NAME = "README.md", "model.safetensors"
 TORCH_EXPORT_NAME, ONNX_NAME = "model.pt2", "model.onnx"
 # Traced programs sum in another order than the model. A wrong weight differs by far more.
 _TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
+_NUM_TOKENS = 6  # of each sample that a model for text is tried with
 _TRACED_SAMPLES, _TRIED_SAMPLES = 2, (2, 5)  # WHY also 5: it detects a fixed batch size
 
 Run = Callable[[Tensor], Tensor]
@@ -62,7 +64,8 @@ class _Logits(nn.Module):
         self.model = model
 
     def forward(self, inputs: Tensor) -> Tensor:
-        output = self.model(inputs)
+        is_text = isinstance(self.model, TextModel)
+        output = self.model(input_ids=inputs) if is_text else self.model(inputs)
         logits: Tensor = output if isinstance(output, Tensor) else output["logits"]
         return logits
 
@@ -83,10 +86,14 @@ def write_model(
         for package in ("onnx", "onnxscript"):
             import_extra(package, what="--format onnx")
     model = _Logits(rebuild_model(weights, meta)).eval()
+    if form == HUGGINGFACE and isinstance(model.model, TextModel):
+        inputs = [_example_tokens(meta, num_samples=count) for count in _TRIED_SAMPLES]
+    else:
+        inputs = [example_inputs(meta, num_samples=count) for count in _TRIED_SAMPLES]
     try:
-        wanted = [model(example_inputs(meta, num_samples=count)) for count in _TRIED_SAMPLES]
+        wanted = [model(tensor) for tensor in inputs]
         run = write[form](folder, model, meta)
-        got = [run(example_inputs(meta, num_samples=count)) for count in _TRIED_SAMPLES]
+        got = [run(tensor) for tensor in inputs]
     except HardenedError:
         raise
     except Exception as error:  # WHY broad: the user's model, and tracers raise any exception
@@ -111,7 +118,7 @@ def _write_huggingface(folder: Path, model: _Logits, meta: Mapping[str, Any]) ->
 
     read_back: Run
     with contextlib.redirect_stdout(io.StringIO()):  # WHY: the library prints progress
-        if isinstance(model.model, ImageClassifier):
+        if isinstance(model.model, HubNet):
             read_back = _write_transformers(folder, model.model, meta)
         else:
             hub_model = HubModel(facts={name: meta.get(name) for name in DESCRIPTION})
@@ -124,16 +131,26 @@ def _write_huggingface(folder: Path, model: _Logits, meta: Mapping[str, Any]) ->
     return read_back
 
 
-def _write_transformers(folder: Path, model: ImageClassifier, meta: Mapping[str, Any]) -> Run:
+def _write_transformers(folder: Path, model: HubNet, meta: Mapping[str, Any]) -> Run:
     """Write the transformers model with save_pretrained, with the names of our classes."""
-    auto = import_extra("transformers", what="--format huggingface").AutoModelForImageClassification
+    transformers = import_extra("transformers", what="--format huggingface")
     names = dict(enumerate(meta.get("class_names") or ()))
-    if len(names) == model.net.config.num_labels:
+    if names and len(names) == getattr(model.net.config, "num_labels", 0):
         model.net.config.id2label = names
         model.net.config.label2id = {name: index for index, name in names.items()}
     model.net.save_pretrained(folder)
-    net = auto.from_pretrained(folder, local_files_only=True, use_safetensors=True)
-    return ImageClassifier(net.eval(), input_shape=tuple(meta["input_shape"]))
+    loader = getattr(transformers, type(model.net).__name__)
+    net = loader.from_pretrained(folder, local_files_only=True, use_safetensors=True)
+    is_text = isinstance(model, TextModel)
+    again = TextModel(net) if is_text else ImageClassifier(net, input_shape=meta["input_shape"])
+    return _Logits(again).eval()
+
+
+def _example_tokens(meta: Mapping[str, Any], *, num_samples: int) -> Tensor:
+    """Create tokens (num_samples, _NUM_TOKENS) to compare models with: the same every time."""
+    count = num_samples * _NUM_TOKENS
+    tokens = torch.arange(count) * 7 % int(meta["hub_config"]["vocab_size"])
+    return tokens.view(num_samples, _NUM_TOKENS)
 
 
 def _write_torch_export(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Run:
@@ -169,13 +186,15 @@ def _write_onnx(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Run:
 
 def how_to_load(form: str, meta: Mapping[str, Any]) -> str:
     """Return the lines that load an export in this form, for its model card."""
-    if form == HUGGINGFACE and meta.get("hub_config"):
-        return """\
-from transformers import AutoModelForImageClassification
-
-model = AutoModelForImageClassification.from_pretrained("FOLDER")
-# Inputs need the image size and channels of config.json: in training, other sizes were scaled to
-# that size (bilinear, antialias), and a grey channel was repeated.
+    described = meta.get("hub_config")
+    if form == HUGGINGFACE and described:
+        kind = described["architectures"][0]
+        head = f'from transformers import {kind}\n\nmodel = {kind}.from_pretrained("FOLDER")\n'
+        if not kind.endswith("ForImageClassification"):
+            return f'{head}logits = model(**tokenizer(text, return_tensors="pt")).logits'
+        return f"""\
+{head}# Inputs need the image size and channels of config.json: in training, other sizes were scaled
+# to that size (bilinear, antialias), and a grey channel was repeated.
 logits = model(pixel_values=inputs).logits"""
     return _HOW_TO_LOAD[form]
 
