@@ -169,6 +169,22 @@ def test_a_rank_that_is_silent_beside_others_is_named(tmp_path: Path) -> None:
     assert rows[1][5].startswith("1m0")
 
 
+def test_a_long_warning_takes_no_room_from_the_table(tmp_path: Path) -> None:
+    (tmp_path / "status").mkdir()
+    (tmp_path / "logs").mkdir()
+    status = {"rank": 0, "world_size": 1, "state": "running", "every_s": 2.0, "step": 345}
+    status |= {"now": time.time(), "phase": "forward", "phase_s": 0.1}
+    (tmp_path / "status" / "rank-0.json").write_text(json.dumps(status))
+    warning = "rank 0 is slow: " + "data 10.4 ms, forward 8.65 ms, " * 10
+    line = f"2026-11-22 12:00:00.000 WARNING hardened_ddp.guard.slow: {warning}\n"
+    (tmp_path / "logs" / "rank-0.log").write_text(line)
+    _, text = watched(tmp_path)
+    head, row = rows_of(text)
+    cells = dict(zip(head, row, strict=True))
+    assert (cells["step"], cells["doing"], cells["host"]) == ("345", "forward", "?")
+    assert "warning     rank 0: rank 0 is slow: data 10.4 ms" in text
+
+
 def test_what_ranks_log_becomes_events_with_their_kind_and_step() -> None:
     line = "2026-11-22 12:00:0{}.000 {} {}: {}"
     retry = "retrying step 18: rank 1 raised OSError"

@@ -87,7 +87,6 @@ def drawn(view: View, state: str, *, is_plain: bool = False) -> "Group":
             justify="left" if name in TEXT_COLUMNS else "right",
             no_wrap=True,
             overflow="ellipsis",
-            ratio=1 if name == COLUMNS[-1] else None,
         )
     for row, worry in zip(view.rows, view.worries, strict=True):
         table.add_row(*map(Text, row), style=_ROW_COLORS[worry])

@@ -18,11 +18,12 @@ _WAITS = ("all-reduce", "broadcast", "gather", "agreement on a stop")
 _SHARES = ("data", "forward", "backward", "optimizer")
 _BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 _CURVE_WIDTH = 60
+_NEWEST_EVENTS = 3
 COLUMNS: tuple[str, ...] = (
     *("rank", "host", "device", "step", "doing", "for", "samples/s", *_SHARES),
-    *("waits", "memory", "last warning"),
+    *("waits", "memory"),
 )
-TEXT_COLUMNS = ("host", "device", "doing", "last warning")
+TEXT_COLUMNS = ("host", "device", "doing")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +127,6 @@ def _row(run: RunView, rank: Json, before: Json | None) -> list[str]:
         doing, age_s = rank["state"], run.now - number_of(rank, "now")
     elif run.is_silent(rank):
         doing, age_s = f"silent, was in {doing}", run.now - number_of(rank, "now")
-    warning = next((e.text for e in reversed(run.events) if rank["rank"] in e.ranks), "")
     device = str(rank.get("device", "?"))
     name = str(rank.get("device_name", ""))
     return [
@@ -139,7 +139,6 @@ def _row(run: RunView, rank: Json, before: Json | None) -> list[str]:
         f"{number_of(rank, 'samples_per_s') / max(1.0, number_of(rank, 'world_size')):.0f}",
         *_shares(rank, before),
         _memory(rank),
-        warning,
     ]
 
 
@@ -184,6 +183,11 @@ def _lines(run: RunView, is_plain: bool) -> list[str]:
         at = next(iter(tested.values()))[0][-1]
         lines.append(f"test set    {', '.join(words)} at step {at}")
     lines.append(f"checkpoints {_checkpoints(run)}")
+    # WHY not in the table: a long message would take the width of every other column
+    for event in run.events[-_NEWEST_EVENTS:]:
+        who = "rank" if len(event.ranks) == 1 else "ranks"
+        ranks = ", ".join(map(str, event.ranks[:4])) + " ..." * (len(event.ranks) > 4)
+        lines.append(f"{event.level.lower():<11} {who} {ranks}: {event.text}")
     counts = Counter(event.kind for event in run.events)
     faults = [f"{counts[kind]} x {kind}" for kind in FAULTS if counts[kind]]
     others = [f"{n} x {kind}" for kind, n in counts.items() if kind not in FAULTS]
