@@ -5,6 +5,7 @@
     python ddp_training.py --single_gpu             one process, no DDP
     python ddp_training.py evaluate RUN             how good is each class? JSON and a table
     python ddp_training.py watch RUN                what is each rank doing, and how fast?
+    python ddp_training.py report RUN ...           curves, faults and times as one HTML file
     python ddp_training.py explain LOG              why did this job fail? of any DDP program
     python ddp_training.py doctor                   what is wrong with this machine?
     python ddp_training.py audit -- COMMAND         what is silently wrong in your own program?
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hardened_ddp")
 
-TOOLS = ("doctor", "explain", "watch", "verify-ledger", "audit", "drill")
+TOOLS = ("doctor", "explain", "watch", "report", "verify-ledger", "audit", "drill")
 CONFIG = Path(__file__).with_name("config.yaml")  # the settings that every start uses
 
 
@@ -112,6 +113,10 @@ def run_tool(request: Request) -> int:
             from hardened_ddp.diagnosis.watch import run_watch
 
             return run_watch(request.options, output=sys.stdout)
+        case "report":
+            from hardened_ddp.diagnosis.report import run_report
+
+            return run_report(request.options, output=sys.stdout)
         case "verify-ledger":
             from hardened_ddp.diagnosis.ledger_check import check_ledger
 

@@ -62,6 +62,10 @@ ELSEWHERE |= dict.fromkeys(
     RUN_WITH, "tests/test_run_with.py::test_every_launcher_ends_in_the_same_weights"
 )
 ELSEWHERE |= {
+    # it needs plotly, which is an extra
+    "python ddp_training.py report runs/first": (
+        "tests/test_report.py::test_every_plot_is_drawn_without_a_network_and_without_an_error"
+    ),
     "python ddp_training.py drill all --table drills.md": (
         "tests/test_drills.py::test_a_fault_comes_to_its_verdict"
     ),
@@ -359,7 +363,7 @@ def run_documented(command: str, folder: Path, *, max_steps: int) -> str:
     is_script = words[0] == "torchrun" or words[:2] == ["python", "ddp_training.py"]
     if is_script and command not in FOR_REAL:
         is_other = {"doctor", "verify-ledger", "evaluate", "export", "drill", "--help"} & {*words}
-        is_other |= {"explain", "audit"} & {*words}
+        is_other |= {"explain", "audit", "watch"} & {*words}
         return run_training(command, folder, max_steps=0 if is_other else max_steps)
     command = command.replace("launchers/", f"{ROOT}/launchers/")
     for name in ("ddp_training.py", "launch_examples.sh", "setup.sh"):

@@ -1,4 +1,4 @@
-"""The command watch, on runs of 1, 2 and 4 ranks that run, died and finished."""
+"""The commands watch and report, on runs of 1, 2 and 4 ranks that run, died and finished."""
 
 import io
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hardened_ddp.diagnosis.report_page import page_of
 from hardened_ddp.diagnosis.run_events import events_of, merged
 from hardened_ddp.diagnosis.run_files import RunView, read_run
 from hardened_ddp.diagnosis.watch import run_watch
@@ -30,6 +31,11 @@ def watched(folder: Path, *words: str) -> tuple[int, str]:
     output = io.StringIO()
     request = parse(["watch", str(folder), "--once", *words])
     return run_watch(request.options, output=output), output.getvalue()
+
+
+def reported(folder: Path) -> str:
+    """Return the page of the command report, without the library that draws the plots."""
+    return page_of({"r": read_run(folder)}, "")
 
 
 def await_view(folder: Path, wanted: Callable[[RunView], bool], *, what: str) -> RunView:
@@ -77,6 +83,10 @@ def test_a_run_is_shown_while_it_runs_when_it_died_and_when_it_finished(
             assert cells["memory"].endswith(" GiB")
             assert float(cells["samples/s"]) > 0
         assert "loss  " in text
+        page = reported(folder)
+        assert "<td>running</td>" in page
+        assert '"title": "loss"' in page
+        assert f'"rank {world_size - 1}"' in page
         for rank in range(world_size):
             running.kill(rank)
         running.wait(60)
@@ -85,12 +95,17 @@ def test_a_run_is_shown_while_it_runs_when_it_died_and_when_it_finished(
     assert f"{folder}: dead" in text
     assert "no sign of life since" in text
     assert f"explain {folder}" in text
+    assert "<td>dead</td>" in reported(folder)
     train([*argv, "--max_steps", "6", "--eval_every", "1"], world_size).ok()
     status, text = watched(folder)
     assert status == 0
     assert text.startswith(f"{folder}: finished, step ")
     assert "accuracy" in text
-    assert "checkpoints 1, the newest of step " in text
+    page = reported(folder)
+    assert "<td>finished</td>" in page
+    assert f"<td>{world_size} x CPU</td>" in page
+    assert "max_steps" in page
+    assert ", the newest of step " in text
 
 
 def test_in_a_terminal_it_is_drawn_until_the_run_ends(tmp_path: Path) -> None:
@@ -143,13 +158,16 @@ def test_broken_files_are_named_and_never_raise(tmp_path: Path) -> None:
         for content in (*GARBAGE, whole[: len(whole) // 2], json.dumps(STRANGE_RANK).encode()):
             path.write_bytes(content)
             watched(folder)
+            reported(folder)
         path.unlink()
         path.mkdir()
         watched(folder)
+        reported(folder)
         path.rmdir()
         path.write_bytes(whole)
     (folder / "metrics.jsonl").write_bytes(GARBAGE[1])
     assert "metrics.jsonl: 1 lines can't be read" in watched(folder)[1]
+    assert "metrics.jsonl: 1 lines can&#x27;t be read" in reported(folder)
 
 
 def test_a_rank_that_is_silent_beside_others_is_named(tmp_path: Path) -> None:

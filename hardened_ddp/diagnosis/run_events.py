@@ -20,6 +20,8 @@ _FILE = re.compile(r"rank-(\d+)\.log")
 _SAME_EVENT_S = 5.0
 _MAX_BYTES = 4 * 2**20
 _MAX_TEXT = 400
+_ZONE_STEP_S = 900.0  # time zones are quarters of an hour apart
+_START_TAKES_S = 120.0
 
 # The beginning of a module's name -> what its warnings tell of. What stands first counts.
 _KINDS = (
@@ -54,8 +56,12 @@ class Event:
     step: int | None
 
 
-def read_events(folder: Path) -> list[Event]:
-    """Read the events of all ranks of a run, oldest first. What can't be read is left out."""
+def read_events(folder: Path, began_at: float = 0.0) -> list[Event]:
+    """Read the events of all ranks of a run, oldest first. What can't be read is left out.
+
+    began_at: when the run began. Logs have the local time of their host; if their beginning is some
+    quarters of an hour off, this machine is in another time zone.
+    """
     found: list[Event] = []
     try:
         paths = sorted((folder / "logs").iterdir())
@@ -64,7 +70,7 @@ def read_events(folder: Path) -> list[Event]:
     for path in paths:
         if match := _FILE.fullmatch(path.name):
             found += events_of(_tail(path), rank=int(match[1]))
-    return merged(found)
+    return shifted(merged(found), _zone_shift_s(folder / "logs" / "rank-0.log", began_at))
 
 
 def events_of(text: str, *, rank: int) -> list[Event]:
@@ -106,6 +112,20 @@ def merged(events: Iterable[Event]) -> list[Event]:
 def shifted(events: Sequence[Event], seconds: float) -> list[Event]:
     """Move all events by so many seconds."""
     return [replace(event, time=event.time + seconds) for event in events]
+
+
+def _zone_shift_s(path: Path, began_at: float) -> float:
+    """Return what to add to the times of a log that was written in another time zone."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            match = _LINE.match(file.readline(1000))
+    except OSError:
+        return 0.0
+    if match is None or not began_at:
+        return 0.0
+    off_s = began_at - _seconds(match[1])
+    shift_s = _ZONE_STEP_S * round(off_s / _ZONE_STEP_S)
+    return shift_s if abs(off_s - shift_s) < _START_TAKES_S and abs(off_s) < 86400 else 0.0
 
 
 def _kind(logger: str, level: str, text: str) -> str:

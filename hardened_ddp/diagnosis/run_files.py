@@ -132,16 +132,17 @@ def find_run_folder(name: str, output_dir: str) -> Path:
 def read_run(folder: Path, *, now: float | None = None) -> RunView:
     """Read a run folder. Never raises: what can't be read is named in problems."""
     problems: list[str] = []
-    checkpoints = _read_checkpoints(folder)
+    attempts = tuple(_read_attempts(folder))
+    began_at = number_of(attempts[0], "began_at") if attempts else 0.0
     return RunView(
         folder=folder,
         now=time.time() if now is None else now,
         ranks=_read_ranks(folder, problems),
         points=_read_points(folder / "metrics.jsonl", problems),
-        attempts=tuple(_read_attempts(folder)),
-        checkpoints=checkpoints,
+        attempts=attempts,
+        checkpoints=_read_checkpoints(folder),
         best=read_json(folder / CHECKPOINTS_NAME / "best.json", problems),
-        events=tuple(read_events(folder)),
+        events=tuple(read_events(folder, began_at)),
         summary=read_json(folder / "summary.json", problems),
         failures=tuple(read_lines(folder / "failures.jsonl", problems)),
         left_out=tuple(read_lines(folder / "skipped_samples.jsonl", problems)),

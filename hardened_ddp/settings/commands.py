@@ -71,6 +71,23 @@ COMMANDS: Mapping[str, Command] = {
             Option(name="once", text="Print it once, and exit.", is_switch=True),
         ),
     ),
+    "report": Command(
+        text="Write one HTML file of a run, or of several side by side: curves, faults, times.",
+        options=(
+            Option(
+                name="run",
+                text="Run folders, or their names in output_dir.",
+                is_word=True,
+                is_repeated=True,
+            ),
+            Option(name="output_dir", text="Folder that holds the run folders.", default="runs"),
+            Option(
+                name="output",
+                text="File to write. Default: report.html in the run folder; of several runs, in "
+                "output_dir.",
+            ),
+        ),
+    ),
     "verify-ledger": Command(
         text="Prove from a run's ledger that each epoch took every sample exactly once.",
         options=(Option(name="run", text="Run folder.", is_word=True),),

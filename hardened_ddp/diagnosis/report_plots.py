@@ -1,0 +1,204 @@
+"""The plots of the command report, as figures of Plotly: plain data, no library.
+
+Owns what is plotted, and how many points at most. Does not own: the page (report_page.py).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hardened_ddp.diagnosis.run_events import FAULTS
+from hardened_ddp.diagnosis.run_files import RunView
+from hardened_ddp.diagnosis.run_json import number_of
+
+Figure = dict[str, Any]  # Any: JSON
+
+MOST_POINTS = 1500
+"""Of a curve. A longer one keeps the first, the lowest, the highest and the last of each part."""
+
+COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
+_PARTS = {
+    "data": "#ff7f0e",
+    "forward": "#1f77b4",
+    "backward": "#2ca02c",
+    "optimizer": "#9467bd",
+    "all-reduce": "#7f7f7f",
+    "other waits": "#c7c7c7",
+}
+_ACCOUNT = {
+    "training": ("training", "#2ca02c"),
+    "start_up": ("start-up", "#1f77b4"),
+    "data_wait": ("waiting for data", "#ff7f0e"),
+    "evaluation": ("evaluation", "#9467bd"),
+    "checkpoint": ("checkpoint", "#8c564b"),
+    "lost": ("steps done twice", "#d62728"),
+    "down": ("down", "#7f7f7f"),
+}
+_WAITS = ("broadcast", "gather", "agreement on a stop")
+
+
+def curve_plots(runs: Mapping[str, RunView]) -> list[Figure]:
+    """Plot every curve of metrics.jsonl over the steps, all runs in one plot."""
+    names = list(dict.fromkeys(n for run in runs.values() for p in run.points for n in p.values))
+    metrics = dict.fromkeys(n.rpartition("/")[0] for n in names if n.endswith(("/train", "/test")))
+    figures = [_curves(runs, m, {f"{m}/train": "train", f"{m}/test": "test"}) for m in metrics]
+    for name in names:
+        if name.startswith(("optimizer/", "speed/")):
+            title = name.partition("/")[2].replace("_", " ")
+            figures.append(_curves(runs, title, {name: ""}, is_log=name.endswith("norm")))
+    memory = {n: n.partition("/")[2].removesuffix("_mib") for n in names if _is_memory(n)}
+    if memory:
+        figures.append(_curves(runs, "memory of rank 0, MiB", memory))
+    return figures
+
+
+def _is_memory(name: str) -> bool:
+    return name in ("memory/rss_mib", "memory/gpu_peak_mib", "memory/gpu_reserved_mib")
+
+
+def _curves(
+    runs: Mapping[str, RunView], title: str, names: Mapping[str, str], *, is_log: bool = False
+) -> Figure:
+    """Plot curves of the same kind: a color for each run, a dash for each name."""
+    traces = []
+    dashes = ("solid", "dot", "dash", "dashdot")
+    for index, (label, run) in enumerate(runs.items()):
+        for number, (name, short) in enumerate(names.items()):
+            steps, values = thinned(*run.curve(name))
+            if not steps:
+                continue
+            is_test = name.endswith("/test")
+            traces.append(
+                {
+                    "type": "scatter",
+                    "mode": "lines+markers" if is_test or len(steps) < 3 else "lines",
+                    "name": f"{label} {short}".strip(),
+                    "x": steps,
+                    "y": values,
+                    "line": {"color": COLORS[index % len(COLORS)], "dash": dashes[number % 4]},
+                }
+            )
+    axis = {"type": "log"} if is_log else {}
+    return {"title": title, "data": traces, "layout": {"xaxis": titled("step"), "yaxis": axis}}
+
+
+def goodput_plot(runs: Mapping[str, RunView]) -> Figure:
+    """Plot where the wall time of each run went."""
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": label,
+            "y": list(runs),
+            "x": [round(run.account.get(name, 0.0), 3) for run in runs.values()],
+            "marker": {"color": color},
+        }
+        for name, (label, color) in _ACCOUNT.items()
+        if any(run.account.get(name) for run in runs.values())
+    ]
+    words = [f"{name} {run.account['goodput']:.1%}" for name, run in runs.items() if run.account]
+    layout = {"barmode": "stack", "xaxis": titled("seconds"), "height": 230 + 40 * len(runs)}
+    title = f"where the time went; goodput: {', '.join(words) or 'not known'}"
+    return {"title": title, "data": traces, "layout": layout}
+
+
+def step_time_plot(run: RunView) -> Figure:
+    """Plot the parts of the step time over the steps, as rank 0 measured them."""
+    traces = []
+    for name, color in _PARTS.items():
+        steps, values = run.curve(f"step_time/{name}_s")
+        if not steps:
+            continue
+        # WHY every n-th: stacked areas need the same steps
+        every = -(-len(steps) // MOST_POINTS)
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "stackgroup": "parts",
+                "name": name,
+                "x": steps[::every],
+                "y": [1000 * value for value in values[::every]],
+                "line": {"color": color, "width": 1},
+            }
+        )
+    layout = {"xaxis": titled("step"), "yaxis": titled("ms per step")}
+    return {"title": "step time of rank 0", "data": traces, "layout": layout}
+
+
+def rank_plot(run: RunView) -> Figure:
+    """Plot the parts of the step time of each rank: a mean over the newest start."""
+    ranks = [rank for rank in run.ranks if number_of(rank, "steps_here") > 0]
+    times = {rank["rank"]: _split_of(rank) for rank in ranks}
+    traces = [
+        {
+            "type": "bar",
+            "name": name,
+            "x": [f"rank {rank}" for rank in times],
+            "y": [round(1000 * split.get(name, 0.0), 4) for split in times.values()],
+            "marker": {"color": color},
+        }
+        for name, color in _PARTS.items()
+        if any(split.get(name) for split in times.values())
+    ]
+    layout = {"barmode": "stack", "yaxis": titled("ms per step")}
+    return {"title": "step time by rank, newest start", "data": traces, "layout": layout}
+
+
+def rank_memory_plot(run: RunView) -> Figure:
+    """Plot the memory of each rank when it last gave a sign of life."""
+    names = {"rss_mib": "process", "gpu_peak_mib": "GPU, at most", "gpu_mib": "GPU, reserved"}
+    labels = [f"rank {rank['rank']}" for rank in run.ranks]
+    traces = [
+        {
+            "type": "bar",
+            "name": label,
+            "x": labels,
+            "y": [round(number_of(rank, name), 1) for rank in run.ranks],
+        }
+        for name, label in names.items()
+        if any(number_of(rank, name) for rank in run.ranks)
+    ]
+    layout = {"barmode": "group", "yaxis": titled("MiB")}
+    return {"title": "memory by rank", "data": traces, "layout": layout}
+
+
+def _split_of(rank: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of each part per step of a rank."""
+    split = rank.get("split_s")
+    if isinstance(split, dict) and split:  # of a GPU: it measures its own work
+        found = {("backward" if n == "backward_and_wait" else n): v for n, v in split.items()}
+        return {name: number_of(found, name) for name in _PARTS}
+    spent = rank.get("spent_s")
+    steps = number_of(rank, "steps_here")
+    if not isinstance(spent, dict) or not steps:
+        return {}
+    found = {name: number_of(spent, name) / steps for name in _PARTS}
+    found["other waits"] = sum(number_of(spent, name) for name in _WAITS) / steps
+    return found
+
+
+def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Keep at most about MOST_POINTS points of a curve, with all its extremes."""
+    count = len(steps)
+    if count <= MOST_POINTS:
+        return list(steps), list(values)
+    num_parts = MOST_POINTS // 4
+    kept: set[int] = set()
+    for part in range(num_parts):
+        numbers = range(part * count // num_parts, (part + 1) * count // num_parts)
+        finite = [i for i in numbers if math.isfinite(values[i])] or list(numbers)
+        by_value = sorted(finite, key=lambda i: values[i])
+        kept |= {numbers[0], by_value[0], by_value[-1], numbers[-1]}
+    chosen = sorted(kept)
+    return [steps[i] for i in chosen], [values[i] for i in chosen]
+
+
+def worst_kinds(run: RunView) -> list[str]:
+    """Return how often each kind of fault happened, the gravest first."""
+    kinds = [event.kind for event in run.events]
+    return [f"{kinds.count(kind)} x {kind}" for kind in FAULTS if kind in kinds]
+
+
+def titled(text: str) -> dict[str, Any]:  # Any: JSON
+    return {"title": {"text": text}}

@@ -1,0 +1,151 @@
+"""The page of the command report, in a browser, and what stands in it."""
+
+import io
+import json
+import math
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from hardened_ddp.diagnosis.report import run_report
+from hardened_ddp.diagnosis.report_page import page_of
+from hardened_ddp.diagnosis.report_plots import MOST_POINTS, thinned
+from hardened_ddp.diagnosis.run_files import read_run
+from hardened_ddp.errors import RunFolderError
+from hardened_ddp.settings.cli import parse
+from tests.settings_given import settings_of
+
+PARTS = {"start_up": 2.0, "data_wait": 1.0, "training": 10.0, "evaluation": 1.0, "checkpoint": 1.0}
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BEGAN = 1_795_000_000.0
+
+
+def make_run(folder: Path, *, batch_size: int = 8) -> Path:
+    """Write a run folder with two attempts, on 2 ranks and then 1, and everything that happens."""
+    from hardened_ddp.settings.record import dump
+
+    for name in ("logs", "status", "checkpoints/step-000000080"):
+        (folder / name).mkdir(parents=True)
+    settings = settings_of(f"--batch_size {batch_size} --run_name r")
+    (folder / "config.yaml").write_text(dump(settings.config, settings.sources))
+    lines = []
+    for step in range(10, 201, 10):
+        values = {"loss/train": 1 / step, "speed/samples_per_s": 900, "memory/rss_mib": 300 + step}
+        values |= {f"step_time/{name}_s": 0.01 for name in ("data", "forward", "all-reduce")}
+        lines.append({"step": step, "time": BEGAN + step, **values})
+    lines.append({"step": 200, "time": BEGAN + 200, "loss/test": 0.01, "accuracy/test": 0.9})
+    lines.append({"step": 190, "time": BEGAN + 190, "loss/train": None, "optimizer/norm": math.nan})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    first = {"began_at": BEGAN, "now": BEGAN + 15, "first_step": 0, "step": 100, **PARTS}
+    second = {"began_at": BEGAN + 30, "now": BEGAN + 60, "first_step": 80, "step": 200, **PARTS}
+    attempts = [{**first, "world_size": 2}, {**second, "world_size": 1, "ended": "finished"}]
+    (folder / "attempts.jsonl").write_text("".join(json.dumps(a) + "\n" for a in attempts))
+    for rank in range(2):
+        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(BEGAN + 9))
+        said = f"{clock}.000 WARNING hardened_ddp.step.retry: retrying step 18: </script> & OSError"
+        said += f"\n{clock}.500 WARNING hardened_ddp.guard.slow: rank 1 is slow"
+        (folder / "logs" / f"rank-{rank}.log").write_text(said + "\n")
+        status = {
+            "rank": rank,
+            "state": "finished",
+            "world_size": 2,
+            "now": BEGAN + 60,
+            "step": 200,
+        }
+        status |= {
+            "steps_here": 120,
+            "spent_s": {"forward": 1.2, "all-reduce": 0.6},
+            "rss_mib": 300,
+        }
+        status |= {"versions": {"torch": "2.13.0"}, "process": {"host": "node7"}}
+        (folder / "status" / f"rank-{rank}.json").write_text(json.dumps(status))
+    (folder / "skipped_samples.jsonl").write_text('{"step": 3, "sample": 77, "error": "<b>"}\n')
+    return folder
+
+
+def drawn_in_a_browser(page: Path, folder: Path) -> tuple[str, str]:
+    """Load a page in headless Chromium; return the document and what the console says."""
+    browser = next((name for name in BROWSERS if shutil.which(name)), "")
+    if not browser:
+        pytest.skip("there is no Chromium on this machine")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    flags += ["--enable-logging=stderr", "--virtual-time-budget=30000", "--window-size=1250,2400"]
+    flags += [f"--user-data-dir={folder / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND"]
+    ended = subprocess.run(
+        [browser, *flags, "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, timeout=300, check=True,
+    )  # fmt: skip
+    said = [line for line in ended.stderr.splitlines() if "CONSOLE" in line]
+    return ended.stdout, "\n".join(said)
+
+
+def test_every_plot_is_drawn_without_a_network_and_without_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("plotly", reason="requirements-dev.txt has it")
+    names = [str(make_run(tmp_path / "first")), str(make_run(tmp_path / "second", batch_size=16))]
+    output = io.StringIO()
+    page = tmp_path / "report.html"
+    options = parse(["report", *names, "--output", str(page)]).options
+    assert run_report(options, output=output) == 0
+    assert "report.html: 2.0 MB; open it in a browser" in output.getvalue()
+    assert page.stat().st_size < 5_000_000
+    document, said = drawn_in_a_browser(page, tmp_path)
+    assert not said
+    places = re.findall(r'class="plot[^"]*" id="(plot-\d+)"', page.read_text())
+    assert len(places) >= 12
+    assert f'data-drawn="{len(places)}"' in document
+    figures = re.split(r'id="plot-\d+"', document)[1:]
+    assert len(figures) == len(places)
+    assert all("main-svg" in figure and "gtitle" in figure for figure in figures)
+    assert "can't be drawn" not in document.partition("<script")[0]
+
+
+def test_the_page_has_faults_goodput_settings_and_machines(tmp_path: Path) -> None:
+    runs = {name: read_run(make_run(tmp_path / name, batch_size=size))
+            for name, size in (("first", 8), ("second", 16))}  # fmt: skip
+    page = page_of(runs, "library")
+    assert "<td>2, then 1 x </td>" in page  # the resize
+    assert "1 x retry, 1 x slow" in page
+    assert "retrying step 18: &lt;/script&gt; &amp; OSError" in page
+    assert "<td>0, 1</td>" in page  # both ranks said so: one event
+    assert "<td>node7</td>" in page
+    assert "<td>2.13.0</td>" in page
+    assert "<td>77</td><td>&lt;b&gt;</td>" in page
+    assert '<tr class="other"><td>batch_size</td><td>8   (command line)</td>' in page
+    assert "<tr><td>run_name</td><td>r   (command line)</td>" in page
+    assert page.count("</script>") == 3
+    figures = json.loads(page.partition('id="figures">')[2].partition("</script>")[0])
+    by_title = {figure["title"]: figure for figure in figures}
+    assert "where the time went; goodput: first 40.0%, second 40.0%" in by_title
+    attempts = by_title["attempts, and what happened (times in UTC)"]
+    assert attempts["data"][0]["text"][1] == "2: steps 80 to 200, 1 ranks, finished"
+    marks = {trace["name"]: trace for trace in attempts["data"][1:]}
+    assert marks.keys() == {"checkpoint", "retry", "slow"}
+    [retried] = marks["retry"]["x"]
+    assert retried.startswith(time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(BEGAN + 9)))
+    by_rank = {
+        trace["name"]: trace for trace in by_title["step time by rank, newest start"]["data"]
+    }
+    assert by_rank["forward"]["y"] == [10.0, 10.0]
+
+
+def test_a_long_curve_keeps_its_extremes(tmp_path: Path) -> None:
+    values = [float(n % 7) for n in range(100_000)]
+    values[54_321], values[77_777] = 99.0, -99.0
+    steps, kept = thinned(range(100_000), values)
+    assert len(steps) <= MOST_POINTS
+    assert (steps[0], steps[-1]) == (0, 99_999)
+    assert kept[steps.index(54_321)] == 99
+    assert kept[steps.index(77_777)] == -99
+    assert thinned([1, 2], [3, 4]) == ([1, 2], [3, 4])
+
+
+def test_a_run_that_is_not_there_is_one_clear_error(tmp_path: Path) -> None:
+    make_run(tmp_path / "first")
+    options = parse(["report", "frist", "--output_dir", str(tmp_path)]).options
+    with pytest.raises(RunFolderError, match="there is no run frist") as caught:
+        run_report(options, output=io.StringIO())
+    assert "first" in caught.value.fix
