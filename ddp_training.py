@@ -397,6 +397,7 @@ def build_replica(
         moving_buffers=findings.moving_buffers,
         channels_last=channels_last,
     )
+    replica.note_collectives(findings.collectives)  # such as those of SyncBatchNorm
     # What sends them can also answer for a rank whose backward failed.
     retries, counts = config.loop.step_retry == "on", not task.counts_samples
     choose_comm_hook(replica, config.ddp.comm_hook, retries=retries, counts=counts)

@@ -160,6 +160,13 @@ def _waits() -> Iterator[Fault]:
             says=(", step 7, ", "rank 0 waits in all-reduce"),
             min_ranks=2,
         )
+    yield Fault(
+        name="forward-collective",
+        text="the model calls a collective in each forward, as SyncBatchNorm does",
+        injections=(Injection(kind="collective", phase="forward", step=0, ranks=ALL, lasts=True),),
+        says=("the model's forward runs collectives (all_reduce in",),
+        min_ranks=2,
+    )
 
 
 def _places() -> Iterator[Fault]:

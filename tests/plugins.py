@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
@@ -647,3 +648,38 @@ def number(line: str) -> int:
 
 def length_of(line: str) -> tuple[torch.Tensor, int]:
     return torch.tensor([float(len(line))]), len(line) % 2
+
+
+class Norming(nn.Module):
+    """As SyncBatchNorm: a collective in each forward of training, whatever the size of the batch.
+
+    fails_at: the forward in which rank 1 raises.
+    """
+
+    def __init__(self, fails_at: int = -1, all_modes: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.fails_at, self.all_modes, self.num_forwards = fails_at, all_modes, 0
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += 1
+        if self.num_forwards == self.fails_at and dist.is_initialized() and dist.get_rank() == 1:
+            raise ValueError("a fault of this model")
+        if dist.is_initialized() and (self.training or self.all_modes):
+            sums = torch.stack([points.sum(), torch.tensor(float(points.numel()))])
+            dist.all_reduce(sums)
+            points = points - sums[0] / sums[1]
+        output: torch.Tensor = self.layer(points)
+        return output
+
+
+class Gathering(Norming):
+    """As a contrastive loss: it gathers the features of all ranks' samples."""
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        if dist.is_initialized() and self.training:
+            parts = [torch.empty_like(points) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, points)
+            points = points - torch.cat(parts).mean(0)
+        output: torch.Tensor = self.layer(points)
+        return output

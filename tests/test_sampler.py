@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hardened_ddp.data.hashing import Words, hash_words
+from hardened_ddp.data.permutation import permute
 from hardened_ddp.data.sampler import (
     MAX_KEPT_ORDER,
     EpochOrder,
     Window,
     WindowSampler,
-    permute,
     share_of,
     split_micro_batches,
 )

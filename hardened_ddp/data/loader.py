@@ -11,7 +11,13 @@ from pathlib import Path
 import torch
 
 from hardened_ddp.data.batch import BadSample, Batch, Request
-from hardened_ddp.data.sampler import Window, WindowSampler, share_of, split_micro_batches
+from hardened_ddp.data.sampler import (
+    Window,
+    WindowSampler,
+    num_micro_batches,
+    share_of,
+    split_evenly,
+)
 from hardened_ddp.data.stream import BatchStream
 from hardened_ddp.errors import SampleError
 
@@ -42,9 +48,12 @@ class TrainLoader:
 
         batches = self.stream.batches(requests)
         for window in sampler.windows(start):
-            first, last = share_of(window.size, rank=sampler.rank, world_size=sampler.num_replicas)
-            num_micro_batches = -(-(last - first) // sampler.batch_size)
-            share = [next(batches) for _ in range(num_micro_batches)]
+            # WHY without a call for one: this is the usual case, in each step
+            is_one = (
+                sampler.num_replicas <= window.size <= sampler.batch_size * sampler.num_replicas
+            )
+            number = 1 if is_one else len(sampler.micro_batch_sizes(window))
+            share = [next(batches) for _ in range(number)]
             yield window, [self.stream.fetcher.with_parts(batch, epoch) for batch in share]
         next(batches, None)  # WHY: the stream then reaches its end, and keeps its idle workers
 
@@ -85,15 +94,14 @@ class EvalLoader:
         self, size: int, stream: BatchStream, *, batch_size: int, rank: int, world_size: int
     ) -> None:
         self.stream = stream
-        self.batch_size = batch_size
+        self.size, self.batch_size = size, batch_size
         self.first, self.last = share_of(size, rank=rank, world_size=world_size)
-        largest_share = -(-size // world_size)
-        self.most_batches = -(-largest_share // batch_size)
-        """Batches of the rank with the most: a loop over them is equally long on all ranks."""
+        self.most_batches = num_micro_batches(size, batch_size=batch_size, world_size=world_size)
+        """Batches of each rank that has samples for them: a loop over them is equally long."""
 
     def __iter__(self) -> Iterator[Batch]:
         def requests() -> Iterator[Request]:
-            for start, stop in split_micro_batches(self.last - self.first, self.batch_size):
+            for start, stop in split_evenly(self.last - self.first, self.most_batches):
                 yield 0, torch.arange(self.first + start, self.first + stop)
 
         return self.stream.batches(requests)

@@ -18,7 +18,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, DistributedSampler
 
-from hardened_ddp.data.hashing import Words, hash_words
+from hardened_ddp.data.hashing import hash_words
+from hardened_ddp.data.permutation import permute
 from hardened_ddp.ranks.seeding import mix
 
 # Up to this size the whole order is kept (2 MiB); above it is computed in blocks, on demand.
@@ -28,7 +29,6 @@ _BLOCK = 1 << 15  # positions computed at once: large enough that numpy's call o
 # alone, for several steps at once.
 _STEPS_OF_A_BLOCK = 20
 _AHEAD = 1 << 11
-_ROUNDS = 6
 
 
 class EpochOrder:
@@ -92,36 +92,6 @@ class EpochOrder:
         return self._block
 
 
-def permute(positions: Words, *, num_samples: int, key: int) -> Words:
-    """Map each position to its sample: a bijection of range(num_samples), chosen by key.
-
-    A balanced Feistel network on the smallest even number of bits that holds num_samples is a
-    bijection of a power of four (Luby, Rackoff, SIAM J. Comput. 17(2), 1988; with 6 rounds it is
-    hard to distinguish from a random one: Patarin, CRYPTO 2004). Cycle walking makes it a bijection
-    of range(num_samples): a value outside is mapped again until it is inside (Black, Rogaway,
-    "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). On average that takes fewer than 4
-    rounds, because the power of four is less than 4 x num_samples.
-    """
-    half_bits = max(1, -(-(num_samples - 1).bit_length() // 2))
-    round_keys = [mix(key, round_index) for round_index in range(_ROUNDS)]
-    values = _feistel(positions, half_bits=half_bits, round_keys=round_keys)
-    outside = np.flatnonzero(values >= num_samples)
-    while outside.size:
-        walked = _feistel(values[outside], half_bits=half_bits, round_keys=round_keys)
-        values[outside] = walked
-        outside = outside[walked >= num_samples]
-    return values
-
-
-def _feistel(values: Words, *, half_bits: int, round_keys: list[int]) -> Words:
-    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-    left, right = values >> shift, values & mask
-    for round_key in round_keys:
-        left, right = right, left ^ (hash_words(right, key=round_key) & mask)
-    joined: Words = (left << shift) | right
-    return joined
-
-
 def share_of(size: int, *, rank: int, world_size: int) -> tuple[int, int]:
     """Return (start, stop) of a rank's contiguous part of size items; it may be empty.
 
@@ -136,8 +106,27 @@ def split_micro_batches(size: int, batch_size: int) -> list[tuple[int, int]]:
     """Split size items into the fewest parts of at most batch_size, of near-equal length."""
     if size <= batch_size:  # the usual case, and the fast one
         return [(0, size)] if size else []
-    num_parts = -(-size // batch_size)
+    return split_evenly(size, -(-size // batch_size))
+
+
+def split_evenly(size: int, num_parts: int) -> list[tuple[int, int]]:
+    """Split size items into num_parts of near-equal length, or into size parts if there are fewer.
+
+    Returns where each begins and ends.
+    """
+    num_parts = min(num_parts, size)
     return [share_of(size, rank=part, world_size=num_parts) for part in range(num_parts)]
+
+
+def num_micro_batches(size: int, *, batch_size: int, world_size: int) -> int:
+    """Return the micro-batches of each rank in a window of size samples.
+
+    As many as the rank with the most samples needs. WHY not as few as each rank needs: no rank is
+    faster for it, and a model may call collectives in its forward, such as SyncBatchNorm. A rank
+    with fewer samples than that has as many micro-batches as samples.
+    """
+    longest_share = -(-size // world_size)
+    return -(-longest_share // batch_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +230,7 @@ class WindowSampler(DistributedSampler[Any]):
 
     def micro_batch_sizes(self, window: Window) -> list[int]:
         """Return the number of samples in each of this rank's micro-batches of window."""
-        start, stop = share_of(window.size, rank=self.rank, world_size=self.num_replicas)
-        return [last - first for first, last in split_micro_batches(stop - start, self.batch_size)]
+        return [last - first for first, last in self._parts(window)]
 
     def micro_batches(self, window: Window) -> list[torch.Tensor]:
         """Return the indices of this rank's micro-batches of window; none if its share is empty."""
@@ -252,11 +240,16 @@ class WindowSampler(DistributedSampler[Any]):
         share = self.order(window.epoch).take(
             window.start + start, window.start + stop, stride=self.global_batch
         )
-        if stop - start <= self.batch_size:
+        if window.size <= self.batch_size * self.num_replicas:
             return [share]
-        return [
-            share[first:last] for first, last in split_micro_batches(len(share), self.batch_size)
-        ]
+        return [share[first:last] for first, last in self._parts(window)]
+
+    def _parts(self, window: Window) -> list[tuple[int, int]]:
+        """Return where this rank's micro-batches begin and end within its share of window."""
+        size, world_size = window.size, self.num_replicas
+        start, stop = share_of(size, rank=self.rank, world_size=world_size)
+        number = num_micro_batches(size, batch_size=self.batch_size, world_size=world_size)
+        return split_evenly(stop - start, number)
 
     def order(self, epoch: int) -> EpochOrder:
         """Return the order of an epoch."""

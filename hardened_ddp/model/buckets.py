@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hardened_ddp.ranks.group import Group
@@ -37,10 +36,12 @@ class Buckets:
         *,
         sent_as: torch.dtype | None = None,
         counts: bool = False,
+        calls_collectives: bool = False,
     ) -> None:
         """Register the hook of ddp. sent_as: the dtype for sending; None: that of the gradients.
 
-        counts: add up over the ranks, with the gradients, what count is set to.
+        counts: add up over the ranks, with the gradients, what count is set to. calls_collectives:
+        the model does so in its forward.
         """
         self._ddp = ddp
         self._group = group
@@ -63,12 +64,11 @@ class Buckets:
 
         ddp.register_comm_hook(None, self._send)
 
-        # WHY: SyncBatchNorm calls a collective within forward, which no hook sees. And a reducer
+        # WHY: a collective within forward, as SyncBatchNorm's, is seen by no hook. And a reducer
         # that waits for a backward that never came has to be reset, and has to rebuild its buckets
         # before a rank can fail again; torch has no public function for either.
-        has_sync_norm = any(isinstance(part, nn.SyncBatchNorm) for part in ddp.module.modules())
         has_functions = all(hasattr(ddp.reducer, n) for n in ("_reset_state", "_rebuild_buckets"))
-        self.can_stand_in = not has_sync_norm and has_functions
+        self.can_stand_in = not calls_collectives and has_functions
         """A rank that failed can take part in the all-reduces of the others."""
 
     def begin(self) -> None:

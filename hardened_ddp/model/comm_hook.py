@@ -43,12 +43,15 @@ def choose_comm_hook(
                 fix="--comm_hook fp16, which works everywhere",
             )
         sent_as = _SENT_AS[name]
-        replica.use_hook(Buckets(ddp, replica.group, sent_as=sent_as, counts=counts))
-    if retries and not replica.can_stand_in:
+        calls = bool(replica.collectives)
+        replica.use_hook(
+            Buckets(ddp, replica.group, sent_as=sent_as, counts=counts, calls_collectives=calls)
+        )
+    if retries and not replica.can_stand_in and not replica.collectives:  # those are said elsewhere
         log.warning(
             "an error of one rank within a step ends this attempt, and a restart continues from "
-            "the step before: with powersgd, SyncBatchNorm, or a torch whose reducer lacks "
-            "_reset_state or _rebuild_buckets, a failed rank can't tell the others in time"
+            "the step before: with powersgd, or a torch whose reducer lacks _reset_state or "
+            "_rebuild_buckets, a failed rank can't tell the others in time"
         )
 
 

@@ -8,7 +8,7 @@ that fails on one rank ends in one message on all, not in a hang.
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 import torch
@@ -17,6 +17,12 @@ from torch import nn
 from hardened_ddp.data.fetch import Batch
 from hardened_ddp.data.read_errors import describe, line_of_user
 from hardened_ddp.errors import HardenedError, ModelError, UnusedParameterError
+from hardened_ddp.model.forward_collectives import (
+    NO_COLLECTIVES,
+    ForwardCollectives,
+    find_collectives,
+    watching,
+)
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.ranks.group import Group
@@ -42,6 +48,9 @@ class Findings:
 
     moving_buffers: tuple[str, ...]
 
+    collectives: ForwardCollectives = NO_COLLECTIVES
+    """Of the model's forward."""
+
 
 def probe(
     module: nn.Module,
@@ -56,10 +65,11 @@ def probe(
     Raises ModelError on every rank if the model failed on any.
     """
     mine: dict[str, Any] = {"unused": [], "moving": []}
+    found = NO_COLLECTIVES
     try:
         for batch in samples:
             with untouched_buffers(module) as moving:
-                with precision.autocast():
+                with precision.autocast(), watching(module, group) as watch:
                     output = task.forward(module, batch)
                     task.check(output, batch)
                     score = check_score(task, task.score(output, batch))
@@ -71,6 +81,13 @@ def probe(
             )
             mine["moving"] = sorted({*mine["moving"], *moving})
             module.zero_grad(set_to_none=True)
+            if watch.calls and not found:
+
+                def forward(batch: Batch) -> None:
+                    with untouched_buffers(module), precision.autocast(), torch.no_grad():
+                        task.score(task.forward(module, batch), batch)
+
+                found = find_collectives(watch, module, batch, forward)  # collective
         mine["learned"] = task.learned()
     except HardenedError as error:
         mine["error"] = {"message": error.message, "fix": error.fix}
@@ -86,7 +103,7 @@ def probe(
     for notes in reversed(everyone):  # the lowest rank that found something out
         learned |= notes["learned"]
     task.take_over(learned)
-    return findings
+    return replace(findings, collectives=found)
 
 
 def choose_find_unused(wanted: FindUnused, findings: Findings) -> bool:

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hardened_ddp.model.buckets import Buckets, flag_of, forget_used
 from hardened_ddp.model.compiling import Compilations, compile_model
+from hardened_ddp.model.forward_collectives import NO_COLLECTIVES, ForwardCollectives
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
@@ -63,6 +64,9 @@ class Replica:
         self.sums_after = sums_after
         """Gradients stay local in backward, and sum_gradients adds them up: not DDP's hooks."""
 
+        self.collectives = NO_COLLECTIVES
+        """Those that the model calls in its forward."""
+
         self.buckets: Buckets | None = None
         """Our communication hook; None: gradients are sent in another way."""
 
@@ -93,6 +97,10 @@ class Replica:
     def can_stand_in(self) -> bool:
         """A rank whose backward failed can take part in the all-reduces of the others."""
         return self.buckets is not None and self.buckets.can_stand_in
+
+    def note_collectives(self, found: ForwardCollectives) -> None:
+        """Note that the model calls collectives in its forward. Rank-local: all ranks call it."""
+        self.collectives = found
 
     def use_hook(self, buckets: Buckets) -> None:
         """Let our communication hook send the gradients. Rank-local."""

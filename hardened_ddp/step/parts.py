@@ -53,11 +53,16 @@ class Parts:
     """Optimizer steps of the whole run, which of a stream may be known only later."""
 
     @property
-    def watches_loss(self) -> bool:
-        """Check the loss of each forward. WHY not on a GPU: that would wait for the device."""
+    def checks_loss(self) -> bool:
+        """Check that each step is finite. WHY not on a GPU: that would wait for the device."""
         loop = self.config.loop
         is_cheap = not self.runs_behind
         return is_cheap and (loop.step_retry == "on" or loop.continue_on_error)
+
+    @property
+    def watches_loss(self) -> bool:
+        """Check it before backward. WHY not with collectives in forward: the others wait there."""
+        return self.checks_loss and not self.replica.collectives
 
     @property
     def looks_late(self) -> bool:

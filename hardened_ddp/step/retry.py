@@ -11,8 +11,8 @@ change; after NaN or inf, each module is searched for them (nonfinite.py). If it
 --continue_on_error the samples that fail alone are left out, or else the whole step; without it all
 ranks stop with that one cause.
 
-With SyncBatchNorm or PowerSGD a failed rank can't take part in the sums: an exception there ends
-the attempt.
+With PowerSGD, or collectives in the model's forward such as SyncBatchNorm's, a failed rank can't
+take part in the sums: an exception there ends the attempt.
 """
 
 import logging
@@ -59,7 +59,9 @@ class StepRetry:
         self.given_up: list[str] = []
         """Steps given up for NaN or inf since the last completed one. The same on all ranks."""
 
-        self._retries = self.parts.config.loop.step_retry == "on"
+        # WHY: a rank that fails in forward leaves the others in its collectives.
+        is_on = self.parts.config.loop.step_retry == "on"
+        self._retries = is_on and not self.parts.replica.collectives
         self._known_unused: set[str] = set()
 
     def until_done(self, attempt: Attempt) -> None:

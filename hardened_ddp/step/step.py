@@ -100,7 +100,7 @@ class Stepper:
         self._watches_loss = parts.watches_loss
         # WHY not with a scaler: it handles an overflow of fp16 itself.
         has_scaler = parts.precision.scaler is not None
-        is_asked = parts.watches_loss or config.loop.continue_on_error or self._is_late
+        is_asked = parts.checks_loss or config.loop.continue_on_error or self._is_late
         self.checks_sums = is_asked and not has_scaler
         self._moves_batches = parts.device.type != "cpu" or parts.replica.channels_last
         self._schedule = parts.schedule

@@ -20,6 +20,7 @@ from hardened_ddp.ranks.host_memory import keep_freed_memory
 from hardened_ddp.step.memory import fit_into_memory
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
+from hardened_ddp.training.equal_forwards import check_forwards
 
 Tensors = dict[str, torch.Tensor]
 
@@ -162,9 +163,11 @@ def begin(parts: Parts, saved: Saved | None) -> Progress:
     A fresh run tries what memory holds; a resumed one knows it, and all else.
     """
     if saved is None:
+        check_forwards(parts, Progress())
         progress = Progress(most_samples=fit_into_memory(parts))  # collective
     else:
         progress = restore(parts, saved)
+        check_forwards(parts, progress)
     keep_freed_memory(parts.device.type)  # WHY now: what each step frees, the next one takes
     return progress
 

@@ -1,0 +1,41 @@
+"""A keyed permutation of any range of numbers, computed for those positions that are asked for.
+
+Does not own: what the numbers mean, or which are asked for (sampler.py).
+"""
+
+import numpy as np
+
+from hardened_ddp.data.hashing import Words, hash_words
+from hardened_ddp.ranks.seeding import mix
+
+_ROUNDS = 6
+
+
+def permute(positions: Words, *, num_samples: int, key: int) -> Words:
+    """Map each position to its sample: a bijection of range(num_samples), chosen by key.
+
+    A balanced Feistel network on the smallest even number of bits that holds num_samples is a
+    bijection of a power of four (Luby, Rackoff, SIAM J. Comput. 17(2), 1988; with 6 rounds it is
+    hard to distinguish from a random one: Patarin, CRYPTO 2004). Cycle walking makes it a bijection
+    of range(num_samples): a value outside is mapped again until it is inside (Black, Rogaway,
+    "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). On average that takes fewer than 4
+    rounds, because the power of four is less than 4 x num_samples.
+    """
+    half_bits = max(1, -(-(num_samples - 1).bit_length() // 2))
+    round_keys = [mix(key, round_index) for round_index in range(_ROUNDS)]
+    values = _feistel(positions, half_bits=half_bits, round_keys=round_keys)
+    outside = np.flatnonzero(values >= num_samples)
+    while outside.size:
+        walked = _feistel(values[outside], half_bits=half_bits, round_keys=round_keys)
+        values[outside] = walked
+        outside = outside[walked >= num_samples]
+    return values
+
+
+def _feistel(values: Words, *, half_bits: int, round_keys: list[int]) -> Words:
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = values >> shift, values & mask
+    for round_key in round_keys:
+        left, right = right, left ^ (hash_words(right, key=round_key) & mask)
+    joined: Words = (left << shift) | right
+    return joined

@@ -1,0 +1,111 @@
+"""A model with collectives in forward needs as many forwards on each rank, in every step.
+
+Owns the check of that before training: which windows, evaluations and settings can't give it. Then
+the run is refused with what to change, where it would hang in the last step of an epoch.
+Does not own: finding the collectives (model/forward_collectives.py), the number of micro-batches,
+which is the same on all ranks that have samples for it (data/sampler.py).
+"""
+
+import logging
+
+from hardened_ddp.data.sampler import WindowSampler, num_micro_batches, share_of
+from hardened_ddp.errors import ModelError
+from hardened_ddp.step.parts import Parts
+from hardened_ddp.step.progress import Progress
+
+log = logging.getLogger(__name__)
+
+
+def check_forwards(parts: Parts, progress: Progress) -> None:
+    """Raise ModelError if ranks would run unequal forwards of such a model. The same on all ranks.
+
+    Say once which collectives there are.
+    """
+    found, world_size = parts.replica.collectives, parts.group.world_size
+    if not found or world_size == 1:
+        return
+    calls = "; ".join(dict.fromkeys(found.calls))
+    log.warning(
+        "the model's forward runs collectives (%s): every rank runs the same number of forwards in "
+        "each step, and an error of one rank in it ends this attempt",
+        calls,
+    )
+    if problem := _problem(parts, progress):
+        text, fix = problem
+        raise ModelError(
+            f"the model's forward runs collectives ({calls}), in which all ranks wait for each "
+            f"other: {text}",
+            fix=fix,
+        )
+
+
+def _problem(parts: Parts, progress: Progress) -> tuple[str, str] | None:
+    """Return why ranks would run unequal forwards, and the fix; None if they don't."""
+    config, sampler, collectives = parts.config, parts.sampler, parts.replica.collectives
+    if config.data.batch_size is None:
+        return (
+            "the search of --batch_size auto ends differently on each rank",
+            "give a --batch_size; --max_steps 20 shows soon whether it fits",
+        )
+    if config.loop.continue_on_error:
+        return ("a sample that is left out would be missing in one rank's batch", _LEAVE_OUT)
+    if not isinstance(sampler, WindowSampler):
+        return (
+            "the shards of a stream end at different steps on different ranks",
+            "a map-style dataset with --drop_last, or the model without these collectives",
+        )
+    sizes = {sampler.global_batch: "each step"} if sampler.end >= sampler.global_batch else {}
+    for start in (0, progress.cursor):
+        if rest := (sampler.end - start) % sampler.global_batch:
+            sizes.setdefault(rest, "the last step of an epoch")
+    for size, when in sizes.items():
+        if text := _uneven(parts, size, sampler.batch_size, fit_batch=collectives.fit_batch):
+            return f"{when} has {size} samples for {parts.group.world_size} ranks: {text}", (
+                _fix_of(sampler, when, parts.group.world_size)
+            )
+    return _problem_of_evaluation(parts)
+
+
+_LEAVE_OUT = "leave out --continue_on_error, and remove samples that can't be read from the dataset"
+
+
+def _fix_of(sampler: WindowSampler, when: str, world_size: int) -> str:
+    if when == "each step":
+        return f"--global_batch_size with a multiple of {world_size}, the number of ranks"
+    if sampler.num_total < sampler.global_batch:
+        return "a smaller --batch_size, and --drop_last"
+    return "--drop_last"
+
+
+def _problem_of_evaluation(parts: Parts) -> tuple[str, str] | None:
+    config, loader = parts.config, parts.eval_loader
+    found = parts.replica.collectives
+    if loader is None or not config.loop.eval_every or not found.in_evaluation:
+        return None
+    text = _uneven(parts, loader.size, loader.batch_size, fit_batch=found.fit_batch)
+    if not text:
+        return None
+    return (
+        f"the test set has {loader.size} samples for {parts.group.world_size} ranks: {text}",
+        "--eval_every 0, or call them in training only: if self.training",
+    )
+
+
+def _uneven(parts: Parts, size: int, batch_size: int, *, fit_batch: bool) -> str:
+    """Say how forwards on size samples differ between ranks; empty if they don't."""
+    world_size = parts.group.world_size
+    lengths = [
+        stop - start
+        for start, stop in (
+            share_of(size, rank=rank, world_size=world_size) for rank in range(world_size)
+        )
+    ]
+    needed = num_micro_batches(size, batch_size=batch_size, world_size=world_size)
+    if lengths[-1] < needed:
+        return f"rank {world_size - 1} has {lengths[-1]} for the {needed} forwards of the others"
+    if fit_batch and lengths[0] != lengths[-1]:
+        return (
+            f"rank 0 would send {lengths[0]} in its batches, rank {world_size - 1} {lengths[-1]}, "
+            "and these collectives need equal sizes"
+        )
+    return ""
