@@ -212,6 +212,7 @@ def train(settings: Resolved, group: Group) -> int:
     from hardened_ddp.reporting.log import add_log_file
     from hardened_ddp.reporting.rank_status import RankStatus
     from hardened_ddp.settings.record import dump
+    from hardened_ddp.training.early_stop import check_stop_when, stops_early
     from hardened_ddp.training.hang_subject import watch_for_hangs
     from hardened_ddp.training.resume import open_run, read_checkpoint
     from hardened_ddp.training.run import Ending, Run
@@ -233,10 +234,12 @@ def train(settings: Resolved, group: Group) -> int:
         if saved is not None:
             log.info("going on in %s from step %d", folder.folder, saved.meta["step"])
         parts = build(settings, group, saved)  # collective
+        check_stop_when(parts)
         group.tracker.begin("making the state of the optimizer")
         progress = begin(parts, saved)  # collective
         tell_start(settings, parts, progress)
-        if progress.step >= parts.length.total and folder.is_finished(group, progress.step):
+        is_over = progress.step >= parts.length.total or stops_early(parts, progress)
+        if is_over and folder.is_finished(group, progress.step):
             log.info("%s is finished: %d steps are done", folder.folder, progress.step)
             return 0
         run = Run(parts, progress, folder, stop, watch)  # collective
@@ -411,11 +414,13 @@ def fit(run: Run) -> Ending:
     """Train from where the run stands to its end, or to an agreed stop; say which. Collective."""
     from hardened_ddp.step.attempt import Outcome
     from hardened_ddp.step.step import is_due
+    from hardened_ddp.training.early_stop import stops_early
     from hardened_ddp.training.rollback import Course
     from hardened_ddp.training.run import Ending
 
     config, progress, stop = run.parts.config, run.progress, run.stop
-    while True:
+    # After its last step, or when the test set's metric no longer improves, the run is over.
+    while not stops_early(run.parts, progress):
         # A window: the samples of one optimizer step over all ranks. batches: this rank's share
         # of it, in micro-batches. None is left if only the last evaluation was cut short.
         for window, batches in run.windows():
@@ -446,13 +451,17 @@ def fit(run: Run) -> Ending:
             if not finish_epoch(run):  # collective
                 return Ending.STOPPED
             if progress.step >= run.parts.length.total:
-                return Ending.FINISHED
+                break
+            if stops_early(run.parts, progress):
+                run.rollback.look()  # collective: the comparison at the end
+    return Ending.FINISHED
 
 
 def finish_epoch(run: Run) -> bool:
     """Evaluate and save if that is due; False: stopped within the evaluation. Collective."""
     from hardened_ddp.step.step import is_due
     from hardened_ddp.task.build import best_metric
+    from hardened_ddp.training.early_stop import note_evaluation
     from hardened_ddp.training.evaluation import evaluate
 
     parts, progress, stop = run.parts, run.progress, run.stop
@@ -473,6 +482,7 @@ def finish_epoch(run: Run) -> bool:
         value = evaluation.figures[metric.name]
         if progress.note_best(metric, value):
             best = metric.record(value)
+        note_evaluation(parts, progress, evaluation)
     if is_due(progress.epoch, parts.config.run.checkpoint_every_epochs) or best is not None:
         run.saver.save(progress, best=best)
     return True

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hardened_ddp.settings.declare import (
+    ANY_TEXT,
     COUNT,
     COUNT_OR_ZERO,
     SECONDS,
@@ -26,6 +27,16 @@ class LoopConfig:
     )
     eval_every: int = setting(
         1, "Evaluate every this many epochs, and at the end. 0: never.", bounds=COUNT_OR_ZERO
+    )
+    stop_when: str = setting(
+        "",
+        "Stop early when this metric of the test set no longer improves: loss, or one of the task; "
+        "auto: that of best_metric auto. Lower or higher is better as the metric says. Empty: "
+        "never.",
+        shape=ANY_TEXT,
+    )
+    patience: int = setting(
+        3, "With stop_when: so many evaluations in a row without a better value.", bounds=COUNT
     )
     log_interval: int = setting(
         50,

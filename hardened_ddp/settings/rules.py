@@ -110,6 +110,11 @@ RULES: tuple[Rule, ...] = (
         "iterable datasets are streams in any case",
     ),
     Rule(
+        names=("stop_when", "eval_every"),
+        is_broken=lambda config, _: bool(config.loop.stop_when) and config.loop.eval_every == 0,
+        why="without evaluations nothing is known to have become worse; needs eval_every above 0",
+    ),
+    Rule(
         names=("warmup_steps", "max_steps"),
         is_broken=lambda config, _: 0 < config.loop.max_steps <= config.optimizer.warmup_steps,
         why="the run would end before the learning rate reaches its peak; needs warmup_steps below "

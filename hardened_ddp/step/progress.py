@@ -39,6 +39,15 @@ class Progress:
     best_value: float = 0.0
     """That metric at its best so far."""
 
+    stop_metric: str = ""
+    """The metric that ends the run when it no longer improves. Empty: none was compared yet."""
+
+    stop_value: float = 0.0
+    """That metric at its best so far."""
+
+    num_worse: int = 0
+    """Evaluations since then."""
+
     num_errors: int = 0
     """Samples and steps left out so far."""
 
@@ -75,6 +84,19 @@ class Progress:
             return False
         self.best_metric, self.best_value = metric.name, value
         return True
+
+    def note_for_stop(self, metric: Metric, value: float) -> None:
+        """Record an evaluation for early stopping.
+
+        NaN and infinity are never better, nor is the same value again.
+        """
+        is_first, is_finite = self.stop_metric != metric.name, math.isfinite(value)
+        is_other = value != self.stop_value
+        is_better = is_first or (is_other and metric.is_better(value, than=self.stop_value))
+        if is_finite and is_better:
+            self.stop_metric, self.stop_value, self.num_worse = metric.name, value, 0
+        elif not is_first:
+            self.num_worse += 1
 
     def end_epoch(self, end: int) -> None:
         """Go to the start of the next epoch if the cursor is at the end of this one."""

@@ -112,6 +112,14 @@ def build_task(name: str, model: nn.Module, data: TaskData, config: Config) -> T
 def best_metric(task: Task, name: str) -> Metric:
     """Return the metric of the test set that decides which checkpoint is best.
 
+    Raises ConfigError.
+    """
+    return metric_of(task, name, setting="best_metric")
+
+
+def metric_of(task: Task, name: str, *, setting: str) -> Metric:
+    """Return the metric of the test set that a setting names.
+
     name: loss, or one of the task's; auto: the task's first one, or the loss. Raises ConfigError.
     """
     known = {metric.name: metric for metric in (*task.test_metrics, LOSS_METRIC)}
@@ -119,8 +127,8 @@ def best_metric(task: Task, name: str) -> Metric:
         return next(iter(known.values()))
     if name not in known:
         raise ConfigError(
-            f"best_metric: this task has no metric {name!r}",
-            fix=f"--best_metric {' | '.join(known)}",
+            f"{setting}: this task has no metric {name!r}",
+            fix=f"--{setting} {' | '.join(known)}",
         )
     return known[name]
 

@@ -41,7 +41,9 @@ def collect_tensors(parts: Parts, *, buffers: Sequence[torch.Tensor] = ()) -> Te
     tensors = {f"model.{name}": t for name, t in parts.replica.module.state_dict().items()}
     for name, buffer in zip(parts.replica.moving_names, buffers, strict=False):
         tensors[f"model.{name}"] = buffer
-    return tensors | save_state(parts.schedule, parts.replica.trainable)[0]
+    # WHY sorted: an optimizer that was restored may list its state in another order, and equal
+    # states should be equal files.
+    return tensors | dict(sorted(save_state(parts.schedule, parts.replica.trainable)[0].items()))
 
 
 def replicated_tensors(parts: Parts) -> Tensors:
@@ -196,6 +198,9 @@ def restore(parts: Parts, saved: Saved) -> Progress:
             "best_metric", "accuracy" if meta.get("best_accuracy", -1) >= 0 else ""
         ),
         best_value=float(meta.get("best_value", meta.get("best_accuracy", 0.0))),
+        stop_metric=str(meta.get("stop_metric", "")),
+        stop_value=float(meta.get("stop_value", 0.0)),
+        num_worse=int(meta.get("num_worse", 0)),
         num_errors=int(meta["num_errors"]),
         most_samples=int(meta["most_samples"]),
     )
