@@ -26,7 +26,7 @@ SHOWN = {
     "dataset": "dataset: stripes",
     "model": "model: linear",
     "task": '"mean_error/test"',
-    "metric": '"top5/test"',
+    "metric": '"confidence/test"',
     "error": "1 passed",
     "drill": "| `recursion` | one rank exceeds Python's recursion limit",
 }

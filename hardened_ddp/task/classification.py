@@ -41,12 +41,15 @@ class Classification(Task):
     def _know(self, num_classes: int) -> None:
         """Learn the number of classes, and what is measured with so many. 0: not known yet."""
         self.num_classes = num_classes
-        self.metrics = (ACCURACY, TOP5) if num_classes > FEW_CLASSES else (ACCURACY,)
+        top5 = (TOP5,) if num_classes > FEW_CLASSES else ()
+        self.metrics = (ACCURACY, *top5)
 
     @property
     def sums(self) -> Mapping[str, torch.Tensor]:
-        names = ("correct", "in_top5")[: len(self.metrics)]
-        return {name: torch.zeros((), dtype=torch.int64) for name in names}
+        found = {"correct": torch.zeros((), dtype=torch.int64)}
+        if TOP5 in self.metrics:
+            found["in_top5"] = torch.zeros((), dtype=torch.int64)
+        return found
 
     def sums_of(self, score: Score) -> Mapping[str, torch.Tensor]:
         return score.metrics
@@ -71,7 +74,7 @@ class Classification(Task):
             loss_sum = mean_loss.float() * num_samples
         predictions = logits.detach().argmax(dim=1)
         sums = {"correct": predictions.eq(targets).sum()}
-        if len(self.metrics) > 1:
+        if TOP5 in self.metrics:
             sums["in_top5"] = _are_in_top5(logits.detach(), targets).sum()
         return Score(loss_sum, num_samples, sums, predictions)
 
