@@ -1,12 +1,14 @@
 """Reading shards: a reader that raises, dies, or begins again from its state."""
 
 import errno
+import itertools
 import multiprocessing
 import os
 import pickle
 import random
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ import torch
 from torch.utils.data import get_worker_info
 
 from hardened_ddp.data import read_errors
-from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.batch import BadSample, Batch
 from hardened_ddp.data.block_reader import BlockReader
+from hardened_ddp.data.shard_files import FileStream
 from hardened_ddp.data.shard_reader import EndOfShard, ShardReader
 from hardened_ddp.data.shelves import items_of
+from hardened_ddp.data.text_shards import TextFormat
 from hardened_ddp.errors import LoaderError
 from tests.streams import Rows, StatefulRows, shard_loader
 
@@ -228,13 +232,102 @@ def test_a_worker_that_dies_costs_no_sample(tmp_path: Path) -> None:
     assert sorted(found) == list(range(80))
 
 
-def test_a_sample_that_kills_each_worker_is_named(tmp_path: Path) -> None:
-    loader = shard_loader(Deadly(tmp_path / "flag", always=True), num_workers=1, shuffle_block=8)
+class DeadlySkipping(Deadly):
+    """The same; its readers can pass over a sample."""
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+        reader: Any = super().open(shard, epoch=epoch, state=state)
+        reader.skip = partial(advance, reader)
+        return reader
+
+
+def advance(cursor: Any) -> None:
+    cursor.index += 1
+
+
+def read_with_a_worker(stream: Any, *, most_steps: int = 99) -> tuple[list[int], list[BadSample]]:
+    """Give the samples that a worker has read of an epoch, and the bad ones."""
+    loader = shard_loader(stream, num_workers=1, shuffle_block=8)
+    good: list[int] = []
+    bad: list[BadSample] = []
     try:
-        with pytest.raises(LoaderError, match=r"35 \(shard 1, sample 17 of it\)"):
-            list(loader.windows(0, 0))
+        for _, batches in itertools.islice(loader.windows(0, 0), most_steps):
+            good += [int(index) for batch in batches for index in batch.indices]
+            bad += [sample for batch in batches for sample in batch.bad]
     finally:
         loader.close()
+    return good, bad
+
+
+def test_a_sample_that_kills_each_worker_is_named_and_passed_over(tmp_path: Path) -> None:
+    good, bad = read_with_a_worker(DeadlySkipping(tmp_path / "flag", always=True))
+    assert [sample.name for sample in bad] == ["35 (shard 1, sample 17 of it)"]
+    assert "its worker was lost" in bad[0].error
+    assert sorted([*good, 35]) == list(range(80))
+
+
+def test_what_is_behind_a_sample_that_kills_can_not_be_read_without_skip(tmp_path: Path) -> None:
+    good, bad = read_with_a_worker(Deadly(tmp_path / "flag", always=True), most_steps=6)
+    first, *others = sorted(bad, key=lambda sample: sample.index)
+    assert first.name == "35 (shard 1, sample 17 of it)"
+    assert others
+    assert all("sample 17 of its shard ended the reader" in sample.error for sample in others)
+    assert all(index < 35 for index in good if index % 2)
+
+
+class Fragile(Faulty):
+    """Objects around a generator that is over after an error; moves: their state goes on then."""
+
+    moves = True
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+        return FragileReader(self, super().open(shard, epoch=epoch, state=state), state or 0)
+
+
+class FragileReader:
+    def __init__(self, stream: Fragile, rows: Iterator[Any], index: int) -> None:
+        self.stream, self.rows, self.index = stream, rows, index
+
+    def __iter__(self) -> "FragileReader":
+        return self
+
+    def __next__(self) -> Any:
+        self.index += self.stream.moves
+        row = next(self.rows)
+        self.index += not self.stream.moves
+        return row
+
+    def state_dict(self) -> int:
+        return self.index
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_behind_an_error_a_reader_is_opened_from_its_state_if_that_went_on(
+    moves: bool, tmp_path: Path
+) -> None:
+    stream = Fragile(tmp_path / "flag", 99, ValueError("a bad row"))
+    stream.moves = moves
+    reader = BlockReader(stream, seed=1)
+    batch = block(stream, 1, range(4), reader)
+    later = block(stream, 1, range(4, 8), reader)
+    found = [*positions(batch), *positions(later)]
+    assert found == ([0, 1, 3, 4, 5] if moves else [0, 1])
+    assert later.inputs["end"] == (6 if moves else -1)
+    assert batch.bad[0].error == "ValueError: a bad row"
+    assert len(batch.bad) + len(later.bad) == (1 if moves else 6)
+
+
+def test_lines_that_kill_are_passed_over_by_the_files_own_readers(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"{number}\n" for number in range(6)))
+    stream = FileStream([str(tmp_path / "a.txt")], TextFormat(0), num_shards=1, change=int)
+    reader = BlockReader(stream, seed=1)
+    reader.pass_over(0, 2, "its worker was lost")
+    batch = block(stream, 0, range(8), reader)
+    assert [sample for _, sample in items_of(batch) if not isinstance(sample, BadSample)] == [
+        *(0, 1, 3, 4, 5)
+    ]
+    assert [bad.error for bad in batch.bad] == ["SampleError: [DDP-D02] its worker was lost"]
+    assert batch.inputs["end"] == 6
 
 
 def test_the_end_is_an_exception_of_its_own() -> None:

@@ -100,6 +100,11 @@ class BlockReader:
         shard, index = shard_of(numbers[0], num_shards)
         return self.reader.read_run(epoch, shard, index, len(numbers))
 
+    def pass_over(self, epoch: int, number: int, error: str) -> None:
+        """Never read this sample again: it ends the process that reads it."""
+        shard, index = shard_of(number, self.dataset.num_shards)
+        self.reader.pass_over(epoch, shard, index, error)
+
     def with_parts(self, batch: Batch, epoch: int) -> Batch:
         """Return the batch: a block is taken as a whole."""
         return batch

@@ -93,6 +93,20 @@ class PieceReader:
         return self
 
     def __next__(self) -> Any:  # Any: what the format holds, or a sample made of it
+        content = self._take()
+        if self._change is None or isinstance(content, Exception):
+            return content
+        try:
+            return self._change(content)
+        except Exception as error:  # WHY given and not raised: the reader goes on behind it
+            return error
+
+    def skip(self) -> None:
+        """Pass over a sample that can't be made of what the file holds."""
+        self._take()
+
+    def _take(self) -> Any:  # Any: what the format holds
+        """Take what the file holds for the next sample. Raises StopIteration at the end."""
         while self._number < len(self._pieces):
             if self._open is None:
                 piece = self._pieces[self._number]
@@ -103,12 +117,7 @@ class PieceReader:
                 self._number, self._at, self._open = self._number + 1, -1, None
                 continue
             content, self._at = found
-            if self._change is None or isinstance(content, Exception):
-                return content
-            try:
-                return self._change(content)
-            except Exception as error:  # WHY given and not raised: the reader goes on behind it
-                return error
+            return content
         raise StopIteration
 
     def state_dict(self) -> list[int]:

@@ -4,8 +4,8 @@ Owns the open readers and their positions. The samples of a shard come in their 
 reader goes on; one for another position is opened anew, from the state nearest before it.
 What goes wrong here: a reader raises. It is opened anew and tried again: a generator that raised is
 over, and its next next() looks like the end of the shard. A sample that fails twice is reported by
-shard and position. What is behind it can be read only if the reader goes on after an error.
-User code sees no DataLoader worker: else it would split its samples over the workers once more.
+shard and position. What is behind it can be read if the reader has skip(), if it goes on after an
+error, or if its state did.
 """
 
 import contextlib
@@ -16,12 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.utils.data
-
 from hardened_ddp.data.read_errors import describe, is_permanent, is_transient, retry_read
 from hardened_ddp.data.shards import id_of
 from hardened_ddp.data.stream_types import Stream
+from hardened_ddp.data.worker_info import seen_by_user
 from hardened_ddp.errors import SampleError
 from hardened_ddp.ranks.seeding import seed_sample
 
@@ -51,6 +49,9 @@ class _Open:
     after_error: str = ""
     """It raised, and was asked to go on: its end may be no end of the shard."""
 
+    state_after_error: Any = None
+    """Its state then, if it has one."""
+
 
 class ShardReader:
     """Reads single samples of a stream. Picklable if the stream is."""
@@ -66,6 +67,9 @@ class ShardReader:
         self._ends: dict[tuple[int, int], int] = {}
         self._blocked: dict[tuple[int, int], tuple[int, str]] = {}
         """(epoch, shard) -> the sample that no reader goes beyond, and its error."""
+
+        self._deadly: dict[tuple[int, int], dict[int, str]] = {}
+        """(epoch, shard) -> the samples that no reader is asked for again, each with its error."""
 
         self._failed: _Open | None = None
 
@@ -112,7 +116,9 @@ class ShardReader:
             raise EndOfShard(end)
         place, text = self._blocked.get((epoch, shard), (index, ""))
         if place < index:
-            raise SampleError(f"sample {place} of its shard ended the reader: {text}")
+            raise SampleError(_after(place, text))
+        if text := self._deadly.get((epoch, shard), {}).get(index, ""):
+            raise SampleError(text)
         try:
             return self._read_once(epoch, shard, index)
         except (MemoryError, EndOfShard, Given):
@@ -136,10 +142,21 @@ class ShardReader:
             self._go_beyond(epoch, shard, index, error)
             raise
 
+    def pass_over(self, epoch: int, shard: int, index: int, error: str) -> None:
+        """Never ask a reader for this sample again: it ends the process that reads it.
+
+        A reader with skip() goes on behind it; else the rest of its shard can't be read.
+        """
+        self._open.pop(shard, None)
+        self._deadly.setdefault((epoch, shard), {})[index] = error
+
     def state_of(self, shard: int) -> Any:
         """Return the state of a shard's reader, None if it has none. Any: the stream's own."""
         reader = self._open.get(shard)
-        if reader is None or not hasattr(reader.samples, "state_dict"):
+        return None if reader is None else self._copy_state(reader, shard)
+
+    def _copy_state(self, reader: _Open, shard: int) -> Any:
+        if not hasattr(reader.samples, "state_dict"):
             return None
         with seen_by_user(self.stream, shard):
             # WHY a copy: many readers give their own dict, and change it with the next sample
@@ -161,10 +178,24 @@ class ShardReader:
         reader = self._open.get(shard)
         if reader is None or reader.epoch != epoch or reader.position > index:
             reader = self._open_at(epoch, shard, index)
+        deadly = self._deadly.get((epoch, shard), {})
         while reader.position < index:
+            if reader.position in deadly:
+                self._skip(reader, shard, deadly[reader.position])
+                continue
             with contextlib.suppress(Given):
                 self._next(reader, shard)
         return self._next(reader, shard)
+
+    def _skip(self, reader: _Open, shard: int, error: str) -> None:
+        """Let the reader pass over its next sample without making it. Raises SampleError."""
+        if not callable(getattr(reader.samples, "skip", None)):
+            self._open.pop(shard, None)
+            self._blocked[reader.epoch, shard] = (reader.position, error)
+            raise SampleError(_after(reader.position, error))
+        with seen_by_user(self.stream, shard):
+            reader.samples.skip()  # type: ignore[attr-defined]  # looked for above
+        reader.position += 1
 
     def _open_at(self, epoch: int, shard: int, index: int) -> _Open:
         position, state = 0, None
@@ -190,10 +221,7 @@ class ShardReader:
         except StopIteration:
             del self._open[shard]
             if reader.after_error:
-                raise SampleError(
-                    f"sample {reader.position - 1} of its shard ended the reader: "
-                    f"{reader.after_error}"
-                ) from None
+                return self._read_behind(reader, shard)
             self._ends[reader.epoch, shard] = reader.position
             raise EndOfShard(reader.position) from None
         except BaseException:
@@ -208,11 +236,43 @@ class ShardReader:
     def _go_beyond(self, epoch: int, shard: int, index: int, error: Exception) -> None:
         """Prepare to read what is behind a sample that failed twice, if the reader allows it."""
         failed = self._failed
-        if failed is None or failed.position != index or inspect.isgenerator(failed.samples):
+        if failed is None or failed.position != index:
+            self._blocked[epoch, shard] = (index, describe(error))
+        elif callable(getattr(failed.samples, "skip", None)):
+            self.pass_over(epoch, shard, index, describe(error))
+        elif inspect.isgenerator(failed.samples):
             self._blocked[epoch, shard] = (index, describe(error))
         else:
             failed.position, failed.after_error = index + 1, describe(error)
+            failed.state_after_error = self._copy_state(failed, shard)
             self._open[shard] = failed
+
+    def _read_behind(self, over: _Open, shard: int) -> Any:
+        """Read the sample behind a bad one from a state, as the reader ended. Any: as above.
+
+        WHY compare: a state that is still that of the bad sample would give it once more. WHY no
+        end: a state that leads nowhere must not look like the end of the shard.
+        """
+        place, after = over.position - 1, over.state_after_error
+        if after is not None:
+            reader = self._open_at(over.epoch, shard, place)
+            while reader.position < place:
+                with contextlib.suppress(Given):
+                    self._next(reader, shard)
+            if self._copy_state(reader, shard) != after:
+                with seen_by_user(self.stream, shard):
+                    samples = iter(self.stream.open(shard, epoch=over.epoch, state=after))
+                    sample = next(samples, _END)
+                if sample is not _END:
+                    self._open[shard] = _Open(over.epoch, place + 2, samples)
+                    return sample
+            self._open.pop(shard, None)
+        self._blocked[over.epoch, shard] = (place, over.after_error)
+        raise SampleError(_after(place, over.after_error)) from None
+
+
+def _after(place: int, error: str) -> str:
+    return f"sample {place} of its shard ended the reader: {error}"
 
 
 class Given(Exception):
@@ -221,28 +281,3 @@ class Given(Exception):
     def __init__(self, error: Exception) -> None:
         super().__init__(describe(error))
         self.error = error
-
-
-@contextlib.contextmanager
-def seen_by_user(stream: Stream, shard: int) -> Iterator[None]:
-    """Let the stream's code see no DataLoader worker; or, if it splits by worker, see its shard.
-
-    Where this version of torch has no such variable, nothing is changed.
-    """
-    splits = bool(getattr(stream, "splits_by_worker", False))
-    if not splits and torch.utils.data.get_worker_info() is None:  # nothing to hide
-        yield
-        return
-    worker: Any = getattr(getattr(torch.utils.data, "_utils", None), "worker", None)
-    if not hasattr(worker, "_worker_info"):
-        yield
-        return
-    before = worker._worker_info
-    shown = None
-    if splits and hasattr(worker, "WorkerInfo"):
-        shown = worker.WorkerInfo(id=shard, num_workers=stream.num_shards, seed=0, dataset=None)
-    worker._worker_info = shown
-    try:
-        yield
-    finally:
-        worker._worker_info = before

@@ -266,6 +266,8 @@ class BatchStream:
                 if lost.is_dangerous:
                     file = file_of(self.fetcher.dataset, index)
                     bad.append(BadSample(index, f"{_LOST} ({lost})", file))
+                    if isinstance(self.fetcher, BlockReader):  # what is behind it is read past it
+                        self.fetcher.pass_over(epoch, index, bad[-1].error)
                 else:
                     good.append(index)
             finally:

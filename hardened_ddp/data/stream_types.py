@@ -35,7 +35,8 @@ class Stream(Protocol):
         """Read a shard from its start; or, with a state, go on where it was taken.
 
         The same (shard, epoch) must give the same samples in the same order. If the iterator has
-        state_dict(), then open with what it returned after n samples gives sample n first.
+        state_dict(), then open with what it returned after n samples gives sample n first. If it
+        has skip(), that passes over the next sample without making it: one that can't be read.
         """
 
 
