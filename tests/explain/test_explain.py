@@ -79,6 +79,12 @@ Traceback (most recent call last):
     urllib.request.urlopen(url)
 urllib.error.URLError: <urlopen error [Errno 111] Connection refused>
 """
+AGENT = """\
+Traceback (most recent call last):
+  File "/opt/env/lib/python3.11/site-packages/torch/distributed/launcher/api.py", line 383, in run
+    error = json.load(file)
+json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)
+"""
 SIZES = """\
 Traceback (most recent call last):
   File "/home/me/train.py", line 12, in main
@@ -217,6 +223,12 @@ class TestRanks:
         found = explain_text("\n".join(prefix + line for line in lines), tmp_path)
         assert code_of(found) == "data-hub"
 
+    def test_an_error_of_torchrun_itself_comes_after_that_of_a_rank(self, tmp_path: Path) -> None:
+        """Its agent reads the error file of a rank that was killed while it wrote it."""
+        found = explain_text(AGENT + AGENT.replace("launcher/api", "nn/functional"), tmp_path)
+        assert found["evidence"][0]["line"] == 8
+        assert code_of(explain_text(AGENT, tmp_path)) == "python-jsondecodeerror"
+
     def test_a_message_of_several_lines_behind_a_level(self, tmp_path: Path) -> None:
         text = "".join(f"[2026-11-22 08:08:33,1][ERROR] {line}\n" for line in SIZES.splitlines())
         assert code_of(explain_text(text, tmp_path)) == "checkpoint-size"
@@ -278,6 +290,37 @@ class TestFiles:
             (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump))
         found = explain(tmp_path)
         assert (code_of(found), rank_of(found)) == ("nccl-timeout", guilty)
+
+    @pytest.mark.parametrize(
+        ("last", "code", "guilty"),
+        [
+            ([("all_reduce", False), None], "nccl-timeout", 1),
+            ([("all_reduce", True), ("broadcast", False)], "collective-mismatch", None),
+        ],
+    )
+    def test_dumps_of_gloo_have_no_states(
+        self, last: list[tuple[str, bool] | None], code: str, guilty: int | None, tmp_path: Path
+    ) -> None:
+        """Every entry stays scheduled: what is done is said by retired, and by pg_status."""
+        for rank, call in enumerate(last):
+            calls = [*[("all_reduce", seq == 2) for seq in range(1, 4)], *([call] if call else [])]
+            entries = [
+                {
+                    "collective_seq_id": seq,
+                    "profiling_name": f"gloo:{op}",
+                    "state": "scheduled",
+                    "retired": is_retired,
+                    "input_sizes": [[4]],
+                    "process_group": ("0", "default_pg"),
+                    "is_p2p": False,
+                }
+                for seq, (op, is_retired) in enumerate(calls, start=1)
+            ]
+            status = {"0": {"last_completed_collective": 3}}
+            dump = {"version": "2.10", "entries": entries, "pg_status": status}
+            (tmp_path / f"my_dump_{rank}").write_bytes(pickle.dumps(dump))
+        found = explain(tmp_path)
+        assert (code_of(found), rank_of(found)) == (code, guilty)
 
     def test_a_pickle_with_code_in_it_is_not_run(self, tmp_path: Path) -> None:
         class Bad:

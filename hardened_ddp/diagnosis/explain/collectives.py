@@ -6,7 +6,7 @@ Does not own: flight recorder dumps, which say more (flight_recorder.py).
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hardened_ddp.diagnosis.explain.events import Line
@@ -25,7 +25,14 @@ _LEAVING = re.compile(
     r"taking the entire process down|watchdog thread terminated with exception|Signal 6 \(SIGABRT\)"
     r"|first observed failure"
 )
-_EQUAL_SIZES = {"ALLREDUCE", "BROADCAST", "_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE", "REDUCE"}
+_EQUAL_SIZES = {
+    "ALLREDUCE",
+    "ALL_REDUCE",
+    "BROADCAST",
+    "_ALLGATHER_BASE",
+    "_REDUCE_SCATTER_BASE",
+    "REDUCE",
+}
 _DEFAULT_GROUP = re.compile(r"default_pg|GUID 0\b|^PG 0\b|^PG \(0\)|^$")
 _NO_SEQ = -1
 
@@ -66,6 +73,9 @@ class Collectives:
     def __init__(self) -> None:
         self._works: dict[tuple[int, int, str], Work] = {}
         self._enqueued: dict[int, int] = {}
+        self._history: dict[int, dict[int, Work]] = {}
+        """What each rank called, by number."""
+
         self.num_leaving = 0
 
     def take(self, line: Line) -> None:
@@ -86,6 +96,18 @@ class Collectives:
     def note_newest(self, rank: int, seq: int) -> None:
         """Note a rank that completed all that it started."""
         self._enqueued.setdefault(rank, seq)
+
+    def note_history(self, works: Iterable[Work]) -> None:
+        """Note all collectives of a rank, also those that it completed."""
+        for work in works:
+            self._history.setdefault(work.rank, {}).setdefault(work.seq, work)
+
+    def _first_difference(self) -> Finding | None:
+        """Find the first number at which the ranks called different collectives."""
+        ranks = list(self._history.values())
+        common = set.intersection(*map(set, ranks)) if len(ranks) > 1 else set()
+        found = (self._mismatch([known[seq] for known in ranks]) for seq in sorted(common))
+        return next(filter(None, found), None)
 
     def _add_work(self, match: re.Match[str], line: Line) -> None:
         rank = int(match["rank"]) if line.rank is None else line.rank
@@ -108,6 +130,8 @@ class Collectives:
 
     def analyse(self, *, world_size: int | None) -> Finding | None:
         """Compare the records of the group that most ranks are in."""
+        if differing := self._first_difference():
+            return differing
         works = self._first_of_each_rank()
         if not works:
             return None

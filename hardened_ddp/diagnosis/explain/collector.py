@@ -172,7 +172,7 @@ class Collector:
             host=line.host,
             fields=match.fields if match else {},
             raised=raised,
-            is_weak=found.is_weak,
+            is_weak=found.is_weak or (match is None and _is_launchers(raised)),
             chained=before,
         )
         kept = self._keep(event, (raised.type, _shape(raised.message)))
@@ -283,6 +283,11 @@ def _by_type(raised: Raised) -> Cause | None:
         return BUILT_IN[raised.name]
     last = raised.frames[-1] if raised.frames else None
     return RAISED if last is not None and not last.is_library else None
+
+
+def _is_launchers(raised: Raised) -> bool:
+    """Whether it was raised in torchrun itself: the ranks may have failed before, for a cause."""
+    return any(frame.file.endswith("distributed/launcher/api.py") for frame in raised.frames)
 
 
 def _shape(message: str) -> str:

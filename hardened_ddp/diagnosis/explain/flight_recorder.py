@@ -13,7 +13,7 @@ from typing import Any
 from hardened_ddp.diagnosis.explain.collectives import Collectives, Work
 from hardened_ddp.diagnosis.explain.events import Line
 
-_RANK = re.compile(r"rank[-_]?(\d+)$")
+_RANK = re.compile(r"(\d+)$")
 PICKLE = b"\x80"
 MAX_BYTES = 256 * 1024 * 1024
 _DONE = "completed"
@@ -48,18 +48,33 @@ def take_dump(dump: Mapping[str, Any], name: str, collectives: Collectives) -> L
     if rank is None or not entries:
         return None
     newest = max(entry["collective_seq_id"] for entry in entries)
-    waiting = [entry for entry in entries if entry.get("state") != _DONE]
+    waiting = [entry for entry in entries if not _is_done(entry, dump)]
     text = f"flight recorder of rank {rank}: collective {newest} is the newest"
     if waiting:
         first = min(waiting, key=lambda entry: int(entry["collective_seq_id"]))
         op, seq = _op(first), int(first["collective_seq_id"])
         text += f", number {seq} ({op}) is not complete"
     line = Line(file=name, number=1, text=text, raw=text, rank=rank)
+    collectives.note_history(
+        Work(rank, int(e["collective_seq_id"]), _op(e), _numel(e), line)
+        for e in entries
+        if not e.get("is_p2p")  # WHY: these have numbers of their own
+    )
     if waiting:
         collectives.add(Work(rank, seq, op, _numel(first), line, enqueued=newest))
     else:
         collectives.note_newest(rank, newest)
     return line
+
+
+def _is_done(entry: Mapping[str, Any], dump: Mapping[str, Any]) -> bool:
+    """Whether a collective has completed. WHY not by its state alone: gloo's stays scheduled."""
+    if entry.get("state") == "scheduled":
+        group = entry.get("process_group") or [""]
+        status = (dump.get("pg_status") or {}).get(str(group[0])) or {}
+        last = status.get("last_completed_collective", -1)
+        return bool(entry.get("retired")) or int(entry["collective_seq_id"]) <= last
+    return entry.get("state") == _DONE
 
 
 def rank_of(dump: Mapping[str, Any], name: str) -> int | None:
@@ -75,7 +90,7 @@ def _is_default(entry: Mapping[str, Any]) -> bool:
 
 
 def _op(entry: Mapping[str, Any]) -> str:
-    return str(entry.get("profiling_name", "?")).removeprefix("nccl:").upper()
+    return str(entry.get("profiling_name", "?")).rpartition(":")[2].upper()
 
 
 def _numel(entry: Mapping[str, Any]) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from hardened_ddp.diagnosis.explain.flight_recorder import PICKLE
 from hardened_ddp.errors import UnreadableLogError
 
 STDIN = "-"
@@ -91,9 +92,22 @@ def _logs_in(folder: Path) -> list[Path]:
     found = []
     for path in sorted(folder.rglob("*")):
         relative = path.relative_to(folder).as_posix()
-        if path.is_file() and _LOG_NAMES.search(path.name) and not _NOT_LOGS.search(relative):
+        if not path.is_file() or _NOT_LOGS.search(relative):
+            continue
+        if _LOG_NAMES.search(path.name) or _is_dump(path):
             found.append(path)
     return found[:_MAX_FILES]
+
+
+def _is_dump(path: Path) -> bool:
+    """Whether it may be a flight recorder's dump: a prefix of the user's choice, and the rank."""
+    if not path.name[-1:].isdigit() or path.suffix:
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(1) == PICKLE
+    except OSError:
+        return False
 
 
 def _source(path: Path) -> Source:
