@@ -212,7 +212,8 @@ def test_what_ranks_log_becomes_events_with_their_kind_and_step() -> None:
         line.format(2, "INFO", "hardened_ddp.training.run_report", "epoch 1/5 step 50"),
         line.format(3, "WARNING", "hardened_ddp", "SIGTERM: stopping at step 20, saving first"),
         line.format(4, "ERROR", "hardened_ddp", "[DDP-R01] lost"),
-        line.format(5, "WARNING", "hardened_ddp.guard.slow", "rank 2 is slow"),
+        line.format(4, "ERROR", "hardened_ddp", "why: python ddp_training.py explain runs/first"),
+        line.format(5, "WARNING", "hardened_ddp.guard.hang", "rank 2 is slow: 41.3 ms of work"),
     ]
     found = merged(event for rank in (0, 1) for event in events_of("\n".join(said), rank=rank))
     kinds = [(event.kind, event.step) for event in found]

@@ -18,6 +18,9 @@ _LINE = re.compile(
 _STEP = re.compile(r"\bstep (\d+)")
 _FILE = re.compile(r"rank-(\d+)\.log")
 _SAME_EVENT_S = 5.0
+_ADVICE = "why: "
+"""How a line begins that follows an error, and is no further one."""
+
 _MAX_BYTES = 4 * 2**20
 _MAX_TEXT = 400
 _ZONE_STEP_S = 900.0  # time zones are quarters of an hour apart
@@ -78,7 +81,7 @@ def events_of(text: str, *, rank: int) -> list[Event]:
     found = []
     for line in text.splitlines():
         match = _LINE.match(line)
-        if match is None or match[2] in ("DEBUG", "INFO"):
+        if match is None or match[2] in ("DEBUG", "INFO") or match[4].startswith(_ADVICE):
             continue
         step = _STEP.search(match[4])
         found.append(
@@ -129,6 +132,8 @@ def _zone_shift_s(path: Path, began_at: float) -> float:
 
 
 def _kind(logger: str, level: str, text: str) -> str:
+    if " is slow: " in text:  # hang detection says it, too
+        return "slow"
     if logger == "hardened_ddp":
         return "stop" if ": stopping " in text else "error" if level != "WARNING" else "warning"
     for beginning, kind in _KINDS:
