@@ -147,19 +147,19 @@ def spoken(phrase: str) -> str:
     return literal_of(phrase).strip().replace("`", "'")
 
 
-FAULTS = (
-    "SIGTERM to rank 1",
-    "kill -9 of rank 1; the same command again",
-    "newest checkpoint cut in half, then resume",
-    "resume on 1 rank instead of 2",
-    "out of memory in forward on rank 1, once",
-    "rank 1 hangs in forward, once; torchrun --max_restarts=1",
-    "NaN loss on rank 1, once",
-    "a layer unused on rank 1 from step 34 on",
-    "kill -9 of torchrun itself",
-    "kill -9 of a DataLoader worker of rank 1",
-)
-"""The tables of docs/PEERS_ON_FAULTS.md that README.md sums up."""
+FAULTS = {
+    "SIGTERM to rank 1": "SIGTERM to one rank",
+    "kill -9 of rank 1; the same command again": "kill -9 of one rank",
+    "newest checkpoint cut in half, then resume": "newest checkpoint cut in half",
+    "resume on 1 rank instead of 2": "resume on 1 rank instead of 2",
+    "out of memory in forward on rank 1, once": "one rank out of memory",
+    "rank 1 hangs in forward, once; torchrun --max_restarts=1": "one rank hangs",
+    "NaN loss on rank 1, once": "NaN on one rank",
+    "a layer unused on rank 1 from step 34 on": "a layer becomes unused",
+    "kill -9 of torchrun itself": "kill -9 of torchrun",
+    "kill -9 of a DataLoader worker of rank 1": "kill -9 of a DataLoader worker",
+}
+"""The tables of docs/PEERS_ON_FAULTS.md that README.md sums up, and what it calls them."""
 
 
 def faults_table() -> str:
@@ -167,25 +167,25 @@ def faults_table() -> str:
     names = ("bare", "accelerate", "lightning", "trainer", "ddp_training.py")
     lines = ["| fault | torchrun alone | Accelerate | Lightning | HF Trainer | this project |"]
     lines += ["| --- " * (len(names) + 1) + "|"]
-    for fault in FAULTS:
+    for fault, label in FAULTS.items():
         section = text_of(PEERS).partition(f"### {fault}\n")[2].partition("\n### ")[0]
         rows = [line.strip("| ").split(" | ") for line in section.splitlines() if "|" in line]
         measured = {name: rest for name, *rest in rows}
         cells = [outcome(*measured[name][:3]) for name in names]
-        lines.append(f"| {fault} | {' | '.join(cells)} |")
+        lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
 def outcome(happened: str, steps_lost: str, samples: str) -> str:
     """Say in a few words what docs/PEERS_ON_FAULTS.md says of one contender at one fault."""
     if "lived on" in happened:
-        return "its ranks train on alone"
+        return "ranks train on alone"
     if "NaN" in happened:
-        return "the weights become NaN"
+        return "weights become NaN"
     if "by itself" in happened:
-        return "goes on, nothing lost"
+        return "continues, nothing lost"
     if "-9" in happened:
-        return "its ranks save and exit"
+        return "ranks save and exit"
     ways = [part for part in ("hung", "resumed", "restarted") if part in happened]
     if "resumed" not in ways or re.search("then (ended|hung)", happened):
         return "hangs; no start succeeds" if "hung" in ways else "no start succeeds"

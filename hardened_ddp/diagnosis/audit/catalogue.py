@@ -34,7 +34,7 @@ SOURCE: Mapping[str, Kind] = {
     ),
     "collective-on-one-rank": Kind(
         "error",
-        "only one rank calls a collective, so it waits for ever",
+        "only one rank calls a collective, so it waits forever",
         "call it on all ranks: move it out of the condition",
     ),
     "ddp-forward-on-one-rank": Kind(
