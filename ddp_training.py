@@ -19,7 +19,6 @@ The machinery is in hardened_ddp/; docs/READING_ORDER.md says what to read first
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +26,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # WHY so few imports here: these need no torch, so --help and wrong flags answer at once.
-from hardened_ddp.errors import ConfigError, CrashLoopError, HardenedError, NonFiniteError
-from hardened_ddp.ranks.error_file import is_told_by_another_rank, write_error_file
+from hardened_ddp.errors import ConfigError, HardenedError, NonFiniteError
+from hardened_ddp.ranks.error_file import (
+    is_told_by_another_rank,
+    report_failure,
+    write_error_file,
+)
 from hardened_ddp.ranks.launch import (
     Launch,
     environment,
@@ -36,9 +39,8 @@ from hardened_ddp.ranks.launch import (
     prepare_environment,
     prepare_signals,
     read_launch,
-    stop_launcher,
 )
-from hardened_ddp.settings.cli import Request, parse
+from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import Resolved, resolve
 from hardened_ddp.settings.manual import help_text
 from hardened_ddp.settings.wording import as_typed
@@ -60,7 +62,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hardened_ddp")
 
-TOOLS = ("doctor", "explain", "watch", "report", "verify-ledger", "audit", "drill")
+TOOLS = ("doctor", "explain", "watch", "report", "verify-ledger", "audit")
 CONFIG = Path(__file__).with_name("config.yaml")  # the settings that every start uses
 
 
@@ -71,7 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if request.command == "help":
             print(help_text(request.options["topic"]))
             return 0
-        if request.command in TOOLS:
+        if request.command == "drill":
+            from drills.command import run_drills
+
+            return run_drills(request, output=sys.stdout, env=environment())
+        if request.command in TOOLS:  # none of them trains, or waits for torch to be imported
+            from hardened_ddp.diagnosis.tools import run_tool
+
             return run_tool(request)
         sys.path.append(str(Path.cwd()))  # for models and datasets named package.module:callable
         if request.command == "export":
@@ -97,39 +105,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130  # what a shell gives for Ctrl-C
 
 
-def run_tool(request: Request) -> int:
-    """Run a command that trains nothing; none of them waits for torch to be imported."""
-    match request.command:
-        case "doctor":
-            from hardened_ddp.diagnosis.doctor import run_doctor
-
-            return run_doctor(output=sys.stdout, env=environment())
-        case "explain":
-            from hardened_ddp.diagnosis.explain.command import run_explain
-
-            logs, wants_json = request.options["log"].splitlines(), bool(request.options["json"])
-            return run_explain(logs, wants_json=wants_json, output=sys.stdout, progress=sys.stderr)
-        case "watch":
-            from hardened_ddp.diagnosis.watch import run_watch
-
-            return run_watch(request.options, output=sys.stdout)
-        case "report":
-            from hardened_ddp.diagnosis.report import run_report
-
-            return run_report(request.options, output=sys.stdout)
-        case "verify-ledger":
-            from hardened_ddp.diagnosis.ledger_check import check_ledger
-
-            return check_ledger(Path(request.options["run"]), output=sys.stdout)
-        case "audit":
-            from hardened_ddp.diagnosis.audit.command import run_audit
-
-            return run_audit(request, output=sys.stdout, env=environment())
-    from drills.command import run_drills
-
-    return run_drills(request, output=sys.stdout, env=environment())
-
-
 def run_ranks(
     settings: Resolved, launch: Launch, work: Callable[[Group], int], *, trains: bool = False
 ) -> int:
@@ -144,14 +119,14 @@ def run_ranks(
     start_up = StartUp(tracker, launch, debug=debug)
     tracker.begin("importing torch")
     # WHY here: it imports torch, which takes a second, and everything above answers without it.
-    from hardened_ddp.ranks.device import pick_device
+    from hardened_ddp.ranks.device import name_lines_of_failures, pick_device
     from hardened_ddp.ranks.group import open_group
     from hardened_ddp.ranks.seeding import seed_run
     from hardened_ddp.step.failure import errors_published
     from hardened_ddp.training.optimizer_trial import check_imports
 
     if debug:
-        name_more_lines()
+        name_lines_of_failures()
     try:
         seed_run(config.seed, deterministic=config.deterministic)
         if trains:
@@ -174,29 +149,10 @@ def run_ranks(
                 return work(group)
         finally:
             group.close()
-    except HardenedError as error:
-        log.error("%s", error)
-        for raised in (error, error.__cause__):
-            for note in getattr(raised, "__notes__", ()):
-                log.error("%s", note)
-        write_error_file(error, environment())
-        if isinstance(error, CrashLoopError):
-            stop_launcher(launch)
-        return error.exit_status
     except Exception as error:
-        write_error_file(error, environment())
-        log.exception("[DDP-X01] an error that this program does not know; its traceback:")
-        return HardenedError.exit_status
+        return report_failure(error, launch)
     finally:
         start_up.close()
-
-
-def name_more_lines() -> None:
-    """Let an error in backward name its line of forward, and a crash the lines of all threads."""
-    import torch
-
-    torch.autograd.set_detect_anomaly(True, check_nan=False)
-    faulthandler.enable()
 
 
 def evaluate(settings: Resolved, group: Group, output: str) -> int:

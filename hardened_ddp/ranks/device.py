@@ -1,5 +1,6 @@
 """The device of this rank (its own GPU, else the CPU) and the backend of its collectives."""
 
+import faulthandler
 from typing import Literal, assert_never
 
 import torch
@@ -66,3 +67,9 @@ def choose_backend(device: torch.device, backend: Backend) -> Literal["nccl", "g
             return backend
         case _:
             assert_never(backend)
+
+
+def name_lines_of_failures() -> None:
+    """Let an error in backward name its line of forward, and a crash the lines of all threads."""
+    torch.autograd.set_detect_anomaly(True, check_nan=False)
+    faulthandler.enable()

@@ -1,20 +1,40 @@
-"""torch elastic's error file: torchrun's last block shows what it says.
+"""The end of a rank that failed: what the log says, and torch elastic's error file.
 
-Owns the file's format. Without it that block says `error_file: <N/A>`, below our own message.
+Owns the file's format. torchrun's last block shows what it says; without it that block has
+`error_file: <N/A>`, below our own message.
 Does not own: who failed first; torchrun takes the rank with the earliest time.
 """
 
 import json
 import logging
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from hardened_ddp.errors import PeerLostError
+from hardened_ddp.errors import CrashLoopError, HardenedError, PeerLostError
+from hardened_ddp.ranks.launch import Launch, environment, stop_launcher
 
 log = logging.getLogger(__name__)
 
 _NAME = "TORCHELASTIC_ERROR_FILE"
+
+
+def report_failure(error: Exception, launch: Launch) -> int:
+    """Log why this rank ends, tell its launcher, and return the exit status. Rank-local."""
+    write_error_file(error, environment())
+    if not isinstance(error, HardenedError):
+        log.error(
+            "[DDP-X01] an error that this program does not know; its traceback:", exc_info=error
+        )
+        return HardenedError.exit_status
+    log.error("%s", error)
+    for raised in (error, error.__cause__):
+        for note in getattr(raised, "__notes__", ()):
+            log.error("%s", note)
+    if isinstance(error, CrashLoopError):
+        stop_launcher(launch)
+    return error.exit_status
 
 
 def write_error_file(error: BaseException, env: Mapping[str, str]) -> None:
@@ -29,7 +49,10 @@ def write_error_file(error: BaseException, env: Mapping[str, str]) -> None:
     info = {"py_callstack": text, "timestamp": str(int(time.time()))}
     entry = {"message": {"message": text, "extraInfo": info}}
     try:
-        Path(path).write_text(json.dumps(entry), encoding="utf-8")
+        # WHY renamed: torchrun's agent reads it at any moment, and fails on half of one
+        partial = Path(f"{path}.{os.getpid()}")
+        partial.write_text(json.dumps(entry), encoding="utf-8")
+        partial.replace(path)
     except OSError as problem:
         log.warning("torchrun's error file can't be written: %s", problem)
 

@@ -1,0 +1,42 @@
+"""The commands that train nothing: each is imported only when it is asked for.
+
+Owns the choice by name. WHY not imported above: explain and watch answer in a fraction of a second,
+and no command waits for what only another one needs.
+"""
+
+import sys
+from pathlib import Path
+
+from hardened_ddp.ranks.launch import environment
+from hardened_ddp.settings.cli import Request
+
+
+def run_tool(request: Request) -> int:
+    """Run the command of request; return the exit status. Raises HardenedError."""
+    match request.command:
+        case "doctor":
+            from hardened_ddp.diagnosis.doctor import run_doctor
+
+            return run_doctor(output=sys.stdout, env=environment())
+        case "explain":
+            from hardened_ddp.diagnosis.explain.command import run_explain
+
+            logs, wants_json = request.options["log"].splitlines(), bool(request.options["json"])
+            return run_explain(logs, wants_json=wants_json, output=sys.stdout, progress=sys.stderr)
+        case "watch":
+            from hardened_ddp.diagnosis.watch import run_watch
+
+            return run_watch(request.options, output=sys.stdout)
+        case "report":
+            from hardened_ddp.diagnosis.report import run_report
+
+            return run_report(request.options, output=sys.stdout)
+        case "verify-ledger":
+            from hardened_ddp.diagnosis.ledger_check import check_ledger
+
+            return check_ledger(Path(request.options["run"]), output=sys.stdout)
+        case "audit":
+            from hardened_ddp.diagnosis.audit.command import run_audit
+
+            return run_audit(request, output=sys.stdout, env=environment())
+    raise ValueError(f"{request.command} is no command of run_tool")
