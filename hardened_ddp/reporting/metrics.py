@@ -23,6 +23,7 @@ import torch
 from hardened_ddp.reporting import event_file, pictures
 from hardened_ddp.reporting.background import ReportWriter
 from hardened_ddp.reporting.sinks import FileSink
+from hardened_ddp.reporting.trackers import TrackerThread
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +36,19 @@ _CLOSE_LIMIT_S = 10.0
 class MetricsLog:
     """Writes the numbers of one run. On ranks other than 0 every call does nothing."""
 
-    def __init__(self, folder: Path, *, tensorboard: bool, is_main: bool) -> None:
-        """Does not touch the disk: the writer thread opens the files at the first write."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tensorboard: bool,
+        is_main: bool,
+        trackers: Sequence[TrackerThread] = (),
+    ) -> None:
+        """Does not touch the disk: the writer thread opens the files at the first write.
+
+        trackers: of rank 0, which get the same values.
+        """
+        self._trackers = trackers
         self._is_main = is_main
         self._has_board = tensorboard and is_main
         self._lines = FileSink(folder / "metrics.jsonl", keep_bytes=_KEEP_BYTES)
@@ -57,6 +69,8 @@ class MetricsLog:
         if self._is_main:
             numbers = {name: float(number) for name, number in values.items()}
             self._writer.do(partial(self._add_scalars, step, numbers, time.time()))
+            for tracker in self._trackers:
+                tracker.log(step, numbers)
 
     def images(self, step: int, tag: str, images: torch.Tensor, titles: Sequence[str]) -> None:
         """Write up to 16 images (N, C, H, W) of any range as one grid, and their titles as text."""
@@ -71,7 +85,9 @@ class MetricsLog:
         self._add_text(0, tag, f"```\n{text}\n```")
 
     def close(self) -> None:
-        """Write what is left and close. Takes a few seconds at most, even if the disk hangs."""
+        """Write what is left and close. Takes a limited time, even if a disk or tracker hangs."""
+        for tracker in self._trackers:
+            tracker.close()
         if not self._writer.close(timeout_s=_CLOSE_LIMIT_S):
             log.warning("the disk does not answer: the last metrics may be missing in the files")
             return

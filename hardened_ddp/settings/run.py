@@ -2,13 +2,26 @@
 
 from dataclasses import dataclass
 
-from hardened_ddp.settings.declare import COUNT, COUNT_OR_ZERO, Shape, setting
+from hardened_ddp.settings.declare import COUNT, COUNT_OR_ZERO, IMPORT_PATH, Shape, setting
 
 # WHY the first character: a leading dash reads as a flag, a leading dot hides the folder
 FOLDER_NAME = Shape(
     pattern=r"([A-Za-z0-9_][A-Za-z0-9._-]{0,127})?",
     words="letters, digits, dots, dashes, underscores; no dot or dash first; 128 at most",
 )
+
+TENSORBOARD, WANDB, NO_TRACKER = "tensorboard", "wandb", "none"
+_ONE_TRACKER = rf"({TENSORBOARD}|{WANDB}|{IMPORT_PATH.pattern})"
+TRACKERS = Shape(
+    pattern=rf"{NO_TRACKER}|{_ONE_TRACKER}( *, *{_ONE_TRACKER})*",
+    words=f"{TENSORBOARD}, {WANDB}, package.module:Class, separated by commas, or {NO_TRACKER}",
+)
+
+
+def tracker_names(tracker: str) -> list[str]:
+    """Split the setting tracker into names, each once."""
+    names = [name.strip() for name in tracker.split(",")]
+    return [name for name in dict.fromkeys(names) if name != NO_TRACKER]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +55,18 @@ class RunConfig:
         "folder inside one.",
     )
     tensorboard: bool = setting(
-        True, "Write curves for TensorBoard into the run folder.", may_differ=True
+        True,
+        "Write curves for TensorBoard into the run folder, if tracker names it.",
+        may_differ=True,
+    )
+    tracker: str = setting(
+        "tensorboard",
+        "Where the curves go besides metrics.jsonl, separated by commas: tensorboard, wandb "
+        "(Weights & Biases; WANDB_MODE=offline needs no network), or your class with "
+        "log(step, values) and close() as package.module:Class. none: nowhere. A tracker that "
+        "fails never stops training.",
+        shape=TRACKERS,
+        may_differ=True,
     )
     progress: bool | None = setting(
         None, "Show a progress bar. auto: if the output is a terminal.", may_differ=True

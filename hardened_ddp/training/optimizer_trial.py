@@ -29,6 +29,7 @@ from hardened_ddp.ranks.seeding import seed_update
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.optimizer import OptimizerConfig
+from hardened_ddp.training.tracking import check_trackers
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +38,13 @@ _PER_GROUP = 2  # stand-ins of each group: the smallest parameters, of different
 
 
 def check_imports(config: Config) -> None:
-    """Import the user's optimizer, schedule and collate, before the ranks meet. Rank-local.
+    """Import the user's optimizer, schedule, collate and trackers, before the ranks meet.
 
+    Rank-local.
     WHY early: a wrong name then ends the run at once, without a run folder. Raises OptimizerError,
-    DataError.
+    DataError, ConfigError.
     """
+    check_trackers(config)
     find_optimizer(config.optimizer)
     if isinstance(config.optimizer.lr_schedule, ImportPath):
         path = config.optimizer.lr_schedule

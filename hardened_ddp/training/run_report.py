@@ -27,6 +27,7 @@ from hardened_ddp.step.progress import Progress
 from hardened_ddp.task.task import described, shortly_described
 from hardened_ddp.training.evaluation import Evaluation
 from hardened_ddp.training.profiling import profiled, start_profile
+from hardened_ddp.training.tracking import has_tensorboard, make_trackers
 
 T = TypeVar("T")
 
@@ -48,7 +49,12 @@ class RunReport:
         if self.is_main:
             withdraw_summary(folder)
         run = parts.config.run
-        self.metrics = MetricsLog(folder, tensorboard=run.tensorboard, is_main=self.is_main)
+        self.metrics = MetricsLog(
+            folder,
+            tensorboard=has_tensorboard(parts.config),
+            is_main=self.is_main,
+            trackers=make_trackers(parts.config, folder, is_main=self.is_main),
+        )
         self.bar = ProgressBar(
             total_steps=parts.length.total if parts.length.is_known else None,
             initial_step=step,
@@ -241,7 +247,7 @@ class RunReport:
                 self.folder,
                 status=status,
                 result=described(self.parts.task.test_metrics, tested, of="test") if tested else "",
-                has_tensorboard=self.parts.config.run.tensorboard,
+                has_tensorboard=has_tensorboard(self.parts.config),
             ):
                 log.info("%s", line)
 

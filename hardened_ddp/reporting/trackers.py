@@ -1,0 +1,79 @@
+"""Trackers: where the curves of a run go besides metrics.jsonl, such as Weights & Biases.
+
+Owns the seam for trackers, and one thread for each: a tracker that is slow, hangs or raises is
+named once and left behind, and training goes on. A tracker is any class such as
+
+    class MyTracker:
+        def __init__(self, *, folder: Path, settings: Mapping[str, Any]) -> None: ...
+        def log(self, step: int, values: Mapping[str, float]) -> None: ...
+        def close(self) -> None: ...
+
+Only rank 0 has trackers. All three are called in the tracker's own thread, one after the other.
+Does not own: TensorBoard, whose files are written without its package (event_file.py).
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol
+
+from hardened_ddp.reporting.background import ReportWriter
+
+log = logging.getLogger(__name__)
+
+_CLOSE_LIMIT_S = 30.0
+"""How long the end of a run waits for a tracker that sends its last values over a network."""
+
+
+class Tracker(Protocol):
+    """Takes the values of a run."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class TrackerThread:
+    """One tracker, behind a thread. None of its methods raises or waits, but for close."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
+        """make: builds the tracker; called in the thread, at the first values."""
+        self.name = name
+        self._make = make
+        self._tracker: Tracker | None = None
+        self._has_failed = False
+        self._writer = ReportWriter(flush=lambda: True, name=f"tracker-{name}")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Pass values on."""
+        if not self._has_failed:
+            self._writer.do(partial(self._do, partial(self._log, step, values)))
+
+    def close(self) -> None:
+        """Let the tracker finish, for half a minute at most."""
+        self._writer.do(partial(self._do, self._close))
+        if not self._writer.close(timeout_s=_CLOSE_LIMIT_S):
+            log.warning("tracker %s does not end: its last values may be missing", self.name)
+
+    def _log(self, step: int, values: Mapping[str, float]) -> None:
+        if self._tracker is None:
+            self._tracker = self._make()
+        self._tracker.log(step, values)
+
+    def _close(self) -> None:
+        if self._tracker is not None:
+            self._tracker.close()
+
+    def _do(self, work: Callable[[], None]) -> None:
+        if self._has_failed:
+            return
+        try:
+            work()
+        except Exception as error:  # WHY broad: a foreign program, which may raise anything
+            self._has_failed = True
+            log.warning(
+                "tracker %s failed, training continues without it: %s: %s",
+                self.name,
+                type(error).__name__,
+                error,
+            )
+            log.debug("the traceback of tracker %s", self.name, exc_info=True)

@@ -1,0 +1,113 @@
+"""Trackers: what they get, and that none of them stops training."""
+
+import json
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardened_ddp.reporting.metrics import MetricsLog
+from hardened_ddp.reporting.trackers import TrackerThread
+from tests.ranks import train
+from tests.settings_given import problem_of, settings_of
+
+ARGV = ["--cpu_only", "--max_steps", "4", "--log_interval", "2", "--run_name", "r"]
+
+
+class Recorder:
+    """Writes what it gets into the run folder."""
+
+    def __init__(self, *, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.file = (folder / "recorded.jsonl").open("w")
+        self.log(-1, {"batch_size": settings["batch_size"]})
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.file.write(json.dumps([step, *values.items()]) + "\n")
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class Broken(Recorder):
+    """Fails at its second value, as a tracker whose server went away."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step > 0:
+            raise ConnectionError("no route to host")
+
+
+def test_a_tracker_gets_what_metrics_jsonl_gets_and_a_broken_one_is_left_behind(
+    tmp_path: Path,
+) -> None:
+    names = "tests.test_trackers:Broken, tests.test_trackers:Recorder"
+    finished = train([*ARGV, "--output_dir", tmp_path, "--tracker", names], 2).ok()
+    said = "tracker tests.test_trackers:Broken failed, training continues without it"
+    assert finished.output.count(said) == 1
+    assert "no route to host" in finished.output
+    folder = tmp_path / "r"
+    first, *recorded = map(json.loads, (folder / "recorded.jsonl").open())
+    assert first == [-1, ["batch_size", 32]]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    assert [entry[0] for entry in recorded] == [line["step"] for line in lines]
+    assert [dict(entry[1:]).get("loss/train") for entry in recorded] == [
+        line.get("loss/train") for line in lines
+    ]
+    assert not (folder / "tensorboard").exists()
+    assert "TensorBoard:" not in finished.output
+
+
+def test_a_tracker_that_hangs_holds_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("hardened_ddp.reporting.trackers._CLOSE_LIMIT_S", 0.05)
+    release = threading.Event()
+
+    class Hanging:
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            release.wait(60)
+
+        def close(self) -> None: ...
+
+    tracker = TrackerThread("slow", Hanging)
+    metrics = MetricsLog(tmp_path, tensorboard=False, is_main=True, trackers=[tracker])
+    try:
+        for step in range(3):
+            metrics.scalars(step, {"loss/train": 1.0})
+        metrics.close()
+    finally:
+        release.set()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert "tracker slow does not end" in caplog.text
+
+
+def test_weights_and_biases_keeps_one_run_for_a_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="requirements-extras.txt has it")
+    env = {"WANDB_MODE": "offline", "HOME": str(tmp_path), "WANDB_ERROR_REPORTING": "false"}
+    argv = [*ARGV, "--output_dir", tmp_path, "--tracker", "tensorboard,wandb"]
+    finished = train(argv, 1, env=env, timeout_s=240).ok()
+    assert "failed, training continues" not in finished.output
+    folder = tmp_path / "r" / "wandb"
+    run_id = (folder / "run-id.txt").read_text().strip()
+    train([*argv, "--max_steps", "6"], 1, env=env, timeout_s=240).ok()
+    assert (folder / "run-id.txt").read_text().strip() == run_id
+    written = list(folder.glob("offline-run-*/*.wandb"))
+    assert len(written) == 2
+    assert all(run_id in path.name and path.stat().st_size > 0 for path in written)
+    assert (tmp_path / "r" / "tensorboard").is_dir()
+
+
+@pytest.mark.parametrize("word", ["tensorbord", "wandb,", "tensorboard wandb", "none,wandb"])
+def test_an_unknown_tracker_is_refused(word: str) -> None:
+    assert "needs tensorboard, wandb, package.module:Class" in problem_of(f"--tracker '{word}'")
+
+
+def test_a_tracker_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    finished = train([*ARGV, "--output_dir", tmp_path, "--tracker", "tests.plugins:NoSuch"], 1)
+    assert finished.statuses == (2,)
+    assert "--tracker tests.plugins:NoSuch can't be imported" in finished.output
+    assert not (tmp_path / "r").exists()
+    assert settings_of("--tracker none").config.run.tracker == "none"
