@@ -245,7 +245,7 @@ def _has_gpus(backend: str, num_ranks: int) -> bool:
 def _word(value: Any) -> str:  # Any: the type of the setting
     from hardened_ddp.settings.record import yaml_word
 
-    return yaml_word(value)
+    return value if isinstance(value, str) else yaml_word(value)  # a flag's text has no quotes
 
 
 def _list_command() -> str:

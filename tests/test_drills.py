@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from drills.command import list_faults, markdown, report, write_table
+from drills.command import list_faults, markdown, read_work, report, write_table
 from drills.fault import Fault
 from drills.faults import all_faults, find
 from drills.injections import Board, Injection
 from drills.processes import SCRIPT
 from drills.runner import Drills
 from hardened_ddp.errors import HardenedError
+from hardened_ddp.settings.cli import parse
 from tests.commands import run_command
 from tests.documents import DRILLS, TROUBLES, table_rows
 from tests.forked_drills import forked_drills
@@ -204,6 +205,12 @@ class TestCommand:
         completed = run_command(["python", "ddp_training.py", "drill", *words], timeout_s=30)
         assert completed.status == 2
         assert told in completed.stderr
+
+    def test_settings_reach_the_ranks_as_they_were_typed(self) -> None:
+        words = ["nan-once", "--amp", "off", "--optimizer_args", "{eps: 0.1}", "--cpu_only"]
+        flags = read_work(parse(["drill", *words]), 2).flags
+        assert "--amp=off" in flags  # not "off", as YAML needs it
+        assert "--optimizer_args={eps: 0.1}" in flags
 
     @pytest.mark.slow
     def test_a_work_that_fails_by_itself_is_told_and_has_status_1(self, tmp_path: Path) -> None:

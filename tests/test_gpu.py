@@ -1,11 +1,13 @@
 """Faults within steps on a real GPU: memory that is really gone, 16-bit training, a shared GPU."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.gpu.checks import CHECKS
 from hardened_ddp.step.boundary import DeviceEvent, copy_beside
 from tests.ranks import train
 from tests.run_folder import last_tensors, only_run
@@ -20,6 +22,11 @@ POINTS = ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 48}", "
 POINTS += ["--epochs", "3", "--log_interval", "1", "--eval_every", "0", "--num_workers", "0"]
 POINTS += ["--deterministic"]
 SHARED = ["--backend", "gloo"]  # two ranks on one GPU, which NCCL refuses
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_what_only_a_gpu_has_works(check: Callable[[torch.device], str]) -> None:
+    check(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])

@@ -1,0 +1,202 @@
+"""What is to be tried first on a GPU, one function each: it raises AssertionError if it fails.
+
+    python -m benchmarks.gpu.checks [--device cpu]      PASS or MISS for each
+
+On the CPU these show only that they run; the waits and the sizes that they check are a GPU's. Some
+also return a figure for the report. tests/test_gpu.py runs the same functions.
+"""
+
+import argparse
+import contextlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.model.buckets import flag_of
+from hardened_ddp.model.checksum import checksums
+from hardened_ddp.model.optimizer import allocate_state, build_optimizer, skips_by_flag
+from hardened_ddp.model.precision import Precision
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import read_launch
+from hardened_ddp.settings.optimizer import OptimizerConfig
+from hardened_ddp.step.late import Flag
+from hardened_ddp.step.progress import Totals
+from hardened_ddp.task.classification import Classification
+from hardened_ddp.task.first_mistakes import FirstMistakes
+
+_MIB = 2**20
+_MOST_WORKSPACE_MIB = 300  # of checksums: two workspaces of 128 MiB
+
+
+def nan_and_inf_are_found_in_every_type(device: torch.device) -> str:
+    """One norm of all gradients finds NaN and inf, and large numbers in 16 bits are none."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        large = torch.full((4096,), torch.finfo(dtype).max / 2, dtype=dtype, device=device)
+        assert flag_of([large, large]).item() == 0.0, dtype
+        for bad in (float("nan"), float("inf"), -float("inf")):
+            broken = large.clone()
+            broken[7] = bad
+            assert flag_of([large, broken]).item() == 1.0, (dtype, bad)
+    return ""
+
+
+def fused_optimizers_skip_a_step_whose_flag_is_up(device: torch.device) -> str:
+    """found_inf of 1.0 leaves weights and state as they are, also those of the step count."""
+    for name in ("adamw", "adam", "sgd"):
+        model = nn.Linear(64, 64).to(device)
+        optimizer = build_optimizer(model.parameters(), OptimizerConfig(optimizer=name))
+        assert skips_by_flag(optimizer), f"{name} is not fused on {device}"
+        allocate_state(optimizer)
+        precision = Precision("off", device)
+        for flag, changes in ((0.0, True), (1.0, False), (0.0, True)):
+            model(torch.ones(2, 64, device=device)).square().sum().backward()
+            before = _copies(model, optimizer)
+            precision.leave_out(optimizer, torch.tensor(flag, device=device))
+            optimizer.step()
+            optimizer.zero_grad()
+            same = [
+                torch.equal(a, b) for a, b in zip(before, _copies(model, optimizer), strict=True)
+            ]
+            assert changes != all(same), (name, flag)
+    return ""
+
+
+def the_scale_of_fp16_is_taken_back(device: torch.device) -> str:
+    """A step that was left out lowers the scale; go_back restores it, without a wait before."""
+    if device.type != "cuda":
+        return "no fp16 on the CPU"
+    precision = Precision("fp16", device)
+    assert precision.scaler is not None
+    model = nn.Linear(8, 8).to(device)
+    optimizer = build_optimizer(model.parameters(), OptimizerConfig())
+    with _no_wait(device):
+        mark = precision.mark()
+        precision.scaler.scale(model(torch.ones(2, 8, device=device)).sum()).backward()
+        precision.leave_out(optimizer, torch.ones((), device=device))
+    before = precision.state()
+    precision.scaler.step(optimizer)
+    precision.scaler.update()
+    assert precision.state()["scale"] < before["scale"]
+    precision.go_back(mark)
+    assert precision.state() == before
+    return ""
+
+
+def a_flag_is_queued_without_a_wait(device: torch.device) -> str:
+    """Computing the flag of a step, its copy and the sums of its losses never wait."""
+    gradients = [torch.ones(1000, device=device) for _ in range(20)]
+    task = Classification(num_classes=4)
+    totals = Totals(task, device)
+    batch = Batch(
+        torch.rand(8, 3, 4, 4, device=device),
+        torch.zeros(8, dtype=torch.int64, device=device),
+        torch.arange(8),
+    )
+    score = task.score(torch.rand(8, 4, device=device), batch)
+    mistakes = FirstMistakes(task)
+    Flag(flag_of(gradients)).is_up()  # allocates the pinned memory
+    with _no_wait(device):
+        flag = Flag(flag_of(gradients))
+        totals.mark()
+        totals.add(score, 8)
+        for _ in range(3):
+            mistakes.add(batch, score)
+        mistakes.copy()
+    assert not flag.is_up()
+    assert totals.read(_alone(device))["samples"] == 8.0
+    assert all("said" in mistake.caption for mistake in mistakes.read())
+    return ""
+
+
+def checksums_need_little_memory(device: torch.device) -> str:
+    """Comparing replicas takes a workspace of a fixed size, also for large weights."""
+    size = 2**28 if device.type == "cuda" else 2**16
+    weights = {"weights": torch.ones(size, device=device)}
+    first = checksums(weights)
+    with _peak_mib(device) as peak:
+        second = checksums(weights)
+    assert torch.equal(first, second)
+    weights["weights"].view(-1)[size // 3] += 1
+    assert not torch.equal(first, checksums(weights))
+    assert peak[0] <= _MOST_WORKSPACE_MIB, f"{peak[0]:.0f} MiB"
+    return f"workspace {peak[0]:.0f} MiB"
+
+
+def sums_after_backward_copy_the_gradients_once(device: torch.device) -> str:
+    """Where no hook sends gradients, adding them up needs one copy of them."""
+    num = 2**26 if device.type == "cuda" else 2**12
+    gradients = [torch.ones(num // 16, device=device) for _ in range(16)]
+    with _peak_mib(device) as peak:
+        _alone(device).sum_each_(gradients)
+    share = peak[0] / (num * 4 / _MIB)
+    assert share <= 1.1, f"{share:.2f} x the gradients"
+    return f"{share:.2f} x the gradients"
+
+
+CHECKS: tuple[Callable[[torch.device], str], ...] = (
+    nan_and_inf_are_found_in_every_type,
+    fused_optimizers_skip_a_step_whose_flag_is_up,
+    the_scale_of_fp16_is_taken_back,
+    a_flag_is_queued_without_a_wait,
+    checksums_need_little_memory,
+    sums_after_backward_copy_the_gradients_once,
+)
+
+
+def main() -> int:
+    """Run all, and print a line for each."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--device", default="cuda")
+    device = torch.device(parser.parse_args().device)
+    num_missed = 0
+    for check in CHECKS:
+        name = check.__name__.replace("_", " ")
+        try:
+            print(f"PASS\t{name}\t{check(device)}", flush=True)
+        except Exception as error:  # WHY broad: the others are still to be tried
+            num_missed += 1
+            traceback.print_exc()
+            print(f"MISS\t{name}\t{type(error).__name__}: {error}".partition("\n")[0], flush=True)
+    return 1 if num_missed else 0
+
+
+@contextlib.contextmanager
+def _no_wait(device: torch.device) -> Iterator[None]:
+    """Raise if something inside waits for the GPU."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextlib.contextmanager
+def _peak_mib(device: torch.device) -> Iterator[list[float]]:
+    """Give the memory that is needed inside, beyond what was taken before; 0 on the CPU."""
+    found = [0.0]
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    yield found
+    if device.type == "cuda":
+        found[0] = (torch.cuda.max_memory_allocated(device) - before) / _MIB
+
+
+def _copies(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    states = [t for state in optimizer.state.values() for t in state.values()]
+    return [t.detach().clone() for t in [*model.parameters(), *states] if t is not None]
+
+
+def _alone(device: torch.device) -> Group:
+    return Group(read_launch({}), device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

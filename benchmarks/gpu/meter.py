@@ -1,0 +1,95 @@
+"""Measures a training program from inside of its rank: times, memory, kernels, waits.
+
+    GPU_METER={"file": ..., "steps": 40, "batch_size": 8}
+
+The bare loop (bare.py) and this project (`--model benchmarks.gpu.meter:build`) are measured by the
+same hook, behind each optimizer step. After WARM_UP steps: so many steps are timed between two
+waits for the device; then PROFILED steps are recorded by torch's profiler.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from benchmarks.gpu import works
+
+WARM_UP = 10
+PROFILED = 5
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+class Meter:
+    """Counts optimizer steps, and measures at some of them."""
+
+    def __init__(self, *, file: str, steps: int, batch_size: int, started_at: float) -> None:
+        self._file, self._steps, self._batch_size = file, steps, batch_size
+        self._started_at = started_at
+        self._count = 0
+        self._began = 0.0
+        self._found: dict[str, float] = {}
+        self._profile: Any = None  # torch.profiler.profile
+        self._uses_gpu = torch.cuda.is_available()
+
+    def after_step(self, *_: object) -> None:
+        """Take one step. As a hook of torch's optimizers."""
+        self._count += 1
+        if self._count == 1:
+            self._wait()
+            self._found["first_step_s"] = time.time() - self._started_at
+        elif self._count == WARM_UP:
+            self._began = self._wait()
+        elif self._count == WARM_UP + self._steps:
+            seconds = self._wait() - self._began
+            self._found["samples_per_s"] = self._steps * self._batch_size / seconds
+            self._found["peak_mib"] = self._peak_mib()
+            self._start_profile()
+        elif self._count == WARM_UP + self._steps + PROFILED:
+            self._end_profile()
+            Path(self._file).write_text(json.dumps(self._found), encoding="utf-8")
+
+    def _wait(self) -> float:
+        if self._uses_gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _peak_mib(self) -> float:
+        if self._uses_gpu:
+            return torch.cuda.max_memory_allocated() / 2**20
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        peak = next(line for line in lines if line.startswith("VmHWM"))
+        return int(peak.split()[1]) / 1024
+
+    def _start_profile(self) -> None:
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        kinds += [torch.profiler.ProfilerActivity.CUDA] if self._uses_gpu else []
+        self._profile = torch.profiler.profile(activities=kinds)
+        self._profile.start()
+
+    def _end_profile(self) -> None:
+        self._wait()
+        self._profile.stop()
+        events = list(self._profile.events())
+        on_gpu = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+        kernels = on_gpu if self._uses_gpu else [e for e in events if e.name.startswith("aten::")]
+        waits = [e for e in events if e.name in WAITS]
+        self._found["kernels"] = len(kernels) / PROFILED
+        # WHY less one: the wait above
+        self._found["waits"] = (len(waits) - self._uses_gpu) / PROFILED
+
+
+def install() -> None:
+    """Measure this process, if $GPU_METER asks for it."""
+    if "GPU_METER" in os.environ:
+        register_optimizer_step_post_hook(Meter(**json.loads(os.environ["GPU_METER"])).after_step)
+
+
+def build(work: str, small: bool) -> nn.Module:
+    """Build the model of a work and begin to measure, for --model."""
+    install()
+    return works.model(work, small=small)

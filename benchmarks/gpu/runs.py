@@ -1,0 +1,164 @@
+"""The parts of gpu_report.py that are whole runs: tests, faults, and the life of a run.
+
+Owns their commands, and what makes each of them good. Each gives the lines of the report.
+"""
+
+import json
+import re
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.equal_weights import hash_tensors
+from benchmarks.gpu.row import MISS, OPEN, PASS, ROOT, Done, Row, end_of, run
+
+DRILLS = ("memory-forward", "memory-backward", "memory-optimizer", "nan-once", "nan-repeated")
+DRILLS += ("kill-backward", "stop-backward")
+DRY_DRILLS = ("nan-once",)
+_SCRIPT = ROOT / "ddp_training.py"
+_STATES_GB = (1, 10)
+_BYTES_PER_PARAMETER = 12  # weight and two of AdamW, in fp32
+
+
+def first_tests(*, dry: bool, ends_at: float) -> list[Row]:
+    """Run the checks, and on a GPU tests/test_gpu.py."""
+    flags = ["--device", "cpu"] if dry else []
+    done = run(["python", "-m", "benchmarks.gpu.checks", *flags], limit_s=_left(ends_at))
+    lines = [
+        line.split("\t") for line in done.output.splitlines() if line[:5] in ("PASS\t", "MISS\t")
+    ]
+    rows = [Row(name, found, verdict) for verdict, name, found in lines]
+    if not rows or (done.status and all(row.verdict == PASS for row in rows)):
+        rows.append(_verdict("the checks", done))
+    if dry:
+        return rows
+    command = ["python", "-m", "pytest", "-n0", "-q", "-rA", "tests/test_gpu.py"]
+    done = run(command, limit_s=_left(ends_at))
+    found = re.findall(r"^(PASSED|FAILED|ERROR) tests/test_gpu\.py::(\S+)", done.output, re.M)
+    rows += [Row(name, "", PASS if word == "PASSED" else MISS) for word, name in found]
+    return rows if found else [*rows, _verdict("tests/test_gpu.py", done)]
+
+
+def faults(*, dry: bool, ends_at: float) -> list[Row]:
+    """Cause faults, alone and with two ranks on one GPU, which NCCL refuses and gloo allows."""
+    rows = []
+    for name in DRY_DRILLS if dry else DRILLS:
+        flags = ["--cpu_only"] if dry else ["--backend", "gloo"]
+        for amp in ("off",) if dry or not name.startswith("nan") else ("bf16", "fp16"):
+            words = ["python", _SCRIPT, "drill", name, "--amp", amp, *flags]
+            rows.append(_tried(f"drill {name}, amp {amp}, 2 ranks", words, ends_at))
+    with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:
+        rows.append(_assert_on_device(Path(folder), dry=dry, ends_at=ends_at))
+    return rows
+
+
+def checkpoints(*, dry: bool, ends_at: float) -> list[Row]:
+    """Measure the stall of a checkpoint for 1 and 10 GB of state, and the time of a restart."""
+    rows = []
+    for size_gb in (0.001,) if dry else _STATES_GB:
+        width = 256 if dry else 4096
+        depth = max(1, round(size_gb * 1e9 / _BYTES_PER_PARAMETER / width**2))
+        with tempfile.TemporaryDirectory(prefix="gpu-report-", dir=ROOT.parent) as folder:
+            argv = _argv(Path(folder), dry=dry, model=f"wide, width: {width}, depth: {depth}")
+            argv += ["--max_steps", "40", "--checkpoint_every_steps", "10"]
+            name = f"a checkpoint of {size_gb} GB: share of the time that it held up training"
+            done = run(argv, limit_s=_left(ends_at))
+            if done.status:
+                rows.append(_verdict(name, done))
+                continue
+            [run_folder] = _runs(Path(folder))
+            account = json.loads((run_folder / "summary.json").read_text(encoding="utf-8"))["time"]
+            rows.append(Row(name, f"4 checkpoints held it up {account['checkpoint']:.2f} s in all"))
+            started_at = time.monotonic()
+            more = [*argv[:-4], "--max_steps", "41", "--run_name", run_folder.name]
+            done = run(more, limit_s=_left(ends_at))
+            took_s = time.monotonic() - started_at
+            found = f"{took_s:.1f} s from the command, over one step, to the end of its last save"
+            verdict = MISS if done.status or "going on in" not in done.output else PASS
+            rows.append(
+                Row(f"a restart with {size_gb} GB", found, verdict, _details(done, verdict))
+            )
+    return rows
+
+
+def life_of_a_run(*, dry: bool, ends_at: float) -> list[Row]:
+    """Evaluate, export, resume bitwise with --deterministic; the recorder of NCCL."""
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="gpu-report-") as name:
+        folder = Path(name)
+        flags = ["--deterministic", "--channels_last", "--lr_schedule", "constant"]
+        flags += ["--checkpoint_every_steps", "5"]
+        for kind, steps in (("whole", (20,)), ("parts", (7, 20))):
+            for num in steps:
+                argv = _argv(folder / kind, dry=dry, model="images")
+                argv += [*flags, "--max_steps", str(num), "--run_name", "run"]
+                row = _tried(f"{kind}: {num} steps", argv, ends_at)
+                if row.verdict != PASS:
+                    return [*rows, row]
+        same = _weights(folder / "whole") == _weights(folder / "parts")
+        text = "stopped after 7 of 20 steps, and continued: the same weights, bit for bit"
+        rows.append(Row(text, "equal" if same else "different", PASS if same else MISS))
+        place = folder / "whole" / "run"
+        amp = ["--cpu_only"] if dry else []
+        rows.append(_tried("evaluate", ["python", _SCRIPT, "evaluate", place, *amp], ends_at))
+        words = ["python", _SCRIPT, "export", place, "--output", folder / "export"]
+        rows.append(_tried("export", words, ends_at))
+    text = "the flight recorder's dump when a collective of NCCL times out"
+    return [*rows, Row(text, "needs two GPUs: NCCL does not run two ranks on one", OPEN)]
+
+
+def _assert_on_device(folder: Path, *, dry: bool, ends_at: float) -> Row:
+    """A label out of range fails in a kernel: the run ends with a cause, and a re-run finishes."""
+    text = "a device-side assert ends the run with its cause, and the same command finishes it"
+    mark = folder / "happened"
+    argv = _argv(folder / "runs", dry=dry, model=f"asserts, mark: {mark}")
+    argv += ["--max_steps", "12", "--run_name", "run", "--checkpoint_every_steps", "2"]
+    first = run(argv, limit_s=_left(ends_at))
+    second = run(argv, limit_s=_left(ends_at))
+    is_told = "DDP-" in first.output or dry  # on the CPU the step is only retried
+    is_good = is_told and mark.exists() and second.status == 0 and (dry or first.status != 0)
+    found = f"status {first.status}, then {second.status}"
+    output = f"{first.output}\n--- again ---\n{second.output}"
+    return Row(text, found, PASS if is_good else MISS, "" if is_good else end_of(output))
+
+
+def _argv(folder: Path, *, dry: bool, model: str) -> list[str | Path]:
+    """Return the command of a run with one of the models in trials.py."""
+    argv: list[str | Path] = ["python", _SCRIPT, "--no_config", "--no_progress"]
+    argv += ["--cpu_only"] if dry else ["--single_gpu"]
+    argv += ["--dataset", "synthetic", "--dataset_args", "{num_samples: 512, image_size: 16}"]
+    argv += ["--batch_size", "8", "--eval_every", "0", "--output_dir", folder]
+    argv += ["--model", "benchmarks.gpu.trials:build", "--model_args", f"{{kind: {model}}}"]
+    return argv
+
+
+def _tried(what: str, words: list[str | Path], ends_at: float) -> Row:
+    if _left(ends_at) < 5:
+        return Row(what, "no time left in this part", OPEN)
+    started_at = time.monotonic()
+    done = run(words, limit_s=_left(ends_at))
+    return _verdict(what, done, seconds=time.monotonic() - started_at)
+
+
+def _verdict(what: str, done: Done, *, seconds: float | None = None) -> Row:
+    verdict = MISS if done.status else PASS
+    took = "" if seconds is None else f", {seconds:.0f} s"
+    return Row(what, f"status {done.status}{took}", verdict, _details(done, verdict))
+
+
+def _details(done: Done, verdict: str) -> str:
+    return "" if verdict == PASS else end_of(done.output)
+
+
+def _runs(folder: Path) -> list[Path]:
+    return [path.parent for path in folder.glob("[!.]*/summary.json")]
+
+
+def _weights(folder: Path) -> dict[str, object]:
+    """Return the fingerprint of each tensor of the last checkpoint, of model and optimizer."""
+    newest = max(folder.glob("run/checkpoints/step-*/manifest.json")).parent
+    return hash_tensors(newest / "state.safetensors")
+
+
+def _left(ends_at: float) -> float:
+    return max(1.0, ends_at - time.monotonic())

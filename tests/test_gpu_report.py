@@ -1,0 +1,97 @@
+"""The report of a machine with a GPU: its harness works, tried small on the CPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu_report
+from benchmarks.gpu import checks, meter, row, speed, works
+from tests.ranks import run_command
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
+def test_each_check_runs_on_the_cpu(check: object) -> None:
+    assert callable(check)
+    check(CPU)
+
+
+def test_a_part_replaces_its_own_section_and_keeps_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "GPU.md"
+    about = {"gpu": "H100", "versions": "torch 2.13", "commit": "1", "date": "d", "took": "1 s"}
+    good, bad = row.Row("a|b", "1.2 x", row.PASS), row.Row("c", "", row.MISS, "Traceback")
+    for name, rows in (("life", [good]), ("tests", [bad]), ("life", [bad, good])):
+        text = gpu_report.section(name, f"Title of {name}", rows, about, dry=False)
+        gpu_report.write_section(file, name, text)
+    written = file.read_text(encoding="utf-8")
+    assert written.count("## Title of life") == written.count("## Title of tests") == 1
+    assert written.index("tests") < written.index("life")
+    assert "| a\\|b | 1.2 x | PASS |" in written
+    assert "`python benchmarks/gpu_report.py --part life`, H100, torch 2.13" in written
+    assert "```text\nTraceback\n```" in written
+
+
+def test_ratios_are_taken_within_a_round() -> None:
+    def round_of(ours: float, bare: float) -> dict[str, speed.Figures]:
+        others = {"peak_mib": 1.0, "waits": 1.0, "kernels": 5.0, "first_step_s": 1.0}
+        return {
+            speed.OURS: {"samples_per_s": ours, **others, "kernels": 7.0},
+            speed.BARE: {"samples_per_s": bare, **others},
+        }
+
+    rounds = [round_of(10, 10), round_of(4, 5), round_of(30, 20)]
+    rows = speed.rows_of("mlp", rounds, bar=1.01)
+    assert rows[0].found.startswith("1.000 x")
+    assert [r.verdict for r in rows] == [row.MISS, row.PASS, row.PASS, "", ""]
+    assert rows[3].found.startswith("+2")
+    assert speed.rows_of("mlp", [], bar=1.0)[0].verdict == row.MISS
+
+
+def test_the_driver_knows_the_sizes_of_the_works() -> None:
+    for small, steps, batches in (
+        (False, speed.STEPS, speed.BATCHES),
+        (True, dict.fromkeys(works.SMALL, speed.SMALL_STEPS), speed.SMALL_BATCHES),
+    ):
+        sizes = works.sizes(small)
+        assert {name: size.steps for name, size in sizes.items()} == steps
+        assert {name: size.batch_size for name, size in sizes.items()} == batches
+    assert (meter.WARM_UP, meter.PROFILED) == (speed.WARM_UP, speed.PROFILED)
+    with torch.device("meta"):
+        gpt = works.model("gpt", small=False)
+    num_parameters = sum(parameter.numel() for parameter in gpt.parameters())
+    assert num_parameters == pytest.approx(124e6, rel=0.01)
+
+
+def test_a_command_that_hangs_is_killed_with_its_children() -> None:
+    done = row.run(["bash", "-c", "echo begun; sleep 1000 & wait"], limit_s=1.0)
+    assert done.status == 124
+    assert "begun" in done.output
+
+
+def test_without_a_gpu_it_says_so_and_a_dry_run_needs_a_file() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    done = run_command(["python", "benchmarks/gpu_report.py", "--part", "life"], timeout_s=60)
+    assert done.status == 2
+    assert "no GPU" in done.stdout
+    done = run_command(["python", "benchmarks/gpu_report.py", "--dry-run"], timeout_s=60)
+    assert done.status == 2
+    assert "--output" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", gpu_report.PARTS)
+def test_a_dry_run_of_each_part_finds_all_good(part: str, tmp_path: Path) -> None:
+    file = tmp_path / "GPU.md"
+    command = ["python", "benchmarks/gpu_report.py", "--dry-run", "--part", part]
+    done = run_command([*command, "--output", str(file)], timeout_s=600)
+    written = file.read_text(encoding="utf-8")
+    assert "dry run" in written
+    if part.startswith("speed"):  # whether a bar is met on this CPU says nothing
+        assert "not measured" not in written
+        assert "failed" not in written
+    else:
+        assert done.status == 0, written
+        assert row.MISS not in written
