@@ -1,5 +1,6 @@
 """Datasets and models that tests plug in by import path, as a user would."""
 
+import atexit
 import errno
 import gc
 import os
@@ -683,3 +684,26 @@ class Gathering(Norming):
             points = points - torch.cat(parts).mean(0)
         output: torch.Tensor = self.layer(points)
         return output
+
+
+class Wide(nn.Module):
+    """10 million weights, 40 MB; at its end the rank notes the most memory that it had, in MB."""
+
+    def __init__(self, notes: str = "") -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3, 5000), nn.Linear(5000, 2000), nn.Linear(2000, 2))
+        if notes:
+            atexit.register(_note_memory, Path(notes))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.layers(points)
+        return output
+
+
+def _note_memory(folder: Path) -> None:
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    peak = re.search(r"VmHWM:\s+(\d+) kB", status)
+    if peak is not None:
+        (folder / os.environ.get("RANK", "0")).write_text(
+            str(int(peak[1]) // 1024), encoding="utf-8"
+        )

@@ -11,7 +11,7 @@ Read next: verify.py, then stream.py.
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -293,11 +293,12 @@ class CheckpointStore:
 
 
 def load_checkpoint(
-    found: Found, *, device: torch.device | str = "cpu"
+    found: Found, *, device: torch.device | str = "cpu", names: Sequence[str] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, JSON]]:
     """Read a verified checkpoint: tensors that own their memory, and meta.
 
-    Rank-local. Raises CheckpointError if the file changed since it was verified.
+    names: only these tensors. Rank-local. Raises CheckpointError if the file changed since it was
+    verified.
     """
     try:
         is_same = stamp_of(found.state_path.lstat()) == found.stamp
@@ -305,8 +306,11 @@ def load_checkpoint(
         is_same = False
     if not is_same:
         raise CheckpointError(f"{found.state_path} changed since it was verified")
-    tensors = read_tensors(found.state_path, device=device)
-    lines = differences(found.manifest.tensors, specs_of(tensors))
+    tensors = read_tensors(found.state_path, device=device, names=names)
+    expected = found.manifest.tensors
+    if names is not None:
+        expected = {name: expected[name] for name in names}
+    lines = differences(expected, specs_of(tensors))
     if lines:
         text = "\n  ".join(lines)
         raise CheckpointError(f"{found.path}: its file and its manifest differ\n  {text}")

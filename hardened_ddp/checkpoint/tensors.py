@@ -12,7 +12,7 @@ SIGBUS when the file is truncated; so each one is copied.
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -127,13 +127,18 @@ def plan_file(tensors: Mapping[str, Tensor]) -> FilePlan:
     )
 
 
-def read_tensors(path: Path, *, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Read all tensors of a verified file; each owns its memory. Raises CheckpointError."""
+def read_tensors(
+    path: Path, *, device: torch.device | str = "cpu", names: Sequence[str] | None = None
+) -> dict[str, Tensor]:
+    """Read tensors of a verified file; each owns its memory. Raises CheckpointError.
+
+    names: which; None: all.
+    """
     on_cpu = torch.device(device).type == "cpu"
     found: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            for name in file.keys():  # noqa: SIM118 - the library's object is not a mapping
+            for name in file.keys() if names is None else names:
                 mapped: Tensor = file.get_tensor(name)
                 found[name] = mapped.clone() if on_cpu else mapped.to(device)
     except (OSError, SafetensorError, ValueError) as error:

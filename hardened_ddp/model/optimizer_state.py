@@ -68,7 +68,10 @@ def restore_state(
     tensors: Mapping[str, Tensor],
     rest: Mapping[str, Tree],
 ) -> None:
-    """Load a state that save_state returned, into the optimizer and schedule of a run."""
+    """Load a state that save_state returned, into the optimizer and schedule of a run.
+
+    The optimizer keeps tensors as they are where they fit its parameters: copies would take memory.
+    """
     optimizer = schedule.optimizer
     if "whole" in rest:
         optimizer.load_state_dict(_unpack(rest["whole"], tensors))
@@ -155,7 +158,8 @@ def _restore_known(
         prefix = f"{PREFIX}{name}."
         state = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
         for key, value in state.items():
-            if value.shape == parameter.shape:
+            is_alike = value.device == parameter.device and value.stride() == parameter.stride()
+            if value.shape == parameter.shape and not is_alike:
                 state[key] = _like(parameter, value)
             elif optimizer.defaults.get("fused") or optimizer.defaults.get("capturable"):
                 state[key] = value.to(parameter.device)  # its kernels read the step count there

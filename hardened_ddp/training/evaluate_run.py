@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hardened_ddp.checkpoint.files import load_checkpoint
 from hardened_ddp.checkpoint.listing import open_checkpoint
+from hardened_ddp.checkpoint.verify import Found
 from hardened_ddp.data.datasets import TaskData, build_data, prepare_data
 from hardened_ddp.data.loader import Batch
 from hardened_ddp.data.loader_setup import build_eval_loader
@@ -29,7 +29,8 @@ from hardened_ddp.task.build import build_task
 from hardened_ddp.task.task import Score, Table, Task, described
 from hardened_ddp.training.evaluation import EvaluationLoop
 from hardened_ddp.training.rebuild import MODEL_PREFIX, model_tensors, rebuild_model
-from hardened_ddp.training.state import Saved, share_state
+from hardened_ddp.training.resume import share_checkpoint
+from hardened_ddp.training.state import receive
 
 
 def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
@@ -40,23 +41,21 @@ def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
     """
     config = settings.config
     found: list[Path] = []
-    saved: list[Saved] = []
+    saved: list[Found] = []
 
-    def read() -> bool:
-        checkpoint = open_checkpoint(Path(config.run.resume), prefer_best=True)
-        tensors, meta = load_checkpoint(checkpoint)
-        found.append(checkpoint.path)
-        weights = {name: t for name, t in tensors.items() if name.startswith(MODEL_PREFIX)}
-        saved.append(Saved(weights, meta))
-        return True
+    def look() -> None:
+        saved.append(open_checkpoint(Path(config.run.resume), prefer_best=True))
+        found.append(saved[0].path)
 
-    group.run_on_main(read, what="reading the checkpoint")  # collective
-    shared = share_state(group, saved[0] if saved else Saved({}, {}))  # collective
+    group.run_on_main(look, what="reading the checkpoint")  # collective
+    shared = share_checkpoint(group, saved[0] if saved else None)  # collective
+    names = [name for name in shared.specs if name.startswith(MODEL_PREFIX)]
+    weights = receive(group, shared, names, torch.device("cpu"))  # collective
     group.run_on_local_main(lambda: prepare_data(config.data), what="the download")  # collective
     saved_task = shared.meta.get("task") or {"name": "classification", "learned": {}}
     leaves_out = config.loop.continue_on_error
     data = build_data(config.data, leaves_out=leaves_out, task=saved_task["name"])
-    model = rebuild_model(model_tensors(shared.tensors), shared.meta).to(group.device)
+    model = rebuild_model(model_tensors(weights), shared.meta).to(group.device)
     task = build_task(saved_task["name"], model, data, config)
     task.take_over(saved_task["learned"])
     table = task.table(group.device)

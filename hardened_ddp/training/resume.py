@@ -7,11 +7,12 @@ Does not own: verification and folders (checkpoint/), loading into the parts (st
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from hardened_ddp.checkpoint.files import CheckpointStore
+from hardened_ddp.checkpoint.files import CheckpointStore, load_checkpoint
 from hardened_ddp.checkpoint.listing import open_checkpoint
 from hardened_ddp.checkpoint.verify import Found
 from hardened_ddp.errors import CheckpointError, RunFolderError
@@ -27,7 +28,7 @@ from hardened_ddp.settings.earlier_run import (
 )
 from hardened_ddp.training.run_folder import create_run_folder, probe_folder
 from hardened_ddp.training.run_lock import RunLock, check_held
-from hardened_ddp.training.state import Saved, share_state
+from hardened_ddp.training.state import Saved, Tensors, share_state
 
 log = logging.getLogger(__name__)
 
@@ -113,24 +114,34 @@ def open_run(config: Config, group: Group) -> RunFolder:
 
 
 def read_checkpoint(run: RunFolder, group: Group) -> Saved | None:
-    """Read the chosen checkpoint on rank 0 and give it to all ranks. Collective: all ranks.
+    """Tell all ranks of the chosen checkpoint, which rank 0 reads later. Collective: all ranks.
 
     Returns None to start from the beginning.
     """
-    loaded: list[Saved] = []
 
-    def load() -> bool:
+    def choose() -> bool:
         if run.checkpoint is None:
             return False
-        loaded.append(Saved(*run.store.load(run.checkpoint)))
         # WHY: newer ones, passed over or not wanted, would be taken by the next start.
         for path in run.store.discard_newer(run.checkpoint.step):
             log.warning("set aside %s, which is newer than the checkpoint resumed from", path)
         return True
 
-    if not group.run_on_main(load, what="reading the checkpoint"):  # collective
+    if not group.run_on_main(choose, what="looking at the checkpoint"):  # collective
         return None
-    return share_state(group, loaded[0] if loaded else Saved({}, {}))  # collective
+    return share_checkpoint(group, run.checkpoint)  # collective
+
+
+def share_checkpoint(group: Group, found: Found | None) -> Saved:
+    """Tell all ranks of a checkpoint that rank 0 has found. Collective: all ranks."""
+    if found is None:
+        return share_state(group, {}, {}, None)  # collective
+    read = partial(_read_tensors, found)
+    return share_state(group, found.manifest.tensors, found.manifest.meta, read)  # collective
+
+
+def _read_tensors(found: Found, names: Sequence[str]) -> Tensors:
+    return load_checkpoint(found, names=names)[0]
 
 
 def read_newest(run: RunFolder, group: Group, *, at_most: int) -> Saved | None:

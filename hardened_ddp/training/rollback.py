@@ -14,9 +14,12 @@ account of time counts what was lost, the loader starts at the checkpoint's curs
 """
 
 import logging
+from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 from typing import NoReturn
 
+from hardened_ddp.checkpoint.tensors import specs_of
 from hardened_ddp.errors import DivergenceError, NonFiniteError
 from hardened_ddp.guard.divergence import Divergence, compare_replicas, differing_on_many
 from hardened_ddp.ranks.phase import Phase
@@ -25,7 +28,7 @@ from hardened_ddp.training.resume import RunFolder, read_newest
 from hardened_ddp.training.run_report import RunReport
 from hardened_ddp.training.saving import Saver
 from hardened_ddp.training.state import (
-    Saved,
+    Tensors,
     collect_meta,
     collect_tensors,
     replicated_tensors,
@@ -180,13 +183,16 @@ class Rollback:
         """Return all ranks the state of one of them. Collective."""
         parts = self.parts
         self.saver.close()  # WHY: a write under way reads the tensors that change here
-        tensors = {}
-        if parts.group.launch.rank == source:
-            tensors = {name: t.detach().cpu() for name, t in collect_tensors(parts).items()}
-        mine = Saved(tensors, collect_meta(parts, self.progress))
-        saved = share_state(parts.group, mine, source=source)  # collective
+        tensors = {name: t.detach() for name, t in collect_tensors(parts).items()}
+        read = partial(_named, tensors) if parts.group.launch.rank == source else None
+        meta = collect_meta(parts, self.progress)
+        saved = share_state(  # collective
+            parts.group, specs_of(tensors), meta, read, source=source
+        )
+        if read is None:
+            tensors.clear()  # WHY: the state that is replaced would stay beside the new one
         with self.stepper.changing_state():
-            restore(parts, saved)
+            restore(parts, saved)  # collective
         self._discard_doubtful()
         self._equal_at = step = self.progress.step
         log.warning("step %d: all ranks go on with the state of rank %d", step, source)
@@ -219,7 +225,7 @@ class Rollback:
             )
             left_at = progress.step
             with stepper.changing_state():
-                progress.go_back_to(restore(self.parts, saved))
+                progress.go_back_to(restore(self.parts, saved))  # collective
                 stepper.start_over()
             stepper.open_ledger(self.folder.folder)  # collective
             self.saver.forget([])
@@ -227,3 +233,7 @@ class Rollback:
             self._equal_at = progress.step
             group.tracker.start_at(progress.step)  # hangs are now reported for this step
         return True
+
+
+def _named(tensors: Tensors, names: Sequence[str]) -> Tensors:
+    return {name: tensors[name] for name in names}

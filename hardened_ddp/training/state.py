@@ -5,13 +5,14 @@ single rank in it, no random state and no sampler state: those follow from seed,
 Does not own: how it gets to disk (checkpoint/), which checkpoint is taken (resume.py).
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from hardened_ddp.checkpoint.tensors import differences, specs_of
+from hardened_ddp.checkpoint.tensors import TensorSpec, differences, specs_of
 from hardened_ddp.errors import CheckpointMismatchError
 from hardened_ddp.model.optimizer import is_known
 from hardened_ddp.model.optimizer_state import PREFIX, restore_state, save_state, state_problems
@@ -23,14 +24,24 @@ from hardened_ddp.step.progress import Progress
 from hardened_ddp.training.equal_forwards import check_forwards
 
 Tensors = dict[str, torch.Tensor]
+Read = Callable[[Sequence[str]], Tensors]
+"""Gives the tensors of these names."""
+
+_CHUNK_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint that was read: tensors by name, and the numbers that belong to them."""
+    """A state to load: what is in it, on all ranks, and its tensors on one of them.
 
-    tensors: Tensors
+    WHY not the tensors: each rank would hold the whole state beside the live one, to its end.
+    """
+
+    specs: Mapping[str, TensorSpec]
     meta: Mapping[str, Any]  # Any: JSON
+    source: int = 0
+    read: Read | None = None
+    """Only on rank source."""
 
 
 def collect_tensors(parts: Parts, *, buffers: Sequence[torch.Tensor] = ()) -> Tensors:
@@ -94,37 +105,84 @@ def volatile_names(parts: Parts) -> set[str]:
     return names | {name for name in state if name.startswith(f"{PREFIX}groups.")}
 
 
-def share_state(group: Group, saved: Saved, *, source: int = 0) -> Saved:
-    """Give every rank what one of them has, on the host: read or copied. Collective: all ranks.
+def share_state(
+    group: Group,
+    specs: Mapping[str, TensorSpec],
+    meta: Mapping[str, Any],
+    read: Read | None,
+    *,
+    source: int = 0,
+) -> Saved:
+    """Tell every rank of a state that rank source has. Collective: all ranks.
 
-    WHY not let every rank read: then each node would need the file, and a network file system may
+    read: see Saved; None on the other ranks.
+    WHY not let every rank read a file: then each node would need it, and a network file system may
     show them different versions of it.
     """
-    if group.world_size == 1:
-        return saved
-    layout = {
-        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-        for name, tensor in saved.tensors.items()
-    }
-    layout, meta = group.gather_json([layout, dict(saved.meta)])[source]  # collective
-    shared: Tensors = {}
-    for name, (dtype, shape) in layout.items():
-        tensor = saved.tensors.get(name)
-        if tensor is None or group.launch.rank != source:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-        # WHY bytes: gloo does not move every dtype.
-        group.broadcast_(tensor.reshape(-1).view(torch.uint8), source=source)  # collective
-        shared[name] = tensor
-    return Saved(shared, meta)
+    mine: list[dict[str, Any]] = [{}, {}]  # Any: JSON
+    if group.launch.rank == source:
+        layout = {name: [list(spec.shape), spec.dtype] for name, spec in specs.items()}
+        mine = [layout, dict(meta)]
+    layout, meta = group.gather_json(mine)[source]  # collective
+    found = {name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in layout.items()}
+    return Saved(found, meta, source, read)
+
+
+def receive(group: Group, saved: Saved, names: Sequence[str], device: torch.device) -> Tensors:
+    """Give every rank the tensors of these names, on device. Collective: all ranks.
+
+    Raises MainRankError on every rank if rank 0 can't read them.
+    """
+    received: Tensors = {}
+    for chunk in _chunks(saved.specs, names):
+        own = _read_on_source(group, saved, chunk)  # collective
+        for name in chunk:
+            shape, dtype = saved.specs[name]
+            tensor = own.pop(name, None)
+            if tensor is None:
+                tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            received[name] = tensor = tensor.to(device).contiguous()
+            # WHY bytes: gloo does not move every dtype.
+            flat = tensor.reshape(-1).view(torch.uint8)
+            group.broadcast_(flat, source=saved.source)  # collective
+    return received
+
+
+def _chunks(specs: Mapping[str, TensorSpec], names: Sequence[str]) -> Iterator[list[str]]:
+    """Yield names in groups of about _CHUNK_BYTES, so that little is in memory twice."""
+    chunk: list[str] = []
+    size_bytes = 0
+    for name in names:
+        chunk.append(name)
+        size_bytes += math.prod(specs[name].shape) * getattr(torch, specs[name].dtype).itemsize
+        if size_bytes >= _CHUNK_BYTES:
+            yield chunk
+            chunk, size_bytes = [], 0
+    if chunk:
+        yield chunk
+
+
+def _read_on_source(group: Group, saved: Saved, names: Sequence[str]) -> Tensors:
+    """Read tensors on rank saved.source; the others get none. Collective: all ranks."""
+    found: Tensors = {}
+
+    def read() -> None:
+        found.update({} if saved.read is None else saved.read(names))
+
+    if saved.source:  # that rank has them in its memory
+        read()
+    else:
+        group.run_on_main(read, what="reading the checkpoint")  # collective
+    return found
 
 
 def check_fits(parts: Parts, saved: Saved) -> None:
     """Raise CheckpointMismatchError listing how the checkpoint differs. Rank-local."""
-    tensors, meta = saved.tensors, saved.meta
+    meta = saved.meta
     live = parts.replica.module.state_dict()
     problems = differences(
         specs_of({f"model.{name}": tensor for name, tensor in live.items()}),
-        specs_of({n: t for n, t in tensors.items() if n.startswith("model.")}),
+        {name: spec for name, spec in saved.specs.items() if name.startswith("model.")},
     )
     if meta["optimizer"] != type(parts.optimizer).__name__:
         problems.append(
@@ -168,7 +226,7 @@ def begin(parts: Parts, saved: Saved | None) -> Progress:
         check_forwards(parts, Progress())
         progress = Progress(most_samples=fit_into_memory(parts))  # collective
     else:
-        progress = restore(parts, saved)
+        progress = restore(parts, saved)  # collective
         check_forwards(parts, progress)
     keep_freed_memory(parts.device.type)  # WHY now: what each step frees, the next one takes
     return progress
@@ -176,16 +234,27 @@ def begin(parts: Parts, saved: Saved | None) -> Progress:
 
 @torch.no_grad()
 def restore(parts: Parts, saved: Saved) -> Progress:
-    """Load a state. Rank-local, on all ranks with the same tensors.
+    """Load a state; it goes over NCCL where there is one. Collective: all ranks.
 
-    Raises CheckpointMismatchError; then nothing was loaded.
+    Raises CheckpointMismatchError; then nothing was loaded. Needs no more memory than the first
+    step: the weights are let go before the optimizer's state comes, and that is not copied.
     """
     check_fits(parts, saved)
-    tensors, meta = saved.tensors, saved.meta
-    model = {n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")}
-    parts.replica.module.load_state_dict(model)
-    rest = meta.get("optimizer_state", {})
-    restore_state(parts.schedule, parts.replica.trainable, tensors, rest)
+    group, meta = parts.group, saved.meta
+    is_simple, cpu = is_known(parts.optimizer), torch.device("cpu")
+    device = group.device if group.backend == "nccl" else cpu
+    if is_simple:
+        parts.optimizer.state.clear()  # WHY: a state of before, at a rollback, would stay beside it
+    names = [name for name in saved.specs if name.startswith("model.")]
+    model = receive(group, saved, names, device)  # collective
+    parts.replica.module.load_state_dict({n.removeprefix("model."): t for n, t in model.items()})
+    del model
+    rest = [name for name in saved.specs if not name.startswith("model.")]
+    large = [name for name in rest if is_simple and saved.specs[name].shape]
+    small = [name for name in rest if name not in set(large)]  # such as step counts on the host
+    state = receive(group, saved, large, device)  # collective
+    state |= receive(group, saved, small, cpu)  # collective
+    restore_state(parts.schedule, parts.replica.trainable, state, meta.get("optimizer_state", {}))
     if parts.precision.scaler is not None:
         parts.precision.restore(dict(meta["precision"]))
     parts.sampler.restore(meta.get("stream"), epoch=int(meta["epoch"]), cursor=int(meta["cursor"]))
