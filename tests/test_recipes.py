@@ -24,6 +24,7 @@ SHOWN = {
     "schedule": "lr_schedule: inverse_sqrt",
     "optimizer": "optimizer: radam",
     "dataset": "dataset: stripes",
+    "stream": "jsonl:rows.jsonl",
     "model": "model: linear",
     "task": '"mean_error/test"',
     "metric": '"confidence/test"',
