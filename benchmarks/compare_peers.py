@@ -2,7 +2,7 @@
 """Compare ddp_training.py with a bare DDP loop and with its peers, on the same work.
 
     benchmarks/setup.sh                                     once: about 2 minutes, 2 GB
-    python benchmarks/compare_peers.py                      everything, 5 rounds: about 40 minutes
+    python benchmarks/compare_peers.py                      everything, 5 rounds: about 50 minutes
     python benchmarks/compare_peers.py --work tiny --quick  bare and ours only, 2 rounds
 
 Owns the rounds: contenders take turns, in an order that rotates each round; the first round is not

@@ -112,6 +112,7 @@ def _command(contender: str, workload: Workload, folder: Path) -> list[str]:
             "dataset_args": work,
             "model": "benchmarks.peers.work:model",
             "model_args": work,
+            "task": "tokens" if workload.data == "text" else "classification",
             "batch_size": workload.batch_size,
             "epochs": NUM_EPOCHS,
             "optimizer": "adamw",

@@ -19,10 +19,10 @@ class Workload:
     name: str
     about: str
     data: str
-    """The first part of the files' names in the data folder: mnist or noise."""
+    """The first part of the files' names in the data folder: mnist or noise. text: no file."""
 
     num_images: int
-    """In those files."""
+    """In those files; of texts: their number."""
 
     repeat: int
     """How often the images are repeated, to make an epoch long enough to time."""
@@ -74,6 +74,15 @@ WORKLOADS = {
             repeat=1,
             batch_size=32,
             steady_bar=1.08,
+        ),
+        Workload(
+            name="gpt",
+            about="GPT, 4 layers, 241,280 parameters, padded batches of texts of 16 to 128 bytes",
+            data="text",
+            num_images=640,
+            repeat=1,
+            batch_size=16,
+            steady_bar=1.05,
         ),
     )
 }

@@ -4,7 +4,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from benchmarks.peers.work import Images, Task, build_optimizer, compute_loss, model, read_task
+from benchmarks.peers.work import (
+    Task,
+    build_optimizer,
+    collate_of,
+    compute_loss,
+    model,
+    read_task,
+    samples_of,
+)
 
 
 def main() -> None:
@@ -22,9 +30,9 @@ def train(task: Task) -> None:
     """Train as torch's tutorial does."""
     network = DistributedDataParallel(model(task.workload.name))
     optimizer = build_optimizer(network)
-    images = Images(task.workload)
-    sampler: DistributedSampler[int] = DistributedSampler(images, shuffle=True)
-    loader = DataLoader(images, batch_size=task.batch_size, sampler=sampler)
+    samples, collate = samples_of(task.workload), collate_of(task.workload)
+    sampler: DistributedSampler[int] = DistributedSampler(samples, shuffle=True)
+    loader = DataLoader(samples, task.batch_size, sampler=sampler, collate_fn=collate)
     network.train()
     for epoch in range(task.num_epochs):
         sampler.set_epoch(epoch)

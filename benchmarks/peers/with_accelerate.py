@@ -3,7 +3,14 @@
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from benchmarks.peers.work import Images, build_optimizer, compute_loss, model, read_task
+from benchmarks.peers.work import (
+    build_optimizer,
+    collate_of,
+    compute_loss,
+    model,
+    read_task,
+    samples_of,
+)
 
 
 def main() -> None:
@@ -11,10 +18,11 @@ def main() -> None:
     task = read_task()
     accelerator = Accelerator(cpu=True)
     network = model(task.workload.name)
+    samples, collate = samples_of(task.workload), collate_of(task.workload)
     network, optimizer, loader = accelerator.prepare(
         network,
         build_optimizer(network),
-        DataLoader(Images(task.workload), batch_size=task.batch_size, shuffle=True),
+        DataLoader(samples, task.batch_size, shuffle=True, collate_fn=collate),
     )
     network.train()
     for _ in range(task.num_epochs):

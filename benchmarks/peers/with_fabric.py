@@ -3,7 +3,14 @@
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
 
-from benchmarks.peers.work import Images, build_optimizer, compute_loss, model, read_task
+from benchmarks.peers.work import (
+    build_optimizer,
+    collate_of,
+    compute_loss,
+    model,
+    read_task,
+    samples_of,
+)
 from benchmarks.workloads import NUM_RANKS
 
 
@@ -14,8 +21,9 @@ def main() -> None:
     fabric.launch()
     network = model(task.workload.name)
     network, optimizer = fabric.setup(network, build_optimizer(network))
+    samples, collate = samples_of(task.workload), collate_of(task.workload)
     loader = fabric.setup_dataloaders(
-        DataLoader(Images(task.workload), batch_size=task.batch_size, shuffle=True)
+        DataLoader(samples, task.batch_size, shuffle=True, collate_fn=collate)
     )
     network.train()
     for _ in range(task.num_epochs):

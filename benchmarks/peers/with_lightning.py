@@ -4,7 +4,15 @@ import lightning
 import torch
 from torch.utils.data import DataLoader
 
-from benchmarks.peers.work import Images, Sample, build_optimizer, compute_loss, model, read_task
+from benchmarks.peers.work import (
+    Sample,
+    build_optimizer,
+    collate_of,
+    compute_loss,
+    model,
+    read_task,
+    samples_of,
+)
 from benchmarks.workloads import NUM_RANKS
 
 
@@ -28,7 +36,8 @@ class Classifier(lightning.LightningModule):
 def main() -> None:
     """Train with lightning.Trainer."""
     task = read_task()
-    loader = DataLoader(Images(task.workload), batch_size=task.batch_size, shuffle=True)
+    samples, collate = samples_of(task.workload), collate_of(task.workload)
+    loader = DataLoader(samples, task.batch_size, shuffle=True, collate_fn=collate)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=NUM_RANKS,

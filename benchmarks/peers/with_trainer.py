@@ -3,16 +3,40 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
-from benchmarks.peers.work import Images, Task, build_optimizer, compute_loss, model, read_task
+from benchmarks.peers.work import (
+    Images,
+    Task,
+    Texts,
+    build_optimizer,
+    collate_of,
+    compute_loss,
+    model,
+    read_task,
+    samples_of,
+)
 
 
-class NamedImages(Images):
-    """The same images as the Trainer wants them: a sample is a dict."""
+class NamedSamples(Dataset[dict[str, torch.Tensor]]):
+    """The same samples as the Trainer wants them: each is a dict."""
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        return {"images": self.images[index], "labels": self.labels[index]}
+    def __init__(self, samples: Images | Texts) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        inputs, labels = self.samples[index]
+        return {"inputs": inputs, "labels": labels}
+
+
+def pad(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Make a batch of texts."""
+    inputs, labels = Texts.collate_fn([(row["inputs"], row["labels"]) for row in samples])
+    return {"inputs": inputs, "labels": labels}
 
 
 class Classifier(nn.Module):
@@ -22,8 +46,8 @@ class Classifier(nn.Module):
         super().__init__()
         self.network = network
 
-    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        logits = self.network(images)
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.network(inputs)
         return {"loss": compute_loss(logits, labels), "logits": logits}
 
 
@@ -55,7 +79,8 @@ def train(task: Task) -> None:
     trainer = Trainer(
         model=network,
         args=arguments,
-        train_dataset=NamedImages(task.workload),
+        train_dataset=NamedSamples(samples_of(task.workload)),
+        data_collator=pad if collate_of(task.workload) else None,
         optimizers=(build_optimizer(network), None),
     )
     trainer.train()

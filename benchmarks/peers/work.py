@@ -1,4 +1,4 @@
-"""The work, the same for every contender: data, model, loss, optimizer.
+"""The work, the same for every contender: data, model, loss, optimizer, and batches of texts.
 
 Owns what is trained. `dataset` and `model` are what ddp_training.py is given as import paths; the
 other contenders use the same parts in the way that their documentation shows.
@@ -7,12 +7,15 @@ Does not own: sizes and batch (workloads.py), how a contender trains (its own fi
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from benchmarks.workloads import NUM_EPOCHS, WORKLOADS, Workload, bench_home
@@ -23,8 +26,12 @@ WEIGHT_DECAY = 0.01
 # Mean and standard deviation of MNIST's pixels.
 _MNIST_MEAN, _MNIST_DEVIATION = 0.1307, 0.3081
 
+# Of the texts: bytes in a sample, and what marks a place without a label.
+_SHORTEST, _LONGEST, _NO_LABEL = 16, 128, -100
+_NUM_BYTES = 256
+
 Sample = tuple[torch.Tensor, torch.Tensor]
-compute_loss = nn.functional.cross_entropy
+Collate = Callable[[list[Sample]], Sample]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,57 @@ class BatchedImages(Images):
         return self.images[chosen], self.labels[chosen]
 
 
+class Texts(Dataset[Sample]):
+    """Pieces of Python's help texts, 16 to 128 bytes each: (bytes, the byte after each)."""
+
+    uses_randomness = False  # as above
+
+    def __init__(self, workload: Workload) -> None:
+        text = "\n".join(topics[name] for name in sorted(topics)).encode()
+        generator = torch.Generator().manual_seed(0)
+        sizes = torch.randint(_SHORTEST, _LONGEST + 1, (workload.num_images,), generator=generator)
+        self.starts = torch.randint(len(text) - _LONGEST - 1, sizes.shape, generator=generator)
+        self.sizes = sizes[: workload.samples_per_epoch].tolist()
+        self.codes = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, index: int) -> Sample:
+        start = int(self.starts[index])
+        piece = self.codes[start : start + self.sizes[index] + 1]
+        return piece[:-1], piece[1:]
+
+    @staticmethod
+    def collate_fn(samples: list[Sample]) -> Sample:
+        """Pad a batch to its longest text."""
+        inputs, labels = zip(*samples, strict=True)
+        return (
+            pad_sequence(list(inputs), batch_first=True),
+            pad_sequence(list(labels), batch_first=True, padding_value=_NO_LABEL),
+        )
+
+
+class GPT(nn.Module):
+    """Four layers of attention to the bytes before: (N, T) -> (N, T, 256)."""
+
+    def __init__(self, width: int = 64, heads: int = 4, depth: int = 4) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(_NUM_BYTES, width), nn.Embedding(_LONGEST, width)
+        block = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, 0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        norm = nn.LayerNorm(width)
+        self.blocks = nn.TransformerEncoder(block, depth, norm, enable_nested_tensor=False)
+        self.head = nn.Linear(width, _NUM_BYTES)
+
+    def forward(self, codes: torch.Tensor) -> torch.Tensor:
+        length = codes.shape[1]
+        hidden = self.embed(codes) + self.place(torch.arange(length))
+        mask = nn.Transformer.generate_square_subsequent_mask(length)
+        return self.head(self.blocks(hidden, mask=mask, is_causal=True))
+
+
 class SimpleCNN(nn.Module):
     """Two convolutions and two linear layers: 421,642 parameters."""
 
@@ -91,9 +149,27 @@ def read_task() -> Task:
     return Task(WORKLOADS[options.work], options.output_dir)
 
 
-def dataset(train: bool, *, work: str) -> BatchedImages | None:
+def dataset(train: bool, *, work: str) -> BatchedImages | Texts | None:
     """Give the training set of a work; there is no test set. For --dataset."""
-    return BatchedImages(WORKLOADS[work]) if train else None
+    if not train:
+        return None
+    workload = WORKLOADS[work]
+    return Texts(workload) if workload.data == "text" else BatchedImages(workload)
+
+
+def samples_of(workload: Workload) -> Images | Texts:
+    """Give the training set of a work as the other contenders read it: sample by sample."""
+    return Texts(workload) if workload.data == "text" else Images(workload)
+
+
+def collate_of(workload: Workload) -> Collate | None:
+    """Return what makes a batch of samples; None: torch's way."""
+    return Texts.collate_fn if workload.data == "text" else None
+
+
+def compute_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy, of texts over the bytes of this batch, as people write it."""
+    return nn.functional.cross_entropy(outputs.flatten(0, -2), labels.flatten())
 
 
 def model(work: str) -> nn.Module:
@@ -103,6 +179,8 @@ def model(work: str) -> nn.Module:
         return nn.Sequential(
             nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, NUM_CLASSES)
         )
+    if work == "gpt":
+        return GPT()
     return SimpleCNN() if work == "mnist" else _resnet18()
 
 
