@@ -64,7 +64,11 @@ def show_ranks(launch: Launch, device: torch.device) -> list[str]:
     """Gather the line of each rank, in rank order. Collective: all ranks."""
     lines: list[str] = [""] * launch.world_size
     dist.all_gather_object(lines, describe(launch, device))  # all-gather, of any Python object
-    return [f"{launch.world_size} ranks, started by {launch.launcher}:", *lines]
+    where = f"{launch.master_addr}:{launch.master_port}"
+    return [
+        f"{launch.world_size} ranks, started by {launch.launcher}; rendezvous at {where}",
+        *lines,
+    ]
 
 
 def show_collectives(launch: Launch, device: torch.device) -> list[str]:

@@ -9,7 +9,8 @@ torchrun starts --nproc_per_node copies of this file on each machine, and sets t
 variables: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. It also watches
 them: if one dies it ends the others, and with --max_restarts=3 it starts all of them again.
 
-This file shows these variables, calls each collective once (lesson.py), and then runs the script in
+This file shows what these variables say (rank, local rank, world size, and the rendezvous at
+MASTER_ADDR:MASTER_PORT), calls each collective once (lesson.py), and then runs the script in
 the same processes. It reads nothing of torchrun that the script itself does not read.
 """
 

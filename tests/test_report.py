@@ -119,7 +119,7 @@ def test_the_page_has_faults_goodput_settings_and_machines(tmp_path: Path) -> No
     assert page.count("</script>") == 3
     figures = json.loads(page.partition('id="figures">')[2].partition("</script>")[0])
     by_title = {figure["title"]: figure for figure in figures}
-    assert "where the time went; goodput: first 40.0%, second 40.0%" in by_title
+    assert "where the time went, in seconds; goodput: first 40.0%, second 40.0%" in by_title
     attempts = by_title["attempts, and what happened (times in UTC)"]
     assert attempts["data"][0]["text"][1] == "2: steps 80 to 200, 1 ranks, finished"
     marks = {trace["name"]: trace for trace in attempts["data"][1:]}

@@ -62,6 +62,7 @@ def test_each_process_is_shown_once_in_rank_order() -> None:
         f"host {host}  rank {rank}  local rank {rank}  world size 2  device cpu"
         for rank in range(2)
     ]
+    assert re.search(r"2 ranks, started by torchrun; rendezvous at \S+:\d+\n", done.stdout)
     assert "all-reduce  gives every rank the sum:        3 (checked)" in done.stdout
     assert "all-gather  gives every rank all of them:    [1, 2]" in done.stdout
 

@@ -157,6 +157,8 @@ class TestCommands:
     def test_an_unknown_command_gets_the_nearest_right_one(self) -> None:
         with pytest.raises(ConfigError, match="'docter': no such command; did you mean doctor"):
             parse(["docter"])
+        with pytest.raises(ConfigError, match="'trian': no such command; did you mean train"):
+            parse(["trian"])
         with pytest.raises(ConfigError, match=f"known: {', '.join(('train', *COMMANDS))}"):
             parse(["xyzzy"])
 
@@ -191,7 +193,7 @@ class TestHelp:
     def test_it_has_sections_commands_and_six_examples_that_parse(self) -> None:
         text = help_text()
         assert all(f"\n{title}\n" in text for title in TITLES.values())
-        assert all(f"\n  {command} " in text for command in COMMANDS)
+        assert all(f"\n  {command} " in text for command in ("train", *COMMANDS))
         examples = text.partition("Examples\n")[2].partition("\n\n")[0].splitlines()
         assert len(examples) == 6
         for example in examples:

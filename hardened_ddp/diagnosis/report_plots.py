@@ -97,8 +97,8 @@ def goodput_plot(runs: Mapping[str, RunView]) -> Figure:
         if any(run.account.get(name) for run in runs.values())
     ]
     words = [f"{name} {run.account['goodput']:.1%}" for name, run in runs.items() if run.account]
-    layout = {"barmode": "stack", "xaxis": titled("seconds"), "height": 230 + 40 * len(runs)}
-    title = f"where the time went; goodput: {', '.join(words) or 'not known'}"
+    layout = {"barmode": "stack", "height": 210 + 40 * len(runs)}
+    title = f"where the time went, in seconds; goodput: {', '.join(words) or 'not known'}"
     return {"title": title, "data": traces, "layout": layout}
 
 

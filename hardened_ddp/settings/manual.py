@@ -42,7 +42,8 @@ def help_text(topic: str = TRAIN) -> str:
 
 
 def _train_help() -> str:
-    commands = [_entry(name, command.text) for name, command in COMMANDS.items()]
+    commands = [_entry(TRAIN, "Train. The word may be left out.")]
+    commands += [_entry(name, command.text) for name, command in COMMANDS.items()]
     commands += [_entry("help [COMMAND]", "Show this help, or that of a command.")]
     common = [
         _entry("--config FILE", "YAML file of settings, over those of config.yaml."),
