@@ -59,11 +59,11 @@ for mine in batches():
     optimizer.step()
 
 # what one process gets from the same batches
-optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+reference = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
 for whole in order.split(BATCH):
-    optimizer.zero_grad()
+    reference.zero_grad()
     cross_entropy(alone(images[whole]), labels[whole]).backward()
-    optimizer.step()
+    reference.step()
 
 dist.all_reduce(used)
 if rank == 0:
