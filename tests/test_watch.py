@@ -11,14 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from hardened_ddp.diagnosis.report_page import page_of
+from hardened_ddp.diagnosis.report_plots import rank_plot
 from hardened_ddp.diagnosis.run_events import events_of, merged
 from hardened_ddp.diagnosis.run_files import RunView, read_run
 from hardened_ddp.diagnosis.watch import run_watch
 from hardened_ddp.diagnosis.watch_view import sparkline
 from hardened_ddp.errors import ConfigError, RunFolderError
 from hardened_ddp.settings.cli import parse
+from hardened_ddp.training.run_report import _own_split
 from tests.processes import ROOT, clean_environment, deadline
 from tests.ranks import start_training, train
 
@@ -201,6 +204,25 @@ def test_a_long_warning_takes_no_room_from_the_table(tmp_path: Path) -> None:
     cells = dict(zip(head, row, strict=True))
     assert (cells["step"], cells["doing"], cells["host"]) == ("345", "forward", "?")
     assert "warning     rank 0: rank 0 is slow: data 10.4 ms" in text
+
+
+def test_of_a_gpu_the_parts_are_those_that_the_gpu_measured(tmp_path: Path) -> None:
+    # The names are those that a rank on a GPU publishes.
+    split = _own_split(
+        {"data": 0.1, "forward": 0.3, "backward": 0.5, "optimizer": 0.1}, torch.device("cuda", 0)
+    )
+    status = {"rank": 0, "world_size": 1, "state": "running", "every_s": 2.0, "step": 7}
+    status |= {"now": time.time(), "steps_here": 7, "phase": "forward", "device": "cuda:0"}
+    status |= {"split_s": split, "spent_s": {"forward": 9.0}, "gpu_mib": 2048, "rss_mib": 1024}
+    (tmp_path / "status").mkdir()
+    (tmp_path / "status" / "rank-0.json").write_text(json.dumps(status) + "\n")
+    head, row = rows_of(watched(tmp_path)[1])
+    cells = dict(zip(head, row, strict=True))
+    parts = [cells[name] for name in ("data", "forward", "backward", "optimizer")]
+    assert parts == ["10%", "30%", "50%", "10%"]
+    assert cells["memory"] == "1.0 GiB, GPU 2.0"
+    times = {trace["name"]: trace["y"] for trace in rank_plot(read_run(tmp_path))["data"]}
+    assert times == {"data": [100], "forward": [300], "backward": [500], "optimizer": [100]}
 
 
 def test_what_ranks_log_becomes_events_with_their_kind_and_step() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from hardened_ddp.diagnosis.run_events import FAULTS
 from hardened_ddp.diagnosis.run_files import RunView
 from hardened_ddp.diagnosis.run_json import number_of
+from hardened_ddp.guard.slow import BACKWARD_AND_WAIT
 
 Figure = dict[str, Any]  # Any: JSON
 
@@ -167,7 +168,7 @@ def _split_of(rank: Mapping[str, Any]) -> dict[str, float]:
     """Return the seconds of each part per step of a rank."""
     split = rank.get("split_s")
     if isinstance(split, dict) and split:  # of a GPU: it measures its own work
-        found = {("backward" if n == "backward_and_wait" else n): v for n, v in split.items()}
+        found = {("backward" if n == BACKWARD_AND_WAIT else n): v for n, v in split.items()}
         return {name: number_of(found, name) for name in _PARTS}
     spent = rank.get("spent_s")
     steps = number_of(rank, "steps_here")

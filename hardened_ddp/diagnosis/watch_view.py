@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from hardened_ddp.diagnosis.run_events import FAULTS
 from hardened_ddp.diagnosis.run_files import RunView
 from hardened_ddp.diagnosis.run_json import Json, number_of
+from hardened_ddp.guard.slow import BACKWARD_AND_WAIT
 from hardened_ddp.settings.wording import as_typed
 
 _WAITS = ("all-reduce", "broadcast", "gather", "agreement on a stop")
@@ -146,7 +147,7 @@ def _shares(rank: Json, before: Json | None) -> list[str]:
     """Return the share of each part of the time since the earlier look, and that of waiting."""
     split = rank.get("split_s")
     if isinstance(split, dict) and split:  # of a GPU: it measures its own work
-        spent = {("backward" if n == "backward_and_wait" else n): v for n, v in split.items()}
+        spent = {("backward" if n == BACKWARD_AND_WAIT else n): v for n, v in split.items()}
     else:
         spent = _times(rank)
         old = _times(before) if before and before.get("process") == rank.get("process") else {}
