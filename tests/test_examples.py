@@ -66,7 +66,7 @@ def test_an_example_learns_what_it_says(example: str, tmp_path: Path) -> None:
         text = run_command(sample, timeout_s=120).ok().stdout
         assert text.startswith("The ")
         words = [f" {word} " for word in ("the", "is", "of", "to", "a", "in", "and")]
-        assert sum(text.count(word) for word in words) >= 5, text
+        assert sum(text.count(word) for word in words) >= 3, text
 
 
 def drills_of(example: str, folder: Path) -> Drills:

@@ -10,7 +10,6 @@ writes, after an export of its weights to exports/gpt:
 """
 
 import sys
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
@@ -76,5 +75,6 @@ def write(model: nn.Module, text: str, length: int = 300) -> str:
 
 if __name__ == "__main__":
     model = GPT().eval()
-    model.load_state_dict(load_file(Path(sys.argv[1]) / "model.safetensors"))
+    model.load_state_dict(load_file(f"{sys.argv[1]}/model.safetensors"))
+    torch.manual_seed(0)
     print(write(model, "The "))
