@@ -56,6 +56,22 @@ class PatientStore:
 
         return {key: raw.decode() for key, raw in self._ask(look).items()}
 
+    def read_numbered(self, counter: str, prefix: str, most: int) -> list[str]:
+        """Return the values of prefix1, prefix2 and so on, as many as counter says, at most most.
+
+        Those that are counted but not written yet are left out.
+        """
+
+        def look() -> list[bytes]:
+            if not self._store.check([counter]):
+                return []
+            count = min(int(self._store.get(counter)), most)
+            keys = [f"{prefix}{number}" for number in range(1, count + 1)]
+            there = [key for key in keys if self._store.check([key])]
+            return list(self._store.multi_get(there)) if there else []
+
+        return [raw.decode() for raw in self._ask(look)]
+
     def second(self) -> "PatientStore":
         """Return the same store over a separate connection, if torch supports that.
 
