@@ -22,9 +22,14 @@ from machine import NOISY_SHARE, ROOT, CpuClock
 from workloads import NUM_EPOCHS, NUM_RANKS, Workload, bench_home
 
 OURS = "ddp_training.py"
+"""On the peers' own dataset class, which gives one sample at a time: __getitem__ only."""
+
+OURS_BATCHED = "ddp_getitems"
+"""The same, on a class that also has __getitems__, which gives a batch at a time."""
+
 BASELINE = "bare"
 PEERS = ("accelerate", "fabric", "lightning", "trainer")
-CONTENDERS = (BASELINE, OURS, *PEERS)
+CONTENDERS = (BASELINE, OURS, OURS_BATCHED, *PEERS)
 # The slowest run on two cores takes under a minute.
 _TIMEOUT_S = 150.0
 _STOP_S = 40.0
@@ -104,12 +109,13 @@ def _command(contender: str, workload: Workload, folder: Path) -> list[str]:
         "--standalone",
         f"--nproc_per_node={NUM_RANKS}",
     ]
-    if contender == OURS:
+    if contender in (OURS, OURS_BATCHED):
         work = json.dumps({"work": workload.name})
+        samples = json.dumps({"work": workload.name, "batched": contender == OURS_BATCHED})
         # Every protection, logging and checkpoint is at its default, so they are all on.
         flags = {
             "dataset": "benchmarks.peers.work:dataset",
-            "dataset_args": work,
+            "dataset_args": samples,
             "model": "benchmarks.peers.work:model",
             "model_args": work,
             "task": "tokens" if workload.data == "text" else "classification",

@@ -55,7 +55,7 @@ WORKLOADS = {
             num_images=5000,
             repeat=12,
             batch_size=64,
-            steady_bar=1.20,
+            steady_bar=1.45,
         ),
         Workload(
             name="mnist",
@@ -73,7 +73,7 @@ WORKLOADS = {
             num_images=512,
             repeat=1,
             batch_size=32,
-            steady_bar=1.08,
+            steady_bar=1.20,
         ),
         Workload(
             name="gpt",

@@ -64,7 +64,7 @@ class Images(Dataset[Sample]):
 
 
 class BatchedImages(Images):
-    """The same, read a batch at a time: what ddp_training.py makes use of."""
+    """The same, read a batch at a time, of which ddp_training.py makes use."""
 
     uses_randomness = False  # else it would seed torch, random and numpy for each batch
 
@@ -149,12 +149,17 @@ def read_task() -> Task:
     return Task(WORKLOADS[options.work], options.output_dir)
 
 
-def dataset(train: bool, *, work: str) -> BatchedImages | Texts | None:
-    """Give the training set of a work; there is no test set. For --dataset."""
+def dataset(train: bool, *, work: str, batched: bool = False) -> Images | Texts | None:
+    """Give the training set of a work; there is no test set. For --dataset.
+
+    batched: images have __getitems__ too; else they are read as the other contenders read them.
+    """
     if not train:
         return None
     workload = WORKLOADS[work]
-    return Texts(workload) if workload.data == "text" else BatchedImages(workload)
+    if batched and workload.data != "text":
+        return BatchedImages(workload)
+    return samples_of(workload)
 
 
 def samples_of(workload: Workload) -> Images | Texts:
