@@ -209,7 +209,13 @@ def rendered(document: str, *, only: str = "") -> str:
             path = ROOT / what.removeprefix("capture: ")
             if not path.is_file():
                 return match[0]
-            made = f"```text\n{path.read_text(encoding='utf-8').strip()}\n```\n"
+            text = path.read_text(encoding="utf-8").strip()
+            # what the epochs between the first and the last one say is the same again
+            text = re.sub(
+                r"(?:^\S+ epoch [2-4](?:/5| done).*\n)+", "...\n", text, flags=re.MULTILINE
+            )
+            text = re.sub(r"(?:^\S+ trying the model .*\n)+", "...\n", text, flags=re.MULTILINE)
+            made = f"```text\n{text}\n```\n"
         else:
             made = f"\n{makers[what]()}\n"
         return f"<!-- {what} -->\n{made}<!-- end -->"
