@@ -71,13 +71,11 @@ def test_the_same_code_is_equal_and_other_numbers_are_different(tmp_path: Path) 
     shutil.copy(ROOT / "ddp_training.py", copy)
     argv = [*COMMAND, copy, "--only", "raise-shared"]
     assert "  equal\n1 of 1 runs are equal\n" in run_command(argv, timeout_s=300).ok().stdout
-    with (copy / "hardened_ddp" / "model" / "precision.py").open("a", encoding="utf-8") as file:
+    with (copy / "hardened_ddp" / "model" / "schedule.py").open("a", encoding="utf-8") as file:
         file.write(
-            "\n\n_step = Precision.step\n\n\n"
-            "def _other_step(self, optimizer):\n"
-            "    optimizer.param_groups[0]['lr'] *= 1.000001\n"
-            "    return _step(self, optimizer)\n\n\n"
-            "Precision.step = _other_step\n"
+            "\n\n_rate = learning_rate\n\n\n"
+            "def learning_rate(config, **facts):\n"
+            "    return _rate(config, **facts) * 1.000001\n"
         )
     done = run_command([*COMMAND, copy, "--only", "1r"], timeout_s=300)
     assert done.status == 1
