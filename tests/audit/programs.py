@@ -398,6 +398,14 @@ HEALTHY: Sequence[Case] = (
         (STEP, STEP + "            second.zero_grad()\n"
          "            F.cross_entropy(other(x), y).backward()\n            second.step()\n"),
     ]),
+    Case("two models, one after the other, and one name for their optimizers", [
+        (OPTIMIZER, "    first = DDP(nn.Linear(20, 4))\n"
+         "    optimizer = torch.optim.SGD(first.parameters(), lr=0.1)\n"
+         "    x, y = (t[rank::world_size] for t in train.tensors)\n"
+         "    for i in range(0, 96, 16):\n        optimizer.zero_grad()\n"
+         "        F.cross_entropy(first(x[i:i + 16]), y[i:i + 16]).backward()\n"
+         "        optimizer.step()\n" + OPTIMIZER),
+    ]),
     Case("half a squared error, two ranks", [
         (LOSS, "            loss = 0.5 * F.mse_loss(model(x), F.one_hot(y, 4).float())\n"),
     ]),

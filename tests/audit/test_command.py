@@ -10,6 +10,7 @@ import torch
 
 import ddp_training
 from hardened_ddp.diagnosis.audit.injected.recorder import Recorder, user_line
+from hardened_ddp.diagnosis.audit.program import BUSY_STALLS, hangs
 from hardened_ddp.diagnosis.audit.records import Follower, read_ranks
 from tests.audit.programs import MISTAKES, PLAIN, Case
 from tests.commands import Completed, run_command
@@ -213,3 +214,17 @@ class TestRecorder:
             file.write(": 2}\n")
         follower.follow(2.0)
         assert follower.num_steps == 2
+
+    def test_ranks_that_wait_for_one_that_still_imports_do_not_hang(self, tmp_path: Path) -> None:
+        path = tmp_path / f"p{os.getpid()}.jsonl"
+        stall = '{"k": "stall", "line": "train.py:3", "is_idle": true, "waits": true}\n'
+        path.write_text('{"k": "process", "world": "2"}\n{"k": "init"}\n' + stall)
+        follower = Follower(path)
+        follower.follow(1.0)
+        assert follower.is_rank
+        assert not hangs([follower], 2.0, 1.0, num_known=1)
+        assert hangs([follower], 2.0, 1.0, num_known=2)
+        with path.open("a") as file:
+            file.write(stall * BUSY_STALLS)
+        follower.follow(2.0)
+        assert hangs([follower], 3.0, 1.0, num_known=1)

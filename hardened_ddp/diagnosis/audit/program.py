@@ -97,17 +97,24 @@ def _watch(
             has_seen_two = all(f.num_passes >= 2 and f.num_steps > num_steps for f in ranks)
             if now - enough_at > (POLL_S if has_seen_two else MORE_S):
                 return Ending(None)
-        if _hangs(ranks, now, patience_s):
+        num_known = sum(follower.is_rank for follower in followers.values())
+        if hangs(ranks, now, patience_s, num_known=num_known):
             return Ending(None, hung=True)
 
 
-def _hangs(ranks: Sequence[Follower], now: float, patience_s: float) -> bool:
-    """Whether nobody makes progress any more. A rank that computes may still come."""
+def hangs(ranks: Sequence[Follower], now: float, patience_s: float, *, num_known: int) -> bool:
+    """Whether nobody makes progress any more. A rank that computes may still come.
+
+    num_known: ranks that were seen so far, also those that have ended.
+    """
     stuck = [rank for rank in ranks if rank.stalls]
     mute = [r for r in ranks if not r.stalls and now - r.heard_at > SURE_AFTER * patience_s]
     if not stuck or len(stuck) + len(mute) < len(ranks):
         return False
     newest = [rank.stalls[-1] for rank in stuck]
+    if num_known < max(rank.world_size for rank in stuck):
+        # The others may still import; after a long time they count as lost.
+        return all(len(rank.stalls) >= BUSY_STALLS for rank in stuck)
     if all(record["waits"] for record in newest) and not mute:
         return True
     # WHY again and again: one rank may import, compile or evaluate while the others wait for it

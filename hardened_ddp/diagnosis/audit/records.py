@@ -138,6 +138,9 @@ class Follower:
         self.num_steps = 0
         self.num_passes = 0
         self.is_rank = False
+        self.world_size = 1
+        """As the launcher said it to the process."""
+
         self.has_ended = False
         self.stalls: list[Record] = []
         """The last records, if they are stalls."""
@@ -156,6 +159,8 @@ class Follower:
             kind = record["k"]
             self.heard_at = now
             self.is_rank = self.is_rank or kind in _OF_RANKS
+            if kind == "process" and str(record.get("world") or "").isdigit():
+                self.world_size = int(record["world"])
             if kind in ("step", "by_hand"):
                 self.num_steps = max(self.num_steps, record["n"])
             elif kind == "pass":

@@ -46,6 +46,9 @@ class Training:
         self._optimizers: weakref.WeakKeyDictionary[Foreign, Optimizer] = (
             weakref.WeakKeyDictionary()
         )
+        self._held: set[int] = set()
+        """The ids of parameters that an optimizer had, maybe one that is gone."""
+
         self._every = 1
         self._inside: Foreign = None
         self._num_total = 0
@@ -90,6 +93,7 @@ class Training:
         self, token: Foreign, result: Foreign, optimizer: Foreign, *a: Any, **k: Any
     ) -> None:
         self._optimizers[optimizer] = Optimizer(len(self._optimizers), user_line())
+        self._held |= {id(p) for p in parameters_of(optimizer)}
 
     def _before_step(self, optimizer: Foreign, args: Foreign, kwargs: Foreign) -> None:
         if is_compiling():
@@ -220,13 +224,14 @@ class Training:
             size = parameter.detach().abs().max().clamp_min(1e-30)
             if rates[i] == 0 or rates[i] * float(parameter.grad.abs().max() / size) > 1e-6:
                 still.append([i, rates[i]])
-        held = {id(p) for other in list(self._optimizers) for p in parameters_of(other)}
+        living = {id(p) for other in list(self._optimizers) for p in parameters_of(other)}
+        self._held |= living
         names = self._replicas.names()
         orphans = [
             names.get(id(p), "")
             for _, ddp in self._replicas.living()
             for p in ddp.module.parameters()
-            if p.requires_grad and id(p) not in held
+            if p.requires_grad and id(p) not in self._held
         ]
         self._recorder.emit(
             "still", o=known.number, n=known.num_steps, still=still, orphans=orphans
