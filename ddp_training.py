@@ -20,6 +20,7 @@ The machinery is in hardened_ddp/; docs/READING_ORDER.md says what to read first
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         request = parse(sys.argv[1:] if argv is None else argv, edited_file=as_typed(CONFIG))
         if request.command == "help":
-            print(help_text(request.options["topic"]))
+            print(help_text(request.options["topic"]), flush=True)
             return 0
         if request.command == "drill":
             from drills.command import run_drills
@@ -100,6 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"ddp_training.py: error {error}", file=sys.stderr)
         write_error_file(error, environment())
         return error.exit_status
+    except BrokenPipeError:  # whoever read the output has gone, as in: ... --help | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is not sent yet
+        return 141  # what a shell gives for SIGPIPE
     except KeyboardInterrupt:  # while torch is imported or the ranks meet: nothing to save yet
         print("ddp_training.py: stopped before training began", file=sys.stderr)
         return 130  # what a shell gives for Ctrl-C

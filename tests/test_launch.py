@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -32,7 +33,7 @@ from hardened_ddp.ranks.launch import (
     read_launch,
 )
 from tests.launcher_environments import TORCHRUN
-from tests.processes import deadline
+from tests.processes import ROOT, deadline
 from tests.ranks import free_port, run_ranks, start_training
 
 CPU = torch.device("cpu")
@@ -109,6 +110,19 @@ def test_the_run_itself_configures_cublas_if_it_is_to_be_deterministic(
 
 def test_without_a_gpu_every_rank_gets_the_cpu() -> None:
     assert pick_device(Launch(local_rank=5), cpu_only=True, backend="auto") == CPU
+
+
+def test_output_that_nobody_reads_any_more_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)  # as head does after its lines
+    with os.fdopen(writing, "w") as output:
+        done = subprocess.run(
+            [sys.executable, ROOT / "ddp_training.py", "--help"],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (141, b"")
 
 
 def test_ctrl_c_before_training_is_one_line(

@@ -46,15 +46,12 @@ class Training:
         self._optimizers: weakref.WeakKeyDictionary[Foreign, Optimizer] = (
             weakref.WeakKeyDictionary()
         )
-        self._held: set[int] = set()
-        """The ids of parameters that an optimizer had, maybe one that is gone."""
-
+        self._held: set[int] = set()  # ids of parameters of all optimizers, also of those gone
         self._every = 1
         self._inside: Foreign = None
         self._num_total = 0
         self._last_step_at = self._last_cpu_s = 0.0
-        self._step_began_at = 0.0
-        self._backward_s = 0.0
+        self._step_began_at = self._backward_s = 0.0
         self._counts: dict[str, int] = {}
         self._backward_line = ""
         self._backward_lines: dict[str, int] = {}
@@ -224,8 +221,7 @@ class Training:
             size = parameter.detach().abs().max().clamp_min(1e-30)
             if rates[i] == 0 or rates[i] * float(parameter.grad.abs().max() / size) > 1e-6:
                 still.append([i, rates[i]])
-        living = {id(p) for other in list(self._optimizers) for p in parameters_of(other)}
-        self._held |= living
+        self._held |= {id(p) for other in list(self._optimizers) for p in parameters_of(other)}
         names = self._replicas.names()
         orphans = [
             names.get(id(p), "")
