@@ -22,14 +22,13 @@ import torch.distributed as dist
 from torch import nn
 
 from hardened_ddp.model.buckets import Buckets
-from hardened_ddp.model.moving_buffers import MovingBuffers
-from hardened_ddp.model.precision import Precision
+from hardened_ddp.model.replica import Replica
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step import boundary, late, parts, step
 
 PLAN = json.loads(os.environ["STUCK_DEVICE"])
 _FOLDER = Path(PLAN["folder"])
-_copies, _precision_step = MovingBuffers.copies, Precision.step
+_copy_buffers, _update = Replica.copy_buffers, torch.optim.AdamW.step
 
 
 class Device:
@@ -107,7 +106,7 @@ def send(self: Buckets, state: None, bucket: dist.GradBucket) -> torch.futures.F
     return future
 
 
-def do_step(self: Precision, optimizer: torch.optim.Optimizer) -> None:
+def do_step(optimizer: torch.optim.AdamW) -> None:
     """Queue the update, with the gradients and the learning rate of now."""
     groups = optimizer.param_groups
     rates = [group["lr"] for group in groups]
@@ -121,7 +120,7 @@ def do_step(self: Precision, optimizer: torch.optim.Optimizer) -> None:
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient
         optimizer.found_inf = flag  # type: ignore[attr-defined]
-        _precision_step(self, optimizer)
+        _update(optimizer)  # type: ignore[no-untyped-call]  # torch
         for weight in weights:
             weight.grad = None
 
@@ -132,10 +131,10 @@ def do_step(self: Precision, optimizer: torch.optim.Optimizer) -> None:
     _device().submit(update)
 
 
-def copies(self: MovingBuffers) -> list[torch.Tensor]:
+def copy_buffers(self: Replica) -> list[torch.Tensor]:
     """Copy the buffers behind the last update: the first thing that a step does."""
     _device().settle()
-    return _copies(self)
+    return _copy_buffers(self)
 
 
 class Net(nn.Module):
@@ -180,6 +179,6 @@ def _leave_in(phase: str) -> None:
 parts.LATE_DEVICES = (*parts.LATE_DEVICES, "cpu")
 boundary.new_event = late.new_event = QueuedEvent  # type: ignore[assignment, attr-defined]
 step.Flag = QueuedFlag  # type: ignore[misc]
-Buckets._send = send  # type: ignore[method-assign, assignment]
-MovingBuffers.copies = copies  # type: ignore[method-assign]
-Precision.step = do_step  # type: ignore[method-assign]
+Buckets._send = send  # type: ignore[method-assign]
+Replica.copy_buffers = copy_buffers  # type: ignore[method-assign]
+torch.optim.AdamW.step = do_step  # type: ignore[method-assign, assignment]

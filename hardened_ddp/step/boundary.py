@@ -160,6 +160,13 @@ class Boundaries:
         self._last = Update(attempt, self._progress_before, self._before, after)
         self._current = None
 
+    def take_back(self, attempt: "Attempt") -> None:
+        """Note that a step is done again, since the device skipped its update. Main thread.
+
+        WHY not as the last update: a step that is done again gets another flag, or none.
+        """
+        self._current, self._last = attempt, None
+
     def forget(self) -> None:
         """Drop what is known: another state was loaded. Main thread."""
         self._current = self._before = self._last = None

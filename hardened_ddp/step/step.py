@@ -363,6 +363,8 @@ class Stepper:
         self.take_back_on_host(attempt)
         self.buffers_before = attempt.buffers
         self.progress.take_back(attempt.window)
+        if self.boundaries is not None:
+            self.boundaries.take_back(attempt)
 
     def take_back_on_host(self, attempt: Attempt) -> None:
         """Undo what a commit without an update has changed besides the tensors. Rank-local."""
