@@ -173,7 +173,7 @@ def test_a_message_with_a_bar_arrives_whole(kind: type[Exception]) -> None:
     group = Group(read_launch({}), CPU)
     with pytest.raises(ModelError) as caught:
         look_at(Failing(kind("int | None is no dtype")), group)
-    assert caught.value.message.endswith("int | None is no dtype")
+    assert "int | None is no dtype" in caught.value.message
     assert caught.value.fix == FIXES[kind]
 
 
