@@ -51,8 +51,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for name, option in (("chaos_seed", "--rounds"), ("plan_seed", "--plans")):
         if name in metafunc.fixturenames:
             seeds = range(first, first + metafunc.config.getoption(option))
-            # Without --all: one round of chaos, which is random faults too.
-            metafunc.parametrize(name, slow_after(1 if name == "chaos_seed" else 0, seeds))
+            metafunc.parametrize(name, slow_after(1, seeds))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -163,7 +163,10 @@ def _become_rank(args: Sequence[str], env: Mapping[str, str]) -> None:
     else:
         sys.argv = [script, *words]
         sys.path[0] = str(Path(script).resolve().parent)
-        status = _status_of(lambda: runpy.run_path(script, run_name="__main__"))
+        # WHY kept: without the script's globals, DDP's destructor would hold the GIL and wait for a
+        # thread of gloo that may need it, which in a process of its own happens while that ends.
+        kept: list[object] = []
+        status = _status_of(lambda: kept.append(runpy.run_path(script, run_name="__main__")))
     end_process(status)
 
 
