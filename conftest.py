@@ -27,8 +27,9 @@ LONG = ("test_slurm.py", "test_ddp_training.py", "test_drills.py", "test_restart
 LONG += ("test_two_hosts.py", "test_docs.py", "test_run_with.py", "test_setup.py", "test_chaos.py")
 LONG += ("test_survivor_save.py", "test_fault_plans.py", "test_steps.py", "test_hangs.py")
 LONG += ("test_recipes.py", "test_step_path.py", "test_equal_weights.py", "test_hf_trainer.py")
+LONG += ("test_examples.py", "test_gpu_report.py", "test_reproducers.py", "test_explain.py")
 # But these: their tests share what takes long, a cluster, an environment, undisturbed runs.
-WHOLE = ("test_slurm.py", "test_setup.py", "test_ddp_training.py")
+WHOLE = ("test_slurm.py", "test_setup.py", "test_ddp_training.py", "test_reproducers.py")
 
 # WHY: a shell starts what runs in its background with SIGINT ignored, and every child inherits
 # that; then no Ctrl-C of a test would reach anybody.
