@@ -322,6 +322,15 @@ class TestFiles:
         found = explain(tmp_path)
         assert (code_of(found), rank_of(found)) == (code, guilty)
 
+    def test_the_status_files_of_a_run_are_no_logs(self, tmp_path: Path) -> None:
+        for name, text in (
+            ("logs/rank-0.log", "12:00:01 [rank 0] epoch 1/5 step 1/90  loss 2.3\n"),
+            ("status/rank-0.json", '{"warnings": ["torch.OutOfMemoryError: CUDA out of memory."]}'),
+        ):
+            (tmp_path / name).parent.mkdir()
+            (tmp_path / name).write_text(text)
+        assert explain(tmp_path)["verdict"] == "healthy"
+
     def test_a_pickle_with_code_in_it_is_not_run(self, tmp_path: Path) -> None:
         class Bad:
             def __reduce__(self) -> tuple[object, ...]:

@@ -21,7 +21,7 @@ _LOG_NAMES = re.compile(
     r"|\.[oe]\d+|log\.?\d*|trace_rank_?\d+)$"
 )
 _NOT_LOGS = re.compile(
-    r"(?:^|/)(?:events\.out\.tfevents|requirements|\.|checkpoints?/|step-\d+/|tensorboard/"
+    r"(?:^|/)(?:events\.out\.tfevents|requirements|\.|checkpoints?/|step-\d+/|tensorboard/|status/"
     r"|skipped_samples\.jsonl|config\.json|tokenizer|vocab|merges|README)|(?:manifest|trainer_state|settings)\.json$"
 )
 _ELASTIC = re.compile(r"attempt_\d+/(?P<local>\d+)/(?:std(?:out|err)\.log|error\.json)$")
