@@ -68,7 +68,7 @@ class RankStatus:
         self._every_s = max(every_s, group.world_size / MOST_WRITES_PER_S)
         self._work = Work()
         self._state = "running"
-        self._rates: deque[tuple[float, int, float]] = deque()
+        self._rates: deque[tuple[float, int]] = deque()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank-status", daemon=True)
         self._facts = self._read_facts()
@@ -164,7 +164,7 @@ class RankStatus:
         rates = self._rates
         if rates and step < rates[-1][1]:  # rolled back
             rates.clear()
-        rates.append((now, step, 0.0))
+        rates.append((now, step))
         while len(rates) > 2 and now - rates[1][0] > _RATE_OVER_S:
             rates.popleft()
         passed = now - rates[0][0]

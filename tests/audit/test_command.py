@@ -218,7 +218,8 @@ class TestRecorder:
     def test_ranks_that_wait_for_one_that_still_imports_do_not_hang(self, tmp_path: Path) -> None:
         path = tmp_path / f"p{os.getpid()}.jsonl"
         stall = '{"k": "stall", "line": "train.py:3", "is_idle": true, "waits": true}\n'
-        path.write_text('{"k": "process", "world": "2"}\n{"k": "init"}\n' + stall)
+        process = '{"k": "process", "world": "4", "local_world": "2"}\n'  # on two hosts
+        path.write_text(process + '{"k": "init"}\n' + stall)
         follower = Follower(path)
         follower.follow(1.0)
         assert follower.is_rank

@@ -112,7 +112,7 @@ def hangs(ranks: Sequence[Follower], now: float, patience_s: float, *, num_known
     if not stuck or len(stuck) + len(mute) < len(ranks):
         return False
     newest = [rank.stalls[-1] for rank in stuck]
-    if num_known < max(rank.world_size for rank in stuck):
+    if num_known < max(rank.local_world_size for rank in stuck):
         # The others may still import; after a long time they count as lost.
         return all(len(rank.stalls) >= BUSY_STALLS for rank in stuck)
     if all(record["waits"] for record in newest) and not mute:

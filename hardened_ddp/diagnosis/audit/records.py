@@ -138,8 +138,8 @@ class Follower:
         self.num_steps = 0
         self.num_passes = 0
         self.is_rank = False
-        self.world_size = 1
-        """As the launcher said it to the process."""
+        self.local_world_size = 1
+        """Ranks on this host, as the launcher says; those of other hosts are not seen here."""
 
         self.has_ended = False
         self.stalls: list[Record] = []
@@ -159,8 +159,8 @@ class Follower:
             kind = record["k"]
             self.heard_at = now
             self.is_rank = self.is_rank or kind in _OF_RANKS
-            if kind == "process" and str(record.get("world") or "").isdigit():
-                self.world_size = int(record["world"])
+            if kind == "process" and str(record.get("local_world") or "").isdigit():
+                self.local_world_size = int(record["local_world"])
             if kind in ("step", "by_hand"):
                 self.num_steps = max(self.num_steps, record["n"])
             elif kind == "pass":

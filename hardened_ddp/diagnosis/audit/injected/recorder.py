@@ -98,6 +98,7 @@ class Recorder:
                 host=socket.gethostname(),
                 rank=env.get("RANK"),
                 world=env.get("WORLD_SIZE"),
+                local_world=env.get("LOCAL_WORLD_SIZE"),
                 argv=sys.argv,
             )
         fields = {"k": kind, "t": round(time.time(), 4), **fields}
