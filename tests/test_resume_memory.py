@@ -29,10 +29,11 @@ def test_a_resumed_rank_has_at_most_the_memory_of_a_fresh_one(
         train([*argv, "--model_args", args, "--max_steps", steps], 2).ok()
         peaks.append([int((notes / str(rank)).read_text(encoding="utf-8")) for rank in (0, 1)])
     fresh, resumed = peaks
-    # A second state would be 120 MB. Rank 0 maps the file, tensor by tensor: pages that it shares
-    # with the file count here, too, although they take no memory of their own.
-    assert resumed[0] <= fresh[0] + 1.2 * LARGEST_MB, peaks
-    assert resumed[1] <= fresh[1] + 0.2 * LARGEST_MB, peaks
+    # A second state would be 120 MB. One tensor is the tolerance: rank 0 maps the file, tensor by
+    # tensor (pages that it shares with the file count here, too), and on either rank the peak of
+    # equal runs differs by one gradient, as the ranks happen to meet in a backward.
+    for before, after in zip(fresh, resumed, strict=True):
+        assert after <= before + 1.2 * LARGEST_MB, peaks
     whole = [*FLAGS, *flag, "--max_steps", "4", "--output_dir", tmp_path / "whole"]
     train(whole, 2).ok()
     assert last_tensors(tmp_path / "runs") == last_tensors(tmp_path / "whole")
