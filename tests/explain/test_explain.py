@@ -14,6 +14,7 @@ import ddp_training
 from hardened_ddp.diagnosis.explain.catalogue import CAUSES
 from hardened_ddp.diagnosis.explain.events import Tier
 from hardened_ddp.diagnosis.explain.matching import Matcher, literal_of
+from hardened_ddp.diagnosis.explain.reader import Search
 from tests.explain import healthy
 from tests.explain.composed import LOGS, PEER, Composed, block_of, log_of, timeouts, traceback_of
 from tests.explain.explained import code_of, explain, explain_text, rank_of
@@ -60,10 +61,9 @@ class TestCatalogue:
             assert len(cause.fix.plain) > 10, cause.code
 
     def test_the_first_search_finds_every_line_that_a_phrase_matches(self) -> None:
-        words = Matcher(CAUSES).words()
+        search = Search(Matcher(CAUSES).words())
         for case in LOGS:
-            text = case.text.encode()
-            assert any(word in text for word in words), case.code
+            assert search.line_starts(case.text.encode()), case.code
 
 
 CHAIN = """\
@@ -128,6 +128,12 @@ class TestRanks:
         text = joined([line for pair in zip(echo, root, strict=False) for line in pair])
         found = explain_text(text, tmp_path)
         assert (code_of(found), rank_of(found)) == ("python-keyerror", 2)
+
+    def test_a_traceback_goes_on_behind_a_line_of_each_of_1000_ranks(self, tmp_path: Path) -> None:
+        others = [f"[rank{rank}]: step 7 | loss 2.5" for rank in range(2, 1000)]
+        lines = [part for line in of_rank(1, KEY_ERROR) for part in (line, *others)]
+        found = explain_text(joined(lines), tmp_path)
+        assert (code_of(found), rank_of(found)) == ("python-keyerror", 1)
 
     def test_the_same_error_on_all_ranks_accuses_nobody(self, tmp_path: Path) -> None:
         text = joined(*(of_rank(rank, KEY_ERROR) for rank in range(8)))

@@ -42,6 +42,8 @@ _LAUNCHER_TYPES = {
 _MAX_EVENTS = 4000
 _MAX_ERROR_LINES = 20
 _MAX_STREAMS = 4096
+_MAX_IDLE_LINES = 4096
+"""Lines of others within which an open traceback goes on; more ranks than that do not alternate."""
 
 
 class Collector:
@@ -59,11 +61,17 @@ class Collector:
         self._order = 0
         self._spawned: int | None = None
         self._tail = 0
+        self._idle_lines = 0
 
     @property
     def wants_more(self) -> bool:
         """A traceback or a block is open, or a message may go on in the next lines."""
-        return bool(self._open) or self.evidence.exits.is_open or self._tail > 0
+        if self._tail > 0:
+            return True
+        # WHY a limit: nothing closes the last traceback of a rank that writes no more, and without
+        # it each line of the others' training output would be read until the end of the log
+        is_open = bool(self._open) or self.evidence.exits.is_open
+        return is_open and self._idle_lines < _MAX_IDLE_LINES
 
     def start_file(self, source: Source, habits: Habits) -> None:
         """Begin with another file."""
@@ -90,6 +98,7 @@ class Collector:
         line.task = source.task if line.task is None else line.task
         self._order += 1
         self._tail -= self._tail > 0
+        self._idle_lines += 1
         line.order = self._order
         text = line.text
         if not text or text.lstrip().startswith("frame #"):
@@ -97,6 +106,7 @@ class Collector:
             return
         evidence = self.evidence
         if evidence.exits.take(line):
+            self._idle_lines = 0
             return
         if evidence.exits.rank is not None:
             line.rank = evidence.exits.rank
@@ -121,7 +131,7 @@ class Collector:
         found = assembler.take(line)
         self._note_open(stream)
         if found:
-            self._add_exception(found, self._matcher.find(_whole(found.raised)))
+            self._add_exception(found, self._matcher.find(found.raised.whole))
             return
         if line.raw.startswith(_BOX) or (assembler.num_open and text[:1].isspace()):
             return
@@ -136,6 +146,7 @@ class Collector:
     def _note_open(self, stream: tuple[object, ...]) -> None:
         if self._streams[stream].is_open:
             self._open.add(stream)
+            self._idle_lines = 0
         else:
             self._open.discard(stream)
 
@@ -153,7 +164,7 @@ class Collector:
             line.rank, self._spawned = self._spawned, None
         match = matches[0] if matches else None
         if match is None and raised.before is not None and raised.link != "handling":
-            earlier = self._matcher.find(_whole(raised.before))
+            earlier = self._matcher.find(raised.before.whole)
             match = earlier[0] if earlier else None
         tier = match.cause.tier if match else Tier.EXCEPTION
         cause = match.cause if match else _by_type(raised)
@@ -172,10 +183,10 @@ class Collector:
             host=line.host,
             fields=match.fields if match else {},
             raised=raised,
-            is_weak=found.is_weak or (match is None and _is_launchers(raised)),
+            is_weak=found.is_weak or (match is None and raised.is_of_launcher),
             chained=before,
         )
-        kept = self._keep(event, (raised.type, _shape(raised.message)))
+        kept = self._keep(event, (raised.type, raised.shape))
         self._of_found[id(found)] = kept
 
     def _add_to_exception(self, found: Found, matches: list[Match], line: Line) -> None:
@@ -220,7 +231,7 @@ class Collector:
                 raised=raised,
                 is_weak=True,
             )
-            self._keep(event, (raised.type, _shape(raised.message)))
+            self._keep(event, (raised.type, raised.shape))
         elif _ERROR_LINE.search(line.text) and len(self.evidence.error_lines) < _MAX_ERROR_LINES:
             self.evidence.error_lines.append(line)
 
@@ -273,23 +284,9 @@ def _named(match: Match | None) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d{1,7}", match.fields["ranks"]))
 
 
-def _whole(raised: Raised) -> str:
-    return f"{raised.type}: {raised.message}"
-
-
 def _by_type(raised: Raised) -> Cause | None:
     """Give the general entry for an exception that no phrase knows."""
     if raised.name in BUILT_IN:
         return BUILT_IN[raised.name]
     last = raised.frames[-1] if raised.frames else None
     return RAISED if last is not None and not last.is_library else None
-
-
-def _is_launchers(raised: Raised) -> bool:
-    """Whether it was raised in torchrun itself: the ranks may have failed before, for a cause."""
-    return any(frame.file.endswith("distributed/launcher/api.py") for frame in raised.frames)
-
-
-def _shape(message: str) -> str:
-    """Give a message without what differs between ranks."""
-    return re.sub(r"0x[0-9a-f]+|\d+", "#", message[:300])

@@ -9,6 +9,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TextIO
 
 from hardened_ddp.diagnosis.explain.catalogue import CAUSES
@@ -17,7 +18,7 @@ from hardened_ddp.diagnosis.explain.evidence import Evidence
 from hardened_ddp.diagnosis.explain.flight_recorder import MAX_BYTES, PICKLE
 from hardened_ddp.diagnosis.explain.matching import Matcher
 from hardened_ddp.diagnosis.explain.prefixes import habits_of
-from hardened_ddp.diagnosis.explain.reader import decoder_of, read_lines, read_sample
+from hardened_ddp.diagnosis.explain.reader import Search, decoder_of, read_lines, read_sample
 from hardened_ddp.diagnosis.explain.report import as_json, as_text, exit_status
 from hardened_ddp.diagnosis.explain.sources import Source, find_sources
 from hardened_ddp.diagnosis.explain.verdict import judge
@@ -43,13 +44,12 @@ def run_explain(names: Sequence[str], *, wants_json: bool, output: TextIO, progr
 
 def collect(sources: Sequence[Source], *, progress: TextIO = sys.stderr) -> Evidence:
     """Read all sources. Raises UnreadableLogError."""
-    matcher = Matcher(CAUSES)
-    collector = Collector(matcher)
-    words = (*matcher.words(), *_FACTS)
+    matcher, words = _catalogue()
+    collector, search = Collector(matcher), Search(words)
     meter = Meter(progress, sum(source.size_bytes for source in sources))
     for source in sources:
         try:
-            _read(source, collector, words, meter.add)
+            _read(source, collector, search, meter.add)
         except (OSError, EOFError, zlib.error) as error:
             raise UnreadableLogError(
                 f"{source.name} can't be read to its end: {error}",
@@ -59,8 +59,15 @@ def collect(sources: Sequence[Source], *, progress: TextIO = sys.stderr) -> Evid
     return collector.evidence
 
 
+@cache
+def _catalogue() -> tuple[Matcher, tuple[bytes, ...]]:
+    """Give the index of the catalogue, and the words of its messages."""
+    matcher = Matcher(CAUSES)
+    return matcher, (*matcher.words(), *_FACTS)
+
+
 def _read(
-    source: Source, collector: Collector, words: Sequence[bytes], on_block: Callable[[int], None]
+    source: Source, collector: Collector, search: Search, on_block: Callable[[int], None]
 ) -> None:
     with source.open() as file:
         sample = read_sample(file)
@@ -77,7 +84,7 @@ def _read(
             return
         tail = Tail()
         num_lines = read_lines(
-            file, collector, words, first=sample, on_block=on_block, on_end=tail.take
+            file, collector, search, first=sample, on_block=on_block, on_end=tail.take
         )
         collector.evidence.num_lines = num_lines
         if _SUCCESS.search(tail.text):

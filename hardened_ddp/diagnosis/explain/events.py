@@ -6,6 +6,7 @@ Does not own: recognising them (lines.py, tracebacks.py, collector.py), choosing
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -156,6 +157,21 @@ class Raised:
     def name(self) -> str:
         """The class without its module."""
         return self.type.rpartition(".")[2]
+
+    @property
+    def whole(self) -> str:
+        """What the traceback's last line says."""
+        return f"{self.type}: {self.message}"
+
+    @property
+    def shape(self) -> str:
+        """The message without what differs between ranks."""
+        return re.sub(r"0x[0-9a-f]+|\d+", "#", self.message[:300])
+
+    @property
+    def is_of_launcher(self) -> bool:
+        """Whether torchrun itself raised it: the ranks may have failed before, for a cause."""
+        return any(frame.file.endswith("distributed/launcher/api.py") for frame in self.frames)
 
     @property
     def own_frame(self) -> Frame | None:

@@ -12,7 +12,7 @@ from functools import cache
 
 from hardened_ddp.diagnosis.explain.events import Cause
 
-# Words that many messages have. WHY so few: each costs one pass over the whole log.
+# Words that many messages have. WHY so few: each costs a pass over the lines that are new.
 _WORDS = (
     b"rror",
     b"RROR",
@@ -52,6 +52,9 @@ _WORDS = (
 )
 _LITERAL_ESCAPES = set(".()[]{}|*+?^$\\/-'\"#& ")
 _SHORTEST = 4
+_SAME_DIGITS = str.maketrans("0123456789", "0" * 10)
+_LONGEST_FORM = 1000
+_MAX_FORMS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +74,13 @@ class Matcher:
             for phrase in cause.phrases:
                 self._rules.setdefault(literal_of(phrase), []).append((phrase, cause))
         self._literals = tuple(self._rules)
+        self._forms = tuple((literal.translate(_SAME_DIGITS), literal) for literal in self._rules)
+        self._literals_of: dict[str, tuple[str, ...]] = {}
 
     def find(self, text: str) -> list[Match]:
         """List what matches: the lowest tier first, and in it the specific causes."""
         found: dict[str, Match] = {}
-        for literal in self._literals:
+        for literal in self._literals_like(text):
             if literal in text:
                 for phrase, cause in self._rules[literal]:
                     match = _compiled(phrase).search(text)
@@ -83,6 +88,19 @@ class Matcher:
                         fields = {k: v for k, v in match.groupdict().items() if v is not None}
                         found[cause.code] = Match(cause, fields)
         return sorted(found.values(), key=lambda m: (m.cause.tier, m.cause.is_generic))
+
+    def _literals_like(self, text: str) -> tuple[str, ...]:
+        """List the literals that text has, digits aside: known for lines that come again."""
+        if len(text) > _LONGEST_FORM:
+            return self._literals
+        form = text.translate(_SAME_DIGITS)
+        known = self._literals_of.get(form)
+        if known is None:
+            if len(self._literals_of) >= _MAX_FORMS:
+                self._literals_of.clear()
+            known = tuple(literal for like, literal in self._forms if like in form)
+            self._literals_of[form] = known
+        return known
 
     def words(self) -> tuple[bytes, ...]:
         """List words such that every line that matches a phrase has one of them."""

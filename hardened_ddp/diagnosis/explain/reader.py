@@ -1,7 +1,8 @@
 """Reading a log of any size: only the lines that may say something about a failure.
 
 Owns the bytes: blocks of bounded size, a search for words that every message of the catalogue
-has (so that training output costs no Python per line), lines of any length, broken bytes, UTF-16.
+has (so that training output costs next to nothing per line), lines of any length, broken bytes,
+UTF-16.
 Does not own: what a line means (collector.py).
 """
 
@@ -13,6 +14,9 @@ MAX_LINE_BYTES = 64 * 1024
 """What is kept of a longer line: its start; messages stand there."""
 
 _SAMPLE_BYTES = 64 * 1024
+_SAME_DIGITS = bytes.maketrans(b"0123456789", b"0" * 10)
+_MAX_FORMS = 200_000
+_MAX_FORM_BYTES = 16 * 1024 * 1024
 
 
 class LineTaker(Protocol):
@@ -24,6 +28,48 @@ class LineTaker(Protocol):
 
     def take(self, raw: str, number: int) -> None:
         """Take a line, without its end."""
+
+
+class Search:
+    """Finds the lines that have one of some words, or one that differs from it in digits only.
+
+    A program writes the same few lines again and again with other numbers. So a form, which is a
+    line with 0 for each digit, is searched once: that is one pass over it for each of 200 words.
+    """
+
+    def __init__(self, words: Sequence[bytes]) -> None:
+        self._words = sorted({word.translate(_SAME_DIGITS) for word in words})
+        self._has_word: dict[bytes, bool] = {}
+        self._size = 0
+
+    def line_starts(self, block: bytes) -> list[int]:
+        """List where in the block these lines start, in order."""
+        forms = block.translate(_SAME_DIGITS).split(b"\n")
+        hits = self._forms_with_a_word(set(forms))
+        starts, at = [], 0
+        if hits:
+            for form in forms:
+                if form in hits:
+                    starts.append(at)
+                at += len(form) + 1
+        return starts
+
+    def _forms_with_a_word(self, forms: set[bytes]) -> set[bytes]:
+        if self._size > _MAX_FORM_BYTES or len(self._has_word) > _MAX_FORMS:
+            self._has_word.clear()
+            self._size = 0
+        new = forms - self._has_word.keys()
+        self._has_word.update(dict.fromkeys(new, False))
+        text = b"\n".join(new)
+        self._size += len(text)
+        for word in self._words:
+            at = text.find(word)
+            while at >= 0:
+                end = text.find(b"\n", at)
+                end = len(text) if end < 0 else end
+                self._has_word[text[text.rfind(b"\n", 0, at) + 1 : end]] = True
+                at = text.find(word, end)
+        return {form for form in forms if self._has_word[form]}
 
 
 def read_sample(file: BinaryIO) -> bytes:
@@ -42,18 +88,18 @@ def decoder_of(sample: bytes) -> str:
 def read_lines(
     file: BinaryIO,
     taker: LineTaker,
-    words: Sequence[bytes],
+    search: Search,
     *,
     first: bytes = b"",
     on_block: Callable[[int], None] = lambda size: None,
     on_end: Callable[[bytes], None] = lambda block: None,
 ) -> int:
-    """Give taker the lines that have one of the words, and those that it wants. Count all lines."""
+    """Give taker the lines that search finds, and those that it wants. Count all lines."""
     number = 0
     for block in _whole_lines(file, first):
         if decoder_of(first) != "utf-8":
             block = _to_utf8(block)
-        number = _read_block(block, taker, words, number)
+        number = _read_block(block, taker, search, number)
         on_block(len(block))
         on_end(block)
     return number
@@ -86,9 +132,9 @@ def _to_utf8(block: bytes) -> bytes:
     return block.removeprefix(b"\xff\xfe").decode("utf-16-le", "replace").encode()
 
 
-def _read_block(block: bytes, taker: LineTaker, words: Sequence[bytes], number: int) -> int:
+def _read_block(block: bytes, taker: LineTaker, search: Search, number: int) -> int:
     """Read one block of whole lines; number is that of the last line before it."""
-    hits = _line_starts(block, words)
+    hits = search.line_starts(block)
     hit_index, position = 0, 0
     while position < len(block):
         if not taker.wants_more:
@@ -112,17 +158,3 @@ def _read_block(block: bytes, taker: LineTaker, words: Sequence[bytes], number: 
         number += block.count(b"\n", position)
         number += not block.endswith(b"\n")
     return number
-
-
-def _line_starts(block: bytes, words: Sequence[bytes]) -> list[int]:
-    """Find the starts of all lines that have one of the words, in order."""
-    starts: set[int] = set()
-    for word in words:
-        at = block.find(word)
-        while at >= 0:
-            starts.add(block.rfind(b"\n", 0, at) + 1)
-            end = block.find(b"\n", at)
-            if end < 0:
-                break
-            at = block.find(word, end)
-    return sorted(starts)
