@@ -218,7 +218,8 @@ make_environment() {
     say "Without network: ./setup.sh --offline WHEELS   (./setup.sh --help says how to fill it)"
     return 1
   fi
-  # This also compiles what every run imports, once and not by all ranks at the same time.
+  # This also compiles what every run imports, once and not by all ranks at the same time
+  # (torch._dynamo: DDP and the optimizers import it at their first use).
   if ! stage "importing it for the first time" "$venv/bin/python" -I -c "$first_import"; then
     say "what was installed can't be imported; the last line above says why"
     return 1
@@ -228,7 +229,8 @@ make_environment() {
 }
 first_import="
 import psutil, safetensors.torch, sklearn.datasets, tqdm, yaml
-import torch.distributed.run, torch.nn.parallel, torch.utils.data, torch.utils.tensorboard
+import torch._dynamo, torch.distributed.run, torch.nn.parallel, torch.utils.data
+import torch.utils.tensorboard
 "
 
 if python=$(find_environment); then
