@@ -12,8 +12,7 @@ from pathlib import Path
 from drills.digest import digest_of
 from drills.fault import Fault
 from drills.injections import Board
-from hardened_ddp.checkpoint.files import load_checkpoint
-from hardened_ddp.checkpoint.listing import find_newest
+from hardened_ddp.checkpoint.verify import find_newest, load_checkpoint
 from hardened_ddp.diagnosis.ledger_check import check_ledger
 from hardened_ddp.errors import HardenedError
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME

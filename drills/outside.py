@@ -16,8 +16,8 @@ from pathlib import Path
 from drills.fault import Fault
 from drills.injections import Board, Pause
 from drills.processes import Ranks, send
-from hardened_ddp.checkpoint.listing import find_newest
 from hardened_ddp.checkpoint.manifest import STATE_NAME
+from hardened_ddp.checkpoint.verify import find_newest
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
 
 PATIENCE_S = 8.0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.listing import Best
+from hardened_ddp.checkpoint.manifest import Best
 from hardened_ddp.checkpoint.stream import flat_bytes
 from hardened_ddp.checkpoint.tensors import specs_of
 from hardened_ddp.checkpoint.verify import Found

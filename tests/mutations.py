@@ -199,9 +199,9 @@ MUTATIONS = [
         "reporting/background.py", "if self._jobs.qsize() >= _MAX_WAITING:", "if False:", REPORTING
     ),
     # checkpoint
-    Mutation("checkpoint/listing.py", "if step not in protected", "", FILES),
+    Mutation("checkpoint/manifest.py", "if step not in protected", "", FILES),
     Mutation(
-        "checkpoint/listing.py",
+        "checkpoint/disk.py",
         "return time.time() - newest > _FOREIGN_AGE_S",
         "return True",
         FILES,
@@ -250,7 +250,7 @@ MUTATIONS = [
         SNAPSHOT,
     ),
     Mutation(
-        "checkpoint/listing.py",
+        "checkpoint/verify.py",
         "best = read_best_step(root) if prefer_best else None",
         "best = None",
         f"{EXPORT} {FILES}",

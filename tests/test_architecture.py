@@ -41,7 +41,6 @@ ROOM_LINES = 5
 LONG_FILES = {
     "ddp_training.py": "the whole run on one page",
     "ranks/group.py": "the process group and every collective over it",
-    "checkpoint/files.py": "writing, finding and reading a checkpoint keep one contract",
     "step/step.py": "a whole step, from do() down, in one file",
     "data/stream.py": "one stream of batches, with all that may happen to its workers",
 }
@@ -82,7 +81,7 @@ OWNERS = {
     "signal.signal signal.set_wakeup_fd signal.siginterrupt": "guard/stop.py",
     "threading.Thread threading.Timer _thread.* concurrent.futures.Thread*": (
         "guard/watchdog.py guard/hang.py checkpoint/snapshot.py reporting/* data/worker_pool.py "
-        "ranks/patience.py ranks/parent.py training/lock_heartbeat.py "
+        "ranks/patience.py ranks/parent.py ranks/process.py "
         "diagnosis/audit/injected/*"
     ),
     "print": "reporting/* diagnosis/* drills/* ddp_training.py",

@@ -13,9 +13,8 @@ import pytest
 
 from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.verify import Found, Rejected
+from hardened_ddp.checkpoint.verify import Found, Rejected, probe_folder
 from hardened_ddp.errors import CheckpointError, RunFolderError
-from hardened_ddp.training.run_folder import probe_folder
 from tests.checkpoint_states import assert_holds, write_step
 from tests.forks import run_forked
 from tests.marks import slow_after

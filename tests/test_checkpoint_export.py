@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 
 from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.listing import open_checkpoint
-from hardened_ddp.checkpoint.verify import Rejected
+from hardened_ddp.checkpoint.verify import Rejected, open_checkpoint
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.export.export import _compare, export_model
 from tests.checkpoint_states import assert_same, every_kind, small_state

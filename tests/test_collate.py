@@ -10,8 +10,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, Subset
 
-from hardened_ddp.checkpoint.files import load_checkpoint
-from hardened_ddp.checkpoint.listing import open_checkpoint
+from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
 from hardened_ddp.data.batch import take
 from hardened_ddp.data.checks import Checks
 from hardened_ddp.data.collate import find_collate, split_targets

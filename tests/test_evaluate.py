@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hardened_ddp.checkpoint.files import load_checkpoint
-from hardened_ddp.checkpoint.listing import open_checkpoint
+from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
 from hardened_ddp.data.digits import open_digits
 from hardened_ddp.errors import CheckpointMismatchError, ModelError
 from hardened_ddp.reporting.evaluation_report import print_report

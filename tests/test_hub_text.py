@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import Dataset
 
-from hardened_ddp.checkpoint.files import load_checkpoint
-from hardened_ddp.checkpoint.listing import open_checkpoint
+from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
 from hardened_ddp.data.extras import import_extra
 from hardened_ddp.errors import HardenedError, ModelError
 from hardened_ddp.export.export import export_model

@@ -9,12 +9,12 @@ import torch
 
 from hardened_ddp.model.comm_hook import choose_comm_hook
 from hardened_ddp.model.optimizer import (
-    KNOWN,
     allocate_state,
     build_optimizer,
     find_optimizer,
     skips_by_flag,
 )
+from hardened_ddp.model.optimizer_state import KNOWN
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.probe import Findings, choose_find_unused
 from hardened_ddp.model.schedule import learning_rate

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from hardened_ddp.checkpoint.files import CheckpointStore
+from hardened_ddp.checkpoint.verify import probe_folder
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.settings.earlier_run import newest_run
 from hardened_ddp.training.resume import find_place
-from hardened_ddp.training.run_folder import create_run_folder, probe_folder
+from hardened_ddp.training.run_folder import create_run_folder
 from tests.forks import run_forked
 from tests.settings_given import make_run, settings_of
 

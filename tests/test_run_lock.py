@@ -15,8 +15,7 @@ import torch
 
 from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.errors import CheckpointError, RunFolderError
-from hardened_ddp.ranks.process import is_gone, is_pid_gone, this_process
-from hardened_ddp.training.lock_heartbeat import LockHeartbeat, with_count
+from hardened_ddp.ranks.process import LockHeartbeat, is_gone, is_pid_gone, this_process, with_count
 from hardened_ddp.training.run_lock import LOCK_NAME, RunLock, check_held
 from tests.forks import run_forked
 

@@ -86,13 +86,10 @@ def test_an_environment_in_the_checkout_is_not_ours(
 
 @pytest.mark.slow
 def test_it_counts_a_step_a_save_and_a_resume() -> None:
-    done = run_command(["python", "benchmarks/step_path.py", "--verbose"], timeout_s=400)
-    figures = re.findall(r"^  (\w+) +(\d+) .* (PASS|MISS)$", done.stdout, re.MULTILINE)
+    done = run_command(["python", "benchmarks/step_path.py", "--verbose"], timeout_s=400).ok()
+    figures = re.findall(r"^  (\w+) +(\d+) .* PASS$", done.stdout, re.MULTILINE)
     step = ["frames", "files", "functions"]
-    assert [name for name, _, _ in figures] == [*step, *step, "save", "resume"]
-    assert all(int(count) > 0 for _, count, _ in figures)
-    assert done.status == any(verdict == "MISS" for _, _, verdict in figures)
-    missed = {name for name, _, verdict in figures if verdict == "MISS"}
-    assert missed.isdisjoint(step), done.stdout
+    assert [name for name, _ in figures] == [*step, *step, "save", "resume"], done.stdout
+    assert all(int(count) > 0 for _, count in figures)
     for expected in ("ddp_training.py: fit", "checkpoint/disk.py", "training/resume.py"):
         assert expected in done.stdout

@@ -2,25 +2,40 @@
 
 Owns: the calls that make, write, sync, rename and remove files (Disk), and the few ways we combine
 them: a file that is hashed while it is written, a small file that is replaced atomically, a folder
-that is removed. Tests pass another Disk, which stops the process at the k-th call or slows it down.
+that is removed, what dead writers left behind. Tests pass another Disk, which stops the process at
+the k-th call or slows it down.
 Does not own: what a checkpoint is (files.py), whether one is valid (verify.py).
 What goes wrong here: full disks (DISK_FULL_ERRORS), and files that reach the disk later than the
-names that point to them. So: sync the file, then its folder, and rename last.
+names that point to them. So: sync the file, then its folder, and rename last. A crash while a
+folder is removed: it is renamed first, so that a partly removed folder never looks like a
+checkpoint. And a folder that a live process is writing looks like a leftover; its name says which
+process that is.
 """
 
 import errno
 import hashlib
+import logging
 import os
+import re
 import stat
+import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Protocol, TypeVar
+
+from hardened_ddp.ranks.process import is_pid_gone, this_process
+
+log = logging.getLogger(__name__)
 
 DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 # Some network and user-space file systems can't sync a folder; we can't make their renames durable.
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EBADF})
+# The name of a folder being written or dropped: its final or former name, the host, the process.
+_ASIDE = re.compile(r"\.(?:partial|dropped)-.+-([0-9a-f]{12})-(\d+)-(\d*)")
+# A leftover from another host counts as dead after this time: its writer can't be checked.
+_FOREIGN_AGE_S = 3600
 
 T = TypeVar("T")
 
@@ -168,6 +183,60 @@ def remove_tree(path: Path, *, disk: Disk) -> None:
         else:
             disk.unlink(Path(entry.path))
     disk.remove_folder(path)
+
+
+def aside_path(path: Path, *, what: str) -> Path:
+    """Return where this process keeps path while it writes ("partial") or drops it ("dropped")."""
+    return path.with_name(f".{what}-{path.name}-{_suffix_of(os.getpid())}")
+
+
+def drop_folder(path: Path, *, disk: Disk) -> None:
+    """Remove a checkpoint's folder atomically: it is renamed first. Raises OSError."""
+    aside = aside_path(path, what="dropped")
+    if os.path.lexists(aside):
+        remove_aside(aside, disk=disk)
+    disk.rename(path, aside)
+    remove_aside(aside, disk=disk)
+
+
+def remove_aside(path: Path, *, disk: Disk) -> None:
+    """Remove a folder under a temporary name. Raises OSError."""
+    if is_real_folder(path):
+        remove_tree(path, disk=disk)
+    else:
+        disk.unlink(path)
+
+
+def sweep_leftovers(root: Path, *, disk: Disk) -> None:
+    """Remove what dead writers left, and what this process left when it failed."""
+    for path in list(root.iterdir()):
+        if not _is_leftover(path):
+            continue
+        try:
+            remove_aside(path, disk=disk)
+        except OSError as error:
+            log.warning("%s, a leftover of a dead writer, can't be removed: %s", path, error)
+
+
+def _is_leftover(path: Path) -> bool:
+    match = _ASIDE.fullmatch(path.name)
+    if match is None:
+        return False
+    here = this_process()
+    if match[1] == here.place:
+        return int(match[2]) == here.pid or is_pid_gone(int(match[2]), started=match[3])
+    try:
+        newest = max(entry.lstat().st_mtime for entry in [path, *path.iterdir()])
+    except OSError:
+        return False
+    return time.time() - newest > _FOREIGN_AGE_S
+
+
+@cache
+def _suffix_of(pid: int) -> str:
+    """Give the end of a name that says which process, that of pid, works there."""
+    mark = this_process()
+    return f"{mark.place}-{pid}-{mark.started}"
 
 
 def is_real_folder(path: Path) -> bool:

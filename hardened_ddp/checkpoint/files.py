@@ -11,7 +11,7 @@ Read next: verify.py, then stream.py.
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,39 +22,42 @@ from hardened_ddp.checkpoint.disk import (
     DISK_FULL_ERRORS,
     Disk,
     Retry,
+    aside_path,
+    drop_folder,
     is_real_folder,
     make_folders,
+    remove_aside,
     replace_file,
+    sweep_leftovers,
     write_file,
 )
-from hardened_ddp.checkpoint.listing import (
-    BEST_NAME,
-    Best,
-    aside_path,
-    choose_drops,
-    discard_folder,
-    drop_folder,
-    find_newest,
-    list_discarded,
-    list_steps,
-    read_best_step,
-    remove_aside,
-    sweep_leftovers,
-)
 from hardened_ddp.checkpoint.manifest import (
+    BEST_NAME,
     JSON,
     MANIFEST_NAME,
     SCHEMA,
     STATE_NAME,
+    Best,
     FileRecord,
     Manifest,
+    choose_drops,
+    discard_newer,
     encode_manifest,
+    list_discarded,
+    list_steps,
     plain_meta,
+    read_best_step,
     step_folder_name,
 )
 from hardened_ddp.checkpoint.stream import TensorStream, write_stream_to
-from hardened_ddp.checkpoint.tensors import differences, plan_file, read_tensors, specs_of
-from hardened_ddp.checkpoint.verify import Found, Rejected, stamp_of, verify_checkpoint
+from hardened_ddp.checkpoint.tensors import plan_file
+from hardened_ddp.checkpoint.verify import (
+    Found,
+    Rejected,
+    find_newest,
+    load_checkpoint,
+    verify_checkpoint,
+)
 from hardened_ddp.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -157,19 +160,8 @@ class CheckpointStore:
         return load_checkpoint(found, device=device)
 
     def discard_newer(self, step: int) -> list[Path]:
-        """Set aside the checkpoints of later steps, and return their paths.
-
-        For a rollback, or a resume from an older checkpoint: otherwise the next start would find
-        the newer ones. They are renamed to discarded-step-..., and removed when the disk is full.
-        Raises CheckpointError.
-        """
-        newer = [self.root / step_folder_name(other) for other in self.steps() if other > step]
-        try:
-            for path in newer:
-                discard_folder(path, disk=self._disk)
-        except OSError as error:
-            raise CheckpointError(f"{path} can't be set aside: {error}") from error
-        return newer
+        """Set aside the checkpoints of later steps. Raises CheckpointError."""
+        return discard_newer(self.root, step, disk=self._disk)
 
     def _prepare_root(self) -> None:
         if not os.path.lexists(self.root):
@@ -290,28 +282,3 @@ class CheckpointStore:
         except OSError:
             return 0
         return status.f_bavail * status.f_frsize
-
-
-def load_checkpoint(
-    found: Found, *, device: torch.device | str = "cpu", names: Sequence[str] | None = None
-) -> tuple[dict[str, Tensor], dict[str, JSON]]:
-    """Read a verified checkpoint: tensors that own their memory, and meta.
-
-    names: only these tensors. Rank-local. Raises CheckpointError if the file changed since it was
-    verified.
-    """
-    try:
-        is_same = stamp_of(found.state_path.lstat()) == found.stamp
-    except OSError:
-        is_same = False
-    if not is_same:
-        raise CheckpointError(f"{found.state_path} changed since it was verified")
-    tensors = read_tensors(found.state_path, device=device, names=names)
-    expected = found.manifest.tensors
-    if names is not None:
-        expected = {name: expected[name] for name in names}
-    lines = differences(expected, specs_of(tensors))
-    if lines:
-        text = "\n  ".join(lines)
-        raise CheckpointError(f"{found.path}: its file and its manifest differ\n  {text}")
-    return tensors, found.manifest.meta

@@ -1,7 +1,9 @@
-"""The manifest of a checkpoint: manifest.json.
+"""The manifest of a checkpoint, and the names in a run's folder of checkpoints.
 
-Owns: the manifest, its JSON, and its own digest, so that every change of a byte is detected.
-Does not own: comparing it with the files it names (verify.py).
+Owns: the manifest, its JSON, and its own digest, so that every change of a byte is detected; the
+folders step-000000123, discarded-step-... and best.json, and the choice of what to drop.
+Does not own: comparing a manifest with the files it names (verify.py), when something is dropped
+(files.py).
 What goes wrong here: the file may contain anything, because a disk or somebody changed it. So the
 type of each field is checked before it is used, and a problem is a ValueError that names it;
 verify.py turns that into the reason why a checkpoint is rejected.
@@ -9,24 +11,34 @@ verify.py turns that into the reason why a checkpoint is rejected.
 
 import hashlib
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, TypeAlias, cast
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias, cast
 
+from hardened_ddp.checkpoint.disk import Disk, drop_folder, is_real_folder
 from hardened_ddp.checkpoint.tensors import TensorSpec
 from hardened_ddp.errors import CheckpointError
+from hardened_ddp.settings.earlier_run import STEP_FOLDER
 
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
 
 SCHEMA = 1
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.safetensors"
+BEST_NAME = "best.json"
+_MAX_BEST_BYTES = 4096
+_DISCARDED = "discarded-"
 # A manifest needs about 100 bytes per tensor: this is room for half a million of them.
 MAX_MANIFEST_BYTES = 64 * 2**20
 # More than any file system allows for one file, so a larger size can't be right.
 _MAX_FILE_BYTES = 2**60
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+
+Best = Mapping[str, Any]
+"""What best.json says besides the step: metric, value, direction."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +120,62 @@ def decode_manifest(raw: bytes) -> Manifest:
 def step_folder_name(step: int) -> str:
     """Return the name of the folder of a step's checkpoint."""
     return f"step-{step:09d}"  # WHY fixed width: sorting by name is sorting by step
+
+
+def list_steps(root: Path) -> list[int]:
+    """Return the steps that have a folder under root, newest first, valid or not."""
+    if not is_real_folder(root):
+        return []
+    matches = [STEP_FOLDER.fullmatch(path.name) for path in root.iterdir()]
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+
+def read_best_step(root: Path) -> int | None:
+    """Return the step that best.json names if it has a folder, else None."""
+    try:
+        with (root / BEST_NAME).open("rb") as file:
+            step = json.loads(file.read(_MAX_BEST_BYTES))["step"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        # WHY no warning: there is no best checkpoint yet, or the next better one replaces the file
+        return None
+    return step if type(step) is int and step in list_steps(root) else None
+
+
+def choose_drops(
+    steps: Sequence[int], *, keep_last: int, protected: Collection[int | None]
+) -> list[int]:
+    """Return which of the steps, newest first, to drop: not among the newest, not protected."""
+    return [step for step in steps[keep_last:] if step not in protected]
+
+
+def discard_newer(root: Path, step: int, *, disk: Disk) -> list[Path]:
+    """Set aside the checkpoints of later steps, and return their paths.
+
+    For a rollback, or a resume from an older checkpoint: otherwise the next start would find the
+    newer ones. They are renamed to discarded-step-..., and removed when the disk is full. Raises
+    CheckpointError.
+    """
+    newer = [root / step_folder_name(other) for other in list_steps(root) if other > step]
+    try:
+        for path in newer:
+            discard_folder(path, disk=disk)
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be set aside: {error}") from error
+    return newer
+
+
+def discard_folder(path: Path, *, disk: Disk) -> None:
+    """Rename a checkpoint's folder so that no start finds it, but a person can. Raises OSError."""
+    target = path.with_name(f"{_DISCARDED}{path.name}")
+    if os.path.lexists(target):
+        drop_folder(target, disk=disk)
+    disk.rename(path, target)
+    disk.sync_folder(path.parent)
+
+
+def list_discarded(root: Path) -> list[Path]:
+    """Return what discard_folder left under root, oldest step first."""
+    return sorted(path for path in root.iterdir() if path.name.startswith(_DISCARDED))
 
 
 def _read_files(files: object) -> FileRecord:

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.listing import Best
-from hardened_ddp.checkpoint.manifest import JSON, plain_meta
+from hardened_ddp.checkpoint.manifest import JSON, Best, plain_meta
 from hardened_ddp.checkpoint.stream import HostArena, TensorStream
 from hardened_ddp.checkpoint.tensors import FilePlan, plan_file
 from hardened_ddp.errors import CheckpointError

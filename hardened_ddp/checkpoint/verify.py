@@ -1,29 +1,50 @@
 """The check whether a folder is a complete checkpoint that only we could have written.
 
 Owns: the check of one folder before anything in it is used: type, owner, mode, manifest, size and
-sha256. The result is Found, or Rejected with the reason.
-Does not own: which checkpoint is used (files.py); it never reads tensors.
-What goes wrong here: a check that is too strict starts a run from the beginning although its
-checkpoints are valid. Some mounts give every file the same foreign owner or mode 777; so before a
-folder is rejected for these, a new folder shows whether this mount does that.
+sha256. The result is Found, or Rejected with the reason. From that: the newest checkpoint that is
+valid, the one that a user's path means, and its tensors. Also probe_folder, which shows at the
+start of a run, and not after an hour, that its folder can't be written.
+Does not own: writing and removing (files.py).
+What goes wrong here: the newest checkpoint can be broken. Then it is returned with the reason, and
+the next older one is used; the caller decides whether to continue from that one. And a check that
+is too strict starts a run from the beginning although its checkpoints are valid. Some mounts give
+every file the same foreign owner or mode 777; so before a folder is rejected for these, a new
+folder shows whether this mount does that.
 """
 
 import hashlib
 import io
+import logging
 import os
 import stat
 import uuid
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
+from hardened_ddp.checkpoint.disk import Disk, make_folders, write_file
 from hardened_ddp.checkpoint.manifest import (
+    JSON,
     MANIFEST_NAME,
     MAX_MANIFEST_BYTES,
     STATE_NAME,
     Manifest,
     decode_manifest,
+    list_steps,
+    read_best_step,
     step_folder_name,
 )
+from hardened_ddp.checkpoint.tensors import differences, read_tensors, specs_of
+from hardened_ddp.errors import CheckpointError, RunFolderError
+from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, STEP_FOLDER
+
+log = logging.getLogger(__name__)
+
+_PROBE_BYTES = b"can this folder be written?\n" * 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +101,85 @@ def verify_checkpoint(path: Path) -> Found | Rejected:
     return Found(path=path, manifest=manifest, stamp=stamp)
 
 
+def find_newest(root: Path, *, at_most: int | None = None) -> tuple[Found | None, list[Rejected]]:
+    """Return the newest valid checkpoint under root, and the newer ones that are not valid.
+
+    at_most: ignore checkpoints of later steps.
+    """
+    rejected: list[Rejected] = []
+    if root.is_symlink():
+        return None, [Rejected(path=root, reason="is a symbolic link")]
+    for step in list_steps(root):
+        if at_most is not None and step > at_most:
+            continue
+        verdict = verify_checkpoint(root / step_folder_name(step))
+        if isinstance(verdict, Found):
+            return verdict, rejected
+        rejected.append(verdict)
+    return None, rejected
+
+
+def open_checkpoint(path: Path, *, prefer_best: bool = False) -> Found:
+    """Verify the checkpoint that a user's path means: the path of a checkpoint, or of a run.
+
+    A run's folder means its newest valid checkpoint, or with prefer_best the best one if that is
+    valid. Raises CheckpointError with the reason for each one that can't be used.
+    """
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is not a folder, so it holds no checkpoint",
+            fix="give the folder of a run (runs/NAME) or of a checkpoint (.../step-000000123)",
+        )
+    if (path / MANIFEST_NAME).is_file() or STEP_FOLDER.fullmatch(path.name):
+        verdict = verify_checkpoint(path)
+        if isinstance(verdict, Found):
+            return verdict
+        raise CheckpointError(
+            f"the checkpoint can't be used. {verdict}",
+            fix=f"give the run's folder to use its newest valid one: {path.parent.parent}",
+        )
+    root = path if path.name == CHECKPOINTS_NAME else path / CHECKPOINTS_NAME
+    best = read_best_step(root) if prefer_best else None
+    if best is not None:
+        verdict = verify_checkpoint(root / step_folder_name(best))
+        if isinstance(verdict, Found):
+            return verdict
+        log.warning("the best checkpoint can't be used (%s): the newest one is used", verdict)
+    found, rejected = find_newest(root)
+    if found is not None:
+        return found
+    reasons = "".join(f"\n  {verdict}" for verdict in rejected)
+    raise CheckpointError(
+        f"{path} has no checkpoint that can be used{reasons or ': none was written'}",
+        fix="give another run, or train without --resume",
+    )
+
+
+def load_checkpoint(
+    found: Found, *, device: torch.device | str = "cpu", names: Sequence[str] | None = None
+) -> tuple[dict[str, Tensor], dict[str, JSON]]:
+    """Read a verified checkpoint: tensors that own their memory, and meta.
+
+    names: only these tensors. Rank-local. Raises CheckpointError if the file changed since it was
+    verified.
+    """
+    try:
+        is_same = stamp_of(found.state_path.lstat()) == found.stamp
+    except OSError:
+        is_same = False
+    if not is_same:
+        raise CheckpointError(f"{found.state_path} changed since it was verified")
+    tensors = read_tensors(found.state_path, device=device, names=names)
+    expected = found.manifest.tensors
+    if names is not None:
+        expected = {name: expected[name] for name in names}
+    lines = differences(expected, specs_of(tensors))
+    if lines:
+        text = "\n  ".join(lines)
+        raise CheckpointError(f"{found.path}: its file and its manifest differ\n  {text}")
+    return tensors, found.manifest.meta
+
+
 def stamp_of(status: os.stat_result) -> tuple[int, int, int]:
     """Return what distinguishes two versions of a file without reading it."""
     return status.st_ino, status.st_size, status.st_mtime_ns
@@ -133,6 +233,48 @@ def _check_trust(path: Path, status: os.stat_result, *, wants_folder: bool) -> N
         raise ValueError(
             f"every user may write to {what} (mode {mode:o}): chmod o-w if you trust it"
         )
+
+
+def probe_folder(folder: Path) -> None:
+    """Try every operation that a checkpoint needs: create, write, sync, rename, remove.
+
+    Creates the folder if it is missing. Rank-local. Raises RunFolderError.
+    """
+    disk = Disk()
+    first = folder / f".probe-{uuid.uuid4().hex}"
+    second = first.with_name(f"{first.name}-renamed")
+    if folder.is_symlink():
+        raise RunFolderError(
+            f"{folder} is a symbolic link, which could be changed to another folder during the run",
+            fix=f"use the folder itself: {os.path.realpath(folder)}",
+        )
+    try:
+        make_folders(folder, disk=disk)
+        write_file(first, _PROBE_BYTES, disk=disk)
+        disk.rename(first, second)
+        disk.sync_folder(folder)
+        owners = {0, os.geteuid(), second.stat().st_uid}
+        owner = folder.stat().st_uid
+    except OSError as error:
+        raise unusable_folder(folder, error) from error
+    finally:
+        for path in (first, second):
+            with suppress(OSError):  # missing, or the folder is unusable, which was reported
+                disk.unlink(path)
+    if owner not in owners:
+        raise RunFolderError(
+            f"{folder} belongs to user {owner} and not to you ({os.geteuid()}), who could change "
+            "checkpoints in it",
+            fix="give another output_dir, or have the folder's owner changed: chown",
+        )
+
+
+def unusable_folder(folder: Path, error: OSError) -> RunFolderError:
+    return RunFolderError(
+        f"{folder} can't be used: {error.strerror or error} ({error.filename or folder}); "
+        "checkpoints could not be written there",
+        fix=f"give another output_dir, or look at it: ls -ld {folder}; df -h {folder}",
+    )
 
 
 def _status_of_new_folder(parent: Path) -> os.stat_result | None:

@@ -2,7 +2,7 @@
 
 Owns: export_model and the content of that folder: the model in one format, config.json, a model
 card.
-Does not own: the checkpoint it is made from (listing.py, files.py), the formats that hold more
+Does not own: the checkpoint it is made from (verify.py), the formats that hold more
 than the weights (formats.py).
 What goes wrong here: an export that is incomplete, or that differs from the checkpoint. So it is
 written under a temporary name, read back, compared, and renamed into place.
@@ -17,13 +17,11 @@ from typing import TextIO
 import numpy as np
 from torch import Tensor
 
-from hardened_ddp.checkpoint.disk import Disk, make_folders, write_file
-from hardened_ddp.checkpoint.files import load_checkpoint
-from hardened_ddp.checkpoint.listing import aside_path, open_checkpoint, remove_aside
+from hardened_ddp.checkpoint.disk import Disk, aside_path, make_folders, remove_aside, write_file
 from hardened_ddp.checkpoint.manifest import JSON
 from hardened_ddp.checkpoint.stream import TensorStream, flat_bytes, write_stream_to
 from hardened_ddp.checkpoint.tensors import plan_file, read_tensors, specs_of
-from hardened_ddp.checkpoint.verify import Found
+from hardened_ddp.checkpoint.verify import Found, load_checkpoint, open_checkpoint
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.export.formats import (
     CARD_NAME,

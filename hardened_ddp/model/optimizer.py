@@ -18,14 +18,12 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from hardened_ddp.data.import_path import import_callable
 from hardened_ddp.data.read_errors import describe
 from hardened_ddp.errors import OptimizerError
+from hardened_ddp.model.optimizer_state import KNOWN, is_known
 from hardened_ddp.model.parameter_groups import Group, check_options
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.optimizer import OptimizerConfig
 
 log = logging.getLogger(__name__)
-
-KNOWN = (SGD, Adam, AdamW)
-"""Their state is known, and their fused kernels skip a step by a flag on the device."""
 
 _ONLY_ONE = ("fused", "foreach", "differentiable")
 """Options of which torch's optimizers take one at a time."""
@@ -107,12 +105,6 @@ def described(optimizer: Optimizer, config: OptimizerConfig) -> str:
     words = ", ".join(f"{name}={value!r}" for name, value in find_optimizer(config)[1].items())
     groups = "" if num_groups == 1 else f", {num_groups} parameter groups"
     return f"optimizer: {config.optimizer}({words}){groups}"
-
-
-def is_known(optimizer: Optimizer) -> bool:
-    """Return whether it is one of torch's that are known here. WHY the exact type: a subclass may
-    have another state, and another step."""
-    return type(optimizer) in KNOWN
 
 
 def skips_by_flag(optimizer: Optimizer) -> bool:

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hardened_ddp.errors import OptimizerError
-from hardened_ddp.model.optimizer import is_known
 from hardened_ddp.model.schedule import Schedule
+
+KNOWN = (SGD, Adam, AdamW)
+"""Their state is known, and their fused kernels skip a step by a flag on the device."""
 
 PREFIX = "optimizer."
 _TENSOR, _TUPLE, _LIST = "tensor", "tuple", "list"
@@ -30,6 +32,12 @@ _MAPPINGS: Mapping[str, type[dict[Any, Any]]] = {  # Any: keys and values of any
 
 Tree = Any
 """JSON: a number, text or null as it is; anything else as {kind: content}."""
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Return whether it is one of torch's that are known here. WHY the exact type: a subclass may
+    have another state, and another step."""
+    return type(optimizer) in KNOWN
 
 
 def save_state(

@@ -5,7 +5,6 @@ Does not own: which variables a launcher sets (launchers_env.py, slurm_env.py), 
 (launch.py). Nothing here reads os.environ or imports torch.
 """
 
-import hashlib
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -63,16 +62,6 @@ class Launch:
     @property
     def is_local_main(self) -> bool:
         return self.local_rank == 0
-
-    @property
-    def job_marks(self) -> list[str]:
-        """Short marks of this rank's job: two attempts of a job share one, two jobs none.
-
-        WHY several: after a node was lost, the new attempt may have only some agents in common with
-        the one before. The run id is the user's, who may use it twice.
-        """
-        keys = (self.job_key, self.agent_key, self.run_id and f"run-id-{self.run_id}")
-        return sorted({hashlib.sha256(key.encode()).hexdigest()[:12] for key in keys if key})
 
     @property
     def is_restart(self) -> bool:

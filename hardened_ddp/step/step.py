@@ -22,7 +22,7 @@ from hardened_ddp.data.batch import Batch, split
 from hardened_ddp.data.ledger import LedgerWriter
 from hardened_ddp.data.sampler import Window
 from hardened_ddp.errors import HardenedError
-from hardened_ddp.model.optimizer import is_known
+from hardened_ddp.model.optimizer_state import is_known
 from hardened_ddp.model.precision import clip
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.seeding import seed_step, seed_update

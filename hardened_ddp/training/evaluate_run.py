@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hardened_ddp.checkpoint.listing import open_checkpoint
-from hardened_ddp.checkpoint.verify import Found
+from hardened_ddp.checkpoint.verify import Found, open_checkpoint
 from hardened_ddp.data.datasets import TaskData, build_data, prepare_data
 from hardened_ddp.data.loader import Batch
 from hardened_ddp.data.loader_setup import build_eval_loader

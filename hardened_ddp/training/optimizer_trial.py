@@ -21,8 +21,8 @@ from hardened_ddp.checkpoint.tensors import plan_file
 from hardened_ddp.data.fetch import describe, preserved_rng
 from hardened_ddp.data.import_path import import_callable
 from hardened_ddp.errors import CheckpointError, DataError, HardenedError, OptimizerError
-from hardened_ddp.model.optimizer import build_optimizer, described, find_optimizer, is_known
-from hardened_ddp.model.optimizer_state import restore_state, save_state
+from hardened_ddp.model.optimizer import build_optimizer, described, find_optimizer
+from hardened_ddp.model.optimizer_state import is_known, restore_state, save_state
 from hardened_ddp.model.parameter_groups import Group, parameter_groups
 from hardened_ddp.model.schedule import Schedule
 from hardened_ddp.ranks.seeding import seed_update

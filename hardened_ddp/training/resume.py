@@ -6,15 +6,23 @@ that proves valid. What is passed over is named with its reason.
 Does not own: verification and folders (checkpoint/), loading into the parts (state.py).
 """
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
-from hardened_ddp.checkpoint.files import CheckpointStore, load_checkpoint
-from hardened_ddp.checkpoint.listing import open_checkpoint
-from hardened_ddp.checkpoint.verify import Found
+from hardened_ddp.checkpoint.disk import Disk
+from hardened_ddp.checkpoint.files import CheckpointStore
+from hardened_ddp.checkpoint.manifest import discard_newer
+from hardened_ddp.checkpoint.verify import (
+    Found,
+    find_newest,
+    load_checkpoint,
+    open_checkpoint,
+    probe_folder,
+)
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
@@ -26,7 +34,7 @@ from hardened_ddp.settings.earlier_run import (
     newest_run,
     run_of_checkpoint,
 )
-from hardened_ddp.training.run_folder import create_run_folder, probe_folder
+from hardened_ddp.training.run_folder import create_run_folder
 from hardened_ddp.training.run_lock import RunLock, check_held
 from hardened_ddp.training.state import Saved, Tensors, share_state
 
@@ -35,12 +43,15 @@ log = logging.getLogger(__name__)
 _JOBS = ".jobs"
 
 
-@dataclass(slots=True)
+@dataclass
 class RunFolder:
     """The folder of a run, and what rank 0 holds of it."""
 
     folder: Path
-    store: CheckpointStore
+    keep_last: int
+    token: str
+    """Of the lock, on all ranks: who saves proves by it that the run is still ours."""
+
     checkpoint: Found | None = None
     """What to start from; None: from the beginning. Rank 0 only."""
 
@@ -61,6 +72,15 @@ class RunFolder:
     def is_finished(self, group: Group, step: int) -> bool:
         """Say whether the run came to its end at this step: tested, summed up. Collective."""
         return bool(group.run_on_main(lambda: finished_at(self.folder) == step, what="the summary"))
+
+    @cached_property
+    def store(self) -> CheckpointStore:
+        """Its checkpoints, to be written by whoever holds the lock."""
+        return CheckpointStore(
+            self.folder / CHECKPOINTS_NAME,
+            keep_last=self.keep_last,
+            before_commit=partial(check_held, self.folder, self.token),
+        )
 
     def write_settings(self, text: str) -> None:
         """Write the resolved settings beside the run, on rank 0; a resume takes them up."""
@@ -85,7 +105,7 @@ def open_run(config: Config, group: Group) -> RunFolder:
     output = Path(config.run.output_dir)
     # WHY all ranks: with elastic nodes, the node of rank 0 may be a new one.
     notes = group.gather_json(  # collective
-        [_noted_folder(output, group.launch), *group.launch.job_marks]
+        [_noted_folder(output, group.launch), *_job_marks(group.launch)]
     )
     jobs = {mark for _, *marks in notes for mark in marks}
 
@@ -105,12 +125,7 @@ def open_run(config: Config, group: Group) -> RunFolder:
     folder = Path(name)
     if group.is_local_main:
         _note_folder(output, group.launch, folder)
-    store = CheckpointStore(
-        folder / CHECKPOINTS_NAME,
-        keep_last=config.run.keep_last,
-        before_commit=partial(check_held, folder, token),
-    )
-    return RunFolder(folder, store, *chosen[0] if chosen else ())
+    return RunFolder(folder, config.run.keep_last, token, *chosen[0] if chosen else ())
 
 
 def read_checkpoint(run: RunFolder, group: Group) -> Saved | None:
@@ -122,8 +137,9 @@ def read_checkpoint(run: RunFolder, group: Group) -> Saved | None:
     def choose() -> bool:
         if run.checkpoint is None:
             return False
+        root = run.folder / CHECKPOINTS_NAME
         # WHY: newer ones, passed over or not wanted, would be taken by the next start.
-        for path in run.store.discard_newer(run.checkpoint.step):
+        for path in discard_newer(root, run.checkpoint.step, disk=Disk()):
             log.warning("set aside %s, which is newer than the checkpoint resumed from", path)
         return True
 
@@ -151,7 +167,7 @@ def read_newest(run: RunFolder, group: Group, *, at_most: int) -> Saved | None:
     """
 
     def choose() -> bool:
-        run.checkpoint = run.store.find_valid(at_most=at_most)[0]
+        run.checkpoint = find_newest(run.folder / CHECKPOINTS_NAME, at_most=at_most)[0]
         return run.checkpoint is not None
 
     if not group.run_on_main(choose, what="looking for a checkpoint"):  # collective
@@ -169,7 +185,7 @@ def find_place(config: Config, earlier: Path | None) -> tuple[Path, Found | None
     """
     output, wanted = Path(config.run.output_dir), config.run.resume
     if earlier is not None:
-        return earlier, _newest_valid(earlier, config)
+        return earlier, _newest_valid(earlier)
     if wanted == "newest":
         newest = newest_run(output)
         if newest is None:
@@ -187,7 +203,7 @@ def find_place(config: Config, earlier: Path | None) -> tuple[Path, Found | None
             fix="choose another --run_name, or --resume auto",
         )
     if wanted == "auto" and named is not None and named.is_dir():
-        return named, _newest_valid(named, config)
+        return named, _newest_valid(named)
     folder = create_run_folder(
         output,
         model=config.model.model,
@@ -207,7 +223,7 @@ def _place_at(path: Path, config: Config) -> tuple[Path, Found | None]:
             f"--resume {path}: there is no such folder",
             fix=f"name one of {config.run.output_dir}/*, or --resume newest",
         )
-    found = _newest_valid(path, config)
+    found = _newest_valid(path)
     if found is None:
         raise CheckpointError(
             f"{path} holds no valid checkpoint",
@@ -216,9 +232,8 @@ def _place_at(path: Path, config: Config) -> tuple[Path, Found | None]:
     return path, found
 
 
-def _newest_valid(folder: Path, config: Config) -> Found | None:
-    store = CheckpointStore(folder / CHECKPOINTS_NAME, keep_last=config.run.keep_last)
-    found, rejected = store.find_valid()
+def _newest_valid(folder: Path) -> Found | None:
+    found, rejected = find_newest(folder / CHECKPOINTS_NAME)
     for checkpoint in rejected:
         log.warning("passed over the checkpoint %s", checkpoint)
     if found is None and rejected:
@@ -251,3 +266,13 @@ def _noted_folder(output: Path, launch: Launch) -> str:
         if note.is_file():
             return note.read_text(encoding="utf-8").strip()
     return ""
+
+
+def _job_marks(launch: Launch) -> list[str]:
+    """Return short marks of this rank's job: two attempts of a job share one, two jobs none.
+
+    WHY several: after a node was lost, the new attempt may have only some agents in common with
+    the one before. The run id is the user's, who may use it twice.
+    """
+    keys = (launch.job_key, launch.agent_key, launch.run_id and f"run-id-{launch.run_id}")
+    return sorted({hashlib.sha256(key.encode()).hexdigest()[:12] for key in keys if key})

@@ -26,15 +26,8 @@ from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step.step import Stepper, is_due
 from hardened_ddp.training.resume import RunFolder, read_newest
 from hardened_ddp.training.run_report import RunReport
-from hardened_ddp.training.saving import Saver
-from hardened_ddp.training.state import (
-    Tensors,
-    collect_meta,
-    collect_tensors,
-    replicated_tensors,
-    restore,
-    share_state,
-)
+from hardened_ddp.training.saving import Saver, collect_meta, collect_tensors, replicated_tensors
+from hardened_ddp.training.state import Tensors, restore, share_state
 
 log = logging.getLogger(__name__)
 

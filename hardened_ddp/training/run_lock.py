@@ -2,7 +2,7 @@
 
 Owns: RunLock, a file in the run's folder that says which process writes there.
 Does not own: how a process is recognised (process.py), the folder itself (run_folder.py), the
-heartbeat in the lock (lock_heartbeat.py).
+heartbeat in the lock (process.py).
 What goes wrong here: a job that was killed leaves its lock, which must not stop a restart; a live
 job must never lose it. A dead process on this host is recognised, whatever container it ran in. One
 on another host can't be seen. Its lock is taken over if it belongs to an earlier attempt of the
@@ -25,11 +25,14 @@ from types import TracebackType
 
 from hardened_ddp.checkpoint.disk import Disk, write_file
 from hardened_ddp.errors import CheckpointError, RunFolderError
-from hardened_ddp.ranks.process import ProcessMark, is_earlier_boot, is_gone, this_process
-from hardened_ddp.training.lock_heartbeat import (
+from hardened_ddp.ranks.process import (
     SILENT_AFTER_S,
     LockHeartbeat,
+    ProcessMark,
+    is_earlier_boot,
+    is_gone,
     is_silent,
+    this_process,
     with_count,
 )
 

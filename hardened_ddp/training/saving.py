@@ -1,25 +1,32 @@
-"""Saving the state of a run: from which rank, and what if it fails.
+"""Saving the state of a run: what is in it, from which rank, and what if it fails.
 
-Owns the calls into checkpoint/ during training. Rank 0 writes, in the background. A failed write is
-a warning: training goes on and older checkpoints stay.
-Does not own: when a checkpoint is due (the script), how it gets to disk (checkpoint/), what is in
-it (state.py).
+Owns the calls into checkpoint/ during training, and the names inside a checkpoint: model.NAME,
+optimizer.PARAMETER.KEY. Rank 0 writes, in the background. A failed write is a warning: training
+goes on and older checkpoints stay. There is nothing of a single rank in a checkpoint, no random
+state and no sampler state: those follow from seed, step and cursor.
+Does not own: when a checkpoint is due (the script), how it gets to disk (checkpoint/), how it is
+loaded (state.py).
 """
 
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.listing import Best
+from hardened_ddp.checkpoint.manifest import Best
 from hardened_ddp.checkpoint.snapshot import CheckpointWriter, WriteCost
 from hardened_ddp.errors import CheckpointError, NonFiniteError
+from hardened_ddp.model.optimizer_state import PREFIX, is_known, save_state
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
-from hardened_ddp.training.state import Tensors, collect_meta, collect_tensors, volatile_names
+from hardened_ddp.training.state import Tensors
 
 log = logging.getLogger(__name__)
 
@@ -169,6 +176,68 @@ class Saver:
     def _warn(self, error: CheckpointError) -> None:
         self.warning = f"no new checkpoint, training goes on with the older ones: {error}"
         log.warning("%s", self.warning)
+
+
+def collect_tensors(parts: Parts, *, buffers: Sequence[torch.Tensor] = ()) -> Tensors:
+    """Name the live tensors of model and optimizer; nothing is copied. Rank-local.
+
+    buffers: takes the place of the replica's moving buffers, where a forward is under way.
+    """
+    tensors = {f"model.{name}": t for name, t in parts.replica.module.state_dict().items()}
+    for name, buffer in zip(parts.replica.moving_names, buffers, strict=False):
+        tensors[f"model.{name}"] = buffer
+    # WHY sorted: an optimizer that was restored may list its state in another order, and equal
+    # states should be equal files.
+    return tensors | dict(sorted(save_state(parts.schedule, parts.replica.trainable)[0].items()))
+
+
+def replicated_tensors(parts: Parts) -> Tensors:
+    """Name the live tensors that are equal on all ranks at every step boundary. Rank-local."""
+    kept = ("model.", "optimizer.")
+    return {name: t for name, t in collect_tensors(parts).items() if name.startswith(kept)}
+
+
+def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
+    """Give the numbers that belong to the tensors, as JSON. Rank-local."""
+    scaler = parts.precision.scaler
+    return {
+        **asdict(progress),
+        "global_batch": parts.global_batch,
+        "batch_size": parts.config.data.batch_size,
+        "global_batch_size": parts.config.data.global_batch_size,
+        "accumulation_steps": parts.config.optimizer.accumulation_steps,
+        "total_steps": parts.length.total,
+        "channels_last": parts.replica.channels_last,
+        "world_size": parts.group.world_size,
+        "seed": parts.config.device.seed,
+        "optimizer": type(parts.optimizer).__name__,
+        "optimizer_state": save_state(parts.schedule, parts.replica.trainable)[1],
+        "precision": {} if scaler is None else dict(scaler.state_dict()),
+        "dataset": parts.config.data.dataset,
+        "dataset_fingerprint": parts.data.fingerprint,
+        "stream": parts.sampler.as_json(progress.epoch, progress.cursor),
+        "model": parts.config.model.model,
+        "model_args": dict(parts.config.model.model_args),
+        "pretrained": parts.config.model.pretrained,
+        "hub_config": getattr(parts.replica.module, "hub_config", None),
+        "num_classes": parts.data.num_classes,
+        "input_shape": list(parts.data.input_shape),
+        "class_names": list(parts.data.class_names),
+        "task": {"name": parts.task.name, "learned": parts.task.learned()},
+        "torch": torch.__version__,
+    }
+
+
+def volatile_names(parts: Parts) -> set[str]:
+    """Name the tensors that a forward may change: they must be copied at once when saving.
+
+    Also the learning rate, if it is a tensor: it is set before the forward.
+    """
+    names = {f"model.{name}" for name, _ in parts.replica.module.named_buffers()}
+    if is_known(parts.optimizer) and not parts.schedule.has_state:
+        return names
+    state = save_state(parts.schedule, parts.replica.trainable)[0]
+    return names | {name for name in state if name.startswith(f"{PREFIX}groups.")}
 
 
 def refuse_non_finite(loss: float, *, step: int) -> None:

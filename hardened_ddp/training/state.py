@@ -1,21 +1,20 @@
-"""The state of a run as named tensors and numbers, and back.
+"""The state of a run, loaded into its parts on all ranks.
 
-Owns the names inside a checkpoint: model.NAME, optimizer.PARAMETER.KEY. There is nothing of a
-single rank in it, no random state and no sampler state: those follow from seed, step and cursor.
-Does not own: how it gets to disk (checkpoint/), which checkpoint is taken (resume.py).
+Owns: whether a state fits, how it gets from the rank that has it to the others, and where the run
+then stands.
+Does not own: what is in a state (saving.py), which checkpoint is taken (resume.py).
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hardened_ddp.checkpoint.tensors import TensorSpec, differences, specs_of
 from hardened_ddp.errors import CheckpointMismatchError
-from hardened_ddp.model.optimizer import is_known
-from hardened_ddp.model.optimizer_state import PREFIX, restore_state, save_state, state_problems
+from hardened_ddp.model.optimizer_state import is_known, restore_state, state_problems
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.host_memory import keep_freed_memory
 from hardened_ddp.step.memory import fit_into_memory
@@ -42,67 +41,6 @@ class Saved:
     source: int = 0
     read: Read | None = None
     """Only on rank source."""
-
-
-def collect_tensors(parts: Parts, *, buffers: Sequence[torch.Tensor] = ()) -> Tensors:
-    """Name the live tensors of model and optimizer; nothing is copied. Rank-local.
-
-    buffers: takes the place of the replica's moving buffers, where a forward is under way.
-    """
-    tensors = {f"model.{name}": t for name, t in parts.replica.module.state_dict().items()}
-    for name, buffer in zip(parts.replica.moving_names, buffers, strict=False):
-        tensors[f"model.{name}"] = buffer
-    # WHY sorted: an optimizer that was restored may list its state in another order, and equal
-    # states should be equal files.
-    return tensors | dict(sorted(save_state(parts.schedule, parts.replica.trainable)[0].items()))
-
-
-def replicated_tensors(parts: Parts) -> Tensors:
-    """Name the live tensors that are equal on all ranks at every step boundary. Rank-local."""
-    kept = ("model.", "optimizer.")
-    return {name: t for name, t in collect_tensors(parts).items() if name.startswith(kept)}
-
-
-def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
-    """Give the numbers that belong to the tensors, as JSON. Rank-local."""
-    return {
-        **asdict(progress),
-        "global_batch": parts.global_batch,
-        "batch_size": parts.config.data.batch_size,
-        "global_batch_size": parts.config.data.global_batch_size,
-        "accumulation_steps": parts.config.optimizer.accumulation_steps,
-        "total_steps": parts.length.total,
-        "channels_last": parts.replica.channels_last,
-        "world_size": parts.group.world_size,
-        "seed": parts.config.device.seed,
-        "optimizer": type(parts.optimizer).__name__,
-        "optimizer_state": save_state(parts.schedule, parts.replica.trainable)[1],
-        "precision": parts.precision.state(),
-        "dataset": parts.config.data.dataset,
-        "dataset_fingerprint": parts.data.fingerprint,
-        "stream": parts.sampler.as_json(progress.epoch, progress.cursor),
-        "model": parts.config.model.model,
-        "model_args": dict(parts.config.model.model_args),
-        "pretrained": parts.config.model.pretrained,
-        "hub_config": getattr(parts.replica.module, "hub_config", None),
-        "num_classes": parts.data.num_classes,
-        "input_shape": list(parts.data.input_shape),
-        "class_names": list(parts.data.class_names),
-        "task": {"name": parts.task.name, "learned": parts.task.learned()},
-        "torch": torch.__version__,
-    }
-
-
-def volatile_names(parts: Parts) -> set[str]:
-    """Name the tensors that a forward may change: they must be copied at once when saving.
-
-    Also the learning rate, if it is a tensor: it is set before the forward.
-    """
-    names = {f"model.{name}" for name, _ in parts.replica.module.named_buffers()}
-    if is_known(parts.optimizer) and not parts.schedule.has_state:
-        return names
-    state = save_state(parts.schedule, parts.replica.trainable)[0]
-    return names | {name for name in state if name.startswith(f"{PREFIX}groups.")}
 
 
 def share_state(

@@ -35,8 +35,8 @@ from hardened_ddp.reporting.summary import program
 from hardened_ddp.step.boundary import Boundary, beside, copy_beside, read_beside
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.step import Stepper
-from hardened_ddp.training.saving import Saver
-from hardened_ddp.training.state import Tensors, collect_tensors
+from hardened_ddp.training.saving import Saver, collect_tensors
+from hardened_ddp.training.state import Tensors
 
 log = logging.getLogger(__name__)
 
