@@ -1,0 +1,99 @@
+"""The model of a run: built, given its task, tried without DDP, and wrapped in it.
+
+Owns the order of these steps, of which each is a collective of all ranks.
+Does not own: how a model is built (model/zoo.py), what a trial finds (model/probe.py), the wrapper
+(model/replica.py), the task's choice (task/build.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.datasets import TaskData
+from hardened_ddp.data.loader_setup import AnyLoader
+from hardened_ddp.model.comm_hook import choose_comm_hook
+from hardened_ddp.model.memory_format import Trial, choose_channels_last
+from hardened_ddp.model.probe import choose_find_unused, probe, warm_up
+from hardened_ddp.model.replica import Replica, wrap
+from hardened_ddp.model.zoo import build_model, place_model
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.settings.config import Config
+from hardened_ddp.task.build import choose_task
+from hardened_ddp.task.task import Task
+from hardened_ddp.training.initial_weights import load_initial_weights
+
+
+def model_and_task(
+    config: Config,
+    group: Group,
+    data: TaskData,
+    loader: AnyLoader,
+    *,
+    saved: Mapping[str, Any] | None,
+) -> tuple[nn.Module, Task, Sequence[Batch]]:
+    """Build the model, and the task that scores its output. Collective: all ranks.
+
+    Also returns two small batches, to try both on.
+    """
+    # The same model on every rank: seeded alike, and DDP sends rank 0's weights to all.
+    model = build_model(
+        config.model,
+        num_classes=data.num_classes,
+        input_shape=data.input_shape,
+        task=config.task.task,
+    )
+    load_initial_weights(model, "" if saved else config.model.init_from, group)  # collective
+    model = place_model(model, config.model, device=group.device, world_size=group.world_size)
+    # The task makes a loss and metrics of the output. auto: the first batch says which task it is.
+    samples = loader.sample_batches(group.device)
+    task = choose_task(model, samples[0], data, config, group, saved=saved)  # collective
+    return model, task, samples
+
+
+def build_replica(
+    config: Config,
+    group: Group,
+    trial: Trial,
+    samples: Sequence[Batch],
+    *,
+    num_samples: int,
+    saved: Mapping[str, Any] | None,
+) -> Replica:
+    """Try the model, and wrap it in DDP. Collective: all ranks.
+
+    num_samples: that the whole run trains on, over all ranks.
+    """
+    model, task, precision = trial.model, trial.task, trial.precision
+    # Try it on a few samples without DDP: which parameters get no gradient, and on which rank?
+    # DDP would wait for those for ever, unless find_unused_parameters is on.
+    findings = probe(model, samples, task=task, precision=precision, group=group)  # collective
+    find_unused = choose_find_unused(config.ddp.find_unused_parameters, findings)
+    # Images with channels last: as asked, as the run began, or as a measurement says.
+    channels_last = choose_channels_last(  # collective
+        trial,
+        samples[0],
+        group,
+        config=config,
+        began_with=None if saved is None else saved["channels_last"],
+        samples_to_train=num_samples // group.world_size,
+    )
+    # DDP averages the gradients over the ranks by all-reduce, bucket by bucket, while backward
+    # still runs. (CPU ranks of one machine sum them after it, through shared memory.)
+    replica = wrap(  # collective
+        model,
+        group,
+        config.ddp,
+        find_unused=find_unused,
+        moving_buffers=findings.moving_buffers,
+        channels_last=channels_last,
+    )
+    replica.note_collectives(findings.collectives)  # such as those of SyncBatchNorm
+    # What sends them can also answer for a rank whose backward failed.
+    retries, counts = config.loop.step_retry == "on", not task.counts_samples
+    choose_comm_hook(replica, config.ddp.comm_hook, retries=retries, counts=counts)
+    warm_up(replica, samples[0], task=task, precision=precision)  # collective
+    if config.model.compile:
+        replica.compile()  # after the trials, which have other sizes
+    return replica
