@@ -245,6 +245,44 @@ LOGS = (
     _line("macos-fork", "objc[{other}]: +[NSPlaceholder initialize] may have been in progress in "
           "another thread when fork() was called."),
     _raised("macos-mps", "RuntimeError: MPS backend out of memory (MPS allocated: 5.05 GB)"),
+    _raised(
+        "launch-devices",
+        "RuntimeError: You set `devices=4` in Lightning, but the number of tasks per node configured "
+        "in SLURM `--ntasks-per-node=1` does not match. HINT: Set `devices=1`.",
+        rank=False,
+    ),
+    _raised(
+        "launch-notebook",
+        "ValueError: To launch a multi-GPU training from your notebook, the `Accelerator` should only "
+        "be initialized inside your training function.",
+        rank=False,
+    ),
+    _raised(
+        "launch-config",
+        "omegaconf.errors.ConfigAttributeError: Key 'sched' is not in struct\n    full_key: sched",
+        rank=False,
+    ),
+    _line(
+        "launch-container",
+        'docker: Error response from daemon: could not select device driver "" with capabilities: '
+        "[[gpu]].",
+    ),
+    _line(
+        "launch-pod-pending",
+        "  Warning  FailedScheduling  4m  default-scheduler  0/12 nodes are available: 9 Insufficient "
+        "nvidia.com/gpu, {other} node(s) had untolerated taint.",
+    ),
+    _line("launch-pod-crash", "job-worker-0   0/1   CrashLoopBackOff   5 (21s ago)   4m"),
+    _raised(
+        "data-lock",
+        "OSError: Unable to synchronously open file (unable to lock file, errno = 11, error message "
+        "= 'Resource temporarily unavailable')",
+    ),
+    _line("killed-sigill", "train.sh: line 9: {other}4 Illegal instruction     (core dumped) python x"),
+    _line(
+        "memory-ray",
+        "(raylet) 1 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed",
+    ),
     _raised("tracker-login", "wandb.errors.errors.UsageError: api_key not configured (no-tty)"),
 )  # fmt: skip
 

@@ -82,4 +82,27 @@ LOGS = {
     "successfully.\n",
     "fsdp warnings": "[rank1]: /opt/env/lib/python3.11/site-packages/torch/distributed/fsdp/x.py:1: "
     "UserWarning: FSDP.state_dict_type() is being deprecated.\n[rank1]: step 3 loss 1.2\n",
+    "c10d's retries": "[W1122 08:08:33.1 socket.cpp:767] [c10d] The client socket has failed to connect to "
+    "[node0]:29500 (errno: 111 - Connection refused).\nepoch 1 loss 0.3\nepoch 2 loss 0.3\n",
+    "an address that was taken, and another that was not": "[W1122 08:08:33.1 socket.cpp:464] [c10d] The "
+    "server socket has failed to bind to [::]:29500 (errno: 98 - Address already in use).\n"
+    "epoch 0 done\nepoch 1 done\n",
+    "nccl's warning before it found a way": "n1:1:2 [0] misc/socket.cc:484 NCCL WARN socketStartConnect: "
+    "Connect to 10.4.1.17<51235> failed : Connection refused\nstep 1 loss 0.3\nstep 2 loss 0.2\n",
+    "told to stop, and saved": "step 100 loss 1.2\nReceived SIGTERM, saving\n"
+    "checkpoint saved to /ckpt/step_101.pt, exiting gracefully\n",
+    "a logged exception": "2026-11-22 08:08:33,123 ERROR could not read sample 81, skipping\n"
+    'Traceback (most recent call last):\n  File "/x/data.py", line 3, in read\n    open_image(p)\n'
+    "PIL.UnidentifiedImageError: cannot identify image file '/d/81.jpg'\n"
+    "2026-11-22 08:08:34,123 INFO step 10 loss 0.3\n2026-11-22 08:09:34,123 INFO Training finished\n",
+    "the store that ended first": "epoch 3 done\n[rank1]:[W1122 08:08:33.1 TCPStore.cpp:125] [c10d] recvValue "
+    "failed on SocketImpl(fd=5, addr=[localhost]:4, remote=[localhost]:29500): failed to recv, got 0 bytes\n",
+    "samples that tell of failures": "prompt: CUDA out of memory is a common error\n"
+    "step 4 loss 3.1\nstep 5 loss 3.0\n",
+    "an error of the profiler": "ERROR:2026-11-22 08:08:33 1:1 CuptiActivityProfiler.cpp:1243] CUPTI "
+    "initialization failed\nepoch 1\nepoch 2\n",
+    "a restart that succeeded": '[rank1]: Traceback (most recent call last):\n[rank1]:   File "/x/t.py", line 3, in '
+    "<module>\n[rank1]:     f()\n[rank1]: RuntimeError: flake\n"
+    "E1122 08:08:33.1 9 torch/distributed/elastic/multiprocessing/api.py:826] failed (exitcode: 1) local_rank: 1 "
+    "(pid: 13) of binary: python\nepoch 3 loss 0.2\nTraining complete\n",
 }

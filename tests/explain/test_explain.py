@@ -249,6 +249,46 @@ class TestRanks:
         assert (code_of(found), rank_of(found)) == ("python-keyerror", 3)
 
 
+class TestLoggedExceptions:
+    """What a program or a library caught, logged and went on from."""
+
+    def test_what_a_library_logged_does_not_hide_what_ended_the_process(
+        self, tmp_path: Path
+    ) -> None:
+        logged = [
+            "Traceback (most recent call last):",
+            '  File "/opt/env/lib/python3.11/site-packages/torch/x.py", line 2, in read_metadata',
+            "    open(path)",
+            "FileNotFoundError: [Errno 2] No such file or directory: '/ckpt/.metadata'",
+            "Falling back to rank local metadata.",
+        ]
+        lines = [f"2026-11-22T08:08:33.1Z {line}" for line in (*logged, *KEY_ERROR)]
+        assert code_of(explain_text(joined(lines), tmp_path)) == "python-keyerror"
+        cut = joined(lines[: len(logged)])
+        assert code_of(explain_text(cut, tmp_path)) == "data-missing-file"
+
+    def test_words_of_success_do_not_hide_what_torch_says_of_a_rank(self, tmp_path: Path) -> None:
+        text = joined(of_rank(1, KEY_ERROR), ["Training complete"])
+        found = explain_text(text, tmp_path)
+        assert (code_of(found), rank_of(found)) == ("python-keyerror", 1)
+
+    def test_an_operation_that_failed_is_not_called_the_programs_own_exception(
+        self, tmp_path: Path
+    ) -> None:
+        own = [*KEY_ERROR[:2], "    raise RuntimeError(text)", "RuntimeError: a new text"]
+        operation = [*own[:2], "    y = x @ w", own[3]]
+        assert code_of(explain_text(joined(own), tmp_path)) == "python-raised"
+        assert code_of(explain_text(joined(operation), tmp_path)) == "python-operation"
+
+    def test_a_loss_that_is_nan_until_the_end(self, tmp_path: Path) -> None:
+        bad = "{'loss': 0.0, 'grad_norm': nan, 'epoch': %d}\n"
+        end = "{'train_runtime': 12.1}\n"
+        nan = "".join(bad % epoch for epoch in range(3))
+        assert code_of(explain_text(nan + end, tmp_path)) == "amp-nan"
+        later = nan + "{'loss': 0.1, 'grad_norm': 1.0, 'epoch': 3}\n" + end
+        assert code_of(explain_text(later, tmp_path)) == "healthy"
+
+
 class TestFiles:
     def test_a_folder_of_torchruns_logs(self, tmp_path: Path) -> None:
         for rank, text in ((0, joined(traceback_of(PEER))), (1, joined(KEY_ERROR))):

@@ -11,8 +11,8 @@ import re
 from typing import Any
 
 from hardened_ddp.diagnosis.explain.catalogue import BY_CODE
-from hardened_ddp.diagnosis.explain.catalogue.python import BUILT_IN, RAISED
-from hardened_ddp.diagnosis.explain.events import Blame, Cause, Event, Line, Raised, Tier
+from hardened_ddp.diagnosis.explain.catalogue.python import cause_of_type
+from hardened_ddp.diagnosis.explain.events import Blame, Event, Line, Raised, Tier
 from hardened_ddp.diagnosis.explain.evidence import Evidence
 from hardened_ddp.diagnosis.explain.flight_recorder import read_dump, take_dump
 from hardened_ddp.diagnosis.explain.matching import Match, Matcher
@@ -31,6 +31,7 @@ _ERROR_LINE = re.compile(
 _RETRIED = re.compile(r"\b[Rr]etry(?:ing)?\b|\bWARNING\b")
 """What a program says when it goes on."""
 
+_WARNS = re.compile(r"\[W\d{0,4} [^\]]*\.cpp:\d+\]")
 _SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
 _BOX = ("\u2502", "\u2503", "\u256d", "\u2570")
 _LAUNCHER_TYPES = {
@@ -167,7 +168,7 @@ class Collector:
             earlier = self._matcher.find(raised.before.whole)
             match = earlier[0] if earlier else None
         tier = match.cause.tier if match else Tier.EXCEPTION
-        cause = match.cause if match else _by_type(raised)
+        cause = match.cause if match else cause_of_type(raised)
         if raised.name in _LAUNCHER_TYPES:
             tier, cause = Tier.LAUNCHER, None
         before = self.evidence.event_of(raised.before)
@@ -202,16 +203,21 @@ class Collector:
             event.ranks = event.ranks or _named(match)
 
     def _add_message(self, match: Match, line: Line) -> None:
+        tier = match.cause.tier
         event = Event(
             kind="message",
-            tier=match.cause.tier,
+            tier=tier,
             line=line,
             cause=match.cause,
             rank=line.rank,
             ranks=_named(match),
             host=line.host,
             fields=match.fields,
-            is_weak=bool(_RETRIED.search(line.raw)),
+            is_weak=bool(_RETRIED.search(line.raw))
+            or (
+                # a store or a peer is gone: at the end of a good run, too
+                tier == Tier.LOST and bool(_WARNS.search(line.raw))
+            ),
         )
         self._keep(event, (_named(match), event.is_weak))
 
@@ -225,7 +231,7 @@ class Collector:
                 kind="exception",
                 tier=Tier.LAUNCHER if is_launcher else Tier.EXCEPTION,
                 line=line,
-                cause=None if is_launcher else _by_type(raised),
+                cause=None if is_launcher else cause_of_type(raised),
                 rank=line.rank,
                 host=line.host,
                 raised=raised,
@@ -282,11 +288,3 @@ def _named(match: Match | None) -> tuple[int, ...]:
     if match is None or match.cause.blame == Blame.NOBODY or "ranks" not in match.fields:
         return ()
     return tuple(int(number) for number in re.findall(r"\d{1,7}", match.fields["ranks"]))
-
-
-def _by_type(raised: Raised) -> Cause | None:
-    """Give the general entry for an exception that no phrase knows."""
-    if raised.name in BUILT_IN:
-        return BUILT_IN[raised.name]
-    last = raised.frames[-1] if raised.frames else None
-    return RAISED if last is not None and not last.is_library else None

@@ -4,7 +4,6 @@ Owns the order of the work, and the progress line of long files.
 Does not own: what it looks for (catalogue/), what it prints (report.py).
 """
 
-import re
 import sys
 import time
 import zlib
@@ -14,6 +13,7 @@ from typing import TextIO
 
 from hardened_ddp.diagnosis.explain.catalogue import CAUSES
 from hardened_ddp.diagnosis.explain.collector import Collector
+from hardened_ddp.diagnosis.explain.endings import Tail, ending_of
 from hardened_ddp.diagnosis.explain.evidence import Evidence
 from hardened_ddp.diagnosis.explain.flight_recorder import MAX_BYTES, PICKLE
 from hardened_ddp.diagnosis.explain.matching import Matcher
@@ -25,13 +25,6 @@ from hardened_ddp.diagnosis.explain.verdict import judge
 from hardened_ddp.errors import UnreadableLogError
 
 _FACTS = (b"orld_size", b"WORLD_SIZE", b"MEMBER: ", b"nnodes")
-_SUCCESS = re.compile(
-    r"(?i)\b(?:training (?:is )?(?:complete|finished|done|successful)|finished training"
-    r"|max_(?:epochs|steps)=\d+` reached|train_runtime|successfully finished"
-    r"|completed successfully|finished: \d+ steps|exit code 0|all done|job succeeded"
-    r"|state(?:=|: )COMPLETED)\b"
-)
-_TAIL_CHARS = 4096
 _LARGE_BYTES = 64 * 1024 * 1024
 
 
@@ -87,20 +80,8 @@ def _read(
             file, collector, search, first=sample, on_block=on_block, on_end=tail.take
         )
         collector.evidence.num_lines = num_lines
-        if _SUCCESS.search(tail.text):
-            collector.evidence.ends_well = True
+        collector.evidence.endings[source.name] = ending_of(tail.text, num_lines)
         collector.end_file()
-
-
-class Tail:
-    """Keeps the end of a file, where success is said."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def take(self, block: bytes) -> None:
-        """Take the file's newest block."""
-        self.text = (self.text + block[-_TAIL_CHARS:].decode("utf-8", "replace"))[-_TAIL_CHARS:]
 
 
 class Meter:

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+_ENTRIES = {"<module>", "_wrap", "_bootstrap", "_worker_loop", "_run_module_as_main", ""}
+_ENTRY_FILES = ("elastic/multiprocessing/errors/__init__.py", "multiprocessing/process.py")
+
 
 class Tier(IntEnum):
     """How close to the root of a failure a message is; the lowest tier that is found wins."""
@@ -134,6 +137,12 @@ class Frame:
     function: str
 
     @property
+    def is_entry(self) -> bool:
+        """Whether a process begins there: the program, or what runs a function in a process."""
+        path = self.file.replace("\\", "/")
+        return self.function in _ENTRIES or path.endswith(_ENTRY_FILES) or "runpy" in path
+
+    @property
     def is_library(self) -> bool:
         path = self.file.replace("\\", "/")
         marks = ("site-packages/", "dist-packages/", "/lib/python", "<frozen", "<string>")
@@ -152,6 +161,19 @@ class Raised:
 
     link: str = ""
     """direct, handling, or inner: a traceback quoted in another one's message."""
+
+    has_raise: bool = True
+    """The program's own line raises it; as far as the log shows that line."""
+
+    is_whole: bool = False
+    """The header of its traceback is in the log, so that the first frame is the first one."""
+
+    @property
+    def catcher(self) -> int:
+        """Who caught it, as its traceback begins there: 0 nobody, 1 the program, 2 a library."""
+        if not self.is_whole or not self.frames or self.frames[0].is_entry:
+            return 0
+        return 1 + self.frames[0].is_library
 
     @property
     def name(self) -> str:

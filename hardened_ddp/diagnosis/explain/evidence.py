@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from hardened_ddp.diagnosis.explain.collectives import Collectives
+from hardened_ddp.diagnosis.explain.endings import Ending
 from hardened_ddp.diagnosis.explain.events import Event, Line, Raised
 from hardened_ddp.diagnosis.explain.exits import ExitReader
 
@@ -33,8 +34,8 @@ class Evidence:
     num_nodes: int = 1
     hosts: set[str] = field(default_factory=set)
     has_elastic: bool = False
-    ends_well: bool = False
-    """A file ends with words of success."""
+    endings: dict[str, Ending] = field(default_factory=dict)
+    """How each file ends, by its name."""
 
     labels_are_ranks: bool = True
     error_lines: list[Line] = field(default_factory=list)
@@ -42,6 +43,11 @@ class Evidence:
     """What our own run said to type next."""
 
     num_lines: int = 0
+
+    @property
+    def ends_well(self) -> bool:
+        """Whether a file ends with words of success."""
+        return any(ending.success for ending in self.endings.values())
 
     def event_of(self, raised: Raised | None) -> Event | None:
         """Find the event of an exception that came shortly before."""

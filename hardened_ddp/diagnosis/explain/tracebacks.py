@@ -72,6 +72,8 @@ class Assembler:
     idle_lines: int = 0
     has_header: bool = False
     last_line: Line | None = None
+    source: str = ""
+    """The program's line at the newest frame."""
 
     @property
     def is_open(self) -> bool:
@@ -140,6 +142,7 @@ class Assembler:
         if len(self.frames) < _MAX_FRAMES:
             frame = Frame(match["file"], int(match["line"]), match["function"] or "")
             self.frames.append(frame)
+            self.source = ""
         self.idle_lines = 0
         self.in_message = None
 
@@ -147,6 +150,8 @@ class Assembler:
         """Look for the last line: the exception itself."""
         text = line.text
         self.idle_lines += 1
+        if self.idle_lines == 1 and text[:4] == "    " and self.frames:
+            self.source = text.strip()
         if self.idle_lines > _MAX_LINES:
             return self.cut_off()
         match = _LAST.match(text.removeprefix("  ") if self.is_in_block(text) else text)
@@ -158,6 +163,8 @@ class Assembler:
             frames=list(self.frames),
             before=self.before if self.link else None,
             link=self.link,
+            has_raise=not self.source or self.source.startswith(("raise", "assert")),
+            is_whole=self.has_header and self.num_open == 1,
         )
         found = Found(raised, line, is_weak=self.is_weak)
         self.num_open -= 1

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from hardened_ddp.diagnosis.explain.catalogue import BY_CODE
 from hardened_ddp.diagnosis.explain.collectives import Finding
-from hardened_ddp.diagnosis.explain.events import Event, Tier
+from hardened_ddp.diagnosis.explain.endings import weaken_survived, without_restarted
+from hardened_ddp.diagnosis.explain.events import Event, Line, Tier
 from hardened_ddp.diagnosis.explain.evidence import Evidence
 from hardened_ddp.diagnosis.explain.exits import Exit
 from hardened_ddp.diagnosis.explain.guilt import Guilty, place_events, who
@@ -19,6 +20,7 @@ _OF_SIGNAL = {
     -9: "killed-sigkill",
     -11: "killed-segfault",
     -7: "killed-bus",
+    -4: "killed-sigill",
     -6: "stop-aborted",
     -15: "stop-sigterm",
     -2: "stop-interrupt",
@@ -51,7 +53,18 @@ class Verdict:
 
 def judge(evidence: Evidence) -> Verdict:
     """Choose the cause among the events."""
+    verdict = _judge(evidence)
+    if verdict.kind == "healthy" and (nan := _nan_event(evidence)) is not None:
+        return Verdict(kind="explained", root=nan, evidence=[nan])
+    return verdict
+
+
+def _judge(evidence: Evidence) -> Verdict:
     place_events(evidence)
+    exits = without_restarted(evidence.exits.exits, evidence.endings)
+    restarted = [ended for ended in evidence.exits.exits if ended not in exits]
+    evidence.exits.exits = exits
+    weaken_survived(evidence.events, evidence.endings, restarted)
     finding = evidence.collectives.analyse(world_size=evidence.world_size)
     events = [event for event in evidence.events if event.tier != Tier.ADVICE]
     if finding is not None and finding.kind == "mismatch":
@@ -92,6 +105,16 @@ def judge(evidence: Evidence) -> Verdict:
     return verdict
 
 
+def _nan_event(evidence: Evidence) -> Event | None:
+    """A run that ends as it should, with a loss that is NaN."""
+    for name, ending in evidence.endings.items():
+        if ending.nan:
+            text = ending.nan_text
+            line = Line(file=name, number=ending.nan, text=text, raw=text)
+            return Event(kind="message", tier=Tier.EXCEPTION, line=line, cause=BY_CODE["amp-nan"])
+    return None
+
+
 def _without_events(evidence: Evidence) -> Verdict:
     if evidence.error_lines and not evidence.ends_well and _ends_with_error(evidence):
         return Verdict(kind="unknown")
@@ -101,6 +124,9 @@ def _without_events(evidence: Evidence) -> Verdict:
 def _ends_with_error(evidence: Evidence) -> bool:
     """The last of the lines that a program calls an error is near the end of the log."""
     last = evidence.error_lines[-1]
+    ending = evidence.endings.get(last.file)
+    if ending is not None and ending.goes_on_after(last.number):
+        return False
     return evidence.num_lines - last.number <= 3
 
 

@@ -8,6 +8,7 @@ from hardened_ddp.diagnosis.explain.catalogue import (
     gpu_software,
     graph,
     launch,
+    launch_setup,
     memory,
     model,
     nccl,
@@ -18,6 +19,7 @@ from hardened_ddp.diagnosis.explain.catalogue import (
     precision,
     python,
     stops,
+    storage,
 )
 
 FAMILIES = {
@@ -30,7 +32,9 @@ FAMILIES = {
     "GPU software": gpu_software.CAUSES,
     "Memory": memory.CAUSES,
     "Data": data.CAUSES,
+    "Storage and downloads": storage.CAUSES,
     "Launch and rendezvous": launch.CAUSES,
+    "Launch: frameworks, containers, settings": launch_setup.CAUSES,
     "Signals, schedulers, Kubernetes": stops.CAUSES,
     "gloo and connections": gloo.CAUSES,
     "Mixed precision and torch.compile": precision.CAUSES,

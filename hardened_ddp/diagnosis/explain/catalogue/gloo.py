@@ -104,6 +104,7 @@ CAUSES = (
         code="gloo-connect",
         title="gloo could not connect all ranks",
         phrases=(
+            r"gloo/transport/tcp/pair\.cc:\d+\] no error",
             r"Gloo connectFullMesh failed with (?P<what>.+)",
             r"timed out connecting: (?P<what>.+)",
             r"SO_ERROR: Connection refused",

@@ -187,6 +187,7 @@ CAUSES = (
         code="gpu-none",
         title="torch sees no GPU",
         phrases=(
+            r"ValueError: Cuda is not available\.",
             r"No CUDA GPUs are available",
             r"no CUDA-capable device is detected",
             r"Found no NVIDIA driver on your system",

@@ -16,7 +16,7 @@ CAUSES = (
             r"arameter indices which did not receive grad for rank (?P<ranks>\d+): "
             r"(?P<indices>[\d ]+)",
             r"arameters which did not receive grad for rank (?P<ranks>\d+): (?P<names>.+)",
-            r"parameters in this model were not used in producing the loss returned by "
+            r"parameters (?:in this model |that )were not used in producing the loss returned by "
             r"training_step",
         ),
         blame=Blame.SPEAKER,

@@ -69,6 +69,7 @@ CAUSES = (
         code="collective-mismatch",
         title="the ranks called different collectives",
         phrases=(
+            r"Impossible to apply the desired operation due to inadequate shapes",
             r"Detected mismatch between collectives on ranks",
             r"Mismatch between collective operation types across ranks",
             r"[Cc]ollective (?:mismatch|sequence mismatch)",
@@ -231,7 +232,7 @@ CAUSES = (
             r"is setting up NCCL communicator and retrieving ncclUniqueId from \[(?P<ranks>\d+)\]",
             r"retreiving ncclUniqueId from \[(?P<ranks>\d+)\]",
         ),
-        tier=Tier.LOST,
+        tier=Tier.TIMEOUT,
         blame=Blame.NAMED,
         why="The rank in `from [..]` creates the communicator's id at its first collective. It "
         "ended or did not get there; the rank that prints this only waits for it",

@@ -88,7 +88,7 @@ CAUSES = (
             r"OMP: Error #34: System unable to allocate necessary resources for OMP thread",
             r"can't start new thread",
             r"pthread_create failed",
-            r"Resource temporarily unavailable",
+            r"(?:fork|clone|[Tt]hread\w*|BlockingIOError)\b.*Resource temporarily unavailable",
         ),
         why="The limit of processes (ulimit -u, pids of the container) is reached: ranks x "
         "workers x "

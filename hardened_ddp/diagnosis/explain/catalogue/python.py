@@ -3,7 +3,7 @@
 They have no phrases: an exception's own type chooses one.
 """
 
-from hardened_ddp.diagnosis.explain.events import Cause, Fix
+from hardened_ddp.diagnosis.explain.events import Cause, Fix, Raised
 
 _READ = "Read the line that is named, with the values of this rank's batch."
 
@@ -83,4 +83,19 @@ RAISED = _cause(
     "the program raised an exception of its own",
     "Code of the program, not of torch, raised it",
 )
-CAUSES = (*BUILT_IN.values(), RAISED)
+OPERATION = _cause(
+    "operation",
+    "an operation of torch or of a native library refused its input",
+    "Its message says which value, shape, type or device does not fit",
+)
+CAUSES = (*BUILT_IN.values(), RAISED, OPERATION)
+
+
+def cause_of_type(raised: Raised) -> Cause | None:
+    """Give the general entry for an exception that no phrase knows."""
+    if raised.name in BUILT_IN:
+        return BUILT_IN[raised.name]
+    last = raised.frames[-1] if raised.frames else None
+    if last is None or last.is_library:
+        return None
+    return RAISED if raised.has_raise else OPERATION

@@ -172,7 +172,7 @@ CAUSES = (
             r"Fatal Python error: Aborted",
             r"terminate called (?:after throwing an instance of '(?P<what>[^']+)'|without an "
             r"active)",
-            r"Aborted \(core dumped\)",
+            r"Aborted +\(core dumped\)",
         ),
         tier=Tier.TEARDOWN,
         is_generic=True,
@@ -189,6 +189,8 @@ CAUSES = (
         phrases=(
             r"srun: error: Unable to (?:create step|confirm allocation|allocate resources)[^:]*: "
             r"(?P<what>.+)",
+            r"Batch job submission failed: (?P<what>.+)",
+            r"Task launch for StepId=\S+ failed on node (?P<name>[^:]+): (?P<what>.+)",
             r"(?:srun|sbatch): error: (?P<what>.*(?:[Ii]nvalid|not available|More processors "
             r"requested|Requested node configuration).*)",
             r"execve\(\): (?P<name>\S+): (?P<what>.+)",
