@@ -96,6 +96,14 @@ def watching(module: nn.Module, group: Group) -> Iterator[Watch]:
         watch.calls.append("all_gather in SyncBatchNorm")
 
 
+def calls_of(call: Callable[[], object], group: Group) -> list[str]:
+    """Return the collectives that call makes. With one rank there is nothing to see."""
+    watch = Watch()
+    with watch if _CAN_WATCH and group.world_size > 1 else contextlib.nullcontext():
+        call()
+    return watch.calls
+
+
 def find_collectives(
     watch: Watch, module: nn.Module, batch: Batch, forward: Callable[[Batch], None]
 ) -> ForwardCollectives:

@@ -20,6 +20,7 @@ from hardened_ddp.errors import HardenedError, ModelError, UnusedParameterError
 from hardened_ddp.model.forward_collectives import (
     NO_COLLECTIVES,
     ForwardCollectives,
+    calls_of,
     find_collectives,
     watching,
 )
@@ -27,6 +28,7 @@ from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.ddp import FindUnused
+from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.score_check import check_score
 from hardened_ddp.task.task import Task
 
@@ -74,7 +76,7 @@ def probe(
                     task.check(output, batch)
                     score = check_score(task, task.score(output, batch))
                 if task.own is not None:
-                    task.own.check(output, batch)
+                    try_metrics(task.own, output, batch, group)
                 score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
             mine["unused"].append(
                 [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
@@ -104,6 +106,20 @@ def probe(
         learned |= notes["learned"]
     task.take_over(learned)
     return replace(findings, collectives=found)
+
+
+def try_metrics(own: OwnMetrics, output: Any, batch: Batch, group: Group) -> None:
+    """Try the user's metrics on a batch. Rank-local, on all ranks. Raises ModelError.
+
+    output: whatever a model returned.
+    """
+    calls = calls_of(lambda: own.check(output, batch), group)
+    if calls:
+        raise ModelError(
+            f"--metrics: {calls[0]} is called by a metric. Rank 0 alone measures, with the "
+            "samples of all ranks: it would wait for the others for ever",
+            fix="leave collectives out of update(), compute() and reset()",
+        )
 
 
 def choose_find_unused(wanted: FindUnused, findings: Findings) -> bool:

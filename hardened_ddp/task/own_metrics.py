@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.fetch import preserved_rng
@@ -92,8 +93,11 @@ class OwnMetrics:
         return found.detach(), batch.targets
 
     def _update(self, name: str, output: torch.Tensor, labels: torch.Tensor) -> None:
+        metric = self._objects[name]
         try:
-            self._objects[name].update(output, labels)
+            if callable(getattr(metric, "to", None)):  # its state, to where the output is
+                metric.to(output.device)
+            metric.update(output, labels)
         except Exception as error:  # WHY broad: the user's code
             raise ModelError(
                 f"metric {name}: update(output {tuple(output.shape)}, labels "
@@ -135,7 +139,22 @@ def _built(name: str, how: Any) -> Any:  # Any: the user's class
             f"metrics: {path} gave a {type(found).__name__} without {', '.join(missing)}",
             fix="name a class with update(output, labels), compute() and reset()",
         )
+    _keep_on_rank(found)
     return found
+
+
+def _keep_on_rank(metric: Any) -> None:  # Any: the user's class
+    """Keep a metric of torchmetrics, and those in it, from a collective in each compute().
+
+    WHY: only rank 0 computes, and it has every sample: it would wait for the others for ever.
+    """
+    for part in metric.modules() if isinstance(metric, nn.Module) else [metric]:
+        if hasattr(part, "distributed_available_fn"):
+            part.distributed_available_fn = _has_no_ranks
+
+
+def _has_no_ranks() -> bool:
+    return False
 
 
 def _gathered(tensors: list[torch.Tensor], group: Group) -> list[list[torch.Tensor]]:
