@@ -20,7 +20,7 @@ from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.step.progress import Totals
 from hardened_ddp.task.classification import Classification
-from hardened_ddp.task.task import Metric, Score, Task, described, shortly_described
+from hardened_ddp.task.task import Metric, Score, Task, described, shortly_described, with_loss
 from hardened_ddp.training.evaluate_run import measure
 from hardened_ddp.training.evaluation import Evaluation, evaluate
 from tests.ranks import run_ranks, train
@@ -150,6 +150,12 @@ def test_a_metric_says_which_value_is_better_and_how_it_is_printed() -> None:
     text = described(Distance.metrics, {"near": 0.97125, "distance": 0.5})
     assert text == "distance 0.5000  near 97.1%"
     assert described([near], {"near": 0.97125}, of="test") == "test near 97.1%"
+    assert with_loss(0.5, text) == f"loss 0.5000  {text}"
+    assert [with_loss(loss) for loss in (0.0, 2e-7, 3e11)] == [
+        "loss 0.0000",
+        "loss 2e-07",
+        "loss 3e+11",
+    ]
     assert shortly_described(Distance.metrics, {"near": 0.97125, "distance": 0.5}) == (
         "distance 0.5 close 97%"
     )

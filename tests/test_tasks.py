@@ -11,6 +11,7 @@ from torch.nn import functional
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.datasets import build_data
 from hardened_ddp.errors import ConfigError, HardenedError, ModelError
+from hardened_ddp.model.probe import try_metrics
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import Launch, environment, read_launch
 from hardened_ddp.settings.cli import parse
@@ -61,6 +62,13 @@ def test_regression_is_measured_as_over_all_samples_at_once(shape: tuple[int, ..
     assert found["mae"] == pytest.approx(float(error.abs().mean()), rel=1e-6)
     spread = (labels - labels.mean()).square().sum()
     assert found["r2"] == pytest.approx(1 - float(error.square().sum() / spread), rel=1e-5)
+
+
+def test_r2_of_large_numbers_that_differ_little_keeps_its_digits() -> None:
+    outputs, labels = torch.randn(2, 9, 1, dtype=torch.float64)
+    near = figures_of(Regression(), [(outputs, labels)])["r2"]
+    far = figures_of(Regression(), in_parts(outputs + 1e9, labels + 1e9, 4, 5))["r2"]
+    assert far == pytest.approx(near, rel=1e-5)
 
 
 def test_r2_of_several_numbers_is_the_mean_of_theirs() -> None:
@@ -239,6 +247,33 @@ class Sum:
             self.total = torch.zeros(())
 
 
+class Synced(Sum):
+    """One that sums over the ranks in compute(), as those of torchmetrics do, on one device."""
+
+    distributed_available_fn = staticmethod(torch.distributed.is_initialized)
+    device = torch.device("meta")
+
+    def to(self, device: torch.device) -> None:
+        self.device = device
+
+    def update(self, output: torch.Tensor, labels: torch.Tensor) -> None:
+        assert self.device == output.device
+        super().update(output, labels)
+
+    def compute(self) -> torch.Tensor:
+        if self.distributed_available_fn():
+            torch.distributed.all_reduce(self.total)  # of rank 0 alone: it would never end
+        return self.total
+
+
+class Summed(Sum):
+    """One with a collective that nothing switches off."""
+
+    def compute(self) -> torch.Tensor:
+        torch.distributed.all_reduce(self.total)
+        return self.total
+
+
 def built(*argv: str) -> Task:
     config = resolve(parse(["--cpu_only", *argv]), world_size=1).config
     model = nn.Linear(3, 2)
@@ -296,6 +331,7 @@ def count_with_own_metrics() -> dict[str, float]:
         {
             "total": "tests.test_tasks:Sum",
             "twice": {"class": "tests.test_tasks:Sum", "factor": 2.0},
+            "synced": "tests.test_tasks:Synced",
         }
     )
     for number in range(3):
@@ -303,6 +339,13 @@ def count_with_own_metrics() -> dict[str, float]:
         labels = torch.full((number + 1,), 10 * launch.rank + number)
         metrics.add(torch.ones(number + 1, 2), batch_of(labels) if has_any else None, group)
     found = metrics.compute(group)
+    with pytest.raises(ModelError, match="all_reduce in test_tasks"):
+        try_metrics(
+            OwnMetrics({"x": "tests.test_tasks:Summed"}),
+            torch.ones(1, 2),
+            batch_of(torch.ones(1)),
+            group,
+        )
     group.close()
     return found
 
@@ -310,7 +353,7 @@ def count_with_own_metrics() -> dict[str, float]:
 def test_own_metrics_count_each_sample_once_on_any_number_of_ranks() -> None:
     wanted = 10 + (20 + 21 * 2)
     for found in run_ranks(count_with_own_metrics, 3):
-        assert found == {"total": wanted, "twice": 2 * wanted}
+        assert found == {"total": wanted, "twice": 2 * wanted, "synced": wanted}
 
 
 class Branching(nn.Module):

@@ -29,11 +29,11 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
 def print_report(
     report: Mapping[str, Any], *, metrics: str, table: Sequence[str], place: Path, output: TextIO
 ) -> None:
-    """Print the report. metrics and table: the task's part; place: where the file is."""
+    """Print the report. metrics: one line; table: the task's part; place: where the file is."""
     lines = [
         f"checkpoint {report['checkpoint']} (step {report['step']})",
         f"test set of {report['dataset']}: {report['num_samples']} samples, each once",
-        f"loss {report['loss']:.4f}  {metrics}",
+        metrics,
     ]
     if not report["is_data_of_training"]:
         lines.append("note: this is not the data of the training")

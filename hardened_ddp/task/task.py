@@ -216,6 +216,12 @@ class Task:
         return None
 
 
+def with_loss(loss: float, metrics: str = "") -> str:
+    """Format a loss, with an exponent where it is very small or large, and what comes behind it."""
+    is_plain = loss == 0 or 1e-3 <= abs(loss) < 1e6
+    return f"loss {loss:{'.4f' if is_plain else '.4g'}}  {metrics}".rstrip()
+
+
 def described(metrics: Sequence[Metric], figures: Mapping[str, float], *, of: str = "") -> str:
     """Format the figures of metrics: accuracy 97.12%. of: a prefix for each, such as test."""
     known = [metric for metric in metrics if metric.name in figures]

@@ -25,7 +25,7 @@ from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.layers import Resolved
 from hardened_ddp.step.progress import Totals
 from hardened_ddp.task.build import build_task
-from hardened_ddp.task.task import Score, Table, Task, described
+from hardened_ddp.task.task import Score, Table, Task, described, with_loss
 from hardened_ddp.training.evaluation import EvaluationLoop
 from hardened_ddp.training.rebuild import MODEL_PREFIX, model_tensors, rebuild_model
 from hardened_ddp.training.resume import share_checkpoint
@@ -72,7 +72,7 @@ def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
         place = Path(output) if output else path.parent.parent / f"evaluation-{path.name}.json"
         report["checkpoint"] = str(path)
         write_report(place, report)
-        metrics = described(task.test_metrics, report)
+        metrics = with_loss(report["loss"], described(task.test_metrics, report))
         lines = table.lines(report) if table is not None else []
         print_report(report, metrics=metrics, table=lines, place=place, output=sys.stdout)
         return True

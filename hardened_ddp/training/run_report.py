@@ -24,7 +24,7 @@ from hardened_ddp.reporting.summary import closing_lines, withdraw_summary, writ
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
-from hardened_ddp.task.task import described, shortly_described
+from hardened_ddp.task.task import described, shortly_described, with_loss
 from hardened_ddp.training.evaluation import Evaluation
 from hardened_ddp.training.profiling import profiled, start_profile
 from hardened_ddp.training.tracking import has_tensorboard, make_trackers
@@ -134,13 +134,12 @@ class RunReport:
             samples_per_s=speed,
         )
         log.info(
-            "epoch %d/%d step %d%s  loss %.4f  %s  lr %.2e  %.0f samples/s",
+            "epoch %d/%d step %d%s  %s  lr %.2e  %.0f samples/s",
             progress.epoch + 1,
             self.parts.config.loop.epochs,
             progress.step,
             f"/{self.parts.length.total}" if self.parts.length.is_known else "",
-            sums["loss"],
-            described(self.parts.task.metrics, sums),
+            with_loss(sums["loss"], described(self.parts.task.metrics, sums)),
             rate,
             speed,
         )
@@ -165,10 +164,12 @@ class RunReport:
         if not self.is_main:
             return
         log.info(
-            "epoch %d done: test loss %.4f  %s (%d samples%s)",
+            "epoch %d done: test %s (%d samples%s)",
             progress.epoch,
-            evaluation.loss,
-            described(self.parts.task.test_metrics, evaluation.metrics, of="test"),
+            with_loss(
+                evaluation.loss,
+                described(self.parts.task.test_metrics, evaluation.metrics, of="test"),
+            ),
             evaluation.num_samples,
             f", {len(evaluation.left_out)} left out" if evaluation.left_out else "",
         )
@@ -242,11 +243,14 @@ class RunReport:
         """Log on rank 0 how the run ended and what to type next."""
         if self.is_main:
             log.info("time: %s", self.goodput.describe())
-            tested = self.last_evaluation.metrics if self.last_evaluation else {}
+            result, tested = "", self.last_evaluation
+            if tested is not None:
+                result = described(self.parts.task.test_metrics, tested.metrics, of="test")
+                result = result or f"test {with_loss(tested.loss)}"
             for line in closing_lines(
                 self.folder,
                 status=status,
-                result=described(self.parts.task.test_metrics, tested, of="test") if tested else "",
+                result=result,
                 has_tensorboard=has_tensorboard(self.parts.config),
             ):
                 log.info("%s", line)
