@@ -13,7 +13,7 @@ from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting import start_up
 from hardened_ddp.training.start_summary import changed_settings
 from tests.processes import PATIENCE
-from tests.ranks import train
+from tests.ranks import run_command, train
 from tests.settings_given import settings_of
 
 
@@ -36,6 +36,30 @@ def test_a_start_says_what_runs_and_debug_what_each_rank_does(tmp_path: Path) ->
             assert "start: building the model: " in text
             assert f"local rank {rank} of 2, device cpu" in text
             assert "step 2: per step " in text
+
+
+def test_garbage_is_looked_for_in_what_a_run_makes_and_not_in_what_was_imported() -> None:
+    """In a process of its own: the objects of this one must stay as they are."""
+    code = """if True:
+        import gc, weakref
+        from hardened_ddp.ranks.garbage import collect_as_usual, collect_rarely, keep_imported
+        usual = gc.get_threshold()
+        class Node: pass
+        collect_rarely()
+        before = gc.get_stats()[0]["collections"]
+        imported = [[] for _ in range(40_000)]
+        assert gc.get_stats()[0]["collections"] == before
+        keep_imported()
+        assert gc.get_freeze_count() > len(imported)
+        node = Node()
+        node.itself, seen = node, weakref.ref(node)
+        collect_as_usual()
+        assert gc.get_threshold() == usual
+        del node
+        made = [[] for _ in range(1_000)]
+        assert seen() is None
+    """
+    run_command(["python", "-c", code], timeout_s=30).ok()
 
 
 def test_settings_are_named_with_the_place_that_changed_them(

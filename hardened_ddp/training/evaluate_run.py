@@ -19,6 +19,7 @@ from hardened_ddp.data.loader import Batch
 from hardened_ddp.data.loader_setup import build_eval_loader
 from hardened_ddp.errors import DataError, StepError
 from hardened_ddp.model.precision import Precision
+from hardened_ddp.ranks.garbage import collect_as_usual
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.reporting.evaluation_report import print_report, write_report
 from hardened_ddp.settings.config import Config
@@ -111,6 +112,7 @@ def measure(
 
     # WHY float64: a sum over many batches would lose digits in float32.
     totals = Totals(task, group.device, loss_dtype=torch.float64)
+    collect_as_usual()
     try:
         found = loop.run(model, totals, look)  # collective
     finally:
