@@ -119,15 +119,18 @@ def run_ranks(
     from hardened_ddp.ranks.group import open_group
     from hardened_ddp.ranks.seeding import seed_run
     from hardened_ddp.step.failure import errors_published
-    from hardened_ddp.training.optimizer_trial import check_imports
+    from hardened_ddp.training.names import check_names
 
     keep_imported()  # nothing of torch is garbage
     if debug:
         name_lines_of_failures()
+    is_shared = False  # what went wrong does so on all ranks: one of each node tells it
     try:
-        seed_run(config.seed, deterministic=config.deterministic)
         if trains:
-            check_imports(settings.config)  # the user's code: a wrong name ends here
+            is_shared = is_told_by_another_rank(environment())
+            check_names(settings.config)  # the user's code: a wrong name ends here
+            is_shared = False
+        seed_run(config.seed, deterministic=config.deterministic)
         device = pick_device(launch, cpu_only=config.cpu_only, backend=config.backend)
         if config.single_gpu and device.type == "cpu":
             log.warning("--single_gpu: torch sees no GPU on this machine; training on the CPU")
@@ -147,7 +150,7 @@ def run_ranks(
         finally:
             group.close()
     except Exception as error:
-        return report_failure(error, launch)
+        return report_failure(error, launch, is_told=is_shared)
     finally:
         start_up.close()
 

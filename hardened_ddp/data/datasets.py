@@ -9,6 +9,7 @@ Does not own: the order of samples (sampler.py), reading them (loader.py).
 import contextlib
 import difflib
 import functools
+import importlib.util
 import inspect
 import logging
 import socket
@@ -88,7 +89,7 @@ class TaskData:
 def prepare_data(config: DataConfig) -> None:
     """Download what is missing. Call on one rank of each node. Raises DataError."""
     name = _known_name(config.dataset)
-    taken = inspect.signature(_find_source(name, config)).parameters
+    taken = inspect.signature(find_source(name, config)).parameters
     if not config.download or "download" not in taken:
         return
     folder = Path(config.data_dir)
@@ -175,7 +176,7 @@ def _open(
     name: str, config: DataConfig, *, train: bool, download: bool = False
 ) -> AnyDataset | None:
     """Call what opens this dataset with dataset_args; its failures become a DataError."""
-    build = _find_source(name, config)
+    build = find_source(name, config)
     taken = inspect.signature(build).parameters
     offered = {"data_dir": config.data_dir, "download": download}
     extra = {key: value for key, value in offered.items() if key in taken}
@@ -210,13 +211,19 @@ def _open(
     return dataset
 
 
-def _find_source(name: str, config: DataConfig) -> Callable[..., Any]:
-    """Find what to call with train=True or train=False to get a dataset."""
+def find_source(name: str, config: DataConfig) -> Callable[..., Any]:
+    """Find what to call with train=True or train=False to get a dataset. Raises DataError."""
+    name = _known_name(name)
     if name.startswith(PREFIX):
         opens = open_hub_stream if config.streaming else open_hub_set
         return functools.partial(opens, name)
     if (kind := name.partition(":")[0]) in FILE_STREAMS:
         return functools.partial(FILE_STREAMS[kind], name)
+    if kind == "image_folder" and ":" in name and importlib.util.find_spec(kind) is None:
+        raise DataError(
+            f"--dataset {name}: no path follows the name of this dataset",
+            fix=f"--dataset {kind} --dataset_args '{{root: {name.partition(':')[2]}}}'",
+        )
     if ":" in name:
         return import_callable(name, setting="dataset", error=DataError)
     if name in DOWNLOADABLE:

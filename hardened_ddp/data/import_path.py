@@ -52,5 +52,5 @@ def _import(name: str, told: str, error: type[HardenedError]) -> Any:  # Any: a 
         where = f" ({frame.filename}:{frame.lineno})" if is_inside else ""  # else the text has it
         raise error(
             f"{told} can't be imported: {describe(problem)}{where}",
-            fix="fix it; the traceback is in this rank's log file",
+            fix="fix it; --debug shows the whole traceback",
         ) from problem

@@ -86,6 +86,7 @@ def build_model(
 
     Raises ModelError for an unknown name, arguments that it does not take, missing weights.
     """
+    check_model(config.model)
     facts = {"num_classes": num_classes, "input_shape": input_shape}
     if config.model.startswith(PREFIX):
         model: nn.Module = load_hub_model(
@@ -116,6 +117,25 @@ def build_model(
     if config.gradient_checkpointing:
         checkpoint_blocks(model, config.model)
     return model
+
+
+def check_model(name: str) -> None:
+    """Raise ModelError if no model is called so, or its code can't be imported. Rank-local."""
+    if name in BUILT_IN or name.startswith(PREFIX):
+        return
+    if ":" in name:
+        import_callable(name, setting="model", error=ModelError)
+        return
+    models = import_torchvision().models
+    names = models.list_models(module=models)
+    if name not in names:
+        near = difflib.get_close_matches(name, [*BUILT_IN, *names], n=3)
+        raise ModelError(
+            f"no model is called {name!r}"
+            + (f" (did you mean {' or '.join(near)}?)" if near else ""),
+            fix=f"--model {' | '.join(BUILT_IN)} | a torchvision classifier | hf:FOLDER | "
+            "package.module:name",
+        )
 
 
 def place_model(
@@ -167,15 +187,6 @@ def _call(build: Callable[..., Any], facts: Mapping[str, Any], config: ModelConf
 def _torchvision_model(config: ModelConfig, num_classes: int, channels: int) -> nn.Module:
     """Build a torchvision classifier with num_classes outputs and the data's channels."""
     models = import_torchvision().models
-    names = models.list_models(module=models)
-    if config.model not in names:
-        near = difflib.get_close_matches(config.model, [*BUILT_IN, *names], n=3)
-        raise ModelError(
-            f"no model is called {config.model!r}"
-            + (f" (did you mean {' or '.join(near)}?)" if near else ""),
-            fix=f"--model {' | '.join(BUILT_IN)} | a torchvision classifier | hf:FOLDER | "
-            "package.module:name",
-        )
     arguments: dict[str, Any] = {}
     if config.model in ("googlenet", "inception_v3") and not config.pretrained:
         # WHY: auxiliary outputs are neither logits nor a loss

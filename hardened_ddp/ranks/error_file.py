@@ -20,9 +20,14 @@ log = logging.getLogger(__name__)
 _NAME = "TORCHELASTIC_ERROR_FILE"
 
 
-def report_failure(error: Exception, launch: Launch) -> int:
-    """Log why this rank ends, tell its launcher, and return the exit status. Rank-local."""
+def report_failure(error: Exception, launch: Launch, *, is_told: bool = False) -> int:
+    """Log why this rank ends, tell its launcher, and return the exit status. Rank-local.
+
+    is_told: another rank logs the same.
+    """
     write_error_file(error, environment())
+    if is_told and isinstance(error, HardenedError):
+        return error.exit_status
     if not isinstance(error, HardenedError):
         log.error(
             "[DDP-X01] an error that this program does not know; its traceback:", exc_info=error

@@ -60,20 +60,24 @@ def choose_task(
     return task
 
 
+def find_task(name: str) -> Callable[..., Any]:
+    """Return what builds the task called name. Raises ConfigError. Rank-local."""
+    if ":" in name:
+        return import_callable(name, setting="task", error=ConfigError)
+    if name not in BUILT_IN:
+        raise ConfigError(
+            f"no task is called {name!r}",
+            fix=f"--task auto | {' | '.join(CHOICES)} | package.module:Class",
+        )
+    return BUILT_IN[name]
+
+
 def build_task(name: str, model: nn.Module, data: TaskData, config: Config) -> Task:
     """Build the task called name, by which model is trained on data. Rank-local.
 
     Raises ConfigError for an unknown name, or arguments that it does not take.
     """
-    if ":" in name:
-        build = import_callable(name, setting="task", error=ConfigError)
-    elif name in BUILT_IN:
-        build = BUILT_IN[name]
-    else:
-        raise ConfigError(
-            f"no task is called {name!r}",
-            fix=f"--task auto | {' | '.join(CHOICES)} | package.module:Class",
-        )
+    build = find_task(name)
     facts = {
         "model": model,
         "num_classes": data.num_classes,

@@ -19,38 +19,18 @@ from torch.nn import Parameter
 
 from hardened_ddp.checkpoint.tensors import plan_file
 from hardened_ddp.data.fetch import describe, preserved_rng
-from hardened_ddp.data.import_path import import_callable
-from hardened_ddp.errors import CheckpointError, DataError, HardenedError, OptimizerError
-from hardened_ddp.model.optimizer import build_optimizer, described, find_optimizer
+from hardened_ddp.errors import CheckpointError, HardenedError, OptimizerError
+from hardened_ddp.model.optimizer import build_optimizer, described
 from hardened_ddp.model.optimizer_state import is_known, restore_state, save_state
 from hardened_ddp.model.parameter_groups import Group, parameter_groups
 from hardened_ddp.model.schedule import Schedule
 from hardened_ddp.ranks.seeding import seed_update
-from hardened_ddp.settings.config import Config
-from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.optimizer import OptimizerConfig
-from hardened_ddp.training.tracking import check_trackers
 
 log = logging.getLogger(__name__)
 
 _STEPS_BEFORE, _STEPS_AFTER = 3, 2
 _PER_GROUP = 2  # stand-ins of each group: the smallest parameters, of different dimensions
-
-
-def check_imports(config: Config) -> None:
-    """Import the user's optimizer, schedule, collate and trackers, before the ranks meet.
-
-    Rank-local.
-    WHY early: a wrong name then ends the run at once, without a run folder. Raises OptimizerError,
-    DataError, ConfigError.
-    """
-    check_trackers(config)
-    find_optimizer(config.optimizer)
-    if isinstance(config.optimizer.lr_schedule, ImportPath):
-        path = config.optimizer.lr_schedule
-        import_callable(path, setting="lr_schedule", error=OptimizerError)
-    if isinstance(config.data.collate, ImportPath):
-        import_callable(config.data.collate, setting="collate", error=DataError)
 
 
 def build_schedule(
