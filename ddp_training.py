@@ -33,7 +33,7 @@ from hardened_ddp.ranks.error_file import (
     report_failure,
     write_error_file,
 )
-from hardened_ddp.ranks.garbage import collect_as_usual, collect_rarely, keep_imported
+from hardened_ddp.ranks.garbage import collect_rarely, keep_imported
 from hardened_ddp.ranks.launch import (
     Launch,
     environment,
@@ -293,7 +293,6 @@ def fit(run: Run) -> Ending:
     from hardened_ddp.training.run import Ending
 
     config, progress, stop = run.parts.config, run.progress, run.stop
-    collect_as_usual()  # from here on garbage may hold large tensors
     # After its last step, or when the test set's metric no longer improves, the run is over.
     while not stops_early(run.parts, progress):
         # A window: the samples of one optimizer step over all ranks. batches: this rank's share

@@ -13,6 +13,7 @@ from hardened_ddp.data.loader import Batch
 from hardened_ddp.data.sampler import Window
 from hardened_ddp.guard.hang import HangWatch
 from hardened_ddp.guard.stop import StopRequest
+from hardened_ddp.ranks.garbage import collect_as_usual
 from hardened_ddp.reporting.rank_status import Work
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
@@ -68,6 +69,7 @@ class Run:
         stop.start_last_resort(subject.save, grace_s=parts.config.loop.stop_grace_s)
         parts.call_after_workers_start(stop.leave_children_alone)
         self._first_epoch, self._first_step = progress.epoch, progress.step  # of this process
+        collect_as_usual()  # from here on garbage may hold large tensors
 
     def windows(self) -> Iterator[tuple[Window, list[Batch]]]:
         """Iterate over the windows up to the end of the epoch or of the run, with their batches.
