@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hardened_ddp.errors import HangError
-from hardened_ddp.guard.hang_consensus import HangConsensus
+from hardened_ddp.guard.hang_consensus import NUM_WITNESSES, HangConsensus
 from hardened_ddp.guard.neighbours import Neighbours
 from hardened_ddp.guard.outside_view import start_outside_view
 from hardened_ddp.guard.slow import SlowRanks, Split
@@ -37,7 +37,7 @@ from hardened_ddp.guard.verdict import Report, Verdict, decide, limits_ns, patie
 from hardened_ddp.guard.watchdog import leave_at_once
 from hardened_ddp.ranks.awake import AwakeTime
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.heartbeat import HEART, LIMITS, PHASE, SINCE, STEP, TOKEN
+from hardened_ddp.ranks.heartbeat import ALARM, HEART, LIMITS, PHASE, SINCE, STEP, TOKEN
 from hardened_ddp.ranks.phase import FIRST_WAIT, Phase
 from hardened_ddp.ranks.stacks import is_debugged, offer_stacks, withdraw_stacks
 
@@ -45,11 +45,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "hangs"
 TICK_S = 1.0
-COLLECT_S = 4.0
-"""How long the other ranks have to report; their threads check for an alarm at each tick."""
-
 _MAX_TICKS = 3
-_NUM_WITNESSES = 2  # ranks that check all others; more of them would only load the store
 _COMPARE_EVERY_S = 2.0
 _END_LIMIT_S = 3.0
 
@@ -105,7 +101,9 @@ class HangWatch:
             return self
         with contextlib.suppress(RuntimeError):  # no answer: then each rank watches only itself
             store = None if group.store is None else group.store.second()
-        self._consensus = HangConsensus(store, rank=group.launch.rank, world_size=group.world_size)
+        self._consensus = HangConsensus(
+            store, rank=group.launch.rank, world_size=group.world_size, tick_s=self._tick_s
+        )
         if not self._neighbours.reports() and min(fds) >= 0:
             launch = group.launch
             self._outside = start_outside_view(
@@ -177,7 +175,11 @@ class HangWatch:
         is_suspicious = self._muted_s == 0.0 and self._is_suspicious(report, awake_s)
         # WHY step and time: tells several hangs of one run apart, with one name on all ranks
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-step-{report.step}" if is_suspicious else ""
+        # WHY not each rank: a thousand questions a second would keep the store's host busy
+        if not (name or self._neighbours.must_ask(self._consensus.round, tick_s=self._tick_s)):
+            return
         if alarm := self._consensus.alarm(name):
+            words[ALARM] = self._consensus.round + 1
             self._judge(self._folder / alarm, is_witness=is_suspicious)
 
     def _age(self, awake_s: float) -> None:
@@ -216,7 +218,7 @@ class HangWatch:
             return True
         if is_working or report.age_s > self._patience_s:
             return not is_working
-        if not report.is_late or report.rank >= _NUM_WITNESSES:
+        if not report.is_late or report.rank >= NUM_WITNESSES:
             return False
         seen = {**self._consensus.watch_beats(awake_s), report.rank: report}
         is_complete = len(seen) == self._group.world_size
@@ -228,16 +230,12 @@ class HangWatch:
         mine = self._report(tuple(self._subject.samples(self._group.tracker.words[PHASE])))
         with contextlib.suppress(OSError):  # WHY suppress: a full disk must not hide the verdict
             self._write_stacks(folder, mine)
-        self._consensus.report(mine)
-        lost = self._neighbours.lost()
-        known = {mine.rank: mine, **{neighbour.rank: neighbour.report() for neighbour in lost}}
-        verdict = None
-        if is_witness or mine.rank < _NUM_WITNESSES or not self._consensus.await_verdict(COLLECT_S):
-            found = self._consensus.collect(known, limit_s=COLLECT_S)
-            reports = {**self._neighbours.reports(), **found}
-            missing = self._consensus.missing(reports)
-            verdict = decide(list(reports.values()), patience_s=self._patience_s, missing=missing)
-        verdict = self._consensus.settle(verdict)
+        verdict = self._consensus.judge(
+            mine,
+            self._neighbours.reports,
+            is_witness=is_witness,
+            patience_s=self._patience_s,
+        )
         if verdict is not None:
             self._act(verdict, folder)
         log.warning("a hang was suspected, but all ranks make progress; their stacks: %s", folder)

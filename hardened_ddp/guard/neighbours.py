@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from hardened_ddp.guard.verdict import HELD, STOPPED, UNINTERRUPTIBLE, Report
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.heartbeat import (
+    ALARM,
     HEART,
     LIMITS,
     PHASE,
@@ -30,6 +31,7 @@ from hardened_ddp.ranks.stacks import ask_for_stacks
 from hardened_ddp.ranks.tracker import Tracker
 
 TRACED, GONE = "t", "gone"
+_MISSED = 3  # ticks without a sign, after which a neighbour is not relied on
 
 
 @dataclass(slots=True)
@@ -145,6 +147,16 @@ class Neighbours:
         """Return whether this rank is the lowest of this machine that is not lost."""
         lost = {neighbour.rank for neighbour in self.lost()}
         return all(rank > self._rank or rank in lost for rank in self._found)
+
+    def must_ask(self, num_alarms: int, *, tick_s: float) -> bool:
+        """Return whether this rank asks the store for an alarm: for all ranks of this machine.
+
+        The lowest rank whose watch ticks does, and each one as soon as a neighbour has seen an
+        alarm after the first num_alarms. tick_s: how often each of them ticks.
+        """
+        others = self._found.items()
+        has_lower = any(r < self._rank and n.silent_s <= _MISSED * tick_s for r, n in others)
+        return not has_lower or any(n.words[ALARM] > num_alarms for _, n in others)
 
     def close(self) -> None:
         """Close the pidfds."""

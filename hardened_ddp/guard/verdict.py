@@ -115,8 +115,11 @@ def decide(
     parts, hung = [], tuple(missing)
     if late:
         first = min(report.step for report in late)
-        parts = [_describe(report) for report in late if report.step == first]
-        hung = tuple(report.rank for report in late if report.step == first)
+        late = [report for report in late if report.step == first]
+        parts = [_describe(report) for report in late[:_SHOWN]]
+        if len(late) > _SHOWN:
+            parts.append(f"and {len(late) - _SHOWN} more ranks like these")
+        hung = tuple(report.rank for report in late)
     if missing and (late or is_urgent):
         parts.append(f"{_ranks(missing)} can't be reached: {_UNREACHABLE}")
     if parts:

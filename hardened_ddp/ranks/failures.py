@@ -1,7 +1,7 @@
 """The reasons of the ranks that failed, in the store, where their peers read them.
 
-Owns the keys. They are numbered in the order of the failures, with a counter: so a peer that lost a
-rank asks for the counter only, and not for a key of each of a thousand ranks.
+Owns the keys. All reasons are lines of one value: so a peer that lost a rank reads them with one
+question, and not with one for each of a thousand ranks.
 """
 
 import json
@@ -11,7 +11,7 @@ from hardened_ddp.ranks.patient_store import PatientStore
 
 log = logging.getLogger(__name__)
 
-_COUNTER = "failures"
+_COUNTER, _REASONS = "failures", "failures/reasons"
 MOST_READ = 8  # those that failed first; later ones are consequences as a rule
 
 
@@ -19,7 +19,8 @@ def publish_failure(store: PatientStore | None, rank: int, text: str) -> bool:
     """Write why a rank failed; return whether that was possible. Rank-local."""
     try:
         if store is not None:
-            store.set(f"failure/{store.add(_COUNTER)}", json.dumps([rank, text]))
+            if store.add(_COUNTER) <= MOST_READ:
+                store.append(_REASONS, json.dumps([rank, text]) + "\n")
             store.set(f"heard/{rank}", "")  # it has a cause of its own, and reads no other
     except RuntimeError as error:  # the store may have died with the rank that served it
         log.debug("could not publish a failure: %s", error)
@@ -31,9 +32,8 @@ def read_failures(store: PatientStore | None, *, reader: int) -> dict[int, str]:
     """Return the reason of each other rank that failed, as far as known. Rank-local."""
     found: dict[int, str] = {}
     try:
-        # WHY one question: a thousand ranks ask it at the same moment
-        texts = [] if store is None else store.read_numbered(_COUNTER, "failure/", MOST_READ)
-        for rank, reason in map(json.loads, texts):
+        text = "" if store is None else store.look_up(_REASONS)
+        for rank, reason in map(json.loads, text.splitlines()):
             if rank != reader:
                 found.setdefault(rank, reason)
         if found and store is not None:

@@ -176,8 +176,8 @@ class Group:
     def published(self, key: str) -> str:
         """Read what another rank has published; empty if it is not there. Rank-local."""
         try:
-            if self.store is not None and self.store.has(key):
-                return self.store.get(key)
+            if self.store is not None:
+                return self.store.look_up(key)
         except RuntimeError as error:
             log.debug("could not read %s: %s", key, error)
         return ""

@@ -14,8 +14,9 @@ import secrets
 
 from hardened_ddp.ranks.phase import NUM_PHASES
 
-# The words: 8 bytes each. LIMITS: how long each phase may take, in ns, written by the hang watch.
-TOKEN, STEP, PHASE, SINCE, SAMPLE, HEART, LIMITS = range(7)
+# The words: 8 bytes each. LIMITS: how long each phase may take, in ns. ALARM: how
+# many alarms of the hang watch this rank has seen. Both are written by the hang watch.
+TOKEN, STEP, PHASE, SINCE, SAMPLE, HEART, ALARM, LIMITS = range(8)
 NUM_WORDS = LIMITS + NUM_PHASES
 
 

@@ -9,12 +9,9 @@ import time
 
 from hardened_ddp.errors import PeerLostError, first_line
 from hardened_ddp.ranks.group import LISTEN_LIMIT_S, Group
+from hardened_ddp.ranks.patient_store import poll_s
 
 # The error messages of gloo and NCCL when another rank died, left or no longer answers.
-# Times the number of ranks: one thread serves the store for all of them.
-_POLL_PER_RANK_S = 2e-4
-_LEAST_POLL_S = 0.02
-
 _LOST_PEER = re.compile(
     r"Connection (closed|reset) by peer|Timed out waiting|Application timeout caused|"
     r"Socket closed|Broken pipe|NCCL|connectFullMesh failed|Read error|Connection refused|"
@@ -52,8 +49,3 @@ def _await_failures(group: Group, *, limit_s: float = LISTEN_LIMIT_S) -> dict[in
         if found or has_dead_peer or time.monotonic() > end:
             return found
         time.sleep(poll_s(group.world_size))
-
-
-def poll_s(world_size: int) -> float:
-    """Return how often one of so many ranks may ask the store."""
-    return max(_LEAST_POLL_S, _POLL_PER_RANK_S * world_size)

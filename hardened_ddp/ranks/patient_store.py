@@ -16,6 +16,11 @@ import torch.distributed as dist
 from hardened_ddp.ranks.patience import ask_within
 
 PATIENCE_S = 2.0
+_NOTHING = "\0nothing"
+
+# Times the number of ranks: one thread serves the store for all of them.
+_POLL_PER_RANK_S = 2e-4
+_LEAST_POLL_S = 0.02
 
 T = TypeVar("T")
 
@@ -31,8 +36,13 @@ class PatientStore:
     def has(self, key: str) -> bool:
         return self._ask(lambda: self._store.check([key]))
 
-    def get(self, key: str) -> str:
-        return self._ask(lambda: self._store.get(key)).decode()
+    def look_up(self, key: str) -> str:
+        """Return the value of key; empty if there is none.
+
+        WHY compare_set: one question. check and then get, which waits for the key, are three.
+        """
+        raw = self._ask(lambda: self._store.compare_set(key, _NOTHING, _NOTHING))
+        return "" if raw == _NOTHING.encode() else raw.decode()
 
     def set(self, key: str, text: str) -> None:
         self._ask(lambda: self._store.set(key, text))
@@ -45,32 +55,25 @@ class PatientStore:
         """Write name under key if nothing is there yet; return what is there then."""
         return self._ask(lambda: self._store.compare_set(key, "", name)).decode()
 
+    def append(self, key: str, text: str) -> None:
+        """Add text to the end of the value of key."""
+        self._ask(lambda: self._store.append(key, text))  # type: ignore[attr-defined]  # no stub
+
     def read(self, keys: Sequence[str]) -> dict[str, str]:
         """Return the values of those keys that exist."""
 
+        def existing(keys: Sequence[str]) -> list[str]:
+            # WHY halves: to find a few missing keys takes a few questions, not one for each key
+            if self._store.check(list(keys)):
+                return list(keys)
+            middle = len(keys) // 2
+            return [] if not middle else existing(keys[:middle]) + existing(keys[middle:])
+
         def look() -> dict[str, bytes]:
-            there = list(keys)
-            if not self._store.check(there):
-                there = [key for key in keys if self._store.check([key])]
+            there = existing(keys) if keys else []
             return dict(zip(there, self._store.multi_get(there) if there else [], strict=True))
 
         return {key: raw.decode() for key, raw in self._ask(look).items()}
-
-    def read_numbered(self, counter: str, prefix: str, most: int) -> list[str]:
-        """Return the values of prefix1, prefix2 and so on, as many as counter says, at most most.
-
-        Those that are counted but not written yet are left out.
-        """
-
-        def look() -> list[bytes]:
-            if not self._store.check([counter]):
-                return []
-            count = min(int(self._store.get(counter)), most)
-            keys = [f"{prefix}{number}" for number in range(1, count + 1)]
-            there = [key for key in keys if self._store.check([key])]
-            return list(self._store.multi_get(there)) if there else []
-
-        return [raw.decode() for raw in self._ask(look)]
 
     def second(self) -> "PatientStore":
         """Return the same store over a separate connection, if torch supports that.
@@ -101,3 +104,8 @@ class PatientStore:
         except TimeoutError:
             self._unanswered = is_answered
             raise RuntimeError(f"the store gave no answer for {PATIENCE_S:g} s") from None
+
+
+def poll_s(world_size: int) -> float:
+    """Return how long each of so many ranks waits until it asks the store again."""
+    return max(_LEAST_POLL_S, _POLL_PER_RANK_S * world_size)

@@ -31,6 +31,7 @@ from hardened_ddp.errors import (
 )
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.patience import ask_within
+from hardened_ddp.ranks.patient_store import poll_s
 from hardened_ddp.reporting.summary import program
 from hardened_ddp.step.boundary import Boundary, beside, copy_beside, read_beside
 from hardened_ddp.step.progress import Progress
@@ -230,7 +231,7 @@ def _is_mine(group: Group, step: int) -> bool:
             end = time.monotonic() + HEAD_START_S
             is_left = group.shared is not None and group.shared.has_left(0)
             while not is_left and time.monotonic() < end and not group.store.has(key):
-                time.sleep(0.02)
+                time.sleep(poll_s(group.world_size))
         mine = str(group.launch.rank)
         return group.store.claim(key, mine) == mine
     except RuntimeError as error:  # rank 0 served the store, and is dead or hangs
