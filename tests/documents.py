@@ -15,6 +15,7 @@ from pathlib import Path
 
 from docs.pictures.draw import write_all
 from hardened_ddp.diagnosis.explain.catalogue import FAMILIES
+from hardened_ddp.diagnosis.explain.events import Fix
 from hardened_ddp.diagnosis.explain.matching import literal_of
 from hardened_ddp.settings.record import names_of, template, yaml_word
 from hardened_ddp.settings.schema import SETTINGS, TITLES, limits
@@ -132,15 +133,22 @@ def causes_table() -> str:
     for family, causes in FAMILIES.items():
         if family == "This suite":
             continue
-        lines += [f"### {family}", "", "| in the log | cause | fix outside this suite |"]
-        lines += ["| --- | --- | --- |"]
+        lines += [f"### {family}", "", "| in the log | cause | fix | how to confirm it |"]
+        lines += ["| --- | --- | --- | --- |"]
         for cause in causes:
             said = ", ".join(f"`{spoken(phrase)}`" for phrase in cause.phrases[:2])
             said = said or f"`{cause.code.removeprefix('python-')}`"
-            cells = (said, f"{cause.title} ({cause.code})", cause.fix.plain)
+            cells = (said, f"{cause.title} ({cause.code})", fixes_of(cause.fix), cause.confirm)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines)
+
+
+def fixes_of(fix: Fix) -> str:
+    """Give the fix for plain torch, and those of the frameworks in which it differs."""
+    named = {"Lightning": fix.lightning, "Accelerate": fix.accelerate, "Trainer": fix.trainer}
+    others = [f"{name}: {text.rstrip('.')}" for name, text in named.items() if text]
+    return "<br>".join([fix.plain, *others])
 
 
 def spoken(phrase: str) -> str:

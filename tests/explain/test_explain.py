@@ -1,6 +1,7 @@
 """explain on composed logs: causes, ranks, forms of logs, healthy logs, and what is not a log."""
 
 import gzip
+import json
 import pickle
 import random
 import re
@@ -48,6 +49,7 @@ class TestCatalogue:
 
     def test_a_cause_has_a_reproducer_or_the_reason_why_not(self) -> None:
         composed = {case.code for case in LOGS} | {"nccl-timeout", "collective-missing"}
+        composed.add("killed-outside")  # of a run folder: see TestFiles
         for cause in CAUSES:
             assert bool(cause.test) != bool(cause.no_test), cause.code
             is_noise = cause.tier in (Tier.ADVICE, Tier.TEARDOWN, Tier.MISMATCH)
@@ -376,6 +378,49 @@ class TestFiles:
             (tmp_path / name).parent.mkdir()
             (tmp_path / name).write_text(text)
         assert explain(tmp_path)["verdict"] == "healthy"
+
+    @pytest.mark.parametrize(
+        ("states", "guilty"), [(("failed", "running"), 1), (("running", "running"), None)]
+    )
+    def test_a_run_folder_knows_which_rank_fell_silent(
+        self, states: tuple[str, str], guilty: int | None, tmp_path: Path
+    ) -> None:
+        (tmp_path / "logs").mkdir()
+        text = "12:00:01 ERROR x: [DDP-G04] rank 0 lost another rank (Connection closed by peer)\n"
+        (tmp_path / "logs" / "rank-0.log").write_text(text if guilty else "12:00:00 step 7\n")
+        (tmp_path / "status").mkdir()
+        for rank, state in enumerate(states):
+            status = {"rank": rank, "world_size": 2, "now": 1e9 + rank, "state": state, "step": 7}
+            (tmp_path / "status" / f"rank-{rank}.json").write_text(json.dumps(status))
+        found = explain(tmp_path)
+        assert (code_of(found), rank_of(found)) == ("killed-outside", guilty)
+        # what a rank raised itself says more
+        (tmp_path / "logs" / "rank-1.log").write_text(joined(KEY_ERROR))
+        assert code_of(explain(tmp_path)) == "python-keyerror"
+
+    def test_the_stacks_of_a_hang_say_where_each_rank_is(self, tmp_path: Path) -> None:
+        folder = tmp_path / "hangs" / "20261122-step-7"
+        folder.mkdir(parents=True)
+        thread = "Thread 0x{0:016x} (most recent call first):\n"
+        for rank, phase, line in ((0, "data", 12), (1, "all-reduce", 30), (2, "all-reduce", 30)):
+            (folder / f"rank_{rank}.txt").write_text(
+                f"rank {rank}, process 9 on n1: {phase} of step 7 for 60.1 s; its main thread is "
+                "0x0000000000000002\n" + thread.format(1) + '  File "/x/thread.py", line 1 in run\n'
+                "\n" + thread.format(2) + '  File "/e/lib/python3.11/ssl.py", line 2 in read\n'
+                f'  File "/x/train.py", line {line} in step\n'
+                '  File "/x/train.py", line 99 in <module>\n'
+            )
+        found = explain(tmp_path)
+        assert (code_of(found), rank_of(found)) == ("DDP-G05", 0)
+        assert "/x/train.py:12 in step" in found["evidence"][0]["text"]
+        assert "/x/train.py:30 in step" in found["evidence"][1]["text"]
+        (folder / "rank_0.txt").unlink()
+        found = explain(tmp_path)
+        assert (code_of(found), rank_of(found)) == ("DDP-G05", None)
+        assert "missing ranks" in found["cause"]["sentence"]
+        (folder / "verdict.txt").write_text("rank 0, step 7, data, 60 s\n")
+        found = explain(tmp_path)
+        assert (rank_of(found), len(found["evidence"])) == (0, 3)
 
     def test_a_pickle_with_code_in_it_is_not_run(self, tmp_path: Path) -> None:
         class Bad:

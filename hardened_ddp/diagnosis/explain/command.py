@@ -20,11 +20,13 @@ from hardened_ddp.diagnosis.explain.matching import Matcher
 from hardened_ddp.diagnosis.explain.prefixes import habits_of
 from hardened_ddp.diagnosis.explain.reader import Search, decoder_of, read_lines, read_sample
 from hardened_ddp.diagnosis.explain.report import as_json, as_text, exit_status
+from hardened_ddp.diagnosis.explain.run_folder import read_stack, read_status
 from hardened_ddp.diagnosis.explain.sources import Source, find_sources
 from hardened_ddp.diagnosis.explain.verdict import judge
 from hardened_ddp.errors import UnreadableLogError
 
 _FACTS = (b"orld_size", b"WORLD_SIZE", b"MEMBER: ", b"nnodes")
+_MOST_STACK_BYTES = 4 * 1024 * 1024
 _LARGE_BYTES = 64 * 1024 * 1024
 
 
@@ -67,6 +69,15 @@ def _read(
         encoding = decoder_of(sample)
         collector.start_file(source, habits_of(sample.decode(encoding, "replace")))
         if sample[:1] == PICKLE and collector.take_dump(sample + file.read(MAX_BYTES)):
+            return
+        if source.is_status:
+            status = read_status(sample.decode("utf-8", "replace"), source.name)
+            collector.evidence.statuses += [status] if status is not None else []
+            return
+        if found := source.stack:
+            text = (sample + file.read(_MOST_STACK_BYTES)).decode("utf-8", "replace")
+            stack = read_stack(text, source.name, int(found["rank"]), found["worker"] or "")
+            collector.evidence.stacks.append(stack)
             return
         if source.is_hang_verdict:
             collector.take(f"[DDP-G05] {sample.decode('utf-8', 'replace').strip()}", 1)

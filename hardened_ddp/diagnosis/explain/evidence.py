@@ -12,6 +12,7 @@ from hardened_ddp.diagnosis.explain.collectives import Collectives
 from hardened_ddp.diagnosis.explain.endings import Ending
 from hardened_ddp.diagnosis.explain.events import Event, Line, Raised
 from hardened_ddp.diagnosis.explain.exits import ExitReader
+from hardened_ddp.diagnosis.explain.run_folder import RankStack, RankStatus
 
 _WORLD = (
     re.compile(r"world[_ ]size[\"']?[ =:]+(?P<size>\d+)", re.IGNORECASE),
@@ -38,6 +39,8 @@ class Evidence:
     """How each file ends, by its name."""
 
     labels_are_ranks: bool = True
+    statuses: list[RankStatus] = field(default_factory=list)
+    stacks: list[RankStack] = field(default_factory=list)
     error_lines: list[Line] = field(default_factory=list)
     next_step: str = ""
     """What our own run said to type next."""

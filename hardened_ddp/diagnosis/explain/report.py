@@ -100,6 +100,8 @@ def confidence_of(verdict: Verdict) -> tuple[str, str]:
     root = verdict.root
     if root is None or root.cause is None:
         return GUESS, "no entry of the catalogue fits"
+    if root.kind == "status":
+        return LIKELY, "it is inferred from the last sign of life of each rank"
     if root.tier in (Tier.TEARDOWN, Tier.LOST):
         return GUESS, "the log has only what follows from a failure"
     if root.is_weak:

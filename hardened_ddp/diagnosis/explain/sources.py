@@ -21,12 +21,13 @@ _LOG_NAMES = re.compile(
     r"|\.[oe]\d+|log\.?\d*|trace_rank_?\d+)$"
 )
 _NOT_LOGS = re.compile(
-    r"(?:^|/)(?:events\.out\.tfevents|requirements|\.|checkpoints?/|step-\d+/|tensorboard/|status/"
+    r"(?:^|/)(?:events\.out\.tfevents|requirements|\.|checkpoints?/|step-\d+/|tensorboard/|status/(?!rank-\d+\.json$)|held_rank_\d+\.txt$"
     r"|skipped_samples\.jsonl|config\.json|tokenizer|vocab|merges|README)|(?:manifest|trainer_state|settings)\.json$"
 )
 _ELASTIC = re.compile(r"attempt_\d+/(?P<local>\d+)/(?:std(?:out|err)\.log|error\.json)$")
 _RANK_NAME = re.compile(r"(?:rank|process|proc|worker)[-_.]?(?P<rank>\d+)(?=\D|$)")
 _SLURM_TASK = re.compile(r"(?:^|/)(?!slurm)[\w.]*?\d{2,}[-_.](?P<task>\d{1,4})\.(?:out|err|log)$")
+_STACKS = re.compile(r"rank_(?P<rank>\d+)(?:_worker_(?P<worker>\d+))?\.txt$")
 _MAX_FILES = 4096
 
 
@@ -46,7 +47,21 @@ class Source:
     def is_hang_verdict(self) -> bool:
         """Whether it is the sentence that a run of ours wrote about a hang."""
         path = self.path
-        return path is not None and path.name == "verdict.txt" and "hangs" in path.parts
+        return path is not None and path.name == "verdict.txt" and "hangs" in path.absolute().parts
+
+    @property
+    def is_status(self) -> bool:
+        """Whether it is what a rank of a run of ours was doing last."""
+        path = self.path
+        return path is not None and path.parent.name == "status" and path.suffix == ".json"
+
+    @property
+    def stack(self) -> re.Match[str] | None:
+        """The rank and the worker, if it has the stacks that a run of ours wrote in a hang."""
+        path = self.path
+        if path is None or "hangs" not in path.absolute().parts:
+            return None
+        return _STACKS.match(path.name)
 
     @property
     def size_bytes(self) -> int:

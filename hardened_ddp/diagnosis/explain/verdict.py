@@ -15,6 +15,11 @@ from hardened_ddp.diagnosis.explain.events import Event, Line, Tier
 from hardened_ddp.diagnosis.explain.evidence import Evidence
 from hardened_ddp.diagnosis.explain.exits import Exit
 from hardened_ddp.diagnosis.explain.guilt import Guilty, place_events, who
+from hardened_ddp.diagnosis.explain.run_folder import (
+    HUNG,
+    events_of_folder,
+    newest_stacks,
+)
 
 _OF_SIGNAL = {
     -9: "killed-sigkill",
@@ -74,6 +79,9 @@ def _judge(evidence: Evidence) -> Verdict:
     # WHY: the line that tells of the end is in there, with the rank
     events = [e for e in events if not (e.kind == "message" and e.cause and e.cause.code in known)]
     events += ended
+    has_verdict = any(e.cause is not None and e.cause.code == HUNG for e in events)
+    evidence.stacks = newest_stacks(evidence.stacks)
+    events += events_of_folder(evidence.statuses, [] if has_verdict else evidence.stacks)
     total = sum(event.count for event in evidence.events)
     failed = [e for e in evidence.exits.exits if e.status not in (0,)]
     if not events and not failed:
@@ -218,6 +226,8 @@ def _support(
 ) -> list[Event]:
     """Choose one to five lines that show it: the cause, its like on other ranks, its effects."""
     chosen = [root]
+    if root.cause is not None and root.cause.code == HUNG:
+        chosen += [Event(kind="stack", tier=root.tier, line=s.line) for s in evidence.stacks[:4]]
     same = [e for e in events if e is not root and e.cause is root.cause and e.cause is not None]
     chosen += same[:2]
     if finding is not None and root.tier in (Tier.TIMEOUT, Tier.MISMATCH):

@@ -18,6 +18,9 @@ CAUSES = (
             "(torch.nn.modules.utils.consume_prefix_in_state_dict_if_present).",
             accelerate="accelerator.unwrap_model(model).state_dict()",
             suite="its checkpoints have no prefix",
+            lightning="checkpoint['state_dict'] has the names of the LightningModule: "
+            "load_from_checkpoint",
+            trainer="trainer.save_model() writes the names without module.",
         ),
         confirm="print(list(state)[:3]).",
         source=_MODULE,
@@ -202,6 +205,10 @@ CAUSES = (
         fix=Fix(
             plain="Freeze and group before the optimizer is made, as in the first run; or load the "
             "weights only.",
+            lightning="fit(ckpt_path=...) needs the same optimizers; load_from_checkpoint "
+            "takes the weights alone",
+            trainer="train() without resume_from_checkpoint, on a model of "
+            "from_pretrained(CHECKPOINT)",
         ),
         confirm="Compare len(group['params']) of both.",
         source="torch/optim/optimizer.py",

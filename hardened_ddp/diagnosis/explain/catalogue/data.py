@@ -19,6 +19,7 @@ CAUSES = (
             plain="num_workers=0 shows the error in the main process; open files and databases in "
             "__getitem__, not in __init__; multiprocessing_context='spawn'.",
             suite="the run goes on with fewer workers; --num_workers 0",
+            trainer="dataloader_num_workers=0 shows the worker's own error",
         ),
         confirm="dmesg for OOM; PYTHONFAULTHANDLER=1 for a crash.",
         source=_WORKER,
@@ -114,6 +115,7 @@ CAUSES = (
             plain="Labels from 0 to num_classes - 1; ignore_index for padding; "
             "model.resize_token_embeddings(len(tokenizer)).",
             suite="checked when batches are made (DDP-D02)",
+            trainer="from_pretrained(..., num_labels=N)",
         ),
         confirm="print(min, max) of all labels, and the model's last dimension.",
         source="aten/src/ATen/native/LossNLL.cpp, Embedding.cpp",

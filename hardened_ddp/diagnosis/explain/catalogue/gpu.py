@@ -222,6 +222,8 @@ CAUSES = (
             plain="cuda:LOCAL_RANK, not cuda:RANK; --nproc_per_node = number of GPUs; Slurm: no "
             "--gpus-per-task=1 with cuda:LOCAL_RANK, or use cuda:0 then.",
             suite="checked before anything starts (DDP-L01)",
+            lightning="Trainer(devices=N) with N at most the node's GPUs",
+            accelerate="accelerate launch --num_processes at most the GPUs, --gpu_ids",
         ),
         confirm="print(local_rank, torch.cuda.device_count()).",
         source=_CUDA,

@@ -52,6 +52,7 @@ CAUSES = (
             "use find_unused_parameters=True if parameters are unused in some steps.",
             lightning="DDPStrategy(static_graph=False)",
             suite="remove --static_graph",
+            accelerate="DistributedDataParallelKwargs(static_graph=False)",
         ),
         confirm="Train without static_graph: the message goes away, or names the unused "
         "parameters.",
@@ -132,6 +133,7 @@ CAUSES = (
             "use_reentrant=False or model.enable_input_require_grads().",
             trainer="with PEFT and gradient_checkpointing: "
             "gradient_checkpointing_kwargs={'use_reentrant': False}",
+            lightning="training_step returns the loss itself, not loss.item() or loss.detach()",
         ),
         confirm="print(loss.requires_grad, loss.grad_fn) before backward.",
         source="torch/csrc/autograd (run_backward)",

@@ -23,6 +23,8 @@ CAUSES = (
             "LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS and MASTER_ADDR, MASTER_PORT.",
             accelerate="accelerate launch train.py",
             suite="torchrun, srun or launchers/run_with_mpirun.py",
+            lightning='Trainer(devices=N, strategy="ddp") starts the ranks itself when the '
+            "script is started by python",
         ),
         confirm="env | grep -E 'RANK|WORLD|MASTER' in the process.",
         source=_RDZV,
@@ -43,6 +45,7 @@ CAUSES = (
             "owner: ss -ltnp | grep PORT, then kill it by its pid.",
             accelerate="accelerate launch --main_process_port 0",
             suite="--standalone before the script's name",
+            lightning="MASTER_PORT=29511 python train.py",
         ),
         confirm="ss -ltnp | grep PORT.",
         source=_STORE,
@@ -68,6 +71,10 @@ CAUSES = (
             plain="On the node: getent hosts NAME and nc -zv NAME PORT; use the address of the "
             "cluster's network; open the port; start all nodes within the timeout. Read rank 0's "
             "log first.",
+            lightning="Trainer(num_nodes=NODES), started once per node with the same "
+            "MASTER_ADDR and its own NODE_RANK, or by srun",
+            accelerate="accelerate launch --main_process_ip HOST --main_process_port PORT "
+            "--machine_rank I, another I on each machine",
         ),
         confirm="nc -zv HOST PORT from the node that prints it, while rank 0 waits.",
         source=_STORE,
@@ -93,6 +100,9 @@ CAUSES = (
             plain="Look for the ranks without this message: their logs have the cause. Check "
             "--nnodes and --nproc_per_node on each node.",
             suite="the ranks that never joined are named (DDP-G01)",
+            lightning="Trainer(num_nodes=NODES) on every node, devices equal everywhere",
+            accelerate="--num_machines, --num_processes (of all machines together) and "
+            "another --machine_rank on each",
         ),
         confirm="Count the processes: pgrep -fc train.py on each node.",
         source=_STORE,
@@ -161,42 +171,6 @@ CAUSES = (
         test="launch_route",
     ),
     Cause(
-        code="launch-local-rank-flag",
-        title="the script does not know the launcher's --local-rank",
-        phrases=(
-            r"unrecognized arguments: .*--local[-_]rank",
-            r"--local[-_]rank.*(?:unrecognized|no such option|not recognized)",
-        ),
-        blame=Blame.NOBODY,
-        why="torch.distributed.launch gives --local-rank (with a dash since torch 2) to the script",
-        fix=Fix(
-            plain="Start with torchrun and read os.environ['LOCAL_RANK']; or "
-            "parser.add_argument('--local-rank', '--local_rank', type=int).",
-        ),
-        confirm="The command line in the log has torch.distributed.launch or deepspeed.",
-        source="torch/distributed/launch.py",
-        test="launch_local_rank_flag",
-    ),
-    Cause(
-        code="launch-arguments",
-        title="the command line has an argument that the script does not know",
-        phrases=(
-            r"error: unrecognized arguments: (?P<what>.+)",
-            r"error: the following arguments are required: (?P<what>.+)",
-            r"error: argument \S+: (?:invalid|expected) (?P<what>.+)",
-            r"ValueError: Some specified arguments are not used by the HfArgumentParser",
-        ),
-        blame=Blame.NOBODY,
-        is_generic=True,
-        why="A flag is misspelled, or a flag of the launcher stands behind the script's name",
-        fix=Fix(
-            plain="Flags of torchrun come before the script's name, those of the script behind."
-        ),
-        confirm="python train.py --help.",
-        source="Python's argparse",
-        test="launch_arguments",
-    ),
-    Cause(
         code="launch-no-group",
         title="the process group was used before it was made",
         phrases=(r"Default process group has not been initialized",),
@@ -207,6 +181,8 @@ CAUSES = (
             plain="torch.distributed.init_process_group() first in main(); in code that runs in "
             "one process, too: if dist.is_initialized().",
             accelerate="make the Accelerator() first",
+            lightning="no torch.distributed call before fit(); in hooks "
+            "self.trainer.strategy.barrier()",
         ),
         confirm="The traceback's line stands before init_process_group.",
         source="torch/distributed/distributed_c10d.py",
@@ -219,7 +195,12 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="The program and a library (Lightning, Accelerate) both call init_process_group, or a "
         "notebook cell ran again",
-        fix=Fix(plain="if not dist.is_initialized(): dist.init_process_group(...)"),
+        fix=Fix(
+            plain="if not dist.is_initialized(): dist.init_process_group(...)",
+            lightning="no init_process_group of your own",
+            accelerate="no init_process_group of your own; InitProcessGroupKwargs for its "
+            "arguments",
+        ),
         confirm="Search for init_process_group in the program.",
         source="torch/distributed/distributed_c10d.py",
         test="launch_group_twice",
@@ -271,7 +252,10 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="RANK and WORLD_SIZE were set by hand, or num_replicas and rank given to the sampler "
         "are not those of the group",
-        fix=Fix(plain="Let the launcher set them: torchrun --nnodes N --nproc_per_node M."),
+        fix=Fix(
+            plain="Let the launcher set them: torchrun --nnodes N --nproc_per_node M.",
+            accelerate="--machine_rank from 0 to num_machines - 1",
+        ),
         confirm="print RANK and WORLD_SIZE of each process.",
         source=_RDZV,
         test="launch_rank_range",

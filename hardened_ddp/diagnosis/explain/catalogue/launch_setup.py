@@ -6,6 +6,42 @@ _CLUSTER = "needs a cluster; composed from the format string"
 
 CAUSES = (
     Cause(
+        code="launch-local-rank-flag",
+        title="the script does not know the launcher's --local-rank",
+        phrases=(
+            r"unrecognized arguments: .*--local[-_]rank",
+            r"--local[-_]rank.*(?:unrecognized|no such option|not recognized)",
+        ),
+        blame=Blame.NOBODY,
+        why="torch.distributed.launch gives --local-rank (with a dash since torch 2) to the script",
+        fix=Fix(
+            plain="Start with torchrun and read os.environ['LOCAL_RANK']; or "
+            "parser.add_argument('--local-rank', '--local_rank', type=int).",
+        ),
+        confirm="The command line in the log has torch.distributed.launch or deepspeed.",
+        source="torch/distributed/launch.py",
+        test="launch_local_rank_flag",
+    ),
+    Cause(
+        code="launch-arguments",
+        title="the command line has an argument that the script does not know",
+        phrases=(
+            r"error: unrecognized arguments: (?P<what>.+)",
+            r"error: the following arguments are required: (?P<what>.+)",
+            r"error: argument \S+: (?:invalid|expected) (?P<what>.+)",
+            r"ValueError: Some specified arguments are not used by the HfArgumentParser",
+        ),
+        blame=Blame.NOBODY,
+        is_generic=True,
+        why="A flag is misspelled, or a flag of the launcher stands behind the script's name",
+        fix=Fix(
+            plain="Flags of torchrun come before the script's name, those of the script behind."
+        ),
+        confirm="python train.py --help.",
+        source="Python's argparse",
+        test="launch_arguments",
+    ),
+    Cause(
         code="launch-devices",
         title="the launcher's number of processes is not the one that the program was told",
         phrases=(

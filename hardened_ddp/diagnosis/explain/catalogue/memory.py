@@ -102,7 +102,11 @@ CAUSES = (
         tier=Tier.KILLED,
         blame=Blame.SPEAKER,
         why="The kernel or the container ran out of memory and killed the worker with SIGKILL",
-        fix=Fix(plain=_HOST, suite="the run goes on with fewer workers"),
+        fix=Fix(
+            plain=_HOST,
+            suite="the run goes on with fewer workers",
+            trainer="dataloader_num_workers=2, dataloader_prefetch_factor=2",
+        ),
         confirm="dmesg | grep -i oom; grep oom_kill /sys/fs/cgroup/memory.events.",
         source="torch/utils/data/_utils/signal_handling.py",
         test="memory_worker_killed",
@@ -139,6 +143,7 @@ CAUSES = (
             "at /dev/shm; fewer workers or a smaller prefetch_factor; "
             "torch.multiprocessing.set_sharing_strategy('file_system').",
             suite="batches go through pipes by themselves then",
+            trainer="dataloader_num_workers=0 to get on",
         ),
         confirm="df -h /dev/shm while it runs.",
         source="torch/csrc, torch/utils/data/_utils/signal_handling.py",
@@ -157,6 +162,7 @@ CAUSES = (
         fix=Fix(
             plain="pin_memory=False shows the first error; pin_memory() of a custom batch class; "
             "torch.cuda.set_device before the loader.",
+            trainer="dataloader_pin_memory=False",
         ),
         confirm="The run works with pin_memory=False.",
         source="torch/utils/data/_utils/pin_memory.py",

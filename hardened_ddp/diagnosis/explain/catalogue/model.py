@@ -38,6 +38,9 @@ CAUSES = (
         fix=Fix(
             plain="GPU: model.to(local_rank), DDP(model, device_ids=[local_rank]). CPU or gloo: "
             "DDP(model). One process per GPU: device_ids has one element.",
+            lightning="no .to() or .cuda() of your own: Trainer(accelerator=..., "
+            "devices=N) places the model",
+            accelerate="accelerator.prepare(model) places and wraps it; no DDP(...) of your own",
         ),
         confirm="print({p.device for p in model.parameters()}).",
         source="torch/nn/parallel/distributed.py",
@@ -65,6 +68,7 @@ CAUSES = (
         fix=Fix(
             plain="DataLoader(..., drop_last=True), a larger batch, or GroupNorm.",
             suite="--drop_last",
+            trainer="TrainingArguments(dataloader_drop_last=True)",
         ),
         confirm="len(dataset) per rank modulo the batch size is 1.",
         source="torch/nn/functional.py",

@@ -60,6 +60,11 @@ CAUSES = (
             plain="Look at the log and the stack (py-spy dump) of the named rank. No collective "
             "under `if rank == 0`, equal numbers of batches per rank.",
             suite="--hang_after_s finds its line",
+            lightning="self.log(..., sync_dist=True) on all ranks; no collective under "
+            "rank_zero_only",
+            accelerate="gather, wait_for_everyone and save_state on all processes, not "
+            "under is_main_process",
+            trainer="no collective in compute_metrics or callbacks under is_world_process_zero",
         ),
         confirm="The stack of the named rank is outside of a collective.",
         source="torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, desync debug",
@@ -112,6 +117,7 @@ CAUSES = (
             plain="torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group "
             "and before any .cuda(); --nproc_per_node at most the number of GPUs.",
             accelerate="num_processes in `accelerate config` at most the number of GPUs",
+            lightning="Trainer(devices=N) without a torch.cuda.set_device or .cuda() of your own",
         ),
         confirm="print(rank, torch.cuda.current_device(), os.environ.get('CUDA_VISIBLE_DEVICES')).",
         source="NCCL src/init.cc",
@@ -242,6 +248,7 @@ CAUSES = (
             "init_process_group(timeout=...).",
             accelerate="InitProcessGroupKwargs(timeout=...)",
             trainer="TrainingArguments(ddp_timeout=...)",
+            lightning="downloads in prepare_data(); DDPStrategy(timeout=timedelta(hours=1))",
         ),
         confirm="py-spy dump of the named rank, or the end of its own log.",
         source=_PG,

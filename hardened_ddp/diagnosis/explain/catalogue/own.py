@@ -38,4 +38,25 @@ def _errors() -> tuple[type[errors.HardenedError], ...]:
     return tuple(cls for cls in found if issubclass(cls, errors.HardenedError))
 
 
-CAUSES = tuple(_cause(error) for error in _errors())
+KILLED_OUTSIDE = Cause(
+    code="killed-outside",
+    title="it ended without a word, so it was likely killed from outside (kernel OOM killer, "
+    "scheduler, kill -9)",
+    phrases=(),
+    tier=Tier.LOST,
+    blame=Blame.NAMED,
+    why="Its status still says that it runs, while {others}. Its last one: "
+    "{last}; pid {pid}. No process can log its own SIGKILL",
+    fix=Fix(
+        plain="If it was memory: fewer workers, a smaller prefetch_factor, more memory for "
+        "the job; if it was the scheduler: a longer time limit, or checkpoints and --requeue.",
+        suite="python ddp_training.py --resume RUN continues from the last step that was saved",
+    ),
+    confirm="On its host: dmesg -T | grep -i 'killed process' names the pid: the kernel, for "
+    "memory. sacct -j JOB or kubectl describe pod says why: the scheduler. torchrun's last block "
+    "says exitcode -9 and neither of them anything: somebody's kill -9. If the process still runs: "
+    "it hangs (py-spy dump), or its network is cut",
+    source="hardened_ddp/reporting/rank_status.py",
+    no_test="it is in no log: it is read from the run folder, which has a test of its own",
+)
+CAUSES = (KILLED_OUTSIDE, *(_cause(error) for error in _errors()))

@@ -19,6 +19,8 @@ CAUSES = (
             "scaler.step(opt); "
             "scaler.update().",
             accelerate="accelerator.clip_grad_norm_ only if accelerator.sync_gradients",
+            lightning="Trainer(gradient_clip_val=1.0) instead of a clipping of your own",
+            trainer="TrainingArguments(max_grad_norm=1.0) instead of a clipping of your own",
         ),
         confirm="The lines around clip_grad_norm_ in the loop.",
         source=_AMP,
@@ -50,6 +52,7 @@ CAUSES = (
             plain="No model.half(); load with torch_dtype=float32; or bfloat16 without a scaler.",
             lightning="precision='16-mixed', not '16-true'",
             trainer="load the model in float32 with fp16=True; or bf16=True",
+            accelerate="load the model in float32 and give Accelerator(mixed_precision='fp16')",
         ),
         confirm="print({p.dtype for p in model.parameters()}).",
         source=_AMP,
@@ -89,6 +92,8 @@ CAUSES = (
             plain="float16 with a GradScaler, or float32.",
             trainer="fp16=True instead of bf16=True",
             suite="--amp auto chooses what the GPU can do",
+            lightning="Trainer(precision='16-mixed')",
+            accelerate="Accelerator(mixed_precision='fp16')",
         ),
         confirm="torch.cuda.is_bf16_supported().",
         source="torch/amp/autocast_mode.py",
@@ -112,6 +117,10 @@ CAUSES = (
             plain="Clip gradients, warm up, lower the learning rate, bfloat16 instead of float16; "
             "assert torch.isfinite(x).all() on inputs; eps in log and sqrt.",
             suite="the rank, the samples and the module are named (DDP-S03)",
+            lightning="Trainer(gradient_clip_val=1.0, precision='bf16-mixed', detect_anomaly=True)",
+            accelerate="accelerator.clip_grad_norm_; Accelerator(mixed_precision='bf16')",
+            trainer="TrainingArguments(bf16=True, max_grad_norm=1.0, warmup_ratio=0.1, "
+            "logging_nan_inf_filter=False)",
         ),
         confirm="torch.autograd.set_detect_anomaly(True) names the function.",
         source="torch/autograd/anomaly_mode, torch/nn/utils/clip_grad.py, DeepSpeed",

@@ -44,6 +44,7 @@ CAUSES = (
             plain="Handle SIGTERM: save, exit 0; sbatch --requeue; restartPolicy: OnFailure.",
             lightning="SLURMEnvironment(auto_requeue=True)",
             suite="it saves on SIGTERM and resumes; --requeue",
+            trainer="save_steps, then train(resume_from_checkpoint=True)",
         ),
         confirm="sacct -j JOB --format=State says PREEMPTED.",
         source="Slurm src/slurmd/slurmstepd, Kubernetes",
@@ -139,6 +140,8 @@ CAUSES = (
             plain="Look for the first failure before it. If there is none: sacct, kubectl describe "
             "pod, or the cloud's events; handle SIGTERM to save a checkpoint.",
             suite="it saves on SIGTERM; start again with --resume newest",
+            lightning="SLURMEnvironment(auto_requeue=True)",
+            trainer="save_steps, then train(resume_from_checkpoint=True)",
         ),
         confirm="No other rank has an error before this time.",
         source="torch/distributed/elastic/multiprocessing/api.py",

@@ -66,6 +66,7 @@ CAUSES = (
             accelerate="with accelerator.main_process_first(): load_dataset(...)",
             trainer="with training_args.main_process_first(): load_dataset(...)",
             suite="download.py, then --no_download",
+            lightning="download in prepare_data(), which runs on one rank first",
         ),
         confirm="curl of that address on the node.",
         source="huggingface_hub, urllib",
