@@ -1,6 +1,7 @@
 """The command evaluate: every test sample once, whoever counts, and figures that are right."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,11 @@ def test_many_classes_are_printed_short(capsys: pytest.CaptureFixture[str]) -> N
         "confusion": counts,
     }
     table = confusion_lines(report)
-    print_report(report, metrics="", table=table, place=Path("x.json"), output=sys.stdout)
+    assert print_report(report, metrics="", table=table, place=Path("x"), output=sys.stdout)
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", encoding="utf-8") as output:  # as in: evaluate RUN | head
+        assert not print_report(report, metrics="", table=table, place=Path("x"), output=output)
     printed = capsys.readouterr().out
     assert printed.isascii()
     assert "50 worst of 200" in printed

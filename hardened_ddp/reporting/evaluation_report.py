@@ -11,6 +11,9 @@ from typing import Any, TextIO
 
 from hardened_ddp.errors import RunFolderError
 
+READER_HAS_GONE = 141
+"""The exit status then: what a shell gives for SIGPIPE."""
+
 
 def write_report(path: Path, report: Mapping[str, Any]) -> None:
     """Write the report, complete or not at all. Raises RunFolderError."""
@@ -28,8 +31,11 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
 
 def print_report(
     report: Mapping[str, Any], *, metrics: str, table: Sequence[str], place: Path, output: TextIO
-) -> None:
-    """Print the report. metrics: one line; table: the task's part; place: where the file is."""
+) -> bool:
+    """Print the report; return False if whoever read the output has gone, as in: ... | head.
+
+    metrics: one line; table: the task's part; place: where the file is.
+    """
     lines = [
         f"checkpoint {report['checkpoint']} (step {report['step']})",
         f"test set of {report['dataset']}: {report['num_samples']} samples, each once",
@@ -40,5 +46,11 @@ def print_report(
     if report["left_out"]:
         lines.append(f"left out, because they can't be read: {len(report['left_out'])} samples")
     lines += [*table, "", f"full report: {place}"]
-    for line in lines:
-        print(line.encode("ascii", "backslashreplace").decode("ascii"), file=output)
+    text = "".join(f"{line}\n" for line in lines)
+    try:
+        output.write(text.encode("ascii", "backslashreplace").decode("ascii"))
+        output.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # for what is not sent yet
+        return False
+    return True

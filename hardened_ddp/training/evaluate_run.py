@@ -21,7 +21,7 @@ from hardened_ddp.errors import DataError, StepError
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.garbage import collect_as_usual
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.reporting.evaluation_report import print_report, write_report
+from hardened_ddp.reporting.evaluation_report import READER_HAS_GONE, print_report, write_report
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.layers import Resolved
 from hardened_ddp.step.progress import Totals
@@ -75,11 +75,11 @@ def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
         write_report(place, report)
         metrics = with_loss(report["loss"], described(task.test_metrics, report))
         lines = table.lines(report) if table is not None else []
-        print_report(report, metrics=metrics, table=lines, place=place, output=sys.stdout)
-        return True
+        return print_report(report, metrics=metrics, table=lines, place=place, output=sys.stdout)
 
-    group.run_on_main(tell, what="writing the report")  # collective
-    return 0
+    is_read = group.run_on_main(tell, what="writing the report")  # collective
+    # WHY only alone: torchrun would show its ranks as failed.
+    return 0 if is_read or group.world_size > 1 else READER_HAS_GONE
 
 
 def measure(
