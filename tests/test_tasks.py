@@ -28,6 +28,7 @@ from hardened_ddp.task.regression import Regression
 from hardened_ddp.task.segmentation import Segmentation
 from hardened_ddp.task.task import Task
 from hardened_ddp.task.tokens import Tokens
+from hardened_ddp.training.names import check_names
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -301,6 +302,27 @@ def test_a_task_that_can_not_be_built_is_told_before_the_first_step(
 ) -> None:
     with pytest.raises(HardenedError, match=told):
         built(*argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("--stop_when", "acuracy"), "no task has a metric 'acuracy'"),
+        (("--task", "tokens", "--best_metric", "mae"), "the task tokens has no metric 'mae'"),
+    ],
+    ids=str,
+)
+def test_a_metric_that_can_not_be_is_told_before_the_ranks_meet(
+    argv: tuple[str, ...], told: str
+) -> None:
+    with pytest.raises(HardenedError, match=told):
+        check_names(resolve(parse(["--cpu_only", *argv]), world_size=1).config)
+
+
+def test_names_of_metrics_that_some_data_have_pass() -> None:
+    own = ("--metrics", "{total: tests.test_tasks:Sum}", "--best_metric", "total")
+    for argv in ((*own, "--stop_when", "top5_accuracy"), ("--task", "tests.test_tasks:Plain")):
+        check_names(resolve(parse(["--cpu_only", *argv]), world_size=1).config)
 
 
 def test_a_class_that_only_scores_becomes_a_task() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from hardened_ddp.task.tokens import Tokens
 
 log = logging.getLogger(__name__)
 
-BUILT_IN: Mapping[str, Callable[..., Task]] = {
+BUILT_IN: Mapping[str, type[Task]] = {
     "classification": Classification,
     "multilabel": Multilabel,
     "regression": Regression,
@@ -36,6 +37,27 @@ BUILT_IN: Mapping[str, Callable[..., Task]] = {
     "segmentation": Segmentation,
     "own": Own,
 }
+
+
+def check_metrics(config: Config) -> None:
+    """Raise ConfigError for metrics that can't be built, or names that no metric has. Rank-local.
+
+    Before any data are seen: of a task that is built in, or of all of them where auto chooses.
+    """
+    name, own = config.task.task, OwnMetrics(config.task.metrics)
+    if ":" in name:
+        return  # what it measures is known when it is built
+    tasks = BUILT_IN.values() if name == "auto" else [BUILT_IN[name]]
+    known = {*own.names, LOSS, *(metric.name for task in tasks for metric in task.all_metrics())}
+    asked = {"best_metric": config.task.best_metric, "stop_when": config.loop.stop_when}
+    for setting, wanted in asked.items():
+        if wanted not in {"", "auto", *known}:
+            whose = "no task" if name == "auto" else f"the task {name}"
+            near = get_close_matches(wanted, known, n=1)
+            raise ConfigError(
+                f"{setting}: {whose} has {'a' if name == 'auto' else 'no'} metric {wanted!r}",
+                fix=f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}",
+            )
 
 
 def choose_task(

@@ -44,6 +44,11 @@ class Classification(Task):
         top5 = (TOP5,) if num_classes > FEW_CLASSES else ()
         self.metrics = (ACCURACY, *top5)
 
+    @classmethod
+    def all_metrics(cls) -> Sequence[Metric]:
+        """Return what is measured with many classes."""
+        return ACCURACY, TOP5
+
     @property
     def sums(self) -> Mapping[str, torch.Tensor]:
         found = {"correct": torch.zeros((), dtype=torch.int64)}

@@ -42,6 +42,11 @@ class OwnMetrics:
     def __bool__(self) -> bool:
         return bool(self._objects)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the metrics are called."""
+        return tuple(self._objects)
+
     def reset(self) -> None:
         """Forget all samples."""
         for metric in self._objects.values():

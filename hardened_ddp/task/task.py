@@ -155,6 +155,11 @@ class Task:
             return call(*inputs, **labels)
         return call(inputs, **labels)
 
+    @classmethod
+    def all_metrics(cls) -> Sequence[Metric]:
+        """Return what some data may have measured; metrics is what these data have."""
+        return cls.metrics
+
     def score(self, output: Any, batch: Batch) -> Score:
         """Compare the output with batch.targets. Rank-local. Raises ModelError."""
         raise NotImplementedError(f"{type(self).__name__} must define score(output, batch)")

@@ -12,8 +12,7 @@ from hardened_ddp.model.optimizer import find_optimizer
 from hardened_ddp.model.zoo import check_model
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.declare import ImportPath
-from hardened_ddp.task.build import find_task
-from hardened_ddp.task.own_metrics import OwnMetrics
+from hardened_ddp.task.build import check_metrics, find_task
 from hardened_ddp.training.tracking import check_trackers
 
 
@@ -24,7 +23,7 @@ def check_names(config: Config) -> None:
     check_model(config.model.model)
     if config.task.task != "auto":
         find_task(config.task.task)
-    OwnMetrics(config.task.metrics)
+    check_metrics(config)
     find_optimizer(config.optimizer)
     if isinstance(config.optimizer.lr_schedule, ImportPath):
         path = config.optimizer.lr_schedule
