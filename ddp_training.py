@@ -168,7 +168,8 @@ def train(settings: Resolved, group: Group) -> int:
     from hardened_ddp.reporting.log import add_log_file
     from hardened_ddp.reporting.rank_status import RankStatus
     from hardened_ddp.settings.record import dump
-    from hardened_ddp.training.early_stop import check_stop_when, stops_early
+    from hardened_ddp.training.early_stop import stops_early
+    from hardened_ddp.training.evaluation_trial import check_evaluation
     from hardened_ddp.training.hang_subject import watch_for_hangs
     from hardened_ddp.training.resume import open_run, read_checkpoint
     from hardened_ddp.training.run import Ending, Run
@@ -190,7 +191,7 @@ def train(settings: Resolved, group: Group) -> int:
         if saved is not None:
             log.info("going on in %s from step %d", folder.folder, saved.meta["step"])
         parts = build(settings, group, saved)  # collective
-        check_stop_when(parts)
+        check_evaluation(parts)  # collective
         group.tracker.begin("making the state of the optimizer")
         progress = begin(parts, saved)  # collective
         tell_start(settings, parts, progress)

@@ -17,6 +17,7 @@ LABELS: dict[str, Callable[[int], Any]] = {
     "float": lambda i: float(i) / 7,
     "binary": lambda i: torch.tensor([float(i % 2)]),
     "too large": lambda i: 5 if i == 9 else i % 2,
+    "at the start": lambda i: 5 if i == 1 else i % 2,
     "negative": lambda i: -1 if i == 9 else i % 2,
     "half": lambda i: i % 2 / 2,
     "NaN": lambda i: math.nan if i < 2 else 1.0 + i,
@@ -56,9 +57,13 @@ class Table(Dataset[Any]):
 
 
 def table(
-    train: bool, label: str = "class", inputs: str = "row", num_classes: int | None = None
+    train: bool,
+    label: str = "class",
+    inputs: str = "row",
+    num_classes: int | None = None,
+    test_label: str = "",
 ) -> Table:
-    return Table(label, inputs, num_classes)
+    return Table(label if train else test_label or label, inputs, num_classes)
 
 
 class Stream:

@@ -15,6 +15,7 @@ from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
+from hardened_ddp.training.evaluation_trial import check_evaluation
 from tests.marks import slow_after
 from tests.ranks import run_ranks, train
 
@@ -144,6 +145,18 @@ CASES: dict[str, tuple[Words, str]] = {
         (*data("map 255", num_classes=3), *task("segmentation"), *model(3, 4, 4)),
         "labels run from 255 to 255, and there are 3 classes",
     ),
+    "a test set of other labels": (
+        data(num_classes=2, test_label="pair"),
+        "the test set can't be evaluated, rank 0: classification needs one label",
+    ),
+    "a test set with a NaN": (
+        (*data("float", test_label="later NaN"), *task("regression"), *model(1)),
+        "the test set can't be evaluated, rank 0: the label of sample 5 is NaN",
+    ),
+    "a test set with a label above the classes": (
+        data(num_classes=2, test_label="at the start"),
+        "rank 0: test sample 1 can't be read: its label is 5",
+    ),
     "own: no loss": ((*OWN, *model(kind="no loss")), "a dict with ['logits'], without a loss"),
     "own: a loss for each sample": (
         (*OWN, *model(kind="losses")),
@@ -257,7 +270,9 @@ def build_each(cases: list[Words]) -> list[list[str]]:
         try:
             with contextlib.redirect_stderr(output):
                 settings = resolve(parse([*COMMON, *words]), world_size=1)
-                ddp_training.build(settings, Group(Launch(), torch.device("cpu")), None).close()
+                parts = ddp_training.build(settings, Group(Launch(), torch.device("cpu")), None)
+                check_evaluation(parts)
+                parts.close()
             found.append(["", "no error", ""])
         except HardenedError as error:
             found.append([error.code, error.message, error.fix])
@@ -290,7 +305,7 @@ LATER: dict[str, tuple[Words, str]] = {
         "sample 9: its label is 5, and there are 2 classes",
     ),
     "a NaN label": (
-        (*data("later NaN"), *task("regression"), *model(1)),
+        (*data("later NaN", test_label="float"), *task("regression"), *model(1)),
         "the labels of samples [5] are NaN or infinite",
     ),
     "a stream that is shorter in the second epoch": (

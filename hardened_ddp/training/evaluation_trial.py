@@ -1,0 +1,73 @@
+"""The trial of the test set before training: a few of its samples, scored as in an evaluation.
+
+Owns finding a test set that can't be measured. WHY at the start: the first evaluation may be hours
+away, and labels of another form than those of the training part would end the run there.
+Does not own: the evaluation (evaluation.py), the probe of the training part (model/probe.py).
+"""
+
+import copy
+import logging
+
+import torch
+
+from hardened_ddp.data.fetch import Batch, preserved_rng
+from hardened_ddp.data.read_errors import describe, line_of_user
+from hardened_ddp.errors import HardenedError, ModelError
+from hardened_ddp.step.parts import Parts
+from hardened_ddp.task.score_check import check_score
+from hardened_ddp.training.early_stop import check_stop_when
+
+log = logging.getLogger(__name__)
+
+
+def check_evaluation(parts: Parts) -> None:
+    """Raise if the test set can't be measured as the settings ask. Collective: all ranks.
+
+    Scores the first samples of each rank's share; nothing changes. Raises ConfigError, and
+    ModelError on every rank if the trial failed on any.
+    """
+    check_stop_when(parts)
+    config, loader, group = parts.config, parts.eval_loader, parts.group
+    if loader is None or not config.loop.eval_every:
+        return
+    module, leaves_out = parts.replica.module, config.loop.continue_on_error
+    mine: dict[str, str] = {}
+    was_training = module.training
+    module.eval()
+    try:
+        with preserved_rng(), torch.no_grad():
+            batch = loader.first_samples()
+            if batch.bad and not leaves_out:
+                bad = batch.bad[0]
+                raise ModelError(
+                    f"test sample {bad.name} can't be read: {bad.error}",
+                    fix="fix it, or leave such samples out with --continue_on_error",
+                )
+            if batch.num_samples:
+                _score(parts, batch.to(group.device, channels_last=parts.replica.channels_last))
+    except HardenedError as error:
+        mine = {"error": error.message, "fix": error.fix}
+    except Exception as error:  # WHY broad: it is the user's code, and the other ranks wait
+        log.debug("the trial of the test set failed", exc_info=True)
+        mine = {
+            "error": f"{describe(error)}{line_of_user(error)}",
+            "fix": "the whole traceback is in this rank's log",
+        }
+    finally:
+        module.train(was_training)
+    for rank, found in enumerate(group.gather_json(mine)):  # collective
+        if found:
+            raise ModelError(
+                f"the test set can't be evaluated, rank {rank}: {found['error']}",
+                fix=found["fix"] + "; --eval_every 0 trains without evaluations",
+            )
+
+
+def _score(parts: Parts, batch: Batch) -> None:
+    # WHY of a copy: a check learns from what it sees, and each rank sees something else.
+    task = copy.copy(parts.task)
+    with parts.precision.autocast():
+        # WHY its forward: a compiled model would be compiled for this size, too.
+        output = task.forward(parts.replica.module.forward, batch)
+        task.check(output, batch)
+        check_score(task, task.score(output, batch))
