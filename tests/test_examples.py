@@ -50,9 +50,8 @@ def test_an_example_learns_what_it_says(example: str, tmp_path: Path) -> None:
     name, bound, is_above = LEARNS[example]
     found = read_summary(run)[name]
     assert (found > bound) == is_above, f"{name} {found}"
-    verify = ["python", "ddp_training.py", "verify-ledger", str(run)]
-    epochs = config_of(example)["epochs"]
-    assert run_command(verify, timeout_s=120).ok().stdout.count("each exactly once") == epochs
+    verified = train(["verify-ledger", run], launcher="none").ok()
+    assert verified.output.count("each exactly once") == config_of(example)["epochs"]
     if example == "regression":
         [best] = run.rglob("best.json")
         assert '"metric": "r2"' in best.read_text(encoding="utf-8")
@@ -60,8 +59,7 @@ def test_an_example_learns_what_it_says(example: str, tmp_path: Path) -> None:
         [events] = run.rglob("events.out.tfevents*")
         assert b"pixels wrong" in events.read_bytes(), "there are pictures in TensorBoard"
     if example == "language_model":
-        export = ["python", "ddp_training.py", "export", str(run), "--output", str(tmp_path / "x")]
-        run_command(export, timeout_s=120).ok()
+        train(["export", run, "--output", tmp_path / "x"], launcher="none").ok()
         sample = ["python", "-m", "examples.language_model.gpt", str(tmp_path / "x")]
         text = run_command(sample, timeout_s=120).ok().stdout
         assert text.startswith("The ")

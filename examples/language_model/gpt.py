@@ -15,12 +15,11 @@ from pydoc_data.topics import topics
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import Dataset
 
 CONTEXT, NUM_BYTES = 64, 256
 
 
-class Pieces(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+class Pieces(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """(bytes (CONTEXT,), the byte after each (CONTEXT,)) of consecutive pieces of a text."""
 
     uses_randomness = False
@@ -38,29 +37,30 @@ class Pieces(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 def pieces(train: bool) -> Pieces:
     """Return all topics but every tenth one, or those."""
-    texts = [topics[name] for name in sorted(topics)]
-    chosen = [text for number, text in enumerate(texts) if (number % 10 > 0) == train]
-    return Pieces("\n\n".join(chosen).encode())
+    names = [name for number, name in enumerate(sorted(topics)) if (number % 10 > 0) == train]
+    return Pieces("\n\n".join(topics[name] for name in names).encode())
 
 
 class GPT(nn.Module):
     """(N, T) bytes -> (N, T, 256) logits of the byte after each."""
 
-    def __init__(self, width: int = 96, heads: int = 4, depth: int = 3) -> None:
+    def __init__(self, width: int = 64, heads: int = 4, depth: int = 2) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(NUM_BYTES, width), nn.Embedding(CONTEXT, width)
+        nn.init.normal_(self.embed.weight, std=0.1)
+        nn.init.normal_(self.place.weight, std=0.1)
+        self.near = nn.Conv1d(width, width, 4, padding=3)  # of the last 4 bytes: learned soonest
         how = {"activation": "gelu", "batch_first": True, "norm_first": True}
         block = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, **how)
-        norm = nn.LayerNorm(width)
-        self.blocks = nn.TransformerEncoder(block, depth, norm, enable_nested_tensor=False)
-        self.head = nn.Linear(width, NUM_BYTES)
+        self.blocks = nn.TransformerEncoder(block, depth, enable_nested_tensor=False)
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, NUM_BYTES))
 
     def forward(self, codes: torch.Tensor) -> torch.Tensor:
         length = codes.shape[1]
         x = self.embed(codes) + self.place(torch.arange(length, device=codes.device))
+        x = x + self.near(x.mT)[:, :, :length].mT
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=codes.device)
-        logits: torch.Tensor = self.head(self.blocks(x, mask=mask, is_causal=True))
-        return logits
+        return self.head(self.blocks(x, mask=mask, is_causal=True))
 
 
 @torch.no_grad()

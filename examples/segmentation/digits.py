@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=2 ddp_training.py --config examples/segmentation/config.yaml
 
-Each picture is made when it is read: two handwritten digits of scikit-learn, 8x8 pixels each, at
-random places on noise. Its label names for each pixel the digit there; 10: none.
+Each picture is made when it is read: a handwritten digit of scikit-learn, 8x8 pixels, at a random
+place on noise. Its label names for each pixel the digit there; 10: none.
 """
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import interpolate
 from torch.utils.data import Dataset
 
-SIZE, NUM_DIGITS, NOTHING = 24, 2, 10
+SIZE, NOTHING = 16, 10
 
 
 class Pictures(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -35,19 +35,18 @@ class Pictures(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         random = torch.Generator().manual_seed(index)
         picture = 0.2 * torch.rand(1, SIZE, SIZE, generator=random)
         label = torch.full((SIZE, SIZE), NOTHING)
-        for _ in range(NUM_DIGITS):
-            number = int(torch.randint(len(self.images), (1,), generator=random))
-            top, left = torch.randint(SIZE - 8, (2,), generator=random).tolist()
-            part = (slice(top, top + 8), slice(left, left + 8))
-            ink = self.images[number] > 0.3
-            picture[0][part] = torch.where(ink, self.images[number], picture[0][part])
-            label[part] = torch.where(ink, self.labels[number], label[part])
+        number = int(torch.randint(len(self.images), (1,), generator=random))
+        top, left = torch.randint(SIZE - 8, (2,), generator=random).tolist()
+        part = (slice(top, top + 8), slice(left, left + 8))
+        ink = self.images[number] > 0.3
+        picture[0][part] = torch.where(ink, self.images[number], picture[0][part])
+        label[part] = torch.where(ink, self.labels[number], NOTHING)
         return picture, label
 
 
 def pictures(train: bool) -> Pictures:
     """Return the training or the test set; they have no digit in common."""
-    return Pictures(0, 1400, 4000) if train else Pictures(1400, 1797, 300)
+    return Pictures(0, 1400, 3000) if train else Pictures(1400, 1797, 300)
 
 
 def conv(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
@@ -58,13 +57,13 @@ def conv(inputs: int, outputs: int, stride: int = 1) -> nn.Sequential:
 class UNet(nn.Module):
     """(N, 1, H, W) -> (N, num_classes, H, W): down twice, up twice, with skips between."""
 
-    def __init__(self, num_classes: int, width: int = 16) -> None:
+    def __init__(self, num_classes: int, width: int = 24) -> None:
         super().__init__()
         self.top = conv(1, width)
         self.middle = nn.Sequential(conv(width, 2 * width, 2), conv(2 * width, 2 * width))
         self.bottom = nn.Sequential(conv(2 * width, 4 * width, 2), conv(4 * width, 4 * width))
-        self.up = nn.ModuleList([conv(6 * width, 2 * width), conv(3 * width, 2 * width)])
-        self.head = nn.Conv2d(2 * width, num_classes, 1)
+        self.up = nn.ModuleList([conv(6 * width, 2 * width), conv(3 * width, width)])
+        self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, pictures: torch.Tensor) -> torch.Tensor:
         top = self.top(pictures)
