@@ -51,6 +51,9 @@ _HEAVY = (
     "tqdm",
     "pytest",
     "tests.ranks",
+    "ddp_training",
+    "drills.wrappers",
+    "tests.plugins",
 )
 
 
@@ -77,9 +80,19 @@ def preload() -> None:
         ):
             with contextlib.suppress(Exception):
                 importlib.import_module(module.name)
+        read_files()
     gc.collect()
     gc.freeze()  # WHY: a collection in a child would write to, and so copy, all those pages
     gc.enable()
+
+
+def read_files() -> None:
+    """Read what each rank would read: the digits, and the source files for their hash."""
+    from hardened_ddp.data import digits
+    from hardened_ddp.training.plan import code_hash
+
+    code_hash()
+    digits.read_table(digits.find_file())
 
 
 def serve(channel: socket.socket) -> tuple[Path, int] | None:

@@ -3,6 +3,7 @@
 Owns the numbers that follow from settings, data and the checkpoint, before the first step.
 """
 
+import functools
 import hashlib
 import logging
 from collections.abc import Mapping
@@ -101,7 +102,7 @@ def facts_of_rank(
 ) -> dict[str, str]:
     """Return what must be equal on all ranks before they may train together. Rank-local."""
     return {
-        "code": _code_hash(),
+        "code": code_hash(),
         "torch": torch.__version__,
         **settings,
         "dataset": dataset_fingerprint,
@@ -109,8 +110,9 @@ def facts_of_rank(
     }
 
 
-def _code_hash() -> str:
-    """Hash this program's own source files."""
+@functools.cache
+def code_hash() -> str:
+    """Hash this program's own source files, as they are when this process asks first."""
     digest = hashlib.sha256()
     root = Path(hardened_ddp.__file__).parent
     for path in [root.parent / "ddp_training.py", *sorted(root.rglob("*.py"))]:
