@@ -25,7 +25,7 @@ START_LIMIT_S = 120.0
 """Of one start, plus ten times what the undisturbed run took: more is a hang."""
 
 OUTPUT_NAME = "output.txt"
-_POLL_S = 0.001
+_POLL_S = 0.005
 StarterOf = Callable[[Path, Fault], Starter]
 """Returns what starts the ranks of a drill in a folder."""
 

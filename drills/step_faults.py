@@ -154,7 +154,8 @@ def _waits() -> Iterator[Fault]:
             injections=(
                 Injection(kind=kind, phase="data" if phase == "data" else "forward", ranks=LAST),
             ),
-            flags=WATCHED,
+            # WHY the second one: else reading a sample may take two minutes
+            flags=(*WATCHED, "--loader_timeout_s", "1.5"),
             ends="stops",
             code="DDP-G05",
             says=(", step 7, ", "rank 0 waits in all-reduce"),
