@@ -3,17 +3,16 @@
 Owns: ForkedRanks, which is to drills/runner.py what its own processes are.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from drills.fault import Fault
-from drills.processes import Launcher, Starter, await_end
+from drills.processes import SCRIPT, Ranks, Starter, await_end
 from drills.runner import OUTPUT_NAME, Drills
 from drills.work import Work
 from tests.processes import kill, list_pids, read_process
-from tests.ranks import start_training
+from tests.ranks import Torchrun, start_torchrun, start_training
 from tests.running import Running
 
 
@@ -49,15 +48,46 @@ class ForkedRanks:
         return [p.pid for p in found if p and p.is_alive and p.group in self._running.pids]
 
 
+class ForkedTorchrun:
+    """A forked torchrun with its ranks, as drills/processes.py has them."""
+
+    def __init__(self, launched: Torchrun, log: Path) -> None:
+        self._launched, self._log = launched, log
+        self._before = log.read_text(encoding="utf-8") if log.exists() else ""
+
+    @property
+    def statuses(self) -> list[int | None]:
+        return [self._launched.status()]
+
+    def pid_of(self, rank: int) -> int | None:
+        return self._launched.pid if rank < 0 else self._launched.pid_of_rank(rank)
+
+    def output(self) -> str:
+        output = self._before + self._launched.stdout
+        self._log.write_text(output, encoding="utf-8")
+        return output
+
+    def end(self) -> list[str]:
+        left = [] if None in self.statuses else await_end(self._launched.living_ranks)
+        for pid in self._launched.living_ranks():
+            kill(pid)
+        self._launched.kill()
+        return [f"process {pid} was left" for pid in left]
+
+
 class Forked:
     """Starts forked ranks. See Starter of drills/processes.py."""
 
-    def __init__(self, log: Path) -> None:
-        self._log = log
+    def __init__(self, log: Path, *, by_torchrun: bool) -> None:
+        self._log, self._by_torchrun = log, by_torchrun
 
     def __call__(
         self, flags: Sequence[str], *, num_ranks: int, port: int, missing: int = 0
-    ) -> ForkedRanks:
+    ) -> Ranks:
+        if self._by_torchrun:
+            argv = ["torchrun", "--standalone", f"--nproc_per_node={num_ranks}"]
+            argv += ["--max_restarts=3", str(SCRIPT), *flags]
+            return ForkedTorchrun(start_torchrun(argv), self._log)
         env = {"MASTER_PORT": str(port)}
         return ForkedRanks(start_training(flags, num_ranks, env=env, missing=missing), self._log)
 
@@ -70,12 +100,10 @@ def forked_drills(
     model: str = "mlp",
     work: Work | None = None,
 ) -> Drills:
-    """Prepare drills in folder, of work or of that model; what needs a real torchrun gets one."""
+    """Prepare drills in folder, of work or of that model."""
     work = work or Work(num_ranks=num_ranks, model=model)
     return Drills(replace(work, flags=(*work.flags, "--cpu_only", *flags)), folder, _starter_of)
 
 
 def _starter_of(folder: Path, fault: Fault) -> Starter:
-    if fault.outside.startswith("torchrun"):
-        return Launcher(os.environ, folder / OUTPUT_NAME, by_torchrun=True)
-    return Forked(folder / OUTPUT_NAME)
+    return Forked(folder / OUTPUT_NAME, by_torchrun=fault.outside.startswith("torchrun"))

@@ -74,6 +74,19 @@ class Torchrun:
                 return pid
         return None
 
+    def living_ranks(self) -> list[int]:
+        """List the process ids of the ranks that live, also of those that torchrun has left."""
+        found = (read_process(pid) for _, pid in self._started())
+        return [process.pid for process in found if process and process.is_alive]
+
+    def status(self) -> int | None:
+        """Return how torchrun ended; None: it has not."""
+        return self._running.statuses()[0]
+
+    def kill(self) -> None:
+        """Kill torchrun if it still runs."""
+        self._running.kill_all()
+
     def signal(self, number: int) -> None:
         """Send a signal to torchrun itself."""
         self._running.kill(0, number)

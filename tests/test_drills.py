@@ -227,17 +227,17 @@ class TestCommand:
 def test_one_drill_as_it_is_typed_with_a_model_and_data_of_the_user(
     tmp_path: Path,
 ) -> None:
-    argv = ["python", "ddp_training.py", "drill", "kill-forward", "--cpu_only"]
+    argv = ["python", "ddp_training.py", "drill", "nan-once", "--cpu_only"]
     argv += ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 96}"]
     argv += ["--model", "tests.plugins:FailingOnce", "--batch_size", "6", "--ranks", "2"]
     table = tmp_path / "table.md"
     argv += ["--table", str(table)]
     completed = run_command(argv, timeout_s=170, env={"TMPDIR": str(tmp_path)})
     assert completed.status == 0, completed.output
-    for word in ("drill kill-forward: a rank is killed in forward", "PASS", "DDP-G04"):
+    for word in ("drill nan-once: the loss of one rank is NaN, once", "PASS", "the loss is nan"):
         assert word in completed.stdout
     assert "equal to the undisturbed run, bit for bit; replicas equal" in completed.stdout
-    assert "| `kill-forward` |" in table.read_text(encoding="utf-8")
+    assert "| `nan-once` |" in table.read_text(encoding="utf-8")
     assert not list(tmp_path.glob("drill-*")), "a drill that passes leaves nothing"
 
 
