@@ -20,6 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -161,7 +162,6 @@ class ForkedRank:
 
 def _become_rank(args: Sequence[str], env: Mapping[str, str]) -> None:
     """Run the script of torchrun's arguments (python, -u, script, ...) as a new process would."""
-    _, _, script, *words = args
     for number in _HANDLED:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -171,16 +171,30 @@ def _become_rank(args: Sequence[str], env: Mapping[str, str]) -> None:
     os.environ.update(env)
     random.seed()
     sys.modules["numpy"].random.seed()
-    if Path(script).name == "ddp_training.py":
-        status = run_script(words)
-    else:
-        sys.argv = [script, *words]
-        sys.path[0] = str(Path(script).resolve().parent)
-        # WHY kept: without the script's globals, DDP's destructor would hold the GIL and wait for a
-        # thread of gloo that may need it, which in a process of its own happens while that ends.
-        kept: list[object] = []
-        status = _status_of(lambda: kept.append(runpy.run_path(script, run_name="__main__")))
-    end_process(status)
+    end_process(run_python(args[2:]))
+
+
+def run_python(argv: Sequence[str]) -> int:
+    """Do what python does with a script, -m or -c and their arguments; return the exit status."""
+    first, *words = argv
+    if Path(first).name == "ddp_training.py":
+        return run_script(words)
+    names = {"run_name": "__main__"}
+    match first:
+        case "-c":
+            sys.argv = [first, *words[1:]]
+            run = partial(exec, words[0], {"__name__": "__main__"})
+        case "-m":
+            sys.argv = list(words)
+            run = partial(runpy.run_module, words[0], **names, alter_sys=True)
+        case _:
+            sys.argv = list(argv)
+            sys.path.insert(0, str(Path(first).resolve().parent))
+            run = partial(runpy.run_path, first, **names)
+    # WHY kept: without the script's globals, DDP's destructor would hold the GIL and wait for a
+    # thread of gloo that may need it, which in a process of its own happens while that ends.
+    kept: list[object] = []
+    return _status_of(lambda: kept.append(run()))
 
 
 def _status_of(work: Callable[[], object]) -> int:

@@ -160,6 +160,8 @@ def run_job(folder: Path, rank: int) -> NoReturn:
         case "torchrun":
             # WHY here: that module needs this one
             status = importlib.import_module("tests.forked_torchrun").run_agent(job["argv"], folder)
+        case "python":
+            status = importlib.import_module("tests.forked_torchrun").run_python(job["argv"])
         case _:
             status = run_target(job, folder, rank)
     end_process(status)

@@ -18,6 +18,7 @@ import random
 import shlex
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +37,7 @@ __all__ = [
     "Torchrun",
     "free_port",
     "run_command",
+    "run_python",
     "run_ranks",
     "run_torchrun",
     "start_command",
@@ -164,6 +166,29 @@ def run_torchrun(
     """Run such a torchrun to its end."""
     with start_torchrun(argv, env=env, cwd=cwd) as launched:
         return launched.wait(timeout_s=timeout_s)
+
+
+def run_python(
+    argv: Sequence[str | Path],
+    *,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Completed:
+    """Run a script, -m MODULE or -c CODE with arguments to its end, in one forked process."""
+    words = [str(word) for word in argv]
+    job = {
+        "kind": "python",
+        "argv": words,
+        "env": clean_environment(env),
+        "cwd": str(cwd or ROOT),
+        "sys_path": [str(ROOT), *sys.path],
+    }
+    started_at = time.monotonic()
+    with _start([job]) as running:
+        finished = running.wait(timeout_s)
+    took_s = time.monotonic() - started_at
+    return Completed(("python", *words), finished.statuses[0], finished.outputs[0], "", took_s)
 
 
 def train_as_typed(command: str, *more: str | Path, cwd: Path | None = None) -> Finished:

@@ -42,11 +42,14 @@ def first_tests(*, dry: bool, ends_at: float) -> list[Row]:
 def faults(*, dry: bool, ends_at: float) -> list[Row]:
     """Cause faults, alone and with two ranks on one GPU, which NCCL refuses and gloo allows."""
     rows = []
+    num_ranks = 1 if dry else 2
     for name in DRY_DRILLS if dry else DRILLS:
         flags = ["--cpu_only"] if dry else ["--backend", "gloo"]
+        flags += ["--ranks", str(num_ranks)]
         for amp in ("off",) if dry or not name.startswith("nan") else ("bf16", "fp16"):
             words = ["python", _SCRIPT, "drill", name, "--amp", amp, *flags]
-            rows.append(_tried(f"drill {name}, amp {amp}, 2 ranks", words, ends_at))
+            what = f"drill {name}, amp {amp}, ranks: {num_ranks}"
+            rows.append(_tried(what, words, ends_at))
     with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:
         rows.append(_assert_on_device(Path(folder), dry=dry, ends_at=ends_at))
     return rows
