@@ -201,10 +201,24 @@ class TestRecorder:
     def test_a_line_is_that_of_the_user(self) -> None:
         assert user_line().startswith(f"{__file__}:")
 
+    def test_records_of_steps_wait_for_another_one_and_keep_their_order(
+        self, tmp_path: Path
+    ) -> None:
+        recorder = Recorder(str(tmp_path))
+        recorder.emit("init", rank=0, world=1)
+        for n in range(9):
+            recorder.emit("step", n=n)
+        before = len((tmp_path / f"p{os.getpid()}.jsonl").read_text().splitlines())
+        assert before < 2 + 9
+        recorder.emit("exit", error="", code=0)
+        [rank] = read_ranks(tmp_path)
+        assert [step["n"] for step in rank.all("step")] == list(range(9))
+
     def test_a_record_that_is_cut_is_left_for_later(self, tmp_path: Path) -> None:
         path = tmp_path / f"p{os.getpid()}.jsonl"
         recorder = Recorder(str(tmp_path))
         recorder.emit("step", n=1)
+        recorder.flush()
         follower = Follower(path)
         with path.open("a") as file:
             file.write('{"k": "step", "n"')

@@ -122,6 +122,7 @@ class Collectives:
         last, since, cpu_s = recorder.progress, time.monotonic(), time.process_time()
         while not recorder.is_over:
             time.sleep(POLL_S)
+            recorder.flush()
             if recorder.progress == last:
                 passed_s = time.monotonic() - since
                 if passed_s < self._patience_s:

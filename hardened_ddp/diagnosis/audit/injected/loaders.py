@@ -14,8 +14,8 @@ from hardened_ddp.diagnosis.audit.injected.recorder import Foreign, Recorder, us
 MAX_PASSES, MAX_BATCHES, MAX_LEAVES = 4, 400, 4
 """Of a loader, of a pass, of a batch: more is counted, and not recorded."""
 
-MAX_HASHED = 32
-"""Batches of a pass whose contents are hashed although their indices are known."""
+MAX_HASHED, ENOUGH_HASHED = 32, 256
+"""Batches, and samples, of a pass whose contents are hashed although their indices are known."""
 
 _ATTRIBUTE = "_hardened_ddp_audit"
 
@@ -133,7 +133,8 @@ class Loaders:
         self._num_batches[loader] = self._num_batches.get(loader, 0) + 1
         if number < MAX_PASSES and notes["num_batches"] <= MAX_BATCHES:
             is_plain = has_indices and all(type(i) is int for i in indices)
-            is_hashed = not is_plain or notes["num_batches"] <= MAX_HASHED
+            is_few = (notes["num_batches"] - 1) * size < ENOUGH_HASHED
+            is_hashed = not is_plain or (is_few and notes["num_batches"] <= MAX_HASHED)
             self._recorder.emit(
                 "batch",
                 loader=loader,

@@ -81,8 +81,7 @@ class Training:
                 self._recorder.wrap(getattr(module, name), "step", before=self._note_schedule)
 
     def _note_schedule(self, *args: Any, **kwargs: Any) -> None:
-        line = user_line()
-        if line not in self._schedule_lines:
+        if (line := user_line()) not in self._schedule_lines:
             self._schedule_lines.add(line)
             self._recorder.emit("schedule", line=line)
 
@@ -113,8 +112,8 @@ class Training:
         self._recorder.own_s += self._step_began_at - began
 
     def _describe(self, optimizer: Foreign, known: Optimizer) -> None:
-        parameters = parameters_of(optimizer)
-        names, averaged = self._replicas.names(), self._replicas.averaged()
+        parameters, names = parameters_of(optimizer), self._replicas.names()
+        averaged = self._replicas.averaged()
         known.first = fingerprints(parameters)
         self._recorder.emit(
             "optimizer",
@@ -135,14 +134,14 @@ class Training:
         if is_compiling() or self._inside is not optimizer:
             return
         self._inside = None
-        known = self._optimizers.get(optimizer)
-        if known is None:
+        if (known := self._optimizers.get(optimizer)) is None:
             return
         ended = time.perf_counter()
         wall_s = ended - self._last_step_at if self._last_step_at else None
         inner_s = self._backward_s - self._backward_before_s
         # WHY CPU time, of this thread: on a busy machine the clock shows what others do
-        step_cpu_s = time.process_time() - self._last_cpu_s
+        is_first = known.num_steps <= FIRST_STEPS
+        step_cpu_s = time.process_time() - self._last_cpu_s if is_first else 0.0
         began_cpu_s = time.thread_time()
         fields: dict[str, Foreign] = {}
         if self.is_sampled:
@@ -184,7 +183,8 @@ class Training:
         self.is_sampled = upcoming <= FIRST_STEPS or upcoming % self._every == 0
         self._replicas.is_sampled = self.is_sampled
         self._recorder.progress += 1
-        self._last_step_at, self._last_cpu_s = time.perf_counter(), time.process_time()
+        self._last_step_at = time.perf_counter()
+        self._last_cpu_s = time.process_time() if upcoming <= FIRST_STEPS else 0.0
 
     def _sample(self, optimizer: Foreign, known: Optimizer) -> dict[str, Foreign]:
         parameters = parameters_of(optimizer)
