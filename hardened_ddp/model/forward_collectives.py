@@ -127,6 +127,19 @@ def find_collectives(
     )
 
 
+def find_in_evaluation(
+    module: nn.Module, group: Group, forward: Callable[[Batch], object], batch: Batch
+) -> ForwardCollectives:
+    """Find the collectives of a forward in evaluation mode. Collective: all ranks, one batch."""
+    with watching(module, group) as watch:
+        forward(batch)
+    if not watch.shapes:
+        return ForwardCollectives(tuple(watch.calls), in_evaluation=bool(watch.calls))
+    with watching(module, group) as longer:
+        forward(take(batch, [*range(batch.num_samples), 0]))
+    return ForwardCollectives(tuple(watch.calls), longer.shapes != watch.shapes, True)
+
+
 def _tensors_in(value: Any) -> list[torch.Tensor]:  # Any: arguments of a collective
     if isinstance(value, torch.Tensor):
         return [value]

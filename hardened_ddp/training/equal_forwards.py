@@ -1,17 +1,22 @@
 """A model with collectives in forward needs as many forwards on each rank, in every step.
 
-Owns the check of that before training: which windows, evaluations and settings can't give it. Then
-the run is refused with what to change, where it would hang in the last step of an epoch.
+Owns the check of that before training, and before the command evaluate: which windows, evaluations
+and settings can't give it. Then the run is refused with what to change, where it would hang in the
+last step of an epoch.
 Does not own: finding the collectives (model/forward_collectives.py), the number of micro-batches,
 which is the same on all ranks that have samples for it (data/sampler.py).
 """
 
 import logging
 
+from torch import nn
+
+from hardened_ddp.data.loader import EvalLoader
 from hardened_ddp.data.sampler import WindowSampler, num_micro_batches, share_of
 from hardened_ddp.errors import ModelError
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
+from hardened_ddp.training.evaluation import EvaluationLoop
 
 log = logging.getLogger(__name__)
 
@@ -54,15 +59,15 @@ def _problem(parts: Parts, progress: Progress) -> tuple[str, str] | None:
             "the shards of a stream end at different steps on different ranks",
             "a map-style dataset with --drop_last, or the model without these collectives",
         )
+    world_size = parts.group.world_size
     sizes = {sampler.global_batch: "each step"} if sampler.end >= sampler.global_batch else {}
     for start in (0, progress.cursor):
         if rest := (sampler.end - start) % sampler.global_batch:
             sizes.setdefault(rest, "the last step of an epoch")
     for size, when in sizes.items():
-        if text := _uneven(parts, size, sampler.batch_size, fit_batch=collectives.fit_batch):
-            return f"{when} has {size} samples for {parts.group.world_size} ranks: {text}", (
-                _fix_of(sampler, when, parts.group.world_size)
-            )
+        if text := _uneven(world_size, size, sampler.batch_size, fit_batch=collectives.fit_batch):
+            fix = _fix_of(sampler, when, world_size)
+            return f"{when} has {size} samples for {world_size} ranks: {text}", fix
     return _problem_of_evaluation(parts)
 
 
@@ -82,18 +87,46 @@ def _problem_of_evaluation(parts: Parts) -> tuple[str, str] | None:
     found = parts.replica.collectives
     if loader is None or not config.loop.eval_every or not found.in_evaluation:
         return None
-    text = _uneven(parts, loader.size, loader.batch_size, fit_batch=found.fit_batch)
-    if not text:
-        return None
-    return (
-        f"the test set has {loader.size} samples for {parts.group.world_size} ranks: {text}",
-        "--eval_every 0, or call them in training only: if self.training",
-    )
+    text = _uneven_in(loader, parts.group.world_size, fit_batch=found.fit_batch)
+    return (text, f"--eval_every 0, or {_IN_TRAINING_ONLY}") if text else None
 
 
-def _uneven(parts: Parts, size: int, batch_size: int, *, fit_batch: bool) -> str:
+def check_evaluation(loop: EvaluationLoop, module: nn.Module) -> None:
+    """Raise ModelError if ranks would run unequal forwards in an evaluation. Collective: all ranks.
+
+    For a module that no probe has seen. It runs a sample through module, where that can matter.
+    """
+    loader, group = loop.loader, loop.group
+    is_even = loader.size % group.world_size == 0 and not loop.leaves_out
+    if group.world_size == 1 or is_even:
+        return
+    found = loop.find_collectives(module)  # collective
+    if not found:
+        return
+    text = _uneven_in(loader, group.world_size, fit_batch=found.fit_batch)
+    fix = f"evaluate in one process, without torchrun; or {_IN_TRAINING_ONLY}"
+    if loop.leaves_out and not text:
+        text, fix = "a sample that is left out would be missing in one rank's batch", _LEAVE_OUT
+    if text:
+        calls = "; ".join(dict.fromkeys(found.calls))
+        raise ModelError(
+            f"the model's forward runs collectives ({calls}), in which all ranks wait for each "
+            f"other: {text}",
+            fix=fix,
+        )
+
+
+_IN_TRAINING_ONLY = "call them in training only: if self.training"
+
+
+def _uneven_in(loader: EvalLoader, world_size: int, *, fit_batch: bool) -> str:
+    """Say how forwards on a test set differ between ranks; empty if they don't."""
+    text = _uneven(world_size, loader.size, loader.batch_size, fit_batch=fit_batch)
+    return text and f"the test set has {loader.size} samples for {world_size} ranks: {text}"
+
+
+def _uneven(world_size: int, size: int, batch_size: int, *, fit_batch: bool) -> str:
     """Say how forwards on size samples differ between ranks; empty if they don't."""
-    world_size = parts.group.world_size
     lengths = [
         stop - start
         for start, stop in (
