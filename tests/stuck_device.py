@@ -20,11 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import Dataset
 
+from hardened_ddp.checkpoint.files import CheckpointStore
+from hardened_ddp.checkpoint.snapshot import CheckpointWriter
 from hardened_ddp.model.buckets import Buckets
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step import boundary, late, parts, step
+from tests import plugins
 
 PLAN = json.loads(os.environ["STUCK_DEVICE"])
 _FOLDER = Path(PLAN["folder"])
@@ -137,6 +141,40 @@ def copy_buffers(self: Replica) -> list[torch.Tensor]:
     return _copy_buffers(self)
 
 
+class Points(Dataset[Any]):
+    """The dataset of tests.plugins; a rank leaves while it reads a sample."""
+
+    def __init__(self, *, train: bool, **arguments: Any) -> None:
+        self._points = plugins.points(train=train, **arguments)
+        self.train = train
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def __getitem__(self, index: int) -> Any:
+        if self.train:
+            _leave_in("data")
+        return self._points[index]
+
+
+def submit(self: CheckpointWriter, *arguments: Any, **named: Any) -> bool:
+    """Leave while a checkpoint is being written."""
+    is_begun = _submit(self, *arguments, **named)
+    if is_begun and [dist.get_rank(), "checkpoint"] == [PLAN["rank"], PLAN["phase"]]:
+        _is_writing.wait()
+        _leave_in("checkpoint")
+    return is_begun
+
+
+def write_stream(self: CheckpointStore, *arguments: Any, **named: Any) -> Any:
+    _is_writing.set()
+    return _write_stream(self, *arguments, **named)
+
+
+_is_writing = threading.Event()
+_submit, _write_stream = CheckpointWriter.submit, CheckpointStore.write_stream
+
+
 class Net(nn.Module):
     """Two layers; a rank leaves in its forward or backward."""
 
@@ -181,4 +219,6 @@ boundary.new_event = late.new_event = QueuedEvent  # type: ignore[assignment, at
 step.Flag = QueuedFlag  # type: ignore[misc]
 Buckets._send = send  # type: ignore[method-assign]
 Replica.copy_buffers = copy_buffers  # type: ignore[method-assign]
+CheckpointWriter.submit = submit  # type: ignore[method-assign]
+CheckpointStore.write_stream = write_stream  # type: ignore[method-assign]
 torch.optim.AdamW.step = do_step  # type: ignore[method-assign, assignment]

@@ -22,7 +22,13 @@ from tests.run_folder import find_checkpoints, last_tensors, only_run, step_of
 NUM_WARM_UPS = 2
 """All-reduces of DDP's warm-up, before the first step."""
 
-FLAGS: list[str | Path] = ["--cpu_only", "--dataset", "tests.plugins:points", "--batch_size", "4"]
+FLAGS: list[str | Path] = [
+    "--cpu_only",
+    "--dataset",
+    "tests.stuck_device:Points",
+    "--batch_size",
+    "4",
+]
 FLAGS += ["--epochs", "3", "--num_workers", "0", "--log_interval", "1000", "--no_shared_memory"]
 FLAGS += ["--model", "tests.stuck_device:Net", "--model_args", "{}", "--gradient_as_bucket_view"]
 FLAGS += ["--checkpoint_every_steps", "0", "--checkpoint_every_epochs", "0"]
@@ -65,26 +71,33 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
         pytest.param(2, "SIGSTOP", "backward", 11, marks=pytest.mark.slow),
         pytest.param(3, "SIGSTOP", "update", 6, marks=pytest.mark.slow),
         pytest.param(3, "SIGSTOP", "forward", 10, marks=pytest.mark.slow),
+        pytest.param(2, "SIGKILL", "data", 40, marks=pytest.mark.slow),
+        pytest.param(3, "SIGSTOP", "data", 31, marks=pytest.mark.slow),
+        pytest.param(2, "SIGKILL", "checkpoint", 2, marks=pytest.mark.slow),
+        pytest.param(3, "SIGSTOP", "checkpoint", 1, marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_at_most_the_step_under_way_is_lost(
     world_size: int, how: str, phase: str, call: int, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
-    victim, notes = world_size - 1, tmp_path / "notes"
+    # Rank 0 writes the checkpoints.
+    victim = 0 if phase == "checkpoint" else world_size - 1
+    others, notes = [r for r in range(world_size) if r != victim], tmp_path / "notes"
     env = plan(notes, rank=victim, phase=phase, call=call, signal=how)
     argv = [*FLAGS, "--output_dir", tmp_path / "runs"]
+    argv += ["--checkpoint_every_steps", "4"] if phase == "checkpoint" else []
     with start_training(argv, world_size, env=env) as running:
         running.wait_for((notes / "left").exists, timeout_s=60, what="the fault")
         if how == "SIGKILL":  # torchrun ends the others; a stopped rank they find out themselves
             running.wait_for(
                 lambda: victim not in running.living(), timeout_s=20, what="the end of a rank"
             )
-            for rank in range(victim):
+            for rank in others:
                 running.kill(rank, signal.SIGTERM)
         finished = running.wait(60)
     assert finished.statuses[victim] == -signal.SIGKILL
-    assert set(finished.statuses[:victim]) <= {75}
+    assert {finished.statuses[rank] for rank in others} <= {75}
     num_done = len(list(notes.glob(f"sum-*-{victim}"))) - NUM_WARM_UPS
     assert num_done > 1
     assert step_of(find_checkpoints(tmp_path / "runs")[-1]) == num_done
