@@ -4,11 +4,14 @@
     python benchmarks/gpu_report.py --list                  the parts
     python benchmarks/gpu_report.py                         all of them, one after the other
     python benchmarks/gpu_report.py --part tests            one of them
+    python benchmarks/gpu_report.py --limit_s 300           a part takes at most 5 minutes
     python benchmarks/gpu_report.py --dry-run --output F    small, on the CPU: does this work?
 
 A part replaces its own section of the file, with the date, the device, the versions and the command
-that made it; so the parts can be run one by one, and again. What does not fit into a part's time is
-reported as not tried. The exit status is 0 only if no bar is missed.
+that made it; so the parts can be run one by one, and again. The section is written after each line,
+so that nothing is lost if the machine is taken away. What does not fit into a part's time is
+reported as not tried; what raises, as missed, and the rest goes on. It needs no network. The exit
+status is 0 only if no bar is missed.
 """
 
 import argparse
@@ -17,16 +20,16 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.gpu import runs, speed
-from benchmarks.gpu.row import MISS, ROOT, Row, run
+from benchmarks.gpu.row import MISS, ROOT, Row, guarded, run
 
 LIMIT_S = 480.0
-PARTS: Mapping[str, tuple[str, Callable[..., list[Row]]]] = {
+PARTS: Mapping[str, tuple[str, Callable[..., Iterator[Row]]]] = {
     "tests": ("What is to be tried first", runs.first_tests),
     "speed-resnet50": (
         "Speed: ResNet-50, 224x224, bf16, channels last",
@@ -65,13 +68,17 @@ def main() -> int:
         title, measure = PARTS[name]
         print(f"{name}: {title}", flush=True)
         started_at = time.monotonic()
-        rows = measure(dry=options.dry_run, ends_at=started_at + LIMIT_S)
-        for row in rows:
+        ends_at = started_at + options.limit_s
+        rows: list[Row] = []
+        part = functools.partial(measure, dry=options.dry_run, ends_at=ends_at)
+        for row in guarded(title, part):
             print(f"  {row.verdict or '-':10} {row.what}: {row.found}", flush=True)
             print(row.details, end="\n" if row.details else "", flush=True)
-        num_missed += sum(row.verdict == MISS for row in rows)
-        about = {**device, "took": f"{time.monotonic() - started_at:.0f} s"}
-        write_section(options.output, name, section(name, title, rows, about, dry=options.dry_run))
+            rows.append(row)
+            num_missed += row.verdict == MISS
+            about = {**device, "took": f"{time.monotonic() - started_at:.0f} s"}
+            text = section(name, title, rows, about, dry=options.dry_run)
+            write_section(options.output, name, text)
     return 1 if num_missed else 0
 
 
@@ -80,16 +87,21 @@ def describe_device() -> dict[str, str]:
     program = (
         "import torch; c = torch.cuda; has = c.is_available(); "
         "print(c.get_device_name(0) if has else '', torch.__version__, torch.version.cuda or '-', "
-        "'.'.join(map(str, c.nccl.version())) if has else '-', sep='|')"
+        "'.'.join(map(str, c.nccl.version())) if has and torch.distributed.is_nccl_available() "
+        "else '-', sep='|')"
     )
-    line = run(["python", "-c", program], limit_s=120).output.strip().splitlines()[-1]
-    gpu, torch_version, cuda, nccl = line.split("|")
-    commit = run(["git", "describe", "--always", "--dirty=+", "--abbrev=10"], limit_s=30).output
+    done = run(["python", "-c", program], limit_s=120)
+    found = re.search(r"^(.*)\|(.+)\|(.+)\|(.+)$", done.output, re.MULTILINE)
+    if found is None:
+        print(f"gpu_report.py: torch does not start here:\n{done.output}")
+        return {"gpu": ""}
+    gpu, torch_version, cuda, nccl = found.groups()
+    git = run(["git", "describe", "--always", "--dirty=+", "--abbrev=10"], limit_s=30)
     return {
         "gpu": gpu,
         "versions": f"torch {torch_version}, CUDA {cuda}, NCCL {nccl}, "
         f"Python {platform.python_version()}",
-        "commit": commit.strip(),
+        "commit": "unknown" if git.status else git.output.strip(),
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -122,6 +134,7 @@ def write_section(file: Path, name: str, text: str) -> None:
     found = dict(re.findall(r"<!-- part (\S+) -->\n(.*?)\n<!-- end -->", old, re.DOTALL))
     found[name] = text
     parts = [f"<!-- part {key} -->\n{found[key]}\n<!-- end -->" for key in PARTS if key in found]
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("\n\n".join([_HEAD.rstrip(), *parts]) + "\n", encoding="utf-8")
 
 
@@ -132,6 +145,7 @@ def _cell(text: str) -> str:
 def _read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--part", nargs="+", choices=PARTS, help="default: all")
+    parser.add_argument("--limit_s", type=float, default=LIMIT_S, help="of each part")
     parser.add_argument("--list", action="store_true", help="list the parts")
     parser.add_argument("--dry-run", action="store_true", help="each part small, on the CPU")
     parser.add_argument("--output", type=Path, help="default: docs/GPU.md; needed for --dry-run")

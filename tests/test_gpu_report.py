@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -49,7 +49,7 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert rows[0].found.startswith("1.000 x")
     assert [r.verdict for r in rows] == [row.MISS, row.PASS, row.PASS, "", ""]
     assert rows[3].found.startswith("+2")
-    assert speed.rows_of("mlp", [], bar=1.0)[0].verdict == row.MISS
+    assert speed.rows_of("mlp", [], bar=1.0)[0].verdict == row.OPEN
 
 
 def test_the_driver_knows_the_sizes_of_the_works() -> None:
@@ -69,8 +69,19 @@ def test_the_driver_knows_the_sizes_of_the_works() -> None:
 
 def test_a_command_that_hangs_is_killed_with_its_children() -> None:
     done = row.run(["bash", "-c", "echo begun; sleep 1000 & wait"], limit_s=1.0)
-    assert done.status == 124
+    assert done.status == row.TIMED_OUT
     assert "begun" in done.output
+    assert row.run(["no-such-program"], limit_s=1.0).status == 127
+
+
+def test_a_part_that_raises_is_missed_and_what_it_had_found_stays() -> None:
+    def rows() -> Iterator[row.Row]:
+        yield row.Row("a", "1", row.PASS)
+        raise ZeroDivisionError("of the report")
+
+    found = list(row.guarded("a part", rows))
+    assert [(one.what, one.verdict) for one in found] == [("a", row.PASS), ("a part", row.MISS)]
+    assert "ZeroDivisionError: of the report" in found[1].details
 
 
 def test_without_a_gpu_it_says_so_and_a_dry_run_needs_a_file() -> None:

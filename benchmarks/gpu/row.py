@@ -7,13 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
 PASS, MISS, OPEN = "PASS", "MISS", "not tried"
+TIMED_OUT = 124
+_END_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A command that ended, or was killed at its limit (status 124)."""
+    """A command that ended, or was killed at its limit (status TIMED_OUT)."""
 
     status: int
     output: str
@@ -47,23 +50,38 @@ def run(
     """Run a command; "python" is this interpreter. The checkout is importable in it."""
     words = [sys.executable if word == "python" else str(word) for word in command]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = subprocess.Popen(
-        words,
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": path, **(env or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    try:
+        process = subprocess.Popen(
+            words,
+            cwd=cwd,
+            env=os.environ | {"PYTHONPATH": path, **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        return Done(127, f"{words[0]}: {error.strerror}")
     try:
         output, _ = process.communicate(timeout=limit_s)
         return Done(process.returncode, output)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        return Done(124, f"{output}\nkilled after {limit_s:.0f} s")
+    try:
+        output, _ = process.communicate(timeout=_END_LIMIT_S)
+    except subprocess.TimeoutExpired as error:
+        # A child in a session of its own still holds the pipe.
+        output = error.stdout.decode(errors="replace") if error.stdout else ""
+    return Done(TIMED_OUT, f"{output}\nkilled after {limit_s:.0f} s")
+
+
+def guarded(what: str, rows: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+    """Give the lines of rows; if it raises, the line that says so. The others are still tried."""
+    try:
+        yield from rows()
+    except Exception:  # WHY broad: whatever it is, it is what the report is about
+        yield Row(what, "the report itself failed", MISS, end_of(traceback.format_exc()))
 
 
 def end_of(output: str, *, num_lines: int = 15) -> str:

@@ -4,23 +4,31 @@ Owns their commands, and what makes each of them good. Each gives the lines of t
 """
 
 import json
+import os
 import re
+import shutil
 import tempfile
 import time
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.equal_weights import hash_tensors
-from benchmarks.gpu.row import MISS, OPEN, PASS, ROOT, Done, Row, end_of, run
+from benchmarks.gpu.row import MISS, OPEN, PASS, ROOT, TIMED_OUT, Done, Row, end_of, guarded, run
 
 DRILLS = ("memory-forward", "memory-backward", "memory-optimizer", "nan-once", "nan-repeated")
 DRILLS += ("kill-backward", "stop-backward")
 DRY_DRILLS = ("nan-once",)
+_TESTED = re.compile(r"^tests/test_gpu\.py::(.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
+_VERDICTS = {"PASSED": PASS, "SKIPPED": OPEN}
 _SCRIPT = ROOT / "ddp_training.py"
 _STATES_GB = (1, 10)
+_MOST_COPIES = 3  # the one that is kept, the one that is written, and a survivor's
 _BYTES_PER_PARAMETER = 12  # weight and two of AdamW, in fp32
 
 
-def first_tests(*, dry: bool, ends_at: float) -> list[Row]:
+def first_tests(*, dry: bool, ends_at: float) -> Iterator[Row]:
     """Run the checks, and on a GPU tests/test_gpu.py."""
     flags = ["--device", "cpu"] if dry else []
     done = run(["python", "-m", "benchmarks.gpu.checks", *flags], limit_s=_left(ends_at))
@@ -30,84 +38,105 @@ def first_tests(*, dry: bool, ends_at: float) -> list[Row]:
     rows = [Row(name, found, verdict) for verdict, name, found in lines]
     if not rows or (done.status and all(row.verdict == PASS for row in rows)):
         rows.append(_verdict("the checks", done))
+    elif done.status:
+        rows.append(Row("the checks that failed", "their tracebacks", "", _details(done, MISS)))
+    yield from rows
     if dry:
-        return rows
-    command = ["python", "-m", "pytest", "-n0", "-q", "-rA", "tests/test_gpu.py"]
-    done = run(command, limit_s=_left(ends_at))
-    found = re.findall(r"^(PASSED|FAILED|ERROR) tests/test_gpu\.py::(\S+)", done.output, re.M)
-    rows += [Row(name, "", PASS if word == "PASSED" else MISS) for word, name in found]
-    return rows if found else [*rows, _verdict("tests/test_gpu.py", done)]
+        return
+    if find_spec("pytest") is None:
+        yield Row("tests/test_gpu.py", "pytest is not installed (requirements-dev.txt)", OPEN)
+        return
+    command = ["python", "-m", "pytest", "-v", "-rA", "tests/test_gpu.py"]
+    # WHY: the ranks are forked from a process that has torch, which must not start the driver
+    env = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTEST_ADDOPTS": "", "PYTHONUNBUFFERED": "1"}
+    done = run(command, limit_s=_left(ends_at), env=env)
+    # with -v each test has a line as soon as it ends, so a run that was killed still counts
+    found = dict(_TESTED.findall(done.output))
+    for name, word in found.items():
+        yield Row(name, "" if word == "PASSED" else word.lower(), _VERDICTS.get(word, MISS))
+    if not found or set(found.values()) != {"PASSED"} or done.status:
+        yield _verdict("tests/test_gpu.py", done)
 
 
-def faults(*, dry: bool, ends_at: float) -> list[Row]:
+def faults(*, dry: bool, ends_at: float) -> Iterator[Row]:
     """Cause faults, alone and with two ranks on one GPU, which NCCL refuses and gloo allows."""
-    rows = []
     num_ranks = 1 if dry else 2
+    with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:
+        yield _assert_on_device(Path(folder), dry=dry, ends_at=ends_at)
     for name in DRY_DRILLS if dry else DRILLS:
         flags = ["--cpu_only"] if dry else ["--backend", "gloo"]
         flags += ["--ranks", str(num_ranks)]
         for amp in ("off",) if dry or not name.startswith("nan") else ("bf16", "fp16"):
             words = ["python", _SCRIPT, "drill", name, "--amp", amp, *flags]
             what = f"drill {name}, amp {amp}, ranks: {num_ranks}"
-            rows.append(_tried(what, words, ends_at))
-    with tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:
-        rows.append(_assert_on_device(Path(folder), dry=dry, ends_at=ends_at))
-    return rows
+            yield _tried(what, words, ends_at)
 
 
-def checkpoints(*, dry: bool, ends_at: float) -> list[Row]:
+def checkpoints(*, dry: bool, ends_at: float) -> Iterator[Row]:
     """Measure the stall of a checkpoint for 1 and 10 GB of state, and the time of a restart."""
-    rows = []
     for size_gb in (0.001,) if dry else _STATES_GB:
-        width = 256 if dry else 4096
-        depth = max(1, round(size_gb * 1e9 / _BYTES_PER_PARAMETER / width**2))
-        with tempfile.TemporaryDirectory(prefix="gpu-report-", dir=ROOT.parent) as folder:
-            argv = _argv(Path(folder), dry=dry, model=f"wide, width: {width}, depth: {depth}")
-            argv += ["--max_steps", "40", "--checkpoint_every_steps", "10"]
-            name = f"a checkpoint of {size_gb} GB: share of the time that it held up training"
-            done = run(argv, limit_s=_left(ends_at))
-            if done.status:
-                rows.append(_verdict(name, done))
-                continue
-            [run_folder] = _runs(Path(folder))
-            account = json.loads((run_folder / "summary.json").read_text(encoding="utf-8"))["time"]
-            rows.append(Row(name, f"4 checkpoints held it up {account['checkpoint']:.2f} s in all"))
-            started_at = time.monotonic()
-            more = [*argv[:-4], "--max_steps", "41", "--run_name", run_folder.name]
-            done = run(more, limit_s=_left(ends_at))
-            took_s = time.monotonic() - started_at
-            found = f"{took_s:.1f} s from the command, over one step, to the end of its last save"
-            verdict = MISS if done.status or "going on in" not in done.output else PASS
-            rows.append(
-                Row(f"a restart with {size_gb} GB", found, verdict, _details(done, verdict))
-            )
-    return rows
+        yield from guarded(
+            f"a checkpoint of {size_gb} GB",
+            partial(_checkpoints_of, size_gb, dry=dry, ends_at=ends_at),
+        )
 
 
-def life_of_a_run(*, dry: bool, ends_at: float) -> list[Row]:
+def _checkpoints_of(size_gb: float, *, dry: bool, ends_at: float) -> Iterator[Row]:
+    name = f"a checkpoint of {size_gb} GB: share of the time that it held up training"
+    place = ROOT.parent if os.access(ROOT.parent, os.W_OK) else Path(tempfile.gettempdir())
+    free_gb = shutil.disk_usage(place).free / 1e9
+    if free_gb < _MOST_COPIES * size_gb + 1:
+        yield Row(name, f"{free_gb:.0f} GB free in {place}: too little", OPEN)
+        return
+    width = 256 if dry else 4096
+    depth = max(1, round(size_gb * 1e9 / _BYTES_PER_PARAMETER / width**2))
+    with tempfile.TemporaryDirectory(prefix="gpu-report-", dir=place) as folder:
+        argv = _argv(Path(folder), dry=dry, model=f"wide, width: {width}, depth: {depth}")
+        argv += ["--keep_last", "1", "--checkpoint_every_steps", "10", "--max_steps"]
+        done = run([*argv, "40"], limit_s=_left(ends_at))
+        if done.status:
+            yield _verdict(name, done)
+            return
+        [run_folder] = _runs(Path(folder))
+        account = json.loads((run_folder / "summary.json").read_text(encoding="utf-8"))["time"]
+        yield Row(name, f"4 checkpoints held it up {account['checkpoint']:.2f} s in all")
+        started_at = time.monotonic()
+        done = run([*argv, "41", "--run_name", run_folder.name], limit_s=_left(ends_at))
+        took_s = time.monotonic() - started_at
+        found = f"{took_s:.1f} s from the command, over one step, to the end of its last save"
+        verdict = _verdict(name, done).verdict
+        verdict = MISS if verdict == PASS and "going on in" not in done.output else verdict
+        yield Row(f"a restart with {size_gb} GB", found, verdict, _details(done, verdict))
+
+
+def life_of_a_run(*, dry: bool, ends_at: float) -> Iterator[Row]:
     """Evaluate, export, resume bitwise with --deterministic; the recorder of NCCL."""
-    rows = []
     with tempfile.TemporaryDirectory(prefix="gpu-report-") as name:
         folder = Path(name)
-        flags = ["--deterministic", "--channels_last", "--lr_schedule", "constant"]
-        flags += ["--checkpoint_every_steps", "5"]
-        for kind, steps in (("whole", (20,)), ("parts", (7, 20))):
-            for num in steps:
-                argv = _argv(folder / kind, dry=dry, model="images")
-                argv += [*flags, "--max_steps", str(num), "--run_name", "run"]
-                row = _tried(f"{kind}: {num} steps", argv, ends_at)
-                if row.verdict != PASS:
-                    return [*rows, row]
-        same = _weights(folder / "whole") == _weights(folder / "parts")
-        text = "stopped after 7 of 20 steps, and continued: the same weights, bit for bit"
-        rows.append(Row(text, "equal" if same else "different", PASS if same else MISS))
+        yield from guarded("a resume", partial(_resumes, folder, dry=dry, ends_at=ends_at))
         place = folder / "whole" / "run"
         amp = ["--cpu_only"] if dry else []
-        rows.append(_tried("evaluate", ["python", _SCRIPT, "evaluate", place, *amp], ends_at))
+        yield _tried("evaluate", ["python", _SCRIPT, "evaluate", place, *amp], ends_at)
         words = ["python", _SCRIPT, "export", place, "--output", folder / "export"]
-        rows.append(_tried("export", words, ends_at))
+        yield _tried("export", words, ends_at)
     text = "the flight recorder's dump when a collective of NCCL times out"
-    return [*rows, Row(text, "needs two GPUs: NCCL does not run two ranks on one", OPEN)]
+    yield Row(text, "needs two GPUs: NCCL does not run two ranks on one", OPEN)
+
+
+def _resumes(folder: Path, *, dry: bool, ends_at: float) -> Iterator[Row]:
+    flags = ["--deterministic", "--channels_last", "--lr_schedule", "constant"]
+    flags += ["--checkpoint_every_steps", "5"]
+    for kind, steps in (("whole", (20,)), ("parts", (7, 20))):
+        for num in steps:
+            argv = _argv(folder / kind, dry=dry, model="images")
+            argv += [*flags, "--max_steps", str(num), "--run_name", "run"]
+            row = _tried(f"{kind}: {num} steps", argv, ends_at)
+            if row.verdict != PASS:
+                yield row
+                return
+    same = _weights(folder / "whole") == _weights(folder / "parts")
+    text = "stopped after 7 of 20 steps, and continued: the same weights, bit for bit"
+    yield Row(text, "equal" if same else "different", PASS if same else MISS)
 
 
 def _assert_on_device(folder: Path, *, dry: bool, ends_at: float) -> Row:
@@ -118,6 +147,8 @@ def _assert_on_device(folder: Path, *, dry: bool, ends_at: float) -> Row:
     argv += ["--max_steps", "12", "--run_name", "run", "--checkpoint_every_steps", "2"]
     first = run(argv, limit_s=_left(ends_at))
     second = run(argv, limit_s=_left(ends_at))
+    if TIMED_OUT in (first.status, second.status):
+        return _verdict(text, first if first.status == TIMED_OUT else second)
     is_told = "DDP-" in first.output or dry  # on the CPU the step is only retried
     is_good = is_told and mark.exists() and second.status == 0 and (dry or first.status != 0)
     found = f"status {first.status}, then {second.status}"
@@ -144,7 +175,7 @@ def _tried(what: str, words: list[str | Path], ends_at: float) -> Row:
 
 
 def _verdict(what: str, done: Done, *, seconds: float | None = None) -> Row:
-    verdict = MISS if done.status else PASS
+    verdict = {0: PASS, TIMED_OUT: OPEN}.get(done.status, MISS)
     took = "" if seconds is None else f", {seconds:.0f} s"
     return Row(what, f"status {done.status}{took}", verdict, _details(done, verdict))
 
