@@ -472,6 +472,10 @@ MISTAKES: Sequence[Case] = (
          + OPTIMIZER),
         ("DDP(net)", "DDP(net, find_unused_parameters=True)"),
     ], "gradients-not-averaged"),
+    Case("a layer added after the wrap, with other weights on each rank", [
+        (OPTIMIZER, "    net.b = nn.Linear(32, 4)  # here\n" + OPTIMIZER),
+        ("DDP(net)", "DDP(net, find_unused_parameters=True)"),
+    ], "weights-differ"),
     Case("no wrap", [
         (WRAP, "    model = net\n    for t in net.state_dict().values():\n"
                "        dist.broadcast(t, 0)\n"),

@@ -56,7 +56,8 @@ def _first_difference(first: Rank, other: Rank) -> Iterator[Verdict]:
         if step == 1 and (
             seen := _which(optimizer, optimizer["first"], made_there[number]["first"])
         ):
-            yield _unequal_start(first, other, optimizer, f"{who}, before step 1: {seen}")
+            late = _made_late(optimizer, made_there[number])
+            yield _unequal_start(first, other, optimizer, f"{who}, before step 1: {seen}", late)
             return
         if a["lr"] != b["lr"]:
             yield Verdict(
@@ -83,11 +84,20 @@ def _first_difference(first: Rank, other: Rank) -> Iterator[Verdict]:
             return
 
 
-def _unequal_start(first: Rank, other: Rank, optimizer: Record, seen: str) -> Verdict:
+def _made_late(optimizer: Record, there: Record) -> str:
+    """Give the line of a weight that differs because it was made after the DDP wrap."""
+    weights = zip(optimizer["first"], there["first"], optimizer["in_ddp"], strict=True)
+    late = [i for i, (a, b, is_in_ddp) in enumerate(weights) if a != b and not is_in_ddp]
+    return next((optimizer["made"][i] for i in late if optimizer["made"][i]), "")
+
+
+def _unequal_start(first: Rank, other: Rank, optimizer: Record, seen: str, late: str) -> Verdict:
     loaded = _only_on_one(first, other, "load")
     wraps = first.last("ddp")
     if loaded:
         why = "one rank alone loads weights, after DDP made them equal"
+    elif late:
+        why = "they were made after the DDP wrap, which knows nothing of them"
     elif wraps:
         why = "they were changed after DDP made them equal"
     else:
@@ -95,7 +105,7 @@ def _unequal_start(first: Rank, other: Rank, optimizer: Record, seen: str) -> Ve
     return Verdict(
         code="weights-differ",
         sentence=f"the weights differ between ranks before the first step: {why}",
-        **at(loaded or optimizer["line"]),
+        **at(loaded or late or optimizer["line"]),
         evidence=(seen,),
     )
 
