@@ -31,4 +31,5 @@ for epoch in range(3):
         with torch.no_grad():  # .module: a forward that only one rank does must not go through DDP
             accuracy = (model.module(data.tensors[0]).argmax(1) == data.tensors[1]).float().mean()
         print(f"epoch {epoch + 1}: accuracy {accuracy:.1%}")
+del model  # DDP must not be the last that holds the process group
 dist.destroy_process_group()

@@ -72,4 +72,5 @@ if rank == 0:
     pairs = zip(model.module.parameters(), alone.parameters(), strict=True)
     difference = max((ours - one).abs().max().item() for ours, one in pairs)
     print(f"largest difference from the weights of one process: {difference:.0e}")
+del model  # DDP must not be the last that holds the process group
 dist.destroy_process_group()

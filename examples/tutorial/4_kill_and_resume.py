@@ -75,4 +75,5 @@ if rank == 0:
     weights = torch.cat([weight.flatten() for weight in model.parameters()]).detach()
     print(f"finished; the weights are {hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:12]}")
     checkpoint.unlink()
+del model  # DDP must not be the last that holds the process group
 dist.destroy_process_group()

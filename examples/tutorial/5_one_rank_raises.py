@@ -62,4 +62,5 @@ except RuntimeError as error:
     raise
 if rank == 0:
     print("finished")
+del model  # DDP must not be the last that holds the process group
 dist.destroy_process_group()

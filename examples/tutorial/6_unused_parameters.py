@@ -71,4 +71,5 @@ for step, whole in enumerate(order.split(BATCH)):
     optimizer.step()
 if rank == 0:
     print("finished")
+del model  # DDP must not be the last that holds the process group
 dist.destroy_process_group()

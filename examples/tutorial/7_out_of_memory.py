@@ -74,4 +74,5 @@ for step in range(STEPS):
     optimizer.step()
 if rank == 0:
     print("finished")
+del model  # DDP must not be the last that holds the process group
 dist.destroy_process_group()

@@ -63,4 +63,5 @@ with stacks.open("w") as file:
                     print(f"{path.stem}: {last.strip()}", flush=True)
             os._exit(1)
         optimizer.step()
+del model  # DDP must not be the last that holds the process group
 dist.destroy_process_group()
