@@ -50,12 +50,16 @@ class BlockReader:
         bad: list[BadSample] = []
         troubles: list[str] = []
         end, state, num_unreachable = -1, None, 0
-        for number, sample in zip(numbers, self._run(epoch, numbers), strict=False):
-            if isinstance(sample, Exception):
-                bad.append(BadSample(number, describe(sample), name_of(self.dataset, number)))
-            else:
-                samples.append(sample)
-                good.append(number)
+        run = self._run(epoch, numbers)
+        if any(issubclass(kind, Exception) for kind in {*map(type, run)}):
+            for number, sample in zip(numbers, run, strict=False):
+                if isinstance(sample, Exception):
+                    bad.append(BadSample(number, describe(sample), name_of(self.dataset, number)))
+                else:
+                    samples.append(sample)
+                    good.append(number)
+        else:  # the usual case: no look at each sample
+            samples, good = run, numbers[: len(run)]
         for number in numbers[len(good) + len(bad) :]:
             shard, index = shard_of(number, self.dataset.num_shards)
             self.reading[0] = number
@@ -111,7 +115,7 @@ class BlockReader:
 
     def answers(self, batch: Batch, request: Request) -> bool:
         """Return whether batch is the answer to request: fewer samples only at a shard's end."""
-        if torch.equal(batch.indices, request[1]):
+        if batch.indices is request[1] or torch.equal(batch.indices, request[1]):
             return True
         numbers = sorted([*batch.indices.tolist(), *(bad.index for bad in batch.bad)])
         asked = request[1].tolist()

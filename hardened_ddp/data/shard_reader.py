@@ -11,6 +11,7 @@ error, or if its state did.
 import contextlib
 import copy
 import inspect
+import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -94,9 +95,12 @@ class ShardReader:
         first = id_of(shard, index, step)
         try:
             with seen_by_user(self.stream, shard):
+                if not self._uses_randomness:
+                    # It keeps what came before an error.
+                    found.extend(itertools.islice(samples, count))
+                    count = 0
                 for number in range(first, first + count * step, step):
-                    if self._uses_randomness:
-                        seed_sample(self.seed, epoch, number)
+                    seed_sample(self.seed, epoch, number)
                     if (sample := next(samples, _END)) is _END:
                         break
                     found.append(sample)

@@ -22,7 +22,7 @@ from hardened_ddp.data.block_reader import BlockReader
 from hardened_ddp.data.packing import unpack
 from hardened_ddp.data.shard_reader import Shortcut
 from hardened_ddp.data.shard_sampler import ShardSampler
-from hardened_ddp.data.shards import UNKNOWN, Facts, block_order
+from hardened_ddp.data.shards import UNKNOWN, Facts, block_order, id_of
 from hardened_ddp.data.stream import BatchStream
 from hardened_ddp.errors import DataError
 
@@ -102,14 +102,15 @@ class Shelves:
 
         Raises DataError if a shard has another length than before.
         """
+        shelves = self._shelves
         for shard, index in pairs:
-            self._shelves[shard].need = index + 1
+            shelves[shard].need = index + 1
         items: list[Item] = []
         ends: dict[int, int] = {}
         for shard, _ in pairs:
-            shelf = self._shelves[shard]
-            self._wanted = shard
+            shelf = shelves[shard]
             while not shelf.items and shelf.end < 0:
+                self._wanted = shard
                 self._store(next(self._answers))
             if shelf.items:
                 items.append(shelf.items.popleft())
@@ -147,7 +148,8 @@ class Shelves:
                 continue
             first = self._shelves[shard].asked
             self._shelves[shard].asked += block
-            yield self._epoch, torch.arange(first, first + block) * num_shards + shard
+            ids = id_of(shard, first, num_shards), id_of(shard, first + block, num_shards)
+            yield self._epoch, torch.arange(*ids, num_shards)
 
     def _choose(self) -> int:
         """Return the shard of which the next worker is to read a block; -1: of none."""
@@ -211,7 +213,7 @@ def items_of(answer: Batch) -> list[Item]:
 
 def split_bad(items: Sequence[Item]) -> tuple[list[Item], tuple[BadSample, ...]]:
     """Split items into good samples and bad ones."""
+    if BadSample not in {type(sample) for _, sample in items}:  # the usual case, in each step
+        return list(items), ()
     good = [item for item in items if not isinstance(item[1], BadSample)]
-    if len(good) == len(items):
-        return good, ()
     return good, tuple(one for _, one in items if isinstance(one, BadSample))
