@@ -37,7 +37,7 @@ _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signa
 
 
 class Torchrun:
-    """A torchrun under way. Use it in a with statement: leaving that kills what is left."""
+    """A torchrun or python under way. Use it in a with statement: leaving that kills the rest."""
 
     def __init__(self, argv: Sequence[str], running: Running, folder: Path) -> None:
         self._argv = tuple(argv)

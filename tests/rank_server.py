@@ -142,6 +142,8 @@ def run_job(folder: Path, rank: int) -> NoReturn:
     """Become the rank that the job describes, do it, and end."""
     job = json.loads((folder / f"job-{rank}.json").read_text(encoding="utf-8"))
     os.setsid()
+    if host := job.get("host"):
+        importlib.import_module("tests.two_hosts").enter(**host)
     # WHY: a rank must not outlive the server, however that ends
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _redirect(folder / f"output-{rank}.txt")

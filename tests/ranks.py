@@ -18,7 +18,6 @@ import random
 import shlex
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -37,10 +36,11 @@ __all__ = [
     "Torchrun",
     "free_port",
     "run_command",
-    "run_python",
+    "run_forked",
     "run_ranks",
     "run_torchrun",
     "start_command",
+    "start_forked",
     "start_ranks",
     "start_torchrun",
     "start_training",
@@ -135,25 +135,50 @@ def train(
         return running.wait(timeout_s)
 
 
+def start_forked(
+    argv: Sequence[str | Path],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    host: Mapping[str, Any] | None = None,
+) -> Torchrun:
+    """Start a command line of torchrun or python in a forked process: see forked_torchrun.py.
+
+    python takes a script, -m MODULE or -c CODE. host: of TwoHosts.
+    """
+    program, *words = (str(word) for word in argv)
+    if program not in ("torchrun", "python"):
+        raise ValueError(f"not a command of torchrun or python: {program}")
+    job = {
+        "kind": program,
+        "argv": words,
+        "env": clean_environment(env),
+        "cwd": str(cwd or ROOT),
+        "sys_path": [str(ROOT), *sys.path],
+        "host": host,
+    }
+    folder, running = _start_in_folder([job])
+    return Torchrun([program, *words], running, folder)
+
+
+def run_forked(
+    argv: Sequence[str | Path],
+    *,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    host: Mapping[str, Any] | None = None,
+) -> Completed:
+    """Run such a command to its end. Its stdout has stderr, too."""
+    with start_forked(argv, env=env, cwd=cwd, host=host) as launched:
+        return launched.wait(timeout_s=timeout_s)
+
+
 def start_torchrun(
     argv: Sequence[str | Path], *, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> Torchrun:
-    """Start a command line of torchrun, in a forked process: see forked_torchrun.py."""
-    program, *words = (str(word) for word in argv)
-    if program != "torchrun":
-        raise ValueError(f"not a command of torchrun: {program}")
-    folder, running = _start_in_folder(
-        [
-            {
-                "kind": "torchrun",
-                "argv": words,
-                "env": clean_environment(env),
-                "cwd": str(cwd or ROOT),
-                "sys_path": [str(ROOT), *sys.path],
-            }
-        ]
-    )
-    return Torchrun([program, *words], running, folder)
+    """Start a command line of torchrun, in a forked process."""
+    return start_forked(argv, env=env, cwd=cwd)
 
 
 def run_torchrun(
@@ -166,29 +191,6 @@ def run_torchrun(
     """Run such a torchrun to its end."""
     with start_torchrun(argv, env=env, cwd=cwd) as launched:
         return launched.wait(timeout_s=timeout_s)
-
-
-def run_python(
-    argv: Sequence[str | Path],
-    *,
-    timeout_s: float,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
-) -> Completed:
-    """Run a script, -m MODULE or -c CODE with arguments to its end, in one forked process."""
-    words = [str(word) for word in argv]
-    job = {
-        "kind": "python",
-        "argv": words,
-        "env": clean_environment(env),
-        "cwd": str(cwd or ROOT),
-        "sys_path": [str(ROOT), *sys.path],
-    }
-    started_at = time.monotonic()
-    with _start([job]) as running:
-        finished = running.wait(timeout_s)
-    took_s = time.monotonic() - started_at
-    return Completed(("python", *words), finished.statuses[0], finished.outputs[0], "", took_s)
 
 
 def train_as_typed(command: str, *more: str | Path, cwd: Path | None = None) -> Finished:

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import gpu_report
 from benchmarks.gpu import checks, meter, row, runs, speed, works
-from tests.ranks import run_command, run_python
+from tests.ranks import run_command, run_forked
 
 CPU = torch.device("cpu")
 
@@ -101,7 +101,7 @@ def test_a_dry_run_of_all_parts_finds_all_good(
 ) -> None:
     """Its commands are forked here, which saves each of them the import of torch."""
 
-    def run_forked(
+    def run_in_fork(
         command: Sequence[str | Path],
         *,
         limit_s: float,
@@ -110,11 +110,11 @@ def test_a_dry_run_of_all_parts_finds_all_good(
     ) -> row.Done:
         if command[0] != "python":
             return row.run(command, limit_s=limit_s, env=env, cwd=cwd)
-        done = run_python(command[1:], timeout_s=limit_s, env=env, cwd=cwd)
+        done = run_forked(command, timeout_s=limit_s, env=env, cwd=cwd)
         return row.Done(done.status, done.output)
 
     for module in (gpu_report, runs, speed):
-        monkeypatch.setattr(module, "run", run_forked)
+        monkeypatch.setattr(module, "run", run_in_fork)
     file = tmp_path / "GPU.md"
     monkeypatch.setattr(sys, "argv", ["gpu_report.py", "--dry-run", "--output", str(file)])
     status = gpu_report.main()

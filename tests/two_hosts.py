@@ -5,15 +5,17 @@ A host has its own interfaces, name, /etc/hosts, and ids of the machine and its 
 the same, as a shared disk is.
 """
 
+import ctypes
 import os
 import secrets
 import shlex
 import shutil
 import subprocess
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 BINDS = {
@@ -24,6 +26,9 @@ BINDS = {
     "/proc/sys/kernel/random/boot_id": "boot-id-{}",
 }
 PROGRAMS = ("ip", "nsenter", "unshare")
+# As in <sched.h> and <sys/mount.h>; the module os has them from Python 3.12 on.
+_NEW_MOUNTS, _NEW_NAME, _NEW_NET = 0x00020000, 0x04000000, 0x40000000
+_BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000
 
 
 def why_not() -> str:
@@ -87,14 +92,24 @@ class TwoHosts:
 
     def on(self, index: int, *argv: str | Path, name: str = "") -> list[str]:
         """Give the words that run a command on a host; name: another one for it."""
+        host = self.host(index, name=name)
         binds = "; ".join(
-            f"mount --bind {shlex.quote(str(self.folder / file.format(index)))} {target}"
-            for target, file in BINDS.items()
+            f"mount --bind {shlex.quote(file)} {target}" for target, file in host["binds"].items()
         )
-        script = f'set -e; hostname {name or f"node{index}"}; {binds}; exec "$@"'
-        enter = ["nsenter", f"--net=/run/netns/{self.namespaces[index]}"]
+        script = f'set -e; hostname {host["name"]}; {binds}; exec "$@"'
+        enter = ["nsenter", f"--net={host['namespace']}"]
         enter += ["unshare", "--mount", "--uts", "bash", "-c", script, "bash"]
         return [*enter, *map(str, argv)]
+
+    def host(self, index: int, *, name: str = "") -> dict[str, Any]:
+        """Give the arguments of enter, for a process that is forked instead of started."""
+        return {
+            "namespace": f"/run/netns/{self.namespaces[index]}",
+            "name": name or f"node{index}",
+            "binds": {
+                target: str(self.folder / file.format(index)) for target, file in BINDS.items()
+            },
+        }
 
     def cut(self) -> None:
         """Cut the cable: nothing arrives any more, and nobody is told."""
@@ -103,3 +118,21 @@ class TwoHosts:
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=60)
+
+
+def enter(namespace: str, name: str, binds: Mapping[str, str]) -> None:
+    """Put this process on a host, as on() does with a command. Raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def call(function: str, *arguments: int | bytes | None) -> None:
+        if getattr(libc, function)(*arguments):
+            raise OSError(ctypes.get_errno(), f"{function}{arguments}")
+
+    net = os.open(namespace, os.O_RDONLY)
+    call("setns", net, _NEW_NET)
+    os.close(net)
+    call("unshare", _NEW_MOUNTS | _NEW_NAME)
+    call("mount", b"none", b"/", None, _RECURSIVE | _PRIVATE, None)
+    for target, file in binds.items():
+        call("mount", file.encode(), target.encode(), None, _BIND, None)
+    call("sethostname", name.encode(), len(name))
