@@ -241,6 +241,14 @@ class TestRanks:
         text = "".join(f"[2026-11-22 08:08:33,1][ERROR] {line}\n" for line in SIZES.splitlines())
         assert code_of(explain_text(text, tmp_path)) == "checkpoint-size"
 
+    def test_the_ranks_that_torchrun_ends_are_a_consequence(self, tmp_path: Path) -> None:
+        """Their own log does not say why the first one failed, and nobody told the job to stop."""
+        text = "W1122 08:08:33.1 9 x/api.py:900] Sending process 4000 closing signal SIGTERM\n"
+        found = explain_text(text + block_of({0: -15, 1: 1}, root=1), tmp_path)
+        assert (found["verdict"], rank_of(found)) == ("unknown", None)
+        found = explain_text(text + block_of({0: -15}, root=0), tmp_path)
+        assert code_of(found) == "stop-sigterm"
+
     def test_srun_that_ends_the_others_is_a_consequence(self, tmp_path: Path) -> None:
         text = (
             "srun: error: n1: task 3: Exited with exit code 1\n"

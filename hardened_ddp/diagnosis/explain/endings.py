@@ -5,10 +5,11 @@ Does not own: what weak events mean for the verdict (verdict.py).
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hardened_ddp.diagnosis.explain.events import Event, Tier
+from hardened_ddp.diagnosis.explain.catalogue import BY_CODE
+from hardened_ddp.diagnosis.explain.events import Event, Line, Tier
 from hardened_ddp.diagnosis.explain.exits import Exit
 
 _SUCCESS = re.compile(
@@ -107,6 +108,16 @@ def _note_progress(
         ending.progress.append(number)
         ending.first_of_progress[number] = before[1]
     newest[shape] = (total, number)
+
+
+def nan_event(endings: Mapping[str, Ending]) -> Event | None:
+    """A run that ends as it should, with a loss that is NaN."""
+    for name, ending in endings.items():
+        if ending.nan:
+            text = ending.nan_text
+            line = Line(file=name, number=ending.nan, text=text, raw=text)
+            return Event(kind="message", tier=Tier.EXCEPTION, line=line, cause=BY_CODE["amp-nan"])
+    return None
 
 
 def without_restarted(exits: Sequence[Exit], endings: dict[str, Ending]) -> list[Exit]:

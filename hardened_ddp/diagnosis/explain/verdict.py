@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from hardened_ddp.diagnosis.explain.catalogue import BY_CODE
 from hardened_ddp.diagnosis.explain.collectives import Finding
-from hardened_ddp.diagnosis.explain.endings import weaken_survived, without_restarted
-from hardened_ddp.diagnosis.explain.events import Event, Line, Tier
+from hardened_ddp.diagnosis.explain.endings import nan_event, weaken_survived, without_restarted
+from hardened_ddp.diagnosis.explain.events import Event, Tier
 from hardened_ddp.diagnosis.explain.evidence import Evidence
 from hardened_ddp.diagnosis.explain.exits import Exit
 from hardened_ddp.diagnosis.explain.guilt import Guilty, place_events, who
@@ -31,7 +31,7 @@ _OF_SIGNAL = {
     -2: "stop-interrupt",
     -1: "stop-sighup",
 }
-_FORCED = -9
+_FORCED, _TERMINATED = -9, -15
 _WEAK = Tier.TEARDOWN + 0.5
 
 
@@ -59,7 +59,7 @@ class Verdict:
 def judge(evidence: Evidence) -> Verdict:
     """Choose the cause among the events."""
     verdict = _judge(evidence)
-    if verdict.kind == "healthy" and (nan := _nan_event(evidence)) is not None:
+    if verdict.kind == "healthy" and (nan := nan_event(evidence.endings)) is not None:
         return Verdict(kind="explained", root=nan, evidence=[nan])
     return verdict
 
@@ -97,6 +97,8 @@ def _judge(evidence: Evidence) -> Verdict:
         return _unknown(evidence, events, total)
     if root.cause is None:
         return _unknown(evidence, events, total, root=root)
+    if _is_closing(root) and any(ended.status != _TERMINATED for ended in failed):
+        return _unknown(evidence, events, total)
     guilty, alike = who(root, events, evidence, finding)
     verdict = Verdict(
         kind="explained",
@@ -113,14 +115,10 @@ def _judge(evidence: Evidence) -> Verdict:
     return verdict
 
 
-def _nan_event(evidence: Evidence) -> Event | None:
-    """A run that ends as it should, with a loss that is NaN."""
-    for name, ending in evidence.endings.items():
-        if ending.nan:
-            text = ending.nan_text
-            line = Line(file=name, number=ending.nan, text=text, raw=text)
-            return Event(kind="message", tier=Tier.EXCEPTION, line=line, cause=BY_CODE["amp-nan"])
-    return None
+def _is_closing(event: Event) -> bool:
+    """Whether a launcher ended this process, because another one had failed."""
+    is_stop = event.cause is BY_CODE["stop-sigterm"]
+    return is_stop and (event.kind == "exit" or "losing " in event.line.text)
 
 
 def _without_events(evidence: Evidence) -> Verdict:

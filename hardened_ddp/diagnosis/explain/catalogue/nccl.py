@@ -16,7 +16,7 @@ CAUSES = (
             r"Timeout at NCCL work: \d+, last enqueued NCCL work",
             r"Some NCCL operations have failed or timed out",
             r"Timeout at collective: \w+, #\d+",
-            r"Received a dump signal due to a collective timeout from (?:this local )?rank",
+            r"Received a dump signal due to a collective timeout from +(?:this local )?rank",
         ),
         tier=Tier.TIMEOUT,
         blame=Blame.NOBODY,
