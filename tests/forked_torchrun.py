@@ -123,7 +123,7 @@ def run_agent(argv: Sequence[str], folder: Path) -> int:
     subprocess_handler.SubprocessHandler._popen = start  # type: ignore[assignment]
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)  # torchrun leaves folders of logs behind
     sys.argv = ["torchrun", *argv]
-    return _status_of(lambda: run.main(list(argv)))
+    return status_of(lambda: run.main(list(argv)))
 
 
 class ForkedRank:
@@ -194,10 +194,10 @@ def run_python(argv: Sequence[str]) -> int:
     # WHY kept: without the script's globals, DDP's destructor would hold the GIL and wait for a
     # thread of gloo that may need it, which in a process of its own happens while that ends.
     kept: list[object] = []
-    return _status_of(lambda: kept.append(run()))
+    return status_of(lambda: kept.append(run()))
 
 
-def _status_of(work: Callable[[], object]) -> int:
+def status_of(work: Callable[[], object]) -> int:
     """Do work; return the exit status of a process that does only that."""
     try:
         work()

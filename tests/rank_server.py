@@ -164,6 +164,11 @@ def run_job(folder: Path, rank: int) -> NoReturn:
             status = importlib.import_module("tests.forked_torchrun").run_agent(job["argv"], folder)
         case "python":
             status = importlib.import_module("tests.forked_torchrun").run_python(job["argv"])
+        case "program":
+            errors = folder / f"errors-{rank}.txt"
+            status = importlib.import_module("tests.forked_programs").run_program(
+                job["argv"], errors
+            )
         case _:
             status = run_target(job, folder, rank)
     end_process(status)

@@ -4,6 +4,7 @@
     finished = train(["--epochs", "1"], 2).ok()            ddp_training.py on 2 ranks
     with start_training([...], 2) as running: ...          the same, to be signalled and killed
     completed = run_command(["torchrun", ...], timeout_s=60)
+    completed = run_program(["python", ...], timeout_s=60) the same in a forked process
 
 Owns: starting ranks, torchrun's environment for them, and the one fork server of the session.
 Does not own: the server (rank_server.py, rank_link.py), ranks under way (running.py), real commands
@@ -13,11 +14,14 @@ What goes wrong here: a rank hangs. Then all are asked for their stacks, killed,
 
 import atexit
 import contextlib
+import os
 import pickle
 import random
 import shlex
 import socket
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +41,7 @@ __all__ = [
     "free_port",
     "run_command",
     "run_forked",
+    "run_program",
     "run_ranks",
     "run_torchrun",
     "start_command",
@@ -191,6 +196,32 @@ def run_torchrun(
     """Run such a torchrun to its end."""
     with start_torchrun(argv, env=env, cwd=cwd) as launched:
         return launched.wait(timeout_s=timeout_s)
+
+
+def run_program(
+    argv: Sequence[str | Path],
+    *,
+    timeout_s: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Completed:
+    """Run a command line of python or torchrun in a forked process: see forked_programs.py."""
+    began_at = time.monotonic()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    with tempfile.TemporaryDirectory(prefix="program-") as temporary:
+        job = {
+            "kind": "program",
+            "argv": [str(word) for word in argv],
+            "env": clean_environment({"PATH": path, "TMPDIR": temporary, **(env or {})}),
+            "cwd": str(cwd or ROOT),
+            "sys_path": sys.path,
+        }
+        folder, running = _start_in_folder([job])
+        with running:
+            finished = running.wait(timeout_s)
+    errors = (folder / "errors-0.txt").read_text(encoding="utf-8", errors="replace")
+    [status], [output] = finished.statuses, finished.outputs
+    return Completed(tuple(map(str, argv)), status, output, errors, time.monotonic() - began_at)
 
 
 def train_as_typed(command: str, *more: str | Path, cwd: Path | None = None) -> Finished:

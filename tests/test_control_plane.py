@@ -16,7 +16,7 @@ from hardened_ddp.ranks.failures import MOST_READ, publish_failure, read_failure
 from hardened_ddp.ranks.heartbeat import ALARM, new_words
 from hardened_ddp.ranks.patient_store import PatientStore
 from hardened_ddp.ranks.phase import Phase
-from tests.ranks import run_command
+from tests.ranks import run_program
 
 HUNG = Report(2, 412, int(Phase.FORWARD), 61.0, 60.0)
 WAITING = Report(0, 412, int(Phase.ALL_REDUCE), 61.0, 540.0)
@@ -136,7 +136,7 @@ def test_a_verdict_on_hundreds_of_ranks_stays_short() -> None:
 
 @pytest.mark.slow
 def test_the_benchmark_measures_each_part_with_few_ranks() -> None:
-    done = run_command(
+    done = run_program(
         ["python", "benchmarks/control_plane.py", "--ranks", "12"], timeout_s=90
     ).ok()
     rows = [line for line in done.stdout.splitlines() if " bar " in line]

@@ -35,7 +35,7 @@ from hardened_ddp.data.worker_fallback import WorkerFallback, WorkerLevel
 from hardened_ddp.errors import LoaderError
 from tests.marks import slow_after
 from tests.plugins import cause_fault
-from tests.ranks import run_command, run_ranks, train
+from tests.ranks import run_program, run_ranks, train
 from tests.run_folder import last_tensors, only_run, read_summary
 from tests.scripted import (
     MARKED,
@@ -574,7 +574,7 @@ def run(folder: Path, *flags: str | Path, world_size: int = 2, **faults: Any) ->
 
 def assert_ledger_is_exact(folder: Path, *, num_left_out: int = 0) -> None:
     command = [sys.executable, "ddp_training.py", "verify-ledger", only_run(folder / "runs")]
-    output = run_command(command, timeout_s=60).ok().stdout
+    output = run_program(command, timeout_s=60).ok().stdout
     assert output.count("40 samples, each exactly once") == 2
     assert output.count(f"{num_left_out} of them left out") == (2 if num_left_out else 0)
 

@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from tests.ranks import run_command
+from tests.ranks import run_program
 
 
 @pytest.mark.slow
 def test_it_prints_the_ratio_and_says_what_is_compared() -> None:
-    done = run_command(["python", "benchmarks/dp_vs_ddp.py", "--quick"], timeout_s=150).ok()
+    done = run_program(["python", "benchmarks/dp_vs_ddp.py", "--quick"], timeout_s=150).ok()
     assert re.search(r"^DDP / (one process|DataParallel) = \d+\.\d\d ", done.stdout, re.MULTILINE)
     if "one process" in done.stdout:
         assert "DataParallel needs them" in done.stdout

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.equal.runs import RUNS
 from benchmarks.equal_weights import Checkout, Kept, differing, hash_tensors
-from tests.commands import run_command
 from tests.processes import ROOT
+from tests.ranks import run_program
 
 COMMAND = ["python", "benchmarks/equal_weights.py"]
 
@@ -58,7 +58,7 @@ def test_what_was_kept_is_taken_for_the_same_commit_only(tmp_path: Path) -> None
 
 
 def test_all_runs_are_listed() -> None:
-    listed = run_command([*COMMAND, "--list"], timeout_s=60).ok().stdout.split()
+    listed = run_program([*COMMAND, "--list"], timeout_s=60).ok().stdout.split()
     assert listed == list(RUNS)
     assert {"3r-hooks-bf16", "memory-shared", "kill", "elastic-2-3"} <= set(listed)
 
@@ -70,14 +70,14 @@ def test_the_same_code_is_equal_and_other_numbers_are_different(tmp_path: Path) 
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "ddp_training.py", copy)
     argv = [*COMMAND, copy, "--only", "raise-shared"]
-    assert "  equal\n1 of 1 runs are equal\n" in run_command(argv, timeout_s=300).ok().stdout
+    assert "  equal\n1 of 1 runs are equal\n" in run_program(argv, timeout_s=300).ok().stdout
     with (copy / "hardened_ddp" / "model" / "schedule.py").open("a", encoding="utf-8") as file:
         file.write(
             "\n\n_rate = learning_rate\n\n\n"
             "def learning_rate(config, **facts):\n"
             "    return _rate(config, **facts) * 1.000001\n"
         )
-    done = run_command([*COMMAND, copy, "--only", "1r"], timeout_s=300)
+    done = run_program([*COMMAND, copy, "--only", "1r"], timeout_s=300)
     assert done.status == 1
     assert "  DIFFERENT: model." in done.stdout
     assert "0 of 1 runs are equal" in done.stdout

@@ -13,7 +13,7 @@ from drills.runner import Drills
 from drills.work import Work
 from tests.forked_drills import forked_drills
 from tests.processes import ROOT
-from tests.ranks import run_command, train
+from tests.ranks import run_program, train
 from tests.run_folder import only_run, read_summary
 
 EXAMPLES = ROOT / "examples"
@@ -61,7 +61,7 @@ def test_an_example_learns_what_it_says(example: str, tmp_path: Path) -> None:
     if example == "language_model":
         train(["export", run, "--output", tmp_path / "x"], launcher="none").ok()
         sample = ["python", "-m", "examples.language_model.gpt", str(tmp_path / "x")]
-        text = run_command(sample, timeout_s=120).ok().stdout
+        text = run_program(sample, timeout_s=120).ok().stdout
         assert text.startswith("The ")
         words = [f" {word} " for word in ("the", "is", "of", "to", "a", "in", "and")]
         assert sum(text.count(word) for word in words) >= 3, text

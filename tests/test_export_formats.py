@@ -17,7 +17,7 @@ from hardened_ddp.export import formats
 from hardened_ddp.export.export import export_model
 from hardened_ddp.training.rebuild import model_tensors, rebuild_model
 from tests.processes import ROOT
-from tests.ranks import run_command, train
+from tests.ranks import run_program, train
 from tests.run_folder import only_run
 
 
@@ -48,7 +48,7 @@ def wanted(run: Path, inputs: torch.Tensor) -> torch.Tensor:
 
 def export(run: Path, form: str, output: Path) -> Path:
     argv = ["python", "ddp_training.py", "export", run, "--format", form, "--output", output]
-    done = run_command(argv, timeout_s=120).ok()
+    done = run_program(argv, timeout_s=120).ok()
     assert f"exported to {output}" in done.stdout
     assert (output / "README.md").read_text(encoding="utf-8").isascii()
     assert {path.stat().st_mode & 0o777 for path in output.iterdir()} == {0o666 & ~umask()}
@@ -93,7 +93,7 @@ def test_torch_export_is_a_program_without_this_code(
         f"torch.save(logits.detach(), r'{tmp_path / 'logits.pt'}')\n"
         "assert not any(name.startswith('hardened_ddp') for name in sys.modules)\n"
     )
-    run_command(["python", "-c", code], timeout_s=60, cwd=tmp_path).ok()
+    run_program(["python", "-c", code], timeout_s=60, cwd=tmp_path).ok()
     logits = torch.load(tmp_path / "logits.pt")
     assert torch.allclose(logits, wanted, rtol=1e-4, atol=1e-5)
 

@@ -21,6 +21,7 @@ from tests.ranks import (
     free_port,
     kill_running,
     run_command,
+    run_program,
     run_ranks,
     start_command,
     start_ranks,
@@ -278,6 +279,27 @@ def test_a_command_that_ends_too_early_tells_its_status() -> None:
     assert (completed.status, completed.stderr) == (3, "words\n")
     with pytest.raises(AssertionError, match="words"):
         completed.ok()
+
+
+def test_a_forked_program_has_its_own_modules_and_forks_the_programs_that_it_starts(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "hardened_ddp.py").write_text("")
+    (tmp_path / "second.py").write_text(
+        "import os, sys, hardened_ddp\n"
+        "print(hardened_ddp.__file__, sys.argv[1], os.getcwd(), 'torch' in sys.modules)\n"
+        "sys.exit('its last words')\n"
+    )
+    (tmp_path / "first.py").write_text(
+        "import subprocess, sys\n"
+        "argv = [sys.executable, '-u', 'second.py', 'word']\n"
+        "done = subprocess.run(argv, capture_output=True, text=True, cwd=sys.path[0])\n"
+        "print(done.stdout, end=''); print(done.stderr, end='', file=sys.stderr)\n"
+        "sys.exit(done.returncode + 4)\n"
+    )
+    done = run_program(["python", tmp_path / "first.py"], timeout_s=30)
+    assert done.stdout == f"{tmp_path / 'hardened_ddp.py'} word {tmp_path} True\n", done.output
+    assert (done.stderr, done.status) == ("its last words\n", 5)
 
 
 def test_a_free_port_can_be_bound() -> None:

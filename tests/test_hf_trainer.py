@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ROOT
-from tests.ranks import run_command
+from tests.ranks import run_program
 
 SCRIPT = ROOT / "examples" / "hf_trainer" / "train.py"
 
@@ -19,7 +19,7 @@ def test_it_learns_the_digits_on_one_process_and_with_torchrun(ranks: int, tmp_p
     pytest.importorskip("accelerate", reason="needs requirements-extras.txt")
     launcher = ["torchrun", "--standalone", "--nproc_per_node=2"] if ranks == 2 else ["python"]
     argv = [*launcher, str(SCRIPT), "--cpu_only", "--epochs", "2"]
-    done = run_command(argv, timeout_s=170, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"}).ok()
+    done = run_program(argv, timeout_s=170, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"}).ok()
     assert f"{ranks} ranks, 360 test samples" in done.stdout
     result = json.loads((tmp_path / "runs" / "hf_trainer" / "eval_results.json").read_text())
     assert result["eval_accuracy"] > 0.9

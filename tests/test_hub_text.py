@@ -16,7 +16,7 @@ from hardened_ddp.model.huggingface import TextModel, build_from_config
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.model import ModelConfig
 from hardened_ddp.training.rebuild import model_tensors, rebuild_model
-from tests.ranks import run_command, train
+from tests.ranks import run_program, train
 from tests.run_folder import last_tensors, only_run, read_summary
 
 pytest.importorskip("transformers", reason="needs requirements-extras.txt")
@@ -105,7 +105,7 @@ def test_a_causal_model_learns_to_count_and_is_evaluated(tmp_path: Path) -> None
     assert summary["test_token_accuracy"] > 0.95
     assert last_tensors(tmp_path / "runs")
     command = ["python", "ddp_training.py", "evaluate", str(run)]
-    text = run_command(command, timeout_s=90).ok().output
+    text = run_program(command, timeout_s=90).ok().output
     assert f"perplexity {summary['test_perplexity']:.4g}" in text
     check_exports(run, tmp_path)
 

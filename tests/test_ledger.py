@@ -8,7 +8,7 @@ import pytest
 
 from hardened_ddp.data.ledger import Done, LedgerWriter, next_start, verify_ledger
 from hardened_ddp.errors import RunFolderError
-from tests.ranks import run_command, start_training, train
+from tests.ranks import run_program, start_training, train
 from tests.run_folder import find_checkpoints, only_run
 
 STEADY: list[str | Path] = ["--cpu_only", "--batch_size", "12", "--epochs", "2", "--ledger"]
@@ -127,7 +127,7 @@ def test_each_sample_once_over_a_kill_and_other_numbers_of_ranks(tmp_path: Path)
         running.wait(40)
     train([*argv, "--resume", run], 1).ok()
     verify = ["python", "ddp_training.py", "verify-ledger", str(run)]
-    completed = run_command(verify, timeout_s=20).ok()
+    completed = run_program(verify, timeout_s=20).ok()
     assert completed.stdout.count("1437 samples, each exactly once") == 2
     newest = sorted((run / "ledger").iterdir())[-1]
     os.truncate(newest, newest.stat().st_size - 1)

@@ -13,7 +13,7 @@ from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.first_mistakes import FirstMistakes
 from hardened_ddp.task.segmentation import Segmentation
 from hardened_ddp.task.tokens import Tokens
-from tests.ranks import run_command, train
+from tests.ranks import run_program, train
 from tests.test_task import batch_of
 
 
@@ -34,7 +34,7 @@ def test_a_step_dispatches_little_more_than_the_bare_loop_and_waits_for_one_flag
 
 @pytest.mark.slow
 def test_the_command_prints_each_figure_beside_its_bar() -> None:
-    done = run_command(["python", "benchmarks/step_ops.py", "--work", "mlp"], timeout_s=400)
+    done = run_program(["python", "benchmarks/step_ops.py", "--work", "mlp"], timeout_s=400)
     assert done.stdout.count("PASS") + done.stdout.count("MISS") == len(step_ops.BARS)
     assert done.status == ("MISS" in done.stdout)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.step_trace import Watch
-from tests.commands import run_command
+from tests.ranks import run_program
 
 CODE = """
 import contextlib
@@ -86,7 +86,7 @@ def test_an_environment_in_the_checkout_is_not_ours(
 
 @pytest.mark.slow
 def test_it_counts_a_step_a_save_and_a_resume() -> None:
-    done = run_command(["python", "benchmarks/step_path.py", "--verbose"], timeout_s=400).ok()
+    done = run_program(["python", "benchmarks/step_path.py", "--verbose"], timeout_s=400).ok()
     figures = re.findall(r"^  (\w+) +(\d+) .* PASS$", done.stdout, re.MULTILINE)
     step = ["frames", "files", "functions"]
     assert [name for name, _ in figures] == [*step, *step, "save", "resume"], done.stdout

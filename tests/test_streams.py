@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.ranks import run_command, start_training, train
+from tests.ranks import run_program, start_training, train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, samples_by_step
 
 STREAM: list[str | Path] = ["--cpu_only", "--dataset", "tests.plugins:point_stream"]
@@ -21,7 +21,7 @@ def arguments(**given: object) -> list[str | Path]:
 
 
 def ledger_of(run: Path) -> str:
-    done = run_command(["python", "ddp_training.py", "verify-ledger", str(run)], timeout_s=60)
+    done = run_program(["python", "ddp_training.py", "verify-ledger", str(run)], timeout_s=60)
     return done.ok().stdout
 
 

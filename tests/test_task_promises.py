@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.marks import slow_after
-from tests.ranks import run_command, train
+from tests.ranks import run_program, train
 from tests.run_folder import last_tensors, only_run, read_summary, samples_by_step
 
 Words = list[str | Path]
@@ -58,7 +58,7 @@ def test_other_numbers_of_ranks_take_the_same_samples_and_measure_the_same(
         output = tmp_path / f"{world_size}.json"
         command = ["torchrun", "--standalone", f"--nproc_per_node={world_size}"]
         command += ["ddp_training.py", "evaluate", str(runs[1]), "--output", str(output)]
-        text = run_command(command, timeout_s=90).ok().output
+        text = run_program(command, timeout_s=90).ok().output
         assert "13 samples" in text
         figures.append(text.split("test set")[-1].split("report")[0])
     assert figures[0] == figures[1]

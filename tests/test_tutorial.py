@@ -8,7 +8,7 @@ import pytest
 
 from tests.documents import commands_of, text_of
 from tests.processes import ROOT
-from tests.ranks import run_command, run_torchrun
+from tests.ranks import run_program, run_torchrun
 from tests.test_docs import ELSEWHERE, typed_elsewhere
 
 SCRIPTS = sorted((ROOT / "examples" / "tutorial").glob("*.py"))
@@ -104,7 +104,7 @@ def test_a_chapter_breaks_and_mends_as_it_says(number: int, tmp_path: Path) -> N
     for typed in RUNS[number]:
         if number == 1:
             script = ROOT / "examples" / "tutorial" / typed.words
-            done = run_command(["python", script], timeout_s=120, cwd=tmp_path)
+            done = run_program(["python", script], timeout_s=120, cwd=tmp_path)
         else:
             script, *flags = typed.words.split()
             words = ["--standalone", "--nproc_per_node=2", ROOT / "examples/tutorial" / script]
