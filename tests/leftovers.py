@@ -44,6 +44,7 @@ _OWN_TOOLS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # Set for good by libraries when they are first imported, or by pytest itself.
 _OWN_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TF_CPP_", SESSION_MARK)
+_OWN_VARIABLES += ("CUDA_MODULE_LOADING",)  # some versions of torch, at the first use of a GPU
 _OWN_THREADS = ("_DummyThread", "TMonitor")  # C++ threads that ran Python; tqdm's one per process
 
 

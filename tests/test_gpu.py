@@ -72,6 +72,11 @@ def test_a_state_is_copied_while_the_gpu_is_stuck() -> None:
         "step": torch.zeros((), device=device),
     }
     expected = {name: tensor.cpu() for name, tensor in state.items()}
+    # WHY: to load a kernel may wait for the whole device
+    torch.cuda._sleep(1)  # type: ignore[no-untyped-call]  # cycles
+    for tensor in state.values():
+        tensor.add_(0)
+    torch.cuda.synchronize()
     torch.cuda._sleep(1 << 33)  # type: ignore[no-untyped-call]  # cycles: seconds, as an all-reduce
     before = DeviceEvent()
     for tensor in state.values():
