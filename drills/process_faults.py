@@ -109,6 +109,16 @@ def _starts() -> Iterator[Fault]:
         min_ranks=2,
     )
     yield Fault(
+        name="unresolvable-host",
+        text="the name of rank 0's host can't be resolved",
+        outside="unresolvable host",
+        ends="stops",
+        code="DDP-G01",
+        says=("can't be resolved",),
+        flags=HANGS,
+        min_ranks=2,
+    )
+    yield Fault(
         name="missing-rank",
         text="one rank never starts",
         outside="missing rank",

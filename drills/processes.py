@@ -21,6 +21,7 @@ from typing import Protocol
 from hardened_ddp.ranks.process import stat_fields
 
 SCRIPT = Path(__file__).resolve().parents[1] / "ddp_training.py"
+HOST = "127.0.0.1"
 MARK = "HARDENED_DDP_DRILL"
 SHARED_MEMORY = Path("/dev/shm")
 _LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "GROUP_", "ROLE_", "MASTER_", "OMPI_", "PMI", "MPI_")
@@ -47,10 +48,16 @@ class Ranks(Protocol):
 
 
 class Starter(Protocol):
-    """Starts ranks. missing: that many of the last ones are not started."""
+    """Starts ranks. missing: that many of the last ones are not started. host: of rank 0."""
 
     def __call__(
-        self, flags: Sequence[str], *, num_ranks: int, port: int, missing: int = 0
+        self,
+        flags: Sequence[str],
+        *,
+        num_ranks: int,
+        port: int,
+        missing: int = 0,
+        host: str = HOST,
     ) -> Ranks: ...
 
 
@@ -132,7 +139,13 @@ class Launcher:
         self._env, self._log, self._by_torchrun = env, log, by_torchrun
 
     def __call__(
-        self, flags: Sequence[str], *, num_ranks: int, port: int, missing: int = 0
+        self,
+        flags: Sequence[str],
+        *,
+        num_ranks: int,
+        port: int,
+        missing: int = 0,
+        host: str = HOST,
     ) -> Processes:
         mark = uuid.uuid4().hex
         script = [str(SCRIPT), *flags]
@@ -146,14 +159,14 @@ class Launcher:
         ranks = range(num_ranks - missing)
         return Processes(
             [[sys.executable, *script] for _ in ranks],
-            [own | variables(rank, num_ranks, port) for rank in ranks],
+            [own | variables(rank, num_ranks, port, host=host) for rank in ranks],
             self._log,
             mark=mark,
             is_torchrun=False,
         )
 
 
-def variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+def variables(rank: int, num_ranks: int, port: int, *, host: str = HOST) -> dict[str, str]:
     """Return the variables that torchrun sets for a rank."""
     return {
         "RANK": str(rank),
@@ -161,7 +174,7 @@ def variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
     }
 

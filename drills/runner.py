@@ -13,12 +13,16 @@ from drills.compare import Attempt, Record, Verdict, judge
 from drills.fault import Fault
 from drills.injections import Board
 from drills.outside import Outside, occupied
-from drills.processes import Ranks, Starter, free_port
+from drills.processes import HOST, Ranks, Starter, free_port
 from drills.work import Work
 from hardened_ddp.reporting.summary import finished_at
 
 NO_FAULT = Fault(name="undisturbed", text="nothing happens")
 MAX_STARTS = 3
+CAN_NOT_START = ("port taken", "missing rank", "unresolvable host")
+NO_HOST = "rank-0.invalid"
+"""A name that no name server may know."""
+
 """Of one run; with several faults, one more for each."""
 
 START_LIMIT_S = 120.0
@@ -75,12 +79,15 @@ class Drills:
             for path in board.folder.glob("digest-*"):
                 path.unlink()
             is_first = not record.attempts
-            can_not_start = is_first and fault.outside in ("port taken", "missing rank")
+            can_not_start = is_first and fault.outside in CAN_NOT_START
             outside.has_acted |= can_not_start
             port = free_port()
             with occupied(port) if can_not_start and "port" in fault.outside else nullcontext():
                 missing = int(can_not_start and "rank" in fault.outside)
-                ranks = starter(flags, num_ranks=self.work.num_ranks, port=port, missing=missing)
+                host = NO_HOST if can_not_start and "host" in fault.outside else HOST
+                ranks = starter(
+                    flags, num_ranks=self.work.num_ranks, port=port, missing=missing, host=host
+                )
                 self._watch(ranks, outside, record)
             if finished_at(run) is None:
                 outside.prepare_next_start()

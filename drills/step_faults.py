@@ -9,7 +9,7 @@ from drills.injections import Injection
 
 def all_step_faults() -> Iterator[Fault]:
     """Yield all of them."""
-    for family in (_errors, _memory, _numbers, _waits, _places):
+    for family in (_errors, _memory, _numbers, _waits, _models, _places):
         yield from family()
 
 
@@ -162,10 +162,41 @@ def _waits() -> Iterator[Fault]:
             min_ranks=2,
         )
     yield Fault(
+        name="slow-storage",
+        text="reading a sample takes 33 seconds on one rank, which is allowed to take any time",
+        injections=(Injection(kind="sleep", phase="data", ranks=LAST, seconds=33.0),),
+        flags=("--loader_timeout_s", "0", *WATCHED),
+        says=("slow storage: rank", "the data came after"),
+    )
+
+
+def _models() -> Iterator[Fault]:
+    """What a model does beside its numbers: collectives of its own, buffers."""
+    yield Fault(
         name="forward-collective",
         text="the model calls a collective in each forward, as SyncBatchNorm does",
         injections=(Injection(kind="collective", phase="forward", step=0, ranks=ALL, lasts=True),),
         says=("the model's forward runs collectives (all_reduce in",),
+        min_ranks=2,
+    )
+    yield Fault(
+        name="uneven-collective",
+        text="the model calls a collective in each forward, and a rank could lack a forward: "
+        "refused",
+        injections=(Injection(kind="collective", phase="forward", step=0, ranks=ALL, lasts=True),),
+        flags=("--continue_on_error",),
+        ends="stops",
+        code="DDP-M01",
+        says=("in which all ranks wait for each other",),
+        min_ranks=2,
+    )
+    yield Fault(
+        name="late-buffer",
+        text="a buffer of the model begins to change at some step, differently on each rank",
+        injections=(Injection(kind="move a buffer", phase="forward", ranks=ALL, lasts=True),),
+        flags=("--check_replicas_every", "5"),
+        says=("buffers began to change in forward",),
+        keeps="equal replicas",
         min_ranks=2,
     )
 

@@ -34,6 +34,8 @@ from hardened_ddp.ranks.launch import environment, read_launch
 from hardened_ddp.settings.data import DataConfig
 from hardened_ddp.settings.model import ModelConfig
 
+BUFFER = "drill_average"
+
 
 class Moments:
     """Knows the current step of this process, and which faults are due."""
@@ -49,6 +51,10 @@ class Moments:
             for number, injection in enumerate(board.injections())
             if injection.is_for(launch.rank, launch.world_size)
         }
+
+    def has(self, kind: str) -> bool:
+        """Return whether there is such a fault in this process."""
+        return any(injection.kind == kind for injection in self._injections.values())
 
     def due(self, phase: str) -> list[tuple[int, Injection]]:
         """Return the faults whose moment is now, each once unless it lasts."""
@@ -101,6 +107,8 @@ def model(
     config = ModelConfig(model=inner, model_args=inner_args or {})
     network = build_model(config, num_classes=num_classes, input_shape=tuple(input_shape))
     moments = moments_of(board)
+    if moments.has("move a buffer"):
+        network.register_buffer(BUFFER, torch.zeros(4))
     _watch_forward(network, moments)
     _watch_optimizer(network, moments)
     atexit.register(_leave_digest, network, moments)
@@ -211,7 +219,10 @@ def _watch_forward(network: nn.Module, moments: Moments) -> None:
 
     def before(module: nn.Module, inputs: Any) -> None:
         for number, injection in moments.due("forward" if module.training else "evaluation"):
-            injectors.do(injection, moments, number)
+            if injection.kind == "move a buffer":
+                module.get_buffer(BUFFER).add_(moments.rank + 1)
+            else:
+                injectors.do(injection, moments, number)
 
     def after(module: nn.Module, inputs: Any, output: Any) -> Any:
         if not module.training or not torch.is_grad_enabled():

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from drills.fault import Fault
-from drills.processes import SCRIPT, Ranks, Starter, await_end
+from drills.processes import HOST, SCRIPT, Ranks, Starter, await_end
 from drills.runner import OUTPUT_NAME, Drills
 from drills.work import Work
 from tests.processes import kill, list_pids, read_process
@@ -82,13 +82,19 @@ class Forked:
         self._log, self._by_torchrun = log, by_torchrun
 
     def __call__(
-        self, flags: Sequence[str], *, num_ranks: int, port: int, missing: int = 0
+        self,
+        flags: Sequence[str],
+        *,
+        num_ranks: int,
+        port: int,
+        missing: int = 0,
+        host: str = HOST,
     ) -> Ranks:
         if self._by_torchrun:
             argv = ["torchrun", "--standalone", f"--nproc_per_node={num_ranks}"]
             argv += ["--max_restarts=3", str(SCRIPT), *flags]
             return ForkedTorchrun(start_torchrun(argv), self._log)
-        env = {"MASTER_PORT": str(port)}
+        env = {"MASTER_PORT": str(port), "MASTER_ADDR": host}
         return ForkedRanks(start_training(flags, num_ranks, env=env, missing=missing), self._log)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from hardened_ddp.step.boundary import Boundaries
+from hardened_ddp.step.boundary import Boundaries, DeviceEvent
 from hardened_ddp.step.progress import Progress
 from tests.ranks import start_training, train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, step_of
@@ -105,6 +105,18 @@ def test_at_most_the_step_under_way_is_lost(
     env, run = plan(tmp_path / "again"), only_run(tmp_path / "runs")
     train([*argv, "--resume", run], world_size, env=env).ok()
     assert last_tensors(tmp_path / "runs") == undisturbed(world_size)
+
+
+def test_a_wait_for_the_device_blocks_and_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, bool]] = []
+
+    def event(**flags: bool) -> SimpleNamespace:
+        made.append(flags)
+        return SimpleNamespace(record=lambda: None)
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    DeviceEvent()
+    assert made == [{"blocking": True}], "else each rank takes a core of the loader's workers"
 
 
 class Switch:
