@@ -101,6 +101,11 @@ LOGS = {
     "step 4 loss 3.1\nstep 5 loss 3.0\n",
     "an error of the profiler": "ERROR:2026-11-22 08:08:33 1:1 CuptiActivityProfiler.cpp:1243] CUPTI "
     "initialization failed\nepoch 1\nepoch 2\n",
+    "a loader that is taken down": "step 10 loss 2.0\nterminate called without an active exception\n"
+    "Exception ignored in: <function _Iter.__del__ at 0x7f>\nTraceback (most recent call last):\n"
+    '  File "/opt/env/lib/python3.11/site-packages/torch/utils/data/dataloader.py", line 9, in __del__\n'
+    "    self._shutdown_workers()\nAssertionError: can only join a child process\n"
+    "step 11 loss 1.9\nstep 12 loss 1.8\n",
     "a restart that succeeded": '[rank1]: Traceback (most recent call last):\n[rank1]:   File "/x/t.py", line 3, in '
     "<module>\n[rank1]:     f()\n[rank1]: RuntimeError: flake\n"
     "E1122 08:08:33.1 9 torch/distributed/elastic/multiprocessing/api.py:826] failed (exitcode: 1) local_rank: 1 "

@@ -241,6 +241,11 @@ class TestRanks:
         text = "".join(f"[2026-11-22 08:08:33,1][ERROR] {line}\n" for line in SIZES.splitlines())
         assert code_of(explain_text(text, tmp_path)) == "checkpoint-size"
 
+    def test_a_killed_rank_in_the_words_of_torch_1(self, tmp_path: Path) -> None:
+        text = "Child process 17057 (local_rank 2) FAILED (exitcode -9)\n"
+        found = explain_text("epoch 1\n" + text, tmp_path)
+        assert (code_of(found), rank_of(found)) == ("killed-sigkill", 2)
+
     def test_the_ranks_that_torchrun_ends_are_a_consequence(self, tmp_path: Path) -> None:
         """Their own log does not say why the first one failed, and nobody told the job to stop."""
         text = "W1122 08:08:33.1 9 x/api.py:900] Sending process 4000 closing signal SIGTERM\n"

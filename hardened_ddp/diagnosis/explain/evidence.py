@@ -52,6 +52,11 @@ class Evidence:
         """Whether a file ends with words of success."""
         return any(ending.success for ending in self.endings.values())
 
+    def goes_well(self, line: Line) -> bool:
+        """Whether training went on after a line, or a file ends with words of success."""
+        ending = self.endings.get(line.file)
+        return self.ends_well or (ending is not None and ending.goes_on_after(line.number))
+
     def event_of(self, raised: Raised | None) -> Event | None:
         """Find the event of an exception that came shortly before."""
         newest = reversed(self.events[-8:])

@@ -27,6 +27,10 @@ _SINGLE = (
         r"on signal (?P<number>\d+)"
     ),
     re.compile(r"srun: error: (?P<host>[\w.-]+): tasks? (?P<tasks>[\d,-]+): (?P<words>.+)"),
+    re.compile(
+        r"Child process (?P<pid>\d+) \(local_rank (?P<local>\d+)\) FAILED "
+        r"\(exitcode (?P<status>-?\d+)\)"
+    ),
     re.compile(r"exits with return code = (?P<status>-?\d+)"),
     re.compile(r"Child process with PID (?P<pid>\d+) terminated with code (?P<status>-?\d+)"),
 )

@@ -16,7 +16,8 @@ _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u200b\ufeff]")
 _CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
 _DATED = re.compile(
-    rf"\[?(?P<date>\d{{4}}[-/]\d\d[-/]\d\d)[T _](?P<clock>{_CLOCK})(?:Z| ?[+-]\d\d:?\d\d)?\]?"
+    rf"\[?(?P<date>\d{{4}}[-/]\d\d[-/]\d\d|\d\d/\d\d/\d{{4}})[T _](?P<clock>{_CLOCK})"
+    r"(?:Z| ?[+-]\d\d:?\d\d)?\]?"
     r"(?: std(?:err|out) [FP])?(?: ?[-|,:]+ ?| |$|(?=\[))"
 )
 _CLOCKED = re.compile(rf"\[?(?P<clock>{_CLOCK})\]?(?: ?[-|:]+ ?| )(?=.*\S)")

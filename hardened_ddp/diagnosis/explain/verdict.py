@@ -87,8 +87,8 @@ def _judge(evidence: Evidence) -> Verdict:
     if not events and not failed:
         return _without_events(evidence)
     root = _root(events, evidence)
-    if root is None or (root.is_weak and not failed and evidence.ends_well):
-        if evidence.ends_well and not failed:
+    if root is None or (root.is_weak and not failed and evidence.goes_well(root.line)):
+        if (root is not None or evidence.ends_well) and not failed:
             return Verdict(kind="healthy", num_echoes=total)
         return _unknown(evidence, events, total)
     if root.is_weak and root.kind == "message" and not failed:
