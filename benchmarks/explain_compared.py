@@ -3,6 +3,9 @@
 
     python benchmarks/explain_compared.py                 23 jobs, about 5 minutes
     python benchmarks/explain_compared.py NAME ...        some of them
+    python benchmarks/explain_compared.py --keep FOLDER   keeps what the jobs print
+    python benchmarks/explain_compared.py --logs FOLDER --nvrx PYTHON
+                                                          NVRx's restart agent on kept outputs
 
 Each job is a reproducer of the tests with two or three ranks (tests/explain/failing_*.py), started
 by a real torchrun. Its main function is decorated with @record, as torch's documentation advises,
@@ -13,6 +16,9 @@ What is compared, against what is known of each reproducer:
 - rank: is the guilty rank named, where one is to blame? Where the log can't tell, or all ranks
   fail alike, none should be.
 - cause: torchrun names none, but its block may hold the text of the exception that is the cause.
+
+--nvrx takes the Python of an environment that has nvidia-resiliency-ext 0.7 or newer. Its restart
+agent is asked without a language model (--disable-l1): what remains is its deterministic part.
 """
 
 import argparse
@@ -22,6 +28,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,11 +62,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--keep", type=Path, help="write the output of each job to this folder")
+    parser.add_argument("--logs", type=Path, help="a folder of --keep, instead of running the jobs")
+    parser.add_argument("--nvrx", help="a Python that has nvidia-resiliency-ext; needs --logs")
     options = parser.parse_args()
     cases = {name: case for name, case in reproducers.load().items() if case.num_ranks > 1}
     if options.as_rank:
         be_rank(cases[options.names[0]])
         return 0
+    if options.nvrx:
+        return compare_nvrx(options.nvrx, options.logs, cases)
     right = {"torchrun": 0, "explain": 0}
     unfounded = dict(right)
     causes = dict(right)
@@ -68,7 +80,10 @@ def main() -> int:
     names = options.names or list(cases)
     for name in names:
         case = cases[name]
-        output = run_job(case)
+        output = (options.logs / f"{name}.log").read_text() if options.logs else run_job(case)
+        if options.keep:
+            options.keep.mkdir(parents=True, exist_ok=True)
+            (options.keep / f"{name}.log").write_text(output)
         by_torchrun, by_explain = ask_torchrun(output), ask_explain(output)
         for tool, answer in (("torchrun", by_torchrun), ("explain", by_explain)):
             right[tool] += answer.judged(case.guilty) in ("right", "none")
@@ -87,6 +102,42 @@ def main() -> int:
             f"{unfounded[tool]}, cause told {causes[tool]} of {len(names)}"
         )
     return 0
+
+
+def compare_nvrx(python: str, logs: Path, cases: Mapping[str, reproducers.Reproducer]) -> int:
+    """Ask NVRx's restart agent, and explain, about kept outputs; print a table."""
+    print("| job | guilty | NVRx: rank | NVRx: class | NVRx: decision | explain: rank |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    right = {"NVRx": 0, "explain": 0}
+    unfounded = dict(right)
+    for name, case in cases.items():
+        log = logs / f"{name}.log"
+        by_nvrx, decision = ask_nvrx(python, log)
+        by_explain = ask_explain(log.read_text())
+        for tool, answer in (("NVRx", by_nvrx), ("explain", by_explain)):
+            right[tool] += answer.judged(case.guilty) in ("right", "none")
+            unfounded[tool] += answer.judged(case.guilty).startswith(("wrong", "names"))
+        guilty = "nobody" if case.guilty is None else f"rank {case.guilty}"
+        print(
+            f"| {name} | {guilty} | {by_nvrx.judged(case.guilty)} | {by_nvrx.cause} | {decision} "
+            f"| {by_explain.judged(case.guilty)} |"
+        )
+    print({"right or rightly left out": right, "named without ground": unfounded})
+    return 0
+
+
+def ask_nvrx(python: str, log: Path) -> tuple[Answer, str]:
+    """Give the rank, the class of failure and the decision of NVRx's restart agent."""
+    command = [python, "-m", "nvidia_resiliency_ext.attribution.restart_agent.cli"]
+    command += ["--disable-l1", str(log)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT_S)
+    if done.returncode:
+        raise SystemExit(f"{log}: NVRx failed\n{done.stderr[-2000:]}")
+    answer = json.loads(done.stdout)
+    failure = answer.get("primary_failure") or {}
+    rank = str(failure.get("rank") or "")
+    named = int(rank) if rank.isdigit() else None
+    return Answer(named, failure.get("failure_class") or "nothing"), str(answer["decision"])
 
 
 def be_rank(case: reproducers.Reproducer) -> None:

@@ -1,8 +1,11 @@
 """benchmarks/explain_compared.py: what it reads in torchrun's last block, and how it judges."""
 
+import json
+from pathlib import Path
+
 import pytest
 
-from benchmarks.explain_compared import Answer, ask_torchrun
+from benchmarks.explain_compared import Answer, ask_nvrx, ask_torchrun
 
 BLOCK = """\
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
@@ -49,3 +52,21 @@ def test_a_rank_is_judged_by_what_the_reproducer_knows(
     named: int | None, guilty: int | None, judged: str
 ) -> None:
     assert Answer(named, "").judged(guilty) == judged
+
+
+@pytest.mark.parametrize(
+    ("failure", "answer"),
+    [
+        ({"rank": "3", "failure_class": "observed_exception"}, Answer(3, "observed_exception")),
+        ({"rank": None, "failure_class": None}, Answer(None, "nothing")),
+        (None, Answer(None, "nothing")),
+    ],
+)
+def test_what_nvrx_answers(
+    failure: dict[str, object] | None, answer: Answer, tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    reply = json.dumps({"decision": "RESTART", "primary_failure": failure})
+    python.write_text(f"#!/bin/sh\necho '{reply}'\n")
+    python.chmod(0o755)
+    assert ask_nvrx(str(python), tmp_path / "x.log") == (answer, "RESTART")
