@@ -9,14 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from drills.digest import digest_of
 from drills.fault import Fault
-from drills.injections import Board
+from drills.injections import DEPENDS_ON_PARTS, Board
 from hardened_ddp.checkpoint.verify import find_newest, load_checkpoint
 from hardened_ddp.diagnosis.ledger_check import check_ledger
 from hardened_ddp.errors import HardenedError
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
+from hardened_ddp.training.rebuild import MODEL_PREFIX
 from hardened_ddp.training.run_lock import LOCK_NAME
+
+_ROUNDING = 1e-3
+"""Of the size of the weights. A few dozen steps make it 1e-7 to 1e-5; one wrong gradient, 1e-2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,13 @@ class Record:
         """Return the hash of the last checkpoint's weights and optimizer state."""
         newest, _ = find_newest(self.folder / CHECKPOINTS_NAME)
         return "" if newest is None else digest_of(load_checkpoint(newest)[0])
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Return the floating point weights of the last checkpoint."""
+        newest, _ = find_newest(self.folder / CHECKPOINTS_NAME)
+        tensors = {} if newest is None else load_checkpoint(newest)[0]
+        names = [n for n, t in tensors.items() if n.startswith(MODEL_PREFIX)]
+        return {name: tensors[name] for name in names if tensors[name].is_floating_point()}
 
     def digests(self) -> list[str]:
         """Return the hash of each rank's replica."""
@@ -102,6 +115,9 @@ def judge(fault: Fault, run: Record, reference: Record) -> Verdict:
     if "Traceback" in run.output and not fault.outside.startswith("torchrun"):
         problems.append("a traceback was printed")
     digests = run.digests()
+    is_near, difference = distance(fault, run, reference)
+    if not is_near:
+        problems.append(f"the weights are {difference}")
     are_equal = len(set(digests)) == 1 and "none" not in digests
     is_same = bool(run.weights()) and run.weights() == reference.weights()
     if not are_equal:
@@ -115,6 +131,8 @@ def judge(fault: Fault, run: Record, reference: Record) -> Verdict:
         problems.append(f"{LOCK_NAME} was left in the run folder")
     same = "" if is_same else "not "
     same += "equal to the undisturbed run, bit for bit"
+    if difference and not is_same:
+        same = difference
     return Verdict(
         fault=fault,
         ended="; the same command again: ".join(map(_describe, run.attempts)),
@@ -124,6 +142,23 @@ def judge(fault: Fault, run: Record, reference: Record) -> Verdict:
         lost_s=max(0.0, run.wall_s - reference.wall_s),
         problems=tuple(problems),
     )
+
+
+def distance(fault: Fault, run: Record, reference: Record) -> tuple[bool, str]:
+    """Return whether the weights are as near to the undisturbed ones as expected, and how near.
+
+    WHY not if the model depends on the parts of a batch: dropout draws other numbers for halves,
+    and BatchNorm has other means, so that the weights differ by more than rounding.
+    """
+    if fault.keeps != "near weights" or run.board.has(DEPENDS_ON_PARTS):
+        return True, ""
+    ours, others = run.parameters(), reference.parameters()
+    if not ours or ours.keys() != others.keys():
+        return False, "not those of the undisturbed run"
+    apart = sum(float((ours[n].double() - others[n].double()).square().sum()) for n in ours)
+    size = sum(float(tensor.double().square().sum()) for tensor in others.values())
+    share = (apart / size) ** 0.5
+    return share <= _ROUNDING, f"{share:.0e} of their size away from the undisturbed run"
 
 
 def _check_ends(fault: Fault, attempts: Sequence[Attempt]) -> list[str]:

@@ -18,7 +18,13 @@ WATCHED = ("--hang_after_s", "1.5")
 """Settings for a drill in which a rank hangs inside of a step."""
 
 Ends = Literal["continues", "saves", "stops", "restarts", "several starts"]
-Keeps = Literal["same weights", "equal replicas"]
+Keeps = Literal["same weights", "near weights", "equal replicas"]
+
+_KEPT = {
+    "same weights": "the same weights",
+    "near weights": "the same weights but for rounding",
+    "equal replicas": "equal replicas",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +47,8 @@ class Fault:
     """More texts that the user reads; SAMPLE stands for the index of the bad sample."""
 
     keeps: Keeps = "same weights"
-    """equal replicas: rounding may differ, because the order or the parts of a sum changed."""
+    """near weights: only rounding differs, because the parts of a sum changed. equal replicas: the
+    samples or the gradients are other ones."""
 
     leaves_out: bool = False
     """A sample is left out, and the ledger and the report show it."""
@@ -60,7 +67,7 @@ class Fault:
     @property
     def verdict(self) -> str:
         """Return the expected outcome as one line."""
-        kept = "the same weights" if self.keeps == "same weights" else "equal replicas"
+        kept = _KEPT[self.keeps]
         if self.leaves_out:
             return "continues without the sample and reports it; equal replicas"
         match self.ends:

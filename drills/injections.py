@@ -16,6 +16,8 @@ from typing import Any
 
 POLL_S = 0.002
 PAUSE_LIMIT_S = 30.0
+DEPENDS_ON_PARTS = "depends-on-parts"
+"""A note: the model's output for a batch is not that for its halves, as with dropout."""
 """How long a rank pauses for a fault from outside."""
 
 

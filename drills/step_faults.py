@@ -64,7 +64,7 @@ def _memory() -> Iterator[Fault]:
             text=f"one rank runs out of memory in {phase}, once: smaller micro-batches",
             injections=(Injection(kind="memory", phase=phase, ranks=LAST),),
             says=("at most from now on",),
-            keeps="equal replicas",
+            keeps="near weights",
         )
     yield Fault(
         name="memory-optimizer",

@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from drills import injectors
 from drills.digest import digest_of
-from drills.injections import Board, Injection
+from drills.injections import DEPENDS_ON_PARTS, Board, Injection
 from hardened_ddp.data.datasets import build_data, prepare_data
 from hardened_ddp.data.shards import id_of
 from hardened_ddp.data.stream_views import StreamView
@@ -35,6 +35,7 @@ from hardened_ddp.settings.data import DataConfig
 from hardened_ddp.settings.model import ModelConfig
 
 BUFFER = "drill_average"
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class Moments:
@@ -216,8 +217,11 @@ def _read(dataset: Any, index: int, read: Callable[[], Any], *, is_worker: bool)
 
 def _watch_forward(network: nn.Module, moments: Moments) -> None:
     """Inject faults before and after each forward, and in its backward."""
+    first: list[torch.Tensor] = []  # the state of the generator at the start of a forward
 
     def before(module: nn.Module, inputs: Any) -> None:
+        if module.training and torch.is_grad_enabled() and len(first) < 2:
+            first[:] = [_generator_state(module)]
         for number, injection in moments.due("forward" if module.training else "evaluation"):
             if injection.kind == "move a buffer":
                 module.get_buffer(BUFFER).add_(moments.rank + 1)
@@ -227,6 +231,10 @@ def _watch_forward(network: nn.Module, moments: Moments) -> None:
     def after(module: nn.Module, inputs: Any, output: Any) -> Any:
         if not module.training or not torch.is_grad_enabled():
             return None
+        if len(first) == 1:
+            first.append(_generator_state(module))
+            if not torch.equal(*first) or any(isinstance(m, _NORMS) for m in module.modules()):
+                moments.board.write(DEPENDS_ON_PARTS, True)
         for _, injection in moments.due("loss"):
             output = injectors.change_output(injection.kind, output)
         for tensor in injectors.tensors_of(output):
@@ -245,6 +253,11 @@ def _watch_forward(network: nn.Module, moments: Moments) -> None:
     network.register_forward_pre_hook(before)
     network.register_forward_hook(after)
     injectors.first_layer(network).register_forward_hook(after_layer)
+
+
+def _generator_state(module: nn.Module) -> torch.Tensor:
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def _watch_optimizer(network: nn.Module, moments: Moments) -> None:

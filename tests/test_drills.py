@@ -12,11 +12,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from drills.command import list_faults, markdown, read_work, report, write_table
+from drills.compare import Record, distance
 from drills.fault import Fault
 from drills.faults import all_faults, find
-from drills.injections import Board, Injection
+from drills.injections import DEPENDS_ON_PARTS, Board, Injection
 from drills.processes import SCRIPT
 from drills.runner import Drills
 from hardened_ddp.errors import HardenedError
@@ -156,6 +158,28 @@ def test_other_weights_unequal_replicas_and_lost_samples_are_found(drills_of: Dr
     assert any("continue by itself" in problem for problem in drills_of(2).run(exact).problems)
     verdict = drills_of(2).run(flip)
     assert not verdict.passed, "a bit that flips on rank 0 is found by somebody"
+
+
+def test_weights_that_differ_by_more_than_rounding_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = find("memory-backward")
+    assert fault is not None
+    weights = {
+        "undisturbed": torch.ones(1000),
+        "rounded": torch.ones(1000) + 1e-6,
+        "one wrong gradient": torch.ones(1000) + 3e-3,
+    }
+    monkeypatch.setattr(Record, "parameters", lambda run: {"w": weights[run.folder.name]})
+    runs = {}
+    for name in weights:
+        (tmp_path / name).mkdir()
+        runs[name] = Record(tmp_path / name, Board(tmp_path / name), 2)
+    near = distance(fault, runs["rounded"], runs["undisturbed"])
+    assert near == (True, "1e-06 of their size away from the undisturbed run")
+    assert not distance(fault, runs["one wrong gradient"], runs["undisturbed"])[0]
+    runs["one wrong gradient"].board.write(DEPENDS_ON_PARTS, True)
+    assert distance(fault, runs["one wrong gradient"], runs["undisturbed"]) == (True, "")
 
 
 def test_a_drill_outside_of_the_tests_finds_the_script() -> None:
