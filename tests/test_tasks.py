@@ -93,7 +93,9 @@ def test_multilabel_is_measured_per_label() -> None:
     table.add(task.score(logits, batch_of(labels)), batch_of(labels))
     rows = table.report()["rows"]
     assert [row["f1"] for row in rows] == [0.5, 1.0, None]
-    assert any(line.startswith("b ") and "1.0000" in line for line in table.lines({"rows": rows}))
+    lines = table.lines({"rows": [*rows, {**rows[0], "name": "small", "f1": 2e-7}]})
+    assert any(line.startswith("b ") and "1.0000" in line for line in lines)
+    assert lines[-1].endswith(" 2e-07")
 
 
 def test_segmentation_counts_the_pixels_that_count() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hardened_ddp.data.batch import Batch
-from hardened_ddp.task.task import Score
+from hardened_ddp.task.task import Score, number_text
 
 MAX_ROWS = 50  # in the printed table; the file has all
 _NAME_WIDTH = 20
@@ -114,4 +114,4 @@ def row_lines(rows: Sequence[Row]) -> list[str]:
 def _shown(value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+    return number_text(value) if isinstance(value, float) else str(value)

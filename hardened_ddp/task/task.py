@@ -222,9 +222,14 @@ class Task:
 
 
 def with_loss(loss: float, metrics: str = "") -> str:
-    """Format a loss, with an exponent where it is very small or large, and what comes behind it."""
-    is_plain = loss == 0 or 1e-3 <= abs(loss) < 1e6
-    return f"loss {loss:{'.4f' if is_plain else '.4g'}}  {metrics}".rstrip()
+    """Format a loss and what comes behind it."""
+    return f"loss {number_text(loss)}  {metrics}".rstrip()
+
+
+def number_text(value: float) -> str:
+    """Format a number with four decimals, or with an exponent if it is very small or large."""
+    is_plain = value == 0 or 1e-3 <= abs(value) < 1e6
+    return f"{value:{'.4f' if is_plain else '.4g'}}"
 
 
 def described(metrics: Sequence[Metric], figures: Mapping[str, float], *, of: str = "") -> str:
