@@ -296,6 +296,8 @@ def test_what_is_wrong_is_said_in_one_error_before_the_first_step(
     assert code.startswith("DDP-"), message
     assert CASES[case][1] in message
     assert fix
+    if "forward lacks" in case:
+        assert "by name: pixels" in fix
 
 
 # What only reading can find: it is named when its step comes.
@@ -326,4 +328,5 @@ def test_what_is_found_later_is_named_and_ends_the_run(case: str, tmp_path: Path
     done = train([*argv, "--global_batch_size", "4"])
     assert any(done.statuses), done.output
     assert told in done.output, done.output
+    assert "lower --learning_rate" not in done.output  # nothing is wrong with it
     assert "Traceback" not in done.output

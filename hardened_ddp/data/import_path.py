@@ -17,7 +17,9 @@ from hardened_ddp.errors import HardenedError
 
 log = logging.getLogger(__name__)
 
-_FIX = "start in the folder that holds the package, and write package.module:callable"
+_FIX = (
+    "start in the folder that holds the package, or install it, and write package.module:callable"
+)
 
 
 def import_callable(path: str, *, setting: str, error: type[HardenedError]) -> Callable[..., Any]:

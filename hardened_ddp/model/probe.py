@@ -28,6 +28,7 @@ from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.ddp import FindUnused
+from hardened_ddp.task.output import fix_for
 from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.score_check import check_score
 from hardened_ddp.task.task import Task
@@ -97,7 +98,7 @@ def probe(
         log.debug("the probe failed", exc_info=True)
         mine["error"] = {
             "message": f"{describe(error)}{line_of_user(error)}",
-            "fix": "the whole traceback is in this rank's log",
+            "fix": fix_for(error, batch.inputs),
         }
     everyone = group.gather_json(mine)  # collective
     findings = _compare(everyone)

@@ -30,6 +30,9 @@ log = logging.getLogger(__name__)
 NUM_SHOWN = 8
 """Samples or parameters that a message names."""
 
+BAD_LABELS = "the labels of samples"
+"""Begins the text of a loss whose labels are NaN or infinite."""
+
 BAD_SUM = "the gradient over all ranks is not finite, though every loss is"
 
 _FIXES = {
@@ -38,6 +41,8 @@ _FIXES = {
     "not fit",
     "not finite": "lower --learning_rate, set --clip_grad_norm 1, or --amp off; then --resume the "
     "run. --continue_on_error leaves such steps out",
+    BAD_LABELS: "correct them in the dataset, then --resume the run. --continue_on_error leaves "
+    "such steps out",
     "sample": "fix it, or leave such samples out with --continue_on_error",
     "unused": "--find_unused_parameters, or use them in every forward, or freeze them",
 }
@@ -71,7 +76,8 @@ class Failure:
 
 def error_of(kind: str, text: str) -> HardenedError:
     """Return the error to raise for a failure of this kind when no retry helps."""
-    return _CLASSES[kind](text, fix=_FIXES[kind])
+    cause = BAD_LABELS if kind == "not finite" and BAD_LABELS in text else kind
+    return _CLASSES[kind](text, fix=_FIXES[cause])
 
 
 def format_samples(batches: Sequence[Batch]) -> str:

@@ -17,7 +17,7 @@ from torch import nn
 
 from hardened_ddp.data.fetch import map_tensors
 from hardened_ddp.data.loader import Batch
-from hardened_ddp.step.failure import NUM_SHOWN, format_samples
+from hardened_ddp.step.failure import BAD_LABELS, NUM_SHOWN, format_samples
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class NonFiniteFinder:
             elif what.startswith("the loss"):
                 where = "the model's output is finite, the loss of it is not"
                 if bad := _samples_with_bad_labels(batches):
-                    where = f"the labels of samples {bad} are NaN or infinite"
+                    where = f"{BAD_LABELS} {bad} are NaN or infinite"
             return f"samples {format_samples(batches)}: {what}; {where}"
         batch = batches[min(finding.micro_batch, len(batches) - 1)]
         samples = format_samples([batch])

@@ -20,6 +20,7 @@ from hardened_ddp.settings.config import Config
 from hardened_ddp.task.choose import CHOICES, task_that_fits
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.multilabel import Multilabel
+from hardened_ddp.task.output import fix_for
 from hardened_ddp.task.own import Own
 from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.regression import Regression
@@ -174,7 +175,7 @@ def _fitting_name(model: nn.Module, sample: Batch, group: Group) -> str:
         log.debug("the first forward failed", exc_info=True)
         mine = {
             "error": f"the model failed on a first batch: {describe(error)}{line_of_user(error)}",
-            "fix": "the whole traceback is in this rank's log",
+            "fix": fix_for(error, sample.inputs),
         }
     everyone = group.gather_json(mine)  # collective
     names = sorted({notes["name"] for notes in everyone if "name" in notes})

@@ -104,6 +104,14 @@ def logits_of(output: Any, *, need: str) -> torch.Tensor:  # Any: whatever a mod
     return logits
 
 
+def fix_for(error: Exception, inputs: Any) -> str:  # Any: as the dataset nests them
+    """Say what to do about an error of a first forward."""
+    if isinstance(error, TypeError) and isinstance(inputs, Mapping) and "argument" in str(error):
+        names = ", ".join(map(str, inputs))
+        return f"the inputs are a mapping, so they go to forward by name: {names}"
+    return "the whole traceback is in this rank's log"
+
+
 def described(output: object) -> str:
     """Describe what a model returned."""
     if isinstance(output, torch.Tensor):
