@@ -22,15 +22,21 @@ if TYPE_CHECKING:
 
 __all__ = ["leaves_nothing_behind"]
 
-# Files of tests that take long, longest first. Each of their functions may run in a process of its
-# own; the other files stay whole, and the fixtures of a module are made once.
-LONG = ("test_slurm.py", "test_ddp_training.py", "test_drills.py", "test_restarts.py")
-LONG += ("test_two_hosts.py", "test_docs.py", "test_run_with.py", "test_setup.py", "test_chaos.py")
+# Files of tests that take long, those with the longest function or the longest waits first, as
+# the end needs short ones. Each of their functions may run in its own process; the other files
+# stay whole, and the fixtures of a module are made once.
+LONG = ("test_slurm.py", "test_drills.py", "test_ddp_training.py", "test_examples.py")
+LONG += ("test_explain.py", "test_reproducers.py", "test_recipes.py", "test_command.py")
+LONG += ("test_two_hosts.py", "test_restarts.py", "test_docs.py", "test_programs.py")
+LONG += ("test_step_retry.py", "test_step_path.py", "test_equal_weights.py", "test_tutorial.py")
+LONG += ("test_setup.py", "test_run_with.py", "test_task_promises.py", "test_chaos.py")
 LONG += ("test_survivor_save.py", "test_fault_plans.py", "test_steps.py", "test_hangs.py")
-LONG += ("test_recipes.py", "test_step_path.py", "test_equal_weights.py", "test_hf_trainer.py")
-LONG += ("test_examples.py", "test_gpu_report.py", "test_reproducers.py", "test_explain.py")
+LONG += ("test_hf_trainer.py", "test_compile.py", "test_numbers.py", "test_streams.py")
+LONG += ("test_gpu_report.py",)
 # But these: their tests share what takes long, a cluster, an environment, undisturbed runs.
 WHOLE = ("test_slurm.py", "test_setup.py", "test_ddp_training.py", "test_reproducers.py")
+WHOLE += ("test_command.py", "test_programs.py", "test_numbers.py", "test_task_promises.py")
+WHOLE += ("test_streams.py",)
 
 # WHY: a shell starts what runs in its background with SIGINT ignored, and every child inherits
 # that; then no Ctrl-C of a test would reach anybody.
