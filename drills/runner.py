@@ -75,6 +75,7 @@ class Drills:
         starter = self._starter_of(folder, fault)
         outside = Outside(fault, board, run, num_ranks=self.work.num_ranks)
         max_starts = MAX_STARTS + max(0, len(fault.injections) - 2)
+        max_starts = 1 if fault is NO_FAULT else max_starts  # it should not need another one
         while len(record.attempts) < max_starts and finished_at(run) is None:
             for path in board.folder.glob("digest-*"):
                 path.unlink()

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 DEFAULTS: Mapping[str, str] = {
-    "batch_size": "24",
+    "batch_size": "36",
     "num_workers": "0",
-    "max_steps": "40",
+    "max_steps": "27",
     "epochs": "1000",  # WHY so many: max_steps ends the run
 }
 """Defaults that the user may override."""

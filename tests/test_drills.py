@@ -33,6 +33,7 @@ DrillsOf = Callable[[int], Drills]
 QUICK = ("kill-forward", "raise-loss-one", "sigterm-data", "bad-sample-left-out")
 ON_MORE_RANKS = ("kill-sum", "kill-rank-0", "sigterm-evaluation", "raise-backward-some")
 ON_MORE_RANKS += ("nan-once", "memory-forward", "unused-parameter", "other-data", "disk-full")
+ON_FOUR_RANKS = ("kill-sum", "sigterm-evaluation", "raise-backward-some")
 UNDER_HOOKS = ("kill-backward", "raise-forward-one", "raise-backward-one", "raise-backward-all")
 UNDER_HOOKS += ("nan-once", "memory-backward", "unused-parameter")
 LATE = (*UNDER_HOOKS, "kill-forward", "kill-optimizer", "kill-sum", "sigterm-backward")
@@ -95,8 +96,10 @@ def test_a_fault_comes_to_its_verdict(name: str, drills_of: DrillsOf) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [3, 4])
-@pytest.mark.parametrize("name", ON_MORE_RANKS)
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [*((name, 3) for name in ON_MORE_RANKS), *((name, 4) for name in ON_FOUR_RANKS)],
+)
 def test_a_fault_comes_to_its_verdict_on_more_ranks(
     name: str, num_ranks: int, drills_of: DrillsOf
 ) -> None:
