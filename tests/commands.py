@@ -33,7 +33,7 @@ from tests.processes import (
 )
 
 T = TypeVar("T")
-POLL_S = 0.01
+POLL_S = 0.02
 TAIL_CHARACTERS = 12_000
 
 

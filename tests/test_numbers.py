@@ -1,6 +1,8 @@
 """Numbers that go wrong: found before they reach the weights, named, and taken back."""
 
 import re
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,24 @@ POINTS: list[str | Path] = ["--dataset", "tests.plugins:points", "--cpu_only", "
 POINTS += ["--dataset_args", "{size: 48}", "--epochs", "4", "--log_interval", "1"]
 POINTS += ["--eval_every", "0", "--num_workers", "0"]
 
+Undisturbed = Callable[..., dict[str, str]]
+
 
 def run(output: Path, world_size: int, *flags: str | Path) -> Any:
     return train([*POINTS, "--output_dir", output, *flags], world_size)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Give the final tensors of the run that nothing happens to, by ranks and flags."""
+
+    @cache
+    def final_tensors(world_size: int, *flags: str) -> dict[str, str]:
+        output = tmp_path_factory.mktemp("undisturbed")
+        run(output, world_size, *flags).ok()
+        return last_tensors(output)
+
+    return final_tensors
 
 
 def spoiled(**arguments: Any) -> list[str]:
@@ -58,24 +75,22 @@ def test_a_sample_that_is_no_number_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))
 @pytest.mark.parametrize("kind", slow_after(1, ["gradient", "nan"]))
 def test_numbers_that_go_wrong_once_leave_no_trace_in_the_weights(
-    kind: str, world_size: int, tmp_path: Path
+    kind: str, world_size: int, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
-    run(tmp_path / "undisturbed", world_size, *spoiled()).ok()
     once = spoiled(kind=kind, first=9, last=9, rank=world_size - 1)
     faulty = run(tmp_path / "faulty", world_size, *once).ok()
     assert faulty.outputs[0].count("retrying step") == 1
-    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "undisturbed")
+    assert last_tensors(tmp_path / "faulty") == undisturbed(world_size, *spoiled())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gradient", "nan"])
 def test_numbers_that_go_wrong_within_the_hooks_of_ddp_leave_no_trace_either(
-    kind: str, tmp_path: Path
+    kind: str, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     hooks = ["--no_shared_memory"]
-    run(tmp_path / "undisturbed", 2, *spoiled(), *hooks).ok()
     run(tmp_path / "faulty", 2, *spoiled(kind=kind, first=9, last=9), *hooks).ok()
-    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "undisturbed")
+    assert last_tensors(tmp_path / "faulty") == undisturbed(2, *spoiled(), *hooks)
     finished = run(tmp_path / "spoiled", 2, *spoiled(kind=kind), *hooks)
     assert finished.statuses == (1, 1)
     assert "blocks.1.1 (Spoiler) gave the first" in finished.outputs[0]
@@ -84,14 +99,15 @@ def test_numbers_that_go_wrong_within_the_hooks_of_ddp_leave_no_trace_either(
 OFTEN = ["--checkpoint_every_steps", "4", "--ledger"]
 
 
-def test_steps_without_finite_numbers_are_rolled_back_and_done_again(tmp_path: Path) -> None:
-    run(tmp_path / "undisturbed", 2, *spoiled()).ok()
+def test_steps_without_finite_numbers_are_rolled_back_and_done_again(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
     # A step given up is seven forwards: three tries, and each of its four samples alone.
     faulty = spoiled(kind="nan", first=13, last=13 + 3 * 7 - 1)
     finished = run(tmp_path / "faulty", 2, *faulty, *OFTEN, "--continue_on_error").ok()
     words = "3 steps in a row had no finite loss or gradient: going back to the checkpoint of"
     assert words in finished.outputs[0]
-    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "undisturbed")
+    assert last_tensors(tmp_path / "faulty") == undisturbed(2, *spoiled())
     assert is_exact(tmp_path / "faulty")
     summary = read_summary(only_run(tmp_path / "faulty"))
     assert (summary["num_rollbacks"], summary["num_left_out"]) == (1, 0)
@@ -121,40 +137,41 @@ FLIPS = [{"at": 11}, {"at": 11, "rank": 0}, {"at": 11, "what": "nan"}, {"at": 11
 
 @pytest.mark.parametrize("flip", slow_after(1, FLIPS), ids=str)
 def test_a_bit_that_flips_on_one_of_two_ranks_leaves_no_trace_in_the_weights(
-    flip: dict[str, Any], tmp_path: Path
+    flip: dict[str, Any], tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
-    run(tmp_path / "undisturbed", 2, *flipping()).ok()
     faulty = [*flipping(**flip), *OFTEN, "--check_replicas_every", "6"]
     finished = run(tmp_path / "faulty", 2, *faulty).ok()
     for output in finished.outputs:
         assert "[DDP-S05]" in output
     assert "rank 1 differs from rank 0 in model.first.weight" in finished.outputs[0]
     assert "the replicas differed: going back to the checkpoint of step 4" in finished.outputs[0]
-    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "undisturbed")
+    assert last_tensors(tmp_path / "faulty") == undisturbed(2, *flipping())
     assert is_exact(tmp_path / "faulty")
     summary = read_summary(only_run(tmp_path / "faulty"))
     assert (summary["num_rollbacks"], summary["num_diverged"]) == (1, 1)
 
 
 @pytest.mark.slow
-def test_the_checkpoint_to_go_back_to_is_kept_however_few_are_to_be(tmp_path: Path) -> None:
-    run(tmp_path / "undisturbed", 2, *flipping()).ok()
+def test_the_checkpoint_to_go_back_to_is_kept_however_few_are_to_be(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
     few = ["--checkpoint_every_steps", "2", "--keep_last", "1", "--check_replicas_every", "6"]
     finished = run(tmp_path / "faulty", 2, *flipping(at=17), *few).ok()
     found = re.search(r"going back to the checkpoint of step (\d+)", finished.outputs[0])
     assert found is not None
     assert int(found[1]) <= 12  # the newest one by then: a writer that is busy leaves some out
-    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "undisturbed")
+    assert last_tensors(tmp_path / "faulty") == undisturbed(2, *flipping())
 
 
-def test_a_rank_that_differs_gets_the_state_of_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_differs_gets_the_state_of_the_others(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
     never = ["--checkpoint_every_steps", "0", "--check_replicas_every", "1"]
-    run(tmp_path / "undisturbed", 3, *flipping()).ok()
     flip = flipping(at=11, rank=0, after=True)
     finished = run(tmp_path / "faulty", 3, *flip, *never).ok()
     assert "rank 0 differs from rank 1 in model.first.weight" in finished.outputs[2]
     assert "all ranks go on with the state of rank 1" in finished.outputs[2]
-    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "undisturbed")
+    assert last_tensors(tmp_path / "faulty") == undisturbed(3, *flipping())
 
 
 STOPS = [

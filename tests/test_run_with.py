@@ -18,7 +18,8 @@ from tests.marks import slow_after
 from tests.ranks import free_port, run_command, run_torchrun, start_command, train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary
 
-RUN = ["ddp_training.py", "--cpu_only", "--epochs", "2"]
+SMALL = ["--cpu_only", "--model", "mlp", "--num_workers", "0"]
+RUN = ["ddp_training.py", *SMALL, "--epochs", "2"]
 LIMIT_S = 150
 # WHY: mpirun refuses root and more ranks than cores; and its own sockets stay on loopback.
 MPI_ENV = {
@@ -88,7 +89,7 @@ def test_every_launcher_ends_in_the_same_weights(
     command: str, by_torchrun: dict[str, str], tmp_path: Path
 ) -> None:
     needs(command.split()[0])
-    argv = [*command.split(), "--cpu_only", "--output_dir", tmp_path]
+    argv = [*command.split(), *SMALL, "--output_dir", tmp_path]
     is_torchrun = command.startswith("torchrun")
     run = run_torchrun if is_torchrun else partial(run_command, env=MPI_ENV)
     done = run(argv, timeout_s=LIMIT_S).ok()
@@ -101,7 +102,7 @@ def test_every_launcher_ends_in_the_same_weights(
 def test_a_failed_child_ends_the_others_and_shows_its_traceback(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text(BROKEN)
-    argv = ["python", "launchers/run_with_python.py", "--nproc", "3", "--no_lesson", script]
+    argv = ["python", "launchers/run_with_python.py", "--nproc", "2", "--no_lesson", script]
     done = run_command(argv, timeout_s=150)
     assert done.status == 1
     assert "rank 1 failed" in done.stderr
@@ -112,7 +113,7 @@ def test_a_failed_child_ends_the_others_and_shows_its_traceback(tmp_path: Path) 
 @pytest.mark.slow
 def test_a_signal_to_the_python_launcher_saves_and_ends_all_ranks(tmp_path: Path) -> None:
     argv: list[str | Path] = ["python", "launchers/run_with_python.py", "--nproc", "2"]
-    argv += ["ddp_training.py", "--cpu_only", "--epochs", "1000", "--log_interval", "1"]
+    argv += ["ddp_training.py", *SMALL, "--epochs", "1000", "--log_interval", "1"]
     with start_command([*argv, "--output_dir", tmp_path]) as command:
         command.wait_for(
             lambda: list(tmp_path.glob("*/metrics.jsonl")), timeout_s=90, what="a step"

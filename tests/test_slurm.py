@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ROOT
-from tests.ranks import run_command
+from tests.ranks import run_command, run_torchrun
 from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary
 from tests.slurm_cluster import SlurmCluster, why_not
 
@@ -16,7 +16,8 @@ pytestmark = [
     pytest.mark.timeout(900),  # WHY: Slurm looks at time limits only every 30 seconds
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
-RUN = ["--cpu_only", "--epochs", "2"]
+SMALL = ["--cpu_only", "--model", "mlp", "--num_workers", "0"]
+RUN = [*SMALL, "--epochs", "2"]
 # As the README has them.
 SRUN = "srun --ntasks=2 python ddp_training.py --epochs 2"
 SBATCH = "sbatch --nodes=2 --ntasks-per-node=1 train.slurm --epochs 2"
@@ -36,7 +37,7 @@ def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The tensors that a plain torchrun of the same run ends in."""
     output = tmp_path_factory.mktemp("torchrun")
     argv = ["torchrun", "--nproc_per_node=2", "ddp_training.py", *RUN, "--output_dir", output]
-    run_command(argv, timeout_s=120).ok()
+    run_torchrun(argv, timeout_s=120).ok()
     return last_tensors(output)
 
 
@@ -45,7 +46,7 @@ def test_srun_of_one_task_per_rank_ends_in_the_weights_of_torchrun(
     nodes: int, cluster: SlurmCluster, by_torchrun: dict[str, str], tmp_path: Path
 ) -> None:
     argv = SRUN.replace("srun", f"srun --nodes={nodes}").split()
-    cluster.run(*argv, "--cpu_only", "--output_dir", tmp_path, timeout_s=120).ok()
+    cluster.run(*argv, *SMALL, "--output_dir", tmp_path, timeout_s=120).ok()
     assert read_summary(only_run(tmp_path))["world_size"] == 2
     assert last_tensors(tmp_path) == by_torchrun
 
@@ -74,7 +75,7 @@ def test_torchruns_that_know_nothing_of_each_other_are_refused(
 def test_a_submitted_job_finishes_on_two_nodes(
     cluster: SlurmCluster, by_torchrun: dict[str, str], tmp_path: Path
 ) -> None:
-    argv = [*SBATCH.split()[1:], "--cpu_only"]
+    argv = [*SBATCH.split()[1:], *SMALL]
     job, output = cluster.submit(argv, env={"OUTPUT_DIR": str(tmp_path)})
     state = cluster.wait_for_state(job, "COMPLETED", "FAILED", timeout_s=JOB_LIMIT_S, output=output)
     text = output.read_text()
@@ -113,7 +114,7 @@ def test_before_the_time_limit_the_job_saves_and_is_queued_again_and_loses_nothi
     assert "restart 1 of at most 20" in text
     assert f"going on in {only_run(tmp_path / 'requeued')} from step {stopped_at['step']}" in text
     argv = ["torchrun", "--nproc_per_node=2", "ddp_training.py", *run]
-    run_command([*argv, "--output_dir", tmp_path / "whole"], timeout_s=120).ok()
+    run_torchrun([*argv, "--output_dir", tmp_path / "whole"], timeout_s=120).ok()
     assert last_tensors(tmp_path / "requeued") == last_tensors(tmp_path / "whole")
 
 
@@ -121,7 +122,7 @@ def test_a_job_that_was_queued_again_often_enough_stays_stopped(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     env = {"OUTPUT_DIR": str(tmp_path), "MAX_REQUEUES": "0"}
-    argv = ["train.slurm", "--cpu_only", "--epochs", "1000", "--log_interval", "1"]
+    argv = ["train.slurm", *SMALL, "--epochs", "1000", "--log_interval", "1"]
     job, output = cluster.submit(argv, env=env)
     wait_for_steps(cluster, job, output, tmp_path)
     # What Slurm's --signal does before the limit.
@@ -135,7 +136,7 @@ def test_a_job_that_was_queued_again_often_enough_stays_stopped(
 def test_a_cancelled_job_saves_and_is_not_queued_again(
     cluster: SlurmCluster, tmp_path: Path
 ) -> None:
-    argv = ["train.slurm", "--cpu_only", "--epochs", "1000", "--log_interval", "1"]
+    argv = ["train.slurm", *SMALL, "--epochs", "1000", "--log_interval", "1"]
     job, output = cluster.submit(argv, env={"OUTPUT_DIR": str(tmp_path)})
     wait_for_steps(cluster, job, output, tmp_path)
     cluster.cancel(job)

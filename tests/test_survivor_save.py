@@ -31,7 +31,7 @@ from hardened_ddp.training.survivor_save import (
     save_as_survivor,
 )
 from tests.processes import deadline, kill, read_process
-from tests.ranks import run_command, run_torchrun, start_torchrun, start_training, train
+from tests.ranks import run_forked, run_torchrun, start_torchrun, start_training, train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
 
 # No checkpoint before the end: what there is after a fault was saved because of it.
@@ -175,7 +175,7 @@ def test_the_workers_of_a_killed_rank_end_with_it(tmp_path: Path) -> None:
 def test_the_time_limit_stops_a_run_that_can_go_on(tmp_path: Path) -> None:
     argv = ["python", "ddp_training.py", *map(str, BARE), "--epochs", "100000"]
     argv += ["--time_limit", "4s", "--output_dir", str(tmp_path)]
-    completed = run_command(argv, timeout_s=60).ok()
+    completed = run_forked(argv, timeout_s=60).ok()
     assert "time_limit: stopping at step" in completed.output
     summary = read_summary(only_run(tmp_path))
     assert summary["status"] == "stopped"
