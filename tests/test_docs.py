@@ -37,7 +37,7 @@ from tests.documents import (
     text_of,
 )
 from tests.processes import ROOT
-from tests.ranks import free_port, run_command, start_torchrun, train_as_typed
+from tests.ranks import free_port, run_command, run_program, start_torchrun, train_as_typed
 from tests.test_run_with import INSPECT
 from tests.test_run_with import LAUNCHERS as RUN_WITH
 from tests.test_slurm import SBATCH, SRUN
@@ -359,9 +359,9 @@ def run_documented(command: str, folder: Path, *, max_steps: int) -> str:
     """Run a command as a reader would, in folder, and return what it printed."""
     status = STATUSES.get(command, 0)
     command = INSTEAD.get(command, command)
-    words = command.split()
+    words, is_real = command.split(), command in FOR_REAL
     is_script = words[0] == "torchrun" or words[:2] == ["python", "ddp_training.py"]
-    if is_script and command not in FOR_REAL:
+    if is_script and not is_real:
         is_other = {"doctor", "verify-ledger", "evaluate", "export", "drill", "--help"} & {*words}
         is_other |= {"explain", "audit", "watch"} & {*words}
         return run_training(command, folder, max_steps=0 if is_other else max_steps)
@@ -369,7 +369,10 @@ def run_documented(command: str, folder: Path, *, max_steps: int) -> str:
     for name in ("ddp_training.py", "launch_examples.sh", "setup.sh"):
         command = re.sub(rf"(\./)?\b{re.escape(name)}", str(ROOT / name), command)
     env = {"PYTHONPATH": str(ROOT)}
-    done = run_command(["bash", "-c", command], timeout_s=150, cwd=folder, env=env)
+    if words[0] == "python" and not is_real and not re.search(r"[|;&<>$*]", command):
+        done = run_program(shlex.split(command), timeout_s=150, cwd=folder, env=env)
+    else:
+        done = run_command(["bash", "-c", command], timeout_s=150, cwd=folder, env=env)
     assert done.status == status, f"{command}\n{done.output}"
     assert "Traceback" not in done.output, f"{command}\n{done.output}"
     return done.stdout
