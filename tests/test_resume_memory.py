@@ -1,9 +1,13 @@
 """A resume needs no more memory than a run from the start, on any rank."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from hardened_ddp.training import state
 from tests.ranks import train
 from tests.run_folder import last_tensors, only_run
 
@@ -38,3 +42,40 @@ def test_a_resumed_rank_has_at_most_the_memory_of_a_fresh_one(
     train(whole, 2).ok()
     assert last_tensors(tmp_path / "runs") == last_tensors(tmp_path / "whole")
     assert only_run(tmp_path / "runs")
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_state_goes_over_nccl_where_there_is_one(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    sent: dict[str, torch.device] = {}
+
+    def receive(
+        group: object, saved: object, names: list[str], device: torch.device
+    ) -> dict[str, Any]:
+        sent.update(dict.fromkeys(names, device))
+        return {}
+
+    for name, replacement in (("receive", receive), ("check_fits", nothing)):
+        monkeypatch.setattr(state, name, replacement)
+    monkeypatch.setattr(state, "restore_state", nothing)
+    parts: Any = SimpleNamespace(
+        group=SimpleNamespace(device=gpu, backend=backend),
+        optimizer=torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))]),
+        replica=SimpleNamespace(module=SimpleNamespace(load_state_dict=nothing), trainable=()),
+        precision=SimpleNamespace(scaler=None),
+        sampler=SimpleNamespace(restore=nothing),
+        schedule=None,
+    )
+    shapes = {"model.weight": (3,), "optimizer.weight.exp_avg": (3,), "optimizer.weight.step": ()}
+    specs = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
+    meta = {"step": 7, "epoch": 1, "cursor": 8, "num_errors": 0, "most_samples": 8}
+    saved: Any = SimpleNamespace(specs=specs, meta=meta)
+    assert state.restore(parts, saved).step == 7
+    large = gpu if backend == "nccl" else cpu
+    assert list(sent.values()) == [large, large, cpu], "step counts stay on the host"
+
+
+def nothing(*arguments: object, **named: object) -> None:
+    """Stand in for what is not tested here."""
