@@ -361,8 +361,9 @@ def run_documented(command: str, folder: Path, *, max_steps: int) -> str:
     command = INSTEAD.get(command, command)
     words, is_real = command.split(), command in FOR_REAL
     is_script = words[0] == "torchrun" or words[:2] == ["python", "ddp_training.py"]
+    is_script &= not {"doctor", "drill"} & {*words}  # which start processes: they are forked, too
     if is_script and not is_real:
-        is_other = {"doctor", "verify-ledger", "evaluate", "export", "drill", "--help"} & {*words}
+        is_other = {"verify-ledger", "evaluate", "export", "--help"} & {*words}
         is_other |= {"explain", "audit", "watch"} & {*words}
         return run_training(command, folder, max_steps=0 if is_other else max_steps)
     command = command.replace("launchers/", f"{ROOT}/launchers/")
