@@ -12,7 +12,7 @@ import torch
 from hardened_ddp.guard.divergence import judge
 from hardened_ddp.model.checksum import checksums, combine
 from tests.marks import slow_after
-from tests.ranks import run_command, train
+from tests.ranks import train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
 
 POINTS: list[str | Path] = ["--dataset", "tests.plugins:points", "--cpu_only", "--batch_size", "4"]
@@ -239,7 +239,6 @@ def test_the_verdict_names_the_ranks_that_differ_from_most() -> None:
 
 
 def is_exact(output: Path) -> bool:
-    command = ["python", "ddp_training.py", "verify-ledger", str(only_run(output))]
-    done = run_command(command, timeout_s=60)
-    assert "each exactly once" in done.stdout
-    return done.status == 0
+    done = train(["verify-ledger", only_run(output)], launcher="none")
+    assert "each exactly once" in done.output
+    return done.statuses == (0,)
