@@ -383,6 +383,13 @@ HEALTHY: Sequence[Case] = (
         (LOADER, "    loader = DataLoader(train, 16, shuffle=True)\n"), (SET_EPOCH, ""),
     ]),
     Case("a stream that is split over ranks", stream("rank", "world_size")),
+    Case("two loaders, one batch of each in a step", [
+        (LOADER, LOADER + "    extra = make_data(320, 5)\n"
+         "    other = DataLoader(extra, 16, sampler=DistributedSampler(extra))\n"),
+        (LOOP, "        for (x, y), (u, v) in zip(loader, other):\n"
+               "            x, y = torch.cat([x, u]), torch.cat([y, v])\n"),
+        (SET_EPOCH, SET_EPOCH + "        other.sampler.set_epoch(epoch)\n"),
+    ]),
     Case("a weighted sampler", [
         (SAMPLER, "    sampler = torch.utils.data.WeightedRandomSampler(torch.ones(320), 160)\n"),
         (SET_EPOCH, ""),

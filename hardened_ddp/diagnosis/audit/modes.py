@@ -25,7 +25,7 @@ def judge_modes(ranks: Ranks) -> Iterator[Verdict]:
 
 def _train_mode(rank: Rank) -> Iterator[Verdict]:
     passes = read_passes(rank)
-    trained = {tuple(step["of"]) for step in rank.all("step") if step["of"]}
+    trained = rank.trained_passes()
     ended = {
         (p.about["loader"], p.about["number"]) for p in passes.values() if p.num_batches is not None
     }

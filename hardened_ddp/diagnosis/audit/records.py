@@ -5,12 +5,14 @@ Does not own: what the fields of a record mean to a verdict (the judges).
 """
 
 import json
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]  # Any: JSON; injected/ says which kind has which fields
+_FEWEST_STEPS, _SHARE_OF_STEPS = 3, 0.8
 _OF_RANKS = frozenset(("step", "init", "optimizer", "pass", "ddp", "by_hand"))
 """Kinds that only a training process has."""
 
@@ -42,6 +44,24 @@ class Rank:
     def last(self, kind: str) -> Record | None:
         records = self.all(kind)
         return records[-1] if records else None
+
+    def trained_passes(self) -> set[tuple[int, int]]:
+        """Give the loader and the number of each pass that trains.
+
+        A step belongs to the newest batch's pass. If it takes batches of several loaders, those of
+        the others come between steps, too: one in nearly every step, unlike those of evaluations.
+        """
+        steps = self.all("step")
+        found = {(step["of"][0], step["of"][1]) for step in steps if step["of"]}
+        times = sorted(step["t"] for step in steps)
+        windows: dict[tuple[int, int], set[int]] = defaultdict(set)
+        for batch in self.all("batch"):
+            windows[batch["loader"], batch["number"]].add(bisect_right(times, batch["t"]))
+        for key, at in windows.items():
+            span = max(at) - min(at) + 1
+            if len(at) >= _FEWEST_STEPS and len(at) >= _SHARE_OF_STEPS * span:
+                found.add(key)
+        return found
 
     @property
     def ended_well(self) -> bool:

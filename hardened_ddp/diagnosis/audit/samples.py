@@ -43,7 +43,7 @@ class Pass:
 
 def read_passes(rank: Rank) -> dict[Key, Pass]:
     """Collect the passes of a rank."""
-    trained = {tuple(step["of"]) for step in rank.all("step") if step["of"]}
+    trained = rank.trained_passes()
     names: dict[int, tuple[str, int]] = {}
     counts: Counter[str] = Counter()
     passes: dict[Key, Pass] = {}
