@@ -1,5 +1,6 @@
 """The stages: what each one runs, how a soak repeats a round, and what the first one must cover."""
 
+import os
 import re
 import shlex
 from collections.abc import Callable
@@ -31,6 +32,7 @@ def test_a_stage_chooses_its_tests_and_passes_other_words_to_pytest(
     where = pytests_words.index("--numprocesses")
     rest = [word for word in pytests_words if word not in pytests_words[where : where + 3]]
     assert rest == [*stages.CONFIGURED, *given, *stages.EVERYWHERE]
+    assert "PYTHONDONTWRITEBYTECODE" not in os.environ
 
 
 def test_files_that_are_named_run_with_their_slow_tests(pytests_words: list[str]) -> None:
@@ -89,6 +91,7 @@ def pytests_words(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The arguments that pytest was called with."""
     words: list[str] = []
     main: Callable[[list[str]], None] = words.extend
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # restored at the end; a stage removes it
     monkeypatch.setattr(pytest, "main", lambda argv: main(argv) or 0)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return words
