@@ -32,6 +32,7 @@ from hardened_ddp.ranks.launch import (
     prepare_environment,
     read_launch,
 )
+from hardened_ddp.ranks.rendezvous import _listen
 from tests.launcher_environments import TORCHRUN
 from tests.processes import ROOT, deadline
 from tests.ranks import free_port, run_ranks, start_training
@@ -218,6 +219,15 @@ def test_a_taken_port_is_named() -> None:
         holder.listen()
         messages = run_ranks(meet_at_taken_port, 2, port)
     assert f"port {port} of this machine is taken" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("address", "is_four"), [("10.0.0.1", True), ("::1", False), ("node-1", False)]
+)
+def test_clients_of_an_ipv4_address_are_not_looked_up_as_ipv6(address: str, is_four: bool) -> None:
+    launch = Launch(master_addr=address, master_port=free_port(), world_size=2, num_nodes=2)
+    with socket.socket(fileno=_listen(launch)) as listener:
+        assert (listener.family == socket.AF_INET) == (is_four or not socket.has_dualstack_ipv6())
 
 
 def share_values() -> tuple[object, ...]:

@@ -16,6 +16,7 @@ A store serves thousands of ranks with one thread. So a rank asks the more rarel
 there are; and only rank 0 reads what each of them wrote.
 """
 
+import ipaddress
 import json
 import os
 import socket
@@ -238,7 +239,10 @@ def _listen(launch: Launch) -> int:
     Also, a port that is taken gives a clear message here.
     """
     is_local = launch.num_nodes == 1 and launch.master_addr in ("127.0.0.1", "localhost")
-    is_dual = not is_local and socket.has_dualstack_ipv6()
+    # WHY not with IPv4: torch looks up the name of each client, on the thread that serves all. As
+    # IPv6 addresses (::ffff:10.0.0.2) they are not in /etc/hosts, and a name server that does not
+    # answer would delay every rank.
+    is_dual = not (is_local or _is_ipv4(launch.master_addr)) and socket.has_dualstack_ipv6()
     try:
         listener = socket.create_server(
             ("127.0.0.1" if is_local else "", launch.master_port),
@@ -254,3 +258,11 @@ def _listen(launch: Launch) -> int:
             "port), or another --master_port; with srun or mpirun another MASTER_PORT",
         ) from error
     return listener.detach()
+
+
+def _is_ipv4(address: str) -> bool:
+    """Return whether an address is written as numbers of IPv4: 10.0.0.1."""
+    try:
+        return ipaddress.ip_address(address).version == 4
+    except ValueError:
+        return False
