@@ -287,6 +287,11 @@ class TestLoggedExceptions:
         found = explain_text(text, tmp_path)
         assert (code_of(found), rank_of(found)) == ("python-keyerror", 1)
 
+    def test_a_task_that_failed_before_another_one_finished(self, tmp_path: Path) -> None:
+        exits = ["srun: error: n1: task 1: Exited with exit code 1", "0: Training complete"]
+        found = explain_text(joined([f"1: {line}" for line in KEY_ERROR], exits), tmp_path)
+        assert (code_of(found), rank_of(found)) == ("python-keyerror", 1)
+
     def test_an_operation_that_failed_is_not_called_the_programs_own_exception(
         self, tmp_path: Path
     ) -> None:

@@ -121,11 +121,12 @@ def nan_event(endings: Mapping[str, Ending]) -> Event | None:
 
 
 def without_restarted(exits: Sequence[Exit], endings: dict[str, Ending]) -> list[Exit]:
-    """Leave out the processes of an attempt after which another one succeeded."""
+    """Leave out the processes of an attempt after which another one of torchrun's succeeded."""
     return [
         ended
         for ended in exits
         if ended.from_block
+        or "failed (exitcode" not in ended.line.text
         or ended.line.file not in endings
         or ended.line.number >= endings[ended.line.file].success
     ]
