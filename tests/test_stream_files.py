@@ -196,6 +196,17 @@ class Plain(IterableDataset[Any]):
         return ((torch.tensor([float(i)]), i % 2) for i in range(40))
 
 
+class Sized(Plain):
+    def __len__(self) -> int:
+        return 40
+
+
+def test_a_torch_dataset_that_says_its_length_is_a_stream_of_that_length() -> None:
+    stream = adapt(Sized(), "sized")  # it inherits a __getitem__ that raises
+    assert stream is not None
+    assert list(getattr(stream, "sizes", ())) == [40]
+
+
 @pytest.mark.parametrize("num_shards", [None, 5])
 def test_a_torch_dataset_is_split_as_it_splits_itself(num_shards: int | None) -> None:
     stream = adapt(Numbers(40, num_shards), "numbers")

@@ -112,7 +112,7 @@ def build_data(config: DataConfig, *, leaves_out: bool = False, task: str = "aut
     """
     name = _known_name(config.dataset)
     train, test = (_open(name, config, train=train) for train in (True, False))
-    if test is not None and (stream := adapt(test, config.dataset)) is not None:
+    if test is not None and (stream := adapt(test, config.dataset, is_resumed=False)):
         test = StreamInOrder(stream, config.dataset)
     if train is not None and (stream := adapt(train, config.dataset)) is not None:
         train = StreamView(stream)

@@ -22,28 +22,35 @@ _FORWARDED = ("num_classes", "classes", "collate_fn", "in_memory", "uses_randomn
 _MOST_WRAPPERS = 100  # of a Hugging Face dataset: each map, filter or rename is one
 
 
-def adapt(dataset: Any, name: str) -> Stream | None:  # Any: what a user's callable returned
+def adapt(
+    dataset: Any,  # Any: what a user's callable returned
+    name: str,
+    *,
+    is_resumed: bool = True,
+) -> Stream | None:
     """Return dataset as a stream; None if it is no iterable dataset. Raises DataError.
 
-    name: of the dataset, for messages.
+    name: of the dataset, for messages. is_resumed: in mid-epoch, as a training set is.
     """
     if is_stream(dataset):
         check_stream(dataset, name)
         return dataset  # type: ignore[no-any-return]  # is_stream has looked
     if _is_hub_stream(dataset):
         return HubStream(dataset, name=name)
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+    # WHY not by __getitem__ alone: torch's IterableDataset inherits one, which raises.
+    is_iterable = isinstance(dataset, IterableDataset)
+    if not is_iterable and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return None
     if not hasattr(dataset, "__iter__"):
         return None
-    if not isinstance(dataset, IterableDataset) and iter(dataset) is dataset:
+    if not is_iterable and iter(dataset) is dataset:
         raise DataError(
             f"dataset {name} is an iterator, which can be read only once, and not from its middle",
             fix="return an object whose __iter__ begins anew, or one with num_shards and open()",
         )
     stream = IterableStream(dataset)
     check_stream(stream, name)
-    if not stream.has_state:
+    if is_resumed and not stream.has_state:
         log.warning(
             "dataset %s has no state_dict() and load_state_dict(): a resume in mid-epoch reads "
             "it again from its start%s",
