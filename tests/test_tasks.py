@@ -98,6 +98,17 @@ def test_multilabel_is_measured_per_label() -> None:
     assert lines[-1].endswith(" 2e-07")
 
 
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+def test_one_label_is_binary_classification(shape: tuple[int, ...]) -> None:
+    logits, labels = torch.tensor([[2.0], [-1.0], [3.0], [-2.0]]), torch.tensor([1, 0, 0, 0])
+    task = Multilabel(num_labels=2)  # what a dataset of two classes says
+    task.check(logits, batch_of(labels.reshape(shape)))  # the probe's
+    found = figures_of(task, [(logits, labels.reshape(shape))])
+    wanted = functional.binary_cross_entropy_with_logits(logits.flatten(), labels.float())
+    assert found["loss"] == pytest.approx(float(wanted))
+    assert (found["f1"], found["exact_match"]) == (pytest.approx(2 / 3), 0.75)
+
+
 def test_segmentation_counts_the_pixels_that_count() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 3, 4, 4, generator=generator)

@@ -20,7 +20,10 @@ _NEED = "(num_samples, num_labels)"
 
 
 class Multilabel(Task):
-    """Binary cross-entropy of logits (N, num_labels) and labels of the same shape, 0 or 1."""
+    """Binary cross-entropy of logits (N, num_labels) and labels of the same shape, 0 or 1.
+
+    A single label may also be (N,), as in binary classification with one output.
+    """
 
     metrics = (
         Metric("f1", form=".2%", short_form=".1%"),
@@ -47,8 +50,7 @@ class Multilabel(Task):
 
     def score(self, output: Any, batch: Batch) -> Score:
         """Compare each logit with its label; a logit above 0 predicts the label."""
-        targets = batch.targets
-        logits = logits_of(output, need=_NEED)
+        logits, targets = _alike(logits_of(output, need=_NEED), batch.targets)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         losses = binary_cross_entropy_with_logits(wide, targets.to(wide.dtype), reduction="none")
         predictions, labels = logits.detach() > 0, targets > 0
@@ -64,19 +66,30 @@ class Multilabel(Task):
         """Raise ModelError if logits and labels differ in shape, or a label is not 0 or 1."""
         targets = batch.targets
         logits = logits_of(output, need=_NEED)
-        if not isinstance(targets, torch.Tensor) or logits.shape != targets.shape:
+        is_labelled = isinstance(targets, torch.Tensor)
+        pair = _alike(logits, targets) if is_labelled else (logits, targets)
+        if not is_labelled or pair[0].dim() != 2 or pair[0].shape != pair[1].shape:
             shape = tuple(targets.shape) if isinstance(targets, torch.Tensor) else "no shape"
             raise ModelError(
                 f"the model gives logits of shape {tuple(logits.shape)} for labels of {shape}; "
                 "multilabel needs both alike: (num_samples, num_labels)",
                 fix="give the model's last layer one output for each label",
             )
+        self.num_labels = pair[0].shape[1]
         if not bool(((targets == 0) | (targets == 1)).all()):
             raise ModelError(
                 "multilabel needs labels that are 0 or 1, and one is "
                 f"{targets[(targets != 0) & (targets != 1)][0].item()}",
                 fix="give 0 or 1 for each label; for numbers: --task regression",
             )
+
+    def learned(self) -> dict[str, Any]:
+        """Return what the first batch has shown: the number of labels."""
+        return {"num_labels": self.num_labels}
+
+    def take_over(self, learned: Mapping[str, Any]) -> None:
+        """Use what another rank, or an earlier start, has learned."""
+        self.num_labels = learned.get("num_labels", self.num_labels)
 
     def figures(self, sums: Mapping[str, Any], count: float) -> Figures:
         """Return the mean F1 of the labels, and the share of samples with every label right."""
@@ -107,3 +120,9 @@ class Multilabel(Task):
                 }
             )
         return found
+
+
+def _alike(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both with a column for each label; other shapes stay."""
+    columns = [part.unsqueeze(1) if part.dim() == 1 else part for part in (logits, targets)]
+    return columns[0], columns[1]
