@@ -27,6 +27,7 @@ from tests.commands import run_command
 from tests.documents import DRILLS, TROUBLES, table_rows
 from tests.forked_drills import forked_drills
 from tests.marks import slow_after
+from tests.ranks import run_program
 
 DrillsOf = Callable[[int], Drills]
 # The others are slow: these show each a way that a run can end.
@@ -244,7 +245,7 @@ class TestCommand:
         argv = ["python", "ddp_training.py", "drill", "nan-once", "--cpu_only", "--ranks", "1"]
         argv += ["--dataset", "tests.plugins:points", "--model", "tests.plugins:Poisoned"]
         argv += ["--model_args", "{nan_from: 4}"]
-        completed = run_command(argv, timeout_s=170, env={"TMPDIR": str(tmp_path)})
+        completed = run_program(argv, timeout_s=170, env={"TMPDIR": str(tmp_path)})
         assert completed.status == 1, completed.output
         assert "the run fails without any fault" in completed.stdout
         assert "the loss is nan" in completed.stdout

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import gpu_report
 from benchmarks.gpu import checks, meter, row, runs, speed, works
-from tests.ranks import run_command, run_forked
+from tests.ranks import run_command, run_program
 
 CPU = torch.device("cpu")
 
@@ -110,7 +110,7 @@ def test_a_dry_run_of_all_parts_finds_all_good(
     ) -> row.Done:
         if command[0] != "python":
             return row.run(command, limit_s=limit_s, env=env, cwd=cwd)
-        done = run_forked(command, timeout_s=limit_s, env=env, cwd=cwd)
+        done = run_program(command, timeout_s=limit_s, env=env, cwd=cwd)
         return row.Done(done.status, done.output)
 
     for module in (gpu_report, runs, speed):
