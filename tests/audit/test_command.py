@@ -15,7 +15,7 @@ from hardened_ddp.diagnosis.audit.records import Follower, read_ranks
 from tests.audit.programs import MISTAKES, PLAIN, Case
 from tests.commands import Completed, run_command
 from tests.processes import ROOT
-from tests.ranks import free_port
+from tests.ranks import free_port, run_program
 
 SPAWNED = PLAIN.replace("def main():\n", "def main(rank):\n    world_size = 2\n")
 SPAWNED = SPAWNED.replace('("gloo")', '("gloo", rank=rank, world_size=world_size)')
@@ -58,7 +58,7 @@ def test_a_healthy_program_ends_with_0_and_with_the_weights_of_a_run_without_aud
     assert report["healthy"] is True
     assert not [v for v in report["verdicts"] if v["severity"] != "advice"]
     audited = torch.load(tmp_path / "model.pt", weights_only=True)
-    run_command(launch(tmp_path / "train.py"), timeout_s=60, cwd=tmp_path).ok()
+    run_program(launch(tmp_path / "train.py"), timeout_s=60, cwd=tmp_path).ok()
     plain = torch.load(tmp_path / "model.pt", weights_only=True)
     assert audited.keys() == plain.keys()
     assert all(torch.equal(audited[name], plain[name]) for name in plain)
