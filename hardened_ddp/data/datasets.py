@@ -112,8 +112,9 @@ def build_data(config: DataConfig, *, leaves_out: bool = False, task: str = "aut
     """
     name = _known_name(config.dataset)
     train, test = (_open(name, config, train=train) for train in (True, False))
-    if test is not None and (stream := adapt(test, config.dataset, is_resumed=False)):
-        test = StreamInOrder(stream, config.dataset)
+    test_stream = None if test is None else adapt(test, config.dataset, is_resumed=False)
+    if test_stream is not None:
+        test = StreamInOrder(test_stream, config.dataset)
     if train is not None and (stream := adapt(train, config.dataset)) is not None:
         train = StreamView(stream)
     if train is None or len(train) == 0:  # type: ignore[arg-type]  # map-style: it has a length
