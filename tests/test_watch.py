@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 import time
@@ -95,7 +96,11 @@ def test_a_run_is_shown_while_it_runs_when_it_died_and_when_it_finished(
         running.wait(60)
     status, text = watched(folder)
     assert status == 1
-    assert f"{folder}: dead" in text
+    found = re.search(rf"{re.escape(str(folder))}: dead, step (\d+)", text)
+    saved = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*")]
+    curve = [point.step for point in read_run(folder).points]
+    assert found is not None
+    assert int(found[1]) >= max(*saved, *curve)
     assert "no sign of life since" in text
     assert f"explain {folder}" in text
     assert "<td>dead</td>" in reported(folder)

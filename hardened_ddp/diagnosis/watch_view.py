@@ -96,9 +96,12 @@ def _progress_words(run: RunView) -> list[str]:
     step = number_of(main, "step") or number_of(run.summary, "step")
     if not main and run.attempts:
         step = step or number_of(run.attempts[-1], "step")
+    told = step
+    if run.state == "dead":  # WHY: the last status of a rank is up to some seconds old
+        step = max([step, *(c[0] for c in run.checkpoints), *(p.step for p in run.points)])
     total = number_of(main, "total_steps")
     words = [f"step {step:.0f}" + (f" of {total:.0f}" if total else "")]
-    if epochs := number_of(main, "epochs"):
+    if (epochs := number_of(main, "epochs")) and step == told:
         words.append(f"epoch {min(number_of(main, 'epoch') + 1, epochs):.0f} of {epochs:.0f}")
     if len(run.attempts) > 1:
         words.append(f"{len(run.attempts)} attempts")
