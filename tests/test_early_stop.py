@@ -70,7 +70,7 @@ def test_only_better_values_count_and_nan_is_never_better() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--stop_when", "f2"], "stop_when: this task has no metric 'f2'"),
+        (["--stop_when", "f2"], "stop_when: no task has a metric 'f2'"),
         (["--stop_when", "loss", "--dataset", "tests.plugins:points_to_test",
           "--dataset_args", "{none: true}", "--model", "mlp"], "has no test set to measure it"),
     ],
