@@ -125,6 +125,7 @@ def _join(rank: int, num_ranks: int, folder: Path) -> None:
 def main(folder: Path, names: list[str]) -> None:
     """Write the logs of the cases with these names, or of all."""
     import torch
+    import torch._dynamo  # WHY here: DDP and the optimizers import it, in each rank that has one
 
     torch.set_num_threads(1)
     cases = load()
