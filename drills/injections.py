@@ -85,8 +85,8 @@ class Board:
         return (self.folder / name).exists()
 
     def write(self, name: str, content: Any) -> None:  # Any: JSON
-        """Write a note atomically."""
-        aside = self.folder / f".{name}"
+        """Write a note atomically; several ranks may write the same one."""
+        aside = self.folder / f".{name}-{os.getpid()}"
         aside.write_text(json.dumps(content), encoding="utf-8")
         aside.rename(self.folder / name)
 
