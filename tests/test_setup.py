@@ -25,7 +25,7 @@ MODULES = {
     "safetensors": ["safetensors/__init__.py", "safetensors/torch.py"],
     "torch": [
         "torch/__init__.py",
-        *("torch/distributed/run.py", "torch/nn/parallel.py"),
+        *("torch/_dynamo.py", "torch/distributed/run.py", "torch/nn/parallel.py"),
         *("torch/utils/data.py", "torch/utils/tensorboard.py"),
     ],
 }

@@ -30,6 +30,8 @@ def check_evaluation(parts: Parts) -> None:
     config, loader, group = parts.config, parts.eval_loader, parts.group
     if loader is None or not config.loop.eval_every:
         return
+    if parts.replica.collectives.in_evaluation:
+        return  # a rank whose sample can't be read would leave the others waiting in forward
     module, leaves_out = parts.replica.module, config.loop.continue_on_error
     mine: dict[str, str] = {}
     was_training = module.training
