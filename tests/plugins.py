@@ -654,7 +654,7 @@ def length_of(line: str) -> tuple[torch.Tensor, int]:
 class Norming(nn.Module):
     """As SyncBatchNorm: a collective in each forward of training, whatever the size of the batch.
 
-    fails_at: the forward in which rank 1 raises.
+    fails_at: the forward of training, those of the trials too, in which rank 1 raises.
     """
 
     def __init__(self, fails_at: int = -1, all_modes: bool = False) -> None:
@@ -663,7 +663,7 @@ class Norming(nn.Module):
         self.fails_at, self.all_modes, self.num_forwards = fails_at, all_modes, 0
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
-        self.num_forwards += 1
+        self.num_forwards += self.training
         if self.num_forwards == self.fails_at and dist.is_initialized() and dist.get_rank() == 1:
             raise ValueError("a fault of this model")
         if dist.is_initialized() and (self.training or self.all_modes):

@@ -68,7 +68,7 @@ def test_an_error_of_one_rank_in_such_a_forward_ends_the_attempt_and_loses_no_st
     tmp_path: Path,
 ) -> None:
     argv = [*FLAGS, *NORMING, "--dataset_args", "{size: 24}", "--output_dir", tmp_path]
-    fails = ["--model_args", "{fails_at: 9}"]
+    fails = ["--model_args", "{fails_at: 8}"]
     finished = train([*argv, *fails], 2)
     assert finished.statuses == (75, 1)
     assert "a fault of this model" in finished.output
