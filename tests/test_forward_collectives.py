@@ -1,9 +1,13 @@
 """Collectives in a model's forward: every rank runs as many, or the run is refused at its start."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from hardened_ddp.model.forward_collectives import NO_COLLECTIVES, ForwardCollectives
+from hardened_ddp.training import evaluation_trial
 from tests.ranks import train
 from tests.run_folder import last_tensors, only_run, read_summary
 
@@ -97,3 +101,20 @@ def test_evaluate_is_refused_where_a_rank_would_lack_a_forward(tmp_path: Path) -
     finished = train([*words, "--continue_on_error"], 2)
     assert all(finished.statuses)
     assert "left out" in finished.output
+
+
+def test_the_trial_of_the_test_set_is_left_out_where_a_rank_could_wait_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(evaluation_trial, "check_stop_when", lambda parts: None)
+    found = ForwardCollectives(("all_reduce in mine.py:1",), in_evaluation=True)
+    parts: Any = SimpleNamespace(  # with nothing that a trial needs: it would raise
+        config=SimpleNamespace(loop=SimpleNamespace(eval_every=1)),
+        eval_loader=object(),
+        group=None,
+        replica=SimpleNamespace(collectives=found),
+    )
+    evaluation_trial.check_evaluation(parts)
+    parts.replica.collectives = NO_COLLECTIVES
+    with pytest.raises(AttributeError):
+        evaluation_trial.check_evaluation(parts)
