@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_programs import is_of_checkout
 from tests.leftovers import clear_away, find_leftovers, take_snapshot
-from tests.processes import SESSION_MARK, read_process, session_mark
+from tests.processes import ROOT, SESSION_MARK, read_process, session_mark
 from tests.ranks import (
     RankFailure,
     free_port,
@@ -300,6 +301,12 @@ def test_a_forked_program_has_its_own_modules_and_forks_the_programs_that_it_sta
     done = run_program(["python", tmp_path / "first.py"], timeout_s=30)
     assert done.stdout == f"{tmp_path / 'hardened_ddp.py'} word {tmp_path} True\n", done.output
     assert (done.stderr, done.status) == ("its last words\n", 5)
+
+
+def test_a_library_in_the_virtual_environment_of_a_checkout_is_not_of_the_checkout() -> None:
+    prefix = str(ROOT / ".venv")
+    assert not is_of_checkout(f"{prefix}/lib/python3.11/site-packages/yaml/nodes.py", prefix)
+    assert is_of_checkout(__file__, prefix)
 
 
 def test_a_free_port_can_be_bound() -> None:
