@@ -55,7 +55,7 @@ def run_stage(argv: Sequence[str]) -> int:
     # WHY: where this is set, as in containers, each of hundreds of processes compiles all modules.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # More than there are CPUs: most tests wait now and then, for time to pass or a process.
-    side_by_side = ["--numprocesses", str((os.cpu_count() or 1) + 3), "--no-loadscope-reorder"]
+    side_by_side = ["--numprocesses", str((os.cpu_count() or 1) + 2), "--no-loadscope-reorder"]
     return int(pytest.main([*CONFIGURED, *stage, *side_by_side, *words, *EVERYWHERE]))
 
 
