@@ -140,5 +140,5 @@ def test_the_benchmark_measures_each_part_with_few_ranks() -> None:
         ["python", "benchmarks/control_plane.py", "--ranks", "12"], timeout_s=90
     ).ok()
     rows = [line for line in done.stdout.splitlines() if " bar " in line]
-    assert len(rows) == 6
+    assert len(rows) == 7
     assert all(line.endswith("ok") for line in rows), done.stdout

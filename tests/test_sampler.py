@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hardened_ddp.data.hashing import Words, hash_words
+from hardened_ddp.data.hashing import Words, hash_word, hash_words
 from hardened_ddp.data.permutation import permute
 from hardened_ddp.data.sampler import (
     MAX_KEPT_ORDER,
@@ -152,6 +152,9 @@ def test_the_array_hash_is_the_hash_of_the_seeds() -> None:
     gamma = 0x9E3779B97F4A7C15
     word = hash_words(np.array([1], dtype=np.uint64), key=(gamma + 5) % 2**64)
     assert int(word[0]) >> 1 == mix(5)
+    for number in (0, 1, 2**40 + 7, 2**64 - 1):
+        [word] = hash_words(np.array([number], dtype=np.uint64), key=2**63 - 9)
+        assert int(word) == hash_word(number, key=2**63 - 9)
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 7, 8, 100])
