@@ -157,31 +157,35 @@ def spoken(phrase: str) -> str:
 
 
 FAULTS = {
-    "SIGTERM to rank 1": "SIGTERM to one rank",
-    "kill -9 of rank 1; the same command again": "kill -9 of one rank",
-    "newest checkpoint cut in half, then resume": "newest checkpoint cut in half",
-    "resume on 1 rank instead of 2": "resume on 1 rank instead of 2",
-    "out of memory in forward on rank 1, once": "one rank out of memory",
-    "rank 1 hangs in forward, once; torchrun --max_restarts=1": "one rank hangs",
-    "NaN loss on rank 1, once": "NaN on one rank",
-    "a layer unused on rank 1 from step 34 on": "a layer becomes unused",
-    "kill -9 of torchrun itself": "kill -9 of torchrun",
-    "kill -9 of a DataLoader worker of rank 1": "kill -9 of a DataLoader worker",
+    "SIGTERM to rank 1": ("SIGTERM to one rank", "sigterm-forward"),
+    "kill -9 of rank 1; the same command again": ("kill -9 of one rank", "kill-forward"),
+    "newest checkpoint cut in half, then resume": (
+        "newest checkpoint cut in half",
+        "torn-checkpoint",
+    ),
+    "resume on 1 rank instead of 2": ("resume on 1 rank instead of 2", "tests/test_restarts.py"),
+    "out of memory in forward on rank 1, once": ("one rank out of memory", "memory-forward"),
+    "rank 1 hangs in forward, once; torchrun --max_restarts=1": ("one rank hangs", "hang-forward"),
+    "NaN loss on rank 1, once": ("NaN on one rank", "nan-once"),
+    "a layer unused on rank 1 from step 34 on": ("a layer becomes unused", "unused-parameter"),
+    "kill -9 of torchrun itself": ("kill -9 of torchrun", "torchrun-killed"),
+    "kill -9 of a DataLoader worker of rank 1": ("kill -9 of a DataLoader worker", "worker-kill"),
 }
-"""The tables of docs/PEERS_ON_FAULTS.md that README.md sums up, and what it calls them."""
+"""The tables of docs/PEERS_ON_FAULTS.md that README.md sums up, what it calls them, and the drill
+(or test) that shows what this project does."""
 
 
 def faults_table() -> str:
     """Write what each contender lost at each fault, one row a fault, from the measured tables."""
     names = ("bare", "accelerate", "lightning", "trainer", "ddp_training.py")
-    lines = ["| fault | torchrun alone | Accelerate | Lightning | HF Trainer | this project |"]
-    lines += ["| --- " * (len(names) + 1) + "|"]
-    for fault, label in FAULTS.items():
+    titles = ("fault", "torchrun alone", "Accelerate", "Lightning", "HF Trainer", "this project")
+    lines = [f"| {' | '.join(titles)} | drill |", "| --- " * (len(titles) + 1) + "|"]
+    for fault, (label, shown_by) in FAULTS.items():
         section = text_of(PEERS).partition(f"### {fault}\n")[2].partition("\n### ")[0]
         rows = [line.strip("| ").split(" | ") for line in section.splitlines() if "|" in line]
         measured = {name: rest for name, *rest in rows}
         cells = [outcome(*measured[name][:3]) for name in names]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
+        lines.append(f"| {label} | {' | '.join(cells)} | `{shown_by}` |")
     return "\n".join([*lines, ""])
 
 
@@ -201,7 +205,7 @@ def outcome(happened: str, steps_lost: str, samples: str) -> str:
     said = "hangs; " * ("hung" in ways)
     said += "nothing" if samples == "0 / 0" and steps_lost == "0" else f"{steps_lost} steps"
     surplus, missing = samples.split(" / ")
-    return said + f"; {surplus} samples twice, {missing} never" * (samples != "0 / 0")
+    return said + f"; {surplus} twice, {missing} never" * (samples != "0 / 0")
 
 
 def rendered(document: str, *, only: str = "") -> str:

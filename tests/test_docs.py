@@ -14,11 +14,13 @@ from xml.etree import ElementTree
 import pytest
 
 from docs.pictures.draw import PICTURES, ring
+from drills.faults import find
 from hardened_ddp.errors import HardenedError
 from hardened_ddp.settings.record import yaml_word
 from hardened_ddp.settings.schema import SETTINGS
 from tests.documents import (
     DOCUMENTS,
+    FAULTS,
     GENERATED,
     MANUAL,
     ONE_LINERS,
@@ -94,6 +96,7 @@ STATUSES = {
     "torchrun --nproc_per_node=2 ddp_training.py --cpu_only --max_steps 5"
     " --model forgetful:Forgetful --find_unused_parameters off": 1,
 }
+TEST_OF_OTHER_RANKS = "test_any_number_of_ranks_goes_on_with_the_same_samples_in_each_step"
 HOSTS = {"docs.pytorch.org", "docs.nvidia.com", "arxiv.org"}
 """Where links of the documents may lead to, besides files of this repository."""
 OTHER_PROGRAMS = {"shm-size", "ipc", "cap-add", "pid", "logdir", "local_addr", "shutdown-timeout"}
@@ -181,6 +184,19 @@ class TestReadme:
         for row in rows:
             for test in re.findall(r"`([^`]+)`", row[-1]):
                 assert has_function(test), f"{test} does not exist: {row[0]}"
+
+    def test_a_drill_shows_what_the_table_of_faults_says_of_this_project(self) -> None:
+        rows = table_rows(README, cells=7)[2:]
+        assert len(rows) == len(FAULTS)
+        for row in rows:
+            ours, name = row[-2], row[-1].strip("`")
+            fault = find(name)
+            if fault is None:
+                assert has_function(f"{name}::{TEST_OF_OTHER_RANKS}"), row
+                continue
+            assert (fault.ends == "continues") == (ours == "continues, nothing lost"), row
+            assert fault.ends == "continues" or fault.keeps == "same weights", row
+            assert not fault.leaves_out, row
 
     def test_a_preset_has_the_flags_that_the_table_says(self) -> None:
         rows = [row for row in table_rows(README) if re.fullmatch(r"`(\d+|test)`", row[0])]
