@@ -55,7 +55,8 @@ if checkpoint.exists():
     model.module.load_state_dict(state["model"])
     if "optimizer" in state:
         optimizer.load_state_dict(state["optimizer"])
-    print(f"rank {rank} continues at step {first_step}")
+    if rank == 0:
+        print(f"rank 0 continues at step {first_step}")
 
 for step in range(first_step, EPOCHS * steps_per_epoch):
     epoch, place = divmod(step, steps_per_epoch)  # the step says which samples come next
