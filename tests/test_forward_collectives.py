@@ -44,6 +44,7 @@ REFUSED = [
         "8 for",
         "--eval",
     ),
+    (24, ("--model", "tests.plugins:NormingTests", "--eval_batch_size", "1"), "8 for", "--eval"),
 ]
 
 

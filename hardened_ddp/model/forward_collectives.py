@@ -49,11 +49,19 @@ _CAN_WATCH = hasattr(torch.utils, "_python_dispatch")
 _Mode: Any = torch.utils._python_dispatch.TorchDispatchMode if _CAN_WATCH else object
 
 
-class Watch(_Mode):  # type: ignore[misc]  # Any: torch's, which is private
-    """Notes the collectives that are called inside."""
+class RefusedCollectiveError(Exception):
+    """A collective was called where ranks must not wait for each other."""
 
-    def __init__(self) -> None:
+
+class Watch(_Mode):  # type: ignore[misc]  # Any: torch's, which is private
+    """Notes the collectives that are called inside.
+
+    refuses: raise RefusedCollectiveError in place of them.
+    """
+
+    def __init__(self, *, refuses: bool = False) -> None:
         super().__init__()
+        self.refuses = refuses
         self.calls: list[str] = []
         self.shapes: list[tuple[int, ...]] = []
         """Of the tensors that are sent and received."""
@@ -69,6 +77,8 @@ class Watch(_Mode):  # type: ignore[misc]  # Any: torch's, which is private
             name = func.__name__.partition(".")[0].strip("_")
             self.calls.append(f"{_WORDS.get(name, name)} in {_place()}")
             self.shapes += [tuple(tensor.shape) for tensor in _tensors_in(args)]
+            if self.refuses:
+                raise RefusedCollectiveError(self.calls[-1])
         return func(*args, **(kwargs or {}))
 
 
@@ -83,16 +93,26 @@ _WORDS = {
 
 
 @contextlib.contextmanager
-def watching(module: nn.Module, group: Group) -> Iterator[Watch]:
-    """Watch a forward of module inside. With one rank there is nothing to see."""
-    watch = Watch()
+def watching(
+    module: nn.Module, group: Group, *, calls_forward: bool = False, refuses: bool = False
+) -> Iterator[Watch]:
+    """Watch a forward of module inside. With one rank there is nothing to see.
+
+    calls_forward: what is called is its method forward, which is not what Module.compile compiles.
+    refuses: the first collective raises instead, so that the forward is rank-local.
+    """
+    watch = Watch(refuses=refuses)
     # WHY not of a compiled model: torch does not compile under such a mode
-    is_compiled = any(getattr(m, "_compiled_call_impl", None) for m in module.modules())
+    is_compiled = any(
+        getattr(part, "_compiled_call_impl", None)
+        for part in module.modules()
+        if not (calls_forward and part is module)
+    )
     can_watch = _CAN_WATCH and not is_compiled and group.world_size > 1
     with watch if can_watch else contextlib.nullcontext():
         yield watch
     has_sync_norm = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
-    if not can_watch and group.world_size > 1 and has_sync_norm:
+    if not can_watch and group.world_size > 1 and module.training and has_sync_norm:
         watch.calls.append("all_gather in SyncBatchNorm")
 
 
@@ -130,12 +150,15 @@ def find_collectives(
 def find_in_evaluation(
     module: nn.Module, group: Group, forward: Callable[[Batch], object], batch: Batch
 ) -> ForwardCollectives:
-    """Find the collectives of a forward in evaluation mode. Collective: all ranks, one batch."""
-    with watching(module, group) as watch:
+    """Find the collectives of a forward in evaluation mode. Collective: all ranks, one batch.
+
+    forward: calls the method forward of module.
+    """
+    with watching(module, group, calls_forward=True) as watch:
         forward(batch)
     if not watch.shapes:
         return ForwardCollectives(tuple(watch.calls), in_evaluation=bool(watch.calls))
-    with watching(module, group) as longer:
+    with watching(module, group, calls_forward=True) as longer:
         forward(take(batch, [*range(batch.num_samples), 0]))
     return ForwardCollectives(tuple(watch.calls), longer.shapes != watch.shapes, True)
 

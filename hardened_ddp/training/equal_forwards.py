@@ -91,10 +91,11 @@ def _problem_of_evaluation(parts: Parts) -> tuple[str, str] | None:
     return (text, f"--eval_every 0, or {_IN_TRAINING_ONLY}") if text else None
 
 
-def check_evaluation(loop: EvaluationLoop, module: nn.Module) -> None:
+def check_equal_evaluation(loop: EvaluationLoop, module: nn.Module, *, instead: str) -> None:
     """Raise ModelError if ranks would run unequal forwards in an evaluation. Collective: all ranks.
 
-    For a module that no probe has seen. It runs a sample through module, where that can matter.
+    For a module in evaluation mode that no probe has seen in it. It runs a sample through module,
+    where that can matter. instead: what the user can do.
     """
     loader, group = loop.loader, loop.group
     is_even = loader.size % group.world_size == 0 and not loop.leaves_out
@@ -104,7 +105,7 @@ def check_evaluation(loop: EvaluationLoop, module: nn.Module) -> None:
     if not found:
         return
     text = _uneven_in(loader, group.world_size, fit_batch=found.fit_batch)
-    fix = f"evaluate in one process, without torchrun; or {_IN_TRAINING_ONLY}"
+    fix = f"{instead}; or {_IN_TRAINING_ONLY}"
     if loop.leaves_out and not text:
         text, fix = "a sample that is left out would be missing in one rank's batch", _LEAVE_OUT
     if text:

@@ -27,7 +27,7 @@ from hardened_ddp.settings.layers import Resolved
 from hardened_ddp.step.progress import Totals
 from hardened_ddp.task.build import build_task
 from hardened_ddp.task.task import Score, Table, Task, described, with_loss
-from hardened_ddp.training.equal_forwards import check_evaluation
+from hardened_ddp.training.equal_forwards import check_equal_evaluation
 from hardened_ddp.training.evaluation import EvaluationLoop
 from hardened_ddp.training.rebuild import MODEL_PREFIX, model_tensors, rebuild_model
 from hardened_ddp.training.resume import share_checkpoint
@@ -115,7 +115,9 @@ def measure(
     totals = Totals(task, group.device, loss_dtype=torch.float64)
     collect_as_usual()
     try:
-        check_evaluation(loop, model)  # collective
+        check_equal_evaluation(  # collective
+            loop, model, instead="evaluate in one process, without torchrun"
+        )
         found = loop.run(model, totals, look)  # collective
     finally:
         loader.close()

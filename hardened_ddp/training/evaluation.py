@@ -144,7 +144,7 @@ class EvaluationLoop:
             one = take(batch, [0]).to(self.group.device, channels_last=self.channels_last)
             with self.precision.autocast():
                 return find_in_evaluation(  # collective
-                    module, self.group, lambda some: self.task.forward(module, some), one
+                    module, self.group, lambda some: self.task.forward(module.forward, some), one
                 )
         except HardenedError:
             raise
@@ -165,6 +165,18 @@ class EvaluationLoop:
         return [BadSample(**bad) for part in everyone for bad in part]
 
 
+def loop_of(parts: Parts, loader: EvalLoader) -> EvaluationLoop:
+    """Return the loop over the test set of a run."""
+    return EvaluationLoop(
+        loader=loader,
+        task=parts.task,
+        precision=parts.precision,
+        group=parts.group,
+        leaves_out=parts.config.loop.continue_on_error,
+        channels_last=parts.replica.channels_last,
+    )
+
+
 def evaluate(
     parts: Parts, loader: EvalLoader, *, should_stop: Callable[[], object] = lambda: False
 ) -> Evaluation | None:
@@ -180,14 +192,7 @@ def evaluate(
         if is_main:
             mistakes.add(batch, score)
 
-    loop = EvaluationLoop(
-        loader=loader,
-        task=task,
-        precision=parts.precision,
-        group=parts.group,
-        leaves_out=parts.config.loop.continue_on_error,
-        channels_last=parts.replica.channels_last,
-    )
+    loop = loop_of(parts, loader)
     module.eval()
     try:
         totals = Totals(task, parts.device)

@@ -11,11 +11,15 @@ import logging
 import torch
 
 from hardened_ddp.data.fetch import Batch, preserved_rng
+from hardened_ddp.data.loader import EvalLoader
 from hardened_ddp.data.read_errors import describe, line_of_user
 from hardened_ddp.errors import HardenedError, ModelError
+from hardened_ddp.model.forward_collectives import watching
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.task.score_check import check_score
 from hardened_ddp.training.early_stop import check_stop_when
+from hardened_ddp.training.equal_forwards import check_equal_evaluation
+from hardened_ddp.training.evaluation import loop_of
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +28,8 @@ def check_evaluation(parts: Parts) -> None:
     """Raise if the test set can't be measured as the settings ask. Collective: all ranks.
 
     Scores the first samples of each rank's share; nothing changes. Raises ConfigError, and
-    ModelError on every rank if the trial failed on any.
+    ModelError on every rank if the trial failed on any, or if the model runs collectives in
+    evaluation and the ranks would run unequal forwards.
     """
     check_stop_when(parts)
     config, loader, group = parts.config, parts.eval_loader, parts.group
@@ -34,6 +39,7 @@ def check_evaluation(parts: Parts) -> None:
         return  # a rank whose sample can't be read would leave the others waiting in forward
     module, leaves_out = parts.replica.module, config.loop.continue_on_error
     mine: dict[str, str] = {}
+    calls: list[str] = []
     was_training = module.training
     module.eval()
     try:
@@ -46,7 +52,11 @@ def check_evaluation(parts: Parts) -> None:
                     fix="fix it, or leave such samples out with --continue_on_error",
                 )
             if batch.num_samples:
-                _score(parts, batch.to(group.device, channels_last=parts.replica.channels_last))
+                batch = batch.to(group.device, channels_last=parts.replica.channels_last)
+                # WHY refuse: a rank without such a sample would leave the others waiting.
+                with watching(module, group, calls_forward=True, refuses=True) as watch:
+                    calls = watch.calls
+                    _score(parts, batch)
     except HardenedError as error:
         mine = {"error": error.message, "fix": error.fix}
     except Exception as error:  # WHY broad: it is the user's code, and the other ranks wait
@@ -57,12 +67,34 @@ def check_evaluation(parts: Parts) -> None:
         }
     finally:
         module.train(was_training)
-    for rank, found in enumerate(group.gather_json(mine)):  # collective
-        if found:
+    everyone = group.gather_json({"calls": calls[0]} if calls else mine)  # collective
+    for rank, found in enumerate(everyone):
+        if "error" in found:
             raise ModelError(
                 f"the test set can't be evaluated, rank {rank}: {found['error']}",
                 fix=found["fix"] + "; --eval_every 0 trains without evaluations",
             )
+    if found := [found["calls"] for found in everyone if found]:
+        _check_collectives(parts, loader, found[0])  # collective
+
+
+def _check_collectives(parts: Parts, loader: EvalLoader, call: str) -> None:
+    """Raise ModelError if the ranks would run unequal forwards. Collective: all ranks."""
+    module = parts.replica.module
+    was_training = module.training
+    module.eval()
+    try:
+        with preserved_rng():
+            check_equal_evaluation(  # collective
+                loop_of(parts, loader), module, instead="--eval_every 0"
+            )
+    finally:
+        module.train(was_training)
+    log.warning(
+        "the model's forward runs collectives in evaluation (%s): the test set is not tried before "
+        "training, and a sample of one rank that can't be read ends the attempt",
+        call,
+    )
 
 
 def _score(parts: Parts, batch: Batch) -> None:
