@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from hardened_ddp.diagnosis.report_page import page_of
 from hardened_ddp.diagnosis.report_plots import rank_plot
 from hardened_ddp.diagnosis.run_events import events_of, merged
 from hardened_ddp.diagnosis.run_files import RunView, read_run
-from hardened_ddp.diagnosis.watch import run_watch
-from hardened_ddp.diagnosis.watch_view import sparkline
+from hardened_ddp.diagnosis.watch import drawn, run_watch
+from hardened_ddp.diagnosis.watch_view import COLUMNS, sparkline, view_of
 from hardened_ddp.errors import ConfigError, RunFolderError
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.training.run_report import _own_split
@@ -151,6 +152,7 @@ def test_in_a_terminal_it_is_drawn_until_the_run_ends(tmp_path: Path) -> None:
 
 GARBAGE = (b"", b"\0\xff\xfe", b"[]\n", b"{}\n", b'null\n[1]\n{"step": "x", "began_at": {}}\n')
 STRANGE_RANK = {"rank": 0, "state": "running", "world_size": 2, "spent_s": [], "process": "x"}
+STRANGE_NUMBERS = ("1" + "0" * 400, "NaN", "-1")
 
 
 def test_broken_files_are_named_and_never_raise(tmp_path: Path) -> None:
@@ -165,6 +167,11 @@ def test_broken_files_are_named_and_never_raise(tmp_path: Path) -> None:
         whole = path.read_bytes()
         for content in (*GARBAGE, whole[: len(whole) // 2], json.dumps(STRANGE_RANK).encode()):
             path.write_bytes(content)
+            watched(folder)
+            reported(folder)
+        for number in STRANGE_NUMBERS if path.suffix in (".json", ".jsonl") else ():
+            text = re.sub(r"(: )-?\d[\d.e+-]*", rf"\g<1>{number}", whole.decode())
+            path.write_text(text)
             watched(folder)
             reported(folder)
         path.unlink()
@@ -183,7 +190,7 @@ def test_a_rank_that_is_silent_beside_others_is_named(tmp_path: Path) -> None:
     place.mkdir()
     now = time.time()
     for rank in range(3):
-        status = {"rank": rank, "world_size": 3, "state": "running", "every_s": 2.0, "step": 7}
+        status = {"rank": rank, "world_size": 4, "state": "running", "every_s": 2.0, "step": 7}
         status |= {"now": now - 60 * (rank == 1), "phase": "forward", "phase_s": 0.1}
         (place / f"rank-{rank}.json").write_text(json.dumps(status) + "\n")
     of_a_larger_start = {"rank": 9, "state": "running", "now": 1}
@@ -193,6 +200,27 @@ def test_a_rank_that_is_silent_beside_others_is_named(tmp_path: Path) -> None:
     rows = rows_of(text)[1:]
     assert [row[4] for row in rows] == ["forward", "silent, was in forward", "forward"]
     assert rows[1][5].startswith("1m0")
+    assert "missing     no status yet of rank 3\n" in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_a_narrow_terminal_gets_fewer_columns_and_none_is_cut(width: int, tmp_path: Path) -> None:
+    (tmp_path / "status").mkdir()
+    status = {"rank": 0, "world_size": 1, "state": "running", "every_s": 2.0, "step": 123456}
+    status |= {"now": time.time(), "phase": "all-reduce", "phase_s": 0.1, "rss_mib": 9000}
+    status |= {"device": "cuda:0", "device_name": "NVIDIA H100 80GB HBM3", "gpu_mib": 70000}
+    (tmp_path / "status" / "rank-0.json").write_text(json.dumps(status))
+    output = io.StringIO()
+    view = view_of(read_run(tmp_path), is_plain=True)
+    drawing = drawn(view, "running", width=width, is_plain=True)
+    Console(file=output, width=width).print(drawing)
+    head, row = rows_of(output.getvalue())
+    assert {"rank", "step", "doing", "for"} <= set(head)
+    assert len(head) == len(COLUMNS) or width < 200
+    assert ("waits" in head) == (width >= 60)
+    assert dict(zip(head, row, strict=True))["doing"] == "all-reduce"
+    assert output.getvalue().isascii()  # no column ends with three dots
+    assert max(map(len, output.getvalue().splitlines())) <= width
 
 
 def test_a_long_warning_takes_no_room_from_the_table(tmp_path: Path) -> None:
@@ -252,14 +280,19 @@ def test_what_ranks_log_becomes_events_with_their_kind_and_step() -> None:
 def test_a_curve_in_one_line_shows_its_ends_and_its_middle() -> None:
     assert sparkline([4, 3, 2, 1], "1234") == "4321"
     assert sparkline([5] * 100, "12", width=10) == "1" * 10
+    assert sparkline([4, float("nan"), 2, float("inf"), 1], "1234") == "4?2?1"
+    assert sparkline([float("nan")], "1234") == "?"
     assert len(sparkline(list(range(1000)), "12345678", width=60)) == 60
 
 
 def test_a_wrong_run_or_interval_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="there is no run in"):
         run_watch(parse(["watch", "--output_dir", str(tmp_path)]).options, output=io.StringIO())
-    with pytest.raises(RunFolderError, match="is no run folder"):
+    with pytest.raises(RunFolderError, match="is not a run folder"):
         watched(tmp_path)
+    (tmp_path / "a file").touch()
+    with pytest.raises(RunFolderError, match="a file is a file, not a run folder"):
+        watched(tmp_path / "a file")
     (tmp_path / "logs").mkdir()
     with pytest.raises(ConfigError, match="needs seconds, from"):
         watched(tmp_path, "--every", "0")

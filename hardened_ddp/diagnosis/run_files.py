@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hardened_ddp.diagnosis.run_events import Event, read_events
-from hardened_ddp.diagnosis.run_json import Json, number_of, read_json, read_lines, read_text
+from hardened_ddp.diagnosis.run_json import (
+    Json,
+    is_number,
+    number_of,
+    read_json,
+    read_lines,
+    read_text,
+)
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.ranks.process import ProcessMark, is_gone
 from hardened_ddp.reporting.goodput import PHASES, account_of, read_attempts
@@ -122,11 +129,16 @@ def find_run_folder(name: str, output_dir: str) -> Path:
             if _is_run(path):
                 return path
             raise RunFolderError(
-                f"{path} is no run folder: it has neither {SAVED_SETTINGS} with a {STATUS_FOLDER} "
-                "folder, nor checkpoints, nor metrics.jsonl",
+                f"{path} is not a run folder: it has no {CHECKPOINTS_NAME}, no {STATUS_FOLDER} and "
+                "no logs",
                 fix=_known_runs(output),
             )
-    raise RunFolderError(f"there is no run {name}, and none in {output}", fix=_known_runs(output))
+        if path.exists():
+            raise RunFolderError(f"{path} is a file, not a run folder", fix=_known_runs(output))
+    raise RunFolderError(
+        f"there is no run {name}: neither the folder {name} nor {output / name} exists",
+        fix=_known_runs(output),
+    )
 
 
 def read_run(folder: Path, *, now: float | None = None) -> RunView:
@@ -182,12 +194,12 @@ def _read_points(path: Path, problems: list[str]) -> tuple[Point, ...]:
     found: dict[tuple[int, str], Point] = {}
     for entry in read_lines(path, problems):
         step = entry.get("step")
-        if type(step) is not int:
+        if type(step) is not int or not is_number(step):
             continue
         values = {
             name: float(value)
             for name, value in entry.items()
-            if name not in ("step", "time") and isinstance(value, int | float)
+            if name not in ("step", "time") and (is_number(value) or isinstance(value, float))
         }
         # WHY: after a restart from an earlier step, the later steps of before never happened
         kind = "test" if "loss/test" in values else "train" if "loss/train" in values else "end"
@@ -202,7 +214,7 @@ def _read_attempts(folder: Path) -> list[Json]:
         attempts = read_attempts(folder)
     except (OSError, ValueError, TypeError, RecursionError):
         return []
-    return [a for a in attempts if all(isinstance(a.get(name), int | float) for name in names)]
+    return [a for a in attempts if all(is_number(a.get(name)) for name in names)]
 
 
 def _read_checkpoints(folder: Path) -> tuple[tuple[int, float], ...]:
@@ -254,4 +266,4 @@ def _changed_at(path: Path) -> float:
 
 def _known_runs(output: Path) -> str:
     names = [path.name for path in _folders(output) if _is_run(path)]
-    return f"the runs in {output}: {', '.join(names[-5:]) or 'none'}"
+    return f"choose a run of {output}: {', '.join(names[-5:]) or 'it has none'}"

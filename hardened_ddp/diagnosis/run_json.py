@@ -4,7 +4,7 @@ Owns reading them without ever raising: what can't be read is named in problems,
 """
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,16 @@ _MOST_BYTES = 64 * 2**20
 Json = dict[str, Any]  # Any: JSON
 
 
+def is_number(value: object) -> bool:
+    """Say whether a value is a finite number; a damaged file may have one larger than any float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max
+
+
 def number_of(entry: Mapping[str, Any], name: str) -> float:
     """Return a number of a file; 0 if it is missing, or is none."""
-    value = entry.get(name)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else 0.0  # type: ignore[arg-type]  # is_number
+    return float(entry[name]) if is_number(entry.get(name)) else 0.0
 
 
 def read_json(path: Path, problems: list[str]) -> Json:

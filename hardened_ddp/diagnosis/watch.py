@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, TextIO
 
 from hardened_ddp.diagnosis.run_files import RunView, find_run_folder, read_run
-from hardened_ddp.diagnosis.watch_view import COLUMNS, TEXT_COLUMNS, View, view_of
+from hardened_ddp.diagnosis.watch_view import COLUMNS, TEXT_COLUMNS, View, columns_for, view_of
 from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.wording import shown
 
@@ -49,8 +49,9 @@ def run_watch(options: Mapping[str, str], *, output: TextIO) -> int:
     run = read_run(folder)
     if options["once"] or not output.isatty() or run.state != "running":
         width = None if output.isatty() else PLAIN_WIDTH
-        plain = drawn(view_of(run, is_plain=True), run.state, is_plain=True)
-        Console(file=output, width=width, highlight=False).print(plain)
+        console = Console(file=output, width=width, highlight=False)
+        view = view_of(run, is_plain=True)
+        console.print(drawn(view, run.state, width=console.width, is_plain=True))
         return exit_status(run)
     console = Console(file=output, highlight=False)
     try:
@@ -59,7 +60,7 @@ def run_watch(options: Mapping[str, str], *, output: TextIO) -> int:
             while True:
                 rows = max(4, console.height - _OTHER_LINES)
                 view = view_of(run, before=before, most_rows=rows)
-                live.update(drawn(view, run.state), refresh=True)
+                live.update(drawn(view, run.state, width=console.width), refresh=True)
                 if run.state in ("finished", "stopped"):
                     return exit_status(run)
                 time.sleep(every_s)
@@ -73,15 +74,16 @@ def exit_status(run: RunView) -> int:
     return int(run.state in ("failed", "dead"))
 
 
-def drawn(view: View, state: str, *, is_plain: bool = False) -> "Group":
-    """Draw a view with rich."""
+def drawn(view: View, state: str, *, width: int, is_plain: bool = False) -> "Group":
+    """Draw a view with rich, for a terminal of so many columns."""
     from rich import box
-    from rich.console import Group
+    from rich.console import Group, OverflowMethod
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.ASCII if is_plain else box.SIMPLE, pad_edge=False)
-    for name in COLUMNS:
+    kept = columns_for(view.rows, width)
+    for name in (COLUMNS[i] for i in kept):
         table.add_column(
             name,
             justify="left" if name in TEXT_COLUMNS else "right",
@@ -89,8 +91,9 @@ def drawn(view: View, state: str, *, is_plain: bool = False) -> "Group":
             overflow="ellipsis",
         )
     for row, worry in zip(view.rows, view.worries, strict=True):
-        table.add_row(*map(Text, row), style=_ROW_COLORS[worry])
+        table.add_row(*(Text(row[i]) for i in kept), style=_ROW_COLORS[worry])
     first, *rest = (Text(line, overflow="fold") for line in view.head)
     first.highlight_words([f": {state}"], _COLORS.get(state, "bold red"))
-    lines = [Text(line, overflow="ellipsis", no_wrap=True) for line in view.lines]
+    overflow: OverflowMethod = "fold" if is_plain else "ellipsis"
+    lines = [Text(line, overflow=overflow, no_wrap=not is_plain) for line in view.lines]
     return Group(first, *rest, *([table] if view.rows else []), *lines)

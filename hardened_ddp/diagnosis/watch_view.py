@@ -4,6 +4,7 @@ Owns the words and the columns. Does not own: where they come from (run_files.py
 drawn (watch.py).
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -20,11 +21,14 @@ _SHARES = ("data", "forward", "backward", "optimizer")
 _BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 _CURVE_WIDTH = 60
 _NEWEST_EVENTS = 3
+_MOST_RANKS = 100_000  # a damaged file may say any number
 COLUMNS: tuple[str, ...] = (
     *("rank", "host", "device", "step", "doing", "for", "samples/s", *_SHARES),
     *("waits", "memory"),
 )
 TEXT_COLUMNS = ("host", "device", "doing")
+_LEFT_OUT_FIRST: tuple[str, ...] = ("device", "memory", "optimizer", "forward", "backward", "data")
+_LEFT_OUT_FIRST += ("host", "waits", "samples/s", "for")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +65,8 @@ def view_of(
     rows = [tuple(_row(run, rank, earlier.get(rank["rank"]))) for rank in ranks]
     worries = [_worry(run, rank) for rank in ranks]
     if len(ranks) < len(run.ranks):
-        more = ("...", f"{len(run.ranks) - len(ranks)} more ranks")
-        rows.append((*more, *[""] * (len(COLUMNS) - len(more))))
+        more = {"rank": "...", "doing": f"{len(run.ranks) - len(ranks)} more ranks"}
+        rows.append(tuple(more.get(name, "") for name in COLUMNS))
         worries.append(0)
     return View(
         head=tuple(_head(run)),
@@ -70,6 +74,18 @@ def view_of(
         worries=tuple(worries),
         lines=tuple(_lines(run, is_plain)),
     )
+
+
+def columns_for(rows: Sequence[Sequence[str]], width: int) -> list[int]:
+    """Choose the columns that fit into so many characters, in their order."""
+    longest = [max(map(len, column)) for column in zip(COLUMNS, *rows, strict=True)]
+    kept = list(range(len(COLUMNS)))
+    for name in _LEFT_OUT_FIRST:
+        # between two columns are a space, a line and a space; at each end is a line
+        if sum(longest[i] for i in kept) + 3 * (len(kept) - 1) + 2 <= width:
+            break
+        kept.remove(COLUMNS.index(name))
+    return kept
 
 
 def _head(run: RunView) -> list[str]:
@@ -177,6 +193,11 @@ def _memory(rank: Json) -> str:
 def _lines(run: RunView, is_plain: bool) -> list[str]:
     """Write what is below the table."""
     lines = []
+    known = {int(rank["rank"]) for rank in run.ranks}
+    world_size = max((number_of(rank, "world_size") for rank in run.ranks), default=0.0)
+    silent = [n for n in range(int(min(world_size, _MOST_RANKS))) if n not in known]
+    if silent:
+        lines.append(f"missing     no status yet of {_ranks_of(silent)}")
     steps, losses = run.curve("loss/train")
     if losses:
         curve = sparkline(losses, _PLAIN_BARS if is_plain else _BARS)
@@ -189,9 +210,7 @@ def _lines(run: RunView, is_plain: bool) -> list[str]:
     lines.append(f"checkpoints {_checkpoints(run)}")
     # WHY not in the table: a long message would take the width of every other column
     for event in run.events[-_NEWEST_EVENTS:]:
-        who = "rank" if len(event.ranks) == 1 else "ranks"
-        ranks = ", ".join(map(str, event.ranks[:4])) + " ..." * (len(event.ranks) > 4)
-        lines.append(f"{event.level.lower():<11} {who} {ranks}: {event.text}")
+        lines.append(f"{event.level.lower():<11} {_ranks_of(event.ranks)}: {event.text}")
     counts = Counter(event.kind for event in run.events)
     faults = [f"{counts[kind]} x {kind}" for kind in FAULTS if counts[kind]]
     others = [f"{n} x {kind}" for kind, n in counts.items() if kind not in FAULTS]
@@ -200,6 +219,12 @@ def _lines(run: RunView, is_plain: bool) -> list[str]:
         lines.append(f"also        {', '.join(others)}")
     lines += [f"unreadable  {problem}" for problem in run.problems]
     return lines
+
+
+def _ranks_of(numbers: Sequence[int]) -> str:
+    """Name some ranks: rank 3, ranks 0, 1, ranks 0, 1, 2, 3 ..."""
+    who = "rank" if len(numbers) == 1 else "ranks"
+    return f"{who} {', '.join(map(str, numbers[:4]))}{' ...' * (len(numbers) > 4)}"
 
 
 def _is_test(name: str) -> bool:
@@ -218,15 +243,17 @@ def _checkpoints(run: RunView) -> str:
 
 
 def sparkline(values: Sequence[float], bars: str, *, width: int = _CURVE_WIDTH) -> str:
-    """Draw a curve in one line of text: the mean of each part of the values."""
+    """Draw a curve in one line of text: the mean of each part of the values, ? for NaN."""
     width = min(width, len(values))
     parts = [
         values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)
     ]
     means = [sum(part) / len(part) for part in parts]
-    low, high = min(means), max(means)
+    finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
+    low, high = min(finite), max(finite)
     scale = (len(bars) - 1) / (high - low) if high > low else 0.0
-    return "".join(bars[round((mean - low) * scale)] for mean in means)
+    heights = [round((mean - low) * scale) if math.isfinite(mean) else None for mean in means]
+    return "".join("?" if height is None else bars[height] for height in heights)
 
 
 def _duration(seconds: float) -> str:
