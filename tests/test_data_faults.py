@@ -29,6 +29,7 @@ from hardened_ddp.data import read_errors, worker_pool
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.checks import Checks
 from hardened_ddp.data.fetch import Fetcher
+from hardened_ddp.data.loader import TrainLoader
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.read_errors import RetryReport, file_of, is_transient
 from hardened_ddp.data.worker_fallback import WorkerFallback, WorkerLevel
@@ -214,24 +215,36 @@ def test_what_comes_through_pipes_is_the_same() -> None:
     loader.close()
 
 
-def linger_once(flag: Path) -> None:
-    if _first_time(flag):
-        time.sleep(100)  # the loader ends it
-
-
-def test_when_the_thread_that_pins_memory_is_dead_batches_come_another_way(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    # Without a GPU torch starts no such thread; where it does, its place is this name.
-    loader = make_loader(Scripted(linger_once, tmp_path / "flag"), 1, loader_timeout_s=90.0)
-    windows = loader.windows(0, 0)
-    batches = list(next(windows)[1])
+def give_dead_pinning_thread(loader: TrainLoader) -> Any:
+    """Return torch's iterator; without a GPU it has no such thread, else in this place."""
     assert loader.stream._pool is not None
     iterator: Any = loader.stream._pool._iterator
     iterator._pin_memory_thread = threading.Thread()
     iterator._pin_memory_thread.start()
     iterator._pin_memory_thread.join()
     iterator._pin_memory_thread_done_event = threading.Event()
+    return iterator
+
+
+def test_a_worker_is_not_killed_while_it_sends_to_the_thread_that_pins_memory() -> None:
+    loader = make_loader(Scripted(), 1)
+    windows = loader.windows(0, 0)
+    assert list(next(windows)[1])
+    lock = give_dead_pinning_thread(loader)._worker_result_queue._wlock
+    loader.close()  # with the lock of the sender, or torch's thread would stay: see conftest.py
+    assert lock.acquire(timeout=30)
+
+
+def test_when_the_thread_that_pins_memory_is_dead_batches_come_another_way(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loader = make_loader(Scripted(), 1, loader_timeout_s=90.0)
+    windows = loader.windows(0, 0)
+    batches = list(next(windows)[1])
+    iterator = give_dead_pinning_thread(loader)
+    # As if the worker had been killed while it sent: no batch comes, and torch would start a thread
+    # that waits for this lock to end the other one.
+    assert iterator._worker_result_queue._wlock.acquire(timeout=30)
     start = time.monotonic()
     batches += [batch for _, share in windows for batch in share]
     loader.close()

@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from hardened_ddp.data.block_reader import BlockReader
 from hardened_ddp.data.fetch import Batch, Fetcher, Request, map_tensors
+from hardened_ddp.data.payload import Payload, share
 from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.ranks.awake import AwakeTime
 from hardened_ddp.ranks.stacks import ask_for_stacks, offer_stacks
@@ -35,6 +36,7 @@ POLL_S = 0.5  # how long a dead worker may go unnoticed while a batch is waited 
 _LONGEST_GAP_S = 4 * POLL_S  # a longer one was no wait: the process was stopped
 _NUM_NOTES = 3  # of each worker: the sample being read, its pid, the descriptor of its stacks
 END_S = 5.0  # how long workers may take to end before they are killed
+SENDING_S = 1.0  # how long one that is to be killed may take to send what it has begun to send
 # For the rank, not for its workers; a scheduler sends them to every process of a job.
 _SIGNALS_OF_THE_RANK = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
 
@@ -119,7 +121,7 @@ class WorkerPool:
         while True:
             try:
                 found = next(self._iterator)
-                parts = found.open() if isinstance(found, _Payload) else found
+                parts = found.open() if isinstance(found, Payload) else found
                 inputs, targets, numbers, bad, troubles = parts
                 return Batch(inputs, targets, torch.from_numpy(numbers), bad, troubles)
             except StopIteration:
@@ -145,8 +147,7 @@ class WorkerPool:
     def close(self, *, is_broken: bool = False) -> None:
         """End the workers; at once if they are broken."""
         if is_broken:
-            for worker in self._workers:
-                worker.kill()
+            self._kill()
         # WHY suppress: without guard/stop.py, torch's SIGCHLD handler raises at any line.
         with contextlib.suppress(RuntimeError):
             self._loader = self._iterator = None  # torch ends its workers when this is gone
@@ -157,6 +158,27 @@ class WorkerPool:
                 worker.kill()
                 worker.join(END_S)
         self._workers = []
+
+    def _kill(self) -> None:
+        """Kill the workers, none of them while it sends a batch, as far as that is possible.
+
+        WHY: its lock and half of a batch would stay. torch ends its thread that pins batches with a
+        message, for which it needs that lock, and joins it, though it may wait for the other half.
+        """
+        iterator: Any = self._iterator  # Any: torch's iterator, whose parts are private
+        pins = getattr(iterator, "_pin_memory_thread", None) is not None
+        queue = getattr(iterator, "_worker_result_queue", None) if pins else None
+        lock: Any = getattr(queue, "_wlock", None)
+        holds = lock is not None and lock.acquire(timeout=SENDING_S)
+        for worker in self._workers:
+            worker.kill()
+        if lock is not None and not holds:  # a worker died with it, or no one reads what it sends
+            getattr(iterator, "_pin_memory_thread_done_event", threading.Event()).set()
+            del iterator._pin_memory_thread  # torch neither writes to it nor waits for it
+        if holds:
+            for worker in self._workers:
+                worker.join(END_S)  # WHY: until then it could still take the lock
+            lock.release()
 
     def _explain(self, error: Exception, *, is_late: bool) -> tuple[str, bool]:
         """Return what happened, and whether it may happen to the next reader of the samples too."""
@@ -222,36 +244,9 @@ class _Reader(Dataset[Any]):
         if not self.shares_memory:
             # Slower, but through a pipe: needs no room in /dev/shm, and no open file per tensor.
             parts = map_tensors((batch.inputs, batch.targets), torch.Tensor.detach)
-            return _Payload(pickle.dumps((*parts, *rest)))
-        parts = map_tensors((batch.inputs, batch.targets), _share)
-        return _Payload(bytes(ForkingPickler.dumps((*parts, *rest))))
-
-
-class _Payload:
-    """The pickled parts of a batch: bytes that name shared memory, or contain the data.
-
-    WHY not the parts themselves: torch would pickle and unpickle them in its own threads. A failure
-    there (not picklable, too many open files) ends the thread, and the rank waits forever.
-    """
-
-    def __init__(self, content: bytes) -> None:
-        self.content = content
-
-    def open(self) -> Any:  # Any: inputs as the dataset nests them, and the other parts
-        return pickle.loads(self.content)
-
-    def pin_memory(self) -> Any:  # Any: as above
-        """Unpickle and pin the tensors. torch calls this in its pinning thread."""
-        return map_tensors(self.open(), torch.Tensor.pin_memory)
-
-
-def _share(tensor: torch.Tensor) -> torch.Tensor:
-    """Move to shared memory. WHY here: running out of it then raises in the worker's own thread."""
-    tensor = tensor.detach()
-    if tensor.untyped_storage().nbytes() > tensor.nbytes:
-        tensor = tensor.clone()  # WHY: of a view, torch would send the whole tensor behind it
-    tensor.share_memory_()  # type: ignore[no-untyped-call]  # torch left it untyped
-    return tensor
+            return Payload(pickle.dumps((*parts, *rest)))
+        parts = map_tensors((batch.inputs, batch.targets), share)
+        return Payload(bytes(ForkingPickler.dumps((*parts, *rest))))
 
 
 def _unchanged(data: Any) -> Any:
