@@ -19,6 +19,7 @@ from tests.marks import slow_after
 if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
+    from xdist.workermanage import WorkerController
 
 __all__ = ["leaves_nothing_behind"]
 
@@ -55,6 +56,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--plans", type=int, default=2, help="of the test of fault plans")
     parser.addoption("--seed", type=int, default=0, help="of the first round and plan")
     parser.addoption("--times", action="store_true", help="show CPU seconds by test and file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if shared := getattr(config, "workerinput", {}).get("rank_server"):
+        ranks.use_server(*shared)
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's: in the process that shares the tests out
+def pytest_configure_node(node: "WorkerController") -> None:
+    # WHY: four imports of torch and its friends are 15 s of CPU time
+    node.workerinput["rank_server"] = ranks.share_server()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

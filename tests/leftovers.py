@@ -128,7 +128,7 @@ def _our_new_pids(before: Snapshot) -> list[int]:
     """List new processes with the session's mark, and forks of pytest, which show no mark."""
     own_pid, mark = os.getpid(), session_mark()
     found = []
-    for pid in list_pids() - before.pids - {ranks.server_pid()}:
+    for pid in list_pids() - before.pids - ranks.server_pids():
         process = read_process(pid)
         if process is None or not process.is_alive:
             continue

@@ -45,8 +45,11 @@ def deadline(timeout_s: float) -> float:
 
 
 def session_mark() -> str:
-    """Name this test session: the value of SESSION_MARK in all that it starts."""
-    return f"{os.getpid()}"
+    """Name this test session: the value of SESSION_MARK in all that it starts.
+
+    All have one length: rank_server.py writes one over another.
+    """
+    return f"{os.getpid():010}"
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -1,12 +1,13 @@
 """The process that ranks of tests are forked from: torch is imported once, and not per rank.
 
-Owns: the imports, the fork, and the news of how a child ended. ranks.py starts it and talks to it
-over a socket: a request names a folder with job-RANK.json files, the answer holds the pids.
-It has one thread, starts no GPU and runs no tensor code, so that a fork of it is a clean process.
+Owns: the imports, the fork, and the news of how a child ended. There is one for all processes of
+pytest. Each that connects (rank_link.py) gets a fork of it as a server of its own, which has one
+thread, starts no GPU and runs no tensor code, so that a fork of it is a clean process. A request
+names a folder with job-RANK.json files, the answer holds the pids.
 A rank ends after its threads and atexit handlers, without the 0.4 s of CPU time that taking 3000
 modules down would cost it; the end of an interpreter is for tests of real commands (commands.py).
-When the socket closes, because pytest ended in whatever way, all children are killed and the
-folder of jobs, our second argument, is removed.
+When its socket closes, because pytest ended in whatever way, a server kills its children and
+removes the folder of their jobs; the first one, when its stdin closes, that of its log.
 """
 
 import atexit
@@ -30,9 +31,12 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.processes import SESSION_MARK
+
 STACK_SIGNAL = signal.SIGRTMIN + 7  # used by no library that we know
 MAX_MESSAGE_BYTES = 64 * 1024
 _PR_SET_PDEATHSIG = 1
+_ENV_START = 47  # field 50 of /proc/PID/stat, the first behind the name being field 3
 _HEAVY = (
     "numpy",
     "torch",
@@ -43,8 +47,10 @@ _HEAVY = (
     "torch.nn.parallel",
     "torch.utils.data",
     "torch._dynamo",  # DDP and the optimizers import it at their first use
+    "torch.profiler._cupti_monitor",
     "torch.utils.tensorboard",
-    "sklearn.datasets",
+    "multiprocessing.sharedctypes",
+    "encodings.idna",
     "safetensors.torch",
     "psutil",
     "yaml",
@@ -59,11 +65,49 @@ _HEAVY = (
 
 def main() -> NoReturn:
     """Import, fork on request; end, in a child after its job."""
-    channel = socket.socket(fileno=int(sys.argv[1]))
+    listener = socket.socket(fileno=int(sys.argv[1]))
     preload()
-    if job := serve(channel):
-        run_job(*job)
+    if channel := accept(listener):
+        hello = json.loads(channel.recv(MAX_MESSAGE_BYTES))
+        show_mark(hello["mark"])
+        channel.send(json.dumps({"server": os.getpid()}).encode())
+        if job := serve(channel, Path(hello["folder"])):
+            run_job(*job)
+    else:
+        shutil.rmtree(sys.argv[2], ignore_errors=True)
     end_process(0)
+
+
+def accept(listener: socket.socket) -> socket.socket | None:
+    """Fork a server for each connection, until stdin closes. Returns that, or None at the end."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the servers
+    waiter = select.poll()
+    waiter.register(listener, select.POLLIN)
+    waiter.register(sys.stdin, select.POLLIN)
+    while True:
+        ready = {fd for fd, _ in waiter.poll()}
+        if sys.stdin.fileno() in ready:
+            return None
+        channel, _ = listener.accept()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            listener.close()
+            return channel
+        channel.close()
+
+
+def show_mark(mark: str) -> None:
+    """Have /proc show this mark in the environment of this process and of all its forks.
+
+    WHY so: it shows the memory in which the environment was at the start of the first server.
+    """
+    shown = Path("/proc/self/environ").read_bytes()
+    begins_at = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_ENV_START])
+    name = f"{SESSION_MARK}=".encode()
+    place = shown.index(name) + len(name)
+    assert len(shown[place:].partition(b"\0")[0]) == len(mark)
+    ctypes.memmove(begins_at + place, mark.encode(), len(mark))
 
 
 def preload() -> None:
@@ -95,7 +139,7 @@ def read_files() -> None:
     digits.read_table(digits.find_file())
 
 
-def serve(channel: socket.socket) -> tuple[Path, int] | None:
+def serve(channel: socket.socket, jobs: Path) -> tuple[Path, int] | None:
     """Fork until the socket closes. Returns (folder, rank) in a child, None in the server."""
     waiter = select.poll()
     waiter.register(channel, select.POLLIN)
@@ -121,9 +165,12 @@ def serve(channel: socket.socket) -> tuple[Path, int] | None:
                     os.kill(pid, signal.SIGKILL)
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(pid, signal.SIGKILL)
-                shutil.rmtree(sys.argv[2], ignore_errors=True)
+                shutil.rmtree(jobs, ignore_errors=True)
                 return None
             request = json.loads(raw)
+            if name := request.get("import"):
+                importlib.import_module(name)
+                continue
             pids = []
             for rank in range(request["world_size"]):
                 pid = os.fork()

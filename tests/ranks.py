@@ -29,7 +29,7 @@ from typing import Any, Literal
 from tests.commands import Completed, run_command, start_command
 from tests.forked_torchrun import Torchrun
 from tests.processes import ROOT, clean_environment
-from tests.rank_link import RankLink
+from tests.rank_link import RankLink, RankServer
 from tests.running import Finished, RankFailure, Running
 
 __all__ = [
@@ -54,6 +54,8 @@ __all__ = [
 ]
 
 _PORTS = range(20000, 32000)  # WHY: below the ports that the kernel gives to whoever asks for any
+_server: RankServer | None = None
+_shared: tuple[bytes, Path] | None = None  # address and log of another process's server
 _link: RankLink | None = None
 _all_running: list[Running] = []
 
@@ -262,9 +264,30 @@ def kill_running() -> list[int]:
     return pids
 
 
-def server_pid() -> int | None:
-    """Return the process id of the fork server, if it runs."""
-    return _link.process.pid if _link else None
+def import_in_server(name: str) -> None:
+    """Import a module once for the ranks to come, and not in each of them.
+
+    For what is large and only some tests need: the more modules the dearer each fork.
+    """
+    _connect().import_module(name)
+
+
+def share_server() -> tuple[bytes, str]:
+    """Start the fork server. Returns what use_server needs in another process."""
+    server = _start_server()
+    return server.address, str(server.log)
+
+
+def use_server(address: bytes, log: str) -> None:
+    """Have ranks forked from the server of another process."""
+    global _shared
+    _shared = (address, Path(log))
+
+
+def server_pids() -> set[int]:
+    """Return the process ids of the fork servers that run for this process."""
+    pids = {_server.pid} if _server else set()
+    return pids | ({_link.server_pid} if _link else set())
 
 
 def cpu_seconds() -> float:
@@ -274,10 +297,30 @@ def cpu_seconds() -> float:
 
 def close_server() -> None:
     """End the fork server with all its ranks."""
-    global _link
+    global _link, _server
     if _link is not None:
         _link.close()
         _link = None
+    if _server is not None:
+        _server.close()
+        _server = None
+
+
+def _start_server() -> RankServer:
+    global _server
+    if _server is None:
+        _server = RankServer()
+        atexit.register(close_server)
+    return _server
+
+
+def _connect() -> RankLink:
+    global _link
+    if _link is None:
+        address, log = _shared or (_start_server().address, _start_server().log)
+        _link = RankLink(address, log)
+        atexit.register(close_server)
+    return _link
 
 
 def _start(jobs: Sequence[Mapping[str, Any]], arguments: bytes = b"") -> Running:
@@ -287,12 +330,9 @@ def _start(jobs: Sequence[Mapping[str, Any]], arguments: bytes = b"") -> Running
 def _start_in_folder(
     jobs: Sequence[Mapping[str, Any]], arguments: bytes = b""
 ) -> tuple[Path, Running]:
-    global _link
-    if _link is None:
-        _link = RankLink()
-        atexit.register(close_server)
-    folder, pids = _link.start_ranks(jobs, arguments)
-    running = Running(_link, folder, pids)
+    link = _connect()
+    folder, pids = link.start_ranks(jobs, arguments)
+    running = Running(link, folder, pids)
     _all_running.append(running)
     return folder, running
 

@@ -13,7 +13,7 @@ from drills.runner import Drills
 from drills.work import Work
 from tests.forked_drills import forked_drills
 from tests.processes import ROOT
-from tests.ranks import run_program, train
+from tests.ranks import import_in_server, run_program, train
 from tests.run_folder import only_run, read_summary
 
 EXAMPLES = ROOT / "examples"
@@ -23,6 +23,7 @@ LEARNS = {  # a figure of the test set, its bound, and whether it has to be abov
     "segmentation": ("test_mean_iou", 0.75, True),
     "streaming": ("test_accuracy", 0.93, True),
 }
+OF_SKLEARN = ("regression", "segmentation")
 FAULTS = ("kill-forward", "raise-backward-one", "memory-backward")
 
 
@@ -43,6 +44,8 @@ def test_an_example_has_at_most_80_lines_and_says_its_command(example: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("example", LEARNS)
 def test_an_example_learns_what_it_says(example: str, tmp_path: Path) -> None:
+    if example in OF_SKLEARN:
+        import_in_server("sklearn.datasets")
     argv: list[str | Path] = ["--config", EXAMPLES / example / "config.yaml", "--cpu_only"]
     argv += ["--output_dir", tmp_path / "runs", "--data_dir", tmp_path / "data", "--ledger"]
     train(argv, 2, timeout_s=600).ok()
@@ -69,6 +72,8 @@ def test_an_example_learns_what_it_says(example: str, tmp_path: Path) -> None:
 
 def drills_of(example: str, folder: Path) -> Drills:
     """Prepare drills of the first steps of an example, small ones."""
+    if example in OF_SKLEARN:
+        import_in_server("sklearn.datasets")
     config = config_of(example)
     flags = [f"--config={EXAMPLES / example / 'config.yaml'}", f"--data_dir={folder / 'data'}"]
     flags += ["--epochs=1000", "--max_steps=24", "--batch_size=8", "--num_workers=0"]

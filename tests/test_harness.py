@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,14 @@ def leave_status(status: int) -> None:
 
 def leave_a_child() -> int:
     return subprocess.Popen(WAITS, stdout=subprocess.DEVNULL, start_new_session=True).pid
+
+
+def leave_a_fork() -> int:
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        signal.pause()
+    return pid
 
 
 def count_threads() -> int:
@@ -180,9 +189,10 @@ def test_a_forked_torchrun_restarts_ranks_of_its_own_and_ends_with_their_status(
         assert lines == [f"a rank 1 2 {count} {launched.pid} {fails}" for count in (0, 1)]
 
 
-def test_a_process_that_a_rank_leaves_is_noticed_and_cleared_away() -> None:
+@pytest.mark.parametrize("leave", [leave_a_child, leave_a_fork])
+def test_a_process_that_a_rank_leaves_is_noticed_and_cleared_away(leave: Callable[[], int]) -> None:
     before = take_snapshot()
-    [pid] = run_ranks(leave_a_child, 1, timeout_s=30)
+    [pid] = run_ranks(leave, 1, timeout_s=30)
     [leftover] = find_leftovers(before, grace_s=0.0)
     assert f"process {pid}" in leftover
     clear_away(before)
@@ -336,12 +346,12 @@ def test_the_end_of_pytest_ends_the_server_and_its_ranks() -> None:
     script = (
         "import os, signal; from tests import ranks, test_harness;"
         "running = ranks.start_ranks(test_harness.hang_on, 1, 0);"
-        "print(ranks.server_pid(), *running.pids, flush=True);"
+        "print(*ranks.server_pids(), *running.pids, flush=True);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     completed = run_command([sys.executable, "-c", script], timeout_s=60)
     pids = [int(word) for word in completed.stdout.split()]
-    assert len(pids) == 2
+    assert len(pids) == 3
     for pid in pids:
         _wait_until_gone(pid)
         process = read_process(pid)

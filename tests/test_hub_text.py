@@ -1,5 +1,6 @@
 """Language models and text classifiers of transformers, small ones made here: no network."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ from hardened_ddp.training.rebuild import model_tensors, rebuild_model
 from tests.ranks import run_program, train
 from tests.run_folder import last_tensors, only_run, read_summary
 
-pytest.importorskip("transformers", reason="needs requirements-extras.txt")
+# WHY not importorskip: each process of pytest would import it to collect, for 0.7 s
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs requirements-extras.txt"
+)
 VOCABULARY, LENGTH = 23, 8
 SMALL = {"vocab_size": VOCABULARY, "num_hidden_layers": 1, "num_attention_heads": 2}
 BERT = {**SMALL, "hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 32}

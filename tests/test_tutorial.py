@@ -8,7 +8,7 @@ import pytest
 
 from tests.documents import commands_of, text_of
 from tests.processes import ROOT
-from tests.ranks import run_program, run_torchrun
+from tests.ranks import import_in_server, run_program, run_torchrun
 from tests.test_docs import ELSEWHERE, typed_elsewhere
 
 SCRIPTS = sorted((ROOT / "examples" / "tutorial").glob("*.py"))
@@ -99,6 +99,7 @@ def chapter_of(number: int) -> str:
     "number", [pytest.param(n, marks=() if n == 3 else pytest.mark.slow) for n in RUNS]
 )
 def test_a_chapter_breaks_and_mends_as_it_says(number: int, tmp_path: Path) -> None:
+    import_in_server("sklearn.datasets")
     chapter = text_of(chapter_of(number))
     weights, differences = [], []
     for typed in RUNS[number]:
