@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardened_ddp.data.packing import pack, unpack
-from hardened_ddp.data.shards import UNKNOWN, Facts, block_order, deal, settle, shard_order
+from hardened_ddp.data.shards import UNKNOWN, Dealer, Facts, block_order, deal, settle, shard_order
 from hardened_ddp.errors import DataError
 from tests.streams import Rows, StatefulRows, all_ids, ids_of, merged, read_epoch, shard_loader
 
@@ -26,11 +27,15 @@ def play(
     real = np.array(lengths)
     facts = Facts.at_start(epoch, real if knows else np.full(len(lengths), UNKNOWN))
     order, steps = shard_order(3, epoch, len(lengths)), []
+    ahead, dealer = facts, Dealer(order, size, at_once=5 * size)
     while not facts.is_over:
         turns = deal(facts, order, size)
+        for one, other in zip(astuple(turns), astuple(dealer.next(ahead)), strict=True):
+            assert np.array_equal(one, other)
         met = np.full(len(lengths), UNKNOWN)
         dry = turns.shards[turns.indices >= real[turns.shards]]
         met[dry] = real[dry]
+        ahead, _ = settle(ahead, turns, met)
         facts, is_real = settle(facts, turns, met)
         facts = Facts.from_json(json.loads(json.dumps(facts.as_json())))
         pairs = zip(turns.shards[is_real].tolist(), turns.indices[is_real].tolist(), strict=True)

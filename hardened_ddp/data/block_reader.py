@@ -22,6 +22,7 @@ from hardened_ddp.errors import LoaderError
 MOST_UNREACHABLE = 3
 """Samples of one block. If more can't be reached, the cause is the storage, not the samples."""
 
+_NOTHING = {"samples": ("list", []), "shard": -1, "start": 0, "end": -1, "state": None}
 _NO_TARGETS = torch.empty(0, dtype=torch.int64)  # of a block: its samples hold their labels
 
 
@@ -45,23 +46,27 @@ class BlockReader:
     def __getitem__(self, request: Request) -> Batch:
         epoch, ids = request
         numbers: list[int] = ids.tolist()
+        if not numbers:  # nothing is asked of this worker at the moment
+            return Batch(_NOTHING, _NO_TARGETS, ids)
+        shard, start = shard_of(numbers[0], self.dataset.num_shards)
         samples: list[Any] = []
         good: list[int] = []
         bad: list[BadSample] = []
         troubles: list[str] = []
         end, state, num_unreachable = -1, None, 0
-        run = self._run(epoch, numbers)
+        run = self._run(epoch, numbers, troubles)
         if any(issubclass(kind, Exception) for kind in {*map(type, run)}):
             for number, sample in zip(numbers, run, strict=False):
                 if isinstance(sample, Exception):
                     bad.append(BadSample(number, describe(sample), name_of(self.dataset, number)))
+                    num_unreachable += is_transient(sample)
                 else:
                     samples.append(sample)
                     good.append(number)
         else:  # the usual case: no look at each sample
             samples, good = run, numbers[: len(run)]
         for number in numbers[len(good) + len(bad) :]:
-            shard, index = shard_of(number, self.dataset.num_shards)
+            index = number // self.dataset.num_shards
             self.reading[0] = number
             try:
                 samples.append(self.reader.read(epoch, shard, index, troubles))
@@ -77,32 +82,31 @@ class BlockReader:
                 cause = error.error if isinstance(error, Given) else error
                 bad.append(BadSample(number, describe(cause), name_of(self.dataset, number)))
                 num_unreachable += is_transient(cause)
-                if num_unreachable > MOST_UNREACHABLE:
-                    raise LoaderError(
-                        f"{num_unreachable} samples of one block could not be reached, each tried "
-                        f"for some seconds; the last, {bad[-1].name}: {bad[-1].error}",
-                        fix="look at the storage of this node, then --resume the run",
-                    ) from error
+            if num_unreachable > MOST_UNREACHABLE:
+                break
+        if num_unreachable > MOST_UNREACHABLE:
+            raise LoaderError(
+                f"{num_unreachable} samples of one block could not be reached; the last, "
+                f"{bad[-1].name}: {bad[-1].error}",
+                fix="look at the storage of this node, then --resume the run",
+            )
         is_worker = torch.utils.data.get_worker_info() is not None
         packed = pack(samples) if is_worker else ("list", samples)
-        shard, start = shard_of(numbers[0], self.dataset.num_shards) if numbers else (-1, 0)
-        if numbers and end < 0:
+        if end < 0:
             state = self.reader.state_of(shard)
         content = {"samples": packed, "shard": shard, "start": start, "end": end, "state": state}
         is_whole = len(good) == len(numbers)
         found = ids if is_whole else torch.tensor(good, dtype=torch.int64)
         return Batch(content, _NO_TARGETS, found, tuple(bad), tuple(troubles))
 
-    def _run(self, epoch: int, numbers: list[int]) -> list[Any]:
+    def _run(self, epoch: int, numbers: list[int], troubles: list[str]) -> list[Any]:
         """Read the samples at the start of a block that come without trouble."""
-        if not numbers:
-            return []
         self.reading[0] = numbers[0]
         num_shards = self.dataset.num_shards
         if numbers[-1] - numbers[0] != (len(numbers) - 1) * num_shards:  # some are left out
             return []
         shard, index = shard_of(numbers[0], num_shards)
-        return self.reader.read_run(epoch, shard, index, len(numbers))
+        return self.reader.read_run(epoch, shard, index, len(numbers), troubles)
 
     def pass_over(self, epoch: int, number: int, error: str) -> None:
         """Never read this sample again: it ends the process that reads it."""

@@ -23,7 +23,7 @@ from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.sampler import Window, share_of, split_micro_batches
 from hardened_ddp.data.shard_sampler import ShardSampler
 from hardened_ddp.data.shard_states import ShardStates
-from hardened_ddp.data.shards import UNKNOWN, Facts, Turns, deal, id_of, settle, shard_order
+from hardened_ddp.data.shards import UNKNOWN, Dealer, Facts, Turns, id_of, settle, shard_order
 from hardened_ddp.data.shelves import Item, Shelves, items_of, split_bad
 from hardened_ddp.data.stream import BatchStream
 from hardened_ddp.data.stream_types import Stream
@@ -65,9 +65,9 @@ class HeldSamples:
         """Let go of the samples of the oldest window."""
         self._windows.append({})
 
-    def put(self, items: Sequence[Item]) -> None:
-        """Hold more samples of the current window."""
-        self._windows[-1].update(items)
+    def put(self, numbers: Sequence[int], samples: Sequence[Any]) -> None:
+        """Hold more samples of the current window. Any: whatever the stream gives."""
+        self._windows[-1].update(zip(numbers, samples, strict=True))
 
     def __getitem__(self, number: int) -> Any:  # Any: whatever the stream gives
         for held in reversed(self._windows):
@@ -101,7 +101,8 @@ class ShardLoader:
         self._states: ShardStates | None = None
         self._shelves = Shelves(sampler, stream)
         self._unmet = torch.full((sampler.num_shards,), UNKNOWN, dtype=torch.int64)
-        self._order = self._owners = np.empty(0, dtype=np.int64)
+        self._owners = np.empty(0, dtype=np.int64)
+        self._dealer = Dealer(self._owners, sampler.global_batch)
         self._epoch = 0
         self._over: Facts | None = None
         """The end of the epoch, once it was met."""
@@ -178,7 +179,8 @@ class ShardLoader:
     def _begin(self, facts: Facts) -> None:
         """Choose this rank's shards of an epoch, and start to read them."""
         sampler, self._epoch = self.sampler, facts.epoch
-        order = self._order = shard_order(sampler.seed, facts.epoch, sampler.num_shards)
+        order = shard_order(sampler.seed, facts.epoch, sampler.num_shards)
+        self._dealer = Dealer(order, sampler.global_batch)
         self._owners = np.empty_like(order)
         self._owners[order] = np.arange(len(order)) % sampler.num_replicas
         mine = order if sampler.is_shared else order[sampler.rank :: sampler.num_replicas]
@@ -200,13 +202,11 @@ class ShardLoader:
     def _read(self, facts: Facts) -> _Read:
         """Take this rank's samples of the next window; start to tell which shards end in it."""
         sampler = self.sampler
-        turns = deal(facts, self._order, sampler.global_batch)
-        shards, indices = turns.shards, turns.indices
+        turns = self._dealer.next(facts)
+        shards = turns.shards
         if not sampler.is_shared and sampler.num_replicas > 1:
-            is_mine = self._owners[shards] == sampler.rank
-            shards, indices = shards[is_mine], indices[is_mine]
-        pairs = list(zip(shards.tolist(), indices.tolist(), strict=True))
-        items, met = self._shelves.take(pairs)
+            shards = shards[self._owners[shards] == sampler.rank]
+        items, met = self._shelves.take(shards.tolist(), turns.taken)
         ends, work = self._unmet, None
         if not facts.knows_ends:
             ends = self._unmet.clone()
@@ -239,10 +239,9 @@ class ShardLoader:
 
     def _batch(self, items: Sequence[Item]) -> Batch:
         """Make a batch of samples that are at hand."""
-        good, bad = split_bad(items)
+        numbers, samples, bad = split_bad(items)
         if self._fetcher.collate is not None:  # then parts of the batch may be made again
-            self._held.put(good)
-        samples, numbers = [sample for _, sample in good], [number for number, _ in good]
+            self._held.put(numbers, samples)
         batch = self._fetcher.assemble(self._epoch, samples, numbers)
         if bad:
             batch = replace(batch, bad=batch.bad + bad)

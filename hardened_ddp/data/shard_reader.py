@@ -81,33 +81,39 @@ class ShardReader:
             "_failed": None,
         }  # what is open can't be sent to another process
 
-    def read_run(self, epoch: int, shard: int, index: int, count: int) -> list[Any]:
+    def read_run(
+        self, epoch: int, shard: int, index: int, count: int, troubles: list[str]
+    ) -> list[Any]:
         """Read up to count samples from index on, as many as come without trouble; it may be none.
 
         What ends the run is found by read() of the next sample. Any: what the stream gives.
         """
         found: list[Any] = []
-        reader = self._open.get(shard)
-        is_there = reader is not None and (reader.epoch, reader.position) == (epoch, index)
-        if reader is None or not is_there or reader.after_error:
-            return found
-        samples, step = reader.samples, self.stream.num_shards
+        reader, step = self._open.get(shard), self.stream.num_shards
         first = id_of(shard, index, step)
         try:
+            if reader is None and index == 0 and (epoch, shard) not in self._deadly:
+                reader = self._open_at(epoch, shard, 0)
+            is_there = reader is not None and reader.position == index and reader.epoch == epoch
+            if reader is None or not is_there or reader.after_error:
+                return found
             with seen_by_user(self.stream, shard):
                 if not self._uses_randomness:
                     # It keeps what came before an error.
-                    found.extend(itertools.islice(samples, count))
+                    found.extend(itertools.islice(reader.samples, count))
                     count = 0
                 for number in range(first, first + count * step, step):
                     seed_sample(self.seed, epoch, number)
-                    if (sample := next(samples, _END)) is _END:
+                    if (sample := next(reader.samples, _END)) is _END:
                         break
                     found.append(sample)
-        except Exception:  # WHY broad: the user's code; read() opens it anew, and meets it again
+        except Exception as error:  # WHY broad: the user's code; read() tries it again
             log.debug("shard %d, sample %d", shard, index + len(found), exc_info=True)
-            del self._open[shard]
-        reader.position += len(found)
+            self._open.pop(shard, None)
+            if is_transient(error):
+                troubles.append(describe(error))
+        if reader is not None:
+            reader.position += len(found)
         return found
 
     def read(self, epoch: int, shard: int, index: int, troubles: list[str]) -> Any:

@@ -133,25 +133,58 @@ def deal(facts: Facts, order: Numbers, size: int) -> Turns:
     """
     at = facts.taken.copy()
     room = np.where(facts.ends < 0, _ENDLESS, facts.ends - facts.taken)
-    place_of = np.empty_like(order)
-    place_of[order] = np.arange(len(order))
     place, left = facts.place, size
     shards, indices = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
     while left:
-        turns = np.roll(order, -place)
-        live = turns[room[turns] > 0]
-        if not live.size:
+        turns = np.concatenate((order[place:], order[:place]))
+        places = np.flatnonzero(room[turns] > 0)  # of the shards that are not over
+        if not places.size:
             break
-        rounds = min(left // live.size, int(room[live].min()))
+        rounds = min(left // places.size, int(room[turns[places]].min()))
         if rounds == 0:  # less than a round is left
-            live, rounds = live[:left], 1
+            places, rounds = places[:left], 1
+        live = turns[places]
         shards.append(np.tile(live, rounds))
         indices.append((at[live] + np.arange(rounds)[:, None]).reshape(-1))
         at[live] += rounds
         room[live] -= rounds
         left -= rounds * live.size
-        place = (int(place_of[live[-1]]) + 1) % len(order)
+        place = (place + int(places[-1]) + 1) % len(order)
     return Turns(np.concatenate(shards), np.concatenate(indices), place, at)
+
+
+class Dealer:
+    """Deals the turns of one step after the other, as deal() does.
+
+    WHY many steps at once: to deal a thousand turns costs as much as to deal ten.
+    """
+
+    def __init__(self, order: Numbers, size: int, *, at_once: int = 16_384) -> None:
+        """order: of shard_order. size: turns of a step. at_once: turns dealt ahead, at most."""
+        self._order, self._size = order, size
+        self._ahead = max(1, at_once // size) * size
+        self._place_of = np.argsort(order)
+        self._dealt: Turns | None = None
+        self._ends: Numbers | None = None
+        """What was known when they were dealt."""
+
+        self._first = self._next = 0
+        """Cursor of the first one that was dealt, and of the next step."""
+
+    def next(self, facts: Facts) -> Turns:
+        """Return deal(facts, order, size)."""
+        dealt, start = self._dealt, facts.cursor - self._first
+        is_known = facts.ends is self._ends and facts.cursor == self._next
+        if dealt is None or not is_known or start >= len(dealt):
+            dealt = self._dealt = deal(facts, self._order, self._ahead)
+            self._ends, self._first, start = facts.ends, facts.cursor, 0
+        shards = dealt.shards[start : start + self._size]
+        self._next = facts.cursor + len(shards)
+        if not shards.size:
+            return Turns(shards, shards, facts.place, facts.taken)
+        taken = facts.taken + np.bincount(shards, minlength=len(self._order))
+        place = (int(self._place_of[shards[-1]]) + 1) % len(self._order)
+        return Turns(shards, dealt.indices[start : start + self._size], place, taken)
 
 
 def settle(facts: Facts, turns: Turns, ends: Numbers) -> tuple[Facts, npt.NDArray[np.bool_]]:
@@ -159,7 +192,8 @@ def settle(facts: Facts, turns: Turns, ends: Numbers) -> tuple[Facts, npt.NDArra
 
     ends: what was met in these turns, over all ranks; UNKNOWN where no end was met.
     """
-    if facts.knows_ends:
+    if facts.knows_ends or (ends < 0).all():
+        # WHY the same ends: so Dealer sees that nothing new is known.
         cursor = facts.cursor + len(turns)
         after = Facts(facts.epoch, turns.place, turns.taken, facts.ends, cursor, facts.size)
         return after, np.ones(len(turns), dtype=np.bool_)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from hardened_ddp.data.batch import BadSample, Batch, Request
@@ -22,7 +23,7 @@ from hardened_ddp.data.block_reader import BlockReader
 from hardened_ddp.data.packing import unpack
 from hardened_ddp.data.shard_reader import Shortcut
 from hardened_ddp.data.shard_sampler import ShardSampler
-from hardened_ddp.data.shards import UNKNOWN, Facts, block_order, id_of
+from hardened_ddp.data.shards import UNKNOWN, Facts, Numbers, block_order, id_of
 from hardened_ddp.data.stream import BatchStream
 from hardened_ddp.errors import DataError
 
@@ -44,11 +45,8 @@ class _Shelf:
     asked: int
     """Index of the first sample of the next block to ask for."""
 
-    at: int
-    """Index of items[0]."""
-
-    need: int
-    """Samples below this index are wanted."""
+    stored: int
+    """Index of the sample behind items[-1]."""
 
     number: int
     """Among this rank's shards: decides which worker reads it."""
@@ -71,17 +69,21 @@ class Shelves:
         self._wanted = -1
         """The shard that is waited for."""
 
+        self._needed: Numbers = np.empty(0, dtype=np.int64)
+        """(num_shards,): the samples of each shard below this index are wanted."""
+
         self._shelves: dict[int, _Shelf] = {}
         self._answers: Iterator[Batch] = iter(())
 
     def begin(self, facts: Facts, shards: Sequence[int], saved: Mapping[int, Shortcut]) -> None:
         """Start to read these shards from facts on. saved: states of their readers, by shard."""
         self._epoch, self._wanted, self._shelves, num_again = facts.epoch, -1, {}, 0
+        self._needed = facts.taken
         for number, shard in enumerate(shards):
             at = int(facts.taken[shard])
             if 0 <= facts.ends[shard] <= at:
                 continue
-            shelf = _Shelf(at // self._block * self._block, at, at, number)
+            shelf = _Shelf(at // self._block * self._block, at, number)
             self._shelves[shard] = shelf
             if shard in saved:
                 shelf.shortcuts.append(saved[shard])
@@ -97,32 +99,30 @@ class Shelves:
             )
         self._answers = self._stream.batches(self._requests)
 
-    def take(self, pairs: Sequence[tuple[int, int]]) -> tuple[list[Item], dict[int, int]]:
-        """Return the samples of some turns (shard, index), and the ends of shards met in them.
+    def take(self, shards: Sequence[int], after: Numbers) -> tuple[list[Item], dict[int, int]]:
+        """Return the next sample of a shard for each turn, and the ends of shards met in them.
 
-        Raises DataError if a shard has another length than before.
+        after: (num_shards,) the samples taken of each shard after these turns. Raises DataError if
+        a shard has another length than before.
         """
+        self._needed = after
         shelves = self._shelves
-        for shard, index in pairs:
-            shelves[shard].need = index + 1
         items: list[Item] = []
         ends: dict[int, int] = {}
-        for shard, _ in pairs:
+        for shard in shards:
             shelf = shelves[shard]
             while not shelf.items and shelf.end < 0:
                 self._wanted = shard
                 self._store(next(self._answers))
             if shelf.items:
                 items.append(shelf.items.popleft())
-                shelf.at += 1
             else:  # WHY only here: an end that was met ahead of its turn is not yet a fact
                 ends[shard] = shelf.end
         return items, ends
 
     def read_to_the_end(self) -> None:
         """Read what is left of each shard: nothing, if it has as many samples as it said."""
-        for shard, shelf in self._shelves.items():
-            shelf.need = max(shelf.need, int(self._sampler.sizes[shard]))
+        self._needed = np.maximum(self._needed, self._sampler.sizes)
         for answer in self._answers:  # WHY all: idle workers are then kept for the next epoch
             self._store(answer)
 
@@ -157,9 +157,10 @@ class Shelves:
         if not count and wanted is not None and wanted.end < 0 and not wanted.items:
             return self._wanted
         worker, limit = self._stream.next_worker, BLOCKS_AHEAD * self._block
+        needed: list[int] = self._needed.tolist()
         ahead, shard = min(
             (
-                (shelf.asked - shelf.need, shard)
+                (shelf.asked - needed[shard], shard)
                 for shard, shelf in self._shelves.items()
                 if shelf.end < 0 and shelf.number % max(1, count) == worker
             ),
@@ -177,10 +178,11 @@ class Shelves:
         position, state = start + len(items), answer.inputs["state"]
         if self._block > 1:
             order = block_order(self._sampler.seed, self._epoch, shard, start, len(items))
-            items = [items[place] for place in order]
+            items = list(map(items.__getitem__, order))
         # It may go on within a block; what is behind items was taken from it before.
-        first = shelf.at + len(shelf.items) - start
-        shelf.items.extend(items[max(0, first) :])
+        first = shelf.stored - start
+        shelf.items.extend(items[first:] if first > 0 else items)
+        shelf.stored = max(shelf.stored, position)
         shelf.end = max(shelf.end, answer.inputs["end"])
         if state is not None:
             shelf.shortcuts.append((self._epoch, position, state))
@@ -211,9 +213,11 @@ def items_of(answer: Batch) -> list[Item]:
     return sorted(found, key=lambda item: item[0])
 
 
-def split_bad(items: Sequence[Item]) -> tuple[list[Item], tuple[BadSample, ...]]:
-    """Split items into good samples and bad ones."""
-    if BadSample not in {type(sample) for _, sample in items}:  # the usual case, in each step
-        return list(items), ()
+def split_bad(items: Sequence[Item]) -> tuple[list[int], list[Any], tuple[BadSample, ...]]:
+    """Return the numbers of the good samples, these samples, and the bad ones."""
+    numbers, samples = [number for number, _ in items], [sample for _, sample in items]
+    if BadSample not in set(map(type, samples)):  # the usual case, in each step
+        return numbers, samples, ()
     good = [item for item in items if not isinstance(item[1], BadSample)]
-    return good, tuple(one for _, one in items if isinstance(one, BadSample))
+    bad = tuple(one for one in samples if isinstance(one, BadSample))
+    return [number for number, _ in good], [sample for _, sample in good], bad
