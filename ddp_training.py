@@ -135,7 +135,7 @@ def run_ranks(
         if config.single_gpu and device.type == "cpu":
             log.warning("--single_gpu: torch sees no GPU on this machine; training on the CPU")
         # The process group: NCCL between GPUs, gloo between CPUs. None with a single rank.
-        tracker.begin("meeting the other ranks")
+        tracker.begin("rendezvous with the other ranks")
         group = open_group(  # collective: all ranks meet here
             launch,
             device=device,
@@ -189,7 +189,7 @@ def train(settings: Resolved, group: Group) -> int:
         add_log_file(folder.folder / "logs", rank=group.launch.rank)
         saved = read_checkpoint(folder, group)  # collective: rank 0 reads, all get it
         if saved is not None:
-            log.info("going on in %s from step %d", folder.folder, saved.meta["step"])
+            log.info("resuming %s from step %d", folder.folder, saved.meta["step"])
         parts = build(settings, group, saved)  # collective
         check_evaluation(parts)  # collective
         group.tracker.begin("making the state of the optimizer")

@@ -265,7 +265,7 @@ def test_torchrun_restarts_after_a_killed_worker_to_the_same_weights(
         assert pid is not None
         kill(pid)
         completed = command.wait(timeout_s=100).ok()
-    assert re.search(r"going on in .* from step \d+", completed.output)
+    assert re.search(r"resuming .* from step \d+", completed.output)
     assert read_summary(only_run(tmp_path))["status"] == "finished"
     assert last_tensors(tmp_path) == undisturbed(2)
 

@@ -106,7 +106,7 @@ def _num_lines(path: Path) -> int:
 def _num_starts(run: Path) -> int:
     """Count the starts of the run, by what rank 0 says in its log when it reads a checkpoint."""
     log = run / "logs" / "rank-0.log"
-    return 1 + (log.read_text(encoding="utf-8").count("going on in") if log.exists() else 0)
+    return 1 + (log.read_text(encoding="utf-8").count("resuming") if log.exists() else 0)
 
 
 def _pid_of_rank(agent: int, rank: int) -> int:

@@ -149,7 +149,7 @@ def _launchers() -> Iterator[Fault]:
         outside="torchrun",
         ends="restarts",
         code="DDP-G04",
-        says=("going on in",),
+        says=("resuming",),
         min_ranks=2,
     )
     yield Fault(

@@ -212,7 +212,7 @@ def _places() -> Iterator[Fault]:
             Injection(kind="pause", phase="forward", step=24, ranks=(0,), victim=0),
         ),
         outside="full disk",
-        says=("no new checkpoint, training goes on",),
+        says=("no new checkpoint, training continues",),
     )
     for word, text in (
         ("torn", "the newest checkpoint is truncated to half"),

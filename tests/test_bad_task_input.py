@@ -57,7 +57,7 @@ OWN = (*data("text"), "--task", "own")
 CONSTANT = ("--lr_schedule", "constant")
 
 CASES: dict[str, tuple[Words, str]] = {
-    "labels that are text": ((*data("text"), *model(2)), "the labels are no tensor"),
+    "labels that are text": ((*data("text"), *model(2)), "the labels are not a tensor"),
     "labels that fit two tasks": ((*data("binary"), *model(1)), "multilabel and regression alike"),
     "labels that fit no task": (
         (*data("float"), *model(3)),
@@ -111,7 +111,7 @@ CASES: dict[str, tuple[Words, str]] = {
     ),
     "regression: a loss that there is not": (
         (*data("float"), *task("regression", loss="l7"), *model(1)),
-        "knows no loss 'l7'",
+        "has no loss 'l7'",
     ),
     "regression: an unknown argument": (
         (*data("float"), *task("regression", los="l1"), *model(1)),
@@ -179,7 +179,7 @@ CASES: dict[str, tuple[Words, str]] = {
         wrong("not summed"),
         "loss_sum is not a scalar tensor but shape (2,)",
     ),
-    "a task of a user: a metric is missing": (wrong("no metric"), "score() gave no mae"),
+    "a task of a user: a metric is missing": (wrong("no metric"), "score() did not return mae"),
     "a task of a user: raises": (wrong("raises"), "IndexError: no such column ("),
     "a task of a user: a count of None": (
         wrong("count of nothing"),
@@ -207,7 +207,7 @@ CASES: dict[str, tuple[Words, str]] = {
         "gives 1.5 for a batch, and 2.5 for the same one after reset()",
     ),
     "a metric that raises": (metric("raises"), "ValueError: no binary labels"),
-    "a metric of several numbers": (metric("list"), "compute() gave no number"),
+    "a metric of several numbers": (metric("list"), "compute() did not return a number"),
     "a metric called as the loss": (
         metric("", called="loss"),
         "metrics: loss is measured by the task",

@@ -31,7 +31,7 @@ def test_an_epoch_compiles_for_training_for_its_last_batch_and_for_the_test(
     num_parts, num_again = told(finished.outputs[0])
     assert num_parts == 1
     assert num_again <= 2  # a last batch of another size, and the test
-    assert "compiled nothing" not in finished.outputs[0]
+    assert "compiled no part" not in finished.outputs[0]
 
 
 def test_compile_refuses_buckets_that_the_compiler_can_not_take(tmp_path: Path) -> None:
@@ -94,4 +94,4 @@ def test_many_shapes_and_nothing_compiled_are_told_of(caplog: pytest.LogCaptureF
     assert caplog.text.count("one part was compiled 6 times") == 1
     other = compile_model(Compiled(2))
     other.tell()
-    assert "compiled nothing" in caplog.text
+    assert "compiled no part" in caplog.text

@@ -388,7 +388,7 @@ class TestAllReduce:
     def test_ranks_that_do_not_end_are_killed_and_told_of(self) -> None:
         check = selftest.check_all_reduce(clean_environment(), limit_s=0.05)
         assert check.status == "FAIL"
-        assert "2 ranks did not end in 0.05 s" in check.detail
+        assert "2 ranks did not finish within 0.05 s" in check.detail
 
     def test_a_rank_that_fails_says_why(self, broken_torch: Path) -> None:
         check = selftest.check_all_reduce({**clean_environment(), "PYTHONPATH": str(broken_torch)})

@@ -85,4 +85,4 @@ def test_a_metric_that_is_never_measured_is_refused_before_the_first_step(
 
 
 def test_stop_when_without_evaluations_is_refused() -> None:
-    assert "needs eval_every above 0" in problem_of("--stop_when loss --eval_every 0")
+    assert "set eval_every above 0" in problem_of("--stop_when loss --eval_every 0")

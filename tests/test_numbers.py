@@ -44,9 +44,9 @@ def spoiled(**arguments: Any) -> list[str]:
 
 
 CULPRITS = [
-    ("nan", "the loss is nan; blocks.1.1 (Spoiler) gave the first nan, of finite inputs"),
-    ("gradient", "the gradient is not finite; in backward blocks.1.1 (Spoiler) gave the first inf"),
-    ("own", "; the model (Spoiled) gave the first nan, in its own forward, before head (Linear)"),
+    ("nan", "the loss is nan; blocks.1.1 (Spoiler) produced the first nan, of finite inputs"),
+    ("gradient", "not finite; in backward blocks.1.1 (Spoiler) produced the first inf"),
+    ("own", "the model (Spoiled) produced the first nan, in its own forward, before head (Linear)"),
 ]
 
 
@@ -93,7 +93,7 @@ def test_numbers_that_go_wrong_within_the_hooks_of_ddp_leave_no_trace_either(
     assert last_tensors(tmp_path / "faulty") == undisturbed(2, *spoiled(), *hooks)
     finished = run(tmp_path / "spoiled", 2, *spoiled(kind=kind), *hooks)
     assert finished.statuses == (1, 1)
-    assert "blocks.1.1 (Spoiler) gave the first" in finished.outputs[0]
+    assert "blocks.1.1 (Spoiler) produced the first" in finished.outputs[0]
 
 
 OFTEN = ["--checkpoint_every_steps", "4", "--ledger"]
@@ -121,7 +121,7 @@ def test_steps_that_stay_without_finite_numbers_stop_all_ranks(tmp_path: Path) -
     assert finished.statuses == (1, 1)
     assert "3 steps in a row had no finite loss or gradient, again, after" in finished.outputs[1]
     assert finished.outputs[0].count("going back to the checkpoint of") == 1
-    assert finished.outputs[0].count("blocks.1.1 (Spoiler) gave the first nan") >= 6
+    assert finished.outputs[0].count("blocks.1.1 (Spoiler) produced the first nan") >= 6
     first = int(
         finished.outputs[0].partition("had no finite")[0].rpartition("step ")[2].split(":")[0]
     )
@@ -170,7 +170,7 @@ def test_a_rank_that_differs_gets_the_state_of_the_others(
     flip = flipping(at=11, rank=0, after=True)
     finished = run(tmp_path / "faulty", 3, *flip, *never).ok()
     assert "rank 0 differs from rank 1 in model.first.weight" in finished.outputs[2]
-    assert "all ranks go on with the state of rank 1" in finished.outputs[2]
+    assert "all ranks continue with the state of rank 1" in finished.outputs[2]
     assert last_tensors(tmp_path / "faulty") == undisturbed(3, *flipping())
 
 

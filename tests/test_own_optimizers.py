@@ -120,7 +120,7 @@ def test_the_run_is_not_touched_by_the_trial() -> None:
         ({"lr_schedule": f"{SCHEDULERS}:StepLR"}, "step_size"),
         ({"lr_schedule": f"{SCHEDULERS}:CyclicLR", "optimizer": "adam"}, "base_lr"),
         ({"lr_schedule": f"{OWN}:Unsaved"}, "without state_dict()"),
-        ({"lr_schedule": f"{OWN}:SavedInPart"}, "goes on with other updates"),
+        ({"lr_schedule": f"{OWN}:SavedInPart"}, "its next updates differ"),
         ({"lr_schedule": f"{OWN}:negative"}, "gives -5.0 at step 6"),
         ({"lr_schedule": f"{OWN}:word"}, "gives 'fast' at step 0"),
         ({"lr_schedule": f"{OWN}:broken"}, "ZeroDivisionError"),

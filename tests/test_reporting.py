@@ -1010,7 +1010,7 @@ class TestSummary:
 
     def test_a_folder_elsewhere_is_named_in_full(self, tmp_path: Path) -> None:
         lines = closing_lines(tmp_path / "run", status="stopped", result="", has_tensorboard=False)
-        assert lines[:2] == ["stopped: no test was made", f"run folder:  {tmp_path}/run"]
+        assert lines[:2] == ["stopped: no evaluation", f"run folder:  {tmp_path}/run"]
         assert not any("tensorboard" in line for line in lines)
 
 

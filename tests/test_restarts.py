@@ -82,7 +82,7 @@ def test_a_restart_goes_on_in_its_run_whatever_resume_said(tmp_path: Path) -> No
     train(argv, 2, env=env)
     run = only_run(tmp_path)
     finished = train(argv, 2, env={**env, "TORCHELASTIC_RESTART_COUNT": "1"})
-    assert f"going on in {run}" in finished.output
+    assert f"resuming {run}" in finished.output
     assert only_run(tmp_path) == run
 
 
@@ -259,7 +259,7 @@ def test_a_node_that_joins_or_dies_changes_nothing_but_the_speed(tmp_path: Path)
         first.signal(signal.SIGTERM)
         completed = first.wait(timeout_s=60)
     run = only_run(output)
-    assert completed.output.count("going on in") == 2
+    assert completed.output.count("resuming") == 2
     summary = read_summary(run)
     assert summary["status"] == "stopped"
     alone = [*STEADY, "--batch_size", "24", "--model", "mlp", "--epochs", "1000"]

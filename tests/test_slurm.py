@@ -112,7 +112,7 @@ def test_before_the_time_limit_the_job_saves_and_is_queued_again_and_loses_nothi
     text = output.read_text()
     assert state == "COMPLETED", text
     assert "restart 1 of at most 20" in text
-    assert f"going on in {only_run(tmp_path / 'requeued')} from step {stopped_at['step']}" in text
+    assert f"resuming {only_run(tmp_path / 'requeued')} from step {stopped_at['step']}" in text
     argv = ["torchrun", "--nproc_per_node=2", "ddp_training.py", *run]
     run_torchrun([*argv, "--output_dir", tmp_path / "whole"], timeout_s=120).ok()
     assert last_tensors(tmp_path / "requeued") == last_tensors(tmp_path / "whole")

@@ -175,7 +175,7 @@ def test_auto_takes_the_task_that_fits(name: str, output: Any, labels: Any) -> N
     [
         (torch.randn(4, 1), torch.tensor([0.0, 1, 1, 0]), "multilabel and regression alike"),
         (torch.randn(4, 3), torch.randn(4), "fit no task"),
-        (torch.randn(4, 3), None, "labels are no tensor"),
+        (torch.randn(4, 3), None, "labels are not a tensor"),
         ("text", torch.tensor([0, 1]), "neither logits nor a loss"),
         (torch.randn(2, 3, 4, 4), torch.randint(3, (2, 8, 8)), "fit no task"),
     ],
@@ -301,7 +301,7 @@ def built(*argv: str) -> Task:
         (("--task", "tests.test_tasks:Nothing"), "Nothing"),
         (("--task", "tests.test_tasks:NoScore"), "without score"),
         (("--task", "tests.test_tasks:Refusing"), "no such table"),
-        (("--task", "regression", "--task_args", "{loss: l3}"), "knows no loss"),
+        (("--task", "regression", "--task_args", "{loss: l3}"), "has no loss"),
         (("--task", "regression", "--task_args", "{los: l1}"), "task_args"),
         (("--task", "tokens", "--best_metric", "accuracy"), "no metric 'accuracy'"),
         (("--task", "tokens", "--metrics", "{x: nothing}"), "need package.module:Class"),

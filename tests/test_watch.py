@@ -102,7 +102,7 @@ def test_a_run_is_shown_while_it_runs_when_it_died_and_when_it_finished(
     curve = [point.step for point in read_run(folder).points]
     assert found is not None
     assert int(found[1]) >= max(*saved, *curve)
-    assert "no sign of life since" in text
+    assert "no heartbeat since" in text
     assert f"explain {folder}" in text
     assert "<td>dead</td>" in reported(folder)
     train([*argv, "--max_steps", "6", "--eval_every", "1"], world_size).ok()

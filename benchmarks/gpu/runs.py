@@ -105,7 +105,7 @@ def _checkpoints_of(size_gb: float, *, dry: bool, ends_at: float) -> Iterator[Ro
         took_s = time.monotonic() - started_at
         found = f"{took_s:.1f} s from the command, over one step, to the end of its last save"
         verdict = _verdict(name, done).verdict
-        verdict = MISS if verdict == PASS and "going on in" not in done.output else verdict
+        verdict = MISS if verdict == PASS and "resuming" not in done.output else verdict
         yield Row(f"a restart with {size_gb} GB", found, verdict, _details(done, verdict))
 
 

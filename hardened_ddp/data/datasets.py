@@ -205,7 +205,7 @@ def _open(
     is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     if dataset is not None and not (is_map or is_stream(dataset) or hasattr(dataset, "__iter__")):
         raise DataError(
-            f"--dataset {name} gave a {type(dataset).__name__} without __getitem__ and __len__",
+            f"--dataset {name} returned a {type(dataset).__name__} without __getitem__ and __len__",
             fix="return a map-style torch.utils.data.Dataset, an iterable one, a class with "
             "num_shards and open(), or None for no test set",
         )

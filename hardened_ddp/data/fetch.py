@@ -138,7 +138,7 @@ class Fetcher:
             return self._collate(found, numbers, ())
         if self.collate is not None:
             raise TypeError(
-                f"__getitems__ returned a {type(found).__name__} and no list of samples to collate"
+                f"__getitems__ returned a {type(found).__name__}, not a list of samples to collate"
             )
         return Batch(*split_targets(found), indices)
 

@@ -32,7 +32,7 @@ def is_here(name: str, data_dir: Path) -> bool:
 def fetch_dataset(name: str, data_dir: Path, *, say: Callable[[str], None]) -> None:
     """Download a dataset to data_dir, unpack it and check that it opens. Rank-local.
 
-    An archive that is here already is checked by its hash. Raises DataError.
+    An archive that is complete already is checked by its hash. Raises DataError.
     """
     if name not in DOWNLOADABLE:
         raise DataError(

@@ -210,7 +210,9 @@ class WindowSampler(DistributedSampler[Any]):
 
     def problems_with(self, saved: Mapping[str, Any] | None) -> list[str]:  # Any: JSON
         """Return what differs from the order of a checkpoint, besides its dataset."""
-        return [] if saved is None else ["dataset: the checkpoint saw a stream, and this is none"]
+        if saved is None:
+            return []
+        return ["dataset: the checkpoint is of a stream, and this one is a map-style dataset"]
 
     def restore(self, saved: object, *, epoch: int, cursor: int) -> None:
         """Go to the position of a checkpoint: the order needs nothing for that."""

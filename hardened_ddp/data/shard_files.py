@@ -148,12 +148,12 @@ def open_files(
     files = sorted(path for path in glob.glob(pattern, recursive=True))
     if not files:
         raise DataError(
-            f"--dataset {kind}:{pattern}: no file has such a name",
+            f"--dataset {kind}:{pattern}: no file matches",
             fix="give a pattern in quotes, such as 'text:corpus/*.txt'; ** matches folders",
         )
     if num_shards < 1:
         raise DataError(
-            f"--dataset_args num_shards is {num_shards}; need a number from 1",
+            f"--dataset_args num_shards is {num_shards}; need 1 or more",
             fix="leave it out, or give 8 x ranks or more",
         )
     change = None

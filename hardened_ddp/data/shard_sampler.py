@@ -149,11 +149,11 @@ class ShardSampler:
     def problems_with(self, saved: Mapping[str, Any] | None) -> list[str]:  # Any: JSON
         """Describe how the stream differs from that of a checkpoint; empty: it does not."""
         if saved is None:
-            return ["dataset: the checkpoint saw a map-style dataset, and this is a stream"]
+            return ["dataset: the checkpoint is of a map-style dataset, and this one is a stream"]
         here, before = self._identity(), saved["identity"]
         found = [
             f"{name}: the checkpoint has {before.get(name)}, this run {value}: the order of the "
-            "stream's samples would not go on"
+            "stream's samples would change"
             for name, value in here.items()
             if before.get(name) != value
         ]

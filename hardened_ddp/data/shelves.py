@@ -92,7 +92,7 @@ class Shelves:
         self._reader.shortcuts = dict(saved)
         if num_again > _MANY_SAMPLES:
             log.warning(
-                "epoch %d goes on in its middle: %d samples are read again to get there, which "
+                "epoch %d continues in its middle: %d samples are read again to get there, which "
                 "state_dict() of the stream's iterators would spare",
                 facts.epoch,
                 num_again,

@@ -99,9 +99,7 @@ def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
             found.append(f"{name} is new")
         elif before[name] != now[name]:
             sizes = [text.split(":")[0] for text in (before[name], now[name])]
-            how = (
-                "its content is another" if sizes[0] == sizes[1] else " -> ".join(sizes) + " bytes"
-            )
+            how = "its content differs" if sizes[0] == sizes[1] else " -> ".join(sizes) + " bytes"
             found.append(f"{name} has changed ({how})")
     return found
 

@@ -56,7 +56,7 @@ def fetch(wanted: Wanted, *, say: Callable[[str], None]) -> None:
     Raises DataError: no address could be reached, or what they sent has another hash.
     """
     if wanted.is_here():
-        say(f"{wanted.path}: is here already")
+        say(f"{wanted.path}: is complete already")
         return
     try:
         wanted.path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def _fetch_from_any(wanted: Wanted, say: Callable[[str], None]) -> None:
             return
         if not reason:
             part.unlink()  # WHY: continuing from wrong bytes could never succeed
-            reason = f"what it sends has another {wanted.algorithm} than {wanted.digest}"
+            reason = f"its content has another {wanted.algorithm} than {wanted.digest}"
         reasons.append(f"{url}: {reason}")
     raise DataError(f"{wanted.path.name} can't be fetched:\n  " + "\n  ".join(reasons))
 
@@ -96,7 +96,7 @@ def _fetch_from(url: str, part: Path, say: Callable[[str], None]) -> str:
             say(f"{part.name}: from byte {before} of {url}")
             if _receive(url, part, before):
                 return ""
-            reason = "the connection broke off"
+            reason = "the connection was lost"
         except urllib.error.HTTPError as error:
             reason = f"the server answers {error.code} {error.reason}"
             if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:

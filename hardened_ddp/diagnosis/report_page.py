@@ -221,7 +221,7 @@ def _steps(run: RunView) -> str:
 def _result(run: RunView) -> str:
     names = dict.fromkeys(n for p in run.points for n in p.values if n.endswith("/test"))
     words = [f"{name.removesuffix('/test')} {run.curve(name)[1][-1]:.5g}" for name in names]
-    return ", ".join(words) or "no test was made"
+    return ", ".join(words) or "no evaluation"
 
 
 def _ranks(run: RunView) -> str:

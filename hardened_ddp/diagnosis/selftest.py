@@ -43,12 +43,12 @@ def check_all_reduce(env: Mapping[str, str], *, limit_s: float = _LIMIT_S) -> Ch
                 _kill(process)
         said = "" if failed is None else _last_line(outputs[failed])
     if failed is not None and ranks[failed].returncode != -signal.SIGKILL:
-        said = said or f"ended with status {ranks[failed].returncode} and said nothing"
+        said = said or f"ended with status {ranks[failed].returncode} and printed nothing"
         advice = "see the checks above first: torch, debugging, interfaces, loopback"
         return Check("all-reduce", "FAIL", f"rank {failed} of 2: {said}", advice)
     if failed is not None:
         advice = "a firewall on lo, or a machine that is far too busy: see top, then try again"
-        return Check("all-reduce", "FAIL", f"2 ranks did not end in {limit_s:g} s", advice)
+        return Check("all-reduce", "FAIL", f"2 ranks did not finish within {limit_s:g} s", advice)
     return Check("all-reduce", "ok", f"2 ranks over gloo, {monotonic() - start:.1f} s with start")
 
 

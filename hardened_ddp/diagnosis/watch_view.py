@@ -103,7 +103,7 @@ def _head(run: RunView) -> list[str]:
 
 def _last_sign(run: RunView) -> str:
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.newest_sign))
-    return f"no sign of life since {clock}, {_duration(run.now - run.newest_sign)} ago"
+    return f"no heartbeat since {clock}, {_duration(run.now - run.newest_sign)} ago"
 
 
 def _progress_words(run: RunView) -> list[str]:

@@ -157,7 +157,7 @@ class HangWatch:
                     self._group.tracker.note_pause(awake.paused_s)
                 self._tick(awake_s)
             except Exception:  # WHY broad: if the watch ended, the next hang would not be noticed
-                log.debug("the watch for hangs raised an error", exc_info=True)
+                log.debug("hang detection raised an error", exc_info=True)
         self._consensus.leave()
 
     def _tick(self, awake_s: float) -> None:

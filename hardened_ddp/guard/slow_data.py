@@ -41,7 +41,7 @@ class SlowData:
         """Return what to tell; empty: nothing. longest_s: the longest such wait before."""
         if report.phase != Phase.DATA or report.age_s < self._told_s:
             told_s, self._told_s, self._due_s = self._told_s, 0.0, SLOW_AFTER_S
-            return f"the data came after more than {told_s:.0f} s" if told_s else ""
+            return f"the data came after {told_s:.0f} s or more" if told_s else ""
         if report.age_s < max(self._due_s, LEARNED_FACTOR * longest_s if not self._told_s else 0):
             return ""
         self._told_s, self._due_s = report.age_s, report.age_s + TELL_EVERY_S
@@ -52,6 +52,6 @@ class SlowData:
             "without a limit" if left_s > TELL_EVERY_S * 1e6 else f"for {max(0, left_s):.0f} s more"
         )
         return (
-            f"slow storage: rank {report.rank} waits for the data of step {report.step}{which} "
-            f"since {report.age_s:.0f} s. It waits {end} (--loader_timeout_s)"
+            f"slow storage: rank {report.rank} has waited {report.age_s:.0f} s for the data of "
+            f"step {report.step}{which}. It waits {end} (--loader_timeout_s)"
         )

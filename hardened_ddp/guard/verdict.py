@@ -34,7 +34,7 @@ _STATES = {
     UNINTERRUPTIBLE: "the process is in an uninterruptible system call: a disk or a driver "
     "does not answer",
     HELD: "native code holds the GIL",
-    SILENT: f"no heartbeat since: {_UNREACHABLE}",
+    SILENT: f"no heartbeat for some time: {_UNREACHABLE}",
 }
 
 

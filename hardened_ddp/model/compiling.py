@@ -52,7 +52,7 @@ class Compilations:
             return
         self._has_told = True
         if not self._versions:
-            log.warning("compile: torch compiled nothing of this model; it runs as without")
+            log.warning("compile: torch compiled no part of this model; it runs uncompiled")
             return
         log.info(
             "compile: %d part%s of the model compiled, and %d times again in the first epoch",

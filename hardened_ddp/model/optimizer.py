@@ -161,7 +161,7 @@ def _call(
         ) from error
     if not isinstance(found, Optimizer):
         raise OptimizerError(
-            f"--optimizer {config.optimizer} gave a {type(found).__name__}, not a "
+            f"--optimizer {config.optimizer} returned a {type(found).__name__}, not a "
             "torch.optim.Optimizer",
             fix="name a class that is derived from torch.optim.Optimizer, or a function that "
             "returns one",

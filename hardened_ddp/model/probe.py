@@ -118,7 +118,7 @@ def try_metrics(own: OwnMetrics, output: Any, batch: Batch, group: Group) -> Non
     if calls:
         raise ModelError(
             f"--metrics: {calls[0]} is called by a metric. Rank 0 alone measures, with the "
-            "samples of all ranks: it would wait for the others for ever",
+            "samples of all ranks: it would wait for the others forever",
             fix="leave collectives out of update(), compute() and reset()",
         )
 

@@ -190,7 +190,7 @@ class Schedule:
         for method in ("step", "state_dict", "load_state_dict"):
             if not callable(getattr(made, method, None)):
                 raise OptimizerError(
-                    f"--lr_schedule {path} gives a {type(made).__name__} without {method}(): a "
+                    f"--lr_schedule {path} returned a {type(made).__name__} without {method}(): a "
                     "resumed run could not continue it",
                     fix=_FORMS,
                 )

@@ -178,7 +178,7 @@ def _call(build: Callable[..., Any], facts: Mapping[str, Any], config: ModelConf
         ) from error
     if not isinstance(model, nn.Module):
         raise ModelError(
-            f"{config.model} gave a {type(model).__name__}, not a torch.nn.Module",
+            f"{config.model} returned a {type(model).__name__}, not a torch.nn.Module",
             fix="name a class or function that returns an nn.Module",
         )
     return model

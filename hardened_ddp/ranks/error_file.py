@@ -29,9 +29,7 @@ def report_failure(error: Exception, launch: Launch, *, is_told: bool = False) -
     if is_told and isinstance(error, HardenedError):
         return error.exit_status
     if not isinstance(error, HardenedError):
-        log.error(
-            "[DDP-X01] an error that this program does not know; its traceback:", exc_info=error
-        )
+        log.error("[DDP-X01] an unexpected error; its traceback:", exc_info=error)
         return HardenedError.exit_status
     log.error("%s", error)
     for raised in (error, error.__cause__):

@@ -33,7 +33,7 @@ def lost_peer(error: BaseException, group: Group) -> PeerLostError | None:
         + (
             f". Cause: {causes}"
             if causes
-            else ". It left no message: killed from outside, or it hangs"
+            else ". It left no error message: it was killed from outside, or it hangs"
         ),
         fix="read the log of the rank that failed first",
     )

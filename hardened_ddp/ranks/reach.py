@@ -55,8 +55,8 @@ def await_listener(host: str, port: int, *, end: float, notices: Notices | None)
             return reason
         if notices is not None and notices.is_due:
             notices.tell(
-                f"waiting for rank 0 at {host}:{port} since {notices.waited_s:.0f} s: {reason}. "
-                f"{own_addresses()}. It is tried for {end - time.monotonic():.0f} s more "
+                f"waited {notices.waited_s:.0f} s for rank 0 at {host}:{port}: {reason}. "
+                f"{own_addresses()}. Trying for {end - time.monotonic():.0f} s more "
                 "(--timeout_s)"
             )
         time.sleep(min(pause_s, max(0.0, end - time.monotonic())))

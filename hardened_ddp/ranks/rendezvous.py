@@ -91,7 +91,7 @@ def rendezvous(store: dist.Store, launch: Launch, timeout_s: float, *, gpu: str 
     if round_id is None:
         raise GroupError(
             f"rank {launch.rank} waited {timeout_s:g} s at {launch.master_addr}:"
-            f"{launch.master_port} and these of {launch.world_size} ranks never joined: "
+            f"{launch.master_port}; of {launch.world_size} ranks these never joined: "
             f"{_who_is_missing(store, launch)}",
             fix="look at the log of those ranks: they did not start, or can't reach that address",
         )
@@ -126,8 +126,8 @@ def _open_round(store: dist.Store, launch: Launch, end: float, gpu: str) -> str 
             return None
         if notices.is_due:
             notices.tell(
-                f"waiting since {notices.waited_s:.0f} s at {launch.master_addr}:"
-                f"{launch.master_port} for these of {launch.world_size} ranks: "
+                f"waited {notices.waited_s:.0f} s at {launch.master_addr}:{launch.master_port}; "
+                f"of {launch.world_size} ranks these have not joined: "
                 f"{_who_is_missing(store, launch)}. Giving up in {end - time.monotonic():.0f} s "
                 "(--timeout_s)"
             )

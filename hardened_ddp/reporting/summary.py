@@ -56,7 +56,7 @@ def closing_lines(folder: Path, *, status: str, result: str, has_tensorboard: bo
     shown = as_typed(folder)
     run = shlex.quote(shown)
     lines = [
-        f"{status}: {result or 'no test was made'}",
+        f"{status}: {result or 'no evaluation'}",
         f"run folder:  {run}",
     ]
     if has_tensorboard:

@@ -52,7 +52,9 @@ class TrackerThread:
         """Let the tracker finish, for half a minute at most."""
         self._writer.do(partial(self._do, self._close))
         if not self._writer.close(timeout_s=_CLOSE_LIMIT_S):
-            log.warning("tracker %s does not end: its last values may be missing", self.name)
+            log.warning(
+                "tracker %s did not close in time: its last values may be missing", self.name
+            )
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
         if self._tracker is None:

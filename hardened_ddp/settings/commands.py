@@ -67,7 +67,7 @@ COMMANDS: Mapping[str, Command] = {
                 is_optional=True,
             ),
             Option(name="output_dir", text="Folder that holds the run folders.", default="runs"),
-            Option(name="every", text="Seconds between two looks.", default="1"),
+            Option(name="every", text="Seconds between two updates.", default="1"),
             Option(name="once", text="Print it once, and exit.", is_switch=True),
         ),
     ),

@@ -31,8 +31,8 @@ class LoopConfig:
     stop_when: str = setting(
         "",
         "Stop early when this metric of the test set no longer improves: loss, or one of the task; "
-        "auto: that of best_metric auto. Lower or higher is better as the metric says. Empty: "
-        "never.",
+        "auto: the one that best_metric auto takes. Lower or higher is better as the metric says. "
+        "Empty: never.",
         shape=ANY_TEXT,
     )
     patience: int = setting(

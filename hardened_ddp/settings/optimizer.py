@@ -29,7 +29,7 @@ class OptimizerConfig:
     # Any: the arguments are those of a callable that we don't know
     optimizer_args: Mapping[str, Any] = setting(
         {},
-        "More arguments of the optimizer, as a mapping: {betas: [0.9, 0.95]}. They come before "
+        "More arguments of the optimizer, as a mapping: {betas: [0.9, 0.95]}. They override "
         "learning_rate, weight_decay and momentum.",
     )
     learning_rate: float = setting(

@@ -41,7 +41,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         names=("single_gpu", "cpu_only"),
         is_broken=lambda config, _: config.device.single_gpu and config.device.cpu_only,
-        why="the one asks for a GPU, the other for the CPU; leave one of them out",
+        why="one asks for a GPU, the other for the CPU; leave one of them out",
     ),
     Rule(
         names=("single_gpu",),
@@ -112,7 +112,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         names=("stop_when", "eval_every"),
         is_broken=lambda config, _: bool(config.loop.stop_when) and config.loop.eval_every == 0,
-        why="without evaluations nothing is known to have become worse; needs eval_every above 0",
+        why="stopping early needs evaluations; set eval_every above 0",
     ),
     Rule(
         names=("warmup_steps", "max_steps"),

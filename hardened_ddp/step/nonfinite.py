@@ -61,7 +61,7 @@ class NonFiniteFinder:
         """Return samples and place of the finding as text. batches: the micro-batches watched."""
         finding = self._forward or self._backward
         if finding is None:
-            where = "no module gave NaN or inf while they were watched"
+            where = "no module produced NaN or inf while they were observed"
             if self._num_forwards == 0:
                 where = "which module was first is not known: a compiled model hides its modules"
             elif what.startswith("the loss"):
@@ -85,7 +85,7 @@ class NonFiniteFinder:
             if self._forward is None and _is_bad(tensor, allows_mask=not is_root):
                 text = "the input itself is not finite"
                 if not is_root:
-                    first = f"gave the first {_kind(tensor)}, in its own forward, before"
+                    first = f"produced the first {_kind(tensor)}, in its own forward, before"
                     text = f"{self._name(self._caller())} {first} {self._name(module)}"
                 self._forward = self._finding(text, tensor)
             link = self._link(tensor)
@@ -100,7 +100,7 @@ class NonFiniteFinder:
             self._running.pop()
         for tensor in _tensors(output):
             if self._forward is None and _is_bad(tensor, allows_mask=True):
-                text = f"{self._name(module)} gave the first {_kind(tensor)}, of finite inputs"
+                text = f"{self._name(module)} produced the first {_kind(tensor)}, of finite inputs"
                 own = module.named_parameters(recurse=False)
                 bad = [name for name, value in own if not bool(value.isfinite().all())]
                 text += f": its {' and '.join(bad)} had it already" if bad else ""
@@ -114,7 +114,7 @@ class NonFiniteFinder:
         """Check the gradient of a parameter."""
         if self._backward is None and parameter.grad is not None and _is_bad(parameter.grad):
             owner = self._root.get_submodule(name.rpartition(".")[0])
-            text = f"in backward {self._name(owner)} gave the first {_kind(parameter.grad)}"
+            text = f"in backward {self._name(owner)} produced the first {_kind(parameter.grad)}"
             self._backward = self._finding(f"{text}, the gradient of {name}")
 
     def _look_back(self, link: _Link, gradient: torch.Tensor) -> None:
@@ -123,13 +123,13 @@ class NonFiniteFinder:
             return
         kind = _kind(gradient)
         if link.consumer is not None and link.consumer is not self._root:
-            text = f"in backward {self._name(link.consumer)} gave the first {kind}"
+            text = f"in backward {self._name(link.consumer)} produced the first {kind}"
         elif link.is_result:
-            text = f"in backward the loss gave the first {kind}"
+            text = f"in backward the loss produced the first {kind}"
         else:
             after = f"after {self._name(link.producer)}" if link.producer else "on its inputs"
             maker = self._name(link.maker or self._root)
-            text = f"in backward {maker} gave the first {kind}, for what it did {after}"
+            text = f"in backward {maker} produced the first {kind}, for what it did {after}"
         self._backward = self._finding(text, gradient)
 
     def _link(self, tensor: torch.Tensor) -> _Link:

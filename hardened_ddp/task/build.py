@@ -200,7 +200,7 @@ def _as_task(task: Any, name: str) -> Task:
         return task
     if not callable(getattr(task, "score", None)):
         raise ConfigError(
-            f"--task {name} gave a {type(task).__name__} without score(output, batch)",
+            f"--task {name} returned a {type(task).__name__} without score(output, batch)",
             fix="name a class derived from hardened_ddp.task.task.Task that defines score",
         )
     task.__class__ = type(type(task).__name__, (type(task), Task), {})

@@ -28,8 +28,8 @@ def task_that_fits(output: Any, batch: Batch) -> tuple[str, str]:  # Any: whatev
         return "own", "the model returns its loss and no logits"
     if not isinstance(labels, torch.Tensor):
         if loss is not None:
-            return "own", "the model returns its loss, and the labels are no tensor"
-        raise _undecided("the labels are no tensor, and the model returns no loss", output)
+            return "own", "the model returns its loss, and the labels are not a tensor"
+        raise _undecided("the labels are not a tensor, and the model returns no loss", output)
     if logits is None:
         raise _undecided("the model returns neither logits nor a loss", output)
     shapes = f"labels {tuple(labels.shape)} {_kind(labels)}, output {tuple(logits.shape)}"

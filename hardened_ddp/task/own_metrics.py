@@ -115,7 +115,8 @@ class OwnMetrics:
             return float(self._objects[name].compute())
         except Exception as error:  # WHY broad: the user's code
             raise ModelError(
-                f"metric {name}: compute() gave no number: {type(error).__name__}: {error}",
+                f"metric {name}: compute() did not return a number: "
+                f"{type(error).__name__}: {error}",
                 fix="return one number from compute()",
             ) from error
 
@@ -141,7 +142,7 @@ def _built(name: str, how: Any) -> Any:  # Any: the user's class
     missing = [m for m in _METHODS if not callable(getattr(found, m, None))]
     if missing or inspect.isclass(found):
         raise ConfigError(
-            f"metrics: {path} gave a {type(found).__name__} without {', '.join(missing)}",
+            f"metrics: {path} returned a {type(found).__name__} without {', '.join(missing)}",
             fix="name a class with update(output, labels), compute() and reset()",
         )
     _keep_on_rank(found)
@@ -151,7 +152,7 @@ def _built(name: str, how: Any) -> Any:  # Any: the user's class
 def _keep_on_rank(metric: Any) -> None:  # Any: the user's class
     """Keep a metric of torchmetrics, and those in it, from a collective in each compute().
 
-    WHY: only rank 0 computes, and it has every sample: it would wait for the others for ever.
+    WHY: only rank 0 computes, and it has every sample: it would wait for the others forever.
     """
     for part in metric.modules() if isinstance(metric, nn.Module) else [metric]:
         if hasattr(part, "distributed_available_fn"):

@@ -42,7 +42,7 @@ class Regression(Task):
         """num_outputs: the numbers of one label."""
         if loss not in _LOSSES:
             raise ConfigError(
-                f"task_args: regression knows no loss {loss!r}",
+                f"task_args: regression has no loss {loss!r}",
                 fix=f"--task_args '{{loss: {' | '.join(get_args(LossName))}}}'",
             )
         self.loss = loss

@@ -25,7 +25,7 @@ def check_score(task: Task, score: Any) -> Score:  # Any: whatever a user's task
     missing = [metric.name for metric in task.metrics if metric.name not in score.metrics]
     if missing and type(task).sums_of is Task.sums_of:
         raise ModelError(
-            f"task {name}: score() gave no {', '.join(missing)}",
+            f"task {name}: score() did not return {', '.join(missing)}",
             fix="give each of its metrics in Score.metrics: a sum, or (sum, count)",
         )
     wanted = task.sums

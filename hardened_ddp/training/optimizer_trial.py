@@ -100,8 +100,8 @@ def _try(groups: Sequence[Group], config: OptimizerConfig, total_steps: int) -> 
     differing = [n for n, p in first.names.items() if not _are_equal(p, second.names[n])]
     if differing:
         raise OptimizerError(
-            f"{_names(config)}: after its state was saved and loaded, it goes on with other "
-            "updates. It keeps something outside of its state",
+            f"{_names(config)}: after its state was saved and loaded, its next "
+            "updates differ: it keeps something outside of its state",
             fix="keep all that changes in self.state[parameter] or in a parameter group, or "
             "return it from state_dict(); of a schedule, in its attributes",
         )

@@ -59,7 +59,7 @@ def choose_global_batch(
         return asked
     kept = int(saved["global_batch"])
     log.warning(
-        "the global batch stays %d, as in the %d ranks before: each of %d ranks takes about %d "
+        "the global batch stays %d, as with the %d ranks before: each of %d ranks takes about %d "
         "samples of every step",
         kept,
         saved["world_size"],

@@ -199,7 +199,7 @@ def find_place(config: Config, earlier: Path | None) -> tuple[Path, Found | None
     named = output / config.run.run_name if config.run.run_name else None
     if wanted == "never" and named is not None and (named / CHECKPOINTS_NAME).exists():
         raise RunFolderError(
-            f"{named} holds a run already, and --resume never forbids going on with it",
+            f"{named} holds a run already; with --resume never it is not continued",
             fix="choose another --run_name, or --resume auto",
         )
     if wanted == "auto" and named is not None and named.is_dir():

@@ -188,7 +188,7 @@ class Rollback:
             restore(parts, saved)  # collective
         self._discard_doubtful()
         self._equal_at = step = self.progress.step
-        log.warning("step %d: all ranks go on with the state of rank %d", step, source)
+        log.warning("step %d: all ranks continue with the state of rank %d", step, source)
 
     def _discard_doubtful(self) -> None:
         """Set aside what was saved since the replicas were known to be equal. Rank-local.

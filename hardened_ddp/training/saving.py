@@ -153,7 +153,7 @@ class Saver:
         """Take note that checkpoints were set aside: the step may have to be saved again."""
         self._saved_step = -1
         for path in discarded:
-            log.warning("set aside %s: its state is in doubt", path)
+            log.warning("set aside %s: its state may be wrong", path)
 
     def _start(self, writer: CheckpointWriter, progress: Progress, best: Best | None) -> None:
         try:
@@ -174,7 +174,7 @@ class Saver:
             self._warn(error)
 
     def _warn(self, error: CheckpointError) -> None:
-        self.warning = f"no new checkpoint, training goes on with the older ones: {error}"
+        self.warning = f"no new checkpoint, training continues with the older ones: {error}"
         log.warning("%s", self.warning)
 
 

@@ -139,7 +139,7 @@ def check_fits(parts: Parts, saved: Saved) -> None:
         problems.append(
             f"dataset: the checkpoint saw {meta['dataset']} {meta['dataset_fingerprint'][:12]}, "
             f"now it is {parts.config.data.dataset} {parts.data.fingerprint[:12]}: the order of "
-            "samples would not go on"
+            "samples would change"
         )
     problems += parts.sampler.problems_with(meta.get("stream"))
     task = meta.get("task", {"name": "classification"})["name"]
