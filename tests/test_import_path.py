@@ -47,6 +47,12 @@ def test_a_path_that_is_of_no_use_is_refused_in_the_same_words(
     assert caught.value.fix
 
 
+def test_a_name_that_is_nearly_right_gets_the_right_one_as_advice() -> None:
+    with pytest.raises(DataError) as caught:
+        open_dataset("tests.test_import_path:open_datase")
+    assert caught.value.fix == "did you mean tests.test_import_path:open_dataset?"
+
+
 @WAYS
 def test_an_error_in_a_module_names_its_file_and_line(
     setting: str,

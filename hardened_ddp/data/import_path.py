@@ -8,8 +8,10 @@ Does not own: the call (datasets.py, model/zoo.py).
 import importlib
 import inspect
 import logging
+import sys
 import traceback
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import Any
 
 from hardened_ddp.data.read_errors import describe
@@ -29,7 +31,11 @@ def import_callable(path: str, *, setting: str, error: type[HardenedError]) -> C
     try:
         found = getattr(_import(module_name, told, error), name)
     except AttributeError as missing:
-        raise error(f"{told} can't be imported: {missing}", fix=_FIX) from missing
+        near = get_close_matches(name, dir(sys.modules.get(module_name)), n=1)
+        fix = (
+            f"did you mean {module_name}:{near[0]}?" if near else f"define {name} in {module_name}"
+        )
+        raise error(f"{told} can't be imported: {missing}", fix=fix) from missing
     if not callable(found):
         raise error(f"{told} is a {type(found).__name__}, not a class or function", fix=_FIX)
     try:
