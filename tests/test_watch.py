@@ -239,6 +239,23 @@ def test_a_long_warning_takes_no_room_from_the_table(tmp_path: Path) -> None:
     assert "warning     rank 0: rank 0 is slow: data 10.4 ms" in text
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_the_table_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    (tmp_path / "status").mkdir()
+    status = {"rank": 0, "world_size": 1, "state": "running", "now": time.time() + 60, "step": 7}
+    (tmp_path / "status" / "rank-0.json").write_text(json.dumps(status))
+    output = Terminal()
+    assert run_watch(parse(["watch", str(tmp_path)]).options, output=output) == 0
+    assert output.getvalue().startswith(f"{tmp_path}: running, step 7")
+
+
 def test_of_a_gpu_the_parts_are_those_that_the_gpu_measured(tmp_path: Path) -> None:
     # The names are those that a rank on a GPU publishes.
     split = _own_split(

@@ -174,7 +174,7 @@ def _has_ended(rank: Json) -> bool:
 def _read_ranks(folder: Path, problems: list[str]) -> tuple[Json, ...]:
     """Read the status of each rank, without those that are left of an earlier start."""
     found = []
-    for path in _files(folder / STATUS_FOLDER):
+    for path in _files(folder / STATUS_FOLDER, problems):
         if not path.name.startswith("rank-") or path.suffix != ".json":
             continue
         status = read_json(path, [])
@@ -237,10 +237,14 @@ def _read_settings(path: Path, problems: list[str]) -> tuple[tuple[str, str, str
     return tuple(found)
 
 
-def _files(folder: Path) -> list[Path]:
+def _files(folder: Path, problems: list[str] | None = None) -> list[Path]:
     try:
         return sorted(folder.iterdir())
-    except OSError:
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        if problems is not None:
+            problems.append(f"{folder.name}: can't be read: {error.strerror}")
         return []
 
 

@@ -1,7 +1,8 @@
 """The command watch: what every rank of a run does, from another terminal or another host.
 
 Owns the loop. It reads the run folder only, so it costs the run nothing, and it needs no torch.
-Without a terminal, or with --once, it prints plain text once.
+Without a terminal, on one that can't move its cursor (TERM=dumb), or with --once, it prints plain
+text once.
 Does not own: reading the folder (run_files.py), what is drawn (watch_view.py), what the ranks write
 (reporting/rank_status.py).
 """
@@ -47,13 +48,12 @@ def run_watch(options: Mapping[str, str], *, output: TextIO) -> int:
         ) from error
 
     run = read_run(folder)
-    if options["once"] or not output.isatty() or run.state != "running":
-        width = None if output.isatty() else PLAIN_WIDTH
-        console = Console(file=output, width=width, highlight=False)
+    console = Console(file=output, width=None if output.isatty() else PLAIN_WIDTH, highlight=False)
+    can_redraw = output.isatty() and not console.is_dumb_terminal
+    if options["once"] or not can_redraw or run.state != "running":
         view = view_of(run, is_plain=True)
         console.print(drawn(view, run.state, width=console.width, is_plain=True))
         return exit_status(run)
-    console = Console(file=output, highlight=False)
     try:
         with Live(console=console, auto_refresh=False, screen=False) as live:
             before: RunView | None = None
