@@ -4,14 +4,16 @@ Each is real: an allocation larger than any memory, a real signal, a read of an 
 Does not own: when they happen (wrappers.py).
 """
 
+import contextlib
 import ctypes
 import errno
 import mmap
 import os
+import select
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import active_children
 from typing import Any
 
@@ -22,6 +24,7 @@ from torch import nn
 from drills.injections import Injection, Pause
 
 TOO_MUCH = 1 << 50  # bytes
+HOLD_S = 60.0
 TEXT = "a fault of the drill"
 
 
@@ -99,6 +102,24 @@ def change_weights(kind: str, network: nn.Module) -> None:
     with torch.no_grad():
         weight = next(p for p in network.parameters() if p.requires_grad)
         flip_bit(weight, 6 if weight.element_size() == 2 else 20)  # a high bit of the mantissa
+
+
+def normalise(inputs: Sequence[Any]) -> tuple[Any, ...]:  # Any: a model's positional arguments
+    """Normalise inputs with the mean and the variance over all ranks, as SyncBatchNorm does."""
+    sums = torch.zeros(3, dtype=torch.float64, device=_device())
+    tensors = [t for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    for tensor in tensors:
+        values = tensor.double()
+        sums += torch.stack([values.sum(), values.square().sum(), torch.ones_like(values).sum()])
+    dist.all_reduce(sums)
+    mean, square = sums[:2] / sums[2].clamp(min=1)
+    scale = (square - mean.square()).clamp(min=1e-5).rsqrt()
+    return tuple(
+        ((value.double() - mean) * scale).to(value.dtype)
+        if any(value is t for t in tensors)
+        else value
+        for value in inputs
+    )
 
 
 def flip_bit(values: torch.Tensor, bit: int) -> None:
@@ -186,6 +207,29 @@ def _kill_itself() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _die_in_silence() -> None:
+    """Kill this process, but let a child hold its connections open: no other rank sees an end.
+
+    So an all-reduce with it never ends, as on NCCL; gloo would raise an error in the others.
+    """
+    if os.fork() == 0:
+        _hold_connections()
+    _kill_itself()
+
+
+def _hold_connections() -> None:
+    """Wait until another rank closes its end of an inherited connection, then end."""
+    watched = select.poll()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                watched.register(int(name), select.POLLRDHUP)
+    for descriptor, _ in watched.poll(0):  # such as a socket that listens
+        watched.unregister(descriptor)
+    watched.poll(HOLD_S * 1000)
+    os._exit(0)
+
+
 def _exit() -> None:
     os._exit(3)
 
@@ -209,6 +253,7 @@ FAULTS: Mapping[str, Callable[[], None]] = {
     "hold the GIL": _hold_the_gil,
     "segfault": _crash,
     "kill itself": _kill_itself,
+    "die in silence": _die_in_silence,
     "exit": _exit,
     "bus": _read_past_a_mapped_file,
 }

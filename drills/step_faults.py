@@ -162,6 +162,16 @@ def _waits() -> Iterator[Fault]:
             min_ranks=2,
         )
     yield Fault(
+        name="stuck-collective",
+        text="a rank is killed, and its connections stay open: the all-reduce never ends, as on "
+        "NCCL",
+        injections=(Injection(kind="die in silence", phase="backward", ranks=LAST),),
+        flags=("--no_shared_memory", *WATCHED),
+        ends="stops",
+        says=("the state after step 7 is saved",),
+        min_ranks=2,
+    )
+    yield Fault(
         name="slow-storage",
         text="reading a sample takes 33 seconds on one rank, which is allowed to take any time",
         injections=(Injection(kind="sleep", phase="data", ranks=LAST, seconds=33.0),),
@@ -189,6 +199,18 @@ def _models() -> Iterator[Fault]:
         ends="stops",
         code="DDP-M01",
         says=("in which all ranks wait for each other",),
+        min_ranks=2,
+    )
+    yield Fault(
+        name="synced-norm-tail",
+        text="the model normalises over all ranks, as SyncBatchNorm; an epoch ends with unequal "
+        "shares",
+        injections=(Injection(kind="normalise", phase="forward", step=0, ranks=ALL, lasts=True),),
+        # WHY: of the 69 samples that the digits leave for the last step of 2 ranks, one has 18
+        # micro-batches of 2 and the other 17
+        flags=("--batch_size", "2", "--accumulation_steps", "18"),
+        says=("the model's forward runs collectives (all_reduce in",),
+        keeps="equal replicas",
         min_ranks=2,
     )
     yield Fault(

@@ -219,14 +219,17 @@ def _watch_forward(network: nn.Module, moments: Moments) -> None:
     """Inject faults before and after each forward, and in its backward."""
     first: list[torch.Tensor] = []  # the state of the generator at the start of a forward
 
-    def before(module: nn.Module, inputs: Any) -> None:
+    def before(module: nn.Module, inputs: Any) -> Any:
         if module.training and torch.is_grad_enabled() and len(first) < 2:
             first[:] = [_generator_state(module)]
         for number, injection in moments.due("forward" if module.training else "evaluation"):
             if injection.kind == "move a buffer":
                 module.get_buffer(BUFFER).add_(moments.rank + 1)
+            elif injection.kind == "normalise":
+                inputs = injectors.normalise(inputs)
             else:
                 injectors.do(injection, moments, number)
+        return inputs
 
     def after(module: nn.Module, inputs: Any, output: Any) -> Any:
         if not module.training or not torch.is_grad_enabled():
