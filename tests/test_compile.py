@@ -9,12 +9,17 @@ from torch import nn
 
 from hardened_ddp.model.compiling import compile_model, uncompiled
 from tests.compiled_models import BACKEND, Compiled
-from tests.ranks import train
+from tests.ranks import import_in_server, train
 from tests.run_folder import only_run, read_summary
 
 DIGITS = ["--cpu_only", "--no_shared_memory", "--compile", "--no_tensorboard"]
 DIGITS += ["--model", "tests.compiled_models:Compiled", "--bucket_cap_mb", "1"]
 EPOCH = [*DIGITS, "--epochs", "1", "--batch_size", "128"]
+
+
+@pytest.fixture(autouse=True)
+def the_compiler_is_imported_once() -> None:
+    import_in_server("torch._inductor.compile_fx")
 
 
 def told(text: str) -> tuple[int, int]:
@@ -66,6 +71,7 @@ def test_a_compiled_run_trains_as_the_plain_one_with_every_setting_of_ddp(
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_container_of_torch_itself_is_compiled_too() -> None:
     model = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
     names = list(model.state_dict())
@@ -80,6 +86,7 @@ def test_a_container_of_torch_itself_is_compiled_too() -> None:
     assert list(model.state_dict()) == names
 
 
+@pytest.mark.slow
 def test_many_shapes_and_nothing_compiled_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="hardened_ddp")
     model = Compiled(2)

@@ -13,6 +13,7 @@ from tests.run_folder import read_summary
 from tests.settings_given import problem_of
 
 ARGV = ["--cpu_only", "--batch_size", "64", "--epochs", "30", "--learning_rate", "0.03"]
+ARGV += ["--model", "mlp", "--num_workers", "0"]
 ARGV += ["--lr_schedule", "constant"]
 ARGV += ["--stop_when", "loss", "--patience", "2", "--checkpoint_every_epochs", "1"]
 

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import gpu_report
 from benchmarks.gpu import checks, meter, row, runs, speed, works
-from tests.ranks import run_command, run_program
+from tests.ranks import run_program
 
 CPU = torch.device("cpu")
 
@@ -87,10 +87,10 @@ def test_a_part_that_raises_is_missed_and_what_it_had_found_stays() -> None:
 def test_without_a_gpu_it_says_so_and_a_dry_run_needs_a_file() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = run_command(["python", "benchmarks/gpu_report.py", "--part", "life"], timeout_s=60)
+    done = run_program(["python", "benchmarks/gpu_report.py", "--part", "life"], timeout_s=60)
     assert done.status == 2
     assert "no GPU" in done.stdout
-    done = run_command(["python", "benchmarks/gpu_report.py", "--dry-run"], timeout_s=60)
+    done = run_program(["python", "benchmarks/gpu_report.py", "--dry-run"], timeout_s=60)
     assert done.status == 2
     assert "--output" in done.stderr
 

@@ -82,6 +82,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(
     assert "tracker slow does not end" in caplog.text
 
 
+@pytest.mark.slow
 def test_weights_and_biases_keeps_one_run_for_a_run_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

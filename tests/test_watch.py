@@ -24,6 +24,7 @@ from hardened_ddp.diagnosis.watch_view import COLUMNS, sparkline, view_of
 from hardened_ddp.errors import ConfigError, RunFolderError
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.training.run_report import _own_split
+from tests.marks import slow_after
 from tests.processes import ROOT, clean_environment, deadline
 from tests.ranks import start_training, train
 
@@ -59,7 +60,7 @@ def rows_of(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", slow_after(1, [2, 1, 4]))
 def test_a_run_is_shown_while_it_runs_when_it_died_and_when_it_finished(
     world_size: int, tmp_path: Path
 ) -> None:
