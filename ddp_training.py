@@ -45,6 +45,7 @@ from hardened_ddp.ranks.launch import (
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import Resolved, resolve
 from hardened_ddp.settings.manual import help_text
+from hardened_ddp.settings.packages import missing_package
 from hardened_ddp.settings.wording import as_typed
 
 if TYPE_CHECKING:
@@ -93,6 +94,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"ddp_training.py: error {error}", file=sys.stderr)
         write_error_file(error, environment())
         return error.exit_status
+    except ModuleNotFoundError as error:
+        if (missing := missing_package(error)) is None:
+            raise
+        print(f"ddp_training.py: error {missing}", file=sys.stderr)
+        return missing.exit_status
     except BrokenPipeError:  # whoever read the output has gone, as in: ... --help | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is not sent yet
         return 141  # what a shell gives for SIGPIPE

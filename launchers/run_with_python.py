@@ -117,11 +117,19 @@ def main(argv: list[str]) -> int:
 
     limit_threads()
     num_ranks = options.nproc
-    if num_ranks == 0:
-        import torch
+    try:
+        if num_ranks == 0:
+            import torch
 
-        num_ranks = 2 if "--cpu_only" in words else torch.cuda.device_count() or 2
-    return start_and_wait(num_ranks, lesson=not options.no_lesson, words=words)
+            num_ranks = 2 if "--cpu_only" in words else torch.cuda.device_count() or 2
+        return start_and_wait(num_ranks, lesson=not options.no_lesson, words=words)
+    except ModuleNotFoundError as error:
+        from hardened_ddp.settings.packages import missing_package
+
+        if (missing := missing_package(error)) is None:
+            raise
+        print(f"run_with_python.py: error {missing}", file=sys.stderr)
+        return missing.exit_status
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The start of a run: what it says before the first step."""
 
 import logging
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from hardened_ddp.ranks.place import Launch
 from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting import start_up
 from hardened_ddp.training.start_summary import changed_settings
-from tests.processes import PATIENCE
+from tests.processes import PATIENCE, ROOT
 from tests.ranks import run_command, train
 from tests.settings_given import settings_of
 
@@ -36,6 +37,21 @@ def test_a_start_says_what_runs_and_debug_what_each_rank_does(tmp_path: Path) ->
             assert "start: building the model: " in text
             assert f"local rank {rank} of 2, device cpu" in text
             assert "step 2: per step " in text
+
+
+@pytest.mark.parametrize(
+    "words", [["ddp_training.py", "--cpu_only"], ["launchers/run_with_python.py", "--nproc", "2"]]
+)
+def test_without_the_environment_the_next_command_is_told(words: list[str], tmp_path: Path) -> None:
+    text = "raise ModuleNotFoundError('No module named torch', name='torch')\n"
+    (tmp_path / "torch.py").write_text(text)
+    script = ROOT / words[0]
+    env = {"PYTHONPATH": str(tmp_path)}
+    done = run_command([sys.executable, script, *words[1:]], timeout_s=60, cwd=tmp_path, env=env)
+    assert done.status == 2
+    assert f"{sys.executable} has no package torch" in done.stderr
+    assert "source .venv/bin/activate" in done.stderr
+    assert "Traceback" not in done.output
 
 
 def test_garbage_is_looked_for_in_what_a_run_makes_and_not_in_what_was_imported() -> None:
