@@ -322,8 +322,11 @@ class FailingOnce(nn.Module):
         self.num_forwards += self.training
         kind = self.faults.get(self.num_forwards, "") if self.training else ""
         hidden = self.drop(self.hidden(self.norm(inputs)).relu())
-        if kind == "backward":  # of the first layer: the gradient of the second one is there
+        # Of the first layer: the gradient of the second one is there.
+        if kind == "backward":
             hidden.register_hook(lambda gradient: FAULTS["raise"]())
+        if kind == "memory in backward":
+            hidden.register_hook(lambda gradient: FAULTS["memory"]())
         logits: torch.Tensor = self.layer(hidden)
         match kind:
             case "forward":

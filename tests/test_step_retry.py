@@ -138,6 +138,28 @@ def test_memory_for_half_a_batch_gives_the_gradient_of_the_whole(tmp_path: Path)
     assert "at most from now on" not in resumed.ok().outputs[0]
 
 
+LESS_MEMORY = [("memory", []), ("memory in backward", [HOOKS])]
+LESS_MEMORY += [("memory", [HOOKS, LATE]), ("memory in backward", [])]
+
+
+@pytest.mark.parametrize("case", slow_after(1, LESS_MEMORY), ids=str)
+def test_after_an_out_of_memory_the_weights_are_those_of_equally_small_parts(
+    case: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    kind, form = case
+    flags = [flag for flag in form if flag != LATE]
+    place = "tests.late_looks" if LATE in form else "tests.plugins"
+    model = ["--model", f"{place}:FailingOnce", "--model_args", str({"faults": {1: {9: kind}}})]
+    faulty = run(tmp_path / "faulty", 2, *flags, *model).ok()
+    told = re.search(r"have (\d) samples at most .* retrying step (\d+),", faulty.outputs[0])
+    assert told, faulty.outputs[0]
+    args = {"step": int(told[2]), "most": int(told[1]), "is_late": LATE in form}
+    other = ["--model", "tests.smaller_parts:model", "--model_args", str(args)]
+    smaller = run(tmp_path / "smaller", 2, *flags, *other).ok()
+    assert "retrying" not in smaller.outputs[0]
+    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "smaller")
+
+
 @pytest.mark.slow
 def test_memory_for_not_even_one_sample_stops_all_ranks_with_that_cause(tmp_path: Path) -> None:
     model = ["--model", "tests.plugins:Greedy", "--model_args", "{most: 0}"]

@@ -1,0 +1,24 @@
+"""A model whose run has smaller micro-batches from a step on, although memory never ran out.
+
+The reference for runs in which it did: the same parts of the same batches, so the same weights.
+"""
+
+from torch import nn
+
+from hardened_ddp.step.attempt import Attempt
+from hardened_ddp.step.failure import Failure
+from hardened_ddp.step.step import Stepper
+from tests import late_looks, plugins
+
+
+def model(num_classes: int, step: int, most: int, *, is_late: bool) -> nn.Module:
+    """Build FailingOnce without a fault; from step on, micro-batches have most samples."""
+    run_once = Stepper.run_once
+
+    def limited(stepper: Stepper, attempt: Attempt, *, keep_local: bool) -> Failure | None:
+        if stepper.progress.step >= step:
+            stepper.progress.limit_micro_batches(most)
+        return run_once(stepper, attempt, keep_local=keep_local)
+
+    Stepper.run_once = limited  # type: ignore[method-assign]  # of this process alone
+    return (late_looks if is_late else plugins).FailingOnce(num_classes)
