@@ -186,6 +186,21 @@ def test_auto_refuses_with_the_choices(output: Any, labels: Any, told: str) -> N
     assert "--task classification | multilabel" in caught.value.fix
 
 
+@pytest.mark.parametrize(
+    ("output", "labels", "fix"),
+    [
+        (torch.randn(2, 5, 6), torch.randint(5, (2, 6)), "logits.transpose(1, 2)"),
+        (torch.randn(2, 4, 4, 3), torch.randint(3, (2, 4, 4)), "logits.permute(0, 3, 1, 2)"),
+    ],
+)
+def test_an_output_whose_dimensions_are_in_another_order_is_told_the_right_one(
+    output: torch.Tensor, labels: torch.Tensor, fix: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        task_that_fits(output, batch_of(labels, inputs=[1, 2]))
+    assert fix in caught.value.fix
+
+
 LOSS = torch.ones((), requires_grad=True)
 BAD: list[tuple[Task, Any, Any, str]] = [
     (Regression(), torch.randn(4, 2), torch.randn(4), "outputs of shape"),

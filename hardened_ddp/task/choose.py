@@ -38,7 +38,9 @@ def task_that_fits(output: Any, batch: Batch) -> tuple[str, str]:  # Any: whatev
         return name, shapes
     if loss is not None:
         return "own", f"the model returns its loss, and no other task fits: {shapes}"
-    raise _undecided(f"{shapes}: they fit {_fits(logits, labels)}", output)
+    raise _undecided(
+        f"{shapes}: they fit {_fits(logits, labels)}", output, fix=_reordered(logits, labels)
+    )
 
 
 def _by_shape(logits: torch.Tensor, labels: torch.Tensor) -> str:
@@ -67,12 +69,23 @@ def _fits(logits: torch.Tensor, labels: torch.Tensor) -> str:
     return "no task"
 
 
+def _reordered(logits: torch.Tensor, labels: torch.Tensor) -> str:
+    """Say how to order the dimensions of the output, if only their order is wrong; else empty."""
+    if labels.is_floating_point() or logits.dim() != labels.dim() + 1:
+        return ""
+    if labels.dim() == 2 and (logits.shape[0], logits.shape[2]) == tuple(labels.shape):
+        return "--task tokens needs the vocabulary last: return logits.transpose(1, 2)"
+    if labels.dim() == 3 and logits.shape[:3] == labels.shape:
+        return "--task segmentation needs the classes second: return logits.permute(0, 3, 1, 2)"
+    return ""
+
+
 def _kind(labels: torch.Tensor) -> str:
     return str(labels.dtype).removeprefix("torch.")
 
 
-def _undecided(why: str, output: Any) -> ModelError:
+def _undecided(why: str, output: Any, *, fix: str = "") -> ModelError:
     return ModelError(
         f"--task auto can't decide: {why} (the model returned {described(output)})",
-        fix=f"choose one: --task {' | '.join(CHOICES)} | package.module:Class",
+        fix=fix or f"choose one: --task {' | '.join(CHOICES)} | package.module:Class",
     )
