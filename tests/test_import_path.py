@@ -53,6 +53,22 @@ def test_a_name_that_is_nearly_right_gets_the_right_one_as_advice() -> None:
     assert caught.value.fix == "did you mean tests.test_import_path:open_dataset?"
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("tests.plugins.Points", "did you mean tests.plugins:Points?"),
+        ("tests/plugins.py:Points", "did you mean tests.plugins:Points?"),
+    ],
+)
+@WAYS
+def test_a_path_in_another_form_gets_the_right_one_as_advice(
+    setting: str, load: Callable[[str], None], kind: type[HardenedError], path: str, meant: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        load(path)
+    assert meant in f"{caught.value.message} {caught.value.fix}"
+
+
 @WAYS
 def test_an_error_in_a_module_names_its_file_and_line(
     setting: str,

@@ -37,7 +37,7 @@ from hardened_ddp.data.fetch import describe
 from hardened_ddp.data.file_streams import FILE_STREAMS
 from hardened_ddp.data.hub_stream import open_hub_stream
 from hardened_ddp.data.huggingface import PREFIX, open_hub_set
-from hardened_ddp.data.import_path import import_callable
+from hardened_ddp.data.import_path import import_callable, meant_path
 from hardened_ddp.data.iterable import adapt
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.published import fetch_dataset, is_here
@@ -164,9 +164,9 @@ def _known_name(name: str) -> str:
     if folded in ("fashionmnist", "imagefolder"):
         folded = {"fashionmnist": "fashion_mnist", "imagefolder": "image_folder"}[folded]
     if folded not in NAMES:
-        near = difflib.get_close_matches(folded, NAMES, n=1)
+        near = difflib.get_close_matches(folded, NAMES, n=1) or [meant_path(name)]
         raise DataError(
-            f"no dataset is called {name!r}" + (f" (did you mean {near[0]}?)" if near else ""),
+            f"no dataset is called {name!r}" + (f" (did you mean {near[0]}?)" if near[0] else ""),
             fix=f"--dataset {' | '.join(NAMES)} | hf:FOLDER | text:GLOB | parquet:GLOB | "
             "tar:GLOB | package.module:callable",
         )

@@ -48,6 +48,17 @@ def import_callable(path: str, *, setting: str, error: type[HardenedError]) -> C
     return found  # type: ignore[no-any-return]  # callable() proves what getattr can't
 
 
+def meant_path(name: str) -> str:
+    """Return the import path that was meant by my_model.Net or dir/my_model.py:Net; else empty."""
+    module_name, has_colon, attribute = name.partition(":")
+    if not has_colon:
+        module_name, _, attribute = name.rpartition(".")
+    module_name = module_name.removesuffix(".py").removeprefix("./").replace("/", ".")
+    meant = f"{module_name}:{attribute}"
+    parts = [*module_name.split("."), attribute]
+    return meant if meant != name and all(map(str.isidentifier, parts)) else ""
+
+
 def _import(name: str, told: str, error: type[HardenedError]) -> Any:  # Any: a module
     try:
         return importlib.import_module(name)
@@ -55,7 +66,9 @@ def _import(name: str, told: str, error: type[HardenedError]) -> Any:  # Any: a 
         frame = traceback.extract_tb(problem.__traceback__)[-1]
         is_inside = not frame.filename.startswith("<frozen importlib")
         if not (is_inside or isinstance(problem, SyntaxError)):  # the module does not exist
-            raise error(f"{told} can't be imported: {problem}", fix=_FIX) from problem
+            meant = meant_path(told.partition(" ")[2])
+            fix = f"did you mean {meant}?" if meant else _FIX
+            raise error(f"{told} can't be imported: {problem}", fix=fix) from problem
         log.debug("%s can't be imported", told, exc_info=True)
         where = f" ({frame.filename}:{frame.lineno})" if is_inside else ""  # else the text has it
         raise error(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hardened_ddp.data.import_path import import_callable
+from hardened_ddp.data.import_path import import_callable, meant_path
 from hardened_ddp.data.published import weights_of
 from hardened_ddp.data.transfer import fetch
 from hardened_ddp.data.vision import import_torchvision
@@ -130,6 +130,7 @@ def check_model(name: str) -> None:
     names = models.list_models(module=models)
     if name not in names:
         near = difflib.get_close_matches(name, [*BUILT_IN, *names], n=3)
+        near += [meant] if not near and (meant := meant_path(name)) else []
         raise ModelError(
             f"no model is called {name!r}"
             + (f" (did you mean {' or '.join(near)}?)" if near else ""),
