@@ -7,6 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.task.task import Metric, Score
 from tests.ranks import run_program, start_training, train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, samples_by_step
 
@@ -50,6 +52,32 @@ def test_the_weights_are_the_same_on_any_number_of_ranks(tmp_path: Path, says: b
     for samples, weights in found[1:]:
         assert samples == found[0][0]
         assert_close(weights, found[0][1])
+
+
+class Powered:
+    """A task of a user's: the distance of the first output, to some power."""
+
+    metrics = (Metric("distance", is_higher_better=False),)
+
+    def __init__(self, power: float) -> None:
+        self.power = power
+
+    def score(self, output: torch.Tensor, batch: Batch) -> Score:
+        distance = (output[:, 0] - batch.targets).abs()
+        return Score(
+            distance.pow(self.power).sum(), batch.num_samples, {"distance": distance.sum().detach()}
+        )
+
+
+def test_a_task_of_the_users_gets_its_arguments_and_the_stream(tmp_path: Path) -> None:
+    found = []
+    for world_size in (1, 2):
+        place = tmp_path / str(world_size)
+        task = ["--task", "tests.test_streams:Powered", "--task_args", "{power: 3.0}"]
+        done = train([*STEADY, *task, "--epochs", "1", "--output_dir", place], world_size).ok()
+        assert "test distance" in done.output
+        found.append(weights_of(place))
+    assert_close(*found)
 
 
 def test_a_kill_and_other_numbers_of_ranks_cost_no_sample(tmp_path: Path) -> None:
