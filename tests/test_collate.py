@@ -276,6 +276,7 @@ def learn(output: Path, *words: str) -> dict[str, torch.Tensor]:
     return load_checkpoint(open_checkpoint(output / "run"))[0]
 
 
+@pytest.mark.slow
 def test_a_fault_in_a_step_over_padded_rows_changes_nothing(tmp_path: Path) -> None:
     weights = learn(tmp_path / "whole", "--num_workers", "0")
     for name, words in {

@@ -34,6 +34,7 @@ from hardened_ddp.ranks.launch import (
 )
 from hardened_ddp.ranks.rendezvous import _listen
 from tests.launcher_environments import TORCHRUN
+from tests.marks import slow_after
 from tests.processes import ROOT, deadline
 from tests.ranks import free_port, run_ranks, start_training
 
@@ -284,7 +285,10 @@ def stop_one_rank(number: int) -> tuple[int, str]:
     return step, reason
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    slow_after(1, [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]),
+)
 def test_a_signal_to_one_rank_stops_all_before_the_same_step(number: int) -> None:
     results = run_ranks(stop_one_rank, 3, number)
     assert len(set(results)) == 1

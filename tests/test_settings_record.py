@@ -242,6 +242,7 @@ class TestAnything:
         *["\u2028", "\udcff", "? a", "--", "-", "--help=", "-1e5", "=", "<<", "\U0001f600", "None"],
     )  # fmt: skip
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", SETTINGS)
     def test_a_value_of_any_setting_fits_or_is_told(self, name: str) -> None:
         for word in self.WORDS:

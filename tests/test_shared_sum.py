@@ -12,6 +12,7 @@ from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.ranks.lost import lost_peer
 from hardened_ddp.ranks.shared_sum import CHUNK_BYTES, PeerGone, SharedSum, create_memory
+from tests.marks import slow_after
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -52,7 +53,7 @@ def sums_of_shapes(shared_memory: bool) -> list[torch.Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
+@pytest.mark.parametrize("world_size", slow_after(1, [3, 2, 5]))
 def test_all_ranks_get_the_sum_in_the_same_bits(world_size: int) -> None:
     everyone = run_ranks(sums_of_shapes, world_size, True)
     for other in everyone[1:]:

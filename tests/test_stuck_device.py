@@ -66,7 +66,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
         pytest.param(2, "SIGKILL", "update", 7, marks=pytest.mark.slow),
         pytest.param(2, "SIGKILL", "evaluation", 2, marks=pytest.mark.slow),
         pytest.param(3, "SIGKILL", "backward", 10, marks=pytest.mark.slow),
-        (2, "SIGSTOP", "update", 7),
+        pytest.param(2, "SIGSTOP", "update", 7, marks=pytest.mark.slow),
         pytest.param(2, "SIGSTOP", "forward", 11, marks=pytest.mark.slow),
         pytest.param(2, "SIGSTOP", "backward", 11, marks=pytest.mark.slow),
         pytest.param(3, "SIGSTOP", "update", 6, marks=pytest.mark.slow),

@@ -57,7 +57,7 @@ def whole_batch_gradients(argv: list[str], which: list[int], shift: int) -> list
 @pytest.mark.parametrize(
     "shared",
     slow_after(
-        3,
+        2,
         [
             (2, ["--batch_size", "3", "--accumulation_steps", "2"]),
             (3, ["--batch_size", "2", "--accumulation_steps", "2", "--no_shared_memory"]),
@@ -86,7 +86,11 @@ def test_any_sharing_gives_the_mean_over_the_tokens_that_count(
 @pytest.mark.parametrize("how", slow_after(1, [["--no_shared_memory"], []]), ids=str)
 @pytest.mark.parametrize(
     ("task", "names", "shift"),
-    [("tokens", "loss logits", 1), ("own", "loss logits", 1), ("own", "loss", 0)],
+    [
+        ("tokens", "loss logits", 1),
+        pytest.param("own", "loss logits", 1, marks=pytest.mark.slow),
+        pytest.param("own", "loss", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_labels_are_counted_as_the_model_itself_uses_them(
     task: str, names: str, shift: int, how: list[str]

@@ -312,6 +312,7 @@ def test_a_failed_rendezvous_says_what_was_tried(
     assert "Traceback" not in done.output
 
 
+@pytest.mark.slow
 def test_a_head_node_that_cannot_be_reached_is_told_within_seconds(
     hosts: TwoHosts, tmp_path: Path
 ) -> None:
@@ -335,6 +336,7 @@ def news_of(output: str) -> list[str]:
     return [line for line in output.splitlines() if not line.endswith(" s so far")]
 
 
+@pytest.mark.slow
 def test_rank_0_tells_for_whom_it_waits(hosts: TwoHosts, tmp_path: Path) -> None:
     argv = ["python", "ddp_training.py", "--cpu_only", "--output_dir", tmp_path]
     with start_command(hosts.on(0, *argv), env=by_hand(0)) as waiting:

@@ -118,6 +118,7 @@ def test_a_run_is_shown_while_it_runs_when_it_died_and_when_it_finished(
     assert ", the newest of step " in text
 
 
+@pytest.mark.slow
 def test_in_a_terminal_it_is_drawn_until_the_run_ends(tmp_path: Path) -> None:
     argv = [*ENDLESS, "--output_dir", tmp_path]
     with start_training(argv, 2) as running:
