@@ -6,6 +6,7 @@ Requests and answers are JSON lines on stdin and stdout.
 """
 
 import contextlib
+import gc
 import json
 import os
 import runpy
@@ -35,6 +36,8 @@ def serve(packages: list[str]) -> None:
     torch.set_num_threads(1)
     # WHY: the first optimizer imports a large part of torch, which each rank would pay for
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    gc.collect()
+    gc.freeze()  # WHY: a collection in a rank would write to, and so copy, all those pages
     for line in sys.stdin:
         request = json.loads(line)
         statuses = run_ranks(observer, request)
