@@ -63,9 +63,10 @@ class TestCatalogue:
             assert len(cause.fix.plain) > 10, cause.code
 
     def test_the_first_search_finds_every_line_that_a_phrase_matches(self) -> None:
-        search = Search(Matcher(CAUSES).words())
-        for case in LOGS:
-            assert search.line_starts(case.text.encode()), case.code
+        matcher = Matcher(CAUSES)
+        for search in (Search(matcher.words()), Search(matcher.words(are_rare=True))):
+            for case in LOGS:
+                assert search.line_starts(case.text.encode()), case.code
 
 
 CHAIN = """\

@@ -25,7 +25,11 @@ from hardened_ddp.diagnosis.explain.sources import Source, find_sources
 from hardened_ddp.diagnosis.explain.verdict import judge
 from hardened_ddp.errors import UnreadableLogError
 
-_FACTS = (b"orld_size", b"WORLD_SIZE", b"MEMBER: ", b"nnodes")
+# Words of lines that are no phrase of the catalogue: the job's size, how processes ended, watchdogs.
+_FACTS = (
+    *(b"orld_size", b"WORLD_SIZE", b"MEMBER: ", b"nnodes", b"nranks", b"nqueued"),
+    *(b"exits with return code", b"terminated with code", b"FATAL", b"CRITICAL"),
+)
 _MOST_STACK_BYTES = 4 * 1024 * 1024
 _LARGE_BYTES = 64 * 1024 * 1024
 
@@ -39,8 +43,8 @@ def run_explain(names: Sequence[str], *, wants_json: bool, output: TextIO, progr
 
 def collect(sources: Sequence[Source], *, progress: TextIO = sys.stderr) -> Evidence:
     """Read all sources. Raises UnreadableLogError."""
-    matcher, words = _catalogue()
-    collector, search = Collector(matcher), Search(words)
+    matcher, words, rare_words = _catalogue()
+    collector, search = Collector(matcher), Search(words, rare_words)
     meter = Meter(progress, sum(source.size_bytes for source in sources))
     for source in sources:
         try:
@@ -55,10 +59,11 @@ def collect(sources: Sequence[Source], *, progress: TextIO = sys.stderr) -> Evid
 
 
 @cache
-def _catalogue() -> tuple[Matcher, tuple[bytes, ...]]:
-    """Give the index of the catalogue, and the words of its messages."""
+def _catalogue() -> tuple[Matcher, tuple[bytes, ...], tuple[bytes, ...]]:
+    """Give the index of the catalogue, and the words of its messages: common ones, and rare."""
     matcher = Matcher(CAUSES)
-    return matcher, (*matcher.words(), *_FACTS)
+    rare_words = matcher.words(are_rare=True)
+    return matcher, (*matcher.words(), *_FACTS), (*rare_words, *_FACTS)
 
 
 def _read(

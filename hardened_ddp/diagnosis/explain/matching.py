@@ -12,7 +12,8 @@ from functools import cache
 
 from hardened_ddp.diagnosis.explain.events import Cause
 
-# Words that many messages have. WHY so few: each costs a pass over the lines that are new.
+# Words that many messages have, and few other lines. WHY so few: each costs a pass over the lines
+# that are new.
 _WORDS = (
     b"rror",
     b"RROR",
@@ -25,17 +26,20 @@ _WORDS = (
     b"FAILED",
     b"imeout",
     b"imed out",
-    b"NCCL",
-    b"nccl",
-    b"CUDA",
     b"SIG",
     b"ignal ",
     b"illed",
     b"exitcode",
     b"exit code",
-    b"onnection",
     b"atal",
     b"DDP-",
+    b"Errno",
+    b'  File "',
+)
+# Words that many messages have, and many lines of training output.
+_COMMON_WORDS = (
+    b"NCCL",
+    b"nccl",
     b" not ",
     b"xpected",
     b"n't ",
@@ -46,9 +50,9 @@ _WORDS = (
     b"emory",
     b"ismatch",
     b"been ",
-    b"Errno",
+    b"onnection",
+    b"CUDA",
     b"bort",
-    b'  File "',
 )
 _LITERAL_ESCAPES = set(".()[]{}|*+?^$\\/-'\"#& ")
 _SHORTEST = 4
@@ -102,9 +106,12 @@ class Matcher:
             self._literals_of[form] = known
         return known
 
-    def words(self) -> tuple[bytes, ...]:
-        """List words such that every line that matches a phrase has one of them."""
-        words = list(_WORDS)
+    def words(self, *, are_rare: bool = False) -> tuple[bytes, ...]:
+        """List words such that every line that matches a phrase has one of them.
+
+        are_rare: no words of usual output among them, but several times as many words.
+        """
+        words = [*_WORDS, *(() if are_rare else _COMMON_WORDS)]
         for literal in sorted(self._literals, key=len):
             encoded = literal.encode()
             if not any(word in encoded for word in words):

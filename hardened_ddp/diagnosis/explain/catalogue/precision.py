@@ -103,7 +103,10 @@ CAUSES = (
         code="amp-nan",
         title="loss or gradient is NaN or infinite",
         phrases=(
-            r"[Ll]oss is (?:nan|NaN|inf)",
+            # WHY three: "loss is " alone stands in each line of many programs
+            r"[Ll]oss is nan",
+            r"[Ll]oss is NaN",
+            r"[Ll]oss is inf",
             r"(?:nan|NaN|inf)\b.*[Ss]topping training",
             r"Function '(?P<name>\w+)' returned nan values in its \d+th output",
             r"The total norm of order [\d.]+ for gradients from `parameters` is non-finite",
