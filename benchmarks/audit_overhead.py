@@ -8,8 +8,8 @@ Each model trains in a plain DDP program of its own, in which nothing is this pr
 its own steps: the CPU time of its process (time.process_time) for pieces of 32 steps, in which a
 sampled step of the observer and its writing have their share. Other work on the machine slows down
 a piece, never speeds it up, so of all pieces of all rounds the least counts. (The mean of 40 steps,
-measured once, was 0.96 to 2.17 ms for one and the same program.) The observer's cost per step hardly
-depends on the model, so it weighs most where a step is short: the MLP is there to show the worst.
+measured once, was 0.96 to 2.17 ms for one and the same program.) The observer's cost per step
+hardly depends on the model, so it weighs most where a step is short, as in the MLP.
 
 The exit status is 0 only if no model is over the bar.
 """

@@ -247,6 +247,19 @@ class TestRanks:
         found = explain_text("epoch 1\n" + text, tmp_path)
         assert (code_of(found), rank_of(found)) == ("killed-sigkill", 2)
 
+    def test_a_crash_while_ddp_is_made_and_a_process_that_waits_in_its_end(
+        self, tmp_path: Path
+    ) -> None:
+        stack = 'Current thread 0x00007f66 (most recent call first):\n  File "/opt/torch/'
+        crash = f"Fatal Python error: Segmentation fault\n\n{stack}"
+        made = f'{crash}nn/parallel/distributed.py", line 1473 in _ddp_init_helper\n'
+        found = explain_text(made * 2 + "process 1 terminated with signal SIGSEGV\n", tmp_path)
+        assert (code_of(found), rank_of(found)) == ("gloo-detail-crash", None)
+        assert code_of(explain_text(f"{crash}a.py", tmp_path)) == "killed-segfault"
+        waits = f'Timeout (0:05:00)!\n{stack}distributed/distributed_c10d.py", line 2308 in '
+        found = explain_text(f"{waits}destroy_process_group\n", tmp_path)
+        assert (code_of(found), rank_of(found)) == ("gloo-destroy-hang", None)
+
     def test_the_ranks_that_torchrun_ends_are_a_consequence(self, tmp_path: Path) -> None:
         """Their own log does not say why the first one failed, and nobody told the job to stop."""
         text = "W1122 08:08:33.1 9 x/api.py:900] Sending process 4000 closing signal SIGTERM\n"

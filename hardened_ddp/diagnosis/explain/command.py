@@ -25,7 +25,7 @@ from hardened_ddp.diagnosis.explain.sources import Source, find_sources
 from hardened_ddp.diagnosis.explain.verdict import judge
 from hardened_ddp.errors import UnreadableLogError
 
-# Words of lines that are no phrase of the catalogue: the job's size, how processes ended, watchdogs.
+# Words of lines that match no phrase: the job's size, how processes ended, what watchdogs say.
 _FACTS = (
     *(b"orld_size", b"WORLD_SIZE", b"MEMBER: ", b"nnodes", b"nranks", b"nqueued"),
     *(b"exits with return code", b"terminated with code", b"FATAL", b"CRITICAL"),

@@ -177,3 +177,18 @@ def _went_on(event: Event, ending: Ending, has_restarted: bool) -> bool:
         return ending.saved > number
     is_sure = event.tier in (Tier.TIMEOUT, Tier.MISMATCH) or _IS_SEVERE.search(event.line.raw)
     return ending.goes_on_after(number) and not is_sure
+
+
+def name_known_crash(events: Sequence[Event], all_events: Sequence[Event]) -> None:
+    """Say of crashes in native code which one it is, if the stack of one of them shows it."""
+    known = BY_CODE["gloo-detail-crash"]
+    if any(event.cause is known for event in all_events):
+        for event in events:
+            if event.cause is BY_CODE["killed-segfault"]:
+                event.cause = known
+
+
+def is_closing(event: Event) -> bool:
+    """Whether a launcher ended this process, because another one had failed."""
+    is_stop = event.cause is BY_CODE["stop-sigterm"]
+    return is_stop and (event.kind == "exit" or "losing " in event.line.text)

@@ -28,7 +28,7 @@ _COLLECT = (
     "tracebacks in torchrun's last block: @record of torch.distributed.elastic.multiprocessing."
     "errors above main()",
     "the collectives at a hang: TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 "
-    "TORCH_DISTRIBUTED_DEBUG=DETAIL; give the dumps to explain, too",
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL (on nccl; INFO on gloo); give the dumps to explain, too",
     "crashes in native code: PYTHONFAULTHANDLER=1; of the machine: dmesg -T, sacct, kubectl "
     "describe pod",
 )

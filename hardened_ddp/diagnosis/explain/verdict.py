@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 
 from hardened_ddp.diagnosis.explain.catalogue import BY_CODE
 from hardened_ddp.diagnosis.explain.collectives import Finding
-from hardened_ddp.diagnosis.explain.endings import nan_event, weaken_survived, without_restarted
+from hardened_ddp.diagnosis.explain.endings import (
+    is_closing,
+    name_known_crash,
+    nan_event,
+    weaken_survived,
+    without_restarted,
+)
 from hardened_ddp.diagnosis.explain.events import Event, Tier
 from hardened_ddp.diagnosis.explain.evidence import Evidence
 from hardened_ddp.diagnosis.explain.exits import Exit
@@ -97,8 +103,9 @@ def _judge(evidence: Evidence) -> Verdict:
         return _unknown(evidence, events, total)
     if root.cause is None:
         return _unknown(evidence, events, total, root=root)
-    if _is_closing(root) and any(ended.status != _TERMINATED for ended in failed):
+    if is_closing(root) and any(ended.status != _TERMINATED for ended in failed):
         return _unknown(evidence, events, total)
+    name_known_crash(events, evidence.events)
     guilty, alike = who(root, events, evidence, finding)
     verdict = Verdict(
         kind="explained",
@@ -113,12 +120,6 @@ def _judge(evidence: Evidence) -> Verdict:
     )
     verdict.num_echoes = max(0, total - len(verdict.evidence))
     return verdict
-
-
-def _is_closing(event: Event) -> bool:
-    """Whether a launcher ended this process, because another one had failed."""
-    is_stop = event.cause is BY_CODE["stop-sigterm"]
-    return is_stop and (event.kind == "exit" or "losing " in event.line.text)
 
 
 def _without_events(evidence: Evidence) -> Verdict:

@@ -213,4 +213,45 @@ CAUSES = (
         source="torch/distributed/distributed_c10d.py",
         test="group_rank",
     ),
+    Cause(
+        code="gloo-destroy-hang",
+        title="a process waits in the destructor of its process group",
+        phrases=(
+            r"distributed_c10d\.py\", line \d+ in (?:_?destroy_process_group|_shutdown_backend)",
+            r"(?:destroy_process_group|_shutdown_backend) \(.*distributed_c10d\.py:\d+\)",
+            r"ProcessGroupGloo::~ProcessGroupGloo",
+            r"gloo::transport::tcp::Pair::~Pair",
+            r"gloo::transport::tcp::Device::~Device",
+        ),
+        tier=Tier.TEARDOWN,
+        blame=Blame.NOBODY,
+        why="The stack of a process that has finished its work: it closes its connections and "
+        "waits for a rank that has stopped, or still trains",
+        fix=Fix(
+            plain="dist.barrier() before dist.destroy_process_group(), so that all ranks leave "
+            "together; os._exit(0) after the last save, where a rank that does not answer must not "
+            "hold up the others.",
+        ),
+        confirm="py-spy dump of the other ranks: one is stopped (state T in ps) or still trains.",
+        source="gloo/transport/tcp/pair.cc; torch/distributed/distributed_c10d.py",
+        no_test="happens only now and then; composed from the stacks of faulthandler and py-spy",
+    ),
+    Cause(
+        code="gloo-detail-crash",
+        title="TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DDP on gloo",
+        phrases=(r"parallel/distributed\.py\", line \d+ in _ddp_init_helper",),
+        tier=Tier.ADVICE,  # a cause only where the process crashed: verdict.py
+        blame=Blame.NOBODY,
+        why="The process crashes in native code while DDP is made, on all ranks alike: torch 2.13 "
+        "does so with gloo and TORCH_DISTRIBUTED_DEBUG=DETAIL",
+        fix=Fix(
+            plain="export TORCH_DISTRIBUTED_DEBUG=INFO (it names unused parameters, too); DETAIL "
+            "with the nccl backend only.",
+            suite="python ddp_training.py doctor says so before the run",
+        ),
+        confirm="echo $TORCH_DISTRIBUTED_DEBUG; the crash is gone with INFO.",
+        source="torch/nn/parallel/distributed.py; torch/csrc/distributed/c10d/reducer.cpp",
+        or_else="DETAIL is not set: torch and an extension of it don't fit together.",
+        no_test="needs a torchrun of its own; the text is that of torch 2.13",
+    ),
 )

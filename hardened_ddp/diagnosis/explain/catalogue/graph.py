@@ -23,7 +23,7 @@ CAUSES = (
         why="DDP waits for one gradient per parameter. Forward skipped a layer, or returned an "
         "output that the loss does not use, or backward raised an error that was caught",
         fix=Fix(
-            plain="Name the parameters with TORCH_DISTRIBUTED_DEBUG=DETAIL. Then use them in every "
+            plain="Name the parameters with TORCH_DISTRIBUTED_DEBUG=INFO. Then use them in every "
             "forward, or set requires_grad=False before DDP(model), or delete them. If they are "
             "meant to be unused: DistributedDataParallel(model, find_unused_parameters=True). "
             "If an output is not part of the loss: return only what the loss uses.",
@@ -80,7 +80,7 @@ CAUSES = (
             "ddp_find_unused_parameters=False)",
             suite="--gradient_checkpointing uses use_reentrant=False; or --static_graph",
         ),
-        confirm="TORCH_DISTRIBUTED_DEBUG=DETAIL names the parameter.",
+        confirm="TORCH_DISTRIBUTED_DEBUG=INFO names the parameter.",
         source=_REDUCER,
         test="graph_ready_twice",
     ),

@@ -220,6 +220,8 @@ CAUSES = (
         ),
         confirm="The stack that PYTHONFAULTHANDLER=1 prints ends in that extension.",
         source="Python's faulthandler; torch elastic",
+        or_else="TORCH_DISTRIBUTED_DEBUG=DETAIL on gloo: torch 2.13 crashes on all ranks when DDP "
+        "is made; use INFO.",
         test="killed_segfault",
     ),
     Cause(

@@ -97,8 +97,8 @@ CAUSES = (
             "gather_for_metrics for evaluation",
             trainer="eval_accumulation_steps, and a compute_metrics that gives the same shape",
         ),
-        confirm="Run again with TORCH_DISTRIBUTED_DEBUG=DETAIL: it names operation and shape on "
-        "both ranks before the hang.",
+        confirm="Run again on nccl with TORCH_DISTRIBUTED_DEBUG=DETAIL: it names operation and "
+        "shape on both ranks before the hang (on gloo it crashes torch 2.13).",
         source="torch/csrc/distributed/c10d/ProcessGroupWrapper.cpp; gloo/transport/tcp/pair.cc",
         test="collective_mismatch",
     ),
