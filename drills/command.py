@@ -15,8 +15,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from drills.fault import Fault
+from drills.fault import TWO_HOSTS, Fault
 from drills.faults import all_faults, find
+from drills.two_hosts import why_not
 from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.cli import Request
 from hardened_ddp.settings.layers import resolve
@@ -43,6 +44,8 @@ class Order:
     faults: tuple[Fault, ...]
     num_ranks: int
     table: str
+    left_out: str
+    """Why the drill on two hosts is not among them; empty: it is, or was not asked for."""
 
 
 def run_drills(request: Request, *, output: TextIO, env: Mapping[str, str]) -> int:
@@ -60,6 +63,8 @@ def run_drills(request: Request, *, output: TextIO, env: Mapping[str, str]) -> i
         reference = drills.reference()
         _say(output, [f"the undisturbed run took {reference.wall_s:.1f} s"])
         verdicts = report(drills, order.faults, output)
+        if order.left_out:
+            _say(output, [f"left out: the drill on two hosts ({order.left_out})"])
     except RuntimeError as error:
         _say(output, [f"FAIL: {error}", f"see {folder}"])
         return 1
@@ -108,7 +113,20 @@ def read_order(request: Request) -> Order:
             fix=f"python ddp_training.py drill {name} --ranks {fault.min_ranks}",
         )
     chosen = [fault] if fault else [f for f in all_faults() if f.min_ranks <= num_ranks]
-    return Order(faults=tuple(chosen), num_ranks=num_ranks, table=request.options["table"])
+    left_out = why_not() if any(f.outside == TWO_HOSTS for f in chosen) else ""
+    if fault is not None and left_out:
+        raise ConfigError(
+            f"drill {name} needs two hosts, which it makes of network namespaces: {left_out}",
+            fix="run it as root on a machine with ip, nsenter and unshare",
+        )
+    if left_out:
+        chosen = [f for f in chosen if f.outside != TWO_HOSTS]
+    return Order(
+        faults=tuple(chosen),
+        num_ranks=num_ranks,
+        table=request.options["table"],
+        left_out=left_out,
+    )
 
 
 def read_work(request: Request, num_ranks: int) -> "Work":
@@ -148,10 +166,13 @@ def read_work(request: Request, num_ranks: int) -> "Work":
 
 def prepare(work: "Work", folder: Path, env: Mapping[str, str]) -> "Drills":
     """Prepare drills that start processes with this Python."""
-    from drills.processes import Launcher
+    from drills.other_host import OnTwoHosts
+    from drills.processes import Launcher, Starter
     from drills.runner import OUTPUT_NAME, Drills
 
-    def starter_of(place: Path, fault: Fault) -> Launcher:
+    def starter_of(place: Path, fault: Fault) -> Starter:
+        if fault.outside == TWO_HOSTS:
+            return OnTwoHosts(env, place / OUTPUT_NAME)
         by_torchrun = fault.outside.startswith("torchrun")
         return Launcher(env, place / OUTPUT_NAME, by_torchrun=by_torchrun)
 

@@ -14,6 +14,9 @@ HANGS = ("--timeout_s", "5")
 """Settings for a drill that waits for a missing rank where the watch for hangs waits longer: at the
 start, in an evaluation, in a checkpoint."""
 
+TWO_HOSTS = "torchrun on two hosts"
+"""The fault from outside that needs hosts, and so root: see two_hosts.py."""
+
 WATCHED = ("--hang_after_s", "1.5")
 """Settings for a drill in which a rank hangs inside of a step."""
 

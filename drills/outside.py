@@ -90,6 +90,8 @@ class Outside:
             case "all ranks":
                 for rank in range(self.num_ranks):
                     self._send(ranks, rank, self.fault.signal)
+            case "torchrun on two hosts":
+                self._lose_host(ranks)
             case "torchrun killed":
                 self.has_acted = True
                 launcher = ranks.pid_of(-1)
@@ -97,6 +99,14 @@ class Outside:
                     send(launcher, self.fault.signal)
             case _:
                 self._send(ranks, pause.victim, pause.signal or self.fault.signal)
+
+    def _lose_host(self, ranks: Ranks) -> None:
+        """End the torchrun of the ranks and all of them, of which no other host is told."""
+        ranks.cut()
+        pids = [ranks.pid_of(rank) for rank in (-1, *range(self.num_ranks))]
+        for pid in filter(None, pids):
+            send(pid, self.fault.signal)
+        self.has_acted = True
 
     def _send(self, ranks: Ranks, rank: int, number: int) -> None:
         self.has_acted = True

@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Iterator
 
-from drills.fault import HANGS, LAST, WATCHED, Fault
+from drills.fault import HANGS, LAST, TWO_HOSTS, WATCHED, Fault
 from drills.injections import Injection
 
 
@@ -161,4 +161,13 @@ def _launchers() -> Iterator[Fault]:
         ends="stops",
         says=("SIGTERM: stopping",),
         min_ranks=2,
+    )
+    yield Fault(
+        name="dead-host",
+        text="the host of an elastic run dies, and torchrun on another one takes over",
+        injections=(Injection(kind="pause", phase="forward", ranks=LAST),),
+        signal=signal.SIGKILL,
+        outside=TWO_HOSTS,
+        ends="restarts",
+        says=("an earlier attempt of this job",),
     )

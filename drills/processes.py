@@ -40,6 +40,9 @@ class Ranks(Protocol):
     def pid_of(self, rank: int) -> int | None:
         """Return the pid of a rank, or with -1 that of torchrun; None if there is none."""
 
+    def cut(self) -> None:
+        """Cut the network of their host."""
+
     def output(self) -> str:
         """Return everything that they wrote."""
 
@@ -110,6 +113,9 @@ class Processes:
             if wanted in _environment_of(pid) and _parent_of(pid) == agent:
                 return pid
         return None
+
+    def cut(self) -> None:
+        """They share this machine with all others."""
 
     def output(self) -> str:
         return self._log.read_text(encoding="utf-8", errors="replace")

@@ -3,11 +3,13 @@
 Owns: ForkedRanks, which is to drills/runner.py what its own processes are.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from drills.fault import Fault
+from drills.fault import TWO_HOSTS, Fault
+from drills.other_host import OnTwoHosts
 from drills.processes import HOST, SCRIPT, Ranks, Starter, await_end
 from drills.runner import OUTPUT_NAME, Drills
 from drills.work import Work
@@ -29,6 +31,9 @@ class ForkedRanks:
 
     def pid_of(self, rank: int) -> int | None:
         return self._running.pids[rank] if rank in self._running.living() else None
+
+    def cut(self) -> None:
+        """They share this machine with all others."""
 
     def output(self) -> str:
         outputs = [self._running.output(rank) for rank in range(len(self._running.pids))]
@@ -61,6 +66,9 @@ class ForkedTorchrun:
 
     def pid_of(self, rank: int) -> int | None:
         return self._launched.pid if rank < 0 else self._launched.pid_of_rank(rank)
+
+    def cut(self) -> None:
+        """They share this machine with all others."""
 
     def output(self) -> str:
         output = self._before + self._launched.stdout
@@ -112,4 +120,6 @@ def forked_drills(
 
 
 def _starter_of(folder: Path, fault: Fault) -> Starter:
+    if fault.outside == TWO_HOSTS:
+        return OnTwoHosts(os.environ, folder / OUTPUT_NAME)
     return Forked(folder / OUTPUT_NAME, by_torchrun=fault.outside.startswith("torchrun"))

@@ -14,14 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from drills.command import list_faults, markdown, read_work, report, write_table
+from drills.command import list_faults, markdown, read_order, read_work, report, write_table
 from drills.compare import Record, distance
-from drills.fault import Fault
+from drills.fault import TWO_HOSTS, Fault
 from drills.faults import all_faults, find
 from drills.injections import DEPENDS_ON_PARTS, Board, Injection
 from drills.processes import SCRIPT
 from drills.runner import Drills
-from hardened_ddp.errors import HardenedError
+from drills.two_hosts import why_not
+from hardened_ddp.errors import ConfigError, HardenedError
 from hardened_ddp.settings.cli import parse
 from tests.commands import run_command
 from tests.documents import DRILLS, TROUBLES, table_rows
@@ -93,6 +94,8 @@ def check(drills: Drills, fault: Fault) -> None:
 def test_a_fault_comes_to_its_verdict(name: str, drills_of: DrillsOf) -> None:
     fault = find(name)
     assert fault is not None
+    if fault.outside == TWO_HOSTS and (reason := why_not()):
+        pytest.skip(reason)
     check(drills_of(2), fault)
 
 
@@ -233,6 +236,16 @@ class TestCommand:
         completed = run_command(["python", "ddp_training.py", "drill", *words], timeout_s=30)
         assert completed.status == 2
         assert told in completed.stderr
+
+    def test_the_drill_on_two_hosts_says_in_one_line_why_there_are_none(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("drills.command.why_not", lambda: "only root can make them")
+        with pytest.raises(ConfigError, match=r"dead-host needs two hosts.*: only root can make"):
+            read_order(parse(["drill", "dead-host"]))
+        order = read_order(parse(["drill", "all"]))
+        assert len(order.faults) == len(all_faults()) - 1
+        assert order.left_out == "only root can make them"
 
     def test_settings_reach_the_ranks_as_they_were_typed(self) -> None:
         words = ["nan-once", "--amp", "off", "--optimizer_args", "{eps: 0.1}", "--cpu_only"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from drills.two_hosts import ADDRESSES, TwoHosts, why_not
 from hardened_ddp.training.run_lock import LOCK_NAME
 from tests.marks import slow_after
 from tests.processes import find_marked, kill
@@ -27,7 +28,6 @@ from tests.run_folder import (
     samples_by_step,
     step_of,
 )
-from tests.two_hosts import ADDRESSES, TwoHosts, why_not
 
 RUN = ["--cpu_only", "--epochs", "2", "--batch_size", "64"]
 TIMEOUT_S = 8.0
