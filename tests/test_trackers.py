@@ -79,7 +79,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(
     finally:
         release.set()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
-    assert "tracker slow does not end" in caplog.text
+    assert "tracker slow did not close in time" in caplog.text
 
 
 @pytest.mark.slow

@@ -250,6 +250,7 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_the_table_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "300")  # the path may be long
     (tmp_path / "status").mkdir()
     status = {"rank": 0, "world_size": 1, "state": "running", "now": time.time() + 60, "step": 7}
     (tmp_path / "status" / "rank-0.json").write_text(json.dumps(status))
