@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from hardened_ddp.diagnosis.report import run_report
 from hardened_ddp.diagnosis.report_page import page_of
 from hardened_ddp.diagnosis.report_plots import MOST_POINTS, thinned
 from hardened_ddp.diagnosis.run_files import read_run
-from hardened_ddp.errors import RunFolderError
+from hardened_ddp.errors import MissingPackageError, RunFolderError
 from hardened_ddp.settings.cli import parse
+from tests.processes import ROOT
 from tests.settings_given import settings_of
 
 PARTS = {"start_up": 2.0, "data_wait": 1.0, "training": 10.0, "evaluation": 1.0, "checkpoint": 1.0}
@@ -149,3 +151,18 @@ def test_a_run_that_is_not_there_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="there is no run frist") as caught:
         run_report(options, output=io.StringIO())
     assert "first" in caught.value.fix
+
+
+def test_without_plotly_the_command_that_installs_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path / "first")
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    options = parse(["report", "first", "--output_dir", str(tmp_path)]).options
+    with pytest.raises(MissingPackageError, match="needs plotly") as caught:
+        run_report(options, output=io.StringIO())
+    shows = caught.value.fix.replace("pip install", "echo")
+    done = subprocess.run(
+        ["bash", "-c", shows], cwd=ROOT, capture_output=True, text=True, timeout=20
+    )
+    assert re.fullmatch(r"plotly==[\d.]+\n", done.stdout)

@@ -23,7 +23,7 @@ def check_trackers(config: Config) -> None:
         if name == WANDB and importlib.util.find_spec(WANDB) is None:
             raise MissingPackageError(
                 "tracker wandb: Weights & Biases is not installed",
-                fix="pip install -r requirements-extras.txt",
+                fix="pip install $(grep ^wandb requirements-extras.txt)",
             )
         if ":" in name:
             import_callable(name, setting="tracker", error=ConfigError)
