@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from docs.pictures.draw import PICTURES, ring
-from drills.faults import all_faults, find
+from drills.faults import find
 from hardened_ddp.errors import HardenedError
 from hardened_ddp.settings.record import yaml_word
 from hardened_ddp.settings.schema import SETTINGS
@@ -184,9 +184,6 @@ class TestReadme:
         for row in rows:
             for test in re.findall(r"`([^`]+)`", row[-1]):
                 assert has_function(test), f"{test} does not exist: {row[0]}"
-
-    def test_the_promise_of_the_drills_counts_all_of_them(self) -> None:
-        assert f"Each of {len(all_faults())} faults ends as its drill says" in text_of(PROMISES)
 
     def test_a_drill_shows_what_the_table_of_faults_says_of_this_project(self) -> None:
         rows = table_rows(README, cells=7)[2:]
