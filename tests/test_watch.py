@@ -250,13 +250,13 @@ def test_a_terminal_that_cannot_move_its_cursor_gets_the_table_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setenv("COLUMNS", "300")  # the path may be long
     (tmp_path / "status").mkdir()
     status = {"rank": 0, "world_size": 1, "state": "running", "now": time.time() + 60, "step": 7}
     (tmp_path / "status" / "rank-0.json").write_text(json.dumps(status))
     output = Terminal()
     assert run_watch(parse(["watch", str(tmp_path)]).options, output=output) == 0
-    assert output.getvalue().startswith(f"{tmp_path}: running, step 7")
+    # such a terminal has 80 columns for rich, and the path may be longer
+    assert output.getvalue().replace("\n", "").startswith(f"{tmp_path}: running, step 7")
 
 
 def test_of_a_gpu_the_parts_are_those_that_the_gpu_measured(tmp_path: Path) -> None:
