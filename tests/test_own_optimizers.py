@@ -279,7 +279,7 @@ def test_a_scheduler_can_not_be_continued_for_more_steps_than_it_was_made_for(
         ("left out", "leaves out 2 trainable parameters: head.weight, head.bias"),
         ("foreign", "has a parameter of shape (7,) that is not in the model"),
         ("names", "has a str in group 0"),
-        ("no params", "gives no mapping with 'params' as group 0"),
+        ("no params", "has no mapping with 'params' as group 0"),
         ("a mapping", "returned a dict"),
         ("nothing", "returned a NoneType"),
         ("misspelled", "has the option 'weight_decy', which AdamW does not take"),

@@ -82,9 +82,9 @@ def test_the_first_pictures_that_are_wrong_are_kept_in_their_order() -> None:
     found.copy()
     first, second, third = found.read()
     assert [m.caption for m in (first, second, third)] == [
-        "true 1, said 0",
-        "true 2, said 0",
-        "true 0, said 2",
+        "true 1, predicted 0",
+        "true 2, predicted 0",
+        "true 0, predicted 2",
     ]
     assert torch.equal(first.image, all_images[0][3])
     assert torch.equal(third.image, all_images[2][2])

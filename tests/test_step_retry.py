@@ -280,7 +280,7 @@ def test_batch_size_auto_takes_what_fits_and_keeps_the_global_batch(
     auto = [*model, "--batch_size", "auto", "--model_args", args]
     finished = run(tmp_path / "auto", 2, *auto, "--max_steps", "4").ok()
     assert (
-        "5 samples fit at once on every rank: 3 backwards for the 24 of a step"
+        "5 samples fit at once on every rank: 3 micro-batches for the 24 of a step"
         in (finished.outputs[0])
     )
     # It is known from now on, and the steps have the same samples.

@@ -161,7 +161,7 @@ def test_a_file_that_changed_is_named(texts: Path) -> None:
     assert changes(before, digests_of(stream)) == [
         "a.txt has changed (its content differs)",
         "b.txt has changed (32 -> 45 bytes)",
-        "c.txt is gone",
+        "c.txt is missing",
         "d.txt is new",
     ]
 

@@ -169,9 +169,9 @@ def test_mistakes_are_shown_with_names_also_of_an_output_that_has_none() -> None
     batch = batch_of(images, targets)
     score = task.score(logits, batch)
     first, second, third = task.mistakes(score, batch, most=4)
-    assert first.caption == "true dog, said cat"
-    assert second.caption == "true dog, said 2"
-    assert third.caption == "true cat, said dog"
+    assert first.caption == "true dog, predicted cat"
+    assert second.caption == "true dog, predicted 2"
+    assert third.caption == "true cat, predicted dog"
     assert torch.equal(first.image, images[1])
     assert len(task.mistakes(score, batch, most=2)) == 2
 

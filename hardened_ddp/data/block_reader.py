@@ -88,7 +88,7 @@ class BlockReader:
             raise LoaderError(
                 f"{num_unreachable} samples of one block could not be reached; the last, "
                 f"{bad[-1].name}: {bad[-1].error}",
-                fix="look at the storage of this node, then --resume the run",
+                fix="check the storage of this node, then --resume the run",
             )
         is_worker = torch.utils.data.get_worker_info() is not None
         packed = pack(samples) if is_worker else ("list", samples)

@@ -166,7 +166,7 @@ class Fetcher:
                     raise LoaderError(
                         f"{num_unreachable} samples of one batch could not be reached, each tried "
                         f"for some seconds; the last, {bad[-1].name}: {bad[-1].error}",
-                        fix="look at the storage of this node, then --resume the run",
+                        fix="check the storage of this node, then --resume the run",
                     ) from error
         batch = self._collate(samples, good, tuple(bad))
         return replace(batch, troubles=tuple(told)) if told else batch

@@ -46,7 +46,7 @@ def adapt(
     if not is_iterable and iter(dataset) is dataset:
         raise DataError(
             f"dataset {name} is an iterator, which can be read only once, and not from its middle",
-            fix="return an object whose __iter__ begins anew, or one with num_shards and open()",
+            fix="return an object whose __iter__ starts again, or one with num_shards and open()",
         )
     stream = IterableStream(dataset)
     check_stream(stream, name)

@@ -93,7 +93,7 @@ class Shelves:
         if num_again > _MANY_SAMPLES:
             log.warning(
                 "epoch %d continues in its middle: %d samples are read again to get there, which "
-                "state_dict() of the stream's iterators would spare",
+                "state_dict() of the stream's iterators would avoid",
                 facts.epoch,
                 num_again,
             )

@@ -276,7 +276,7 @@ class BatchStream:
                 raise LoaderError(
                     f"reading samples {', '.join(b.name for b in bad)} ended or hung the "
                     f"worker each time: {bad[-1].error}",
-                    fix="look at the storage and the memory of this node; --num_workers 0 reads "
+                    fix="check the storage and the memory of this node; --num_workers 0 reads "
                     "in the training process, and shows where it crashes",
                 )
         batch = self.fetcher[(epoch, torch.tensor(good, dtype=torch.int64))]

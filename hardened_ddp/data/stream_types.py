@@ -94,7 +94,7 @@ def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
     found = []
     for name in sorted(before.keys() | now.keys()):
         if name not in now:
-            found.append(f"{name} is gone")
+            found.append(f"{name} is missing")
         elif name not in before:
             found.append(f"{name} is new")
         elif before[name] != now[name]:

@@ -97,7 +97,7 @@ def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path
                 remove_aside(aside, disk=disk)
     except OSError as error:
         raise CheckpointError(
-            f"the export to {output} failed: {error}", fix=f"look at the disk: df {output.parent}"
+            f"the export to {output} failed: {error}", fix=f"check the disk: df {output.parent}"
         ) from error
     return output
 

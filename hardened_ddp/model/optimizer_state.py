@@ -216,7 +216,7 @@ def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Tree:  # Any: a 
         f"{name} is a {type(value).__name__}{keys}: it can't be saved, so a resumed run would "
         "differ",
         fix="keep in the state what is a tensor, a number, text, or a dict, list or tuple of "
-        "them; make the rest anew from these",
+        "them; compute the rest from these",
     )
 
 

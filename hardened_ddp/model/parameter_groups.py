@@ -95,7 +95,7 @@ def _checked(found: Any, model: nn.Module, whose: str) -> list[Group]:
     groups: list[Group] = []
     for number, part in enumerate(parts):
         if not isinstance(part, Mapping) or "params" not in part:
-            raise _wrong(whose, f"gives no mapping with 'params' as group {number}")
+            raise _wrong(whose, f"has no mapping with 'params' as group {number}")
         given = part["params"]
         members = [given] if isinstance(given, nn.Parameter) else list(given)
         for member in members:

@@ -93,7 +93,7 @@ def rendezvous(store: dist.Store, launch: Launch, timeout_s: float, *, gpu: str 
             f"rank {launch.rank} waited {timeout_s:g} s at {launch.master_addr}:"
             f"{launch.master_port}; of {launch.world_size} ranks these never joined: "
             f"{_who_is_missing(store, launch)}",
-            fix="look at the log of those ranks: they did not start, or can't reach that address",
+            fix="read the log of those ranks: they did not start, or can't reach that address",
         )
     return dist.PrefixStore(round_id, store)
 

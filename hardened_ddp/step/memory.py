@@ -56,7 +56,8 @@ def fit_into_memory(parts: Parts) -> int:
             fix="a smaller model, --gradient_checkpointing, or --amp bf16",
         )
     log.info(
-        "batch_size auto: %d samples fit at once on every rank: %d backwards for the %d of a step",
+        "batch_size auto: %d samples fit at once on every rank: %d micro-batches for the "
+        "%d of a step",
         found,
         -(-share // found),
         parts.global_batch,

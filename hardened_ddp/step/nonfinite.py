@@ -65,7 +65,7 @@ class NonFiniteFinder:
             if self._num_forwards == 0:
                 where = "which module was first is not known: a compiled model hides its modules"
             elif what.startswith("the loss"):
-                where = "the model's output is finite, the loss of it is not"
+                where = "the model's output is finite, its loss is not"
                 if bad := _samples_with_bad_labels(batches):
                     where = f"{BAD_LABELS} {bad} are NaN or infinite"
             return f"samples {format_samples(batches)}: {what}; {where}"

@@ -146,7 +146,8 @@ class Classification(Task):
         return [
             Mistake(
                 inputs[i].cpu(),
-                f"true {self._name(int(targets[i]))}, said {self._name(int(score.predictions[i]))}",
+                f"true {self._name(int(targets[i]))}, "
+                f"predicted {self._name(int(score.predictions[i]))}",
             )
             for i in wrong
         ]

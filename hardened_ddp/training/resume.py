@@ -92,7 +92,7 @@ class RunFolder:
         except OSError as error:
             raise RunFolderError(
                 f"the settings can't be written to {self.folder}: {error}",
-                fix="look at the disk, or choose another --output_dir",
+                fix="check the disk, or choose another --output_dir",
             ) from error
 
 

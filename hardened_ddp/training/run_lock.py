@@ -151,7 +151,7 @@ def check_held(folder: Path, token: str) -> None:
         raise CheckpointError(
             f"{folder} no longer belongs to this process: while it was stopped or its host could "
             "not write, another attempt took over the run",
-            fix="end this one; the other one goes on from the newest checkpoint",
+            fix="end this one; the other one continues from the newest checkpoint",
         )
 
 
