@@ -283,6 +283,7 @@ LOGS = (
         "memory-ray",
         "(raylet) 1 Workers (tasks / actors) killed due to memory pressure (OOM), 0 Workers crashed",
     ),
+    _line("launch-ray-actor", "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task."),
     _raised("tracker-login", "wandb.errors.errors.UsageError: api_key not configured (no-tty)"),
 )  # fmt: skip
 

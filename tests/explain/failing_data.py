@@ -145,6 +145,14 @@ def data_empty(rank: int, folder: Path) -> None:
     torch.utils.data.RandomSampler([])
 
 
+@reproduces("data-uneven", num_ranks=2)
+def data_uneven_join(rank: int, folder: Path) -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    with model.join(throw_on_early_termination=True):
+        for _ in range(2 + rank):
+            model(torch.ones(1, 2)).sum().backward()
+
+
 @reproduces("data-hub")
 def data_hub(rank: int, folder: Path) -> None:
     import urllib.request

@@ -260,6 +260,24 @@ class TestRanks:
         found = explain_text(f"{waits}destroy_process_group\n", tmp_path)
         assert (code_of(found), rank_of(found)) == ("gloo-destroy-hang", None)
 
+    def test_the_launchers_of_composer_and_determined(self, tmp_path: Path) -> None:
+        text = (
+            "Building trainer...\nERROR:composer.cli.launcher:Rank 2 crashed with exit code -7.\n"
+        )
+        found = explain_text(text, tmp_path)
+        assert (code_of(found), rank_of(found)) == ("killed-bus", 2)
+        quoted = (
+            "Global rank 3 (PID 3812) exited with code 1\n"
+            f"----------Begin global rank 3 STDERR----------\n{joined(KEY_ERROR)}"
+            "----------End global rank 3 STDERR----------\n"
+            "Global rank 0 (PID 3809) exited with code -15\n"
+        )
+        found = explain_text(quoted, tmp_path)
+        assert (code_of(found), rank_of(found)) == ("python-keyerror", 3)
+        prefix = "[2024-02-27T21:05:20.718657Z] fa88a9df [rank=5] || "
+        found = explain_text(joined([prefix + line for line in KEY_ERROR]), tmp_path)
+        assert (code_of(found), rank_of(found)) == ("python-keyerror", 5)
+
     def test_the_ranks_that_torchrun_ends_are_a_consequence(self, tmp_path: Path) -> None:
         """Their own log does not say why the first one failed, and nobody told the job to stop."""
         text = "W1122 08:08:33.1 9 x/api.py:900] Sending process 4000 closing signal SIGTERM\n"

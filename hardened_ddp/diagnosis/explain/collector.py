@@ -196,9 +196,11 @@ class Collector:
         if event is None or event.tier == Tier.LAUNCHER:
             return
         match = matches[0]
-        if event.cause is None or (event.cause.is_generic and not match.cause.is_generic):
+        known = event.cause
+        is_guess = known is None or known.code.startswith("python-")
+        if known is None or is_guess or (known.is_generic and not match.cause.is_generic):
             event.cause, event.tier = match.cause, match.cause.tier
-        if event.cause.code == match.cause.code:
+        if event.cause is match.cause:
             event.fields = {**match.fields, **event.fields}
             event.ranks = event.ranks or _named(match)
 

@@ -31,6 +31,10 @@ _SINGLE = (
         r"Child process (?P<pid>\d+) \(local_rank (?P<local>\d+)\) FAILED "
         r"\(exitcode (?P<status>-?\d+)\)"
     ),
+    re.compile(r"\bRank (?P<rank>\d+) crashed with exit code (?P<status>-?\d+)"),
+    re.compile(
+        r"Global rank (?P<rank>\d+) \(PID (?P<pid>\d+)\) exited with code (?P<status>-?\d+)"
+    ),
     re.compile(r"exits with return code = (?P<status>-?\d+)"),
     re.compile(r"Child process with PID (?P<pid>\d+) terminated with code (?P<status>-?\d+)"),
 )
@@ -42,6 +46,9 @@ _SRUN = {
     "Killed": -9, "Segmentation fault": -11, "Aborted": -6, "Bus error": -7, "Terminated": -15,
     "Out Of Memory": -9, "Illegal instruction": -4, "Floating point exception": -8,
 }  # fmt: skip
+_SECTION = re.compile(
+    r"-----(?:Begin global rank (?P<rank>\d+)|End global rank \d+) STD(?:OUT|ERR)-----"
+)
 _EXITED = re.compile(r"Exited with exit code (?P<status>\d+)")
 
 
@@ -70,7 +77,7 @@ class ExitReader:
 
     exits: list[Exit] = field(default_factory=list)
     rank: int | None = None
-    """The rank whose traceback is quoted in the block at the moment."""
+    """The rank whose output is quoted at the moment."""
 
     _values: dict[str, str] = field(default_factory=dict)
     _line: Line | None = None
@@ -90,6 +97,9 @@ class ExitReader:
             return True
         if self._in_block:
             return self._take_block(line)
+        if section := _SECTION.search(text):  # Composer's launcher quotes what a rank wrote
+            self.rank = int(section["rank"]) if section["rank"] else None
+            return True
         for pattern in _SINGLE:
             if match := pattern.search(text):
                 self._add(match, line)

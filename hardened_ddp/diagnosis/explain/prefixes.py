@@ -37,6 +37,7 @@ _RANKS = (
     re.compile(r"\[(?:RANK|Rank|GLOBAL_RANK)[ =:]*(?P<rank>\d+)\](?::|(?= [A-Z][a-z]+:)) ?"),
     re.compile(r"(?:RANK|rank|Rank)[ _=]?(?P<rank>\d+)(?:\[\d+\])?(?:\[\w+\])?[:|]+ ?"),
     re.compile(r"\[\d+,(?:mpirank:)?(?P<rank>\d+)(?:,[\w-]+)?\]<std(?:err|out|diag)>: ?"),
+    re.compile(r"(?:[0-9a-f]{8} )?\[rank=(?P<rank>\d+)\] \|\| ?"),
     re.compile(r"\(\w+\[rank=(?P<rank>\d+)\] pid=\d+(?:, ip=(?P<host>[\w.:]+))?\) ?"),
 )
 _LOCALS = (

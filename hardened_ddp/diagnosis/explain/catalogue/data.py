@@ -233,6 +233,22 @@ CAUSES = (
         test="data_empty",
     ),
     Cause(
+        code="data-uneven",
+        title="a rank had fewer batches than the others, and Join ended all of them",
+        phrases=(r"Detected at least one rank that exhausted inputs",),
+        blame=Blame.NOBODY,
+        why="model.join(throw_on_early_termination=True) raises on all ranks once one has no more "
+        "batches",
+        fix=Fix(
+            plain="DistributedSampler(drop_last=True), or equal parts of an iterable dataset; or "
+            "model.join() without that argument, which lets the others go on.",
+            suite="uneven last windows need no setting",
+        ),
+        confirm="print(len(loader)) on each rank.",
+        source="torch/distributed/algorithms/join.py",
+        test="data_uneven_join",
+    ),
+    Cause(
         code="data-tokenizers-fork",
         title="tokenizers were used before the fork",
         phrases=(r"The current process just got forked, after parallelism has already been used",),

@@ -173,4 +173,24 @@ CAUSES = (
         source="kubelet",
         no_test=_CLUSTER,
     ),
+    Cause(
+        code="launch-ray-actor",
+        title="a worker of Ray ended, and Ray does not know why",
+        phrases=(
+            r"The actor died unexpectedly before finishing this task",
+            r"A worker died or was killed while executing a task by an unexpected system error",
+            r"Worker unexpectedly exits with a connection error code \d+",
+        ),
+        tier=Tier.LOST,
+        blame=Blame.NOBODY,
+        why="Ray lists its guesses with each such message: memory, ray stop, a crash in native "
+        "code. What the worker itself wrote is in its own log",
+        fix=Fix(
+            plain="Read worker-*-PID.err of that pid in /tmp/ray/session_latest/logs on its node, "
+            "with explain; memory: fewer workers per node, or more memory per worker.",
+        ),
+        confirm="dmesg -T | grep -i 'killed process' on the node; ray logs raylet.out -ip HOST.",
+        source="Ray, python/ray/exceptions.py",
+        no_test="Ray is not a part of the tests of explain; composed from its text",
+    ),
 )

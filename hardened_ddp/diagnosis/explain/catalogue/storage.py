@@ -56,6 +56,7 @@ CAUSES = (
             r"urlopen error",
             r"(?P<status>4\d\d|5\d\d) (?:Client|Server) Error",
             r"GatedRepoError",
+            r"trying to access a gated repo",
         ),
         why="The node has no route to the internet, a token is missing, or many ranks asked at "
         "once",
