@@ -47,15 +47,18 @@ def run_stage(argv: Sequence[str]) -> int:
         return int(pytest.ExitCode.USAGE_ERROR)
     if any(Path(word.partition("::")[0]).exists() for word in words):
         return int(pytest.main([*CONFIGURED, *words]))
-    stage = [] if "--all" in words else ["-m", "not slow"]
+    is_all = "--all" in words
+    stage = [] if is_all else ["-m", "not slow"]
     words = [word for word in words if word != "--all"]
     # WHY: beside each other, ranks with several threads each are slower. And a test that forks
     # needs a process without torch's threads, which its child would not have.
     os.environ["OMP_NUM_THREADS"] = "1"
     # WHY: where this is set, as in containers, each of hundreds of processes compiles all modules.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    # More than there are CPUs: most tests wait now and then, for time to pass or a process.
-    side_by_side = ["--numprocesses", str((os.cpu_count() or 1) + 2), "--no-loadscope-reorder"]
+    # More than there are CPUs: most tests wait now and then, for time to pass or a process, the
+    # slow ones longer. Each costs 5 s of CPU time before its first test.
+    num_processes = (os.cpu_count() or 1) + (4 if is_all else 2)
+    side_by_side = ["--numprocesses", str(num_processes), "--no-loadscope-reorder"]
     return int(pytest.main([*CONFIGURED, *stage, *side_by_side, *words, *EVERYWHERE]))
 
 

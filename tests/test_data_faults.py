@@ -233,6 +233,7 @@ def test_a_worker_is_not_killed_while_it_sends_to_the_thread_that_pins_memory() 
     lock = give_dead_pinning_thread(loader)._worker_result_queue._wlock
     loader.close()  # with the lock of the sender, or torch's thread would stay: see conftest.py
     assert lock.acquire(timeout=30)
+    lock.release()  # a thread of the queue may need it yet, for the sign of the end
 
 
 def test_when_the_thread_that_pins_memory_is_dead_batches_come_another_way(

@@ -133,7 +133,10 @@ def test_a_long_program_is_ended_after_its_steps_and_leaves_no_process(tmp_path:
 
 @pytest.mark.slow
 def test_a_program_that_fails_before_training_was_not_observed(tmp_path: Path) -> None:
-    done = run_audit("import torch\nraise ValueError('no data')\n", tmp_path)
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nraise ValueError('no data')\n")
+    argv = ["python", ROOT / "ddp_training.py", "audit", "--json", "--", "python", script]
+    done = run_command(argv, timeout_s=90, cwd=tmp_path)
     assert done.status == 2, done.output
     assert json.loads(done.stdout) == {"verdicts": [], "healthy": False}
     assert "could not observe" in done.stderr
