@@ -212,17 +212,27 @@ def test_a_narrow_terminal_gets_fewer_columns_and_none_is_cut(width: int, tmp_pa
     status |= {"now": time.time(), "phase": "all-reduce", "phase_s": 0.1, "rss_mib": 9000}
     status |= {"device": "cuda:0", "device_name": "NVIDIA H100 80GB HBM3", "gpu_mib": 70000}
     (tmp_path / "status" / "rank-0.json").write_text(json.dumps(status))
-    output = io.StringIO()
-    view = view_of(read_run(tmp_path), is_plain=True)
-    drawing = drawn(view, "running", width=width, is_plain=True)
-    Console(file=output, width=width).print(drawing)
-    head, row = rows_of(output.getvalue())
-    assert {"rank", "step", "doing", "for"} <= set(head)
-    assert len(head) == len(COLUMNS) or width < 200
-    assert ("waits" in head) == (width >= 60)
-    assert dict(zip(head, row, strict=True))["doing"] == "all-reduce"
-    assert output.getvalue().isascii()  # no column ends with three dots
-    assert max(map(len, output.getvalue().splitlines())) <= width
+
+    def table() -> tuple[str, dict[str, str]]:
+        output = io.StringIO()
+        view = view_of(read_run(tmp_path), is_plain=True)
+        drawing = drawn(view, "running", width=width, is_plain=True)
+        Console(file=output, width=width).print(drawing)
+        assert max(map(len, output.getvalue().splitlines())) <= width
+        head, row = rows_of(output.getvalue())
+        return output.getvalue(), dict(zip(head, row, strict=True))
+
+    text, cells = table()
+    assert {"rank", "step", "doing", "for"} <= set(cells)
+    assert len(cells) == len(COLUMNS) or width < 200
+    assert ("waits" in cells) == (width >= 60)
+    assert cells["doing"] == "all-reduce"
+    assert text.isascii()  # no column ends with three dots
+    status |= {"now": time.time() - 60, "phase": "opening the run folder"}
+    (tmp_path / "status" / "rank-0.json").write_text(json.dumps(status))
+    _, cells = table()
+    assert (cells["rank"], cells["step"]) == ("0", "123456")
+    assert cells["doing"].startswith("silent, was")
 
 
 def test_a_long_warning_takes_no_room_from_the_table(tmp_path: Path) -> None:

@@ -83,9 +83,13 @@ def drawn(view: View, state: str, *, width: int, is_plain: bool = False) -> "Gro
 
     table = Table(box=box.ASCII if is_plain else box.SIMPLE, pad_edge=False)
     kept = columns_for(view.rows, width)
-    for name in (COLUMNS[i] for i in kept):
+    cells = list(zip(*view.rows, strict=True)) or [()] * len(COLUMNS)
+    for i in kept:
+        name = COLUMNS[i]
         table.add_column(
             name,
+            # WHY: in a narrow terminal what a rank does is cut, not its number
+            min_width=None if name == "doing" else max(map(len, [name, *cells[i]])),
             justify="left" if name in TEXT_COLUMNS else "right",
             no_wrap=True,
             overflow="ellipsis",
