@@ -23,6 +23,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -370,6 +371,8 @@ def finish_epoch(run: Run) -> bool:
 
 
 if __name__ == "__main__":
+    if isinstance(sys.stdout, TextIOWrapper):  # a name that the terminal can't show is no error
+        sys.stdout.reconfigure(errors="backslashreplace")
     collect_rarely()  # while torch is imported: it saves a third of that time
     status = main()
     if status and "torch" in sys.modules:

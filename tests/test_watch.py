@@ -26,7 +26,7 @@ from hardened_ddp.settings.cli import parse
 from hardened_ddp.training.run_report import _own_split
 from tests.marks import slow_after
 from tests.processes import ROOT, clean_environment, deadline
-from tests.ranks import start_training, train
+from tests.ranks import run_command, start_training, train
 
 ENDLESS: list[str | Path] = ["--cpu_only", "--epochs", "100000", "--eval_every", "0"]
 ENDLESS += ["--batch_size", "4", "--log_interval", "5", "--run_name", "r"]
@@ -249,6 +249,15 @@ def test_a_long_warning_takes_no_room_from_the_table(tmp_path: Path) -> None:
     cells = dict(zip(head, row, strict=True))
     assert (cells["step"], cells["doing"], cells["host"]) == ("345", "forward", "?")
     assert "warning     rank 0: rank 0 is slow: data 10.4 ms" in text
+
+
+def test_a_name_that_the_output_cannot_encode_is_escaped(tmp_path: Path) -> None:
+    folder = tmp_path / "gr\u00f6\u00dfe"
+    (folder / "logs").mkdir(parents=True)
+    argv = [sys.executable, ROOT / "ddp_training.py", "watch", folder, "--once"]
+    done = run_command(argv, timeout_s=60, env={"PYTHONIOENCODING": "ascii"})
+    assert done.status == 0
+    assert "gr\\xf6\\xdfe: unknown" in done.stdout.replace("\n", "")
 
 
 class Terminal(io.StringIO):

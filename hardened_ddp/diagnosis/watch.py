@@ -59,7 +59,8 @@ def run_watch(options: Mapping[str, str], *, output: TextIO) -> int:
             before: RunView | None = None
             while True:
                 rows = max(4, console.height - _OTHER_LINES)
-                view = view_of(run, before=before, most_rows=rows)
+                has_bars = not console.options.ascii_only
+                view = view_of(run, before=before, most_rows=rows, is_plain=not has_bars)
                 live.update(drawn(view, run.state, width=console.width), refresh=True)
                 if run.state in ("finished", "stopped"):
                     return exit_status(run)
