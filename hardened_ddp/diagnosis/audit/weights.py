@@ -157,15 +157,16 @@ def _not_averaged(first: Rank, other: Rank, optimizer: Record, step: Record, see
 
 def has_local_steps(first: Rank, other: Rank) -> bool:
     """Whether the weights become equal again after steps with other gradients."""
-    differed = False
+    differed: set[object] = set()  # optimizers: each may have a model of its own
     theirs = {(s["o"], s["n"]): s for s in other.all("step") if "g" in s}
     for step in first.all("step"):
         match = theirs.get((step["o"], step["n"]))
         if "g" not in step or match is None:
             continue
-        if differed and step["before"] == match["before"]:
+        if step["o"] in differed and step["before"] == match["before"]:
             return True
-        differed = differed or step["w"] != match["w"]
+        if step["w"] != match["w"]:
+            differed.add(step["o"])
     return False
 
 
