@@ -53,6 +53,16 @@ MISTAKES = {
                     loss = loss_fn(self.model.module(x), y)  # here
                     loss.backward()
         """,
+    "bypasses-ddp in the method of one batch": """
+        class Trainer:
+            def __init__(self, net):
+                self.model = DDP(net, device_ids=[rank])
+            def run_batch(self, x, y):
+                self.optimizer.zero_grad()
+                loss = loss_fn(self.model.module(x), y)  # here
+                loss.backward()
+                self.optimizer.step()
+        """,
     "set-epoch-missing": """
         sampler = DistributedSampler(train, shuffle=True)  # here
         loader = DataLoader(train, 32, sampler=sampler)

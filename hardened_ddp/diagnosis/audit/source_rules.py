@@ -27,20 +27,22 @@ _UNIQUE = ("rank", "pid", "uuid", "temp", "tmp", "buf", "worker", "hostname", "n
 
 
 def find_bypass(script: Script) -> Iterator[Verdict]:
-    """Yield calls of model.module(x) whose loss goes backward in the same loop."""
+    """Yield calls of model.module(x) whose loss goes backward in the same loop or function."""
     for call in script.calls("module"):
         function = call.func
         if not isinstance(function, ast.Attribute):
             continue
         model = ast.unparse(function.value)
-        loop = next((n for n in script.above(call) if isinstance(n, LOOPS)), None)
-        if model not in script.ddp_models or loop is None or script.is_without_grad(call):
+        # WHY a function, too: that of one batch has no loop in it
+        scopes = (*LOOPS, ast.FunctionDef)
+        scope = next((n for n in script.above(call) if isinstance(n, scopes)), None)
+        if model not in script.ddp_models or scope is None or script.is_without_grad(call):
             continue
-        inside = list(ast.walk(loop))
+        inside = list(ast.walk(scope))
         is_also_whole = any(
             isinstance(n, ast.Call) and ast.unparse(n.func) == model for n in inside
         )
-        if not is_also_whole and _reaches_backward(call, loop):
+        if not is_also_whole and _reaches_backward(call, scope):
             yield found(
                 script,
                 call,
@@ -50,8 +52,8 @@ def find_bypass(script: Script) -> Iterator[Verdict]:
             )
 
 
-def _reaches_backward(call: ast.Call, loop: ast.AST) -> bool:
-    """Whether a value made by a call flows, by assignments in a loop, into a backward."""
+def _reaches_backward(call: ast.Call, scope: ast.AST) -> bool:
+    """Whether a value made by a call flows, by assignments around it, into a backward."""
 
     def carries(node: ast.AST, names: set[str]) -> bool:
         return any(n is call or (isinstance(n, ast.Name) and n.id in names) for n in ast.walk(node))
@@ -59,7 +61,7 @@ def _reaches_backward(call: ast.Call, loop: ast.AST) -> bool:
     tainted: set[str] = set()
     is_reached = False
     statements = sorted(
-        (n for n in ast.walk(loop) if isinstance(n, ast.Assign | ast.AugAssign | ast.Call)),
+        (n for n in ast.walk(scope) if isinstance(n, ast.Assign | ast.AugAssign | ast.Call)),
         key=lambda n: (n.lineno, n.col_offset),
     )
     for node in statements:
