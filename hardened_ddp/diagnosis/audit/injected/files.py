@@ -24,7 +24,14 @@ class Files:
 
     def watch(self) -> None:
         """Listen to the audit events of this interpreter."""
-        sys.addaudithook(self._recorder.guarded(self._hear))
+        hear = self._recorder.guarded(self._hear)
+
+        def listen(event: str, args: Foreign) -> None:
+            # WHY nothing else here: it runs for every event, some 30,000 of them in torch's import
+            if event == "open":
+                hear(args)
+
+        sys.addaudithook(listen)
 
     def patch_serialization(self, module: Foreign) -> None:
         """Patch torch.serialization: torch.save opens its file in C++, where no event is sent."""
@@ -40,9 +47,8 @@ class Files:
     def _note_save_file(self, tensors: Foreign, filename: Foreign, *a: Any, **k: Any) -> None:
         self._note(filename)
 
-    def _hear(self, event: str, args: Foreign) -> None:
-        # WHY first and cheap: this runs for every event of the program
-        if event != "open" or self._is_inside:
+    def _hear(self, args: Foreign) -> None:
+        if self._is_inside:
             return
         path, mode, flags = args
         is_new = any(c in mode for c in "wx") if isinstance(mode, str) else flags & os.O_TRUNC

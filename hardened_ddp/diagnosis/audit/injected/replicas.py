@@ -71,8 +71,7 @@ class Replicas:
 
     def living(self) -> list[tuple[Replica, Foreign]]:
         """List the DDP objects that still exist."""
-        pairs = ((replica, replica.ddp()) for replica in self._all)
-        return [(replica, ddp) for replica, ddp in pairs if ddp is not None]
+        return [(replica, ddp) for replica in self._all if (ddp := replica.ddp()) is not None]
 
     def names(self) -> dict[int, str]:
         """Name the parameters inside DDP objects, by id."""
