@@ -172,7 +172,7 @@ CASES: dict[str, tuple[Words, str]] = {
     ),
     "a task that there is not": (
         (*data(), *task("clasification")),
-        "--task clasification with 1 ranks: there is no such task",
+        "--task clasification: there is no such task",
     ),
     "a task of a user: no Score": (wrong("no Score"), "score() returned a Tensor, not a Score"),
     "a task of a user: losses not summed": (

@@ -183,8 +183,8 @@ def test_broken_files_are_named_and_never_raise(tmp_path: Path) -> None:
         path.rmdir()
         path.write_bytes(whole)
     (folder / "metrics.jsonl").write_bytes(GARBAGE[1])
-    assert "metrics.jsonl: 1 lines can't be read" in watched(folder)[1]
-    assert "metrics.jsonl: 1 lines can&#x27;t be read" in reported(folder)
+    assert "metrics.jsonl: 1 line can't be read" in watched(folder)[1]
+    assert "metrics.jsonl: 1 line can&#x27;t be read" in reported(folder)
 
 
 def test_a_rank_that_is_silent_beside_others_is_named(tmp_path: Path) -> None:

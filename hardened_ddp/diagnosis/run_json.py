@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hardened_ddp.settings.wording import counted
+
 _MOST_BYTES = 64 * 2**20
 
 Json = dict[str, Any]  # Any: JSON
@@ -54,7 +56,7 @@ def read_lines(path: Path, problems: list[str]) -> list[Json]:
         else:
             num_broken += 1
     if num_broken:
-        problems.append(f"{path.name}: {num_broken} lines can't be read")
+        problems.append(f"{path.name}: {counted(num_broken, 'line')} can't be read")
     return found
 
 

@@ -28,6 +28,7 @@ from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.ddp import FindUnused
+from hardened_ddp.settings.wording import counted
 from hardened_ddp.task.output import fix_for
 from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.score_check import check_score
@@ -129,7 +130,9 @@ def choose_find_unused(wanted: FindUnused, findings: Findings) -> bool:
     Raises UnusedParameterError if it is switched off but needed.
     """
     kind = "on some ranks or batches" if findings.is_varying else "on all ranks"
-    text = f"{len(findings.unused)} parameters get no gradient {kind}: {findings.where}"
+    gets = "gets" if len(findings.unused) == 1 else "get"
+    unused = counted(len(findings.unused), "parameter")
+    text = f"{unused} {gets} no gradient {kind}: {findings.where}"
     match wanted:
         case "auto" | "on" if findings.unused:
             log.warning("find_unused_parameters: on, because %s", text)

@@ -292,9 +292,10 @@ def open_group(
                 timeout_s=timeout_s,
             )
     except RuntimeError as error:
+        n = launch.world_size - 1
+        others = "the other rank" if n == 1 else f"the other {n} ranks"
         raise GroupError(
-            f"rank {launch.rank} could not meet the other {launch.world_size - 1} ranks at "
-            f"{where}: {first_line(error)}",
+            f"rank {launch.rank} could not meet {others} at {where}: {first_line(error)}",
             fix="check that this port is free and reachable from every node, or let torchrun "
             "choose: torchrun --standalone --nproc_per_node=N ddp_training.py",
         ) from error

@@ -21,6 +21,7 @@ from typing import Any
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.tracker import Tracker
+from hardened_ddp.settings.wording import counted
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class Goodput:
             if account[name] / account["wall"] >= 0.005
         )
         count = len(self._earlier) + 1
-        return f"{account['wall']:.1f} s in {count} attempt{'s' if count > 1 else ''}: {shares}"
+        return f"{account['wall']:.1f} s in {counted(count, 'attempt')}: {shares}"
 
     def _line(self) -> dict[str, Any]:  # Any: JSON
         spent = [

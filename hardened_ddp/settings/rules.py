@@ -147,7 +147,7 @@ def broken_rules(
                 f"{place(name, sources.get(name, COMMAND_LINE))} {_word(values[name])}"
                 for name in rule.names
             )
-            ranks = f" with {world_size} ranks" if len(rule.names) == 1 else ""
+            ranks = f" with {world_size} ranks" if len(rule.names) == 1 < world_size else ""
             problems.append(f"{found}{ranks}: {rule.why}")
     return problems
 

@@ -108,6 +108,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return near[0] if near else ""
 
 
+def counted(number: int, noun: str) -> str:
+    """Write a number with its noun: 1 rank, 2 ranks."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def advice(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     """Say what to write instead of a name that does not exist."""
     if name in _LAUNCHER_NAMES:

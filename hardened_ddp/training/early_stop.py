@@ -7,6 +7,7 @@ all ranks stop at the same evaluation, and a resumed run stops where the unbroke
 import logging
 
 from hardened_ddp.errors import ConfigError
+from hardened_ddp.settings.wording import counted
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.task.build import metric_of
@@ -37,11 +38,11 @@ def note_evaluation(parts: Parts, progress: Progress, evaluation: Evaluation) ->
     progress.note_for_stop(metric, evaluation.figures[metric.name])
     if stops_early(parts, progress):
         log.info(
-            "stopping early after step %d: %s has not been better than %.6g in %d evaluations",
+            "stopping early after step %d: %s has not been better than %.6g in %s",
             progress.step,
             metric.name,
             progress.stop_value,
-            progress.num_worse,
+            counted(progress.num_worse, "evaluation"),
         )
 
 

@@ -18,6 +18,7 @@ from hardened_ddp.data.run_length import UNKNOWN_STEPS, RunLength
 from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.data import AUTO_BATCH_SIZE
+from hardened_ddp.settings.wording import counted
 
 log = logging.getLogger(__name__)
 
@@ -59,12 +60,11 @@ def choose_global_batch(
         return asked
     kept = int(saved["global_batch"])
     log.warning(
-        "the global batch stays %d, as with the %d ranks before: each of %d ranks takes about %d "
-        "samples of every step",
+        "the global batch stays %d, as with %s before: %s samples of every step on %s",
         kept,
-        saved["world_size"],
-        world_size,
-        -(-kept // world_size),
+        counted(saved["world_size"], "rank"),
+        kept if world_size == 1 else f"about {-(-kept // world_size)}",
+        "the one rank" if world_size == 1 else f"each of {world_size} ranks",
     )
     return kept
 
