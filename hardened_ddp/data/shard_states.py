@@ -81,7 +81,7 @@ class ShardStates:
         except (TypeError, ValueError) as error:
             self._is_on = False
             log.warning(
-                "the states of the stream's readers are no JSON (%s): a resume in mid-epoch reads "
+                "the states of the stream's readers are not JSON (%s): a resume in mid-epoch reads "
                 "its samples again from the start of the epoch",
                 error,
             )

@@ -211,7 +211,7 @@ def _pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Tree:  # Any: a 
     if has_plain_keys:
         # WHY pairs: JSON would turn a number as a key into text.
         return {mapping: [[key, _pack(v, f"{name}.{key}", tensors)] for key, v in value.items()]}
-    keys = " with keys that are no text or number" if mapping else ""
+    keys = " with keys that are not text or numbers" if mapping else ""
     raise OptimizerError(
         f"{name} is a {type(value).__name__}{keys}: it can't be saved, so a resumed run would "
         "differ",
