@@ -16,8 +16,8 @@ from drills.two_hosts import ADDRESSES, TwoHosts
 
 # torch 2.13's agents wait for each other for ever when a node joins and they share this store
 _ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-# An agent that is silent for 3 s is dead; by default for 15 s.
-_QUICK = "keep_alive_interval=1,keep_alive_max_attempt=3"
+# An agent that is silent for 8 s is dead; by default for 15 s.
+_QUICK = "keep_alive_interval=1,keep_alive_max_attempt=8"
 # A host that dies takes its shared memory with it.
 _OWN_MEMORY = ("bash", "-c", 'mount -t tmpfs shm /dev/shm; exec "$@"', "bash")
 _STORE = """
