@@ -22,6 +22,7 @@ from hardened_ddp.task.build import best_metric, build_task, choose_task
 from hardened_ddp.task.choose import task_that_fits
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.multilabel import Multilabel
+from hardened_ddp.task.output import fix_for
 from hardened_ddp.task.own import Own
 from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.regression import Regression
@@ -460,6 +461,22 @@ def test_top_5_accuracy_is_measured_where_there_are_more_than_10_classes() -> No
     unknown = Classification(num_classes=0)
     unknown.check(logits, batch_of(labels))
     assert [metric.name for metric in unknown.metrics] == ["accuracy", "top5_accuracy"]
+
+
+ODD_INPUTS: list[tuple[Any, str]] = [
+    ({"input_ids": [torch.tensor([5, 6])] * 3}, "input_ids: a list in each sample"),
+    ({"text": ["one", "two"], "size": torch.ones(2)}, "text: text, which a model can't take"),
+    (["one", "two"], "the input: text, which"),
+    ({"pixels": torch.ones(2, 3)}, "they go to forward by name: pixels"),
+    ([torch.ones(2), torch.ones(2)], "the whole traceback"),
+]
+
+
+@pytest.mark.parametrize(("inputs", "told"), ODD_INPUTS, ids=[told for _, told in ODD_INPUTS])
+def test_an_error_of_the_first_forward_says_what_is_odd_in_the_input(
+    inputs: Any, told: str
+) -> None:
+    assert told in fix_for(TypeError("embedding(): argument 'indices' is a list"), inputs)
 
 
 class Asking(nn.Module):

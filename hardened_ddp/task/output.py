@@ -106,6 +106,19 @@ def logits_of(output: Any, *, need: str) -> torch.Tensor:  # Any: whatever a mod
 
 def fix_for(error: Exception, inputs: Any) -> str:  # Any: as the dataset nests them
     """Say what to do about an error of a first forward."""
+    named = inputs if isinstance(inputs, Mapping) else {"the input": inputs}
+    lists = {name: part for name, part in named.items() if isinstance(part, list) and part}
+    if texts := [str(name) for name, part in lists.items() if isinstance(part[0], str)]:
+        return (
+            f"{', '.join(texts)}: text, which a model can't take: tokenize it in the dataset, or "
+            "in --collate: tokenizer(texts, padding=True, return_tensors='pt')"
+        )
+    if lists and isinstance(inputs, Mapping):
+        return (
+            f"{', '.join(map(str, lists))}: a list in each sample, and so a list of tensors in a "
+            "batch: make it a tensor in the dataset; or set --collate, which samples of different "
+            "lengths need: a function that pads, as DataCollatorWithPadding of transformers does"
+        )
     if isinstance(error, TypeError) and isinstance(inputs, Mapping) and "argument" in str(error):
         names = ", ".join(map(str, inputs))
         return f"the inputs are a mapping, so they go to forward by name: {names}"
