@@ -108,7 +108,7 @@ def a_flag_is_queued_without_a_wait(device: torch.device) -> str:
         mistakes.copy()
     assert not flag.is_up()
     assert totals.read(_alone(device))["samples"] == 8.0
-    assert all("said" in mistake.caption for mistake in mistakes.read())
+    assert all("predicted" in mistake.caption for mistake in mistakes.read())
     return ""
 
 
