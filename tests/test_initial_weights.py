@@ -110,8 +110,11 @@ def test_a_head_beside_the_named_part_is_found_too() -> None:
 
 
 def test_tied_weights_need_one_name() -> None:
-    result = fit({"words.weight": torch.ones(5, 3)}, Tied())
+    model = Tied()
+    result = fit({"words.weight": torch.ones(5, 3)}, model)
     assert not result.missing
+    told = report_lines(result, model, HERE)
+    assert told == ["--init_from weights: 1 of 1 tensors, 100.0% of values"]
 
 
 def test_a_run_a_checkpoint_and_an_export_are_understood(tmp_path: Path) -> None:

@@ -150,9 +150,12 @@ def fit_weights(found: Mapping[str, Tensor], model: nn.Module, path: Path) -> Fi
 def report_lines(fit: Fit, model: nn.Module, path: Path) -> list[str]:
     """Say what was loaded and what was not; lines about what was not begin with a space."""
     live = model.state_dict()
-    num_values = sum(live[name].numel() for name in fit.loaded)
-    share = num_values / max(1, sum(tensor.numel() for tensor in live.values()))
-    lines = [f"--init_from {path}: {len(fit.loaded)} of {len(live)} tensors, {share:.1%} of values"]
+    # WHY by address: tied weights are one tensor, which has two names in the model.
+    places = {name: tensor.data_ptr() or name for name, tensor in live.items()}
+    sizes = {places[name]: tensor.numel() for name, tensor in live.items()}
+    given = {places[name] for name in fit.loaded}
+    share = sum(sizes[place] for place in given) / max(1, sum(sizes.values()))
+    lines = [f"--init_from {path}: {len(given)} of {len(sizes)} tensors, {share:.1%} of values"]
     lines[0] += f" ({fit.renamed})" if fit.renamed else ""
     parts = {
         "not in the file, and new": fit.missing,
