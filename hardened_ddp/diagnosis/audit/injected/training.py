@@ -246,7 +246,7 @@ class Training:
         lines[self._backward_line] = lines.get(self._backward_line, 0) + 1
         if self.is_sampled:
             self._look(tensors)
-        if not any(known.num_steps for known in self._optimizers.values()):
+        if self._num_total in BY_HAND_AT:
             self._look_by_hand()
         self._recorder.own_s += time.perf_counter() - began
         return time.perf_counter()
@@ -264,7 +264,7 @@ class Training:
     def _look_by_hand(self) -> None:
         """Look at weights that may be moved without an optimizer of torch."""
         living = self._replicas.living()
-        if self._num_total in BY_HAND_AT and living:
+        if living and not any(known.num_steps for known in self._optimizers.values()):
             parameters = [p for _, ddp in living for p in ddp.module.parameters()]
             self._recorder.emit(
                 "by_hand",
