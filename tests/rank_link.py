@@ -79,7 +79,10 @@ class RankLink:
         self._pids: list[int] = []
         self._num_jobs = 0
         self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel.connect(address)
+        try:
+            self._channel.connect(address)
+        except ConnectionRefusedError as error:
+            raise self._server_ended() from error
         hello = {"mark": session_mark(), "folder": str(self.folder)}
         self._channel.send(json.dumps(hello).encode())
         self._take_until(lambda: self.server_pid)
@@ -109,8 +112,7 @@ class RankLink:
         while select.select([self._channel], [], [], wait_s)[0]:
             raw = self._channel.recv(MAX_MESSAGE_BYTES)
             if not raw:
-                log = self._log.read_text(encoding="utf-8", errors="replace")
-                raise RuntimeError(f"the fork server ended\n{log}")
+                raise self._server_ended()
             news = json.loads(raw)
             if "server" in news:
                 self.server_pid = news["server"]
@@ -140,3 +142,8 @@ class RankLink:
             if time.monotonic() > end:
                 raise RuntimeError(f"the fork server did not answer in {START_LIMIT_S:g} s")
             self.take_news(1.0)
+
+    def _server_ended(self) -> RuntimeError:
+        """Make the error that shows why: what the server wrote."""
+        log = self._log.read_text(encoding="utf-8", errors="replace")
+        return RuntimeError(f"the fork server ended\n{log}")
