@@ -168,7 +168,7 @@ def test_a_heartbeat_keeps_a_lock_whatever_else_speaks_for_a_dead_holder(
     tmp_path: Path, mark: dict[str, Any]
 ) -> None:
     leave_lock(tmp_path, jobs=["42"], boot="another", **mark)
-    with Beating(tmp_path), pytest.raises(RunFolderError, match="in use by process|is locking"):
+    with Beating(tmp_path), pytest.raises(RunFolderError, match=r"in use by process|is locking"):
         RunLock.acquire(tmp_path, jobs=["42"], restart=1, silent_after_s=1.5)
 
 
