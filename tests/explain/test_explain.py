@@ -260,6 +260,14 @@ class TestRanks:
         found = explain_text(f"{waits}destroy_process_group\n", tmp_path)
         assert (code_of(found), rank_of(found)) == ("gloo-destroy-hang", None)
 
+    def test_a_prefix_that_nobody_knows(self, tmp_path: Path) -> None:
+        """It is learned from the first line of a traceback; its numbers may be no rank."""
+        others = [f"<gpu-a.{number}/12:30:07> step 7" for number in range(4)]
+        lines = [part for line in KEY_ERROR for part in (f"<gpu-a.3/12:30:05> {line}", *others)]
+        found = explain_text(joined(lines), tmp_path)
+        assert (code_of(found), rank_of(found)) == ("python-keyerror", None)
+        assert "train.py:37" in found["cause"]["sentence"]
+
     def test_the_launchers_of_composer_and_determined(self, tmp_path: Path) -> None:
         text = (
             "Building trainer...\nERROR:composer.cli.launcher:Rank 2 crashed with exit code -7.\n"

@@ -16,7 +16,7 @@ from hardened_ddp.diagnosis.explain.events import Blame, Event, Line, Raised, Ti
 from hardened_ddp.diagnosis.explain.evidence import Evidence
 from hardened_ddp.diagnosis.explain.flight_recorder import read_dump, take_dump
 from hardened_ddp.diagnosis.explain.matching import Match, Matcher
-from hardened_ddp.diagnosis.explain.prefixes import Habits, parse_line
+from hardened_ddp.diagnosis.explain.prefixes import Habits, parse_line, with_lead
 from hardened_ddp.diagnosis.explain.sources import Source
 from hardened_ddp.diagnosis.explain.tracebacks import Assembler, Found
 
@@ -93,6 +93,9 @@ class Collector:
     def take(self, raw: str, number: int) -> None:
         """Take one line of the file."""
         line = parse_line(raw, file=self._source.name, number=number, habits=self._habits)
+        if line.lead and "Traceback (most" in line.text and self._habits.lead is None:
+            self._habits = with_lead(self._habits, line.lead)
+            line = parse_line(raw, file=self._source.name, number=number, habits=self._habits)
         source = self._source
         line.rank = source.rank if line.rank is None else line.rank
         line.local = source.local if line.local is None else line.local

@@ -121,11 +121,14 @@ class Line:
     order: int = 0
     """Position in all that was read."""
 
+    lead: str = ""
+    """A prefix that is not known, but stands before a traceback, without the time in it."""
+
     @property
     def stream(self) -> tuple[object, ...]:
         """What tells apart the outputs that were merged into one file."""
         host = self.host if self.rank is None else None
-        return (self.file, self.rank, self.local, self.task, host)
+        return (self.file, self.rank, self.local, self.task, host, self.lead)
 
 
 @dataclass(frozen=True, slots=True)

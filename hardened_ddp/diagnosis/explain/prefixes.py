@@ -8,7 +8,7 @@ Does not own: reading files (reader.py), the ranks that messages name (catalogue
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hardened_ddp.diagnosis.explain.events import Line
 
@@ -56,6 +56,10 @@ _LABEL = re.compile(r" *(?P<label>\d{1,5}): ?")
 _NAMED_HOST = re.compile(r"(?P<host>[a-zA-Z][\w-]*\d[\w.-]*): ?")
 _WORDS_BEHIND = re.compile(r"Traceback \(most|  File \"|\[rank|\[E|[\w.]+(?:Error|Exception): ")
 _LATE_RANK = re.compile(r"[^'\"]*?(\[rank\d+\]:.*)")
+_TIMES = re.compile(r"\d+(?:[:.,]\d+)+")
+_NO_LEAD = re.compile(r"[\"'%{]|it/s|[Ee]xception|[Ee]rror|^[^\w\[(<]*$")
+"""What stands before a traceback, and is a progress bar or a message."""
+
 _BAR = re.compile(r"\d+%\||\d(?:\.\d+)?(?:it/s|s/it)")
 _PANEL = re.compile(r"^[│┃|]\s(.*?)\s*[│┃|]$")
 _MAX_PREFIXES = 8
@@ -73,6 +77,9 @@ class Habits:
 
     has_hosts: bool = False
     """pdsh and DeepSpeed: the host before each line."""
+
+    lead: re.Pattern[str] | None = None
+    """A prefix that is not known, as it stood before a traceback."""
 
 
 def habits_of(sample: str) -> Habits:
@@ -151,8 +158,17 @@ def _peel(line: Line, habits: Habits) -> str | None:
     return _peel_doubtful(line, habits)
 
 
+def with_lead(habits: Habits, lead: str) -> Habits:
+    """Learn a prefix that stood before a traceback: all its lines have it, with other numbers."""
+    pattern = re.sub(r"\d+", r"\\d+", re.escape(lead))
+    return replace(habits, lead=re.compile(pattern))
+
+
 def _peel_doubtful(line: Line, habits: Habits) -> str | None:
     text = line.text
+    if habits.lead is not None and (lead := habits.lead.match(text)):
+        line.lead = _TIMES.sub("", lead[0])
+        return text[lead.end() :]
     label = _LABEL.match(text)
     if label and (habits.has_labels or _WORDS_BEHIND.match(text[label.end() :])):
         if line.task is None:
@@ -178,7 +194,10 @@ def _cut_bar(line: Line) -> None:
     """A progress bar has no line end, so a message may stand behind it in the same line."""
     text = line.text
     if "Traceback (most" in text and not text.startswith(("Traceback", "Original", "  ", "\u256d")):
-        line.text = text[text.index("Traceback (most") :]
+        cut = text.index("Traceback (most")
+        if cut <= _MAX_UNKNOWN_PREFIX and not _NO_LEAD.search(text[:cut]):
+            line.lead = text[:cut]
+        line.text = text[cut:]
     elif "[rank" in text and line.rank is None:
         late = _LATE_RANK.match(text)
         if late and (_BAR.search(text) or len(text) - len(late[1]) < _MAX_UNKNOWN_PREFIX):
