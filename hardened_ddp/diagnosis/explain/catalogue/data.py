@@ -235,8 +235,12 @@ CAUSES = (
     Cause(
         code="data-uneven",
         title="a rank had fewer batches than the others, and Join ended all of them",
-        phrases=(r"Detected at least one rank that exhausted inputs",),
-        blame=Blame.NOBODY,
+        phrases=(
+            r"Rank (?P<ranks>\d+) exhausted all inputs",
+            r"Detected at least one rank that exhausted inputs",
+        ),
+        tier=Tier.MISMATCH,  # WHY: who says only the second one is another rank
+        blame=Blame.NAMED,
         why="model.join(throw_on_early_termination=True) raises on all ranks once one has no more "
         "batches",
         fix=Fix(
