@@ -25,7 +25,7 @@ import traceback
 import types
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from tests.forked_torchrun import status_of
 from tests.processes import ROOT
@@ -112,6 +112,8 @@ def _start(
             for target, source in enumerate(streams):
                 if source != -1:
                     os.dup2(source, target)
+            # WHY anew: the parent's know of the parent's, such as whether one can seek in it
+            sys.stdout, sys.stderr = _text_file(1, buffering=-1), _text_file(2, buffering=1)
             kept = sorted({0, 1, 2, *pass_fds})
             for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
                 os.closerange(low + 1, high)
@@ -131,6 +133,10 @@ def _start(
         except BaseException:  # WHY broad: nothing may return into the parent's frames
             traceback.print_exc()
     end_process(status)
+
+
+def _text_file(descriptor: int, *, buffering: int) -> TextIO:
+    return open(descriptor, "w", buffering, encoding="utf-8", closefd=False)
 
 
 def _be(words: Sequence[str]) -> int:

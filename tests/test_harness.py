@@ -298,6 +298,7 @@ def test_a_forked_program_has_its_own_modules_and_forks_the_programs_that_it_sta
     (tmp_path / "hardened_ddp.py").write_text("")
     (tmp_path / "second.py").write_text(
         "import os, sys, hardened_ddp\n"
+        "sys.stdout.reconfigure(errors='strict')\n"  # raises if it is taken for a file
         "print(hardened_ddp.__file__, sys.argv[1], os.getcwd(), 'torch' in sys.modules)\n"
         "sys.exit('its last words')\n"
     )
