@@ -259,7 +259,8 @@ def test_a_node_that_joins_or_dies_changes_nothing_but_the_speed(tmp_path: Path)
         first.signal(signal.SIGTERM)
         completed = first.wait(timeout_s=60)
     run = only_run(output)
-    assert completed.output.count("resuming") == 2
+    # WHY not always 2: on a busy machine the agents may need one round more to agree who is there
+    assert completed.output.count("resuming") in (2, 3)
     summary = read_summary(run)
     assert summary["status"] == "stopped"
     alone = [*STEADY, "--batch_size", "24", "--model", "mlp", "--epochs", "1000"]
