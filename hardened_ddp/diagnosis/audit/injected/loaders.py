@@ -122,6 +122,10 @@ class Loaders:
         indices = [indices] if isinstance(indices, int) else indices
         self.current, self._recorder.progress = notes["of"], self._recorder.progress + 1
         notes["num_batches"] += 1
+        loader, number = notes["of"]
+        self._num_batches[loader] = self._num_batches.get(loader, 0) + 1
+        if number >= MAX_PASSES or notes["num_batches"] > MAX_BATCHES:
+            return
         parts = leaves(batch, [])
         has_indices = isinstance(indices, list | tuple) and bool(indices)
         if has_indices and indices[0] is not None:
@@ -129,20 +133,17 @@ class Loaders:
         else:
             has_indices = False
             size = next((len(p) for p in parts if getattr(p, "ndim", 1) > 0), 1)
-        loader, number = notes["of"]
-        self._num_batches[loader] = self._num_batches.get(loader, 0) + 1
-        if number < MAX_PASSES and notes["num_batches"] <= MAX_BATCHES:
-            is_plain = has_indices and all(type(i) is int for i in indices)
-            is_few = (notes["num_batches"] - 1) * size < ENOUGH_HASHED
-            is_hashed = not is_plain or (is_few and notes["num_batches"] <= MAX_HASHED)
-            self._recorder.emit(
-                "batch",
-                loader=loader,
-                number=number,
-                size=size,
-                indices=list(indices) if is_plain else None,
-                hashes=_hashes(parts[:MAX_LEAVES], size) if is_hashed else [],
-            )
+        is_plain = has_indices and all(type(i) is int for i in indices)
+        is_few = (notes["num_batches"] - 1) * size < ENOUGH_HASHED
+        is_hashed = not is_plain or (is_few and notes["num_batches"] <= MAX_HASHED)
+        self._recorder.emit(
+            "batch",
+            loader=loader,
+            number=number,
+            size=size,
+            indices=list(indices) if is_plain else None,
+            hashes=_hashes(parts[:MAX_LEAVES], size) if is_hashed else [],
+        )
 
     @property
     def num_batches(self) -> int:

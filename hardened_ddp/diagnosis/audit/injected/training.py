@@ -142,7 +142,7 @@ class Training:
         # WHY CPU time, of this thread: on a busy machine the clock shows what others do
         is_first = known.num_steps <= FIRST_STEPS
         step_cpu_s = time.process_time() - self._last_cpu_s if is_first else 0.0
-        began_cpu_s = time.thread_time()
+        began_cpu_s = time.thread_time() if is_first else 0.0
         fields: dict[str, Foreign] = {}
         if self.is_sampled:
             fields = self._sample(optimizer, known)
