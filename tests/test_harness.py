@@ -193,8 +193,8 @@ def test_a_forked_torchrun_restarts_ranks_of_its_own_and_ends_with_their_status(
 def test_a_process_that_a_rank_leaves_is_noticed_and_cleared_away(leave: Callable[[], int]) -> None:
     before = take_snapshot()
     [pid] = run_ranks(leave, 1, timeout_s=30)
-    [leftover] = find_leftovers(before, grace_s=0.0)
-    assert f"process {pid}" in leftover
+    # WHY not all of them: without grace, one that is just ending may be among them
+    assert any(f"process {pid}" in leftover for leftover in find_leftovers(before, grace_s=0.0))
     clear_away(before)
     assert find_leftovers(before) == []
 
