@@ -152,4 +152,4 @@ def test_memory_that_is_kept_is_not_mapped_anew() -> None:
         run_ranks(page_faults_of_a_loop, 1, False),
         run_ranks(page_faults_of_a_loop, 1, True),
     )
-    assert kept < usual / 10
+    assert kept < usual / 3  # seldom it is mapped anew once or twice, and not each of 12 times
