@@ -14,7 +14,7 @@ from hardened_ddp.diagnosis.audit.catalogue import OBSERVED
 from hardened_ddp.diagnosis.audit.judge import judge
 from hardened_ddp.diagnosis.audit.records import Ranks, read_ranks
 from hardened_ddp.diagnosis.audit.verdict import Verdict
-from tests.audit.programs import HEALTHY, MISTAKES, NEEDS, Case
+from tests.audit.programs import HEALTHY, LOOP, MISTAKES, NEEDS, WRAP, Case
 from tests.processes import PATIENCE, ROOT, clean_environment
 from tests.ranks import free_port
 
@@ -113,6 +113,25 @@ def test_a_planted_mistake_is_found_on_its_line(case: Case, zygote: Zygote, tmp_
     assert [v.code for v in mistakes] == [case.code], told
     assert (mistakes[0].file, mistakes[0].line) == (str(tmp_path / "train.py"), case.line()), told
     assert mistakes[0].evidence
+
+
+@pytest.mark.slow
+def test_a_slow_rank_and_a_needless_search_for_unused_parameters_are_advice(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    slow = (LOOP, f"{LOOP}            import time; time.sleep(0.02 * rank)\n")
+    search = (WRAP, "    model = DDP(net, find_unused_parameters=True)\n")
+    ranks, verdicts, _ = audit(Case("slow", (slow, search)), zygote, tmp_path)
+    by_code = {v.code: v for v in verdicts if not v.is_mistake}
+    assert "rank 1 is slow" in by_code["slow-rank"].sentence
+    assert "find-unused-needless" in by_code
+    assert [v for v in verdicts if v.is_mistake] == []
+    # Nobody waits for a rank that is slower by a fraction of a millisecond.
+    for rank in ranks:
+        for step in rank.all("step"):
+            step |= {"wait_s": 1e-4, "forward_s": 0.0, "backward_s": 7e-4, "optimizer_s": 1e-4}
+            step |= {"wall_s": 1e-3 + 3e-4 * rank.number, "own_s": 0.0}
+    assert "slow-rank" not in {v.code for v in judge(ranks, hung=False)}
 
 
 def test_there_are_enough_programs_of_all_kinds() -> None:

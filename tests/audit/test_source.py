@@ -68,6 +68,11 @@ MISTAKES = {
         loader = DataLoader(train, 32, sampler=sampler)
         """
     + textwrap.indent(LOOP, "        "),
+    "set-epoch-missing in a loop of another name": """
+        sampler = DistributedSampler(train)  # here
+        loader = DataLoader(train, 32, sampler=sampler)
+        """
+    + textwrap.indent(LOOP.replace("epoch", "i"), "        "),
     "collective-on-one-rank": """
         for epoch in range(3):
             if rank == 0:
@@ -113,6 +118,16 @@ HEALTHY = {
             if rank == 0:
                 torch.save(model.module.state_dict(), "a.pt")
             dist.barrier()
+        """,
+    "one pass with micro-batches": """
+        loader = DataLoader(train, 32, sampler=DistributedSampler(train))
+        model = DDP(net)
+        batches = iter(loader)
+        for step in range(100):
+            for micro in range(4):
+                x, y = next(batches)
+                loss_fn(model(x), y).backward()
+            optimizer.step()
         """,
     "evaluation through module": """
         model = DDP(net)

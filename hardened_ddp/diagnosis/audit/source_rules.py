@@ -98,10 +98,24 @@ def find_missing_set_epoch(script: Script) -> Iterator[Verdict]:
 
 
 def _is_epoch_loop(node: ast.AST) -> bool:
+    """Whether a loop is named so, or goes over a number and has a loop over batches in it."""
     if not isinstance(node, ast.For):
         return False
     words = (ast.unparse(node.target) + " " + ast.unparse(node.iter)).lower()
-    return "epoch" in words
+    return "epoch" in words or (_counts(node) and any(map(_trains_on_batches, ast.walk(node))))
+
+
+def _counts(loop: ast.For) -> bool:
+    return isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "range"
+
+
+def _trains_on_batches(node: ast.AST) -> bool:
+    # WHY not a loop that counts: it may go over the micro-batches of one step
+    return (
+        isinstance(node, ast.For)
+        and not _counts(node)
+        and any(isinstance(n, ast.Attribute) and n.attr == "backward" for n in ast.walk(node))
+    )
 
 
 def find_save_on_all_ranks(script: Script) -> Iterator[Verdict]:

@@ -16,6 +16,9 @@ _NAMES = {
 SLOW = 1.3
 """Times the others' own work: then a rank is slow."""
 
+LEAST_MS = 1.0
+"""What a rank must be slower by in each step: less is noise."""
+
 MUCH = 0.2
 """Share of a step from which waiting for data is worth a word."""
 
@@ -61,13 +64,17 @@ def judge_speed(ranks: Ranks) -> Iterator[Verdict]:
 
 
 def _slow_rank(ranks: Ranks, times: dict[int, dict[str, float]]) -> Iterator[Verdict]:
-    # WHY not backward: in it the fast ranks wait for the slow one
-    work = {n: t["wait_s"] + t["forward_s"] + t["other"] for n, t in times.items()}
+    # WHY not backward: in it the fast ranks wait for the slow one. In forward, too, if it begins
+    # with a broadcast of the buffers.
+    waits = any(wrap["broadcasts"] and wrap["num_norms"] for wrap in ranks.first.all("ddp"))
+    parts = ("wait_s", "other") if waits else ("wait_s", "forward_s", "other")
+    work = {n: sum(t[part] for part in parts) for n, t in times.items()}
     slow = max(work, key=lambda n: work[n])
     others = median(ms for number, ms in work.items() if number != slow)
-    if work[slow] > SLOW * others and work[slow] - others > 0.1 * times[slow]["step"]:
+    least_ms = max(LEAST_MS, 0.1 * times[slow]["step"])
+    if work[slow] > SLOW * others and work[slow] - others > least_ms:
         part = max(
-            ("wait_s", "forward_s", "other"),
+            parts,
             key=lambda p: times[slow][p] - median(t[p] for n, t in times.items() if n != slow),
         )
         step = ranks.by_number[slow].all("step")[0]
