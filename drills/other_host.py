@@ -29,7 +29,12 @@ time.sleep(3600)
 # $1: exists when the first host is about to die; $2, $3: python and port; then the agent's command
 _SPARE = f"""
 "$2" -c {shlex.quote(_STORE)} "$3" & store=$!
-while [ ! -e "$1" ]; do sleep 0.05; done
+tries=0
+while [ ! -e "$1" ]; do
+  tries=$((tries + 1))
+  if [ $tries -gt 12000 ]; then kill $store; exit 1; fi  # 10 minutes: the drill itself is gone
+  sleep 0.05
+done
 shift 3; "$@"; status=$?
 kill $store; wait $store; exit $status
 """
