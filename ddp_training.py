@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 # WHY so few imports here: these need no torch, so --help and wrong flags answer at once.
-from hardened_ddp.errors import ConfigError, HardenedError, NonFiniteError
+from hardened_ddp.errors import ConfigError, HardenedError, NonFiniteError, PeerLostError
 from hardened_ddp.ranks.error_file import (
     is_told_by_another_rank,
-    report_failure,
+    leave_failed,
+    log_failure,
     write_error_file,
 )
 from hardened_ddp.ranks.garbage import collect_rarely, keep_imported
@@ -125,7 +126,7 @@ def run_ranks(
     from hardened_ddp.ranks.device import name_lines_of_failures, pick_device
     from hardened_ddp.ranks.group import open_group
     from hardened_ddp.ranks.seeding import seed_run
-    from hardened_ddp.step.failure import errors_published
+    from hardened_ddp.step.failure import errors_told
     from hardened_ddp.training.names import check_names
 
     keep_imported()  # nothing of torch is garbage
@@ -152,12 +153,16 @@ def run_ranks(
             tracker=tracker,
         )
         try:
-            with errors_published(group):  # to the other ranks: they only see a closed connection
+            with errors_told(group):  # also to the other ranks: they only see a closed connection
                 return work(group)
+        except Exception as error:
+            return leave_failed(error, launch)
         finally:
             group.close()
     except Exception as error:
-        return report_failure(error, launch, is_told=is_shared)
+        if not (is_shared and isinstance(error, HardenedError)):
+            log_failure(error)
+        return leave_failed(error, launch)
     finally:
         start_up.close()
 
@@ -220,7 +225,7 @@ def train(settings: Resolved, group: Group) -> int:
             watch.close()  # if a rank hung: this waits for the verdict, and the process ends
             # This rank failed, or another one: a surviving rank saves the last completed step.
             save_as_survivor(error, run.stepper, run.saver, run.folder)
-            if group.launch.is_main:
+            if group.launch.is_main or not isinstance(error, PeerLostError):
                 error.add_note(f"why: python ddp_training.py explain {folder.folder}")
             raise
         finally:
@@ -268,10 +273,8 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     # The model, the task that scores its output, and the DDP wrapper.
     model, task, samples = model_and_task(config, group, data, loader, saved=meta)  # collective
     group.tracker.begin("trying the model and wrapping it in DDP")
-    trial, num_samples = Trial(model, task, precision), length.total * global_batch
-    replica = build_replica(  # collective
-        config, group, trial, samples, num_samples=num_samples, saved=meta
-    )
+    trial = Trial(model, task, precision)
+    replica = build_replica(config, group, trial, samples, loader, saved=meta)  # collective
     # The optimizer, and its learning rate in each step.
     schedule = build_schedule(replica.module, task, config.optimizer, total_steps=length.schedule)
     return Parts(

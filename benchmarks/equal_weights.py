@@ -46,6 +46,8 @@ _FLAGS = ["--cpu_only", "--epochs", "2", "--log_interval", "7", "--run_name", "r
 # WHY: when auto saves is a matter of time, and a last checkpoint from before the end of its epoch
 # has another position.
 _FLAGS += ["--checkpoint_every_steps", "0"]
+# WHY: checkouts differ in what auto chooses, and another memory format adds in another order.
+_FLAGS += ["--channels_last", "false"]
 _METRICS = ("loss/", "accuracy/", "optimizer/")
 _TENSORS = ("model.", "optimizer.")
 _POSITION = ("step", "epoch", "cursor")

@@ -33,6 +33,7 @@ from hardened_ddp.data.shard_loader import HeldSamples, ShardLoader
 from hardened_ddp.data.shard_sampler import ShardSampler
 from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.model.zoo import SimpleCNN
+from hardened_ddp.ranks.garbage import keep_imported
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.settings.data import DataConfig
@@ -150,6 +151,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    keep_imported()  # as a run does, else what is garbage depends on what was imported
     rows, found = Rows(options.samples), {}
     for model in options.models:
         for says in (True, False):

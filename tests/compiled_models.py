@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.plugins import NormingTests
+
 BACKEND = "aot_eager"
 
 
@@ -26,3 +28,10 @@ class Compiled(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(self.layers(images.flatten(1)).relu())
         return logits
+
+
+class NormingTestsCompiled(NormingTests):
+    """A collective in each forward of evaluation, none in training, and all of it compiled."""
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        super().compile(*args, **{**kwargs, "backend": BACKEND})

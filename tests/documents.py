@@ -10,13 +10,14 @@ Does not own: whether what they say is true (test_docs.py).
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from docs.pictures.draw import write_all
 from hardened_ddp.diagnosis.explain.catalogue import FAMILIES
+from hardened_ddp.diagnosis.explain.catalogue.python import BUILT_IN, OPERATION, RAISED
 from hardened_ddp.diagnosis.explain.events import Fix
-from hardened_ddp.diagnosis.explain.matching import literal_of
 from hardened_ddp.settings.record import names_of, template, yaml_word
 from hardened_ddp.settings.schema import SETTINGS, TITLES, limits
 from tests.processes import ROOT
@@ -136,8 +137,9 @@ def causes_table() -> str:
         lines += [f"### {family}", "", "| in the log | cause | fix | how to confirm it |"]
         lines += ["| --- | --- | --- | --- |"]
         for cause in causes:
-            said = ", ".join(f"`{spoken(phrase)}`" for phrase in cause.phrases[:2])
-            said = said or f"`{cause.code.removeprefix('python-')}`"
+            # WHY a dict: two phrases may look alike
+            shown = dict.fromkeys(f"`{spoken(phrase)}`" for phrase in cause.phrases)
+            said = ", ".join(list(shown)[:2]) or IN_A_TRACEBACK[cause.code]
             cells = (said, f"{cause.title} ({cause.code})", fixes_of(cause.fix), cause.confirm)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
@@ -151,9 +153,44 @@ def fixes_of(fix: Fix) -> str:
     return "<br>".join([fix.plain, *others])
 
 
+IN_A_TRACEBACK = {cause.code: f"`{name}:`" for name, cause in BUILT_IN.items()}
+IN_A_TRACEBACK |= {
+    RAISED.code: "another exception, from a `raise` of the program",
+    OPERATION.code: "another exception, from a line of the program without `raise`",
+}
+"""What the log has for a cause that is chosen by the type of an exception."""
+
+
 def spoken(phrase: str) -> str:
-    """Give the text of a phrase that a person can search for."""
-    return literal_of(phrase).strip().replace("`", "'")
+    """Give a phrase as the log has it: N for a number, ... for any other text."""
+    text = _example(re._parser.parse(phrase))  # type: ignore[attr-defined]  # Python's own parser
+    text = re.sub(rf"{_NUMBER}(?:[., x]*{_NUMBER})*", "N", text)
+    return re.sub(r"\.{4,}", "...", text).strip().replace("`", "'")
+
+
+_NUMBER = "\0"
+
+
+def _example(tree: Iterable[Any]) -> str:  # Any: the parser's own types
+    """Write what a parsed phrase matches: of alternatives the first, without optional parts."""
+    parts = []
+    for kind, of in tree:
+        match str(kind):
+            case "LITERAL":
+                parts.append(chr(of))
+            case "SUBPATTERN":
+                parts.append(_example(of[-1]))
+            case "BRANCH":
+                parts.append(_example(of[1][0]))
+            case "MAX_REPEAT" if of[:2] != (0, 1):
+                parts.append(_example(of[2]))
+            case "IN" if re.search(r"CATEGORY_DIGIT|RANGE, \(48, 57\)", str(of)):
+                parts.append(_NUMBER)
+            case "IN" if all(str(one) == "LITERAL" for one, _ in of):
+                parts.append(chr(of[0][1]))
+            case "ANY" | "IN" | "NOT_LITERAL":
+                parts.append("...")
+    return "".join(parts)
 
 
 FAULTS = {

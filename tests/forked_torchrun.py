@@ -13,7 +13,9 @@ import faulthandler
 import os
 import random
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +35,7 @@ from tests.running import Running
 T = TypeVar("T")
 PIDS_NAME = "pids.txt"
 _POLL_S = 0.02
+_STARTS_WITHIN_S = 10.0
 _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -131,18 +134,29 @@ class ForkedRank:
 
     def __init__(self, args: Sequence[str], env: Mapping[str, str]) -> None:
         self.args = args
+        self._env = env
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
+        while not self._fork():
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+
+    def _fork(self) -> bool:
+        """Start the rank; return whether it got going."""
         is_ready, ready = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
             os.setsid()
+            # WHY: where a thread of the agent was resolving a name, its lock stays taken here
+            socket.getaddrinfo("localhost", 0)
             os.write(ready, b"x")
-            _become_rank(args, env)
+            _become_rank(self.args, self._env)
         os.close(ready)
-        os.read(is_ready, 1)  # WHY: before that the agent can't signal it as a group
+        # WHY wait: before that the agent can't signal it as a group
+        has_started = bool(select.select([is_ready], [], [], _STARTS_WITHIN_S)[0])
         os.close(is_ready)
+        return has_started
 
     def poll(self) -> int | None:
         if self.returncode is None:

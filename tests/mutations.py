@@ -59,21 +59,21 @@ MUTATIONS = [
     Mutation("data/ledger.py", "min([done.step, *later])", "done.step", LEDGER),
     Mutation(
         "data/ledger.py",
-        " - sum(taken[i] == 0 for i in left_out)",
+        " - sum(i >= len(taken) or taken[i] == 0 for i in left_out)",
         "",
         f"{LEDGER} {FAULTS} -k 'ledger or left_out'",
     ),
     Mutation("data/ledger.py", "if position + count * width > len(raw):", "if False:", LEDGER),
     Mutation(
         "data/ledger.py",
-        'expected = facts["epoch_end"] if epoch < done.epoch else done.cursor',
-        'expected = facts["epoch_end"]',
+        "of_shards = done.sizes if epoch < done.epoch else done.taken",
+        "of_shards = done.sizes",
         LEDGER,
     ),
     Mutation(
         "data/checks.py",
-        "~tensor.isfinite() if is_alone else tensor.isnan()",
-        "~tensor.isfinite()",
+        "~tensor.isfinite() if is_alone else tensor.isnan()\n        counts",
+        "~tensor.isfinite()\n        counts",
         f"{FAULTS} -k 'number or mask or infin or nan'",
     ),
     Mutation("data/checks.py", "or max(values) >= self.num_classes", "", FAULTS),
@@ -116,8 +116,8 @@ MUTATIONS = [
     # ranks
     Mutation(
         "ranks/shared_sum.py",
-        "        if self._counters[peer * _LINE_WORDS] >= self._number:\n            return\n",
-        "",
+        "word] >= self._number:\n            return\n        if has_left",
+        "word] >= self._number:\n            pass\n        if has_left",
         SHARED,
     ),
     Mutation("ranks/shared_sum.py", "self._slots[self._number % 2]", "self._slots[0]", SHARED),
@@ -128,7 +128,10 @@ MUTATIONS = [
         f"{STEPS} {SAMPLER} {REPLICA}",
     ),
     Mutation(
-        "ranks/seeding.py", "    np.random.seed(value & 0xFFFFFFFF)\n", "", f"{LOADER} {DATASETS}"
+        "ranks/seeding.py",
+        "    value = mix(seed, epoch, index)\n",
+        "    value = mix(seed, index)\n",
+        f"{LOADER} {DATASETS}",
     ),
     Mutation("ranks/process.py", " or fields[_START_FIELD] != started", "", f"{LOCK} {FILES}"),
     Mutation(
@@ -258,8 +261,8 @@ MUTATIONS = [
     # guard
     Mutation(
         "guard/verdict.py",
-        "hung = tuple(report.rank for report in late if report.step == first)",
-        "hung = tuple(report.rank for report in late)",
+        "        late = [report for report in late if report.step == first]\n",
+        "",
         f"{HANGS} -k 'verdict or blam or decide or told or late or named'",
     ),
     Mutation(
@@ -331,9 +334,21 @@ MUTATIONS = [
     Mutation("model/checksum.py", "        pair.mul_(_FACTOR)\n", "", NUMBERS),
     Mutation(
         "model/memory_format.py",
-        "gain = min(group.gather_json(",
-        "gain = max(group.gather_json(",
+        "is_chosen = all(group.gather_json(",
+        "is_chosen = any(group.gather_json(",
         FORMAT,
+    ),
+    Mutation(
+        "model/memory_format.py",
+        "if not _are_alike(usual, last) and _are_alike(last, drawn_again):",
+        "if not _are_alike(usual, last):",
+        FORMAT,
+    ),
+    Mutation(
+        "model/padding.py",
+        "with watching(trial.model, group, refuses=True):",
+        "with watching(trial.model, group):",
+        "tests/test_length_split.py",
     ),
     Mutation(
         "model/zoo.py",

@@ -1,6 +1,8 @@
 """Optimizers and schedules that tests plug in by import path, as a user would; some are wrong."""
 
+import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +62,27 @@ class Noisy(Lion):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+class Starved(Lion):
+    """Runs out of memory within its sixth update, once on each rank that has a file in flags."""
+
+    def __init__(self, params: Any, lr: float = 1e-4, flags: str = "") -> None:
+        super().__init__(params, lr)
+        self.flag = Path(flags) / os.environ.get("RANK", "0")
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        counts = [state["history"]["steps"] for state in self.state.values() if state]
+        if max(counts, default=0) < 5 or not self.flag.is_file():
+            super().step()
+            return
+        self.flag.unlink()
+        groups = self.param_groups  # the first parameter is updated, and the others are not
+        self.param_groups = [{**groups[0], "params": groups[0]["params"][:1]}]
+        super().step()
+        self.param_groups = groups
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory, as a test has it")
 
 
 class OwnFormat(Lion):

@@ -85,7 +85,8 @@ OWNERS = {
         "diagnosis/audit/injected/*"
     ),
     "print": "reporting/* diagnosis/* drills/* ddp_training.py",
-    "sys.exit exit quit SystemExit": "ddp_training.py",
+    "sys.exit exit quit": "ddp_training.py",
+    "SystemExit": "ddp_training.py data/import_path.py",  # the latter catches a user's
     "os._exit": "guard/watchdog.py drills/injectors.py",
 }
 

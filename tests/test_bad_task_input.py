@@ -57,7 +57,10 @@ OWN = (*data("text"), "--task", "own")
 CONSTANT = ("--lr_schedule", "constant")
 
 CASES: dict[str, tuple[Words, str]] = {
-    "labels that are text": ((*data("text"), *model(2)), "the labels are not a tensor"),
+    "labels that are text": (
+        (*data("text"), *model(2)),
+        "the labels are a list of str, not a tensor",
+    ),
     "labels that fit two tasks": ((*data("binary"), *model(1)), "multilabel and regression alike"),
     "labels that fit no task": (
         (*data("float"), *model(3)),

@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.utils.rnn import (
+    PackedSequence,
+    pack_sequence,
+    pad_packed_sequence,
+    pad_sequence,
+)
 from torch.utils.data import Dataset, Subset
 
 from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
@@ -34,6 +39,11 @@ def join(samples: list[Any]) -> tuple[Any, torch.Tensor]:
     rows, labels = zip(*samples, strict=True)
     lengths = torch.tensor([len(row) for row in rows])
     return {"row": torch.cat(rows), "lengths": lengths}, torch.tensor(labels)
+
+
+def pack(samples: list[Any]) -> tuple[PackedSequence, torch.Tensor]:
+    rows, labels = zip(*samples, strict=True)
+    return pack_sequence(list(rows), enforce_sorted=False), torch.tensor(labels)
 
 
 def drop_one(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,6 +152,20 @@ def test_samples_of_different_lengths_are_padded_by_the_collate(num_workers: int
     assert all(len(row) == index + 1 for index, row in found.items())
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_packed_sequences_come_through_the_loader(num_workers: int) -> None:
+    loader = make_loader(pack, num_workers)
+    loader.stream.fetcher.checks = Checks(inputs=True)
+    batches = read(loader)
+    loader.close()
+    for batch in batches:
+        assert type(batch.inputs) is PackedSequence
+        rows, lengths = pad_packed_sequence(batch.inputs, batch_first=True)
+        assert lengths.tolist() == [index + 1 for index in batch.indices.tolist()]
+        assert batch.size_bytes() > rows.element_size() * int(lengths.sum())
+    assert len(batches) == 3
+
+
 def test_without_a_collate_what_makes_no_batch_is_told_how_to_make_one() -> None:
     fetcher = Fetcher([(torch.zeros(2), object())] * 4, seed=0)
     with pytest.raises(SampleError, match="can't be made into a batch") as caught:
@@ -240,7 +264,7 @@ def test_the_collate_of_the_dataset_is_used_unless_another_is_named() -> None:
     [
         ("tests.test_collate:missing", "can't be imported"),
         ("no_such_package:pad", "can't be imported"),
-        ("tests.test_collate:NO_LENGTH", "is a int, not a class or function"),
+        ("tests.test_collate:NO_LENGTH", "is of type int, not a class or function"),
         ("tests.test_collate:Needy", "can't be made without arguments"),
         ("tests.test_collate:Rows", "that can't be called"),
     ],

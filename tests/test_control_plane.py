@@ -1,8 +1,10 @@
 """What the control plane asks of its one store: with many ranks, few questions of each."""
 
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +14,13 @@ import torch.distributed as dist
 from hardened_ddp.guard.hang_consensus import HangConsensus
 from hardened_ddp.guard.neighbours import Neighbours
 from hardened_ddp.guard.verdict import Report, Verdict, decide
-from hardened_ddp.ranks.failures import MOST_READ, publish_failure, read_failures
+from hardened_ddp.ranks.failures import (
+    MOST_READ,
+    await_listeners,
+    publish_failure,
+    read_failures,
+    tell_once,
+)
 from hardened_ddp.ranks.heartbeat import ALARM, new_words
 from hardened_ddp.ranks.patient_store import PatientStore
 from hardened_ddp.ranks.phase import Phase
@@ -50,6 +58,50 @@ def test_a_rank_reads_the_reasons_of_others_with_one_question() -> None:
     assert list(found) == [rank for rank in range(MOST_READ) if rank != 1]
     assert found[3] == "rank 3\nfailed"
     assert inner.asked == {"compare_set": 1, "set": 1}, "one question, and that it has read them"
+
+
+def test_of_ranks_with_the_same_error_one_tells_it_and_leaves_last() -> None:
+    inner = CountingStore()
+    told: list[tuple[int, str]] = []
+
+    def fail(rank: int, text: str, defer_s: float) -> bool:
+        store = PatientStore(inner)
+        assert publish_failure(store, rank, text, is_last=False)
+
+        def tell() -> None:
+            time.sleep(0.1)  # the others must wait for it
+            told.append((rank, text))
+
+        is_mine = tell_once(store, rank, text, tell, world_size=6, defer_s=defer_s)
+        assert any(text == other for _, other in told), f"rank {rank} left before it was told"
+        return is_mine
+
+    def fail_all(ranks: range, text: str, defer_s: float) -> list[int]:
+        with ThreadPoolExecutor(len(ranks)) as pool:
+            tellers = pool.map(lambda rank: fail(rank, text, defer_s), reversed(ranks))
+            return [rank for rank, is_mine in zip(reversed(ranks), tellers, strict=True) if is_mine]
+
+    assert len(fail_all(range(6), "step 3", 0.0)) == 1
+    assert fail_all(range(6), "a user's mistake", 30.0) == [0]
+    assert fail_all(range(4, 5), "of one rank", 0.0) == [4]
+    assert fail_all(range(5, 6), "of one rank that defers to none", 0.05) == [5]
+    assert len(told) == 4
+    await_listeners(PatientStore(inner), 6, 0.0)  # all have heard, so rank 0 may end the store
+
+
+def test_a_rank_whose_store_is_gone_or_whose_teller_died_tells_its_error_itself() -> None:
+    told: list[int] = []
+    assert tell_once(None, 1, "x", lambda: told.append(1), world_size=1)
+    inner = CountingStore()
+    inner.set("told/" + sha256(b"x").hexdigest(), "0")  # rank 0 died before it told it
+    assert tell_once(PatientStore(inner), 2, "x", lambda: told.append(2), world_size=3)
+
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("Connection reset by peer")
+
+    assert tell_once(patient(Gone()), 3, "x", lambda: told.append(3), world_size=3, defer_s=9.0)
+    assert told == [1, 2, 3]
 
 
 def test_missing_keys_are_found_with_few_questions() -> None:
@@ -140,5 +192,5 @@ def test_the_benchmark_measures_each_part_with_few_ranks() -> None:
         ["python", "benchmarks/control_plane.py", "--ranks", "12"], timeout_s=170
     ).ok()
     rows = [line for line in done.stdout.splitlines() if " bar " in line]
-    assert len(rows) == 7
+    assert len(rows) == 9
     assert all(line.endswith("ok") for line in rows), done.stdout

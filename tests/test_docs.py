@@ -268,6 +268,8 @@ class TestAllDocuments:
         assert hosts <= HOSTS, "a link to a page that nobody here reads"
         assert not re.search(r"/(?:work|home|root|tmp)/|pypi|index-url", text)
         assert not re.search(r"#\d{3,}", text), "an issue's number says nothing to a reader"
+        lines = [line for line in prose_of(document).splitlines() if not line.startswith("|")]
+        assert not [line for line in lines if len(line) > 100 and "](http" not in line]
 
     def test_a_test_that_runs_a_command_elsewhere_exists(self) -> None:
         for test in (TYPED_TEST, *ELSEWHERE.values()):

@@ -2,12 +2,14 @@
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.task.task import Metric
+from hardened_ddp.training.early_stop import why_stopped
 from tests.ranks import train
 from tests.run_folder import read_summary
 from tests.settings_given import problem_of
@@ -62,10 +64,23 @@ def test_only_better_values_count_and_nan_is_never_better() -> None:
     for value in (math.nan, 3.0, 2.0, 2.0, math.nan, 1.0, 5.0):
         progress.note_for_stop(loss, value)
         seen.append(progress.num_worse)
-    assert seen == [0, 0, 0, 1, 2, 0, 1]
+    assert seen == [1, 0, 0, 1, 2, 0, 1]
     assert progress.stop_value == 1.0
+    assert why_stopped(loss, progress) == "loss has not been better than 1 in 1 evaluation"
     progress.note_for_stop(Metric("accuracy"), 0.1)  # another metric: all begins anew
     assert (progress.stop_metric, progress.num_worse) == ("accuracy", 0)
+
+
+@pytest.mark.parametrize("is_higher_better", [True, False])
+def test_a_metric_that_is_never_a_number_ends_the_run_too(is_higher_better: bool) -> None:
+    metric, progress = Metric("score", is_higher_better=is_higher_better), Progress()
+    for value in (math.nan, math.inf):
+        progress.note_for_stop(metric, value)
+    json.dumps(asdict(progress), allow_nan=False)  # it goes into checkpoints
+    assert progress.num_worse == 2
+    assert why_stopped(metric, progress) == "score has been NaN or infinite in 2 evaluations"
+    progress.note_for_stop(metric, -7.0)
+    assert (progress.num_worse, progress.stop_value) == (0, -7.0)
 
 
 @pytest.mark.parametrize(

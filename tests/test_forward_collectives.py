@@ -15,6 +15,8 @@ FLAGS: list[str | Path] = ["--cpu_only", "--dataset", "tests.plugins:points", "-
 FLAGS += ["--epochs", "2", "--num_workers", "0", "--hang_after_s", "5", "--timeout_s", "30"]
 NORMING, GATHERING = ("--model", "tests.plugins:Norming"), ("--model", "tests.plugins:Gathering")
 
+COMPILED = ("--compile", "--model", "tests.compiled_models:NormingTestsCompiled")
+
 
 @pytest.mark.parametrize(
     "flags", [(), pytest.param(("--no_shared_memory",), marks=pytest.mark.slow)], ids=str
@@ -26,10 +28,11 @@ def test_ranks_with_unequal_shares_run_as_many_forwards(
     argv = [*FLAGS, *NORMING, *flags, "--accumulation_steps", "2", "--output_dir", tmp_path]
     finished = train([*argv, "--dataset_args", "{size: 25}"], 2).ok()
     assert finished.outputs[0].count("the model's forward runs collectives (all_reduce in") == 1
-    assert "all_reduce in plugins.py:" in finished.outputs[0]
+    assert "all_reduce in plugins.py:" in finished.output
     assert read_summary(only_run(tmp_path))["step"] == 4
 
 
+CUT = ("--split_by_length", "--collate", "torch.utils.data:default_collate")
 REFUSED = [
     # A last step of 1 sample: rank 1 has none.
     (33, (*NORMING,), "rank 1 has 0 for the 1 forwards", "--drop_last"),
@@ -37,6 +40,7 @@ REFUSED = [
     (24, (*NORMING, "--batch_size", "auto", "--global_batch_size", "8"), "auto", "--batch_size"),
     (24, (*NORMING, "--continue_on_error"), "left out", "--continue_on_error"),
     (24, (*NORMING, "--global_batch_size", "1"), "each step has 1", "a multiple of 2"),
+    (24, (*NORMING, *CUT), "cuts a micro-batch", "--no_split_by_length"),
     # 17 samples to test on, 16 at once: one rank has 9 of them, in one batch, and the other 8.
     (
         24,
@@ -45,6 +49,7 @@ REFUSED = [
         "--eval",
     ),
     (24, ("--model", "tests.plugins:NormingTests", "--eval_batch_size", "1"), "8 for", "--eval"),
+    (24, (*COMPILED, "--eval_batch_size", "1"), "8 for", "--eval"),
 ]
 
 
@@ -59,11 +64,12 @@ def test_a_run_in_which_a_rank_would_lack_a_forward_is_refused_before_it_trains(
     argv = [*FLAGS, *flags, "--dataset_args", f"{{size: {size}}}", "--output_dir", tmp_path]
     finished = train(argv, 2)
     assert all(finished.statuses)
-    for output in finished.outputs:
-        assert "[DDP-M01] the model's forward runs collectives (" in output
-        assert problem in output
-        assert fix in output.partition("wait for each other: ")[2].partition(problem)[2]
-        assert "Traceback" not in output
+    output = finished.output
+    assert "[DDP-M01] the model's forward runs collectives (" in output
+    assert problem in output
+    assert fix in output.partition("wait for each other: ")[2].partition(problem)[2]
+    assert output.count("DDP-M01") == 1  # one rank tells it
+    assert "Traceback" not in output
     if fix == "--drop_last":
         train([*argv, "--drop_last"], 2).ok()
 
@@ -93,11 +99,12 @@ def test_evaluate_is_refused_where_a_rank_would_lack_a_forward(tmp_path: Path) -
     assert "17" in train(words, 2).ok().output
     finished = train([*words, "--eval_batch_size", "1"], 2)
     assert all(finished.statuses)
-    for output in finished.outputs:
-        assert "[DDP-M01] the model's forward runs collectives (all_reduce in plugins" in output
-        assert "the test set has 17 samples for 2 ranks: rank 1 has 8 for the 9" in output
-        assert "evaluate in one process" in output
-        assert "Traceback" not in output
+    output = finished.output
+    assert "[DDP-M01] the model's forward runs collectives (all_reduce in plugins" in output
+    assert "the test set has 17 samples for 2 ranks: rank 1 has 8 for the 9" in output
+    assert "evaluate in one process" in output
+    assert output.count("DDP-M01") == 1
+    assert "Traceback" not in output
     assert "17" in train([*words, "--eval_batch_size", "1"]).ok().output
     finished = train([*words, "--continue_on_error"], 2)
     assert all(finished.statuses)

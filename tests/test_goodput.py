@@ -1,6 +1,7 @@
 """The account of a run's wall time: every second is somewhere, over all attempts."""
 
 import json
+import math
 import time
 from pathlib import Path
 
@@ -76,10 +77,18 @@ def test_every_second_is_in_one_phase(tmp_path: Path) -> None:
     assert [entry["step"] for entry in read_attempts(tmp_path)] == [5]
 
 
+STRANGE = [("began_at", "x"), ("began_at", {}), ("now", None), ("training", []), ("step", True)]
+STRANGE += [("start_up", math.nan), ("first_step", 10**400)]
+
+
 def test_lines_that_were_cut_off_are_passed_over(tmp_path: Path) -> None:
     whole = json.dumps(attempt(1, first_step=0, step=3))
-    (tmp_path / NAME).write_text(f'{whole}\n[]\n{{"step": 4}}\n{whole[:30]}', encoding="utf-8")
-    assert [entry["step"] for entry in read_attempts(tmp_path)] == [3]
+    strange = [json.dumps({**json.loads(whole), name: value}) for name, value in STRANGE]
+    broken = "\n".join(["[]", '{"step": 4}', *strange, whole[:30]])
+    (tmp_path / NAME).write_bytes(f"{whole}\n{broken}\n".encode() + b"\0\xff\xfe")
+    attempts = read_attempts(tmp_path)
+    assert [entry["step"] for entry in attempts] == [3]
+    assert account_of(attempts)["wall"] > 0
 
 
 @pytest.mark.slow

@@ -143,7 +143,7 @@ def test_a_run_that_nothing_fits_ends_with_one_error(tmp_path: Path) -> None:
     argv += ["--init_from", str(tmp_path / "w.safetensors"), "--output_dir", str(tmp_path / "runs")]
     finished = train(argv, 2)
     assert all(status != 0 for status in finished.statuses)
-    assert "none of its 1 tensors fits the 4 of the model" in finished.outputs[0]
+    assert "none of its 1 tensors fits the 4 of the model" in finished.output
     assert "Traceback" not in finished.output
 
 

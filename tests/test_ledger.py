@@ -1,14 +1,17 @@
 """The ledger: it proves exactly-once over kills and resizes, and sees what is wrong."""
 
+import errno
 import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ddp_training import main
 from hardened_ddp.data.ledger import Done, LedgerWriter, next_start, verify_ledger
 from hardened_ddp.errors import RunFolderError
-from tests.ranks import run_program, start_training, train
+from hardened_ddp.step import parts
+from tests.ranks import run_program, run_ranks, start_training, train
 from tests.run_folder import find_checkpoints, only_run
 
 STEADY: list[str | Path] = ["--cpu_only", "--batch_size", "12", "--epochs", "2", "--ledger"]
@@ -61,6 +64,10 @@ def test_a_sample_that_was_reported_as_left_out_is_not_missing(tmp_path: Path) -
     lines, is_exact = verify_ledger(tmp_path, WHOLE)
     assert is_exact
     assert "1 of them left out, as reported" in lines[0]
+    for broken in (b"\0\xff\n", b"[1]\n", b'{"index": "x", "epoch": 0}\n'):
+        skipped.write_bytes(broken)
+        with pytest.raises(RunFolderError, match=r"line 1 of .*skipped_samples.jsonl"):
+            verify_ledger(tmp_path, WHOLE)
 
 
 def test_samples_behind_the_end_of_an_epoch_are_not_missing(tmp_path: Path) -> None:
@@ -95,20 +102,87 @@ def test_a_record_cut_off_by_a_crash_is_passed_over(tmp_path: Path) -> None:
         assert not verify_ledger(tmp_path, WHOLE)[1], num_cut
 
 
+def test_a_start_that_a_crash_ended_before_its_first_line_was_written_takes_no_step(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, {0: [5, 1]})
+    for head in (b"", b'{"schema": 1, "st'):
+        write(tmp_path, {}, begin=1)
+        newest = sorted((tmp_path / "ledger").iterdir())[-1]
+        newest.write_bytes(head)
+    write(tmp_path, {1: [2, 0], 2: [3, 4]}, begin=1)
+    assert verify_ledger(tmp_path, WHOLE) == (["epoch 0: 6 samples, each exactly once"], True)
+    for path in (tmp_path / "ledger").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(RunFolderError, match="has no ledger"):
+        verify_ledger(tmp_path, WHOLE)
+
+
 def test_no_ledger_and_a_foreign_file_are_clear_errors(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="has no ledger"):
         verify_ledger(tmp_path, WHOLE)
     write(tmp_path, {})
     [path] = (tmp_path / "ledger").iterdir()
-    path.write_bytes(b"what\nis this")
-    with pytest.raises(RunFolderError, match="not a ledger file"):
-        verify_ledger(tmp_path, WHOLE)
+    for head in (b"what\nis this", b"[]\n", b'{"step": "x"}\n'):
+        path.write_bytes(head)
+        with pytest.raises(RunFolderError, match="not a ledger file"):
+            verify_ledger(tmp_path, WHOLE)
 
 
-def test_a_disk_that_fails_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    writer = LedgerWriter(tmp_path / "gone", start=1, rank=0, step=0, facts=FACTS)
-    writer.bring(0, 0, [np.arange(2)])
-    assert "can't be written" in caplog.text
+@pytest.mark.parametrize("fails_at", range(3))
+def test_a_disk_that_is_full_for_a_while_loses_nothing_of_the_ledger(
+    fails_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    is_full = False
+
+    def write_part(fd: int, data: bytes) -> int:
+        if not is_full:
+            return written(fd, data)
+        if len(data) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(fd, data[: len(data) // 2])
+
+    written = os.write
+    monkeypatch.setattr("os.write", write_part)
+    is_full = fails_at == 0  # for the head, or from some step on
+    writer = LedgerWriter(tmp_path, start=next_start(tmp_path), rank=0, step=0, facts=FACTS)
+    for step, ids in enumerate([[5, 1], [2, 0], [3, 4]]):
+        is_full = is_full if step != 2 else False
+        is_full = is_full or step == fails_at == 1
+        writer.bring(step, 0, [np.array(ids)])
+    writer.close()
+    assert verify_ledger(tmp_path, WHOLE) == (["epoch 0: 6 samples, each exactly once"], True)
+    assert caplog.text.count("can't be written") == (fails_at < 2)
+
+
+def test_a_ledger_that_could_not_be_written_to_the_end_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "ledger").write_text("in the way")
+    writer = LedgerWriter(tmp_path, start=1, rank=0, step=0, facts=FACTS)
+    for step in range(2):
+        writer.bring(step, 0, [np.arange(2)])
+    writer.close()
+    assert caplog.text.count("can't be written") == 1
+    assert "3 records of the ledger could not be written" in caplog.text  # its head, too
+
+
+def train_with_ledger(output: Path) -> tuple[int, int]:
+    num_closed = 0
+
+    class Writer(LedgerWriter):
+        def close(self) -> None:
+            nonlocal num_closed
+            num_closed += 1
+            super().close()
+
+    parts.LedgerWriter = Writer  # type: ignore[misc,attr-defined]  # in this process, which ends
+    status = main([*map(str, STEADY), "--max_steps", "2", "--output_dir", str(output)])
+    return status, num_closed
+
+
+def test_a_run_closes_its_ledger(tmp_path: Path) -> None:
+    assert run_ranks(train_with_ledger, 1, tmp_path) == [(0, 1)]
 
 
 def test_each_sample_once_over_a_kill_and_other_numbers_of_ranks(tmp_path: Path) -> None:

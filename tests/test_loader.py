@@ -5,7 +5,10 @@ import logging
 import multiprocessing
 import os
 import random
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -344,16 +347,58 @@ def test_a_slow_batch_is_waited_for() -> None:
     loader.close()
 
 
+SIGNALS_OF_A_RANK = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
+
+
+def blocked_signals(pid: int | None) -> set[int]:
+    mask = int(status_of(pid, "SigBlk"), 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
+
+
+def status_of(pid: int | None, name: str) -> str:
+    text = Path(f"/proc/{pid}/status").read_text()
+    return text.partition(f"{name}:")[2].split()[0]
+
+
+def test_the_fork_server_leaves_them_alone_while_it_imports_torch() -> None:
+    loader = make_loader(Scripted(), 1, start_method="forkserver")
+    next(loader.windows(0, 0))
+    (worker,) = multiprocessing.active_children()
+    fork_server = int(status_of(worker.pid, "PPid"))
+    assert fork_server != os.getpid()
+    assert blocked_signals(fork_server) >= SIGNALS_OF_A_RANK
+    assert not blocked_signals(os.getpid()) & SIGNALS_OF_A_RANK
+    loader.close()
+
+
+TRACKER = """
+import os
+from hardened_ddp.data.worker_signals import signals_of_rank_blocked
+with signals_of_rank_blocked():
+    pass
+[tracker] = open(f"/proc/self/task/{os.getpid()}/children").read().split()
+for pid in (tracker, "self"):
+    print(open(f"/proc/{pid}/status").read().split("SigBlk:")[1].split()[0])
+"""
+
+
+def test_the_tracker_of_shared_memory_leaves_them_alone_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TRACKER], capture_output=True, text=True, timeout=60, check=True
+    )
+    of_tracker, own = (int(mask, 16) for mask in re.findall(r"[0-9a-f]{16}", done.stdout))
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # SIGINT it ignores
+        assert of_tracker >> (number - 1) & 1
+    assert own == 0
+
+
 def test_workers_leave_the_ranks_signals_alone_and_die_with_it() -> None:
     loader = make_loader(Scripted(), 1)
     next(loader.windows(0, 0))
     (worker,) = multiprocessing.active_children()
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in SIGNALS_OF_A_RANK:
         os.kill(worker.pid or 0, number)
-    status = Path(f"/proc/{worker.pid}/status").read_text()
-    blocked = int(status.split("SigBlk:")[1].split()[0], 16)
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-        assert blocked >> (number - 1) & 1
+    assert blocked_signals(worker.pid) >= SIGNALS_OF_A_RANK
     assert worker.is_alive()
     loader.close()
     assert not worker.is_alive()

@@ -2,15 +2,20 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from drills.faults import find
+from drills.work import Work
 from hardened_ddp.guard.divergence import differing_on_many
-from hardened_ddp.model.moving_buffers import MovingBuffers
+from hardened_ddp.model.moving_buffers import MovingBuffers, may_move
+from hardened_ddp.model.probe import untouched_buffers
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import read_launch
+from tests.forked_drills import forked_drills
 from tests.ranks import run_ranks, train
 
 LATE = ["--cpu_only", "--dataset", "tests.plugins:points", "--dataset_args", "{size: 120}"]
@@ -97,6 +102,81 @@ def test_copies_restore_the_buffers_without_a_kernel_for_each() -> None:
 def test_without_foreach_they_are_copied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch, "_foreach_copy_", raising=False)
     test_copies_restore_the_buffers_without_a_kernel_for_each()
+
+
+class Teacher(nn.Module):
+    """Has a copy of its layer that follows it as a moving average, and a frozen one that rests."""
+
+    def __init__(self, num_classes: int = 2) -> None:
+        super().__init__()
+        self.layer, self.teacher = nn.Linear(3, num_classes), nn.Linear(3, num_classes)
+        self.teacher.load_state_dict(self.layer.state_dict())
+        self.rests = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.teacher.requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        if self.training:
+            for mine, its in zip(self.teacher.parameters(), self.layer.parameters(), strict=True):
+                mine.data = mine.data * 0.9 + its.data * 0.1  # the device of MoCo's own code
+        logits = self.layer(inputs * self.rests)
+        if labels is None:
+            return {"logits": logits}
+        loss = nn.functional.cross_entropy(logits, labels)
+        return {"logits": logits, "loss": loss + (logits - self.teacher(inputs)).square().mean()}
+
+
+def test_a_teacher_that_begins_as_a_copy_is_found_to_move() -> None:
+    module = Teacher()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    with untouched_buffers(module, shakes=True) as moving:
+        module(torch.randn(4, 3))
+    assert moving == ["teacher.weight", "teacher.bias"]
+    assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
+    with untouched_buffers(module) as moving:
+        module.teacher.weight.data.add_(1)
+    assert moving == ["teacher.weight"]
+    assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
+
+
+def test_a_frozen_base_that_is_much_larger_than_what_is_trained_is_not_copied() -> None:
+    module = nn.Sequential(nn.Linear(30, 30).requires_grad_(False), nn.Linear(30, 2))
+    assert not may_move(module)
+    module = nn.Sequential(nn.Linear(30, 30).requires_grad_(False), nn.Linear(30, 30))
+    assert list(may_move(module)) == ["0.weight", "0.bias"]
+
+
+def test_moving_parameters_become_those_of_rank_0_bit_for_bit() -> None:
+    sent: list[torch.Tensor] = []
+    modules = [Teacher() for _ in range(3)]
+    names = ["teacher.weight", "teacher.bias"]
+    for rank, module in enumerate(modules):
+        MovingBuffers(module, names).equalize(
+            lambda flat: sent.append(flat.clone()) or flat, world_size=3, is_main=rank == 0
+        )
+    total = sent[0] + sent[1] + sent[2]
+    MovingBuffers(modules[2], names).equalize(
+        lambda flat: flat.copy_(total), world_size=3, is_main=False
+    )
+    assert torch.equal(modules[2].teacher.weight, modules[0].teacher.weight)
+    assert torch.equal(modules[2].teacher.bias, modules[0].teacher.bias)
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param("kill-forward", marks=pytest.mark.slow), "raise-backward-one"]
+)
+def test_a_fault_in_a_step_leaves_the_teacher_as_in_the_undisturbed_run(
+    fault: str, tmp_path: Path
+) -> None:
+    work = Work(
+        model="tests.test_moving_buffers:Teacher",
+        dataset="tests.plugins:points",
+        dataset_args={"size": 360},
+        flags=("--batch_size=12", "--num_workers=0", "--max_steps=15", "--eval_every=0"),
+    )
+    found = find(fault)
+    assert found is not None
+    verdict = forked_drills(tmp_path, work=work).run(found)
+    assert verdict.passed, verdict
 
 
 def compare_still(values: list[float]) -> list[str]:

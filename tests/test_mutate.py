@@ -5,7 +5,18 @@ from pathlib import Path
 import pytest
 
 from tests.mutate import noticed_by
-from tests.mutations import Mutation
+from tests.mutations import MUTATIONS, Mutation
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_each_mutation_stands_in_the_code_once() -> None:
+    gone = [
+        f"{file}: {old}"
+        for file, old, *_ in MUTATIONS
+        if (ROOT / "hardened_ddp" / file).read_text(encoding="utf-8").count(old) != 1
+    ]
+    assert not gone
 
 
 @pytest.mark.slow

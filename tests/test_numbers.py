@@ -58,18 +58,17 @@ def test_the_module_that_first_gives_no_number_is_named_with_rank_and_samples(
     finished = run(tmp_path, 2, *spoiled(kind=kind))
     assert finished.statuses == (1, 1)
     [checkpoint] = find_checkpoints(tmp_path)
-    for output in finished.outputs:
-        [line] = [line for line in output.splitlines() if "DDP-S03" in line]
-        # nothing of that step is in the checkpoint, and all before it is
-        assert f"rank 1, step {step_of(checkpoint)}, samples [" in line
-        assert words in line
+    [line] = [line for line in finished.output.splitlines() if "DDP-S03" in line]  # by one rank
+    # nothing of that step is in the checkpoint, and all before it is
+    assert f"rank 1, step {step_of(checkpoint)}, samples [" in line
+    assert words in line
 
 
 def test_a_sample_that_is_no_number_is_named(tmp_path: Path) -> None:
     flags = ["--dataset", "tests.plugins:points_with_nan", "--no_check_inputs", *spoiled()]
     finished = run(tmp_path, 2, *flags)
     assert finished.statuses == (1, 1)
-    assert "samples [13]: the loss is nan; the input itself is not finite" in finished.outputs[0]
+    assert "samples [13]: the loss is nan; the input itself is not finite" in finished.output
 
 
 @pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))
@@ -93,7 +92,7 @@ def test_numbers_that_go_wrong_within_the_hooks_of_ddp_leave_no_trace_either(
     assert last_tensors(tmp_path / "faulty") == undisturbed(2, *spoiled(), *hooks)
     finished = run(tmp_path / "spoiled", 2, *spoiled(kind=kind), *hooks)
     assert finished.statuses == (1, 1)
-    assert "blocks.1.1 (Spoiler) produced the first" in finished.outputs[0]
+    assert "blocks.1.1 (Spoiler) produced the first" in finished.output
 
 
 OFTEN = ["--checkpoint_every_steps", "4", "--ledger"]
@@ -106,7 +105,7 @@ def test_steps_without_finite_numbers_are_rolled_back_and_done_again(
     faulty = spoiled(kind="nan", first=13, last=13 + 3 * 7 - 1)
     finished = run(tmp_path / "faulty", 2, *faulty, *OFTEN, "--continue_on_error").ok()
     words = "3 steps in a row had no finite loss or gradient: going back to the checkpoint of"
-    assert words in finished.outputs[0]
+    assert words in finished.output
     assert last_tensors(tmp_path / "faulty") == undisturbed(2, *spoiled())
     assert is_exact(tmp_path / "faulty")
     summary = read_summary(only_run(tmp_path / "faulty"))
@@ -119,7 +118,7 @@ def test_steps_that_stay_without_finite_numbers_stop_all_ranks(tmp_path: Path) -
     faulty = spoiled(kind="nan", first=13)
     finished = run(tmp_path, 2, *faulty, *OFTEN, "--continue_on_error")
     assert finished.statuses == (1, 1)
-    assert "3 steps in a row had no finite loss or gradient, again, after" in finished.outputs[1]
+    assert "3 steps in a row had no finite loss or gradient, again, after" in finished.output
     assert finished.outputs[0].count("going back to the checkpoint of") == 1
     assert finished.outputs[0].count("blocks.1.1 (Spoiler) produced the first nan") >= 6
     first = int(
@@ -143,8 +142,8 @@ def test_a_bit_that_flips_on_one_of_two_ranks_leaves_no_trace_in_the_weights(
     finished = run(tmp_path / "faulty", 2, *faulty).ok()
     for output in finished.outputs:
         assert "[DDP-S05]" in output
-    assert "rank 1 differs from rank 0 in model.first.weight" in finished.outputs[0]
-    assert "the replicas differed: going back to the checkpoint of step 4" in finished.outputs[0]
+    assert "rank 1 differs from rank 0 in model.first.weight" in finished.output
+    assert "the replicas differed: going back to the checkpoint of step 4" in finished.output
     assert last_tensors(tmp_path / "faulty") == undisturbed(2, *flipping())
     assert is_exact(tmp_path / "faulty")
     summary = read_summary(only_run(tmp_path / "faulty"))
@@ -188,9 +187,8 @@ def test_without_a_state_to_take_all_ranks_stop_and_doubtful_ones_are_set_aside(
     often = ["--checkpoint_every_steps", "7", *flags, "--check_replicas_every", "6"]
     finished = run(tmp_path, world_size, *flipping(at=10), *often)
     assert finished.statuses == (1,) * world_size
-    for output in finished.outputs:
-        assert "DDP-S05" in output
-        assert words in output
+    assert "DDP-S05" in finished.output
+    assert words in finished.output
     # A checkpoint of step 7, after the comparison of step 6, may be of either state.
     assert not find_checkpoints(tmp_path)
 

@@ -4,10 +4,12 @@ import io
 import json
 import math
 import re
+import resource
 import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,7 @@ def make_run(folder: Path, *, batch_size: int = 8) -> Path:
 
     for name in ("logs", "status", "checkpoints/step-000000080"):
         (folder / name).mkdir(parents=True)
+    (folder / "checkpoints" / "step-000000080" / "manifest.json").write_text('{"step": 80}')
     settings = settings_of(f"--batch_size {batch_size} --run_name r")
     (folder / "config.yaml").write_text(dump(settings.config, settings.sources))
     lines = []
@@ -145,12 +148,36 @@ def test_a_long_curve_keeps_its_extremes(tmp_path: Path) -> None:
     assert thinned([1, 2], [3, 4]) == ([1, 2], [3, 4])
 
 
+def test_of_a_dead_run_the_newest_step_that_is_known_counts(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "first"))
+    ranks = tuple({**rank, "state": "running", "step": 150} for rank in run.ranks)
+    dead = replace(run, ranks=ranks, checkpoints=((240, BEGAN),))
+    assert dead.state == "dead"
+    assert "<tr><td>step</td><td>240</td></tr>" in page_of({"r": dead}, "")
+
+
 def test_a_run_that_is_not_there_is_one_clear_error(tmp_path: Path) -> None:
     make_run(tmp_path / "first")
     options = parse(["report", "frist", "--output_dir", str(tmp_path)]).options
     with pytest.raises(RunFolderError, match="there is no run frist") as caught:
         run_report(options, output=io.StringIO())
     assert "first" in caught.value.fix
+
+
+def test_where_the_disk_is_full_the_report_of_before_is_kept(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "first")
+    (folder / "report.html").write_text("before")
+    options = parse(["report", "first", "--output_dir", str(tmp_path)]).options
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    names = sorted(folder.iterdir())
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        with pytest.raises(RunFolderError, match="the report can't be written to"):
+            run_report(options, output=io.StringIO())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (folder / "report.html").read_text() == "before"
+    assert sorted(folder.iterdir()) == names
 
 
 def test_without_plotly_the_command_that_installs_it_is_told(

@@ -105,7 +105,7 @@ def test_a_stop_that_comes_while_another_rank_hangs_saves_the_last_step(
     assert finished.statuses == (PeerLostError.exit_status, -signal.SIGKILL)
     saved = step_of(find_checkpoints(output)[-1])
     assert 10 < saved < 120
-    assert f"the state after step {saved} is saved" in finished.outputs[0]
+    assert f"the state after step {saved} is saved" in finished.output
     train([*argv, "--resume", only_run(output)], 2).ok()
     assert last_tensors(output) == last_tensors(tmp_path / "undisturbed")
 
@@ -136,7 +136,7 @@ def test_another_batch_size_on_resume_changes_the_steps_to_come_and_not_the_epoc
     argv = [*POINTS, "--model", "mlp", "--run_name", "run", "--ledger", "--output_dir", tmp_path]
     train([*argv, "--batch_size", "4", "--epochs", "3", "--max_steps", "5"], 2).ok()
     finished = train([*argv, "--batch_size", "5", "--epochs", "3", "--max_steps", "0"], 1).ok()
-    assert "the global batch changes from 8 to 5" in finished.outputs[0]
+    assert "the global batch changes from 8 to 5" in finished.output
     summary = read_summary(tmp_path / "run")
     # 40 samples: an epoch of 5 steps of 8, then two epochs of 8 steps of 5.
     assert (summary["step"], summary["epoch"]) == (21, 3)
@@ -153,7 +153,7 @@ def test_a_stop_in_an_evaluation_is_saved_and_the_evaluation_done_again(tmp_path
         running.wait_for(lambda: "step 5/10" in running.output(0), timeout_s=60, what="epoch 1")
         running.kill(1, signal.SIGTERM)
         finished = running.wait(20).ok()
-    assert "stopping in the evaluation after step 5" in finished.outputs[0]
+    assert "stopping in the evaluation after step 5" in finished.output
     assert read_summary(only_run(tmp_path))["status"] == "stopped"
     resumed = train([*argv, "--resume", only_run(tmp_path)], 2).ok()
     assert "from step 5\n" in resumed.outputs[0]
@@ -205,7 +205,7 @@ def test_a_run_whose_last_save_fails_is_not_finished(flags: list[str], tmp_path:
         checkpoints.write_text("in the way")
         finished = running.wait(30)
     assert finished.statuses == (CheckpointError.exit_status,)
-    assert "[DDP-K01]" in finished.outputs[0]
+    assert "[DDP-K01]" in finished.output
     assert finished_at(tmp_path / "run") is None
     checkpoints.unlink()
     train(argv).ok()

@@ -1,16 +1,18 @@
 """The order of an epoch, and how ranks share it: every sample once, on any number of ranks."""
 
 import time
+from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from hardened_ddp.data.hashing import Words, hash_word, hash_words
+from hardened_ddp.data.own_order import MAX_KEPT_ORDER
 from hardened_ddp.data.permutation import permute
 from hardened_ddp.data.sampler import (
-    MAX_KEPT_ORDER,
     EpochOrder,
     Window,
     WindowSampler,
@@ -63,7 +65,7 @@ def test_an_order_has_every_sample_once(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 63, 65, 257, 4095, 4097])
 def test_the_computed_permutation_is_a_bijection_of_any_size(size: int) -> None:
-    found = permute(np.arange(size, dtype=np.uint64), num_samples=size, key=99)
+    found = permute(np.arange(size, dtype=np.uint64), num_samples=size, keys=[99])
     assert sorted(found.tolist()) == list(range(size))
 
 
@@ -240,23 +242,61 @@ def test_two_epochs_can_be_read_at_the_same_time() -> None:
     assert mixed[0] == mixed[2] != mixed[1] == mixed[3]
 
 
-@pytest.mark.parametrize("world_size", [200, 4096])
-def test_a_rank_of_thousands_gets_the_same_samples_without_the_others_being_computed(
-    world_size: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", [1, 6000, 8193, MAX_KEPT_ORDER, LARGE])
+@pytest.mark.parametrize("world_size", [64, 4096])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_rank_of_many_takes_of_each_epoch_what_the_whole_order_gives_it(
+    size: int, world_size: int, drop_last: bool
 ) -> None:
-    size, batch = 3_000_017, 8
-    whole = EpochOrder(size, seed=3, epoch=1).take(0, size)
+    global_batch = 32 * world_size
+    for rank in (0, world_size // 2, world_size - 1):
+        how = {"global_batch": global_batch, "batch_size": 8, "drop_last": drop_last}
+        sampler = make_sampler(size, rank=rank, world_size=world_size, **how)
+        windows = [*sampler.windows_of(0, min(13, size - 1)), *sampler.windows_of(1)]
+        # at the end a step is taken again, as after a fault
+        for window in [*windows, *sampler.windows_of(2), windows[0]]:
+            start, stop = share_of(window.size, rank=rank, world_size=world_size)
+            taken = [index for part in sampler.micro_batches(window) for index in part.tolist()]
+            whole = whole_order(size, window.epoch)
+            assert taken == whole[window.start + start : window.start + stop].tolist()
+
+
+@cache
+def whole_order(size: int, epoch: int) -> torch.Tensor:
+    return EpochOrder(size, seed=3, epoch=epoch).take(0, size)
+
+
+def test_a_rank_of_thousands_computes_its_own_samples_and_those_of_several_epochs_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     computed: list[int] = []
 
-    def counted(positions: Words, *, num_samples: int, key: int) -> Words:
+    def counted(positions: Words, **how: Any) -> Words:
         computed.append(len(positions))
-        return permute(positions, num_samples=num_samples, key=key)
+        return permute(positions, **how)
 
-    monkeypatch.setattr("hardened_ddp.data.sampler.permute", counted)
-    order, stride = EpochOrder(size, seed=3, epoch=1), world_size * batch
-    starts = list(range(100 * batch, size - batch, stride))
-    for start in [*starts, 40, starts[-1] + 1]:  # and where it jumps elsewhere
-        taken = order.take(start, start + batch, stride=stride)
-        assert torch.equal(taken, whole[start : start + batch])
-    if world_size == 4096:
-        assert sum(computed) < 3 * 2**11 + 2 * len(starts) * batch
+    monkeypatch.setattr("hardened_ddp.data.own_order.permute", counted)
+    sampler = make_sampler(270_000, rank=77, world_size=4096, global_batch=32 * 4096)
+    for epoch in range(20):  # of two full windows and a short one
+        for window in sampler.windows_of(epoch):
+            sampler.micro_batches(window)
+    assert len(computed) == 1
+    assert computed[0] <= 2**11 + 32
+
+
+def test_of_a_small_dataset_a_rank_of_thousands_sorts_its_own_samples_once_per_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sorted_at_once: list[int] = []
+    argsort = np.argsort
+
+    def counted(values: Words) -> np.ndarray:
+        sorted_at_once.append(len(values))
+        return argsort(values)
+
+    monkeypatch.setattr("numpy.argsort", counted)
+    sampler = make_sampler(200_000, rank=999, world_size=1000, global_batch=32 * 1000)
+    for window in sampler.windows_of(0):  # six full ones and a short one
+        sampler.micro_batches(window)
+    assert len(sorted_at_once) == 1
+    assert sorted_at_once[0] < 2000  # of them are its own: 200

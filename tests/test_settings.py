@@ -192,6 +192,8 @@ class TestWords:
             ("--find_unused_parameters", "find_unused_parameters", "on"),
             ("--find_unused_parameters --epochs 1", "find_unused_parameters", "on"),
             ("--find_unused_parameters true", "find_unused_parameters", "on"),
+            ("--channels_last off", "channels_last", False),
+            ("--augment ON", "augment", True),
             ("--find_unused_parameters false", "find_unused_parameters", "off"),
             ("--find_unused_parameters off", "find_unused_parameters", "off"),
             ("--find_unused_parameters auto", "find_unused_parameters", "auto"),

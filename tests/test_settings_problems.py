@@ -231,6 +231,7 @@ class TestRules:
             ("--amp fp16 --cpu_only", ("amp", "cpu_only")),
             ("--sync_batchnorm --cpu_only", ("sync_batchnorm", "cpu_only")),
             ("--static_graph --find_unused_parameters", ("static_graph", "find_unused_parameters")),
+            ("--static_graph --split_by_length", ("static_graph", "split_by_length")),
             ("--warmup_steps 10 --max_steps 10", ("warmup_steps", "max_steps")),
         ],
     )

@@ -127,7 +127,7 @@ def test_an_exception_that_is_given_is_a_bad_sample() -> None:
     batch = block(Telling([6, 6]), 1, range(6))
     assert positions(batch) == [0, 1, 3, 4, 5]
     assert [(bad.index // 2, bad.error) for bad in batch.bad] == [(2, "ValueError: a bad row")]
-    assert [number // 2 for number, _ in items_of(batch)] == list(range(6))
+    assert [number // 2 for number in items_of(batch).numbers] == list(range(6))
 
 
 def test_storage_that_is_gone_is_no_matter_of_samples() -> None:
@@ -163,7 +163,9 @@ def test_random_numbers_belong_to_the_sample() -> None:
 
     def read(indices: range) -> dict[int, float]:
         batch = block(Random([9, 9]), 1, indices)
-        return {number: float(sample[0]) for number, sample in items_of(batch)}
+        items = items_of(batch)
+        values = [float(sample[0]) for sample in items.samples]
+        return dict(zip(items.numbers, values, strict=True))
 
     whole = read(range(9))
     assert len(set(whole.values())) == 9
@@ -323,7 +325,7 @@ def test_lines_that_kill_are_passed_over_by_the_files_own_readers(tmp_path: Path
     reader = BlockReader(stream, seed=1)
     reader.pass_over(0, 2, "its worker was lost")
     batch = block(stream, 0, range(8), reader)
-    assert [sample for _, sample in items_of(batch) if not isinstance(sample, BadSample)] == [
+    assert [one for one in items_of(batch).samples if not isinstance(one, BadSample)] == [
         *(0, 1, 3, 4, 5)
     ]
     assert [bad.error for bad in batch.bad] == ["SampleError: [DDP-D02] its worker was lost"]

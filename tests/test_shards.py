@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hardened_ddp.data.packing import pack, unpack
-from hardened_ddp.data.shards import UNKNOWN, Dealer, Facts, block_order, deal, settle, shard_order
+from hardened_ddp.data.shards import (
+    UNKNOWN,
+    Dealer,
+    Facts,
+    advance,
+    block_order,
+    deal,
+    settle,
+    shard_order,
+)
 from hardened_ddp.errors import DataError
 from tests.streams import Rows, StatefulRows, all_ids, ids_of, merged, read_epoch, shard_loader
 
@@ -30,7 +39,7 @@ def play(
     ahead, dealer = facts, Dealer(order, size, at_once=5 * size)
     while not facts.is_over:
         turns = deal(facts, order, size)
-        for one, other in zip(astuple(turns), astuple(dealer.next(ahead)), strict=True):
+        for one, other in zip(astuple(turns), astuple(dealer.next(ahead).turns), strict=True):
             assert np.array_equal(one, other)
         met = np.full(len(lengths), UNKNOWN)
         dry = turns.shards[turns.indices >= real[turns.shards]]
@@ -188,6 +197,31 @@ def test_the_end_is_known_with_the_last_step_and_then_the_length_of_the_run() ->
     later = list(loader.windows(1, 0, 5 + len(ends)))
     assert [window.size for window, _ in later] == [8] * (per_epoch - 1) + [sum(RAGGED) % 8 or 8]
     assert sampler.end == sum(RAGGED)
+
+
+def test_an_epoch_that_is_read_again_is_the_same() -> None:
+    loader = shard_loader(Rows(RAGGED))
+    epochs = [[batches for _, batches in loader.windows(0, 0)] for _ in range(2)]
+    for one, other in zip(*map(list, map(itertools.chain.from_iterable, epochs)), strict=True):
+        assert torch.equal(one.indices, other.indices)
+        assert torch.equal(one.inputs, other.inputs)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_rank_deals_its_own_turns(world_size: int) -> None:
+    order, lengths = shard_order(3, 0, 7), np.array(RAGGED)
+    facts = Facts.at_start(0, lengths)
+    dealers = [
+        Dealer(order, 8, rank=rank, num_owners=world_size, at_once=16) for rank in range(world_size)
+    ]
+    while not facts.is_over:
+        shares = [dealer.next(facts) for dealer in dealers]
+        turns = deal(facts, order, 8)
+        for rank, share in enumerate(shares):
+            mine = order[rank::world_size].tolist()
+            assert share.shards == [shard for shard in turns.shards.tolist() if shard in mine]
+            assert share.has_idle_rank is not all(other.shards for other in shares)
+        facts = advance(facts, turns)
 
 
 def test_an_epoch_that_is_over_has_no_step_left() -> None:

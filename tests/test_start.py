@@ -12,7 +12,7 @@ from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.place import Launch
 from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting import start_up
-from hardened_ddp.training.start_summary import changed_settings
+from hardened_ddp.training.start_summary import changed_settings, not_used_line
 from tests.processes import PATIENCE, ROOT
 from tests.ranks import run_command, train
 from tests.settings_given import settings_of
@@ -30,6 +30,7 @@ def test_a_start_says_what_runs_and_debug_what_each_rank_does(tmp_path: Path) ->
     assert "task classification" in lines[at + 2]
     assert lines[at + 3].startswith("settings: command line: cpu_only true, epochs 1, max_steps 3")
     assert at + 3 < next(n for n, line in enumerate(lines) if line.startswith("epoch 1/1 step 2/3"))
+    assert any(line.startswith("step 3 done: test loss") for line in lines)
     assert "2 ranks, started by" not in other
     for rank, output in enumerate(finished.outputs):
         written = (tmp_path / "r" / "logs" / f"rank-{rank}.log").read_text(encoding="utf-8")
@@ -91,6 +92,9 @@ def test_settings_are_named_with_the_place_that_changed_them(
         "the continued run: epochs 3",
     ]
     assert changed_settings(settings_of("")) == []
+    edited = replace(found, not_used={"seed": "config.yaml:2"})
+    assert not_used_line(edited).startswith("not used: seed (config.yaml:2): the continued run")
+    assert not_used_line(edited).endswith("give it as a flag: --seed VALUE")
     many = settings_of(
         "--seed 1 --epochs 2 --batch_size 3 --momentum 0.1 --learning_rate 1 --weight_decay 1 "
         "--max_steps 9 --warmup_steps 3 --keep_last 1 --log_interval 2 --eval_every 2 --ledger "

@@ -2,8 +2,10 @@
 
 import json
 import signal
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +27,8 @@ from hardened_ddp.guard.stop import seconds_of
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.step.progress import Progress
+from hardened_ddp.training import saving
+from hardened_ddp.training.saving import Saver
 from hardened_ddp.training.survivor_save import (
     read_failures,
     refuse_crash_loop,
@@ -108,7 +112,7 @@ def test_an_exception_on_one_rank_loses_no_step(world_size: int, rank: int, tmp_
     healthy = ["--model_args", "{rank: 9}"]
     finished = train([*POINTS, *broken, "--output_dir", tmp_path / "a"], world_size)
     assert all(finished.statuses)
-    assert "a fault of this model" in finished.outputs[0]
+    assert "a fault of this model" in finished.output
     [checkpoint] = find_checkpoints(tmp_path / "a")
     saved = step_of(checkpoint)
     assert 0 < saved < 8
@@ -246,6 +250,38 @@ def test_a_save_that_fails_keeps_the_first_error(
     assert "could not be saved" in caplog.text
 
 
+def test_two_threads_of_a_rank_that_save_the_same_step_write_it_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The main thread, which lost another rank, and the last resort, after a signal."""
+    written: list[int] = []
+    begun, may_end = threading.Event(), threading.Event()
+
+    def write(step: int, **state: object) -> None:
+        begun.set()
+        assert may_end.wait(30)
+        written.append(step)
+
+    monkeypatch.setattr(saving, "collect_meta", lambda *of: {})
+    replica = SimpleNamespace(module=torch.nn.Linear(2, 2))
+    config = SimpleNamespace(run=SimpleNamespace(checkpoint_every_steps=1))
+    group = SimpleNamespace(tracker=None, launch=SimpleNamespace(is_main=False))
+    parts: Any = SimpleNamespace(group=group, config=config, replica=replica)
+    store: Any = SimpleNamespace(write=write)
+    saver = Saver(parts, store)
+    progress = Progress(step=7)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(saver.save_in_need, progress, tensors={})
+        assert begun.wait(30)
+        second = pool.submit(saver.save_in_need, progress, tensors={})
+        with pytest.raises(TimeoutError):  # it ends its process afterwards, so it waits
+            second.result(0.2)
+        may_end.set()
+        first.result(30)
+        second.result(30)
+    assert written == [7]
+
+
 def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
     saver = FakeSaver()
     save_after(StepError("first"), saver, tmp_path, step=0)
@@ -258,8 +294,8 @@ def test_only_failures_at_the_same_step_are_a_crash_loop(tmp_path: Path) -> None
         save_after(StepError("no"), FakeSaver(), tmp_path, step=step)
     refuse_crash_loop(tmp_path, Progress(step=5), [1, 2])
     save_after(StepError("no"), FakeSaver(), tmp_path, step=5)
-    with (tmp_path / "failures.jsonl").open("a", encoding="utf-8") as file:
-        file.write('{"step": 5, "err')  # cut off by a crash
+    with (tmp_path / "failures.jsonl").open("ab") as file:
+        file.write(b'[5]\n{"step": 5}\n\0\xff\n{"step": 5, "err')  # cut off by a crash
     refuse_crash_loop(tmp_path, Progress(step=6), [1, 2])
     with pytest.raises(CrashLoopError, match=r"3 attempts failed at step 5.*\[1, 2\]"):
         refuse_crash_loop(tmp_path, Progress(step=5), [1, 2])

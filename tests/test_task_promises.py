@@ -13,8 +13,9 @@ STEADY: Words = ["--cpu_only", "--num_workers", "0", "--ledger", "--log_interval
 STEADY += ["--epochs", "4", "--checkpoint_every_steps", "0", "--global_batch_size", "8"]
 TASKS: dict[str, Words] = {
     "tokens": [
-        *("--dataset", "tests.token_data:sequences", "--task", "tokens"),
+        *("--dataset", "tests.token_data:ragged", "--task", "tokens", "--split_by_length"),
         *("--model", "tests.token_data:TinyLM", "--model_args", "{dropout: 0.2}"),
+        *("--global_batch_size", "16"),  # twice as many: of 8 samples, a rank has two batches
     ],
     "regression": ["--dataset", "tests.token_data:slopes", "--model", "mlp"],
 }

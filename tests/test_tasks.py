@@ -176,7 +176,7 @@ def test_auto_takes_the_task_that_fits(name: str, output: Any, labels: Any) -> N
     [
         (torch.randn(4, 1), torch.tensor([0.0, 1, 1, 0]), "multilabel and regression alike"),
         (torch.randn(4, 3), torch.randn(4), "fit no task"),
-        (torch.randn(4, 3), None, "labels are not a tensor"),
+        (torch.randn(4, 3), None, "labels are a NoneType, not a tensor"),
         ("text", torch.tensor([0, 1]), "neither logits nor a loss"),
         (torch.randn(2, 3, 4, 4), torch.randint(3, (2, 8, 8)), "fit no task"),
     ],
@@ -240,6 +240,20 @@ def test_several_losses_are_refused_by_auto_too_and_a_number_beside_the_loss_is_
     assert task_that_fits((LOSS, torch.ones(())), batch_of(None, inputs=[1, 2]))[0] == "own"
     named = {"loss": LOSS, "aux_loss": torch.ones(()), "main_loss": torch.ones(())}
     Own().check(named, batch_of(None, inputs=[1, 2]))
+
+
+def test_what_an_own_loss_is_taken_to_be_a_mean_over_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    words = batch_of(torch.ones(2, 3, dtype=torch.int64))
+    Own().check({"loss": LOSS, "count": 2}, words)
+    Own().check({"loss": LOSS}, batch_of(torch.ones(2)))
+    assert not caplog.messages
+    task = Own()
+    task.check({"loss": LOSS}, words)
+    task.check({"loss": LOSS}, words)
+    assert len([m for m in caplog.messages if "return that number as 'count'" in m]) == 1
 
 
 class NoScore:
@@ -468,7 +482,7 @@ ODD_INPUTS: list[tuple[Any, str]] = [
     ({"text": ["one", "two"], "size": torch.ones(2)}, "text: text, which a model can't take"),
     (["one", "two"], "the input: text, which"),
     ({"pixels": torch.ones(2, 3)}, "they go to forward by name: pixels"),
-    ([torch.ones(2), torch.ones(2)], "the whole traceback"),
+    ([torch.ones(2), torch.ones(2)], "the other 2 parts go to forward as one argument"),
 ]
 
 
@@ -477,6 +491,82 @@ def test_an_error_of_the_first_forward_says_what_is_odd_in_the_input(
     inputs: Any, told: str
 ) -> None:
     assert told in fix_for(TypeError("embedding(): argument 'indices' is a list"), inputs)
+
+
+def test_a_sample_of_which_no_part_or_a_part_too_much_became_the_label_is_told_so() -> None:
+    missing = TypeError("forward() missing 1 required positional argument: 'second'")
+    assert "last part of a sample is its label" in fix_for(missing, torch.ones(2, 3))
+    unexpected = TypeError("forward() got an unexpected keyword argument 'mask'")
+    parts = {"image": torch.ones(2, 3), "mask": torch.ones(2, 3)}
+    assert "labels, label, targets or target" in fix_for(unexpected, parts, has_labels=False)
+    assert "none of them" not in fix_for(unexpected, parts)
+    assert "traceback" in fix_for(RuntimeError("shapes differ"), [torch.ones(2), torch.ones(2)])
+
+
+@pytest.mark.parametrize(
+    ("error", "inputs", "told"),
+    [
+        (
+            "mat1 and mat2 must have the same dtype",
+            torch.ones(2, 3).double(),
+            "dtype=torch.float32",
+        ),
+        ("Input type (unsigned char) and bias type", torch.ones(2, 8, 8, 3).byte(), "permute"),
+        ("mat1 and mat2 shapes cannot be", torch.ones(2, 28, 28), "(2, 28, 28) float32; the whole"),
+        ("mat1 and mat2 shapes cannot be", {"x": torch.ones(2, 4)}, "x is (2, 4) float32"),
+        ("same dtype", {"x": 3}, "the whole traceback"),
+    ],
+)
+def test_an_error_of_tensors_that_do_not_fit_says_what_the_inputs_are(
+    error: str, inputs: Any, told: str
+) -> None:
+    assert told in fix_for(RuntimeError(error), inputs)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.int16, torch.int32, torch.uint8])
+def test_labels_may_be_of_any_integer_type(kind: torch.dtype) -> None:
+    torch.manual_seed(0)
+    cases: list[tuple[Task, torch.Tensor, torch.Tensor]] = [
+        (Classification(num_classes=12), torch.randn(4, 12), torch.randint(12, (4,))),
+        (Tokens(), torch.randn(2, 3, 5), torch.randint(5, (2, 3))),
+        (Segmentation(num_classes=3), torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4))),
+    ]
+    for task, logits, labels in cases:
+        scores = []
+        for wanted in (labels, labels.to(kind)):
+            batch = batch_of(wanted, inputs=torch.zeros(len(wanted)))
+            task.check(logits, batch)
+            scores.append(task.score(logits, batch))
+            table = task.table(torch.device("cpu"))
+            assert table is not None
+            table.add(scores[-1], batch)
+            task.is_wrong(scores[-1], batch)
+        assert torch.equal(scores[0].loss_sum, scores[1].loss_sum)
+        assert all(torch.equal(a, scores[1].metrics[n]) for n, a in scores[0].metrics.items())
+
+
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        (["cat", "dog"], "classes.index"),
+        (torch.tensor([[0], [2]]), "int(label)"),
+        (torch.eye(3)[:2], "argmax"),
+        (torch.zeros(2, 3, 4), "--task multilabel"),
+    ],
+)
+def test_labels_that_are_no_class_numbers_are_told_how_to_become_some(
+    labels: Any, told: str
+) -> None:
+    with pytest.raises(ModelError, match="the labels of a batch are") as caught:
+        Classification(num_classes=3).check(torch.randn(2, 3), batch_of(labels, inputs=[1, 2]))
+    assert told in caught.value.fix
+
+
+def test_auto_says_that_labels_may_be_one_hot() -> None:
+    one_hot = batch_of(torch.eye(3)[:2], inputs=[1, 2])
+    assert "argmax" in task_that_fits(torch.randn(2, 3), one_hot)[1]
+    several = batch_of(torch.tensor([[1, 1, 0], [1, 0, 0]]), inputs=[1, 2])
+    assert "argmax" not in task_that_fits(torch.randn(2, 3), several)[1]
 
 
 class Asking(nn.Module):

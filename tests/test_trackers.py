@@ -1,7 +1,10 @@
 """Trackers: what they get, and that none of them stops training."""
 
 import json
+import re
+import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.trackers import TrackerThread
 from tests.ranks import train
+from tests.run_folder import read_summary
 from tests.settings_given import problem_of, settings_of
 
 ARGV = ["--cpu_only", "--max_steps", "4", "--log_interval", "2", "--run_name", "r"]
@@ -28,6 +32,15 @@ class Recorder:
 
     def close(self) -> None:
         self.file.close()
+        time.sleep(0.6)  # as one that sends its last values over a network
+
+
+class Greedy(Recorder):
+    """Takes the values away that it was given, and ends its thread."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        dict.clear(values)  # type: ignore[arg-type]
+        sys.exit("no more of it")
 
 
 class Broken(Recorder):
@@ -41,12 +54,16 @@ class Broken(Recorder):
 def test_a_tracker_gets_what_metrics_jsonl_gets_and_a_broken_one_is_left_behind(
     tmp_path: Path,
 ) -> None:
-    names = "tests.test_trackers:Broken, tests.test_trackers:Recorder"
+    kinds = ("Greedy", "Broken", "Recorder")
+    names = ", ".join(f"tests.test_trackers:{kind}" for kind in kinds)
     finished = train([*ARGV, "--output_dir", tmp_path, "--tracker", names], 2).ok()
     said = "tracker tests.test_trackers:Broken failed, training continues without it"
     assert finished.output.count(said) == 1
     assert "no route to host" in finished.output
+    assert "Greedy failed, training continues without it: SystemExit: no more" in finished.output
     folder = tmp_path / "r"
+    [wall] = re.findall(r"time: ([\d.]+) s in 1 attempt", finished.output)
+    assert float(wall) == pytest.approx(read_summary(folder)["time"]["wall"], abs=0.3)
     first, *recorded = map(json.loads, (folder / "recorded.jsonl").open())
     assert first == [-1, ["batch_size", 32]]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
@@ -61,7 +78,9 @@ def test_a_tracker_gets_what_metrics_jsonl_gets_and_a_broken_one_is_left_behind(
 def test_a_tracker_that_hangs_holds_nothing_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr("hardened_ddp.reporting.trackers._QUIET_S", 0.05)
     monkeypatch.setattr("hardened_ddp.reporting.trackers._CLOSE_LIMIT_S", 0.05)
+    caplog.set_level("INFO")
     release = threading.Event()
 
     class Hanging:
@@ -79,6 +98,7 @@ def test_a_tracker_that_hangs_holds_nothing_up(
     finally:
         release.set()
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert "waiting for tracker slow to take its last values" in caplog.text
     assert "tracker slow did not close in time" in caplog.text
 
 

@@ -8,7 +8,8 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,22 @@ def test_in_a_terminal_it_is_drawn_until_the_run_ends(tmp_path: Path) -> None:
     assert not [line for line in imported.splitlines() if line.split("|")[-1].strip() == "torch"]
 
 
+@contextmanager
+def without_rights(path: Path) -> Iterator[None]:
+    """Take all rights to a path away, also from root, who otherwise needs none."""
+    mode, user = path.stat().st_mode, os.geteuid()
+    path.chmod(0)
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        yield
+    finally:
+        os.seteuid(user)
+        path.chmod(mode)
+
+
+NEVER_EMPTY = {"best.json", "manifest.json", "config.yaml", "metrics.jsonl", "summary.json"}
+NEVER_EMPTY |= {"attempts.jsonl", "rank-0.json", "rank-1.json", "rank-0.log", "rank-1.log"}
 GARBAGE = (b"", b"\0\xff\xfe", b"[]\n", b"{}\n", b'null\n[1]\n{"step": "x", "began_at": {}}\n')
 STRANGE_RANK = {"rank": 0, "state": "running", "world_size": 2, "spent_s": [], "process": "x"}
 STRANGE_NUMBERS = ("1" + "0" * 400, "NaN", "-1")
@@ -162,15 +179,17 @@ def test_broken_files_are_named_and_never_raise(tmp_path: Path) -> None:
     train([*argv, "--output_dir", tmp_path, "--run_name", "r"], 2).ok()
     folder = tmp_path / "r"
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    assert {path.name for path in files} >= {"rank-0.json", "metrics.jsonl", "summary.json"}
+    assert {path.name for path in files} >= NEVER_EMPTY
     for path in files:
         if path.suffix == ".safetensors":
             continue
         whole = path.read_bytes()
         for content in (*GARBAGE, whole[: len(whole) // 2], json.dumps(STRANGE_RANK).encode()):
             path.write_bytes(content)
-            watched(folder)
+            text = watched(folder)[1]
             reported(folder)
+            if content in GARBAGE[:2] and path.name in NEVER_EMPTY:
+                assert path.name in text.partition("problem ")[2]
         for number in STRANGE_NUMBERS if path.suffix in (".json", ".jsonl") else ():
             text = re.sub(r"(: )-?\d[\d.e+-]*", rf"\g<1>{number}", whole.decode())
             path.write_text(text)
@@ -178,10 +197,17 @@ def test_broken_files_are_named_and_never_raise(tmp_path: Path) -> None:
             reported(folder)
         path.unlink()
         path.mkdir()
-        watched(folder)
+        assert path.name not in NEVER_EMPTY or path.name in watched(folder)[1]
         reported(folder)
         path.rmdir()
         path.write_bytes(whole)
+    status, attempts = folder / "status" / "rank-1.json", folder / "attempts.jsonl"
+    status.write_text(json.dumps({**json.loads(status.read_text()), "now": time.time() + 4000}))
+    last = json.loads(attempts.read_text().splitlines()[-1])
+    attempts.write_text(json.dumps({**last, "now": last["began_at"] - 60}) + "\n")
+    for text in (watched(folder)[1], reported(folder)):
+        assert re.search(r"rank-1.json: is \d{4} s in the future", text)
+        assert "attempts.jsonl: an attempt ends before it begins" in text
     (folder / "metrics.jsonl").write_bytes(GARBAGE[1])
     assert "metrics.jsonl: 1 line can't be read" in watched(folder)[1]
     assert "metrics.jsonl: 1 line can&#x27;t be read" in reported(folder)
@@ -335,4 +361,10 @@ def test_a_wrong_run_or_interval_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     with pytest.raises(ConfigError, match="needs seconds, from"):
         watched(tmp_path, "--every", "0")
+    with pytest.raises(RunFolderError, match="there is no run xxx"):
+        watched(Path("x" * 300))  # no file system has such a name
+    with without_rights(tmp_path):
+        for words in ([str(tmp_path)], ["--output_dir", str(tmp_path)]):
+            with pytest.raises(RunFolderError, match="can't be read: Permission denied"):
+                run_watch(parse(["watch", *words]).options, output=io.StringIO())
     assert "unknown" in watched(tmp_path)[1]

@@ -1,7 +1,9 @@
 """Models by name: how their first layer is fitted to the data."""
 
+import pytest
 import torch
 
+from hardened_ddp.errors import ModelError
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.model import ModelConfig
 
@@ -16,3 +18,10 @@ def test_a_first_layer_for_grey_images_gives_what_three_equal_channels_gave() ->
     image = torch.rand(2, 1, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(grey(image), rgb(image.expand(-1, 3, -1, -1)))
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (4, 4), (1, 2, 4, 4)], ids=str)
+def test_the_default_model_says_that_it_needs_images(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ModelError, match="simple_cnn needs images") as caught:
+        build_model(ModelConfig(), num_classes=2, input_shape=shape, task="classification")
+    assert "--model mlp" in caught.value.fix

@@ -1,11 +1,13 @@
 """Sequences with ragged labels, and small models for them: what tests of tasks train."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from tests.plugins import is_first_time
@@ -36,15 +38,67 @@ def sequences(train: bool, size: int = 36, silent: tuple[int, ...] = ()) -> Sequ
     return Sequences(size if train else 13, silent)
 
 
+def pad(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    values = {"ids": 0, "labels": -100}
+    return {
+        name: pad_sequence([sample[name] for sample in samples], True, value)
+        for name, value in values.items()
+    }
+
+
+class Ragged(Dataset[dict[str, torch.Tensor]]):
+    """Sequences of 3 to 40 tokens; those in uniform have 20. Every label counts."""
+
+    collate_fn = staticmethod(pad)
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.uniform: set[int] = set()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        length = int(torch.randint(3, 41, (), generator=generator))
+        ids = torch.randint(
+            VOCABULARY, (20 if index in self.uniform else length,), generator=generator
+        )
+        return {"ids": ids, "labels": (3 * ids + 1) % VOCABULARY}
+
+
+def ragged(train: bool, size: int = 72) -> Ragged:
+    return Ragged(size if train else 13)
+
+
+class RaggedStream:
+    """The same as a stream of 4 shards."""
+
+    num_shards = 4
+    collate_fn = staticmethod(pad)
+
+    def __init__(self, size: int) -> None:
+        self.samples = Ragged(size)
+        self.sizes = [len(range(shard, size, self.num_shards)) for shard in range(self.num_shards)]
+
+    def open(self, shard: int, *, epoch: int, state: object) -> Iterator[dict[str, torch.Tensor]]:
+        for index in range(shard, len(self.samples), self.num_shards):
+            yield self.samples[index]
+
+
+def ragged_stream(train: bool, size: int = 72) -> RaggedStream:
+    return RaggedStream(size if train else 13)
+
+
 class TinyLM(nn.Module):
     """(N, T) tokens -> (N, T, VOCABULARY) logits; double: in fp64."""
 
-    def __init__(self, double: bool = False, dropout: float = 0.0) -> None:
+    def __init__(self, double: bool = False, dropout: float = 0.0, width: int = 8) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 8)
-        self.mix = nn.Linear(8, 8)
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.mix = nn.Linear(width, width)
         self.drop = nn.Dropout(dropout)
-        self.head = nn.Linear(8, VOCABULARY)
+        self.head = nn.Linear(width, VOCABULARY)
         if double:
             self.double()
 

@@ -266,9 +266,10 @@ class CheckpointStore:
         why = f"{type(error).__name__}: {error}"
         fix = "check the folder and the disk; the run continues, older checkpoints are unchanged"
         if isinstance(error, OSError) and error.errno in DISK_FULL_ERRORS:
-            why = (
-                f"{error.strerror}: {needed_bytes} bytes are needed, {self._free_bytes()} are free"
-            )
+            free_bytes = self._free_bytes()
+            why = f"{error.strerror}: {needed_bytes} bytes are needed, and {free_bytes} are free"
+            if free_bytes >= needed_bytes:
+                why += " now: another program gave them back, or a quota or limit is below that"
             fix = (
                 f"free space under {self.root}, or lower keep_last; check quotas and ulimit -f too"
             )

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from hardened_ddp.data.nesting import map_parts, map_tensors, pick
+from hardened_ddp.data.nesting import map_parts, map_tensors, pick, tensors_of
 
-__all__ = ["BadSample", "Batch", "Request", "map_tensors", "split", "take"]
+__all__ = ["BadSample", "Batch", "Request", "apart", "map_tensors", "split", "take"]
 
 Request = tuple[int, torch.Tensor]
 """(epoch, indices of one micro-batch)."""
@@ -52,6 +52,9 @@ class Batch:
     """Reads some of its samples, given their indices, as a batch of their own. None: they can be
     cut out of this one, whose tensors have the sample as their first dimension."""
 
+    longer: "Batch | None" = None
+    """The longer samples of the same request, collated apart from these: see apart."""
+
     @property
     def num_samples(self) -> int:
         return len(self.indices)
@@ -67,9 +70,7 @@ class Batch:
 
     def size_bytes(self) -> int:
         """Count the bytes of all tensors."""
-        sizes: list[int] = []
-        map_tensors((self.inputs, self.targets), lambda tensor: sizes.append(tensor.nbytes))
-        return sum(sizes)
+        return sum(tensor.nbytes for tensor in tensors_of((self.inputs, self.targets)))
 
 
 def move(value: Any, device: torch.device) -> Any:  # Any: a dataset's data
@@ -94,6 +95,15 @@ def split(batches: Sequence[Batch], most_samples: int) -> list[Batch]:
         else:
             found += [take(batch, range(i, min(i + step, size))) for i in range(0, size, step)]
     return [batch for batch in found if batch.num_samples]
+
+
+def apart(batches: Sequence[Batch]) -> list[Batch]:
+    """Return the batches one after the other, each followed by its longer samples if any."""
+    found: list[Batch] = []
+    for batch in batches:
+        longer, batch.longer = batch.longer, None
+        found += [batch] if longer is None else [batch, longer]
+    return found
 
 
 def take(batch: Batch, positions: Sequence[int]) -> Batch:

@@ -15,14 +15,14 @@ from hardened_ddp.data.batch import BadSample, Batch, Request
 from hardened_ddp.data.packing import pack
 from hardened_ddp.data.read_errors import describe, is_transient
 from hardened_ddp.data.shard_reader import EndOfShard, Given, ShardReader
-from hardened_ddp.data.shards import shard_of
+from hardened_ddp.data.shards import UNKNOWN, shard_of
 from hardened_ddp.data.stream_types import Stream, name_of
 from hardened_ddp.errors import LoaderError
 
 MOST_UNREACHABLE = 3
 """Samples of one block. If more can't be reached, the cause is the storage, not the samples."""
 
-_NOTHING = {"samples": ("list", []), "shard": -1, "start": 0, "end": -1, "state": None}
+_NOTHING = {"samples": ("list", []), "shard": -1, "start": 0, "end": UNKNOWN, "state": None}
 _NO_TARGETS = torch.empty(0, dtype=torch.int64)  # of a block: its samples hold their labels
 
 
@@ -49,23 +49,35 @@ class BlockReader:
         if not numbers:  # nothing is asked of this worker at the moment
             return Batch(_NOTHING, _NO_TARGETS, ids)
         shard, start = shard_of(numbers[0], self.dataset.num_shards)
+        troubles: list[str] = []
+        run = self._run(epoch, numbers, troubles)
+        found, end = ids, UNKNOWN
+        if len(run) < len(numbers):
+            found, end = ids[: len(run)], self.reader.end_of(epoch, shard)
+        is_whole = found is ids or 0 <= end <= start + len(run)
+        if is_whole and not any(issubclass(kind, Exception) for kind in set(map(type, run))):
+            # The usual case, at once.
+            content = self._content(shard, start, run, end)
+            return Batch(content, _NO_TARGETS, found, (), tuple(troubles))
+        return self._read_singly(epoch, numbers, run, troubles)
+
+    def _read_singly(
+        self, epoch: int, numbers: list[int], run: list[Any], troubles: list[str]
+    ) -> Batch:
+        """Look at each sample of a block, and read what is behind run. Raises LoaderError."""
+        shard, start = shard_of(numbers[0], self.dataset.num_shards)
         samples: list[Any] = []
         good: list[int] = []
         bad: list[BadSample] = []
-        troubles: list[str] = []
-        end, state, num_unreachable = -1, None, 0
-        run = self._run(epoch, numbers, troubles)
-        if any(issubclass(kind, Exception) for kind in {*map(type, run)}):
-            for number, sample in zip(numbers, run, strict=False):
-                if isinstance(sample, Exception):
-                    bad.append(BadSample(number, describe(sample), name_of(self.dataset, number)))
-                    num_unreachable += is_transient(sample)
-                else:
-                    samples.append(sample)
-                    good.append(number)
-        else:  # the usual case: no look at each sample
-            samples, good = run, numbers[: len(run)]
-        for number in numbers[len(good) + len(bad) :]:
+        end, num_unreachable = UNKNOWN, 0
+        for number, sample in zip(numbers, run, strict=False):
+            if isinstance(sample, Exception):
+                bad.append(BadSample(number, describe(sample), name_of(self.dataset, number)))
+                num_unreachable += is_transient(sample)
+            else:
+                samples.append(sample)
+                good.append(number)
+        for number in numbers[len(run) :]:
             index = number // self.dataset.num_shards
             self.reading[0] = number
             try:
@@ -90,14 +102,16 @@ class BlockReader:
                 f"{bad[-1].name}: {bad[-1].error}",
                 fix="check the storage of this node, then --resume the run",
             )
+        content = self._content(shard, start, samples, end)
+        found = torch.tensor(good, dtype=torch.int64)
+        return Batch(content, _NO_TARGETS, found, tuple(bad), tuple(troubles))
+
+    def _content(self, shard: int, start: int, samples: list[Any], end: int) -> dict[str, Any]:
+        """Return what an answer holds. Any: whatever the stream gives."""
         is_worker = torch.utils.data.get_worker_info() is not None
         packed = pack(samples) if is_worker else ("list", samples)
-        if end < 0:
-            state = self.reader.state_of(shard)
-        content = {"samples": packed, "shard": shard, "start": start, "end": end, "state": state}
-        is_whole = len(good) == len(numbers)
-        found = ids if is_whole else torch.tensor(good, dtype=torch.int64)
-        return Batch(content, _NO_TARGETS, found, tuple(bad), tuple(troubles))
+        state = self.reader.state_of(shard) if end < 0 else None
+        return {"samples": packed, "shard": shard, "start": start, "end": end, "state": state}
 
     def _run(self, epoch: int, numbers: list[int], troubles: list[str]) -> list[Any]:
         """Read the samples at the start of a block that come without trouble."""

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from hardened_ddp.data.batch import Batch, map_tensors
+from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.memory import MemoryImages
+from hardened_ddp.data.nesting import tensors_of
 
+_NOT_FINITE = "values of its input are"
 _NOTHING: Mapping[int, str] = {}
 _MANY = 4096  # above so many labels a list of Python numbers is slower than a reduction
 
@@ -65,7 +67,8 @@ class Checks:
         found: dict[int, str] = {}
         if self.inputs:
             is_alone = isinstance(batch.inputs, torch.Tensor)
-            map_tensors(batch.inputs, lambda tensor: _note_not_finite(tensor, is_alone, found))
+            for tensor in tensors_of(batch.inputs):
+                _note_not_finite(tensor, is_alone, found)
         labels = batch.targets
         is_tensor = isinstance(labels, torch.Tensor)
         if self.num_classes and is_tensor and len(labels) == batch.num_samples:
@@ -87,6 +90,16 @@ class Checks:
             return False
         # WHY a sum: a NaN or infinite value makes it non-finite too, at a tenth of isfinite's cost.
         return not inputs.is_floating_point() or math.isfinite(inputs.sum().item())
+
+
+def fix_for_all(error: str) -> str:
+    """Say what to do if all samples that were tried are bad. error: of one of them."""
+    if _NOT_FINITE in error:
+        return (
+            "correct the dataset; or --no_check_inputs, for a model that expects such values, such "
+            "as missing ones"
+        )
+    return "check the dataset: every sample seems to be broken"
 
 
 def _tensors_in_memory(dataset: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -117,20 +130,17 @@ def _note_not_finite(tensor: torch.Tensor, is_alone: bool, found: dict[int, str]
     is_wrong = ~tensor.isfinite() if is_alone else tensor.isnan()
     if count := int(is_wrong.sum()):
         what = "NaN or infinite" if is_alone else "NaN"
-        found[0] = f"{count} values of its input are {what}"
+        found[0] = f"{count} {_NOT_FINITE} {what}"
 
 
 def _find_not_finite(batch: Batch, found: dict[int, str]) -> None:
     # In a mapping or a tuple infinity may be a mask, so it is not checked there.
     is_alone = isinstance(batch.inputs, torch.Tensor)
-
-    def look(tensor: torch.Tensor) -> None:
+    for tensor in tensors_of(batch.inputs):
         if not tensor.is_floating_point() or tensor.dim() == 0 or len(tensor) != batch.num_samples:
-            return
+            continue
         is_wrong = ~tensor.isfinite() if is_alone else tensor.isnan()
         counts = is_wrong.view(len(tensor), -1).sum(dim=1)
         for place in counts.nonzero().flatten().tolist():
             what = "NaN or infinite" if is_alone else "NaN"
-            found[place] = f"{int(counts[place])} values of its input are {what}"
-
-    map_tensors(batch.inputs, look)
+            found[place] = f"{int(counts[place])} {_NOT_FINITE} {what}"

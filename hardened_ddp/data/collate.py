@@ -7,6 +7,7 @@ samples out.
 Does not own: reading the samples (fetch.py).
 """
 
+import contextlib
 import inspect
 import traceback
 from collections import Counter
@@ -19,6 +20,7 @@ from torch.utils.data import Subset
 
 from hardened_ddp.data.batch import BadSample, Batch
 from hardened_ddp.data.import_path import import_callable
+from hardened_ddp.data.length_split import LengthSplit
 from hardened_ddp.data.nesting import fields_of, is_dataclass
 from hardened_ddp.data.read_errors import describe
 from hardened_ddp.errors import DataError, SampleError
@@ -136,9 +138,19 @@ def collate_plainly(
 
 
 def collate_by(
-    collate: Collate, samples: list[Any], numbers: list[int], bad: tuple[BadSample, ...]
+    collate: Collate,
+    samples: list[Any],
+    numbers: list[int],
+    bad: tuple[BadSample, ...],
+    split: LengthSplit | None = None,
 ) -> Batch:
-    """Collate by the user's function. A sample that it can't take even alone is bad."""
+    """Collate by the user's function. A sample that it can't take even alone is bad.
+
+    split: if it cuts, the longer samples are collated apart, into batch.longer.
+    """
+    if split is not None and (places := split.places(samples)) is not None:
+        with contextlib.suppress(SampleError):  # WHY: all together show whether some are the cause
+            return _collate_apart(collate, samples, numbers, bad, places)
     try:
         inputs, targets = split_targets(collate(samples))
     except Exception as error:  # WHY broad: the user's code
@@ -159,6 +171,22 @@ def collate_by(
             fix="keep every sample: to leave one out, make the dataset shorter",
         )
     return Batch(inputs, targets, torch.tensor(numbers), bad)
+
+
+def _collate_apart(
+    collate: Collate,
+    samples: Sequence[Any],
+    numbers: Sequence[int],
+    bad: tuple[BadSample, ...],
+    places: tuple[Sequence[int], Sequence[int]],
+) -> Batch:
+    """Collate the samples at the first places, and those at the second ones: to batch.longer."""
+    batch, batch.longer = (
+        collate_by(collate, [samples[p] for p in part], [numbers[p] for p in part], ())
+        for part in places
+    )
+    batch.bad = bad + batch.bad
+    return batch
 
 
 def _failing_places(collate: Collate, samples: Sequence[Any]) -> dict[int, str]:

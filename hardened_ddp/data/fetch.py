@@ -23,6 +23,7 @@ from torch.utils.data import Subset, TensorDataset
 from hardened_ddp.data.batch import BadSample, Batch, Request, map_tensors, split, take
 from hardened_ddp.data.checks import Checks
 from hardened_ddp.data.collate import Collate, collate_by, collate_plainly, split_targets
+from hardened_ddp.data.length_split import LengthSplit
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.nesting import stack
 from hardened_ddp.data.read_errors import describe, file_of, is_permanent, is_transient, retry_read
@@ -59,6 +60,9 @@ class Fetcher:
         self.shares_memory = True
         """In a worker: batches are made in shared memory."""
 
+        self.split: LengthSplit | None = None
+        """Collate the longer samples of a request apart: into batch.longer."""
+
         self.reading: list[int] | memoryview[int] = [-1]
         """The sample that is being read, if read one by one; other processes may read this."""
 
@@ -74,7 +78,7 @@ class Fetcher:
             self.reads_batches = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        sent = (self.dataset, self.seed, self.checks, self.collate)
+        sent = (self.dataset, self.seed, self.checks, self.collate, self.split)
         if self.copies_data:
             # WHY packed: multiprocessing's own pickle would put the tensors into shared memory
             return _unpack, (_Needs("torchvision" in sys.modules), pickle.dumps(sent))
@@ -87,9 +91,8 @@ class Fetcher:
             images, labels = self.dataset.fetch(indices, seed=self.seed, epoch=epoch)
             batch = Batch(images, labels, indices)
             return batch if self._is_clean else self._checked(batch, epoch)
-        if self.reads_batches:
-            return self._checked(self._read_whole(epoch, indices), epoch)
-        return self._checked(self._read_samples(epoch, indices), epoch)
+        read = self._read_whole if self.reads_batches else self._read_samples
+        return self._checked(read(epoch, indices, self.split), epoch)
 
     def with_parts(self, batch: Batch, epoch: int) -> Batch:
         """Let parts of a batch that this fetcher read, here or in a worker, be read again.
@@ -97,23 +100,29 @@ class Fetcher:
         WHY: what a user's collate made can't be cut by samples: it pads, packs and joins them.
         """
         if self.collate is not None:
-            batch.read_part = lambda indices: self.with_parts(self[(epoch, indices)], epoch)
+            batch.read_part = partial(self._read_part, epoch)
         return batch
+
+    def _read_part(self, epoch: int, indices: torch.Tensor) -> Batch:
+        """Read some samples as one batch, however their lengths differ."""
+        read = self._read_whole if self.reads_batches else self._read_samples
+        return self.with_parts(self._checked(read(epoch, indices, None), epoch), epoch)
 
     def assemble(self, epoch: int, samples: Sequence[Any], numbers: Sequence[int]) -> Batch:
         """Make a batch of samples that were read already. Any: as the dataset returns them."""
-        return self._checked(self._collate(samples, numbers, ()), epoch)
+        return self._checked(self._collate(samples, numbers, (), self.split), epoch)
 
     def answers(self, batch: Batch, request: Request) -> bool:
         """Return whether batch holds what request asked for."""
-        indices = request[1]
-        if batch.bad:
-            return batch.num_samples + len(batch.bad) == len(indices)
-        return torch.equal(batch.indices, indices)
+        indices, found, bad = request[1], batch.indices, batch.bad
+        if batch.longer is not None:
+            found, bad = torch.cat([found, batch.longer.indices]), bad + batch.longer.bad
+            found, indices = found.sort().values, indices.sort().values
+        return len(found) + len(bad) == len(indices) if bad else torch.equal(found, indices)
 
-    def _read_whole(self, epoch: int, indices: torch.Tensor) -> Batch:
+    def _read_whole(self, epoch: int, indices: torch.Tensor, split: LengthSplit | None) -> Batch:
         """Read all at once; if that fails, sample by sample, which finds the bad one."""
-        read = partial(self._read_batch, epoch, indices)
+        read = partial(self._read_batch, epoch, indices, split)
         try:
             return read()
         except MemoryError:
@@ -126,16 +135,16 @@ class Fetcher:
                 return replace(retry_read(read, first, troubles), troubles=tuple(troubles))
             except Exception as error:  # WHY broad: as above
                 troubles.append(describe(error))
-        return self._read_samples(epoch, indices, troubles)
+        return self._read_samples(epoch, indices, split, troubles)
 
-    def _read_batch(self, epoch: int, indices: torch.Tensor) -> Batch:
+    def _read_batch(self, epoch: int, indices: torch.Tensor, split: LengthSplit | None) -> Batch:
         """Read all at once; the dataset returns a collated batch or a list of samples."""
         numbers: list[int] = indices.tolist()
         if self.uses_randomness:
             seed_sample(self.seed, epoch, numbers[0])
         found = self.dataset.__getitems__(numbers)
         if isinstance(found, list) and len(found) == len(numbers):
-            return self._collate(found, numbers, ())
+            return self._collate(found, numbers, (), split)
         if self.collate is not None:
             raise TypeError(
                 f"__getitems__ returned a {type(found).__name__}, not a list of samples to collate"
@@ -143,7 +152,11 @@ class Fetcher:
         return Batch(*split_targets(found), indices)
 
     def _read_samples(
-        self, epoch: int, indices: torch.Tensor, troubles: Sequence[str] = ()
+        self,
+        epoch: int,
+        indices: torch.Tensor,
+        split: LengthSplit | None = None,
+        troubles: Sequence[str] = (),
     ) -> Batch:
         samples: list[Any] = []
         good: list[int] = []
@@ -168,7 +181,7 @@ class Fetcher:
                         f"for some seconds; the last, {bad[-1].name}: {bad[-1].error}",
                         fix="check the storage of this node, then --resume the run",
                     ) from error
-        batch = self._collate(samples, good, tuple(bad))
+        batch = self._collate(samples, good, tuple(bad), split)
         return replace(batch, troubles=tuple(told)) if told else batch
 
     def _read_sample(self, epoch: int, index: int, troubles: list[str]) -> Any:
@@ -195,16 +208,22 @@ class Fetcher:
         return retry_read(read, first, troubles) if is_transient(first) else read()
 
     def _collate(
-        self, samples: Sequence[Any], numbers: Sequence[int], bad: tuple[BadSample, ...]
+        self,
+        samples: Sequence[Any],
+        numbers: Sequence[int],
+        bad: tuple[BadSample, ...],
+        split: LengthSplit | None,
     ) -> Batch:
         if self.collate is not None and samples:
-            return collate_by(self.collate, list(samples), list(numbers), bad)
+            return collate_by(self.collate, list(samples), list(numbers), bad, split)
         return collate_plainly(
             samples, numbers, bad, partial(stack, shares_memory=self.shares_memory)
         )
 
     def _checked(self, batch: Batch, epoch: int) -> Batch:
         """Move the samples that the model can't take to bad, and make labels int64."""
+        if batch.longer is not None:
+            batch.longer = self._checked(batch.longer, epoch)
         if wrong := self._find_wrong(batch, epoch):
             numbers = batch.indices.tolist()
             bad = tuple(
@@ -213,8 +232,9 @@ class Fetcher:
             )
             good = [place for place in range(batch.num_samples) if place not in wrong]
             rest = batch if self.collate is None else self.with_parts(batch, epoch)
-            batch = replace(take(rest, good), bad=batch.bad + bad, troubles=batch.troubles)
-            batch.read_part = None  # WHY: a worker sends the batch, and this can't be sent
+            kept = take(rest, good)
+            kept.read_part = None  # WHY: a worker sends the batch, and this can't be sent
+            batch = replace(kept, bad=batch.bad + bad, troubles=batch.troubles, longer=batch.longer)
         if self.checks.num_classes and batch.targets.dtype != torch.int64:
             batch.targets = batch.targets.to(torch.int64)
         return batch
@@ -260,5 +280,8 @@ class _Needs:
 
 
 def _unpack(_: _Needs, sent: Any) -> Fetcher:
-    dataset, seed, checks, collate = pickle.loads(sent) if isinstance(sent, bytes) else sent
-    return Fetcher(dataset, seed=seed, checks=checks, collate=collate)
+    values = pickle.loads(sent) if isinstance(sent, bytes) else sent
+    dataset, seed, checks, collate, split = values
+    fetcher = Fetcher(dataset, seed=seed, checks=checks, collate=collate)
+    fetcher.split = split
+    return fetcher

@@ -25,14 +25,16 @@ _GAMMA_WORD, _FIRST_WORD, _SECOND_WORD, _30, _27, _31 = (
 )
 
 
-def hash_words(words: Words, *, key: int) -> Words:
+def hash_words(words: Words, *, key: int | Words) -> Words:
     """Hash each word under key to 64 bits; different words always give different hashes.
+
+    key: one for all words, or one for each of them.
 
     This is output number `word` of the SplitMix64 generator that starts from key. Each of its
     operations can be undone, which is why no two words collide.
     """
     hashed = words * _GAMMA_WORD  # WHY no overflow check: arithmetic is modulo 2**64 by design
-    hashed += np.uint64(key)
+    hashed += np.asarray(key, dtype=np.uint64)
     hashed ^= hashed >> _30
     hashed *= _FIRST_WORD
     hashed ^= hashed >> _27

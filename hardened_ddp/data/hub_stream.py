@@ -4,17 +4,18 @@ Owns opening one, and what a row becomes: (image, label) where it has such colum
 of its columns with lists of numbers as tensors. Each file of the dataset is a shard.
 """
 
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from hardened_ddp.data.extras import import_extra
+from hardened_ddp.data.hub_place import find_place
 from hardened_ddp.data.huggingface import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
-    PREFIX,
     choose_part,
-    library_error,
+    load_parts,
+    load_saved,
     pixels_of,
 )
 from hardened_ddp.data.import_path import import_callable
@@ -42,8 +43,7 @@ def open_hub_stream(
     image_size: scale images to this height and width. num_shards: fewer than the files are.
     transform: package.module:callable, makes a sample of a row.
     """
-    place = name.removeprefix(PREFIX)
-    parts = _load(place, subset, data_dir=data_dir, download=download)
+    parts = _load(name, subset, data_dir=data_dir, download=download)
     part = choose_part(name, list(parts), train=train, train_part=train_part, test_part=test_part)
     if part is None:
         return None
@@ -57,34 +57,20 @@ def open_hub_stream(
     return stream
 
 
-def _load(place: str, subset: str, *, data_dir: str, download: bool) -> dict[str, Any]:
+def _load(name: str, subset: str, *, data_dir: str, download: bool) -> Mapping[str, Any]:
     """Return all parts by name, as the library's iterable datasets. Raises DataError."""
-    datasets = import_extra("datasets", what=f"--dataset hf:{place} --streaming")
+    find_place(name, error=DataError)  # WHY first: importing the library takes longer
+    datasets = import_extra("datasets", what=f"--dataset {name} --streaming")
     datasets.disable_progress_bars()
-    folder = Path(place)
-    try:
-        if (folder / "dataset_dict.json").is_file():
-            saved = dict(datasets.load_from_disk(place))
-        elif (folder / "state.json").is_file():
-            saved = {"train": datasets.load_from_disk(place)}
-        else:
-            offline = datasets.DownloadConfig(local_files_only=not download)
-            cache = str(Path(data_dir) / "huggingface")
-            return dict(
-                datasets.load_dataset(
-                    place,
-                    subset or None,
-                    cache_dir=cache,
-                    download_config=offline,
-                    streaming=True,
-                )
-            )
-        return {
-            key: rows.to_iterable_dataset(num_shards=max(1, min(NUM_SHARDS, len(rows))))
-            for key, rows in saved.items()
-        }
-    except Exception as error:  # WHY broad: the library passes on any error of network or files
-        raise library_error(place, error) from error
+    saved = load_saved(datasets, name)
+    if saved is None:
+        return load_parts(
+            datasets, name, subset, data_dir=data_dir, download=download, streaming=True
+        )
+    return {
+        key: rows.to_iterable_dataset(num_shards=max(1, min(NUM_SHARDS, len(rows))))
+        for key, rows in saved.items()
+    }
 
 
 def _sample_of(row: dict[str, Any], *, image_size: int) -> Any:  # Any: as the columns are

@@ -16,9 +16,9 @@ import torch
 from torch.utils.data import Dataset
 
 from hardened_ddp.data.extras import import_extra
+from hardened_ddp.data.hub_place import find_place, hub_answers, is_on_disk, no_answer
 from hardened_ddp.errors import DataError
 
-PREFIX = "hf:"
 IMAGE_COLUMNS = ("image", "img", "pixel_values", "images")
 LABEL_COLUMNS = ("label", "labels", "fine_label", "target")
 _TEST_PARTS = ("validation", "valid", "val", "test")
@@ -61,7 +61,7 @@ def open_hub_set(
     image, label: columns; by default the usual names are tried. image_size: scale images to this
     height and width; 0: don't scale. subset: one of several sets under the same name.
     """
-    parts = _load(name.removeprefix(PREFIX), subset, data_dir=data_dir, download=download)
+    parts = _load(name, subset, data_dir=data_dir, download=download)
     part = choose_part(name, list(parts), train=train, train_part=train_part, test_part=test_part)
     if part is None:
         return None
@@ -84,35 +84,66 @@ def choose_part(
     return part
 
 
-def library_error(place: str, error: Exception) -> DataError:
+def library_error(name: str, error: Exception) -> DataError:
     """Make the error for a dataset that the library can't open."""
     text = str(error).partition("\n")[0][:300]
     return DataError(
-        f"hf:{place} can't be opened: {type(error).__name__}: {text}",
-        fix="without network: on a machine with network, run load_dataset(NAME)"
+        f"{name} can't be opened: {type(error).__name__}: {text}",
+        fix="check the name; without network: on a machine with network, run load_dataset(NAME)"
         ".save_to_disk(FOLDER) of the datasets package, copy FOLDER, and use --dataset hf:FOLDER",
     )
 
 
-def _load(place: str, subset: str, *, data_dir: str, download: bool) -> Mapping[str, Any]:
-    """Return all parts by name. Runs no code of the dataset: the library dropped such datasets."""
-    datasets = import_extra("datasets", what=f"--dataset hf:{place}")
-    datasets.disable_progress_bars()
-    folder = Path(place)
+def load_parts(
+    datasets: Any, name: str, subset: str, *, data_dir: str, download: bool, **how: Any
+) -> Mapping[str, Any]:
+    """Load a folder or a name of the Hub; from the library's cache alone if the Hub is away.
+
+    datasets: the library. Runs no code of the dataset: the library dropped such datasets.
+    """
+    place = find_place(name, error=DataError)
+    before = getattr(datasets.config, "HF_HUB_OFFLINE", False)
+    is_away = not is_on_disk(place) and not hub_answers()
+    datasets.config.HF_HUB_OFFLINE = before or is_away
+    try:
+        loaded = datasets.load_dataset(
+            place,
+            subset or None,
+            cache_dir=str(Path(data_dir) / "huggingface"),
+            download_config=datasets.DownloadConfig(local_files_only=not download),
+            **how,
+        )
+    except Exception as error:  # WHY broad: the library passes on any error of network or files
+        raise (
+            no_answer(name, error=DataError) if is_away else library_error(name, error)
+        ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+    return dict(loaded)
+
+
+def load_saved(datasets: Any, name: str) -> Mapping[str, Any] | None:
+    """Return the parts of a folder that save_to_disk() wrote; None if it is no such folder."""
+    folder = Path(find_place(name, error=DataError))
     try:
         if (folder / "dataset_dict.json").is_file():
-            return dict(datasets.load_from_disk(place))
+            return dict(datasets.load_from_disk(str(folder)))
         if (folder / "state.json").is_file():
-            return {"train": datasets.load_from_disk(place)}
-        how = {} if download else {"download_mode": "reuse_dataset_if_exists"}
-        offline = datasets.DownloadConfig(local_files_only=not download)
-        cache = str(Path(data_dir) / "huggingface")
-        loaded = datasets.load_dataset(
-            place, subset or None, cache_dir=cache, download_config=offline, **how
-        )
-        return dict(loaded)
-    except Exception as error:  # WHY broad: the library passes on any error of network or files
-        raise library_error(place, error) from error
+            return {"train": datasets.load_from_disk(str(folder))}
+    except Exception as error:  # WHY broad: as in load_parts
+        raise library_error(name, error) from error
+    return None
+
+
+def _load(name: str, subset: str, *, data_dir: str, download: bool) -> Mapping[str, Any]:
+    """Return all parts by name. Raises DataError."""
+    find_place(name, error=DataError)  # WHY first: importing the library takes longer
+    datasets = import_extra("datasets", what=f"--dataset {name}")
+    datasets.disable_progress_bars()
+    if (saved := load_saved(datasets, name)) is not None:
+        return saved
+    how = {} if download else {"download_mode": "reuse_dataset_if_exists"}
+    return load_parts(datasets, name, subset, data_dir=data_dir, download=download, **how)
 
 
 def _column(rows: Any, given: str, usual: Sequence[str]) -> str:  # Any: a datasets.Dataset

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any
 
-from hardened_ddp.data.read_errors import describe
+from hardened_ddp.data.read_errors import describe, line_of_user
 from hardened_ddp.errors import HardenedError
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ def import_callable(path: str, *, setting: str, error: type[HardenedError]) -> C
         )
         raise error(f"{told} can't be imported: {missing}", fix=fix) from missing
     if not callable(found):
-        raise error(f"{told} is a {type(found).__name__}, not a class or function", fix=_FIX)
+        raise error(f"{told} is of type {type(found).__name__}, not a class or function", fix=_FIX)
     try:
         inspect.signature(found)
     except (ValueError, TypeError) as unknown:  # some of those written in C
@@ -62,6 +62,12 @@ def meant_path(name: str) -> str:
 def _import(name: str, told: str, error: type[HardenedError]) -> Any:  # Any: a module
     try:
         return importlib.import_module(name)
+    except SystemExit as problem:  # a script that reads its own arguments, for example
+        line = line_of_user(problem)
+        raise error(
+            f"{told} can't be imported: it ends the program, by SystemExit({problem.code}){line}",
+            fix="put what only a script does below: if __name__ == '__main__':",
+        ) from problem
     except Exception as problem:  # WHY broad: an import runs the user's code
         frame = traceback.extract_tb(problem.__traceback__)[-1]
         is_inside = not frame.filename.startswith("<frozen importlib")
@@ -72,6 +78,18 @@ def _import(name: str, told: str, error: type[HardenedError]) -> Any:  # Any: a 
         log.debug("%s can't be imported", told, exc_info=True)
         where = f" ({frame.filename}:{frame.lineno})" if is_inside else ""  # else the text has it
         raise error(
-            f"{told} can't be imported: {describe(problem)}{where}",
+            f"{told} can't be imported: {describe(problem)}{where}{_root_of(problem)}",
             fix="fix it; --debug shows the whole traceback",
         ) from problem
+
+
+def _root_of(problem: BaseException) -> str:
+    """Return "; caused by ..." of the error at the start; empty if it is this one.
+
+    WHY: transformers reports each failed import as a missing module.
+    """
+    root, seen = problem, {id(problem)}
+    while (cause := root.__cause__) is not None and id(cause) not in seen:
+        root = cause
+        seen.add(id(root))
+    return "" if root is problem else f"; caused by {describe(root)}"

@@ -13,7 +13,6 @@ Does not own: which samples a step takes (sampler.py), what was left out (skippe
 
 import json
 import logging
-import os
 import re
 import struct
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hardened_ddp.errors import RunFolderError
+from hardened_ddp.reporting.sinks import FileSink
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ FOLDER = "ledger"
 _NAME = re.compile(r"(\d{4,})-rank-(\d+)\.bin")
 _HEAD = struct.Struct("<QII")
 _SHOWN = 8
+_KEEP_BYTES = 64 * 2**20
+"""How much of a rank's ledger is kept in memory while its disk is full."""
 
 Ids = npt.NDArray[np.uint64]
 
@@ -52,35 +54,40 @@ class LedgerWriter:
         of a stream, whose length may not be known yet.
         """
         self._dtype = "<u4" if facts.get("num_samples", 2**32) < 2**32 else "<u8"
-        self._fd = -1
-        path = run / FOLDER / f"{start:04d}-rank-{rank}.bin"
         head = json.dumps({"schema": 1, "step": step, "dtype": self._dtype, **facts}) + "\n"
-        try:
-            # WHY unbuffered: what the kernel has survives the end of this process.
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            os.write(self._fd, head.encode())
-        except OSError as error:
-            self._give_up(error)
+        path = run / FOLDER / f"{start:04d}-rank-{rank}.bin"
+        self._sink: FileSink | None = FileSink(path, keep_bytes=_KEEP_BYTES, has_lines=False)
+        self._is_behind = False
+        self._add(head.encode())
 
     def bring(self, step: int, epoch: int, indices: Sequence[npt.NDArray[Any]]) -> None:
         """Write the samples of this rank's micro-batches, before the step. Rank-local."""
-        if self._fd < 0 or not indices:
+        if not indices:
             return
         ids = np.concatenate(indices).astype(self._dtype)
-        try:
-            os.write(self._fd, _HEAD.pack(step, epoch, len(ids)) + ids.tobytes())
-        except OSError as error:
-            self._give_up(error)
+        self._add(_HEAD.pack(step, epoch, len(ids)) + ids.tobytes())
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._sink is not None and not self._sink.close():
+            log.warning(
+                "%d records of the ledger could not be written: verify-ledger will miss samples",
+                self._sink.num_lost,
+            )
+        self._sink = None
 
-    def _give_up(self, error: OSError) -> None:
-        log.warning("the ledger can't be written (%s): verify-ledger will miss samples", error)
-        self.close()
+    def _add(self, record: bytes) -> None:
+        """Write a record, and those before it that could not be written yet."""
+        if self._sink is None:
+            return
+        self._sink.add(record)
+        # WHY each at once: what the kernel has survives the end of this process.
+        was_behind, self._is_behind = self._is_behind, not self._sink.flush()
+        if self._is_behind and not was_behind:
+            log.warning(
+                "the ledger can't be written, and is kept in memory until it can: %s",
+                self._sink.error,
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +111,8 @@ def verify_ledger(run: Path, done: Done) -> tuple[list[str], bool]:
 
     Raises RunFolderError if there is no ledger to read.
     """
-    files = _files(run)
+    # WHY: a file without a whole first line is of a rank that was killed before its first step.
+    files = [file for file in _files(run) if b"\n" in file[2].read_bytes()]
     if not files:
         raise RunFolderError(f"{run} has no ledger", fix="train with --ledger, then verify")
     heads = {number: _read(path)[0] for number, _, path in files}
@@ -190,7 +198,10 @@ def _read(path: Path) -> tuple[dict[str, Any], bytes]:
     head, _, raw = path.read_bytes().partition(b"\n")
     try:
         facts: dict[str, Any] = json.loads(head)
-    except ValueError as error:
+        if type(facts["step"]) is not int:
+            raise ValueError(f"step is {facts['step']!r}")
+        np.dtype(facts["dtype"])
+    except (ValueError, TypeError, KeyError) as error:
         raise RunFolderError(f"{path} is not a ledger file: {error}") from error
     return facts, raw
 
@@ -213,9 +224,16 @@ def _records(raw: bytes, dtype: str) -> Iterator[tuple[int, int, Ids]]:
 def _left_out(run: Path) -> dict[int, set[int]]:
     """Read which samples of which epoch were left out; whole steps are in the ledger."""
     path = run / "skipped_samples.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     found: dict[int, set[int]] = {}
-    for entry in map(json.loads, lines):
-        if "index" in entry:
-            found.setdefault(entry["epoch"], set()).add(entry["index"])
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            entry = dict(json.loads(line))
+            if "index" in entry:
+                found.setdefault(int(entry["epoch"]), set()).add(int(entry["index"]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise RunFolderError(
+                f"line {number} of {path} can't be read: {error}",
+                fix="remove it; its sample then counts as never taken",
+            ) from error
     return found

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import torch
 
-from hardened_ddp.data.batch import BadSample, Batch, Request
+from hardened_ddp.data.batch import BadSample, Batch, Request, apart
+from hardened_ddp.data.checks import fix_for_all
+from hardened_ddp.data.fetch import Fetcher
+from hardened_ddp.data.length_split import LengthSplit
 from hardened_ddp.data.sampler import (
     Window,
     WindowSampler,
@@ -33,6 +36,13 @@ class TrainLoader:
     def __init__(self, sampler: WindowSampler, stream: BatchStream) -> None:
         self.sampler = sampler
         self.stream = stream
+        self.split: LengthSplit | None = None
+        """Micro-batches come in two parts, where that leaves out enough padding."""
+
+    def split_by_length(self, split: LengthSplit | None) -> None:
+        """Cut micro-batches by this from now on. Before the first window."""
+        assert isinstance(self.stream.fetcher, Fetcher)
+        self.split = self.stream.fetcher.split = split
 
     def windows(
         self, epoch: int, start: int, step: int = 0
@@ -57,6 +67,8 @@ class TrainLoader:
             )
             number = 1 if is_one else len(sampler.micro_batch_sizes(window))
             share = [next(batches) for _ in range(number)]
+            if self.split is not None:
+                share = apart(share)
             yield window, [self.stream.fetcher.with_parts(batch, epoch) for batch in share]
         next(batches, None)  # WHY: the stream then reaches its end, and keeps its idle workers
 
@@ -78,7 +90,7 @@ class TrainLoader:
         if not found:
             raise SampleError(
                 f"none of the first samples can be read: {batch.bad[0].error}",
-                fix="check the dataset: every sample seems to be broken",
+                fix=fix_for_all(batch.bad[0].error),
             )
         return found
 

@@ -33,8 +33,8 @@ def map_parts(value: Any, change: Callable[[Any], Any]) -> Any:  # Any: a datase
         for key, part in parts.items():
             clone[key] = part
         return clone
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a namedtuple takes them as *args
-        return type(value)(*(change(part) for part in value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return _remade(value, [change(part) for part in value])
     if isinstance(value, tuple | list):
         return type(value)(change(part) for part in value)
     if is_dataclass(value):
@@ -54,7 +54,7 @@ def stack(samples: Sequence[Any], *, shares_memory: bool = False) -> Any:  # Any
         return {key: stack(part, shares_memory=shares_memory) for key, part in columns.items()}
     if isinstance(first, tuple | list):
         parts = [stack(c, shares_memory=shares_memory) for c in zip(*samples, strict=True)]
-        return type(first)(*parts) if hasattr(first, "_fields") else parts
+        return _remade(first, parts) if hasattr(first, "_fields") else parts
     if is_dataclass(first):
         columns = {n: [getattr(sample, n) for sample in samples] for n, _ in fields_of(first)}
         stacked = {n: stack(part, shares_memory=shares_memory) for n, part in columns.items()}
@@ -90,6 +90,11 @@ def pick(value: Any, positions: Sequence[int], *, num_samples: int) -> Any:  # A
     return taken(value)
 
 
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:  # Any: a dataset's data
+    """Yield the tensors of a nested value."""
+    return (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
+
+
 def leaves(value: Any) -> Iterator[Any]:  # Any: a dataset's data
     """Yield what a nested value holds: tensors, strings, None, and what has no parts."""
     if isinstance(value, Mapping):
@@ -113,6 +118,11 @@ def is_dataclass(value: object) -> bool:
 def fields_of(value: Any) -> list[tuple[str, Any]]:  # Any: an instance of any dataclass
     """Return the fields of a dataclass's instance with their values."""
     return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+
+
+def _remade(value: Any, parts: Sequence[Any]) -> Any:  # Any: an instance of any namedtuple
+    # WHY tuple's: a class of its own, as PackedSequence is, may take other arguments than its parts
+    return tuple.__new__(type(value), parts)
 
 
 def _rebuilt(value: Any, parts: Mapping[str, Any]) -> Any:  # Any: an instance of any dataclass

@@ -36,6 +36,8 @@ def unpack(packed: Packed, count: int) -> list[Any]:  # Any: as above
     """Return the count samples that were packed."""
     tag, content = packed[0], packed[1]
     match tag:
+        case "list":
+            return list(content)
         case "equal":
             return list(content.unbind(0))
         case "ragged":
@@ -51,10 +53,8 @@ def unpack(packed: Packed, count: int) -> list[Any]:  # Any: as above
             return [list(row) for row in rows]
         case "tuple":
             return [() for _ in range(count)]
-        case "columns":
-            return [[] for _ in range(count)]
         case _:
-            return list(content)
+            return [[] for _ in range(count)]
 
 
 def _pack_tensors(tensors: Sequence[torch.Tensor]) -> Packed:

@@ -11,6 +11,7 @@ Read next: loader.py.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,9 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler
 
 from hardened_ddp.data.hashing import hash_words
+from hardened_ddp.data.own_order import BLOCK, MAX_KEPT_ORDER, OwnOrder, Share, pays_off
 from hardened_ddp.data.permutation import permute
 from hardened_ddp.ranks.seeding import mix
-
-# Up to this size the whole order is kept (2 MiB); above it is computed in blocks, on demand.
-MAX_KEPT_ORDER = 1 << 18
-_BLOCK = 1 << 15  # positions computed at once: large enough that numpy's call overhead vanishes
-# With so many ranks that a block serves fewer steps than this, one rank's positions are computed
-# alone, for several steps at once.
-_STEPS_OF_A_BLOCK = 20
-_AHEAD = 1 << 11
 
 
 class EpochOrder:
@@ -50,44 +44,25 @@ class EpochOrder:
             self._kept = np.argsort(hashes)
         self._block_index = -1
         self._block = np.empty(0, dtype=np.int64)
-        self._ahead: dict[int, npt.NDArray[np.int64]] = {}  # by the first position
 
-    def take(self, start: int, stop: int, *, stride: int = 0) -> torch.Tensor:
-        """Return the samples at positions start to stop - 1, as int64.
-
-        stride: how far from start the next call begins, if the positions between are not needed.
-        """
+    def take(self, start: int, stop: int) -> torch.Tensor:
+        """Return the samples at positions start to stop - 1, as int64."""
         if not 0 <= start <= stop <= self.num_samples:
             raise IndexError(f"positions {start} to {stop} of {self.num_samples} samples")
         if self._kept is not None:
             return torch.from_numpy(self._kept[start:stop])
         if start == stop:
             return torch.empty(0, dtype=torch.int64)
-        if stride * _STEPS_OF_A_BLOCK > _BLOCK and stop - start < stride:
-            return torch.from_numpy(self._take_sparsely(start, stop - start, stride))
-        first, last = start // _BLOCK, (stop - 1) // _BLOCK
+        first, last = start // BLOCK, (stop - 1) // BLOCK
         blocks = [self._get_block(index) for index in range(first, last + 1)]
         joined = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-        return torch.from_numpy(joined[start - first * _BLOCK : stop - first * _BLOCK])
-
-    def _take_sparsely(self, start: int, length: int, stride: int) -> npt.NDArray[np.int64]:
-        """Return the samples at start; compute those of the next calls, too."""
-        found = self._ahead.get(start)
-        if found is None or len(found) != length:
-            count = min(_AHEAD // length, 1 + (self.num_samples - length - start) // stride)
-            starts = range(start, start + stride * max(1, count), stride)
-            positions = np.concatenate([np.arange(s, s + length, dtype=np.uint64) for s in starts])
-            permuted = permute(positions, num_samples=self.num_samples, key=self._key)
-            rows = permuted.astype(np.int64).reshape(len(starts), length)
-            self._ahead = dict(zip(starts, rows, strict=True))
-            found = self._ahead[start]
-        return found
+        return torch.from_numpy(joined[start - first * BLOCK : stop - first * BLOCK])
 
     def _get_block(self, index: int) -> npt.NDArray[np.int64]:
         if index != self._block_index:
-            stop = min((index + 1) * _BLOCK, self.num_samples)
-            positions = np.arange(index * _BLOCK, stop, dtype=np.uint64)
-            permuted = permute(positions, num_samples=self.num_samples, key=self._key)
+            stop = min((index + 1) * BLOCK, self.num_samples)
+            positions = np.arange(index * BLOCK, stop, dtype=np.uint64)
+            permuted = permute(positions, num_samples=self.num_samples, keys=[self._key])
             self._block_index, self._block = index, permuted.astype(np.int64)
         return self._block
 
@@ -178,6 +153,9 @@ class WindowSampler(DistributedSampler[Any]):
         # The public attributes of DistributedSampler: this rank's samples, and those of all ranks.
         self.num_samples, self.total_size = len(self), self.end
         self._orders: dict[int, EpochOrder] = {}
+        self._alone: OwnOrder | None = None
+        if pays_off(self.num_total, world_size=num_replicas, global_batch=global_batch):
+            self._alone = OwnOrder(self.num_total, seed=seed)
 
     @property
     def size(self) -> int:
@@ -239,12 +217,29 @@ class WindowSampler(DistributedSampler[Any]):
         start, stop = share_of(window.size, rank=self.rank, world_size=self.num_replicas)
         if start == stop:
             return []
-        share = self.order(window.epoch).take(
-            window.start + start, window.start + stop, stride=self.global_batch
-        )
+        share = self._take(window, window.start + start, window.start + stop)
         if window.size <= self.batch_size * self.num_replicas:
             return [share]
         return [share[first:last] for first, last in self._parts(window)]
+
+    def _take(self, window: Window, start: int, stop: int) -> torch.Tensor:
+        """Return the samples at positions start to stop - 1, all of them in window."""
+        if self._alone is None:
+            return self.order(window.epoch).take(start, stop)
+        found = self._alone.find(window.epoch, start, stop)
+        if found is None:
+            found = self._alone.compute(self._shares_from(window))
+        return torch.from_numpy(found)
+
+    def _shares_from(self, window: Window) -> Iterator[Share]:
+        """Yield the positions that this rank takes from window on, over all epochs to come."""
+        windows = chain(
+            self.windows_of(window.epoch, window.start),
+            chain.from_iterable(map(self.windows_of, count(window.epoch + 1))),
+        )
+        for later in windows:
+            start, stop = share_of(later.size, rank=self.rank, world_size=self.num_replicas)
+            yield Share(later.epoch, later.start + start, later.start + stop)
 
     def _parts(self, window: Window) -> list[tuple[int, int]]:
         """Return where this rank's micro-batches begin and end within its share of window."""

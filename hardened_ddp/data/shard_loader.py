@@ -17,14 +17,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from hardened_ddp.data.batch import BadSample, Batch, map_tensors
+from hardened_ddp.data.batch import BadSample, Batch, apart, map_tensors
 from hardened_ddp.data.block_reader import BlockReader
+from hardened_ddp.data.checks import fix_for_all
 from hardened_ddp.data.fetch import Fetcher
+from hardened_ddp.data.length_split import LengthSplit
 from hardened_ddp.data.sampler import Window, share_of, split_micro_batches
 from hardened_ddp.data.shard_sampler import ShardSampler
 from hardened_ddp.data.shard_states import ShardStates
-from hardened_ddp.data.shards import UNKNOWN, Dealer, Facts, Turns, id_of, settle, shard_order
-from hardened_ddp.data.shelves import Item, Shelves, items_of, split_bad
+from hardened_ddp.data.shards import (
+    UNKNOWN,
+    Dealer,
+    Facts,
+    Share,
+    advance,
+    id_of,
+    settle,
+    shard_order,
+)
+from hardened_ddp.data.shelves import Items, Shelves, items_of, split_bad
 from hardened_ddp.data.stream import BatchStream
 from hardened_ddp.data.stream_types import Stream
 from hardened_ddp.errors import SampleError
@@ -33,12 +44,14 @@ from hardened_ddp.ranks.group import Group
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """The turns of a step, this rank's samples of them, and the ends that it met."""
+    """The turns of a step, and this rank's samples of them."""
 
     facts: Facts
-    turns: Turns
-    items: list[Item]
-    ends: torch.Tensor
+    share: Share
+    items: Items
+    ends: torch.Tensor | None
+    """(num_shards,): the ends that were met, on any rank; None: there can be none."""
+
     work: Any  # a dist.Work: the ends on their way to the other ranks
 
 
@@ -47,7 +60,7 @@ class _Taken:
     """A step whose size is known."""
 
     window: Window
-    items: list[Item]
+    items: Items
     after: Facts
 
 
@@ -101,11 +114,20 @@ class ShardLoader:
         self._states: ShardStates | None = None
         self._shelves = Shelves(sampler, stream)
         self._unmet = torch.full((sampler.num_shards,), UNKNOWN, dtype=torch.int64)
-        self._owners = np.empty(0, dtype=np.int64)
-        self._dealer = Dealer(self._owners, sampler.global_batch)
+        self._num_owners = 1 if sampler.is_shared else sampler.num_replicas
+        """Ranks among which the shards are shared out."""
+
+        self._dealer = Dealer(np.arange(sampler.num_shards), sampler.global_batch)
         self._epoch = 0
         self._over: Facts | None = None
         """The end of the epoch, once it was met."""
+
+        self.split: LengthSplit | None = None
+        """Micro-batches come in two parts, where that leaves out enough padding."""
+
+    def split_by_length(self, split: LengthSplit | None) -> None:
+        """Cut micro-batches by this from now on. Before the first window."""
+        self.split = self._fetcher.split = split
 
     def windows(
         self, epoch: int, start: int, step: int = 0
@@ -151,7 +173,7 @@ class ShardLoader:
             first = id_of(shard, 2 * index, sampler.num_shards)
             ids = torch.tensor([first, first + sampler.num_shards])
             self._held.begin_window()
-            batch = self._batch(items_of(blocks[(0, ids)]))
+            batch = self._made_ready(self._batch(items_of(blocks[(0, ids)])))
             bad += batch.bad
             if batch.num_samples:
                 found.append(batch.to(device))
@@ -162,7 +184,7 @@ class ShardLoader:
             text = bad[0].error if bad else "the first shards have no sample"
             raise SampleError(
                 f"none of the first samples can be read: {text}",
-                fix="check the dataset: every sample seems to be broken",
+                fix=fix_for_all(text),
             )
         return found
 
@@ -180,10 +202,9 @@ class ShardLoader:
         """Choose this rank's shards of an epoch, and start to read them."""
         sampler, self._epoch = self.sampler, facts.epoch
         order = shard_order(sampler.seed, facts.epoch, sampler.num_shards)
-        self._dealer = Dealer(order, sampler.global_batch)
-        self._owners = np.empty_like(order)
-        self._owners[order] = np.arange(len(order)) % sampler.num_replicas
-        mine = order if sampler.is_shared else order[sampler.rank :: sampler.num_replicas]
+        first = sampler.rank % self._num_owners
+        self._dealer = Dealer(order, sampler.global_batch, rank=first, num_owners=self._num_owners)
+        mine = order[first :: self._num_owners]
         saved = {} if self._states is None else self._states.read(facts)
         self._shelves.begin(facts, mine.tolist(), saved)
 
@@ -201,50 +222,54 @@ class ShardLoader:
 
     def _read(self, facts: Facts) -> _Read:
         """Take this rank's samples of the next window; start to tell which shards end in it."""
-        sampler = self.sampler
-        turns = self._dealer.next(facts)
-        shards = turns.shards
-        if not sampler.is_shared and sampler.num_replicas > 1:
-            shards = shards[self._owners[shards] == sampler.rank]
-        items, met = self._shelves.take(shards.tolist(), turns.taken)
-        ends, work = self._unmet, None
-        if not facts.knows_ends:
+        share = self._dealer.next(facts)
+        items, met = self._shelves.take(share.shards, share.turns.taken)
+        ends, work, has_others = None, None, self._num_owners > 1
+        if met or (has_others and not facts.knows_ends):
             ends = self._unmet.clone()
             for shard, end in met.items():
                 ends[shard] = end
-            if not sampler.is_shared:
+            if has_others:
                 work = self._group.start_max(ends)  # collective
-        return _Read(facts, turns, items, ends, work)
+        return _Read(facts, share, items, ends, work)
 
     def _finish(self, read: _Read) -> _Taken:
         """Learn which of a window's turns have a sample. Collective."""
         sampler, facts, items = self.sampler, read.facts, read.items
+        turns, is_idle = read.share.turns, read.share.has_idle_rank
         if read.work is not None:
             self._group.finish(read.work)  # collective
-        after, is_real = settle(facts, read.turns, read.ends.numpy())
-        size, is_idle = int(is_real.sum()), False
+        if read.ends is None:
+            after, size = advance(facts, turns), len(turns)
+        else:
+            after, is_real = settle(facts, turns, read.ends.numpy())
+            size, is_idle = int(is_real.sum()), self._dealer.has_idle_rank(turns.shards[is_real])
         if sampler.is_shared:
             start, stop = share_of(size, rank=sampler.rank, world_size=sampler.num_replicas)
-            items = items[start:stop]
-        elif sampler.num_replicas > 1:
-            owners = self._owners[read.turns.shards[is_real]]
-            is_idle = bool(np.bincount(owners, minlength=sampler.num_replicas).min() == 0)
+            items, is_idle = items.part(start, stop), False
         window = Window(facts.epoch, facts.cursor, size, has_idle_rank=is_idle)
         return _Taken(window, items, after)
 
-    def _batches(self, items: Sequence[Item]) -> list[Batch]:
+    def _batches(self, items: Items) -> list[Batch]:
         self._held.begin_window()
-        parts = split_micro_batches(len(items), self.sampler.batch_size)
-        return [self._batch(items[first:last]) for first, last in parts]
+        parts = split_micro_batches(len(items.numbers), self.sampler.batch_size)
+        batches = [self._batch(items.part(first, last)) for first, last in parts]
+        if self.split is not None:
+            batches = apart(batches)
+        return [self._made_ready(batch) for batch in batches]
 
-    def _batch(self, items: Sequence[Item]) -> Batch:
+    def _batch(self, items: Items) -> Batch:
         """Make a batch of samples that are at hand."""
-        numbers, samples, bad = split_bad(items)
+        good, bad = split_bad(items)
         if self._fetcher.collate is not None:  # then parts of the batch may be made again
-            self._held.put(numbers, samples)
-        batch = self._fetcher.assemble(self._epoch, samples, numbers)
+            self._held.put(good.numbers, good.samples)
+        batch = self._fetcher.assemble(self._epoch, good.samples, good.numbers)
         if bad:
             batch = replace(batch, bad=batch.bad + bad)
+        return batch
+
+    def _made_ready(self, batch: Batch) -> Batch:
+        """Pin a batch, if that is wanted, and let its parts be made again."""
         if self._pins:
             batch.inputs = map_tensors(batch.inputs, torch.Tensor.pin_memory)
             batch.targets = map_tensors(batch.targets, torch.Tensor.pin_memory)

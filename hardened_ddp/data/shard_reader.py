@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hardened_ddp.data.read_errors import describe, is_permanent, is_transient, retry_read
-from hardened_ddp.data.shards import id_of
+from hardened_ddp.data.shards import UNKNOWN, id_of
 from hardened_ddp.data.stream_types import Stream
 from hardened_ddp.data.worker_info import seen_by_user
 from hardened_ddp.errors import SampleError
@@ -75,11 +75,7 @@ class ShardReader:
         self._failed: _Open | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "_open": {},
-            "_failed": None,
-        }  # what is open can't be sent to another process
+        return {**self.__dict__, "_open": {}, "_failed": None}  # WHY: readers can't be sent
 
     def read_run(
         self, epoch: int, shard: int, index: int, count: int, troubles: list[str]
@@ -89,40 +85,46 @@ class ShardReader:
         What ends the run is found by read() of the next sample. Any: what the stream gives.
         """
         found: list[Any] = []
-        reader, step = self._open.get(shard), self.stream.num_shards
-        first = id_of(shard, index, step)
+        if (epoch, shard) in self._deadly:
+            return found
+        reader = self._open.get(shard)
         try:
-            if reader is None and index == 0 and (epoch, shard) not in self._deadly:
+            if reader is None and index == 0:
                 reader = self._open_at(epoch, shard, 0)
-            is_there = reader is not None and reader.position == index and reader.epoch == epoch
+            is_there = reader is not None and (reader.epoch, reader.position) == (epoch, index)
             if reader is None or not is_there or reader.after_error:
                 return found
+            samples = self._seeded(reader, shard) if self._uses_randomness else reader.samples
             with seen_by_user(self.stream, shard):
-                if not self._uses_randomness:
-                    # It keeps what came before an error.
-                    found.extend(itertools.islice(reader.samples, count))
-                    count = 0
-                for number in range(first, first + count * step, step):
-                    seed_sample(self.seed, epoch, number)
-                    if (sample := next(reader.samples, _END)) is _END:
-                        break
-                    found.append(sample)
+                found.extend(itertools.islice(samples, count))  # it keeps what came before an error
         except Exception as error:  # WHY broad: the user's code; read() tries it again
             log.debug("shard %d, sample %d", shard, index + len(found), exc_info=True)
             self._open.pop(shard, None)
             if is_transient(error):
                 troubles.append(describe(error))
-        if reader is not None:
-            reader.position += len(found)
+            return found
+        reader.position += len(found)
+        if len(found) < count:
+            del self._open[shard]
+            self._ends[epoch, shard] = reader.position
         return found
+
+    def _seeded(self, reader: _Open, shard: int) -> Iterator[Any]:
+        """Yield the reader's samples, each read with random numbers of its own."""
+        first = id_of(shard, reader.position, self.stream.num_shards)
+        for number in itertools.count(first, self.stream.num_shards):
+            seed_sample(self.seed, reader.epoch, number)
+            if (sample := next(reader.samples, _END)) is _END:
+                return
+            yield sample
 
     def read(self, epoch: int, shard: int, index: int, troubles: list[str]) -> Any:
         """Read one sample, with retries. Any: what the stream gives.
 
         Raises EndOfShard behind the last sample, else the error of the reader.
         """
-        end = self._ends.get((epoch, shard))
-        if end is not None and index >= end:
+        end = self.end_of(epoch, shard)
+        if 0 <= end <= index:
             raise EndOfShard(end)
         place, text = self._blocked.get((epoch, shard), (index, ""))
         if place < index:
@@ -172,9 +174,9 @@ class ShardReader:
             # WHY a copy: many readers give their own dict, and change it with the next sample
             return copy.deepcopy(reader.samples.state_dict())
 
-    def end_of(self, epoch: int, shard: int) -> int | None:
-        """Return the number of samples of a shard if its end was met."""
-        return self._ends.get((epoch, shard))
+    def end_of(self, epoch: int, shard: int) -> int:
+        """Return the number of samples of a shard; UNKNOWN if its end was not met."""
+        return self._ends.get((epoch, shard), UNKNOWN)
 
     def is_blocked(self, epoch: int, shard: int) -> bool:
         """Return whether no reader gets to the end of a shard, because of an error in it."""

@@ -11,7 +11,8 @@ Does not own: reading (shard_reader.py), which rank reads what (shard_loader.py)
 """
 
 import functools
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ UNKNOWN = -1
 """The end of a shard that nobody has reached yet."""
 
 _ENDLESS = 1 << 62
+_MOST_COUNTS = 1 << 20  # of samples by step and shard, for the steps that are dealt at once
 _NUM_ORDERS = 1024  # of the samples of a block
 _SHARDS, _BLOCKS = 1, 2  # what a permutation is of: each has its own key
 
@@ -104,6 +106,18 @@ class Turns:
         return len(self.shards)
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The turns of one step, as a rank sees them."""
+
+    turns: Turns
+    shards: list[int]
+    """Of this rank's turns, in order."""
+
+    has_idle_rank: bool
+    """Some rank has none of the turns."""
+
+
 def shard_order(seed: int, epoch: int, num_shards: int) -> Numbers:
     """Return the order in which the shards of an epoch take turns."""
     # WHY hashes: as for the samples of a map-style dataset (sampler.py).
@@ -154,37 +168,80 @@ def deal(facts: Facts, order: Numbers, size: int) -> Turns:
 
 
 class Dealer:
-    """Deals the turns of one step after the other, as deal() does.
+    """Deals the turns of one step after the other, as deal() does, and says which are a rank's.
 
     WHY many steps at once: to deal a thousand turns costs as much as to deal ten.
     """
 
-    def __init__(self, order: Numbers, size: int, *, at_once: int = 16_384) -> None:
-        """order: of shard_order. size: turns of a step. at_once: turns dealt ahead, at most."""
+    def __init__(
+        self,
+        order: Numbers,
+        size: int,
+        *,
+        rank: int = 0,
+        num_owners: int = 1,
+        at_once: int = 16_384,
+    ) -> None:
+        """order: of shard_order. size: turns of a step. at_once: turns dealt ahead, at most.
+
+        rank, num_owners: every num_owners-th shard of the order, from number rank on, is this
+        rank's.
+        """
         self._order, self._size = order, size
-        self._ahead = max(1, at_once // size) * size
+        self._rank, self._num_owners = rank, num_owners
+        num_steps = min(at_once // size, _MOST_COUNTS // max(1, len(order)))
+        self._ahead = max(1, num_steps) * size
         self._place_of = np.argsort(order)
-        self._dealt: Turns | None = None
+        self._dealt: deque[Share] = deque()
         self._ends: Numbers | None = None
         """What was known when they were dealt."""
 
-        self._first = self._next = 0
-        """Cursor of the first one that was dealt, and of the next step."""
+        self._next = 0
+        """Cursor of the step that dealt[0] is for."""
 
-    def next(self, facts: Facts) -> Turns:
-        """Return deal(facts, order, size)."""
-        dealt, start = self._dealt, facts.cursor - self._first
-        is_known = facts.ends is self._ends and facts.cursor == self._next
-        if dealt is None or not is_known or start >= len(dealt):
-            dealt = self._dealt = deal(facts, self._order, self._ahead)
-            self._ends, self._first, start = facts.ends, facts.cursor, 0
-        shards = dealt.shards[start : start + self._size]
-        self._next = facts.cursor + len(shards)
-        if not shards.size:
-            return Turns(shards, shards, facts.place, facts.taken)
-        taken = facts.taken + np.bincount(shards, minlength=len(self._order))
-        place = (int(self._place_of[shards[-1]]) + 1) % len(self._order)
-        return Turns(shards, dealt.indices[start : start + self._size], place, taken)
+    def next(self, facts: Facts) -> Share:
+        """Return deal(facts, order, size), and this rank's part of it."""
+        if not self._dealt or facts.ends is not self._ends or facts.cursor != self._next:
+            self._dealt = deque(self._deal(facts))
+            self._ends = facts.ends
+        share = self._dealt.popleft()
+        self._next = facts.cursor + len(share.turns)
+        return share
+
+    def has_idle_rank(self, shards: Numbers) -> bool:
+        """Return whether some rank has none of these shards."""
+        owners = self._place_of[shards] % self._num_owners
+        return bool(np.bincount(owners, minlength=self._num_owners).min() == 0)
+
+    def _deal(self, facts: Facts) -> Iterator[Share]:
+        """Yield the turns of the next steps, at least of one."""
+        dealt = deal(facts, self._order, self._ahead)
+        firsts = range(0, max(1, len(dealt)), self._size)
+        steps, places = np.arange(len(dealt)) // self._size, self._place_of[dealt.shards]
+        owners = places % self._num_owners
+        taken = _count_in_steps(steps, dealt.shards, len(firsts), len(self._order)).cumsum(axis=0)
+        taken += facts.taken
+        is_idle = _count_in_steps(steps, owners, len(firsts), self._num_owners).min(axis=1) == 0
+        is_mine = owners == self._rank
+        for step, first in enumerate(firsts):
+            part = slice(first, first + self._size)
+            shards = dealt.shards[part]
+            place = (int(places[part][-1]) + 1) % len(self._order) if len(shards) else facts.place
+            turns = Turns(shards, dealt.indices[part], place, taken[step])
+            yield Share(turns, shards[is_mine[part]].tolist(), bool(is_idle[step]))
+
+
+def _count_in_steps(steps: Numbers, values: Numbers, num_steps: int, num_values: int) -> Numbers:
+    """Count how often each of num_values values is in each step: (num_steps, num_values)."""
+    counts = np.bincount(steps * num_values + values, minlength=num_steps * num_values)
+    return counts.reshape(num_steps, num_values)
+
+
+def advance(facts: Facts, turns: Turns) -> Facts:
+    """Return the facts after turns that all have a sample. Pure."""
+    # WHY the same ends: so Dealer sees that nothing new is known.
+    cursor = facts.cursor + len(turns)
+    return Facts(facts.epoch, turns.place, turns.taken, facts.ends, cursor, facts.size)
 
 
 def settle(facts: Facts, turns: Turns, ends: Numbers) -> tuple[Facts, npt.NDArray[np.bool_]]:
@@ -192,11 +249,8 @@ def settle(facts: Facts, turns: Turns, ends: Numbers) -> tuple[Facts, npt.NDArra
 
     ends: what was met in these turns, over all ranks; UNKNOWN where no end was met.
     """
-    if facts.knows_ends or (ends < 0).all():
-        # WHY the same ends: so Dealer sees that nothing new is known.
-        cursor = facts.cursor + len(turns)
-        after = Facts(facts.epoch, turns.place, turns.taken, facts.ends, cursor, facts.size)
-        return after, np.ones(len(turns), dtype=np.bool_)
+    if (ends < 0).all():
+        return advance(facts, turns), np.ones(len(turns), dtype=np.bool_)
     known = np.where(ends >= 0, ends, facts.ends)
     limits = known[turns.shards]
     is_real = (limits < 0) | (turns.indices < limits)

@@ -34,8 +34,22 @@ BLOCKS_AHEAD = 2
 
 _MANY_SAMPLES = 10_000  # reading so many again is worth a warning
 
-Item = tuple[int, Any]
-"""(number of the sample, the sample or a BadSample). Any: whatever the stream gives."""
+
+@dataclass(slots=True)
+class Items:
+    """Samples in the order of the plan, bad ones too, each with its number.
+
+    WHY two lists and no pairs: pairs are objects more for each sample, and Python's garbage
+    collector looks at those that are held.
+    """
+
+    numbers: list[int] = field(default_factory=list)
+    samples: list[Any] = field(default_factory=list)
+    """Samples or BadSample. Any: whatever the stream gives."""
+
+    def part(self, start: int, stop: int) -> "Items":
+        """Return the items at these positions."""
+        return Items(self.numbers[start:stop], self.samples[start:stop])
 
 
 @dataclass(slots=True)
@@ -46,12 +60,15 @@ class _Shelf:
     """Index of the first sample of the next block to ask for."""
 
     stored: int
-    """Index of the sample behind items[-1]."""
+    """Index of the sample behind samples[-1]."""
 
     number: int
     """Among this rank's shards: decides which worker reads it."""
 
-    items: deque[Item] = field(default_factory=deque)
+    numbers: deque[int] = field(default_factory=deque)
+    samples: deque[Any] = field(default_factory=deque)
+    """As in Items."""
+
     end: int = UNKNOWN
     shortcuts: deque[Shortcut] = field(default_factory=deque)
 
@@ -73,6 +90,9 @@ class Shelves:
         """(num_shards,): the samples of each shard below this index are wanted."""
 
         self._shelves: dict[int, _Shelf] = {}
+        self._unfinished: dict[int, _Shelf] = {}
+        """Those whose end was not met yet."""
+
         self._answers: Iterator[Batch] = iter(())
 
     def begin(self, facts: Facts, shards: Sequence[int], saved: Mapping[int, Shortcut]) -> None:
@@ -88,6 +108,7 @@ class Shelves:
             if shard in saved:
                 shelf.shortcuts.append(saved[shard])
             num_again += at - (saved[shard][1] if shard in saved else 0)
+        self._unfinished = dict(self._shelves)
         self._reader.close()
         self._reader.shortcuts = dict(saved)
         if num_again > _MANY_SAMPLES:
@@ -99,7 +120,7 @@ class Shelves:
             )
         self._answers = self._stream.batches(self._requests)
 
-    def take(self, shards: Sequence[int], after: Numbers) -> tuple[list[Item], dict[int, int]]:
+    def take(self, shards: Sequence[int], after: Numbers) -> tuple[Items, dict[int, int]]:
         """Return the next sample of a shard for each turn, and the ends of shards met in them.
 
         after: (num_shards,) the samples taken of each shard after these turns. Raises DataError if
@@ -107,18 +128,20 @@ class Shelves:
         """
         self._needed = after
         shelves = self._shelves
-        items: list[Item] = []
+        numbers: list[int] = []
+        samples: list[Any] = []
         ends: dict[int, int] = {}
         for shard in shards:
             shelf = shelves[shard]
-            while not shelf.items and shelf.end < 0:
+            while not shelf.samples and shelf.end < 0:
                 self._wanted = shard
                 self._store(next(self._answers))
-            if shelf.items:
-                items.append(shelf.items.popleft())
+            if shelf.samples:
+                numbers.append(shelf.numbers.popleft())
+                samples.append(shelf.samples.popleft())
             else:  # WHY only here: an end that was met ahead of its turn is not yet a fact
                 ends[shard] = shelf.end
-        return items, ends
+        return Items(numbers, samples), ends
 
     def read_to_the_end(self) -> None:
         """Read what is left of each shard: nothing, if it has as many samples as it said."""
@@ -141,28 +164,32 @@ class Shelves:
         """Yield what is to be read next, until all of this rank's shards are read to their end."""
         empty = torch.empty(0, dtype=torch.int64)
         num_shards, block = self._sampler.num_shards, self._block
-        while any(shelf.end < 0 for shelf in self._shelves.values()):
+        while self._unfinished:
             shard = self._choose()
             if shard < 0:  # nothing to do for this worker at the moment
                 yield self._epoch, empty
                 continue
-            first = self._shelves[shard].asked
-            self._shelves[shard].asked += block
-            ids = id_of(shard, first, num_shards), id_of(shard, first + block, num_shards)
-            yield self._epoch, torch.arange(*ids, num_shards)
+            shelf = self._unfinished[shard]
+            first, count = shelf.asked, block
+            shelf.asked += block
+            if first <= (size := int(self._sampler.sizes[shard])) <= shelf.asked:
+                count = size - first + 1  # WHY one more: so the end is met, too
+            numbers = id_of(shard, first, num_shards), id_of(shard, first + count, num_shards)
+            # WHY numpy: torch's arange takes twice as long, and this is for each block
+            yield self._epoch, torch.from_numpy(np.arange(*numbers, num_shards))
 
     def _choose(self) -> int:
         """Return the shard of which the next worker is to read a block; -1: of none."""
-        count, wanted = self._stream.num_workers, self._shelves.get(self._wanted)
-        if not count and wanted is not None and wanted.end < 0 and not wanted.items:
+        count, wanted = self._stream.num_workers, self._unfinished.get(self._wanted)
+        if not count and wanted is not None and not wanted.samples:
             return self._wanted
         worker, limit = self._stream.next_worker, BLOCKS_AHEAD * self._block
         needed: list[int] = self._needed.tolist()
         ahead, shard = min(
             (
                 (shelf.asked - needed[shard], shard)
-                for shard, shelf in self._shelves.items()
-                if shelf.end < 0 and shelf.number % max(1, count) == worker
+                for shard, shelf in self._unfinished.items()
+                if shelf.number % max(1, count) == worker
             ),
             default=(limit, -1),
         )
@@ -175,15 +202,21 @@ class Shelves:
         if shelf is None:  # nothing was asked of the worker
             return
         items = items_of(answer)
-        position, state = start + len(items), answer.inputs["state"]
+        numbers, samples = items.numbers, items.samples
+        position, state = start + len(numbers), answer.inputs["state"]
         if self._block > 1:
-            order = block_order(self._sampler.seed, self._epoch, shard, start, len(items))
-            items = list(map(items.__getitem__, order))
-        # It may go on within a block; what is behind items was taken from it before.
-        first = shelf.stored - start
-        shelf.items.extend(items[first:] if first > 0 else items)
+            order = block_order(self._sampler.seed, self._epoch, shard, start, len(numbers))
+            numbers = list(map(numbers.__getitem__, order))
+            samples = list(map(samples.__getitem__, order))
+        # It may go on within a block; what is behind stored was taken from it before.
+        if (first := shelf.stored - start) > 0:
+            numbers, samples = numbers[first:], samples[first:]
+        shelf.numbers.extend(numbers)
+        shelf.samples.extend(samples)
         shelf.stored = max(shelf.stored, position)
-        shelf.end = max(shelf.end, answer.inputs["end"])
+        if (end := answer.inputs["end"]) >= 0:
+            shelf.end = end
+            self._unfinished.pop(shard, None)
         if state is not None:
             shelf.shortcuts.append((self._epoch, position, state))
             self._reader.shortcuts[shard] = shelf.shortcuts[-1]
@@ -202,22 +235,26 @@ class Shelves:
         )
 
 
-def items_of(answer: Batch) -> list[Item]:
+def items_of(answer: Batch) -> Items:
     """Return the samples of a block in the order of their shard, bad ones too."""
-    numbers = answer.indices.tolist()
+    numbers: list[int] = answer.indices.tolist()
     samples = unpack(answer.inputs["samples"], len(numbers))
-    found: list[Item] = list(zip(numbers, samples, strict=True))
     if not answer.bad:
-        return found
-    found += [(bad.index, bad) for bad in answer.bad]
-    return sorted(found, key=lambda item: item[0])
+        return Items(numbers, samples)
+    found = dict(zip(numbers, samples, strict=True)) | {bad.index: bad for bad in answer.bad}
+    return Items(sorted(found), [found[number] for number in sorted(found)])
 
 
-def split_bad(items: Sequence[Item]) -> tuple[list[int], list[Any], tuple[BadSample, ...]]:
-    """Return the numbers of the good samples, these samples, and the bad ones."""
-    numbers, samples = [number for number, _ in items], [sample for _, sample in items]
-    if BadSample not in set(map(type, samples)):  # the usual case, in each step
-        return numbers, samples, ()
-    good = [item for item in items if not isinstance(item[1], BadSample)]
-    bad = tuple(one for one in samples if isinstance(one, BadSample))
-    return [number for number, _ in good], [sample for _, sample in good], bad
+def split_bad(items: Items) -> tuple[Items, tuple[BadSample, ...]]:
+    """Return the good samples, and the bad ones."""
+    if BadSample not in set(map(type, items.samples)):  # the usual case, in each step
+        return items, ()
+    good = Items()
+    bad: list[BadSample] = []
+    for number, sample in zip(items.numbers, items.samples, strict=True):
+        if isinstance(sample, BadSample):
+            bad.append(sample)
+        else:
+            good.numbers.append(number)
+            good.samples.append(sample)
+    return good, tuple(bad)

@@ -5,6 +5,7 @@ User code that saw the workers would split its samples over them once more.
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,17 +13,22 @@ import torch.utils.data
 
 from hardened_ddp.data.stream_types import Stream
 
+_NOTHING_TO_HIDE = contextlib.nullcontext()
 
-@contextlib.contextmanager
-def seen_by_user(stream: Stream, shard: int) -> Iterator[None]:
+
+def seen_by_user(stream: Stream, shard: int) -> AbstractContextManager[None]:
     """Let the stream's code see no DataLoader worker; or, if it splits by worker, see its shard.
 
     Where this version of torch has no such variable, nothing is changed.
     """
     splits = bool(getattr(stream, "splits_by_worker", False))
-    if not splits and torch.utils.data.get_worker_info() is None:  # nothing to hide
-        yield
-        return
+    if not splits and torch.utils.data.get_worker_info() is None:
+        return _NOTHING_TO_HIDE
+    return _shown(stream, shard, splits=splits)
+
+
+@contextlib.contextmanager
+def _shown(stream: Stream, shard: int, *, splits: bool) -> Iterator[None]:
     worker: Any = getattr(getattr(torch.utils.data, "_utils", None), "worker", None)
     if not hasattr(worker, "_worker_info"):
         yield

@@ -16,7 +16,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from hardened_ddp.data.block_reader import BlockReader
 from hardened_ddp.data.fetch import Batch, Fetcher, Request, map_tensors
 from hardened_ddp.data.payload import Payload, share
+from hardened_ddp.data.worker_signals import SIGNALS_OF_THE_RANK, signals_of_rank_blocked
 from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.ranks.awake import AwakeTime
 from hardened_ddp.ranks.stacks import ask_for_stacks, offer_stacks
@@ -37,9 +38,6 @@ _LONGEST_GAP_S = 4 * POLL_S  # a longer one was no wait: the process was stopped
 _NUM_NOTES = 3  # of each worker: the sample being read, its pid, the descriptor of its stacks
 END_S = 5.0  # how long workers may take to end before they are killed
 SENDING_S = 1.0  # how long one that is to be killed may take to send what it has begun to send
-# For the rank, not for its workers; a scheduler sends them to every process of a job.
-_SIGNALS_OF_THE_RANK = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
-
 
 _NOT_RECEIVED = "a batch could not be received"
 # Messages of the kernel, torch and us when shared memory is full or too many files are open.
@@ -106,7 +104,8 @@ class WorkerPool:
         self._requests.source = requests
         before = set(multiprocessing.active_children())
         try:
-            self._iterator = iter(self._loader)
+            with signals_of_rank_blocked():
+                self._iterator = iter(self._loader)
         except Exception as error:  # WHY broad: processes, pipes, and pickling the user's dataset
             error.__traceback__ = None  # see receive
             raise WorkersLost(f"workers can't be started: {_summary(error)}") from None
@@ -122,8 +121,7 @@ class WorkerPool:
             try:
                 found = next(self._iterator)
                 parts = found.open() if isinstance(found, Payload) else found
-                inputs, targets, numbers, bad, troubles = parts
-                return Batch(inputs, targets, torch.from_numpy(numbers), bad, troubles)
+                return _batch_of(parts)
             except StopIteration:
                 return None
             except Exception as error:  # WHY broad: RuntimeError, OSError, EOFError, pickle's own
@@ -240,13 +238,23 @@ class _Reader(Dataset[Any]):
     def __getitem__(self, request: Any) -> Any:  # Any: arrays, which torch sends without types
         epoch, numbers = request
         batch = self.fetcher[(epoch, torch.from_numpy(numbers))]
-        rest = (batch.indices.numpy(), batch.bad, batch.troubles)
         if not self.shares_memory:
             # Slower, but through a pipe: needs no room in /dev/shm, and no open file per tensor.
-            parts = map_tensors((batch.inputs, batch.targets), torch.Tensor.detach)
-            return Payload(pickle.dumps((*parts, *rest)))
-        parts = map_tensors((batch.inputs, batch.targets), share)
-        return Payload(bytes(ForkingPickler.dumps((*parts, *rest))))
+            return Payload(pickle.dumps(_parts_of(batch, torch.Tensor.detach)))
+        return Payload(bytes(ForkingPickler.dumps(_parts_of(batch, share))))
+
+
+def _parts_of(batch: Batch, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
+    """Return what is sent of a batch, with change applied to its tensors."""
+    inputs, targets = map_tensors((batch.inputs, batch.targets), change)
+    longer = None if batch.longer is None else _parts_of(batch.longer, change)
+    return inputs, targets, batch.indices.numpy(), batch.bad, batch.troubles, longer
+
+
+def _batch_of(parts: Any) -> Batch:  # Any: as _parts_of returned them
+    inputs, targets, numbers, bad, troubles, longer = parts
+    rest = None if longer is None else _batch_of(longer)
+    return Batch(inputs, targets, torch.from_numpy(numbers), bad, troubles, longer=rest)
 
 
 def _unchanged(data: Any) -> Any:
@@ -263,7 +271,7 @@ def _prepare_worker(worker_id: int) -> None:
     info = get_worker_info()
     if info is not None and isinstance(info.dataset, _Reader):
         info.dataset.begin(worker_id)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_THE_RANK)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_THE_RANK)
     torch.set_num_threads(1)
 
 

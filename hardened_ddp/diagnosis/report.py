@@ -3,6 +3,7 @@
 Owns reading the runs and writing the file. Does not own: the page (report_page.py).
 """
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
@@ -27,7 +28,7 @@ def run_report(options: Mapping[str, str], *, output: TextIO) -> int:
         path = (folders[0] if len(folders) == 1 else Path(options["output_dir"])) / FILE_NAME
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
+        write_aside(path, page)
     except OSError as error:
         raise RunFolderError(
             f"the report can't be written to {path}: {error.strerror}",
@@ -36,6 +37,24 @@ def run_report(options: Mapping[str, str], *, output: TextIO) -> int:
     size = path.stat().st_size / 1e6
     output.write(f"{as_typed(path)}: {size:.1f} MB; open it in a browser, it needs no network\n")
     return 0
+
+
+def write_aside(path: Path, text: str) -> None:
+    """Write a file whole or not at all, so that a full disk keeps the one of before.
+
+    Raises OSError.
+    """
+    if path.exists() and not path.is_file():  # WHY: a pipe or /dev/stdout must not be replaced
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def name_runs(runs: list[RunView]) -> dict[str, RunView]:

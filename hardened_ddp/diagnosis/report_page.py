@@ -139,7 +139,7 @@ def _one_run(name: str, run: RunView, figures: list[Figure]) -> str:
         parts.append(_place(figure, figures))
     parts.append("</div>")
     if run.problems:
-        parts.append("<h3>Files that can't be read</h3>")
+        parts.append("<h3>Files that can't be read or believed</h3>")
         parts.append(_table(["file"], [[problem] for problem in run.problems]))
     events = [
         [_clock(e.time), "" if e.step is None else str(e.step), e.kind, _list(e.ranks), e.text]
@@ -214,6 +214,8 @@ def _table(
 def _steps(run: RunView) -> str:
     main = run.ranks[0] if run.ranks else {}
     steps = [number_of(entry, "step") for entry in (main, run.summary, *run.attempts[-1:])]
+    if run.state == "dead":
+        steps.append(run.newest_step)
     total = number_of(main, "total_steps")
     return f"{max(steps):.0f}" + (f" of {total:.0f}" if total else "")
 

@@ -59,8 +59,8 @@ class Event:
     step: int | None
 
 
-def read_events(folder: Path, began_at: float = 0.0) -> list[Event]:
-    """Read the events of all ranks of a run, oldest first. What can't be read is left out.
+def read_events(folder: Path, problems: list[str], *, began_at: float = 0.0) -> list[Event]:
+    """Read the events of all ranks of a run, oldest first. What can't be read goes to problems.
 
     began_at: when the run began. Logs have the local time of their host; if their beginning is some
     quarters of an hour off, this machine is in another time zone.
@@ -68,11 +68,17 @@ def read_events(folder: Path, began_at: float = 0.0) -> list[Event]:
     found: list[Event] = []
     try:
         paths = sorted((folder / "logs").iterdir())
-    except OSError:
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        problems.append(f"logs: can't be read: {error.strerror}")
         return []
     for path in paths:
         if match := _FILE.fullmatch(path.name):
-            found += events_of(_tail(path), rank=int(match[1]))
+            text = _tail(path, problems)
+            found += events_of(text, rank=int(match[1]))
+            if text and not any(map(_LINE.match, text.splitlines())):
+                problems.append(f"{path.name}: has no line of a log")
     return shifted(merged(found), _zone_shift_s(folder / "logs" / "rank-0.log", began_at))
 
 
@@ -150,12 +156,16 @@ def _seconds(text: str) -> float:
         return 0.0
 
 
-def _tail(path: Path) -> str:
+def _tail(path: Path, problems: list[str]) -> str:
     """Read the end of a log, which may be large; empty if it can't be read."""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - _MAX_BYTES))
-            return file.read(_MAX_BYTES).decode("utf-8", "replace")
-    except OSError:
+            text = file.read(_MAX_BYTES).decode("utf-8", "replace")
+        if not text:
+            problems.append(f"{path.name}: is empty")
+        return text
+    except OSError as error:
+        problems.append(f"{path.name}: can't be read: {error.strerror}")
         return ""

@@ -5,14 +5,18 @@ files may be written at this moment, come from an earlier version, be cut off or
 all: what can't be read is left out, and named in problems.
 """
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hardened_ddp.diagnosis.run_clocks import clock_problems
 from hardened_ddp.diagnosis.run_events import Event, read_events
 from hardened_ddp.diagnosis.run_json import (
     Json,
+    files_in,
+    folders_in,
     is_number,
     number_of,
     read_json,
@@ -21,10 +25,13 @@ from hardened_ddp.diagnosis.run_json import (
 )
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.ranks.process import ProcessMark, is_gone
-from hardened_ddp.reporting.goodput import PHASES, account_of, read_attempts
+from hardened_ddp.reporting.goodput import NAME as ATTEMPTS_NAME
+from hardened_ddp.reporting.goodput import account_of, has_all_numbers
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, SAVED_SETTINGS, STEP_FOLDER
+from hardened_ddp.settings.wording import counted
 
 STATUS_FOLDER = "status"
+MANIFEST_NAME = "manifest.json"  # WHY not from checkpoint/: that needs torch
 _SILENT_AFTER_S = 10.0
 _SILENT_PERIODS = 5
 _WRITE_TAKES_S = 0.05
@@ -65,7 +72,7 @@ class RunView:
     """Of each setting its name, its value as YAML, and where it came from."""
 
     problems: tuple[str, ...] = ()
-    """Files that can't be read."""
+    """Files that can't be read or believed."""
 
     @property
     def account(self) -> Mapping[str, float]:
@@ -75,8 +82,7 @@ class RunView:
     @property
     def newest_sign(self) -> float:
         """When a rank last gave a sign of life, in seconds since the epoch; 0: never."""
-        signs = [number_of(rank, "now") for rank in self.ranks]
-        signs += [number_of(attempt, "now") for attempt in self.attempts[-1:]]
+        signs = [number_of(entry, "now") for entry in (*self.ranks, *self.attempts[-1:])]
         return max(signs, default=0.0)
 
     @property
@@ -96,6 +102,11 @@ class RunView:
         if status in ("finished", "stopped", "failed"):
             return str(status)
         return "dead" if self.newest_sign else "unknown"
+
+    @property
+    def newest_step(self) -> int:
+        """The newest step of a checkpoint or a report; the last status of a rank may be older."""
+        return max([s for s, _ in self.checkpoints] + [p.step for p in self.points], default=0)
 
     def is_silent(self, rank: Json) -> bool:
         """Whether a rank has given no sign of life for long, or is known to have ended."""
@@ -117,23 +128,22 @@ def find_run_folder(name: str, output_dir: str) -> Path:
     """
     output = Path(output_dir)
     if not name:
-        found = [(_changed_at(path), path) for path in _folders(output) if _is_run(path)]
+        _check_access(output)
+        found = [(_changed_at(path), path) for path in folders_in(output) if _is_run(path)]
         if not found:
-            raise RunFolderError(
-                f"there is no run in {output}",
-                fix="name one: python ddp_training.py watch PATH (or --output_dir FOLDER)",
-            )
+            fix = "name one: python ddp_training.py watch PATH (or --output_dir FOLDER)"
+            raise RunFolderError(f"there is no run in {output}", fix=fix)
         return max(found)[1]
     for path in (Path(name), output / name):
-        if path.is_dir():
+        _check_access(path)
+        if os.path.isdir(path):
             if _is_run(path):
                 return path
             raise RunFolderError(
-                f"{path} is not a run folder: it has no {CHECKPOINTS_NAME}, no {STATUS_FOLDER} and "
-                "no logs",
+                f"{path} is not a run folder: no {CHECKPOINTS_NAME}, no {STATUS_FOLDER}, no logs",
                 fix=_known_runs(output),
             )
-        if path.exists():
+        if os.path.exists(path):
             raise RunFolderError(f"{path} is a file, not a run folder", fix=_known_runs(output))
     raise RunFolderError(
         f"there is no run {name}: neither the folder {name} nor {output / name} exists",
@@ -144,23 +154,38 @@ def find_run_folder(name: str, output_dir: str) -> Path:
 def read_run(folder: Path, *, now: float | None = None) -> RunView:
     """Read a run folder. Never raises: what can't be read is named in problems."""
     problems: list[str] = []
-    attempts = tuple(_read_attempts(folder))
+    attempts = tuple(_read_attempts(folder / ATTEMPTS_NAME, problems))
     began_at = number_of(attempts[0], "began_at") if attempts else 0.0
+    ranks = _read_ranks(folder, problems)
+    now = time.time() if now is None else now
+    problems += clock_problems(ranks, attempts, now=now)
     return RunView(
         folder=folder,
-        now=time.time() if now is None else now,
-        ranks=_read_ranks(folder, problems),
+        now=now,
+        ranks=ranks,
         points=_read_points(folder / "metrics.jsonl", problems),
         attempts=attempts,
-        checkpoints=_read_checkpoints(folder),
+        checkpoints=_read_checkpoints(folder / CHECKPOINTS_NAME, problems),
         best=read_json(folder / CHECKPOINTS_NAME / "best.json", problems),
-        events=tuple(read_events(folder, began_at)),
+        events=tuple(read_events(folder, problems, began_at=began_at)),
         summary=read_json(folder / "summary.json", problems),
         failures=tuple(read_lines(folder / "failures.jsonl", problems)),
         left_out=tuple(read_lines(folder / "skipped_samples.jsonl", problems)),
         settings=_read_settings(folder / SAVED_SETTINGS, problems),
         problems=tuple(problems),
     )
+
+
+def _check_access(folder: Path) -> None:
+    """Raise RunFolderError if a folder is there and may not be read."""
+    try:
+        os.listdir(folder)
+        (folder / CHECKPOINTS_NAME).stat()
+    except PermissionError as error:
+        fix = f"its owner can allow it: chmod -R a+rX {folder}"
+        raise RunFolderError(f"{folder} can't be read: {error.strerror}", fix=fix) from error
+    except (OSError, ValueError):  # it is no folder, or a run that has no checkpoint yet
+        return
 
 
 def _has_ended(rank: Json) -> bool:
@@ -174,7 +199,7 @@ def _has_ended(rank: Json) -> bool:
 def _read_ranks(folder: Path, problems: list[str]) -> tuple[Json, ...]:
     """Read the status of each rank, without those that are left of an earlier start."""
     found = []
-    for path in _files(folder / STATUS_FOLDER, problems):
+    for path in files_in(folder / STATUS_FOLDER, problems):
         if not path.name.startswith("rank-") or path.suffix != ".json":
             continue
         status = read_json(path, [])
@@ -207,21 +232,26 @@ def _read_points(path: Path, problems: list[str]) -> tuple[Point, ...]:
     return tuple(sorted(found.values(), key=lambda point: (point.step, point.time)))
 
 
-def _read_attempts(folder: Path) -> list[Json]:
-    """Read the attempts that have all their numbers."""
-    names = ["began_at", "now", "first_step", "step", *PHASES]
-    try:
-        attempts = read_attempts(folder)
-    except (OSError, ValueError, TypeError, RecursionError):
-        return []
-    return [a for a in attempts if all(is_number(a.get(name)) for name in names)]
+def _read_attempts(path: Path, problems: list[str]) -> list[Json]:
+    """Read the last line of each attempt, oldest first, of those that have all their numbers."""
+    lines = read_lines(path, problems)
+    whole = [entry for entry in lines if has_all_numbers(entry)]
+    if num_lost := len(lines) - len(whole):
+        problems.append(f"{path.name}: {counted(num_lost, 'line')} without all numbers")
+    newest = {number_of(entry, "began_at"): entry for entry in whole}
+    return [newest[began_at] for began_at in sorted(newest)]
 
 
-def _read_checkpoints(folder: Path) -> tuple[tuple[int, float], ...]:
+def _read_checkpoints(folder: Path, problems: list[str]) -> tuple[tuple[int, float], ...]:
     found = []
-    for path in _folders(folder / CHECKPOINTS_NAME):
-        if match := STEP_FOLDER.fullmatch(path.name):
+    for path in folders_in(folder, problems):
+        match = STEP_FOLDER.fullmatch(path.name)
+        why: list[str] = []
+        if match and read_json(path / MANIFEST_NAME, why):
             found.append((int(match[1]), _changed_at(path)))
+        elif match and os.path.isdir(path):  # WHY again: a running run removes its oldest ones
+            why.append(f"has no {MANIFEST_NAME}")
+            problems.append(f"{path.name}: is not a whole checkpoint: {why[0]}")
     return tuple(sorted(found))
 
 
@@ -234,27 +264,14 @@ def _read_settings(path: Path, problems: list[str]) -> tuple[tuple[str, str, str
         if has_colon and name.isidentifier():
             value, _, source = rest.rpartition("  # ")
             found.append((name, value.strip(), source.strip()))
+    if text and not found:
+        problems.append(f"{path.name}: has no setting")
     return tuple(found)
 
 
-def _files(folder: Path, problems: list[str] | None = None) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        if problems is not None:
-            problems.append(f"{folder.name}: can't be read: {error.strerror}")
-        return []
-
-
-def _folders(folder: Path) -> list[Path]:
-    return [path for path in _files(folder) if path.is_dir() and not path.is_symlink()]
-
-
 def _is_run(folder: Path) -> bool:
-    parts = (CHECKPOINTS_NAME, STATUS_FOLDER, "metrics.jsonl", "attempts.jsonl", "logs")
-    return any((folder / name).exists() for name in parts)
+    parts = (CHECKPOINTS_NAME, STATUS_FOLDER, "metrics.jsonl", ATTEMPTS_NAME, "logs")
+    return any(os.path.exists(folder / name) for name in parts)
 
 
 def _changed_at(path: Path) -> float:
@@ -269,5 +286,5 @@ def _changed_at(path: Path) -> float:
 
 
 def _known_runs(output: Path) -> str:
-    names = [path.name for path in _folders(output) if _is_run(path)]
+    names = [path.name for path in folders_in(output) if _is_run(path)]
     return f"choose a run of {output}: {', '.join(names[-5:]) or 'it has none'}"

@@ -1,9 +1,11 @@
-"""JSON files of a run folder, which may be half written, cut off, or no JSON at all.
+"""JSON files and folders of a run, which may be half written, cut off, or not readable at all.
 
-Owns reading them without ever raising: what can't be read is named in problems, and left out.
+Owns listing and reading them without ever raising: what can't be read is named in problems, and
+left out.
 """
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,9 +68,31 @@ def read_text(path: Path, problems: list[str]) -> str:
         with path.open("rb") as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - _MOST_BYTES))
-            return file.read(_MOST_BYTES).decode("utf-8", "replace")
+            text = file.read(_MOST_BYTES).decode("utf-8", "replace")
+        if not text:
+            problems.append(f"{path.name}: is empty")
+        return text
     except FileNotFoundError:
         return ""
     except OSError as error:
         problems.append(f"{path.name}: can't be read: {error.strerror}")
         return ""
+
+
+def files_in(folder: Path, problems: list[str] | None = None) -> list[Path]:
+    """List what is in a folder; what can't be read is named in problems."""
+    try:
+        return sorted(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        if problems is not None:
+            problems.append(f"{folder.name}: can't be read: {error.strerror}")
+        return []
+
+
+def folders_in(folder: Path, problems: list[str] | None = None) -> list[Path]:
+    """List the folders in a folder, without links to some."""
+    found = files_in(folder, problems)
+    # WHY not Path.is_dir: it raises where a folder may not be read
+    return [path for path in found if os.path.isdir(path) and not os.path.islink(path)]

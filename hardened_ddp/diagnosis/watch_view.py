@@ -113,8 +113,8 @@ def _progress_words(run: RunView) -> list[str]:
     if not main and run.attempts:
         step = step or number_of(run.attempts[-1], "step")
     told = step
-    if run.state == "dead":  # WHY: the last status of a rank is up to some seconds old
-        step = max([step, *(c[0] for c in run.checkpoints), *(p.step for p in run.points)])
+    if run.state == "dead":
+        step = max(step, run.newest_step)
     total = number_of(main, "total_steps")
     words = [f"step {step:.0f}" + (f" of {total:.0f}" if total else "")]
     if (epochs := number_of(main, "epochs")) and step == told:
@@ -197,7 +197,8 @@ def _lines(run: RunView, is_plain: bool) -> list[str]:
     world_size = max((number_of(rank, "world_size") for rank in run.ranks), default=0.0)
     silent = [n for n in range(int(min(world_size, _MOST_RANKS))) if n not in known]
     if silent:
-        lines.append(f"missing     no status yet of {_ranks_of(silent)}")
+        yet = " yet" if run.state == "running" else ""
+        lines.append(f"missing     no status{yet} of {_ranks_of(silent)}")
     steps, losses = run.curve("loss/train")
     if losses:
         curve = sparkline(losses, _PLAIN_BARS if is_plain else _BARS)
@@ -217,7 +218,7 @@ def _lines(run: RunView, is_plain: bool) -> list[str]:
     lines.append(f"faults      {', '.join(faults) or 'none'}")
     if others:
         lines.append(f"also        {', '.join(others)}")
-    lines += [f"unreadable  {problem}" for problem in run.problems]
+    lines += [f"problem     {problem}" for problem in run.problems]
     return lines
 
 

@@ -129,8 +129,7 @@ class StopRequest:
         if not code:
             return ""
         self.reason = _describe(code)
-        if self.last_resort is not None:
-            self.last_resort.relieve()  # all ranks stop here: no rank waits for another one
+        self._relieve_last_resort()  # all ranks stop here: no rank waits for another one
         if code >= _LOST_CODE:
             raise PeerLostError(
                 f"the launcher of rank {code - _LOST_CODE}, torchrun for instance, died on one of "
@@ -237,6 +236,7 @@ class StopRequest:
 
     def _relieve_last_resort(self) -> None:
         if self.last_resort is not None:
+            # WHY first: further signals would be written to whatever file gets the descriptor next.
             signal.set_wakeup_fd(-1)
             self.last_resort.relieve()
             self.last_resort = None

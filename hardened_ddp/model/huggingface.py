@@ -19,10 +19,16 @@ from torch.nn.functional import interpolate
 
 from hardened_ddp.data.extras import import_extra
 from hardened_ddp.data.fetch import describe
+from hardened_ddp.data.hub_place import (
+    find_place,
+    hub_answers,
+    is_cached,
+    is_on_disk,
+    no_answer,
+)
 from hardened_ddp.errors import HardenedError, ModelError
 from hardened_ddp.settings.model import ModelConfig
 
-PREFIX = "hf:"
 _KINDS = (
     *("CausalLM", "MaskedLM", "SequenceClassification", "TokenClassification"),
     "ImageClassification",
@@ -102,15 +108,20 @@ def load_hub_model(
     task: as --task names it; it decides between the heads that one body may have. model_args go to
     its configuration. Raises ModelError, MissingPackageError.
     """
+    name = find_place(config.model, error=ModelError)  # WHY first: the import takes longer
     transformers = import_extra("transformers", what=f"--model {config.model}")
     transformers.logging.set_verbosity_error()  # WHY: we report the new head ourselves
     transformers.logging.disable_progress_bar()
-    name = config.model.removeprefix(PREFIX)
     folder = Path(name)
     is_bare = folder.is_dir() and not any(folder.glob("*.safetensors"))
-    given: dict[str, Any] = {**config.model_args, "trust_remote_code": False}
+    how: dict[str, Any] = {"trust_remote_code": False}
     try:
-        described = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        if not is_on_disk(name) and not hub_answers():
+            if not is_cached(name, "config.json"):
+                raise no_answer(config.model, error=ModelError)
+            how["local_files_only"] = True
+        given: dict[str, Any] = {**config.model_args, **how}
+        described = transformers.AutoConfig.from_pretrained(name, **how)
         kind = _kind_of(transformers, described, task, has_classes=num_classes > 0)
         auto = getattr(transformers, f"AutoModelFor{kind}")
         if num_classes and "LM" not in kind:

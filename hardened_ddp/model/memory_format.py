@@ -1,42 +1,36 @@
-"""Channels last or not: measured on the model itself, because no rule predicts the gain.
+"""Channels last or not: a rule about the model's convolutions and its micro-batch.
 
-Owns the setting channels_last and its measurement. With channels last, convolutions are 1.3 times
-as fast for one model and half as fast for the next; it depends on device, library and batch. So a
-few samples go forward and backward both ways, for at most 1 % of the time that the run will take;
-a run too short for that keeps the usual order.
-A resumed run keeps the order that it began with: another one changes the order of additions, and
-the run would not be bitwise equal.
+Owns the setting channels_last. Images are stored as (N, C, H, W) either channel by channel or,
+with channels last, pixel by pixel; the numbers are the same, the order of additions is not.
+WHY a rule, not a measurement: two runs of one seed should agree bit for bit, and a measurement near
+its threshold decides differently each time.
+A resumed run keeps the order that it began with, or it would not be bitwise equal.
 """
 
 import logging
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from hardened_ddp.data.batch import Batch, take
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.fetch import preserved_rng
+from hardened_ddp.data.nesting import tensors_of
+from hardened_ddp.data.read_errors import describe, line_of_user
+from hardened_ddp.errors import ModelError
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.probe import untouched_buffers
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.seeding import seed_step
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.data import AUTO_BATCH_SIZE
 from hardened_ddp.task.task import Task
 
 log = logging.getLogger(__name__)
 
-_SHORTEST_RUN_S = 600.0
-"""WHY: a shorter run gains little, and short runs of the same seed should always agree bit for bit.
-Small batches are slow per sample, so an estimate of ten minutes may mean two."""
-
-_BUDGET_SHARE = 0.01
-_LONGEST_S = 10.0
-_NUM_PAIRS = 3
-"""The first pair is warm-up."""
-
-_FEWEST_SAMPLES = 4
-_NEEDED_GAIN = 1.1
-"""WHY not 1.0: near the threshold, noise would decide, differently in each run."""
+_ROUNDING = 0.01
+"""WHY so much: layers add up rounding. A wrong order of memory changes a number as a whole."""
 
 
 def choose_channels_last(
@@ -46,43 +40,25 @@ def choose_channels_last(
     *,
     config: Config,
     began_with: bool | None,
-    samples_to_train: int,
 ) -> bool:
     """Decide how images are stored, and store the weights so. Collective: the same on all ranks.
 
-    began_with: the choice of the run that is resumed. samples_to_train: how many samples this rank
-    trains on in the whole run.
+    began_with: the choice of the run that is resumed. Raises ModelError on all ranks if channels
+    last is asked for and the model fails with it.
     """
     is_chosen = config.model.channels_last
     if is_chosen is None:
         is_chosen = began_with
     if is_chosen is None:
-        is_chosen = _measure(trial, sample, group, config, samples_to_train)  # collective
+        # WHY not when compiled: the compiler chooses orders itself.
+        num_samples = config.data.batch_size or AUTO_BATCH_SIZE
+        is_faster = not config.model.compile and trial.is_faster(sample, num_samples, group.device)
+        is_chosen = all(group.gather_json(is_faster))  # collective
     if is_chosen:
         _store(trial.model, torch.channels_last)
+    if config.model.channels_last:
+        trial.check(sample, group)  # collective
     return is_chosen
-
-
-def _measure(
-    trial: "Trial", sample: Batch, group: Group, config: Config, samples_to_train: int
-) -> bool:
-    """Return whether channels last is faster. Collective: the same on all ranks."""
-    # WHY not when compiled: the trial runs as without, and the compiler chooses orders itself
-    if config.device.deterministic or config.model.compile or not trial.is_possible(sample):
-        return False
-    mine_s = trial.seconds(sample) / sample.num_samples
-    sample_s = max(group.gather_json(mine_s))  # collective
-    run_s = samples_to_train * sample_s
-    budget_s = min(_LONGEST_S, _BUDGET_SHARE * run_s)
-    most = config.data.batch_size or AUTO_BATCH_SIZE
-    num_samples = min(most, int(budget_s / (2 * _NUM_PAIRS * sample_s)))
-    if run_s < _SHORTEST_RUN_S or num_samples < _FEWEST_SAMPLES:
-        return False
-    # The smallest gain decides: the other ranks wait for that one.
-    gain = min(group.gather_json(trial.gain(sample, num_samples)))  # collective
-    is_worth_it = bool(gain >= _NEEDED_GAIN)
-    log.info("channels_last: %s, measured %.2f x", "on" if is_worth_it else "off", gain)
-    return is_worth_it
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,51 +69,104 @@ class Trial:
     task: Task
     precision: Precision
 
-    def is_possible(self, sample: Batch) -> bool:
-        """Return whether there are images and convolutions. The same on all ranks."""
-        has_images = isinstance(sample.inputs, torch.Tensor) and sample.inputs.dim() == 4
-        return has_images and any(isinstance(m, nn.Conv2d) for m in self.model.modules())
+    def is_faster(self, sample: Batch, num_samples: int, device: torch.device) -> bool:
+        """Return whether micro-batches of num_samples should be faster with channels last.
 
-    def gain(self, sample: Batch, num_samples: int) -> float:
-        """Return the speed with channels last relative to that without; 0 if it fails.
-
-        Weights, buffers and gradients do not change.
+        CPU: each step reorders the kernels' weights, which pays if the convolutions read and write
+        at least as many values as their kernels have. Measured with 24 models and
+        batches (docs/BENCHMARKS.md): 1.0 to 1.6 times as fast then, down to 0.75 times otherwise.
+        CUDA: tensor cores want channels last in bf16 and fp16, says
+        https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
         """
-        device = sample.inputs.device
-        usual = take(sample, [i % sample.num_samples for i in range(num_samples)]).to(device)
-        last = usual.to(device, channels_last=True)
-        times: dict[bool, list[float]] = {False: [], True: []}
+        num_weights, num_values = self.count(sample, device)
+        if device.type == "cuda":
+            return num_values > 0 and self.precision.name != "off"
+        return num_values > 0 and num_weights * sample.num_samples <= num_values * num_samples
+
+    def count(self, sample: Batch, device: torch.device) -> tuple[int, int]:
+        """Try channels last; count the weights of kernels, and the values of their images.
+
+        A 1x1 kernel does not count: it is the same in both orders. Both are 0 if there are no
+        convolutions, or if the model fails or gives other outputs. Weights, buffers and gradients
+        do not change.
+        """
+        convolutions = [m for m in self.model.modules() if isinstance(m, nn.Conv2d)]
+        num_weights = num_values = 0
+
+        def count(kernel: nn.Conv2d, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+            nonlocal num_weights, num_values
+            num_weights += kernel.weight.numel() if max(kernel.kernel_size) > 1 else 0
+            num_values += inputs[0].numel() + output.numel()
+
+        if not convolutions:
+            return 0, 0
+        hooks = []
         try:
-            for _ in range(_NUM_PAIRS):
-                for is_last, batch in ((False, usual), (True, last)):
-                    _store(self.model, torch.channels_last if is_last else torch.contiguous_format)
-                    times[is_last].append(self.seconds(batch))
+            usual = self._outputs(sample)
+            _store(self.model, torch.channels_last)
+            stored = sample.to(device, channels_last=True)
+            # WHY all of it, whatever comes out: if the model has collectives, the other ranks call
+            # it as often.
+            last, drawn_again = self._outputs(stored), self._outputs(stored, draw=1)
+            hooks = [kernel.register_forward_hook(count) for kernel in convolutions]
+            self._run(stored)
+            # Where random numbers change the outputs, their order in memory does too.
+            if not _are_alike(usual, last) and _are_alike(last, drawn_again):
+                raise ModelError("the outputs differ: is the order of memory used, by strides?")
         except Exception:  # WHY broad: the user's model; one with view() in it fails here
             log.debug("this model does not work with channels last", exc_info=True)
-            return 0.0
+            num_weights = num_values = 0
         finally:
             _store(self.model, torch.contiguous_format)
-        return min(times[False][1:]) / min(times[True][1:])
+            for hook in hooks:
+                hook.remove()
+        return num_weights, num_values
 
-    def seconds(self, batch: Batch) -> float:
-        """Time one forward and backward; discard the gradients."""
+    def check(self, sample: Batch, group: Group) -> None:
+        """Try the model as it is stored now. Collective: ModelError on all ranks if it fails."""
+        problem = ""
+        try:
+            self._run(sample.to(group.device, channels_last=True))
+        except Exception as error:  # WHY broad: it is the user's model, and the other ranks wait
+            log.debug("the model fails with channels last", exc_info=True)
+            problem = f"{describe(error)}{line_of_user(error)}"
+        if problems := [found for found in group.gather_json(problem) if found]:  # collective
+            raise ModelError(
+                f"the model fails with channels_last: {problems[0]}",
+                fix="--channels_last auto, or use reshape() and flatten() in place of view()",
+            )
+
+    def _outputs(self, batch: Batch, *, draw: int = 0) -> list[torch.Tensor]:
+        """Return what the model returns in eval mode. draw: another one, other random numbers."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad(), preserved_rng(), untouched_buffers(self.model):
+                seed_step(0, step=draw, rank=0, device_type=batch.indices.device.type)
+                return [t.clone() for t in tensors_of(self.task.forward(self.model, batch))]
+        finally:
+            self.model.train(was_training)
+
+    def _run(self, batch: Batch) -> None:
+        """Go forward and backward once; discard the gradients."""
         try:
             with untouched_buffers(self.model):
-                _wait_for(batch.inputs.device)
-                started_at = time.perf_counter()
                 with self.precision.autocast():
                     score = self.task.score(self.task.forward(self.model, batch), batch)
                 score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
-                _wait_for(batch.inputs.device)
-                return time.perf_counter() - started_at
         finally:
             self.model.zero_grad(set_to_none=True)
 
 
+def _are_alike(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Return whether numbers are equal up to rounding, relative to the largest of their tensor."""
+    for one, other in zip(some, others, strict=True):
+        if one.is_floating_point() and one.numel():
+            largest = float(one.abs().amax())
+            if not float((one - other).abs().amax()) <= _ROUNDING * largest:
+                return False
+    return True
+
+
 def _store(model: nn.Module, memory_format: torch.memory_format) -> None:
     model.to(memory_format=memory_format)  # type: ignore[call-overload]  # torch
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -1,5 +1,7 @@
 """Buffers that change in forward, such as the statistics of a BatchNorm: copied, and made equal.
 
+Also parameters without a gradient that forward changes, such as those of a teacher that follows the
+model as a moving average (BYOL, MoCo, a mean teacher): "buffer" means both here.
 Owns the list of them, and the arithmetic on all of them at once: a ResNet-50 has 159, and a kernel
 for each would take longer than the optimizer's update.
 What goes wrong here: a buffer that begins to move later (an average that begins after a warm-up,
@@ -11,6 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
+_MOST_FROZEN = 2.0
+"""With more bytes of frozen parameters for each byte of trained ones, they don't move: a teacher is
+as large as its student. WHY not more: a trial would copy a frozen base of billions."""
+
 _PIECE_BITS = 16
 _NUM_PIECES = 64 // _PIECE_BITS
 _PIECE_MASK = (1 << _PIECE_BITS) - 1
@@ -20,7 +26,7 @@ class MovingBuffers:
     """The moving buffers of one module, in a fixed order that is the same on all ranks."""
 
     def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        self._all: Mapping[str, torch.Tensor] = dict(module.named_buffers())
+        self._all: Mapping[str, torch.Tensor] = may_move(module)
         self.names = list(names)
         self.tensors = [self._all[name] for name in names]
 
@@ -56,13 +62,16 @@ class MovingBuffers:
     ) -> None:
         """Average floats over the ranks, take integers of rank 0. Collective: all ranks.
 
+        Of parameters too rank 0's are taken: as a rule all are equal, and a mean would round them.
         sum_: adds up a tensor over the ranks, in place. Rank 0 has the largest share of each step,
         so its counters are never behind.
         """
-        floats = [_real(buffer) for buffer in self.tensors if not _is_whole(buffer)]
+        self._take_parameters(sum_, is_main=is_main)  # collective
+        tensors = [tensor for tensor in self.tensors if not isinstance(tensor, nn.Parameter)]
+        floats = [_real(buffer) for buffer in tensors if not _is_whole(buffer)]
         doubles = [buffer for buffer in floats if buffer.dtype == torch.float64]
         singles = [buffer for buffer in floats if buffer.dtype != torch.float64]
-        counters = [buffer for buffer in self.tensors if _is_whole(buffer)]
+        counters = [buffer for buffer in tensors if _is_whole(buffer)]
         parts = [buffer.reshape(-1).float() for buffer in singles]
         if counters:
             parts.append(_to_pieces(counters, is_main=is_main))
@@ -79,6 +88,29 @@ class MovingBuffers:
             flat = sum_(torch.cat([buffer.reshape(-1) for buffer in doubles]))  # collective
             means = torch.split(flat.mul_(1 / world_size), [buffer.numel() for buffer in doubles])
             copy_each(doubles, [m.view(b.shape) for m, b in zip(means, doubles, strict=True)])
+
+    def _take_parameters(
+        self, sum_: Callable[[torch.Tensor], torch.Tensor], *, is_main: bool
+    ) -> None:
+        """Take rank 0's parameters. Collective: all ranks."""
+        found = [_real(t.detach()) for t in self.tensors if isinstance(t, nn.Parameter)]
+        for places in _by_dtype(found):
+            parts = [found[place] for place in places]
+            flat = torch.cat([part.reshape(-1) for part in parts])
+            wide = flat if flat.dtype == torch.float64 else flat.float()
+            sums = sum_(wide if is_main else torch.zeros_like(wide))  # collective
+            values = torch.split(sums, [part.numel() for part in parts])
+            copy_each(parts, [v.view(p.shape) for v, p in zip(values, parts, strict=True)])
+
+
+def may_move(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what forward may change: buffers, and frozen parameters if they are few."""
+    parameters = list(module.named_parameters())
+    frozen = {name: parameter for name, parameter in parameters if not parameter.requires_grad}
+    num_frozen = sum(parameter.nbytes for parameter in frozen.values())
+    num_trained = sum(parameter.nbytes for _, parameter in parameters) - num_frozen
+    is_small = num_frozen <= _MOST_FROZEN * num_trained
+    return dict(module.named_buffers()) | (frozen if is_small else {})
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

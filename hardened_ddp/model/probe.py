@@ -24,6 +24,7 @@ from hardened_ddp.model.forward_collectives import (
     find_collectives,
     watching,
 )
+from hardened_ddp.model.moving_buffers import may_move
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.ranks.group import Group
@@ -71,8 +72,9 @@ def probe(
     mine: dict[str, Any] = {"unused": [], "moving": []}
     found = NO_COLLECTIVES
     try:
+        refuse_nan(module)
         for batch in samples:
-            with untouched_buffers(module) as moving:
+            with untouched_buffers(module, shakes=True) as moving:
                 with precision.autocast(), watching(module, group) as watch:
                     output = task.forward(module, batch)
                     task.check(output, batch)
@@ -80,6 +82,7 @@ def probe(
                 if task.own is not None:
                     try_metrics(task.own, output, batch, group)
                 score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
+            refuse_sparse(module)
             mine["unused"].append(
                 [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
             )
@@ -99,7 +102,7 @@ def probe(
         log.debug("the probe failed", exc_info=True)
         mine["error"] = {
             "message": f"{describe(error)}{line_of_user(error)}",
-            "fix": fix_for(error, batch.inputs),
+            "fix": fix_for(error, batch.inputs, has_labels=batch.targets is not None),
         }
     everyone = group.gather_json(mine)  # collective
     findings = _compare(everyone)
@@ -108,6 +111,27 @@ def probe(
         learned |= notes["learned"]
     task.take_over(learned)
     return replace(findings, collectives=found)
+
+
+def refuse_nan(module: nn.Module) -> None:
+    """Raise ModelError if a parameter is NaN. Rank-local."""
+    found = [name for name, part in module.named_parameters() if bool(part.detach().isnan().any())]
+    if found:
+        raise ModelError(
+            f"NaN in the weights, before any step: {', '.join(found[:8])}",
+            fix="check how they are initialized, torch.empty() for example, or --init_from",
+        )
+
+
+def refuse_sparse(module: nn.Module) -> None:
+    """Raise ModelError if a gradient is sparse. Rank-local."""
+    found = [n for n, p in module.named_parameters() if p.grad is not None and p.grad.is_sparse]
+    if found:
+        raise ModelError(
+            f"the gradients of {', '.join(found[:8])} are sparse: they can't be summed over ranks "
+            "with the others, nor checked",
+            fix="leave sparse=True out, as in torch.nn.functional.embedding",
+        )
 
 
 def try_metrics(own: OwnMetrics, output: Any, batch: Batch, group: Group) -> None:
@@ -175,18 +199,36 @@ def warm_up(replica: Replica, sample: Batch, *, task: Task, precision: Precision
 
 
 @contextlib.contextmanager
-def untouched_buffers(module: nn.Module) -> Iterator[list[str]]:
-    """Restore all buffers at the end; the list then names those that had changed."""
-    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+def untouched_buffers(module: nn.Module, *, shakes: bool = False) -> Iterator[list[str]]:
+    """Restore all that may move at the end; the list then names what had changed.
+
+    shakes: parameters without a gradient have slightly smaller values meanwhile. WHY: a teacher
+    that begins as a copy of the model, and follows it, would not move.
+    """
+    found = may_move(module)
+    before = {name: tensor.detach().clone() for name, tensor in found.items()}
+    shaken = {n for n, t in found.items() if shakes and isinstance(t, nn.Parameter)}
     moving: list[str] = []
     try:
+        with torch.no_grad():
+            for name in shaken:
+                found[name].copy_(_shaken(before[name]))
         yield moving
     finally:
         with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                if not torch.equal(buffer, before[name]):
+            for name, tensor in found.items():
+                began_as = _shaken(before[name]) if name in shaken else before[name]
+                has_moved = not torch.equal(tensor, began_as)
+                if has_moved:
                     moving.append(name)
-                    buffer.copy_(before[name])
+                if has_moved or name in shaken:
+                    tensor.copy_(before[name])
+
+
+def _shaken(tensor: torch.Tensor) -> torch.Tensor:
+    # WHY so much: bfloat16 has 8 digits. WHY smaller: a number that is used as an index stays valid
+    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor if is_whole else tensor * (1 - 2**-7)
 
 
 def _compare(everyone: Sequence[dict[str, Any]]) -> Findings:

@@ -51,6 +51,7 @@ class Replica:
         self.group = group
         self.trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._parameters = list(self.trainable.values())
+        self._has_complex = any(parameter.is_complex() for parameter in self._parameters)
         self.buffers = MovingBuffers(module, moving_buffers)
         self.moving_buffers = self.buffers.tensors
         """The buffers that change in forward."""
@@ -133,7 +134,7 @@ class Replica:
         (isfinite takes five times as long). A sum of large numbers may overflow too, so if it is
         not finite, each gradient is checked.
         """
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        gradients = self._real_gradients()
         if self.group.device.type == "cpu":
             sums = [gradient.sum().item() for gradient in gradients]
         else:  # one wait for all of them
@@ -149,8 +150,7 @@ class Replica:
             return torch.ones((), device=self.group.device)
         if self.buckets is not None:
             return self.buckets.are_bad()
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return flag_of(gradients).to(self.group.device)
+        return flag_of(self._real_gradients()).to(self.group.device)
 
     def has_finite_sums(self) -> bool:
         """Return whether the gradient over all ranks is finite. The same on all ranks."""
@@ -204,7 +204,8 @@ class Replica:
             for parameter in parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
+                gradient = _real(parameter.grad) if self._has_complex else parameter.grad
+                by_dtype.setdefault(gradient.dtype, []).append(gradient)
         sums = torch.tensor(marks, device=self.group.device)
         if marks:  # WHY among the gradients: saves an all-reduce
             by_dtype.setdefault(sums.dtype, []).append(sums)
@@ -222,6 +223,11 @@ class Replica:
         self.group.tracker.enter(before)
         found: list[float] = sums.tolist()
         return found
+
+    def _real_gradients(self) -> list[torch.Tensor]:
+        """Return the gradients that there are, of complex parameters as pairs of real numbers."""
+        found = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return [_real(gradient) for gradient in found] if self._has_complex else found
 
     @property
     def moving_names(self) -> list[str]:
@@ -279,3 +285,8 @@ def wrap(
         sums_after=group.shared is not None and config.comm_hook == "none",
         channels_last=channels_last,
     )
+
+
+def _real(gradient: torch.Tensor) -> torch.Tensor:
+    """Return complex numbers as pairs of real ones, in the same memory; others as they are."""
+    return torch.view_as_real(gradient) if gradient.is_complex() else gradient

@@ -17,23 +17,32 @@ from typing import Any
 import torch
 from torch import nn
 
+from hardened_ddp.data.hub_place import PREFIX
 from hardened_ddp.data.import_path import import_callable, meant_path
 from hardened_ddp.data.published import weights_of
 from hardened_ddp.data.transfer import fetch
 from hardened_ddp.data.vision import import_torchvision
 from hardened_ddp.errors import DataError, ModelError
+from hardened_ddp.model.dense_gradients import make_dense
 from hardened_ddp.model.gradient_checkpointing import checkpoint_blocks
-from hardened_ddp.model.huggingface import PREFIX, load_hub_model
+from hardened_ddp.model.huggingface import load_hub_model
 from hardened_ddp.settings.model import ModelConfig
 
 log = logging.getLogger(__name__)
+
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel")
 
 
 class SimpleCNN(nn.Module):
     """Two convolutions and two linear layers: (N, C, H, W) float -> (N, num_classes) logits."""
 
-    def __init__(self, *, num_classes: int, input_shape: tuple[int, int, int]) -> None:
+    def __init__(self, *, num_classes: int, input_shape: tuple[int, ...]) -> None:
         super().__init__()
+        if len(input_shape) != 3:
+            raise ModelError(
+                f"simple_cnn needs images, and a sample of the dataset has the shape {input_shape}",
+                fix="--model mlp, or one of your own: --model package.module:callable",
+            )
         channels, height, width = input_shape
         if min(height, width) < 4:
             raise ModelError(
@@ -112,6 +121,12 @@ def build_model(
                 fix="choose a model for this data: --model package.module:callable",
             )
         model = _torchvision_model(config, num_classes, input_shape[0])
+    if type(model).__name__ in _WRAPPERS:
+        raise ModelError(
+            f"{config.model} is wrapped in {type(model).__name__} already, and is to be wrapped in "
+            "DistributedDataParallel here",
+            fix="return the model itself, without the wrapper",
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(f"{config.model} has no parameter to train", fix="unfreeze some of it")
     if config.gradient_checkpointing:
@@ -151,6 +166,7 @@ def place_model(
             )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch
         log.warning("sync_batchnorm: a rank that fails in forward leaves the others waiting there")
+    make_dense(model)
     return model.to(device)
 
 

@@ -20,24 +20,23 @@ log = logging.getLogger(__name__)
 _NAME = "TORCHELASTIC_ERROR_FILE"
 
 
-def report_failure(error: Exception, launch: Launch, *, is_told: bool = False) -> int:
-    """Log why this rank ends, tell its launcher, and return the exit status. Rank-local.
-
-    is_told: another rank logs the same.
-    """
+def leave_failed(error: Exception, launch: Launch) -> int:
+    """Tell the launcher of a rank why it ends; return the exit status. Rank-local."""
     write_error_file(error, environment())
-    if is_told and isinstance(error, HardenedError):
-        return error.exit_status
+    if isinstance(error, CrashLoopError):
+        stop_launcher(launch)
+    return error.exit_status if isinstance(error, HardenedError) else HardenedError.exit_status
+
+
+def log_failure(error: Exception) -> None:
+    """Log why this rank ends: in a few lines, or with a traceback if that is not known."""
     if not isinstance(error, HardenedError):
         log.error("[DDP-X01] an unexpected error; its traceback:", exc_info=error)
-        return HardenedError.exit_status
+        return
     log.error("%s", error)
     for raised in (error, error.__cause__):
         for note in getattr(raised, "__notes__", ()):
             log.error("%s", note)
-    if isinstance(error, CrashLoopError):
-        stop_launcher(launch)
-    return error.exit_status
 
 
 def write_error_file(error: BaseException, env: Mapping[str, str]) -> None:

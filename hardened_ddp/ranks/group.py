@@ -160,7 +160,8 @@ class Group:
         if problems:
             raise RankMismatchError(
                 "the ranks would not train the same model: " + "; ".join(problems),
-                fix="give every node the same code, settings and data, then start again",
+                fix="give every node the same code, settings and data, then start again. A dataset "
+                "must not be split by rank: each rank trains on its own part of all samples",
             )
 
     def publish(self, key: str, text: str) -> bool:
@@ -185,7 +186,24 @@ class Group:
     def publish_failure(self, text: str) -> None:
         """Write the reason for this rank's failure to the store, for its peers. Rank-local."""
         self.is_broken = True
-        self._has_published = failures.publish_failure(self.store, self.launch.rank, text)
+        self._has_published = failures.publish_failure(
+            self.store, self.launch.rank, text, is_last=False
+        )
+
+    def tell_once(self, text: str, tell: Callable[[], None], *, is_everywhere: bool) -> bool:
+        """Call tell, unless another rank tells the same text; return whether it did. Rank-local.
+
+        After publish_failure. is_everywhere: as a rule all ranks have such an error, and rank 0
+        tells it.
+        """
+        return failures.tell_once(
+            self.store,
+            self.launch.rank,
+            text,
+            tell,
+            world_size=self.world_size,
+            defer_s=failures.DEFER_S if is_everywhere else 0.0,
+        )
 
     def published_failures(self) -> dict[int, str]:
         """Return the reason of each other rank that failed, as far as known. Rank-local."""

@@ -43,13 +43,17 @@ class ReportWriter:
             self._jobs.put(job)
 
     def close(self, *, timeout_s: float) -> bool:
-        """Run the queued jobs, flush and end the thread; False if that takes over timeout_s."""
+        """Run the queued jobs, flush and end the thread; False if that takes over timeout_s.
+
+        After False it may be called again, to wait for longer.
+        """
         if self._thread is None:
             return True
         self._jobs.put(None)
         self._thread.join(timeout_s)
         is_done = not self._thread.is_alive()
-        self._thread = None
+        if is_done:
+            self._thread = None
         return is_done
 
     def _run(self) -> None:

@@ -13,6 +13,7 @@ Does not own: the split of a step into forward and backward (step_clock.py).
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -115,17 +116,29 @@ class Goodput:
 def read_attempts(folder: Path) -> list[dict[str, Any]]:
     """Read the last line of each attempt, oldest first; unreadable lines are skipped."""
     try:
-        lines = (folder / NAME).read_text(encoding="utf-8").splitlines()
+        text = (folder / NAME).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
     found: dict[float, dict[str, Any]] = {}
-    for line in lines:
+    for line in text.splitlines():
         try:
             entry = json.loads(line)
-            found[entry["began_at"]] = entry
-        except (ValueError, KeyError, TypeError):  # a line that was cut off
+        except (ValueError, RecursionError):  # a line that was cut off
             continue
-    return sorted(found.values(), key=lambda entry: entry["began_at"])
+        if has_all_numbers(entry):
+            found[entry["began_at"]] = entry
+    return [found[began_at] for began_at in sorted(found)]
+
+
+def has_all_numbers(entry: object) -> bool:
+    """Say whether a line of attempts.jsonl has what the account is computed from."""
+    if not isinstance(entry, dict):
+        return False
+    values: list[Any] = [
+        entry.get(name) for name in ("began_at", "now", "first_step", "step", *PHASES)
+    ]
+    # WHY a bound: a damaged file may have NaN, or a whole number larger than any float
+    return all(type(v) in (int, float) and abs(v) <= sys.float_info.max for v in values)
 
 
 def account_of(attempts: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -25,6 +25,10 @@ _CLOSE_LIMIT_S = 30.0
 """How long the end of a run waits for a tracker that sends its last values over a network."""
 
 
+_QUIET_S = 2.0
+"""How long it waits for one without saying so."""
+
+
 class Tracker(Protocol):
     """Takes the values of a run."""
 
@@ -46,11 +50,19 @@ class TrackerThread:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Pass values on."""
         if not self._has_failed:
-            self._writer.do(partial(self._do, partial(self._log, step, values)))
+            # WHY a copy: a tracker may change what it gets, and others get the same values
+            self._writer.do(partial(self._do, partial(self._log, step, dict(values))))
 
     def close(self) -> None:
         """Let the tracker finish, for half a minute at most."""
         self._writer.do(partial(self._do, self._close))
+        if self._writer.close(timeout_s=_QUIET_S):
+            return
+        log.info(
+            "waiting for tracker %s to take its last values, for %.0f s at most",
+            self.name,
+            _CLOSE_LIMIT_S,
+        )
         if not self._writer.close(timeout_s=_CLOSE_LIMIT_S):
             log.warning(
                 "tracker %s did not close in time: its last values may be missing", self.name
@@ -70,7 +82,8 @@ class TrackerThread:
             return
         try:
             work()
-        except Exception as error:  # WHY broad: a foreign program, which may raise anything
+        # WHY broad: a foreign program may raise anything; sys.exit would end this thread unseen
+        except BaseException as error:
             self._has_failed = True
             log.warning(
                 "tracker %s failed, training continues without it: %s: %s",

@@ -49,6 +49,9 @@ class Resolved:
     run_folder: Path | None
     """The earlier run that is continued, whose saved settings were taken; None: a new one."""
 
+    not_used: Mapping[str, str] = field(default_factory=dict)
+    """What config.yaml sets and the continued run has another value for: its FILE:LINE."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layer:
@@ -91,7 +94,13 @@ def resolve(request: Request, *, world_size: int = 1) -> Resolved:
     if problems:
         is_edited = bool(edited.sources or edited.problems)
         raise problems_error(problems, edited_file=request.edited_file if is_edited else "")
-    return Resolved(config=config, sources=merged.sources, run_folder=folder)
+    # WHY repr: as in _edited_layer
+    not_used = {
+        name: edited.sources[name]
+        for name, value in edited.values.items()
+        if merged.sources[name] == RUN and repr(merged.values[name]) != repr(value)
+    }
+    return Resolved(config=config, sources=merged.sources, run_folder=folder, not_used=not_used)
 
 
 def _default_layer() -> _Layer:

@@ -43,9 +43,9 @@ class ModelConfig:
     )
     channels_last: bool | None = setting(
         None,
-        "Use the channels_last memory format for images. auto: measured on the model before a run "
-        "of more than ten minutes, and used if it is at least 1.1 times as fast; off if "
-        "deterministic.",
+        "Store images in the channels_last memory format. auto: on the CPU where the convolutions "
+        "read and write at least as many values per micro-batch as their kernels have, on a GPU "
+        "with amp; off with compile.",
     )
     compile: bool = setting(
         False,

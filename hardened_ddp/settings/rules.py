@@ -72,6 +72,12 @@ RULES: tuple[Rule, ...] = (
         "differs; leave one of them out",
     ),
     Rule(
+        names=("static_graph", "split_by_length"),
+        is_broken=lambda config, _: config.ddp.static_graph and bool(config.data.split_by_length),
+        why="static_graph promises that no step differs, and the other makes one or two micro-"
+        "batches as the lengths of the samples are; leave one of them out",
+    ),
+    Rule(
         names=("compile", "bucket_cap_mb"),
         is_broken=lambda config, world_size: (
             config.model.compile and world_size > 1 and config.ddp.bucket_cap_mb < 1

@@ -128,6 +128,8 @@ def fit(setting: Setting, value: Any) -> Any:  # Any: from YAML; to the type of 
         return None
     if setting.facts.bare and str(value).lower() in ("true", "false"):
         return "on" if str(value).lower() == "true" else "off"
+    if setting.type is bool and str(value).lower() in ("on", "off"):  # as the start summary says it
+        return str(value).lower() == "on"
     number = _as_float(value) if setting.type is float and type(value) is int else value
     if type(number) is not setting.type:
         kind = _FOUND_WORDS.get(type(value), "")

@@ -13,6 +13,7 @@ from functools import partial
 
 from hardened_ddp.data.fetch import Batch, describe
 from hardened_ddp.errors import (
+    ConfigError,
     HardenedError,
     NonFiniteError,
     OutOfMemoryError,
@@ -21,6 +22,7 @@ from hardened_ddp.errors import (
     StepError,
     UnusedParameterError,
 )
+from hardened_ddp.ranks.error_file import log_failure
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.lost import lost_peer
 from hardened_ddp.step.memory import is_out_of_memory
@@ -122,23 +124,39 @@ def explain_outside(error: Exception, group: Group) -> HardenedError | None:
 
 
 @contextmanager
-def errors_published(group: Group) -> Iterator[None]:
-    """Tell the other ranks why this one ends by an error inside. Rank-local.
+def errors_told(group: Group) -> Iterator[None]:
+    """Log why this rank ends by an error inside, and tell the other ranks. Rank-local.
 
-    An error that belongs to no step is raised as one of ours if it is known.
+    Of several ranks with the same error one logs it. An error that belongs to no step is raised as
+    one of ours if it is known.
     """
     try:
         yield
     except HardenedError as error:
         group.publish_failure(error.message)
+        _tell(error, group)
         raise
     except Exception as error:
         known = explain_outside(error, group)
         if not isinstance(known, PeerLostError):
             group.publish_failure(f"{type(error).__name__}: {error}")
-        if known is not None:
-            raise known from error
-        raise
+        if known is None:
+            _tell(error, group)
+            raise
+        known.__cause__ = error
+        _tell(known, group)
+        raise known from error
+
+
+def _tell(error: Exception, group: Group) -> None:
+    if isinstance(error, PeerLostError):  # each has lost it in its own way
+        log_failure(error)
+        return
+    # WHY by the status: a user's mistake is on all ranks, and found before anything trains
+    is_users = isinstance(error, HardenedError) and error.exit_status == ConfigError.exit_status
+    text = f"{type(error).__name__}: {error}"
+    if not group.tell_once(text, partial(log_failure, error), is_everywhere=is_users):
+        log.debug("another rank tells why this one ends: %s", error)
 
 
 def explain_evaluation(error: Exception, group: Group) -> HardenedError:

@@ -6,6 +6,7 @@ fit there: memory grew by 200 MiB for a 2 MiB model.
 """
 
 import math
+import sys
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -20,6 +21,9 @@ Mark = tuple[torch.Tensor | float, list[torch.Tensor | float], int]
 
 COUNT = "count"
 """The sum of what the loss is a mean over, among the sums of a task that does not count samples."""
+
+NEVER_FINITE = sys.float_info.max
+"""The size of a stop_value while no evaluation had a finite one. WHY not inf: JSON has none."""
 
 
 @dataclass(slots=True)
@@ -88,14 +92,18 @@ class Progress:
     def note_for_stop(self, metric: Metric, value: float) -> None:
         """Record an evaluation for early stopping.
 
-        NaN and infinity are never better, nor is the same value again.
+        NaN and infinity are never better, nor is the same value again; so a metric that is NaN
+        from the first evaluation on counts as not improving.
         """
         is_first, is_finite = self.stop_metric != metric.name, math.isfinite(value)
         is_other = value != self.stop_value
         is_better = is_first or (is_other and metric.is_better(value, than=self.stop_value))
         if is_finite and is_better:
             self.stop_metric, self.stop_value, self.num_worse = metric.name, value, 0
-        elif not is_first:
+        elif is_first:
+            worst = -NEVER_FINITE if metric.is_higher_better else NEVER_FINITE
+            self.stop_metric, self.stop_value, self.num_worse = metric.name, worst, 1
+        else:
             self.num_worse += 1
 
     def end_epoch(self, end: int) -> None:

@@ -427,6 +427,11 @@ class Stepper:
             self._ledger.close()
         self._ledger = self.parts.open_ledger(folder, step=self.progress.step)  # collective
 
+    def close_ledger(self) -> None:
+        """Write what a full disk did not take, or say that it is lost. Rank-local."""
+        if self._ledger is not None:
+            self._ledger.close()
+
     @contextlib.contextmanager
     def changing_state(self) -> Iterator[None]:
         """Keep other threads out while a state is loaded; if that fails, no state is saved."""

@@ -175,7 +175,7 @@ def _fitting_name(model: nn.Module, sample: Batch, group: Group) -> str:
         log.debug("the first forward failed", exc_info=True)
         mine = {
             "error": f"the model failed on a first batch: {describe(error)}{line_of_user(error)}",
-            "fix": fix_for(error, sample.inputs),
+            "fix": fix_for(error, sample.inputs, has_labels=sample.targets is not None),
         }
     everyone = group.gather_json(mine)  # collective
     names = sorted({notes["name"] for notes in everyone if "name" in notes})

@@ -11,7 +11,13 @@ import torch
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.errors import ModelError
 from hardened_ddp.settings.task import TASKS
-from hardened_ddp.task.output import described, refuse_several_losses, split_output
+from hardened_ddp.task.output import (
+    are_one_hot,
+    described,
+    described_labels,
+    refuse_several_losses,
+    split_output,
+)
 
 CHOICES = TASKS[1:]
 
@@ -29,11 +35,17 @@ def task_that_fits(output: Any, batch: Batch) -> tuple[str, str]:  # Any: whatev
     if not isinstance(labels, torch.Tensor):
         if loss is not None:
             return "own", "the model returns its loss, and the labels are not a tensor"
-        raise _undecided("the labels are not a tensor, and the model returns no loss", output)
+        raise _undecided(
+            f"the labels are {described_labels(labels)}, not a tensor, and the model returns no "
+            "loss",
+            output,
+        )
     if logits is None:
         raise _undecided("the model returns neither logits nor a loss", output)
-    shapes = f"labels {tuple(labels.shape)} {_kind(labels)}, output {tuple(logits.shape)}"
+    shapes = f"labels {described_labels(labels)}, output {tuple(logits.shape)}"
     name = _by_shape(logits, labels)
+    if name == "multilabel" and are_one_hot(labels):
+        return name, f"{shapes}. One-hot labels? For classes return int(label.argmax()) as label"
     if name:
         return name, shapes
     if loss is not None:
@@ -78,10 +90,6 @@ def _reordered(logits: torch.Tensor, labels: torch.Tensor) -> str:
     if labels.dim() == 3 and logits.shape[:3] == labels.shape:
         return "--task segmentation needs the classes second: return logits.permute(0, 3, 1, 2)"
     return ""
-
-
-def _kind(labels: torch.Tensor) -> str:
-    return str(labels.dtype).removeprefix("torch.")
 
 
 def _undecided(why: str, output: Any, *, fix: str = "") -> ModelError:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.errors import ModelError
 from hardened_ddp.task.confusion import ConfusionMatrix
-from hardened_ddp.task.output import logits_of, split_output
+from hardened_ddp.task.output import are_one_hot, described_labels, logits_of, split_output
 from hardened_ddp.task.task import Figures, Metric, Mistake, Score, Task
 
 ACCURACY = Metric("accuracy", form=".2%", short_name="acc", short_form=".1%")
@@ -61,7 +61,7 @@ class Classification(Task):
 
     def score(self, output: Any, batch: Batch) -> Score:
         """Compare the logits in output with the labels. Raises ModelError if there are none."""
-        targets = batch.targets
+        targets = batch.targets.long()  # of any integer type; int64 as it is
         is_plain = isinstance(output, torch.Tensor)
         logits, mean_loss = (output, None) if is_plain else split_output(output)
         if logits is None:
@@ -93,9 +93,9 @@ class Classification(Task):
         shape = tuple(logits.shape)
         if not isinstance(targets, torch.Tensor) or targets.dim() != 1:
             raise ModelError(
-                "classification needs one label for each sample, the number of its class",
-                fix="choose the task that fits the labels: --task multilabel | regression | tokens "
-                "| segmentation | own",
+                "classification needs one label for each sample, the number of its class, and the "
+                f"labels of a batch are {described_labels(targets)}",
+                fix=_fix_for_labels(targets),
             )
         if targets.is_floating_point():
             raise ModelError(
@@ -159,6 +159,20 @@ class Classification(Task):
     def _name(self, label: int) -> str:
         """Return the name of a class; a model may have more outputs than there are names."""
         return self.class_names[label] if label < len(self.class_names) else str(label)
+
+
+def _fix_for_labels(labels: Any) -> str:  # Any: a dataset's labels
+    """Say how to make class numbers of labels that are none."""
+    if isinstance(labels, list | tuple) and labels and isinstance(labels[0], str):
+        return "number the classes from 0: return classes.index(label) from the dataset"
+    if isinstance(labels, torch.Tensor) and labels.dim() == 2 and labels.shape[1] == 1:
+        return "return one number for each sample, not a row of one: int(label)"
+    if isinstance(labels, torch.Tensor) and are_one_hot(labels):
+        return "of one-hot labels return the class: int(label.argmax())"
+    return (
+        "choose the task that fits the labels: --task multilabel | regression | tokens "
+        "| segmentation | own"
+    )
 
 
 def _are_in_top5(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,16 @@ LABEL_PARAMETERS = ("labels", "targets")
 LOGITS = ("logits", "out")
 """Where an output with names has its logits: Hugging Face says logits, torchvision out."""
 
+_MOST_NAMED = 6
+_LABEL_IS_LAST = "the last part of a sample is its label"
+_BY_NAME = (
+    "If a sample has no label, or forward takes the parts by name: have the dataset, or --collate, "
+    "return a mapping of names to parts"
+)
+_NO_LABEL = (
+    "none of them was taken as the label, which is what is called labels, label, targets or target"
+)
+
 
 def labels_parameter(model: nn.Module) -> str:
     """Return the parameter of the model's forward that takes the labels; empty if it has none."""
@@ -104,7 +114,7 @@ def logits_of(output: Any, *, need: str) -> torch.Tensor:  # Any: whatever a mod
     return logits
 
 
-def fix_for(error: Exception, inputs: Any) -> str:  # Any: as the dataset nests them
+def fix_for(error: Exception, inputs: Any, *, has_labels: bool = True) -> str:  # Any: nested data
     """Say what to do about an error of a first forward."""
     named = inputs if isinstance(inputs, Mapping) else {"the input": inputs}
     lists = {name: part for name, part in named.items() if isinstance(part, list) and part}
@@ -119,10 +129,52 @@ def fix_for(error: Exception, inputs: Any) -> str:  # Any: as the dataset nests 
             "batch: make it a tensor in the dataset; or set --collate, which samples of different "
             "lengths need: a function that pads, as DataCollatorWithPadding of transformers does"
         )
-    if isinstance(error, TypeError) and isinstance(inputs, Mapping) and "argument" in str(error):
+    is_call = isinstance(error, TypeError) and "argument" in str(error)
+    if is_call and isinstance(inputs, Mapping):
         names = ", ".join(map(str, inputs))
-        return f"the inputs are a mapping, so they go to forward by name: {names}"
-    return "the whole traceback is in this rank's log"
+        told = f"the inputs are a mapping, so they go to forward by name: {names}"
+        return told if has_labels else f"{told}; {_NO_LABEL}"
+    if isinstance(inputs, tuple | list) and isinstance(error, TypeError | AttributeError):
+        return (
+            f"{_LABEL_IS_LAST}; the other {len(inputs)} parts go to forward as one argument, "
+            f"unless it needs several (without default values). {_BY_NAME}"
+        )
+    if is_call and "missing" in str(error) and has_labels:
+        return f"{_LABEL_IS_LAST}, and the other is the input. {_BY_NAME}"
+    return _fix_by_shape(str(error), named)
+
+
+def _fix_by_shape(text: str, named: Mapping[Any, Any]) -> str:  # Any: as the dataset nests them
+    """Say what to do about an error of tensors that do not fit, by their shapes and types."""
+    tensors = {name: part for name, part in named.items() if isinstance(part, torch.Tensor)}
+    parts = [f"{name} is {described_labels(part)}" for name, part in tensors.items()]
+    told = "; ".join(parts[:_MOST_NAMED])
+    for part in tensors.values():
+        if part.dim() == 4 and part.shape[3] in (1, 3, 4) and part.shape[1] > 4:
+            return f"{told}: images have their channels first: return image.permute(2, 0, 1)"
+    is_of_types = any(words in text for words in ("dtype", "scalar type", "should be the same"))
+    if is_of_types and any(part.dtype != torch.float32 for part in tensors.values()):
+        return (
+            f"{told}; the model computes with another type: return float32 from the dataset, such "
+            "as torch.as_tensor(x, dtype=torch.float32)"
+        )
+    return "; ".join(filter(None, (told, "the whole traceback is in this rank's log")))
+
+
+def are_one_hot(labels: torch.Tensor) -> bool:
+    """Return whether each row of labels (N, classes) has one 1, and else zeros."""
+    if labels.dim() != 2 or labels.shape[1] < 2:
+        return False
+    return bool(((labels == 0) | (labels == 1)).all() and (labels.sum(dim=1) == 1).all())
+
+
+def described_labels(labels: object) -> str:
+    """Describe the labels of a batch."""
+    if isinstance(labels, torch.Tensor):
+        return f"{tuple(labels.shape)} {str(labels.dtype).removeprefix('torch.')}"
+    if isinstance(labels, tuple | list) and labels:
+        return f"a {type(labels).__name__} of {type(labels[0]).__name__}"
+    return f"a {type(labels).__name__}"
 
 
 def described(output: object) -> str:

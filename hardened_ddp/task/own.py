@@ -4,6 +4,7 @@ Its loss is a mean, by convention. It is a mean over what the output names as co
 labels that are not -100, if there are several integers for each sample; or over samples.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from hardened_ddp.task.output import described, refuse_several_losses, split_out
 from hardened_ddp.task.task import Score, Task
 from hardened_ddp.task.tokens import IGNORED, find_shift
 
+log = logging.getLogger(__name__)
+
 
 class Own(Task):
     """The loss that the model returns: a scalar, or {"loss": scalar, "count": number}."""
@@ -24,6 +27,7 @@ class Own(Task):
         self.ignore_index = ignore_index
         self.shift = 0 if shift is None else shift
         self.finds_shift = shift is None
+        self._has_told = False
 
     def score(self, output: Any, batch: Batch) -> Score:
         """Turn the model's mean loss into a sum."""
@@ -53,6 +57,14 @@ class Own(Task):
                 fix="compute it inside of forward, without detach() or no_grad()",
             )
         labels = batch.targets
+        if torch.is_grad_enabled() and not self._has_told and _are_many(labels):
+            self._has_told = True
+            if _named_count(output) is None:
+                log.info(
+                    "task own: the loss is taken for a mean over the labels that are not %d; if it "
+                    "is over something else, such as samples, return that number as 'count'",
+                    self.ignore_index,
+                )
         if logits is None or not self.finds_shift or not _are_many(labels):
             return
         if logits.dim() == 3 and logits.shape[:2] == labels.shape:
@@ -71,8 +83,7 @@ class Own(Task):
 
     def _count(self, output: Any, batch: Batch) -> int | torch.Tensor:
         """Return what the loss is a mean over."""
-        is_mapping = isinstance(output, Mapping)
-        named = output.get("count") if is_mapping else getattr(output, "count", None)
+        named = _named_count(output)
         if isinstance(named, torch.Tensor):
             return named.detach().sum()
         if isinstance(named, int | float):
@@ -81,6 +92,13 @@ class Own(Task):
             labels: torch.Tensor = batch.targets[:, self.shift :]
             return labels.ne(self.ignore_index).sum()
         return batch.num_samples
+
+
+def _named_count(output: Any) -> Any:  # Any: whatever a model returned
+    """Return what the output names as count; None: nothing that is a number."""
+    is_mapping = isinstance(output, Mapping)
+    named = output.get("count") if is_mapping else getattr(output, "count", None)
+    return named if isinstance(named, torch.Tensor | int | float) else None
 
 
 def _are_many(labels: Any) -> bool:  # Any: a dataset's labels

@@ -73,7 +73,7 @@ class Tokens(Task):
 
     def score(self, output: Any, batch: Batch) -> Score:
         """Compare the logits at each position that counts with its label."""
-        targets = batch.targets
+        targets = batch.targets.long()  # of any integer type; int64 as it is
         logits, own_loss = split_output(output)
         if logits is None:
             logits = logits_of(output, need=_NEED)  # raises
@@ -113,7 +113,8 @@ class Tokens(Task):
         self.vocabulary = logits.shape[-1]
         own_loss = split_output(output)[1]
         if own_loss is not None and self.finds_shift:
-            found = find_shift(logits, targets, own_loss.detach(), ignore_index=self.ignore_index)
+            loss, wanted = own_loss.detach(), targets.long()
+            found = find_shift(logits, wanted, loss, ignore_index=self.ignore_index)
             if found is not None:
                 shift, is_ours = found
                 needs_labels = not (is_ours and self._is_same_without_labels(batch))

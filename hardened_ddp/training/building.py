@@ -14,7 +14,9 @@ from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.datasets import TaskData
 from hardened_ddp.data.loader_setup import AnyLoader
 from hardened_ddp.model.comm_hook import choose_comm_hook
+from hardened_ddp.model.lazy import shape_by_forward
 from hardened_ddp.model.memory_format import Trial, choose_channels_last
+from hardened_ddp.model.padding import choose_split
 from hardened_ddp.model.probe import choose_find_unused, probe, warm_up
 from hardened_ddp.model.replica import Replica, wrap
 from hardened_ddp.model.zoo import build_model, place_model
@@ -44,10 +46,11 @@ def model_and_task(
         input_shape=data.input_shape,
         task=config.task.task,
     )
+    samples = loader.sample_batches(group.device)
+    shape_by_forward(model, samples[0], group, seed=config.device.seed)  # collective
     load_initial_weights(model, "" if saved else config.model.init_from, group)  # collective
     model = place_model(model, config.model, device=group.device, world_size=group.world_size)
     # The task makes a loss and metrics of the output. auto: the first batch says which task it is.
-    samples = loader.sample_batches(group.device)
     task = choose_task(model, samples[0], data, config, group, saved=saved)  # collective
     return model, task, samples
 
@@ -57,27 +60,30 @@ def build_replica(
     group: Group,
     trial: Trial,
     samples: Sequence[Batch],
+    loader: AnyLoader,
     *,
-    num_samples: int,
     saved: Mapping[str, Any] | None,
 ) -> Replica:
     """Try the model, and wrap it in DDP. Collective: all ranks.
 
-    num_samples: that the whole run trains on, over all ranks.
+    loader: learns how it cuts the micro-batches for this model.
     """
     model, task, precision = trial.model, trial.task, trial.precision
     # Try it on a few samples without DDP: which parameters get no gradient, and on which rank?
     # DDP would wait for those for ever, unless find_unused_parameters is on.
     findings = probe(model, samples, task=task, precision=precision, group=group)  # collective
     find_unused = choose_find_unused(config.ddp.find_unused_parameters, findings)
-    # Images with channels last: as asked, as the run began, or as a measurement says.
+    # Samples of different lengths: in two parts, with less padding, if that changes nothing else.
+    loader.split_by_length(
+        choose_split(trial, samples, findings, group, config=config, saved=saved)  # collective
+    )
+    # Images with channels last: as asked, as the run began, or by a rule.
     channels_last = choose_channels_last(  # collective
         trial,
         samples[0],
         group,
         config=config,
         began_with=None if saved is None else saved["channels_last"],
-        samples_to_train=num_samples // group.world_size,
     )
     # DDP averages the gradients over the ranks by all-reduce, bucket by bucket, while backward
     # still runs. (CPU ranks of one machine sum them after it, through shared memory.)

@@ -9,7 +9,7 @@ import logging
 from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.wording import counted
 from hardened_ddp.step.parts import Parts
-from hardened_ddp.step.progress import Progress
+from hardened_ddp.step.progress import NEVER_FINITE, Progress
 from hardened_ddp.task.build import metric_of
 from hardened_ddp.task.task import Metric
 from hardened_ddp.training.evaluation import Evaluation
@@ -37,13 +37,15 @@ def note_evaluation(parts: Parts, progress: Progress, evaluation: Evaluation) ->
     metric = _metric(parts)
     progress.note_for_stop(metric, evaluation.figures[metric.name])
     if stops_early(parts, progress):
-        log.info(
-            "stopping early after step %d: %s has not been better than %.6g in %s",
-            progress.step,
-            metric.name,
-            progress.stop_value,
-            counted(progress.num_worse, "evaluation"),
-        )
+        log.info("stopping early after step %d: %s", progress.step, why_stopped(metric, progress))
+
+
+def why_stopped(metric: Metric, progress: Progress) -> str:
+    """Say what did not improve, and for how long."""
+    times = counted(progress.num_worse, "evaluation")
+    if abs(progress.stop_value) == NEVER_FINITE:
+        return f"{metric.name} has been NaN or infinite in {times}"
+    return f"{metric.name} has not been better than {progress.stop_value:.6g} in {times}"
 
 
 def stops_early(parts: Parts, progress: Progress) -> bool:

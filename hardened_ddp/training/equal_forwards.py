@@ -54,6 +54,8 @@ def _problem(parts: Parts, progress: Progress) -> tuple[str, str] | None:
         )
     if config.loop.continue_on_error:
         return ("a sample that is left out would be missing in one rank's batch", _LEAVE_OUT)
+    if parts.train_loader.split is not None:
+        return ("--split_by_length cuts a micro-batch by its samples", "--no_split_by_length")
     if not isinstance(sampler, WindowSampler):
         return (
             "the shards of a stream end at different steps on different ranks",

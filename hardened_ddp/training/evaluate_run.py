@@ -57,6 +57,8 @@ def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
     leaves_out = config.loop.continue_on_error
     data = build_data(config.data, leaves_out=leaves_out, task=saved_task["name"])
     model = rebuild_model(model_tensors(weights), shared.meta).to(group.device)
+    if shared.meta.get("channels_last"):  # WHY: the same order of additions as in training
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch
     task = build_task(saved_task["name"], model, data, config)
     task.take_over(saved_task["learned"])
     table = task.table(group.device)

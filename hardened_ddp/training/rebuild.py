@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hardened_ddp.checkpoint.tensors import differences, specs_of
 from hardened_ddp.errors import CheckpointMismatchError, ModelError
 from hardened_ddp.model.described import build_described
+from hardened_ddp.model.lazy import shape_by_weights
 
 MODEL_PREFIX = "model."
 
@@ -34,6 +35,7 @@ def rebuild_model(weights: Mapping[str, Tensor], meta: Mapping[str, Any]) -> nn.
     Raises ModelError if it can't be built, CheckpointMismatchError if the weights do not fit.
     """
     model = build_described(meta)
+    shape_by_weights(model, weights)
     problems = differences(specs_of(weights), specs_of(model.state_dict()))
     if problems:
         raise CheckpointMismatchError(

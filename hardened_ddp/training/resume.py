@@ -264,7 +264,7 @@ def _noted_folder(output: Path, launch: Launch) -> str:
     keys = [launch.agent_key, launch.job_key if launch.attempt > 0 else ""]
     for note in (output / _JOBS / key for key in keys if key):
         if note.is_file():
-            return note.read_text(encoding="utf-8").strip()
+            return note.read_text(encoding="utf-8", errors="replace").strip()
     return ""
 
 

@@ -125,6 +125,7 @@ class Run:
         if self.progress.step > self._first_step:
             self._tell_compilations()
         self.saver.close()
+        self.stepper.close_ledger()
         self.parts.close()
         self.report.close(self.progress, status=status)
 

@@ -74,6 +74,7 @@ class RunReport:
         self._num_left_out = 0
         self._told_left_out: set[str] = set()
         self._num_rollbacks = self._num_diverged = 0
+        self._time_spent = ""
         self._step_done = self._start_profile() if run.profile else None
 
     def tick(self, step: int) -> None:
@@ -164,8 +165,9 @@ class RunReport:
         if not self.is_main:
             return
         log.info(
-            "epoch %d done: test %s (%d samples%s)",
-            progress.epoch,
+            "%s done: test %s (%d samples%s)",
+            # WHY: --max_steps may end a run within an epoch
+            f"step {progress.step}" if progress.cursor else f"epoch {progress.epoch}",
             with_loss(
                 evaluation.loss,
                 described(self.parts.task.test_metrics, evaluation.metrics, of="test"),
@@ -215,6 +217,8 @@ class RunReport:
         self.bar.close()
         ended = status if status in ("finished", "stopped") else ""
         self.goodput.note(progress.step, is_last=True, ended=ended)
+        # WHY here: a tracker that sends its last values over a network is no part of the training
+        self._time_spent = self.goodput.describe()
         if self.is_main:
             self._note_left_out()
             self.metrics.scalars(progress.step, _times(self.goodput.account()))
@@ -242,17 +246,14 @@ class RunReport:
     def say_what_next(self, status: str) -> None:
         """Log on rank 0 how the run ended and what to type next."""
         if self.is_main:
-            log.info("time: %s", self.goodput.describe())
+            log.info("time: %s", self._time_spent)
             result, tested = "", self.last_evaluation
             if tested is not None:
                 result = described(self.parts.task.test_metrics, tested.metrics, of="test")
                 result = result or f"test {with_loss(tested.loss)}"
-            for line in closing_lines(
-                self.folder,
-                status=status,
-                result=result,
-                has_tensorboard=has_tensorboard(self.parts.config),
-            ):
+            board = has_tensorboard(self.parts.config)
+            told = closing_lines(self.folder, status=status, result=result, has_tensorboard=board)
+            for line in told:
                 log.info("%s", line)
 
     def _training_s(self) -> float:

@@ -10,6 +10,7 @@ loaded (state.py).
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -29,6 +30,9 @@ from hardened_ddp.step.progress import Progress
 from hardened_ddp.training.state import Tensors
 
 log = logging.getLogger(__name__)
+
+OTHER_THREAD_S = 600.0
+"""How long a thread that must save waits for another one that does."""
 
 
 class Pace:
@@ -76,7 +80,8 @@ class Saver:
         self._tracker = parts.group.tracker
         self._writer = CheckpointWriter(store) if parts.group.launch.is_main else None
         self._store = store
-        self._saved_step = -1
+        self._saved_step = self._needed_step = -1
+        self._in_need = threading.Lock()
         self.warning = ""
         """Why the last checkpoint could not be written; empty: it could."""
 
@@ -112,6 +117,19 @@ class Saver:
 
         tensors: those of the state; None: the live ones.
         """
+        # WHY: the main thread may have lost another rank while the last resort, after a signal, or
+        # the watch for hangs saves the same step. Both would fail, and whoever is second would end
+        # the process while the first one writes.
+        if not self._in_need.acquire(timeout=OTHER_THREAD_S):
+            raise CheckpointError(f"another thread has been writing for {OTHER_THREAD_S:g} s")
+        try:
+            if self._needed_step != progress.step:
+                self._write_now(progress, tensors)
+                self._needed_step = progress.step
+        finally:
+            self._in_need.release()
+
+    def _write_now(self, progress: Progress, tensors: Tensors | None) -> None:
         write = self._store.write if self._writer is None else self._writer.write_now
         if self._writer is not None and self._saved_step == progress.step:
             self._writer.close()
@@ -199,7 +217,7 @@ def replicated_tensors(parts: Parts) -> Tensors:
 
 def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
     """Give the numbers that belong to the tensors, as JSON. Rank-local."""
-    scaler = parts.precision.scaler
+    scaler, split = parts.precision.scaler, parts.train_loader.split
     return {
         **asdict(progress),
         "global_batch": parts.global_batch,
@@ -208,6 +226,7 @@ def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
         "accumulation_steps": parts.config.optimizer.accumulation_steps,
         "total_steps": parts.length.total,
         "channels_last": parts.replica.channels_last,
+        "split_by_length": split and split.least_values,
         "world_size": parts.group.world_size,
         "seed": parts.config.device.seed,
         "optimizer": type(parts.optimizer).__name__,
@@ -233,7 +252,8 @@ def volatile_names(parts: Parts) -> set[str]:
 
     Also the learning rate, if it is a tensor: it is set before the forward.
     """
-    names = {f"model.{name}" for name, _ in parts.replica.module.named_buffers()}
+    buffers = (name for name, _ in parts.replica.module.named_buffers())
+    names = {f"model.{name}" for name in (*buffers, *parts.replica.moving_names)}
     if is_known(parts.optimizer) and not parts.schedule.has_state:
         return names
     state = save_state(parts.schedule, parts.replica.trainable)[0]

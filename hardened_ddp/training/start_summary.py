@@ -39,6 +39,8 @@ def tell_start(settings: Resolved, parts: Parts, progress: Progress) -> None:
     if parts.group.is_main:
         for line in lines:
             log.info("%s", line)
+        if settings.not_used:
+            log.warning("%s", not_used_line(settings))
     for line in _rank_lines(parts):
         log.debug("%s", line)
 
@@ -62,6 +64,16 @@ def changed_settings(settings: Resolved) -> list[str]:
             f"{name} {word}" + (f" (line {line})" if is_file else "")
         )
     return [f"{place}: {', '.join(_shortened(named))}" for place, named in groups.items()]
+
+
+def not_used_line(settings: Resolved) -> str:
+    """Say what was changed in config.yaml without effect on the run that is continued."""
+    named = [f"{name} ({place})" for name, place in settings.not_used.items()]
+    flag = f"--{next(iter(settings.not_used))} VALUE"
+    return (
+        f"not used: {', '.join(_shortened(named))}: the continued run keeps its own values; "
+        f"to change one, give it as a flag: {flag}"
+    )
 
 
 def _shortened(named: list[str]) -> list[str]:
@@ -131,10 +143,12 @@ def _auto_line(parts: Parts) -> str:
         "batch_size": str(parts.sampler.batch_size),
         "num_workers": str(stream.num_workers) + (" (in memory)" if parts.data.in_memory else ""),
         "channels_last": "on" if parts.replica.channels_last else "off",
+        "split_by_length": "on" if parts.train_loader.split is not None else "",
         "checkpoint_every_steps": "measured",
     }
     if ddp is not None:
         found["find_unused_parameters"] = "on" if ddp.find_unused_parameters else "off"
+    found = {name: word for name, word in found.items() if word}
     chosen = [f"{name} {word}" for name, word in found.items() if values[name] in (None, "auto")]
     return "auto: " + (", ".join(chosen) or "nothing")
 

@@ -141,15 +141,17 @@ def refuse_crash_loop(folder: Path, progress: Progress, sample_ids: Sequence[int
 def read_failures(folder: Path) -> list[dict[str, Any]]:
     """Read the failures of all attempts, oldest first; what can't be read is left out."""
     try:
-        lines = (folder / FAILURES_NAME).read_text(encoding="utf-8").splitlines()
+        text = (folder / FAILURES_NAME).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
     found = []
-    for line in lines:
+    for line in text.splitlines():
         try:
-            found.append(json.loads(line))
-        except ValueError:  # a line that was cut off
+            failure = json.loads(line)
+        except (ValueError, RecursionError):  # a line that was cut off
             continue
+        if isinstance(failure, dict) and "step" in failure and "error" in failure:
+            found.append(failure)
     return found
 
 

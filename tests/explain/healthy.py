@@ -77,7 +77,6 @@ LOGS = {
     "is nan\n08:00:01 epoch 1/3 | loss 0.31\n",
     "deprecation": "/opt/env/lib/python3.11/site-packages/torch/x.py:1: FutureWarning: "
     "`torch.cuda.amp.autocast(args...)` is deprecated.\n  with torch.cuda.amp.autocast():\n",
-    "empty": "",
     "deepspeed": "[2026-11-22 08:08:33,123] [INFO] [launch.py:351:main] Process 12 exits "
     "successfully.\n",
     "fsdp warnings": "[rank1]: /opt/env/lib/python3.11/site-packages/torch/distributed/fsdp/x.py:1: "

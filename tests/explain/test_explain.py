@@ -543,6 +543,10 @@ class TestFiles:
         assert ddp_training.main(["explain", str(tmp_path)]) == 2
         (tmp_path / "cut.gz").write_bytes(gzip.compress(b"x" * 9999)[:20])
         assert ddp_training.main(["explain", str(tmp_path / "cut.gz")]) == 2
+        for content in (b"", b"\n \n", b"\0\xff\xfe"):
+            (tmp_path / "job.log").write_bytes(content)
+            assert ddp_training.main(["explain", str(tmp_path / "job.log")]) == 2
+            assert "job.log: no text in it" in capsys.readouterr().err
 
 
 class TestHealthy:

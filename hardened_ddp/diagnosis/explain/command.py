@@ -4,6 +4,7 @@ Owns the order of the work, and the progress line of long files.
 Does not own: what it looks for (catalogue/), what it prints (report.py).
 """
 
+import re
 import sys
 import time
 import zlib
@@ -33,6 +34,7 @@ _FACTS = (
 )
 _MOST_STACK_BYTES = 4 * 1024 * 1024
 _LARGE_BYTES = 64 * 1024 * 1024
+_LETTER = re.compile(rb"[A-Za-z0-9]")
 
 
 def run_explain(names: Sequence[str], *, wants_json: bool, output: TextIO, progress: TextIO) -> int:
@@ -47,15 +49,22 @@ def collect(sources: Sequence[Source], *, progress: TextIO = sys.stderr) -> Evid
     matcher, words, rare_words = _catalogue()
     collector, search = Collector(matcher), Search(words, rare_words)
     meter = Meter(progress, sum(source.size_bytes for source in sources))
+    has_text = False
     for source in sources:
         try:
-            _read(source, collector, search, meter.add)
+            has_text |= _read(source, collector, search, meter.add)
         except (OSError, EOFError, zlib.error) as error:
             raise UnreadableLogError(
                 f"{source.name} can't be read to its end: {error}",
                 fix="unpack or copy it first; a cut .gz can be read with: zcat FILE | explain -",
             ) from error
     meter.close()
+    if not has_text:
+        names = ", ".join(source.name for source in sources[:3]) + " ..." * (len(sources) > 3)
+        raise UnreadableLogError(
+            f"{names}: no text in it, so it can't be said how the job ended",
+            fix="give the log of the launcher or of the scheduler, such as slurm-JOB.out",
+        )
     return collector.evidence
 
 
@@ -69,29 +78,31 @@ def _catalogue() -> tuple[Matcher, tuple[bytes, ...], tuple[bytes, ...]]:
 
 def _read(
     source: Source, collector: Collector, search: Search, on_block: Callable[[int], None]
-) -> None:
+) -> bool:
+    """Read one source; return whether there is text in it."""
     with source.open() as file:
         sample = read_sample(file)
+        has_text = _LETTER.search(sample) is not None
         encoding = decoder_of(sample)
         collector.start_file(source, habits_of(sample.decode(encoding, "replace")))
         if sample[:1] == PICKLE and collector.take_dump(sample + file.read(MAX_BYTES)):
-            return
+            return True
         if source.is_status:
             status = read_status(sample.decode("utf-8", "replace"), source.name)
             collector.evidence.statuses += [status] if status is not None else []
-            return
+            return has_text
         if found := source.stack:
             text = (sample + file.read(_MOST_STACK_BYTES)).decode("utf-8", "replace")
             stack = read_stack(text, source.name, int(found["rank"]), found["worker"] or "")
             collector.evidence.stacks.append(stack)
-            return
+            return has_text
         if source.is_hang_verdict:
             collector.take(f"[DDP-G05] {sample.decode('utf-8', 'replace').strip()}", 1)
             collector.end_file()
-            return
+            return has_text
         if source.name.endswith("error.json") and collector.take_error_file(sample.decode()):
             collector.end_file()
-            return
+            return has_text
         tail = Tail()
         num_lines = read_lines(
             file, collector, search, first=sample, on_block=on_block, on_end=tail.take
@@ -99,6 +110,7 @@ def _read(
         collector.evidence.num_lines = num_lines
         collector.evidence.endings[source.name] = ending_of(tail.text, num_lines)
         collector.end_file()
+        return has_text
 
 
 class Meter:

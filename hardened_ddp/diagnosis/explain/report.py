@@ -160,7 +160,8 @@ def as_text(verdict: Verdict) -> str:
         lines += _wrap(f"Confidence: {level}: {reason}.", "")
         if verdict.guilty is not None and verdict.guilty.rank is not None:
             guilty = verdict.guilty
-            lines += _wrap(f"The rank is {guilty.confidence}: {guilty.reason}.", "")
+            how = "a guess" if guilty.confidence == "guess" else guilty.confidence
+            lines += _wrap(f"The rank is {how}: {guilty.reason}.", "")
         lines.append("")
     lines += _evidence_lines(verdict)
     cause = verdict.root.cause if verdict.root is not None else None
@@ -193,7 +194,7 @@ def _fix_lines(cause: Cause, next_step: str) -> list[str]:
         lines += _wrap(f"Or else: {cause.or_else}", "")
     if next_step:
         lines += _wrap(f"The run itself says: {next_step}", "")
-    lines += _wrap(f"Code: {cause.code}; made in {cause.source}", "")
+    lines += _wrap(f"Code: {cause.code}; the message comes from {cause.source}", "")
     return [*lines, ""]
 
 

@@ -113,7 +113,7 @@ CAUSES = (
     ),
     Cause(
         code="checkpoint-corrupt",
-        title="the checkpoint file is not whole",
+        title="the checkpoint file is incomplete or damaged",
         phrases=(
             r"PytorchStreamReader failed (?:reading|locating|finding)",
             r"failed finding central directory",
@@ -126,8 +126,8 @@ CAUSES = (
         why="The job was killed while it wrote, several ranks wrote the same file, the disk was "
         "full, or it is a git-lfs pointer and no file",
         fix=Fix(
-            plain="Go back to the one before. Only rank 0 writes; write to a temporary name, then "
-            "os.replace; git lfs pull.",
+            plain="Use the checkpoint before it. Let only rank 0 write; write to a temporary name, "
+            "then os.replace; git lfs pull.",
             suite="a checkpoint is complete or absent; the newest valid one is used (DDP-K01)",
         ),
         confirm="ls -l and sha256sum of the file on all nodes; head -c 100 for git-lfs.",
@@ -151,7 +151,7 @@ CAUSES = (
             accelerate="accelerator.save(...), or if accelerator.is_main_process",
             trainer="if trainer.is_world_process_zero()",
         ),
-        confirm="The save stands outside of `if rank == 0`.",
+        confirm="The call that saves is not under `if rank == 0`.",
         source="Python's OSError; caffe2/serialize/inline_container.cc",
         or_else="`unexpected pos` and `file write failed` also mean a full disk: df -h, quota.",
         test="checkpoint_many_writers",

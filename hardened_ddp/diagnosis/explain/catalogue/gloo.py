@@ -62,7 +62,7 @@ CAUSES = (
     ),
     Cause(
         code="gloo-barrier",
-        title="ranks did not come to a barrier in time",
+        title="ranks did not reach a barrier in time",
         phrases=(
             r"Ranks? (?P<ranks>\d+(?:, ?\d+)*) failed to pass monitoredBarrier in (?P<ms>\d+) ms",
             r"[Rr]ank (?P<ranks>\d+) (?:did not|failed to) (?:reach|pass) .*[Bb]arrier",
@@ -82,7 +82,7 @@ CAUSES = (
     ),
     Cause(
         code="gloo-barrier-rank0",
-        title="rank 0 did not come to a barrier",
+        title="rank 0 did not reach a barrier",
         phrases=(
             r"Rank (?P<speaker>\d+) successfully reached monitoredBarrier, but received errors "
             r"while "

@@ -7,7 +7,8 @@ _XID = "NVIDIA's table of Xid errors; the driver's line in dmesg"
 _CUDA = "CUDA's cudaGetErrorString"
 _DRAIN = (
     "Take the node out of the queue (scontrol update nodename=N state=drain; kubectl cordon N), "
-    "restart from the last checkpoint on others, reset or reboot the GPU, then run dcgmi diag -r 3."
+    "restart from the last checkpoint on others, reset the GPU or reboot the node, then run dcgmi "
+    "diag -r 3."
 )
 
 CAUSES = (

@@ -20,7 +20,7 @@ CAUSES = (
             plain="Update the driver, or install torch for an older CUDA (the selector on "
             "pytorch.org); containers: an image for the host's driver.",
         ),
-        confirm="nvidia-smi shows the highest CUDA that the driver can do.",
+        confirm="nvidia-smi shows the highest CUDA version that the driver supports.",
         source="torch/cuda/__init__.py",
         no_test=_NO_GPU,
     ),

@@ -13,9 +13,9 @@ CAUSES = (
             r"Expected to have finished reduction in the prior iteration before starting a new "
             r"one\."
             r" This error indicates that your module has parameters",
-            r"arameter indices which did not receive grad for rank (?P<ranks>\d+): "
+            r"[Pp]arameter indices which did not receive grad for rank (?P<ranks>\d+): "
             r"(?P<indices>[\d ]+)",
-            r"arameters which did not receive grad for rank (?P<ranks>\d+): (?P<names>.+)",
+            r"[Pp]arameters which did not receive grad for rank (?P<ranks>\d+): (?P<names>.+)",
             r"parameters (?:in this model |that )were not used in producing the loss returned by "
             r"training_step",
         ),

@@ -82,7 +82,7 @@ CAUSES = (
     ),
     Cause(
         code="launch-ranks-missing",
-        title="not all ranks came to the rendezvous",
+        title="not all ranks joined the rendezvous",
         phrases=(
             r"Timed out after (?P<seconds>\d+) seconds waiting for clients\. "
             r"(?P<here>\d+)/(?P<all>\d+) "
@@ -184,7 +184,7 @@ CAUSES = (
             lightning="no torch.distributed call before fit(); in hooks "
             "self.trainer.strategy.barrier()",
         ),
-        confirm="The traceback's line stands before init_process_group.",
+        confirm="The line in the traceback runs before init_process_group.",
         source="torch/distributed/distributed_c10d.py",
         test="launch_no_group",
     ),

@@ -35,7 +35,7 @@ CAUSES = (
         is_generic=True,
         why="A flag is misspelled, or a flag of the launcher stands behind the script's name",
         fix=Fix(
-            plain="Flags of torchrun come before the script's name, those of the script behind."
+            plain="Flags of torchrun come before the script's name, those of the script after it."
         ),
         confirm="python train.py --help.",
         source="Python's argparse",

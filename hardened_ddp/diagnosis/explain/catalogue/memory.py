@@ -25,8 +25,8 @@ CAUSES = (
         fix=Fix(
             plain="Halve the batch and double gradient accumulation; autocast with bfloat16; "
             "activation checkpointing; map_location='cpu' when loading; "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation. Only rank 0 "
-            "full: torch.cuda.set_device(LOCAL_RANK), no .cuda() on GPU 0 by all ranks.",
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation. If only "
+            "GPU 0 is full: torch.cuda.set_device(LOCAL_RANK), no .cuda() on GPU 0 by all ranks.",
             lightning="Trainer(accumulate_grad_batches=2, precision='bf16-mixed')",
             accelerate="Accelerator(gradient_accumulation_steps=2, mixed_precision='bf16'); "
             "find_executable_batch_size",
@@ -143,7 +143,7 @@ CAUSES = (
             "at /dev/shm; fewer workers or a smaller prefetch_factor; "
             "torch.multiprocessing.set_sharing_strategy('file_system').",
             suite="batches go through pipes by themselves then",
-            trainer="dataloader_num_workers=0 to get on",
+            trainer="dataloader_num_workers=0 as a workaround",
         ),
         confirm="df -h /dev/shm while it runs.",
         source="torch/csrc, torch/utils/data/_utils/signal_handling.py",
@@ -151,7 +151,7 @@ CAUSES = (
     ),
     Cause(
         code="memory-pinned",
-        title="page-locked (pinned) memory could not be had",
+        title="page-locked (pinned) memory could not be allocated",
         phrases=(
             r"Pin memory thread exited unexpectedly",
             r"CUDA error: .*cudaHostAlloc",

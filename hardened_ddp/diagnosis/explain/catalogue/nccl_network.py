@@ -24,8 +24,8 @@ CAUSES = (
         fix=Fix(
             plain="ibstat and perfquery on both nodes; exclude the link: NCCL_IB_HCA=^mlx5_2; "
             "RoCE: "
-            "NCCL_IB_GID_INDEX=3; bad network for a while: NCCL_IB_TIMEOUT=22 "
-            "NCCL_IB_RETRY_CNT=13. To get on: NCCL_IB_DISABLE=1.",
+            "NCCL_IB_GID_INDEX=3; network that fails only briefly: NCCL_IB_TIMEOUT=22 "
+            "NCCL_IB_RETRY_CNT=13. As a workaround: NCCL_IB_DISABLE=1.",
         ),
         confirm="ib_write_bw between the two nodes over the named port; symbol errors in "
         "perfquery.",
@@ -44,7 +44,7 @@ CAUSES = (
         fix=Fix(
             plain="docker run --ulimit memlock=-1 --ulimit stack=67108864; Kubernetes: capability "
             "IPC_LOCK; Slurm: LimitMEMLOCK=infinity for slurmd and PropagateResourceLimitsExcept="
-            "MEMLOCK. To get on: NCCL_IB_DISABLE=1.",
+            "MEMLOCK. As a workaround: NCCL_IB_DISABLE=1.",
         ),
         confirm="`ulimit -l` in the job prints unlimited.",
         source="NCCL src/misc/ibvwrap.cc",

@@ -110,8 +110,8 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="PCIe's access control (ACS), the IOMMU, a virtual machine, or too many peers block it",
         fix=Fix(
-            plain="NCCL_P2P_DISABLE=1 to get on; then disable ACS and the IOMMU in the BIOS, or "
-            "set NCCL_P2P_LEVEL.",
+            plain="NCCL_P2P_DISABLE=1 as a workaround; then disable ACS and the IOMMU in the BIOS, "
+            "or set NCCL_P2P_LEVEL.",
         ),
         confirm="nvidia-smi topo -p2p r; the job works with NCCL_P2P_DISABLE=1.",
         source="NCCL src/graph/paths.cc; CUDA's cudaErrorTooManyPeers",
@@ -131,8 +131,8 @@ CAUSES = (
         "has "
         "another version than the driver, or its resources are used up",
         fix=Fix(
-            plain="NCCL_NVLS_ENABLE=0 to get on; systemctl status nvidia-fabricmanager on the "
-            "node.",
+            plain="NCCL_NVLS_ENABLE=0 as a workaround; systemctl status nvidia-fabricmanager on "
+            "the node.",
         ),
         confirm="nvidia-smi -q | grep -A2 Fabric says Completed.",
         source="NCCL src/transport/nvls.cc",
@@ -159,7 +159,7 @@ CAUSES = (
     ),
     Cause(
         code="nccl-graph-order",
-        title="a collective started while another one of the same GPU waits",
+        title="a collective started while another one waits on the same GPU",
         phrases=(
             r"NCCL WARN .*(?:group launch|ncclGroupStart).*(?:mismatch|unmatched)",
             r"Your application may be hanging.*NCCL",

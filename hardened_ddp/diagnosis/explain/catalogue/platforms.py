@@ -73,8 +73,8 @@ CAUSES = (
         phrases=(r"OMP: Error #15: Initializing lib\w+",),
         why="numpy or another package brings a second libiomp5 or libomp",
         fix=Fix(
-            plain="Install all from one channel (pip or conda); KMP_DUPLICATE_LIB_OK=TRUE to "
-            "get on."
+            plain="Install all from one channel (pip or conda); KMP_DUPLICATE_LIB_OK=TRUE as "
+            "a workaround."
         ),
         confirm="conda list | grep -iE 'omp|mkl'.",
         source="LLVM OpenMP runtime",
@@ -128,7 +128,7 @@ CAUSES = (
     ),
     Cause(
         code="macos-mps",
-        title="the Apple GPU can't do this",
+        title="the Apple GPU lacks this operation, or memory",
         phrases=(
             r"MPS backend out of memory",
             r"The operator '(?P<name>[^']+)' is not currently implemented for the MPS device",

@@ -72,7 +72,7 @@ CAUSES = (
         fix=Fix(
             plain="with torch.autocast(device.type, dtype=torch.bfloat16): around forward and "
             "loss; "
-            "no .half() beside it; .to(weight.dtype) where it must be.",
+            "no .half() beside it; .to(weight.dtype) where it is needed.",
         ),
         confirm="print the dtypes in the line that the traceback names.",
         source="aten/src/ATen/native",
@@ -80,7 +80,7 @@ CAUSES = (
     ),
     Cause(
         code="amp-unsupported",
-        title="this device can't compute in the type that was asked for",
+        title="this device does not support the float type that was asked for",
         phrases=(
             r"Current CUDA Device does not support bfloat16",
             r"Your setup doesn't support bf16/gpu",

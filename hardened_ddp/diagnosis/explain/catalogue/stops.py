@@ -34,7 +34,7 @@ CAUSES = (
         title="the scheduler took the node back (preemption)",
         phrases=(
             r"CANCELLED AT \S+ DUE TO PREEMPTION",
-            r"reempted in order to admit",
+            r"[Pp]reempted in order to admit",
             r"reempted by (?:a )?pod",
         ),
         tier=Tier.KILLED,

@@ -38,7 +38,7 @@ CAUSES = (
         ),
         why="Several ranks or workers open it for writing, or the file system has no locks",
         fix=Fix(
-            plain="Open it read-only, in each worker anew and not before the fork: h5py "
+            plain="Open it read-only, and in each worker itself, after the fork: h5py "
             "HDF5_USE_FILE_LOCKING=FALSE with mode 'r', lmdb.open(..., readonly=True, lock=False); "
             "let rank 0 write, then barrier; remove stale .lock files.",
         ),

@@ -1,0 +1,164 @@
+"""Whether micro-batches come in two parts of similar lengths: a rule about model, task and collate.
+
+Owns the setting split_by_length. auto: only where a trial shows that the collate pads, and that a
+sample's loss and gradient are the same however much it is padded. Not so with a mean or a
+normalization over the padding, or with a loss that compares the samples of a batch.
+WHY a rule, not a measurement of time: two runs of one seed should agree bit for bit. A resumed run
+keeps the choice that it began with, for the same reason.
+Does not own: where a micro-batch is cut (data/length_split.py).
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from hardened_ddp.data.batch import Batch, map_tensors, take
+from hardened_ddp.data.length_split import FEWEST_SAMPLES, LengthSplit
+from hardened_ddp.model.forward_collectives import watching
+from hardened_ddp.model.memory_format import Trial
+from hardened_ddp.model.probe import Findings, untouched_buffers
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.data import AUTO_BATCH_SIZE
+
+log = logging.getLogger(__name__)
+
+_LEAST_OUTPUT = 30_000
+"""Values that a module's output must lose on average to pay for calling it a second time. Measured
+with 45 models and batches on a CPU (docs/BENCHMARKS.md): 1.0 to 1.9 times as fast from there on,
+down to 0.6 times as fast below."""
+
+_TOLERANCE = 1e-4  # of fp32 sums; padding that matters changes them by 1e-2 and more
+
+
+def choose_split(
+    trial: Trial,
+    samples: Sequence[Batch],
+    findings: Findings,
+    group: Group,
+    *,
+    config: Config,
+    saved: Mapping[str, Any] | None,  # Any: the numbers of a checkpoint
+) -> LengthSplit | None:
+    """Decide whether and where micro-batches are cut. Collective: the same on all ranks.
+
+    samples: small batches as the loader makes them. saved: of the run that is resumed.
+    """
+    asked = config.data.split_by_length
+    if asked and samples[0].read_part is None:
+        log.warning("split_by_length: off, because without a collate all samples have one shape")
+    if asked is False or samples[0].read_part is None:
+        return None
+    if asked:
+        return LengthSplit(least_values=0)
+    if saved is not None:
+        least = saved.get("split_by_length")
+        return None if least is None else LengthSplit(least)
+    if not _may_pay(trial, findings, group, config):
+        return None
+    everyone = group.gather_json(_try_all(trial, samples, group))  # collective
+    found = [least for rank in everyone for least in rank]
+    is_exact = bool(found) and None not in found
+    return LengthSplit(max(found)) if is_exact else None
+
+
+def _may_pay(trial: Trial, findings: Findings, group: Group, config: Config) -> bool:
+    """Say whether a trial is worth it. The same on all ranks."""
+    # WHY no recurrent ones: they go through time step by step, or know the lengths already.
+    is_recurrent = any(isinstance(module, nn.RNNBase) for module in trial.model.modules())
+    is_small = (config.data.batch_size or AUTO_BATCH_SIZE) < FEWEST_SAMPLES
+    # WHY not on a GPU: small parts may not fill it. WHY no moving buffers: statistics of a batch.
+    depends = group.device.type != "cpu" or findings.moving_buffers or findings.collectives
+    is_fixed = config.model.compile or config.ddp.static_graph
+    return not (is_recurrent or is_small or depends or is_fixed or trial.task.name == "own")
+
+
+def _try_all(trial: Trial, samples: Sequence[Batch], group: Group) -> list[int | None]:
+    """Return for each batch with padding what must be saved for a cut to pay; None: never cut.
+
+    Rank-local: a model that calls a collective in eval mode is never cut.
+    """
+    found: list[int | None] = []
+    modes = [(module, module.training) for module in trial.model.modules()]
+    try:
+        trial.model.eval()  # WHY: dropout would differ between two forwards
+        for batch in samples:
+            alone = [take(batch, [place]) for place in range(batch.num_samples)]
+            if sum(map(_num_values, alone)) < _num_values(batch):
+                with watching(trial.model, group, refuses=True):
+                    found.append(_try_one(trial, batch, alone))
+    except Exception:  # WHY broad: the user's model and collate; the probe has tried them together
+        log.debug("split_by_length: the trial failed", exc_info=True)
+        found.append(None)
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
+    return found
+
+
+def _try_one(trial: Trial, batch: Batch, alone: Sequence[Batch]) -> int | None:
+    together, apart = _run(trial, [batch]), _run(trial, alone)
+    if not together.equals(apart) or not together.num_calls:
+        log.debug("split_by_length: %s together, but %s apart", together, apart)
+        return None
+    return -(-_LEAST_OUTPUT * together.num_calls * _num_values(batch) // together.num_outputs)
+
+
+def _num_values(batch: Batch) -> int:
+    """Count the values of inputs and labels, padding included."""
+    sizes: list[int] = []
+    map_tensors((batch.inputs, batch.targets), lambda tensor: sizes.append(tensor.numel()))
+    return sum(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """What forward and backward gave."""
+
+    loss: float
+    count: float
+    gradients: tuple[float, ...] = field(repr=False)
+    """The norm for each parameter."""
+
+    num_calls: int
+    """Of modules without parts."""
+
+    num_outputs: int
+    """Values that these returned."""
+
+    def equals(self, other: "_Sums") -> bool:
+        """Return whether loss, count and gradients are equal up to rounding."""
+        most = max(self.gradients, default=0.0)
+        pairs = zip(self.gradients, other.gradients, strict=True)
+        return (
+            abs(self.loss - other.loss) <= _TOLERANCE * abs(self.loss)
+            and self.count == other.count
+            and all(abs(one - two) <= _TOLERANCE * max(one, 0.01 * most) for one, two in pairs)
+        )
+
+
+def _run(trial: Trial, batches: Sequence[Batch]) -> _Sums:
+    """Go forward and backward in fp32; discard the gradients."""
+    loss, count, sizes = 0.0, 0.0, []
+
+    def note(module: nn.Module, inputs: Any, output: Any) -> None:  # Any: the model's own
+        map_tensors(output, lambda tensor: sizes.append(tensor.numel()))
+
+    leaves = [module for module in trial.model.modules() if not any(module.children())]
+    hooks = [module.register_forward_hook(note) for module in leaves]
+    try:
+        with untouched_buffers(trial.model):
+            for batch in batches:
+                score = trial.task.score(trial.task.forward(trial.model, batch), batch)
+                score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
+                loss, count = loss + score.loss_sum.item(), count + float(score.count)
+        parameters = trial.model.parameters()
+        norms = tuple(float(p.grad.norm()) for p in parameters if p.grad is not None)
+    finally:
+        trial.model.zero_grad(set_to_none=True)
+        for hook in hooks:
+            hook.remove()
+    return _Sums(loss, count, norms, len(sizes), sum(sizes))
