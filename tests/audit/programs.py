@@ -66,6 +66,7 @@ def main():
         dist.all_reduce(hits)
         if rank == 0:
             torch.save(net.state_dict(), "model.pt")
+    del model  # DDP must not be the last that holds the process group
     dist.destroy_process_group()
 
 
@@ -138,6 +139,7 @@ for step in range(12):
     optimizer.zero_grad(set_to_none=True)
 if master_process:
     torch.save(raw_model.state_dict(), "ckpt.pt")
+del model  # DDP must not be the last that holds the process group
 destroy_process_group()
 """
 

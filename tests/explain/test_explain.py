@@ -50,6 +50,7 @@ class TestCatalogue:
     def test_a_cause_has_a_reproducer_or_the_reason_why_not(self) -> None:
         composed = {case.code for case in LOGS} | {"nccl-timeout", "collective-missing"}
         composed.add("killed-outside")  # of a run folder: see TestFiles
+        composed.add("gloo-ddp-outlives-group")  # seen in a real process: see TestRanks
         for cause in CAUSES:
             assert bool(cause.test) != bool(cause.no_test), cause.code
             is_noise = cause.tier in (Tier.ADVICE, Tier.TEARDOWN, Tier.MISMATCH)
@@ -259,6 +260,24 @@ class TestRanks:
         waits = f'Timeout (0:05:00)!\n{stack}distributed/distributed_c10d.py", line 2308 in '
         found = explain_text(f"{waits}destroy_process_group\n", tmp_path)
         assert (code_of(found), rank_of(found)) == ("gloo-destroy-hang", None)
+
+    def test_the_native_stack_of_ddp_that_outlived_its_group(self, tmp_path: Path) -> None:
+        text = """Process 5084: python train.py
+Thread 5084 (idle): "MainThread"
+    std::thread::join (libstdc++.so.6.0.30)
+    c10d::ProcessGroupGloo::~ProcessGroupGloo (libtorch_cpu.so)
+    c10d::ProcessGroup::~ProcessGroup (libtorch_cpu.so)
+    c10d::Reducer::~Reducer (libtorch_cpu.so)
+    pybind11::detail::clear_instance (libtorch_python.so)
+    <module> (train.py:61)
+Thread 5090 (idle)
+    pthread_cond_timedwait (libc.so.6)
+    pybind11::gil_scoped_acquire::gil_scoped_acquire (libtorch_python.so)
+    c10::TensorImpl::decref_pyobject (libc10.so)
+    c10d::ProcessGroupGloo::AsyncWork::~AsyncWork (libtorch_cpu.so)
+    c10d::ProcessGroupGloo::runLoop (libtorch_cpu.so)
+"""
+        assert code_of(explain_text(text, tmp_path)) == "gloo-ddp-outlives-group"
 
     def test_a_prefix_that_nobody_knows(self, tmp_path: Path) -> None:
         """It is learned from the first line of a traceback; its numbers may be no rank."""

@@ -214,6 +214,24 @@ CAUSES = (
         test="group_rank",
     ),
     Cause(
+        code="gloo-ddp-outlives-group",
+        title="DDP was the last to hold the process group, and its end waits for ever",
+        phrases=(r"c10d::Reducer::~Reducer",),
+        tier=Tier.TIMEOUT,
+        blame=Blame.NOBODY,
+        why="The program has finished: the DDP model is freed after destroy_process_group(). Its "
+        "destructor waits for a thread of gloo and keeps the GIL, which that thread needs in order "
+        "to free a tensor of its last collective",
+        fix=Fix(
+            plain="del model (the DDP wrapper) before dist.destroy_process_group(); or train in a "
+            "function of its own, and destroy the group after it has returned.",
+        ),
+        confirm="py-spy dump --native: the main thread is in std::thread::join, a thread of gloo "
+        "in gil_scoped_acquire.",
+        source="torch/csrc/distributed/c10d/reducer.cpp, ProcessGroupGloo.cpp",
+        no_test="a race that a busy machine loses now and then; the stack is that of torch 2.13",
+    ),
+    Cause(
         code="gloo-destroy-hang",
         title="a process waits in the destructor of its process group",
         phrases=(
