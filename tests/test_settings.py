@@ -106,6 +106,19 @@ class TestContinuedRun:
         assert "no run with a checkpoint in runs" in problem_of("--resume newest")
         assert "no run with a checkpoint in none" in problem_of("--resume newest --output_dir none")
 
+    def test_two_runs_to_continue_are_an_error(self) -> None:
+        make_run("first")
+        Path("my.yaml").write_text("run_name: other\n")
+        for resume in ("runs/first", "runs/first/checkpoints/step-000000010", "newest"):
+            line = problem_of(f"--resume {resume} --run_name other")
+            assert line.startswith("--run_name: --resume continues ")
+            assert "runs/first, which is another run" in line
+            assert settings_of(f"--resume {resume} --run_name first").run_folder is not None
+            # the command line overrides a file
+            assert settings_of(f"--config my.yaml --resume {resume}").run_folder is not None
+        Path("my.yaml").write_text("run_name: other\nresume: newest\n")
+        assert "my.yaml:2: resume continues runs/first, which" in problem_of("--config my.yaml")
+
     def test_never_and_an_unknown_name_inherit_nothing(self) -> None:
         make_run("first", command="--epochs 2")
         assert settings_of("--run_name first --resume never").config.loop.epochs == 5

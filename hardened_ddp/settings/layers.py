@@ -156,10 +156,25 @@ def _earlier_run(chosen: _Layer, *, is_named: bool) -> tuple[Path | None, _Layer
         return None, _Layer(problems=[problem], is_complete=False)
     if folder is None:
         return None, _Layer()
+    if _names_another_run(chosen, folder):
+        name = place("run_name", chosen.sources["run_name"])
+        problem = f"{name}: {where} continues {folder}, which is another run; leave out one of them"
+        return None, _Layer(problems=[problem], is_complete=False)
     path = str(folder / SAVED_SETTINGS)
     layer = _layer(_under_new_names(read_file(path)), path)
     values = {name: value for name, value in layer.values.items() if name not in NOT_INHERITED}
     return folder, replace(layer, values=values, sources=dict.fromkeys(values, RUN))
+
+
+def _names_another_run(chosen: _Layer, folder: Path) -> bool:
+    """Return whether run_name is the name of another run than the one that is continued.
+
+    A run_name of a file says nothing where the command line says which run is continued.
+    """
+    name, by_command = chosen.values["run_name"], chosen.sources["resume"] == COMMAND_LINE
+    if not name or (by_command and chosen.sources["run_name"] != COMMAND_LINE):
+        return False
+    return name not in (folder.name, folder.resolve().name)
 
 
 def _under_new_names(saved: Document) -> Document:

@@ -30,7 +30,7 @@ class RunConfig:
     run_name: str = setting(
         "",
         "Name of the run folder. Empty: made from the time, the model and the dataset. The name "
-        "of an earlier run continues that run.",
+        "of an earlier run continues that run. It can't rename the run that resume names.",
         shape=FOLDER_NAME,
     )
     checkpoint_every_steps: int | None = setting(
