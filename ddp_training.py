@@ -179,7 +179,6 @@ def train(settings: Resolved, group: Group) -> int:
     from hardened_ddp.guard.stop import StopRequest
     from hardened_ddp.reporting.log import add_log_file
     from hardened_ddp.reporting.rank_status import RankStatus
-    from hardened_ddp.settings.record import dump
     from hardened_ddp.training.early_stop import stops_early
     from hardened_ddp.training.evaluation_trial import check_evaluation
     from hardened_ddp.training.hang_subject import watch_for_hangs
@@ -197,15 +196,17 @@ def train(settings: Resolved, group: Group) -> int:
         watch_for_hangs(settings.config, group, folder.folder) as watch,  # collective
         RankStatus(folder.folder, group) as rank_status,  # for the commands watch and report
     ):
-        folder.write_settings(dump(settings.config, settings.sources))
         add_log_file(folder.folder / "logs", rank=group.launch.rank)
         saved = read_checkpoint(folder, group)  # collective: rank 0 reads, all get it
         if saved is not None:
             log.info("resuming %s from step %d", folder.folder, saved.meta["step"])
+        else:
+            folder.write_settings(settings)
         parts = build(settings, group, saved)  # collective
         check_evaluation(parts)  # collective
         group.tracker.begin("making the state of the optimizer")
         progress = begin(parts, saved)  # collective
+        folder.write_settings(settings)  # WHY not before: they may not fit the run to be continued
         tell_start(settings, parts, progress)
         is_over = progress.step >= parts.length.total or stops_early(parts, progress)
         if is_over and folder.is_finished(group, progress.step):

@@ -1,5 +1,6 @@
 """The folder of a run: its name, and the trial that shows whether it can be used."""
 
+import errno
 import os
 from datetime import datetime
 from pathlib import Path
@@ -7,13 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.checkpoint.verify import probe_folder
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.settings.earlier_run import newest_run
-from hardened_ddp.training.resume import find_place
+from hardened_ddp.training.resume import RunFolder, find_place
 from hardened_ddp.training.run_folder import create_run_folder
+from hardened_ddp.training.run_lock import RunLock
 from tests.forks import run_forked
+from tests.ranks import train
 from tests.settings_given import make_run, settings_of
 
 NOW = datetime(2031, 2, 3, 4, 5, 6)
@@ -194,3 +198,29 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="belongs to user 65534"):
         probe_folder(folder)
     assert os.listdir(folder) == []
+
+
+def test_a_resume_that_is_refused_leaves_the_settings_of_the_run(tmp_path: Path) -> None:
+    argv: list[str | Path] = ["--cpu_only", "--max_steps", "2", "--no_tensorboard"]
+    argv += ["--run_name", "run", "--output_dir", tmp_path]
+    train(argv).ok()
+    settings = (tmp_path / "run" / "config.yaml").read_text()
+    refused = train([*argv, "--model", "mlp"])
+    assert "[DDP-K02] the checkpoint of step 2 belongs to another run" in refused.output
+    assert (tmp_path / "run" / "config.yaml").read_text() == settings
+    train(["--resume", tmp_path / "run", "--max_steps", "3"]).ok()
+
+
+def test_settings_that_cannot_be_written_leave_the_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(disk: Disk, descriptor: int, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "config.yaml").write_text("epochs: 7")
+    lock = RunLock.acquire(tmp_path)
+    with RunFolder(tmp_path, keep_last=1, token=lock.token, lock=lock) as folder:
+        monkeypatch.setattr(Disk, "write", fail)
+        with pytest.raises(RunFolderError, match="No space left"):
+            folder.write_settings(settings_of("train"))
+    assert (tmp_path / "config.yaml").read_text() == "epochs: 7"

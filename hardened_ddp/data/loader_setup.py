@@ -79,8 +79,8 @@ def build_sampler(
             raise CheckpointMismatchError(
                 f"the checkpoint of step {saved['step']} belongs to another run: "
                 + "; ".join(problems),
-                fix="resume with the data and the settings of that run, or start afresh with "
-                "--resume never",
+                fix="resume with the data and the settings of that run; or start a new run: "
+                "without --resume, with another --run_name",
             )
         sampler.restore(saved["stream"], epoch=int(saved["epoch"]), cursor=int(saved["cursor"]))
     return sampler

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from hardened_ddp.checkpoint.disk import Disk
+from hardened_ddp.checkpoint.disk import Disk, replace_file
 from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.checkpoint.manifest import discard_newer
 from hardened_ddp.checkpoint.verify import (
@@ -34,6 +34,8 @@ from hardened_ddp.settings.earlier_run import (
     newest_run,
     run_of_checkpoint,
 )
+from hardened_ddp.settings.layers import Resolved
+from hardened_ddp.settings.record import dump
 from hardened_ddp.training.run_folder import create_run_folder
 from hardened_ddp.training.run_lock import RunLock, check_held
 from hardened_ddp.training.state import Saved, Tensors, share_state
@@ -82,13 +84,16 @@ class RunFolder:
             before_commit=partial(check_held, self.folder, self.token),
         )
 
-    def write_settings(self, text: str) -> None:
-        """Write the resolved settings beside the run, on rank 0; a resume takes them up."""
-        self.settings_text = text
+    def write_settings(self, settings: Resolved) -> None:
+        """Write the settings beside the run, on rank 0; a resume takes them up.
+
+        WHY replace: the next resume needs the earlier ones if the disk is full, or we die here.
+        """
+        self.settings_text = dump(settings.config, settings.sources)
         if self.lock is None:
             return
         try:
-            (self.folder / SAVED_SETTINGS).write_text(text, encoding="utf-8")
+            replace_file(self.folder / SAVED_SETTINGS, self.settings_text.encode(), disk=Disk())
         except OSError as error:
             raise RunFolderError(
                 f"the settings can't be written to {self.folder}: {error}",

@@ -150,8 +150,8 @@ def check_fits(parts: Parts, saved: Saved) -> None:
     if problems:
         raise CheckpointMismatchError(
             f"the checkpoint of step {meta['step']} belongs to another run: " + "; ".join(problems),
-            fix="resume with the settings of that run (its config.yaml), or start afresh with "
-            "--resume never",
+            fix="leave out the flags that differ from the settings of that run (its config.yaml); "
+            "or start a new run: without --resume, with another --run_name",
         )
 
 
