@@ -19,9 +19,14 @@ The machinery is in hardened_ddp/; docs/READING_ORDER.md says what to read first
 
 from __future__ import annotations
 
+import signal
+import sys
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
+
 import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from pathlib import Path
@@ -104,8 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has gone, as in: ... --help | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is not sent yet
         return 141  # what a shell gives for SIGPIPE
-    except KeyboardInterrupt:  # while torch is imported or the ranks meet: nothing to save yet
-        print("ddp_training.py: stopped before training began", file=sys.stderr)
+    except KeyboardInterrupt:  # a command, or while torch is imported or the ranks meet
+        print("ddp_training.py: stopped by Ctrl-C; there was nothing to save", file=sys.stderr)
         return 130  # what a shell gives for Ctrl-C
 
 
@@ -377,6 +382,8 @@ def finish_epoch(run: Run) -> bool:
 if __name__ == "__main__":
     if isinstance(sys.stdout, TextIOWrapper):  # a name that the terminal can't show is no error
         sys.stdout.reconfigure(errors="backslashreplace")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # from the first lines
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # main() answers Ctrl-C
     collect_rarely()  # while torch is imported: it saves a third of that time
     status = main()
     if status and "torch" in sys.modules:

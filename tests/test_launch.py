@@ -41,6 +41,7 @@ from tests.processes import ROOT, deadline
 from tests.ranks import free_port, run_ranks, start_training
 
 CPU = torch.device("cpu")
+STOPPED = "ddp_training.py: stopped by Ctrl-C; there was nothing to save\n"
 
 
 def test_no_launcher_is_one_rank() -> None:
@@ -138,7 +139,32 @@ def test_ctrl_c_before_training_is_one_line(
     monkeypatch.setattr(ddp_training, "run_ranks", interrupted)
     monkeypatch.setattr("sys.path", [*sys.path])
     assert ddp_training.main(["--cpu_only"]) == 130
-    assert capsys.readouterr().err == "ddp_training.py: stopped before training began\n"
+    assert capsys.readouterr().err == STOPPED
+
+
+@pytest.mark.parametrize(
+    ("imported", "status", "said"),
+    [("hardened_ddp.settings.cli", -signal.SIGINT, ""), ("hardened_ddp.diagnosis", 130, STOPPED)],
+)
+def test_ctrl_c_while_the_script_imports_gives_no_traceback(
+    imported: str, status: int, said: str
+) -> None:
+    interrupt = f"""
+import builtins, os, runpy, signal, sys
+plain = builtins.__import__
+def interrupted(name, *rest):
+    if name.startswith({imported!r}):
+        os.kill(os.getpid(), signal.SIGINT)
+    return plain(name, *rest)
+builtins.__import__ = interrupted
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv = ["ddp_training.py", "watch"]
+runpy.run_path("ddp_training.py", run_name="__main__")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", interrupt], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (status, said)
 
 
 def rendezvous(timeout_s: float = 30) -> Group:
