@@ -102,6 +102,35 @@ def test_a_tracker_that_hangs_holds_nothing_up(
     assert "tracker slow did not close in time" in caplog.text
 
 
+def test_values_that_a_slow_tracker_does_not_get_are_told_once_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("hardened_ddp.reporting.background._MAX_WAITING", 3)
+    got: list[int | str] = []
+    waits, release = threading.Event(), threading.Event()
+
+    class Slow:
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            waits.set()
+            release.wait(60)
+            got.append(step)
+
+        def close(self) -> None:
+            got.append("closed")
+
+    tracker = TrackerThread("slow", Slow)
+    tracker.log(0, {})
+    assert waits.wait(10)
+    for step in range(1, 7):
+        tracker.log(step, {})
+    [told] = caplog.messages
+    assert "tracker slow takes its values too slowly: those of step 4" in told
+    release.set()
+    tracker.close()
+    assert got == [0, 1, 2, 3, "closed"]
+    assert caplog.messages[1:] == ["tracker slow: 3 values were dropped"]
+
+
 @pytest.mark.slow
 def test_weights_and_biases_keeps_one_run_for_a_run_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

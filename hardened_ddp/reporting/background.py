@@ -32,23 +32,27 @@ class ReportWriter:
         self.num_refused = 0
         """Jobs that were dropped because too many were waiting."""
 
-    def do(self, job: Callable[[], None]) -> None:
-        """Queue a job; never waits."""
+    def do(self, job: Callable[[], None]) -> bool:
+        """Queue a job; never waits. Returns False if it is dropped, because too many wait."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
         if self._jobs.qsize() >= _MAX_WAITING:
             self.num_refused += 1
-        else:
-            self._jobs.put(job)
+            return False
+        self._jobs.put(job)
+        return True
 
-    def close(self, *, timeout_s: float) -> bool:
+    def close(self, *, timeout_s: float, last: Callable[[], None] | None = None) -> bool:
         """Run the queued jobs, flush and end the thread; False if that takes over timeout_s.
 
         After False it may be called again, to wait for longer.
+        last: a job that is never dropped, if there was any other.
         """
         if self._thread is None:
             return True
+        if last is not None:
+            self._jobs.put(last)
         self._jobs.put(None)
         self._thread.join(timeout_s)
         is_done = not self._thread.is_alive()

@@ -49,14 +49,23 @@ class TrackerThread:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Pass values on."""
-        if not self._has_failed:
-            # WHY a copy: a tracker may change what it gets, and others get the same values
-            self._writer.do(partial(self._do, partial(self._log, step, dict(values))))
+        if self._has_failed:
+            return
+        # WHY a copy: a tracker may change what it gets, and others get the same values
+        work = partial(self._do, partial(self._log, step, dict(values)))
+        if not self._writer.do(work) and self._writer.num_refused == 1:
+            log.warning(
+                "tracker %s takes its values too slowly: those of step %d, and others from now on, "
+                "are dropped. metrics.jsonl has all of them",
+                self.name,
+                step,
+            )
 
     def close(self) -> None:
         """Let the tracker finish, for half a minute at most."""
-        self._writer.do(partial(self._do, self._close))
-        if self._writer.close(timeout_s=_QUIET_S):
+        if self._writer.num_refused:
+            log.warning("tracker %s: %d values were dropped", self.name, self._writer.num_refused)
+        if self._writer.close(timeout_s=_QUIET_S, last=partial(self._do, self._close)):
             return
         log.info(
             "waiting for tracker %s to take its last values, for %.0f s at most",
