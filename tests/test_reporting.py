@@ -34,7 +34,12 @@ from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting import background, step_clock
 from hardened_ddp.reporting import metrics as metrics_module
 from hardened_ddp.reporting.event_file import crc32c
-from hardened_ddp.reporting.log import add_log_file, start_logging, stop_logging
+from hardened_ddp.reporting.log import (
+    ON_EVERY_RANK,
+    add_log_file,
+    start_logging,
+    stop_logging,
+)
 from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.pictures import draw_grid, encode_png
 from hardened_ddp.reporting.progress import ProgressBar
@@ -96,6 +101,22 @@ class TestConsole:
         log.error("broken")
         [line] = stderr().splitlines()
         assert line[8:] == " [rank 1] ERROR broken"
+
+    def test_a_warning_of_all_ranks_is_printed_by_rank_0_and_in_all_files(
+        self, tmp_path: Path, stderr: Callable[[], str]
+    ) -> None:
+        for rank in range(2):
+            start_logging(rank=rank, world_size=2, debug=False)
+            add_log_file(tmp_path, rank=rank)
+            log.warning("retrying step 3", extra=ON_EVERY_RANK)
+            logging.getLogger("py.warnings").warning("FutureWarning: old name")
+            stop_logging()
+            said = (tmp_path / f"rank-{rank}.log").read_text()
+            assert "retrying step 3" in said
+            assert "old name" in said
+        first, second = stderr().splitlines()
+        assert first[8:] == " [rank 0] WARNING retrying step 3"
+        assert "[rank 0] WARNING" in second
 
     def test_debug_shows_all_of_all_ranks_but_not_other_libraries_debug_lines(
         self, stderr: Callable[[], str]

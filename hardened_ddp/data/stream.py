@@ -26,6 +26,7 @@ from hardened_ddp.data.worker_pool import WorkerPool, WorkersLost
 from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError
 from hardened_ddp.ranks.open_files import raise_open_file_limit
+from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.settings.data import DataConfig
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class BatchStream:
         self._waited_for: Request | None = None
         self._suspect: Request | None = None  # the one we waited for when workers were lost
         for reason in plan.reasons:
-            log.warning("%s", reason)
+            log.warning("%s", reason, extra=ON_EVERY_RANK)
         if plan.num_workers > 0:
             raise_open_file_limit()
             if why_not := self._why_not_sendable():

@@ -15,6 +15,7 @@ from typing import Any, Literal, assert_never
 
 import torch
 
+from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.settings.optimizer import Amp
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ def _choose(amp: Amp, device: torch.device) -> PrecisionName:
         case "auto" if device.type == "cpu":
             return "off"
         case "fp16" if device.type == "cpu":
-            log.warning("amp: asked for fp16, which needs a GPU; running fp32")
+            log.warning("amp: asked for fp16, which needs a GPU; running fp32", extra=ON_EVERY_RANK)
             return "off"
         case "auto":
             return "bf16" if has_bf16 else "fp16"

@@ -22,6 +22,9 @@ from hardened_ddp.reporting.sinks import FileSink, TextSink
 
 log = logging.getLogger(__name__)
 
+ON_EVERY_RANK = {"on_every_rank": True}
+"""extra= of a line that every rank logs with the same words: only rank 0 prints it."""
+
 _ROOT = logging.getLogger()
 _OURS = logging.getLogger("hardened_ddp")
 _MAX_EARLY_LINES = 2_000
@@ -32,12 +35,15 @@ _KEEP_BYTES = 256 * 1024
 def start_logging(*, rank: int, world_size: int, debug: bool) -> None:
     """Log to stderr: INFO on rank 0, warnings on the other ranks; with debug everything.
 
+    Of the other ranks' warnings not those that rank 0 has too. Their files have every line.
     From here on lines are also kept for the file of add_log_file. Calls stop_logging first.
     """
     stop_logging()
     tag = f"[rank {rank}] " if world_size > 1 else ""
     console = ConsoleHandler(TextSink(sys.stderr), tag=tag)
     console.setLevel(logging.DEBUG if debug else logging.INFO if rank == 0 else logging.WARNING)
+    if rank > 0 and not debug:
+        console.addFilter(_is_of_this_rank)
     for handler in (console, RankFileHandler()):
         _ROOT.addHandler(handler)
     # WHY two levels: the debug lines of other libraries would bury ours.
@@ -144,6 +150,11 @@ class RankFileHandler(logging.Handler):
         if self.sink is not None:
             self.sink.close()
         super().close()
+
+
+def _is_of_this_rank(record: logging.LogRecord) -> bool:
+    # WHY py.warnings: the ranks run the same program, and so get the same warnings of Python
+    return record.name != "py.warnings" and not hasattr(record, "on_every_rank")
 
 
 def _format(formatter: logging.Formatter, record: logging.LogRecord) -> str:

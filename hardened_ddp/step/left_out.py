@@ -7,6 +7,7 @@ from typing import Any
 from hardened_ddp.data.loader import BadSample, Batch
 from hardened_ddp.data.read_errors import file_of
 from hardened_ddp.errors import TooManyErrors
+from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 
@@ -39,7 +40,12 @@ class LeftOut:
             for entry in entries:
                 what = f"sample {entry['index']}" if "index" in entry else "the whole step"
                 log.warning(
-                    "step %d left out %s: rank %d, %s", progress.step, what, rank, entry["error"]
+                    "step %d left out %s: rank %d, %s",
+                    progress.step,
+                    what,
+                    rank,
+                    entry["error"],
+                    extra=ON_EVERY_RANK,
                 )
                 self.entries.append({"rank": rank, **entry})
                 progress.count_errors(1)

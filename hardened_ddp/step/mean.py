@@ -10,6 +10,7 @@ import math
 import torch
 
 from hardened_ddp.model.replica import Replica
+from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.attempt import Attempt, Outcome
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,9 @@ def divide(replica: Replica, attempt: Attempt, count: float, *, step: int) -> No
     if count > 0:
         replica.scale_gradients(divisor(attempt.window.size) / count)
         return
-    log.warning("step %d: no label of its samples counts, so no weight changes", step)
+    log.warning(
+        "step %d: no label of its samples counts, so no weight changes", step, extra=ON_EVERY_RANK
+    )
     replica.put_back_buffers(attempt.buffers)
     attempt.outcome = Outcome.EMPTY
 

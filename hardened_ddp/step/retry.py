@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from hardened_ddp.data.fetch import BadSample, describe, take
 from hardened_ddp.data.loader import Batch
 from hardened_ddp.ranks.lost import lost_peer
+from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.attempt import Attempt, Outcome
 from hardened_ddp.step.failure import (
     BAD_SUM,
@@ -185,11 +186,14 @@ class StepRetry:
         num_tries = max(num_failures[rank] for rank in causes)
         self._stop_unless_useful(causes, num_tries)
         if num_tries == 1 and self._retries:
-            log.warning("retrying step %d: %s", step, join_causes(causes))
+            log.warning("retrying step %d: %s", step, join_causes(causes), extra=ON_EVERY_RANK)
             return False
         if num_tries == 2 and self._retries:
             log.warning(
-                "step %d: looking for the samples that fail alone: %s", step, join_causes(causes)
+                "step %d: looking for the samples that fail alone: %s",
+                step,
+                join_causes(causes),
+                extra=ON_EVERY_RANK,
             )
             if failure is not None:
                 attempt.batches = self._without_bad(attempt)
@@ -211,6 +215,7 @@ class StepRetry:
                 "find_unused_parameters is on from now; retrying step %d: %s",
                 step,
                 join_causes(causes),
+                extra=ON_EVERY_RANK,
             )
             return True
         sizes = [c.num_samples for c in causes.values() if c.kind == "out of memory"]
@@ -222,6 +227,7 @@ class StepRetry:
                 self.progress.most_samples,
                 step,
                 join_causes(causes),
+                extra=ON_EVERY_RANK,
             )
             return True
         return False

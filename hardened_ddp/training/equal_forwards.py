@@ -14,6 +14,7 @@ from torch import nn
 from hardened_ddp.data.loader import EvalLoader
 from hardened_ddp.data.sampler import WindowSampler, num_micro_batches, share_of
 from hardened_ddp.errors import ModelError
+from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.training.evaluation import EvaluationLoop
@@ -34,6 +35,7 @@ def check_forwards(parts: Parts, progress: Progress) -> None:
         "the model's forward runs collectives (%s): every rank runs the same number of forwards in "
         "each step, and an error of one rank in it ends this attempt",
         calls,
+        extra=ON_EVERY_RANK,
     )
     if problem := _problem(parts, progress):
         text, fix = problem

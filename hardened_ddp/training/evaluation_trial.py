@@ -15,6 +15,7 @@ from hardened_ddp.data.loader import EvalLoader
 from hardened_ddp.data.read_errors import describe, line_of_user
 from hardened_ddp.errors import HardenedError, ModelError
 from hardened_ddp.model.forward_collectives import watching
+from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.task.score_check import check_score
 from hardened_ddp.training.early_stop import check_stop_when
@@ -94,6 +95,7 @@ def _check_collectives(parts: Parts, loader: EvalLoader, call: str) -> None:
         "the model's forward runs collectives in evaluation (%s): the test set is not tried before "
         "training, and a sample of one rank that can't be read ends the attempt",
         call,
+        extra=ON_EVERY_RANK,
     )
 
 

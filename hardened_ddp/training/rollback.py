@@ -23,6 +23,7 @@ from hardened_ddp.checkpoint.tensors import specs_of
 from hardened_ddp.errors import DivergenceError, NonFiniteError
 from hardened_ddp.guard.divergence import Divergence, compare_replicas, differing_on_many
 from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.step import Stepper, is_due
 from hardened_ddp.training.resume import RunFolder, read_newest
 from hardened_ddp.training.run_report import RunReport
@@ -151,6 +152,7 @@ class Rollback:
             "now on they are made equal after each step, like the statistics of a BatchNorm",
             self.progress.step,
             ", ".join(late),
+            extra=ON_EVERY_RANK,
         )
         self.saver.close()  # WHY: a write under way reads the tensors that change here
         with self.stepper.changing_state():
@@ -188,7 +190,12 @@ class Rollback:
             restore(parts, saved)  # collective
         self._discard_doubtful()
         self._equal_at = step = self.progress.step
-        log.warning("step %d: all ranks continue with the state of rank %d", step, source)
+        log.warning(
+            "step %d: all ranks continue with the state of rank %d",
+            step,
+            source,
+            extra=ON_EVERY_RANK,
+        )
 
     def _discard_doubtful(self) -> None:
         """Set aside what was saved since the replicas were known to be equal. Rank-local.
@@ -215,6 +222,7 @@ class Rollback:
                 progress.step,
                 why,
                 saved.meta["step"],
+                extra=ON_EVERY_RANK,
             )
             left_at = progress.step
             with stepper.changing_state():
