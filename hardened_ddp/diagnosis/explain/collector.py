@@ -6,9 +6,7 @@ the others are counted.
 Does not own: which event is the cause (verdict.py).
 """
 
-import json
 import re
-from typing import Any
 
 from hardened_ddp.diagnosis.explain.catalogue import BY_CODE
 from hardened_ddp.diagnosis.explain.catalogue.python import cause_of_type
@@ -18,6 +16,7 @@ from hardened_ddp.diagnosis.explain.flight_recorder import read_dump, take_dump
 from hardened_ddp.diagnosis.explain.matching import Match, Matcher
 from hardened_ddp.diagnosis.explain.prefixes import Habits, parse_line, with_lead
 from hardened_ddp.diagnosis.explain.sources import Source
+from hardened_ddp.diagnosis.explain.structured import lines_of
 from hardened_ddp.diagnosis.explain.tracebacks import Assembler, Found
 
 _LOOSE = re.compile(
@@ -27,6 +26,7 @@ _LOOSE = re.compile(
 _ERROR_LINE = re.compile(
     r"^(?:\S+: )?(?:fatal|FATAL|[Ee]rror|ERROR|CRITICAL|E:|Fatal error)\b[ :\]]"
     r"|^(?:srun|slurmstepd|sbatch|mpirun|docker|\w+\.py): (?:fatal|error)"
+    r"|\bExecuteUserScriptError:|Reporting training FAILURE|Failed - Training job failed"
 )
 _RETRIED = re.compile(r"\b[Rr]etry(?:ing)?\b|\bWARNING\b")
 """What a program says when it goes on."""
@@ -41,7 +41,6 @@ _LAUNCHER_TYPES = {
     "ProcessExitedException",
 }
 _MAX_EVENTS = 4000
-_MAX_ERROR_LINES = 20
 _MAX_STREAMS = 4096
 _MAX_IDLE_LINES = 4096
 """Lines of others within which an open traceback goes on; more ranks than that do not alternate."""
@@ -92,6 +91,10 @@ class Collector:
 
     def take(self, raw: str, number: int) -> None:
         """Take one line of the file."""
+        for part in lines_of(raw):
+            self._take_line(part, number)
+
+    def _take_line(self, raw: str, number: int) -> None:
         line = parse_line(raw, file=self._source.name, number=number, habits=self._habits)
         if line.lead and "Traceback (most" in line.text and self._habits.lead is None:
             self._habits = with_lead(self._habits, line.lead)
@@ -172,7 +175,9 @@ class Collector:
             match = earlier[0] if earlier else None
         tier = match.cause.tier if match else Tier.EXCEPTION
         cause = match.cause if match else cause_of_type(raised)
-        if raised.name in _LAUNCHER_TYPES:
+        # CalledProcessError is all that some launchers say of a process that a signal ended
+        is_killed = raised.name == "CalledProcessError" and match is not None
+        if raised.name in _LAUNCHER_TYPES and not is_killed:
             tier, cause = Tier.LAUNCHER, None
         before = self.evidence.event_of(raised.before)
         if before is not None and raised.link == "inner" and before.tier == Tier.EXCEPTION:
@@ -199,10 +204,12 @@ class Collector:
         if event is None or event.tier == Tier.LAUNCHER:
             return
         match = matches[0]
+        if match.cause.tier in (Tier.TEARDOWN, Tier.ADVICE):
+            return
         known = event.cause
         is_guess = known is None or known.code.startswith("python-")
         if known is None or is_guess or (known.is_generic and not match.cause.is_generic):
-            event.cause, event.tier = match.cause, match.cause.tier
+            event.cause, event.tier, event.detail = match.cause, match.cause.tier, line
         if event.cause is match.cause:
             event.fields = {**match.fields, **event.fields}
             event.ranks = event.ranks or _named(match)
@@ -243,8 +250,8 @@ class Collector:
                 is_weak=True,
             )
             self._keep(event, (raised.type, raised.shape))
-        elif _ERROR_LINE.search(line.text) and len(self.evidence.error_lines) < _MAX_ERROR_LINES:
-            self.evidence.error_lines.append(line)
+        elif _ERROR_LINE.search(line.text):
+            self.evidence.error_line = line
 
     def _keep(self, event: Event, what: tuple[object, ...]) -> Event:
         """Keep an event, or count it if its like is there."""
@@ -273,18 +280,6 @@ class Collector:
         if line is not None:
             cause = BY_CODE["nccl-timeout"]
             self._keep(Event(kind="collective", tier=cause.tier, line=line, cause=cause), ())
-        return True
-
-    def take_error_file(self, text: str) -> bool:
-        """Read torch elastic's error.json; False if it is not one."""
-        try:
-            entry: Any = json.loads(text)  # Any: whatever the file has
-            info = entry["message"]["extraInfo"]
-            stack = str(info["py_callstack"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return False
-        for number, part in enumerate(stack.splitlines(), start=1):
-            self.take(part, number)
         return True
 
 

@@ -23,6 +23,7 @@ from hardened_ddp.diagnosis.explain.reader import Search, decoder_of, read_lines
 from hardened_ddp.diagnosis.explain.report import as_json, as_text, exit_status
 from hardened_ddp.diagnosis.explain.run_folder import read_stack, read_status
 from hardened_ddp.diagnosis.explain.sources import Source, find_sources
+from hardened_ddp.diagnosis.explain.structured import stack_of_error_file
 from hardened_ddp.diagnosis.explain.verdict import judge
 from hardened_ddp.errors import UnreadableLogError
 
@@ -100,7 +101,10 @@ def _read(
             collector.take(f"[DDP-G05] {sample.decode('utf-8', 'replace').strip()}", 1)
             collector.end_file()
             return has_text
-        if source.name.endswith("error.json") and collector.take_error_file(sample.decode()):
+        is_error_file = source.name.endswith("error.json")
+        if is_error_file and (stack_text := stack_of_error_file(sample.decode("utf-8", "replace"))):
+            for number, line in enumerate(stack_text.splitlines(), start=1):
+                collector.take(line, number)
             collector.end_file()
             return has_text
         tail = Tail()

@@ -17,6 +17,7 @@ _SUCCESS = re.compile(
     r"|max_(?:epochs|steps)=\d+` reached|train_runtime|successfully finished"
     r"|completed successfully|finished: \d+ steps|exit code 0|all done|job succeeded"
     r"|state(?:=|: )COMPLETED)"
+    r"|训练(?:完成|结束)|学習(?:完了|終了)|학습 ?완료"
 )
 _SAVED = re.compile(
     r"(?i)\b(?:checkpoint|state|model|weights)\b.{0,40}\b(?:saved|written)\b"
@@ -27,6 +28,8 @@ _SAVED = re.compile(
 _STOPS = {"stop-sigterm", "stop-interrupt", "stop-sighup"}
 _COUNTER = re.compile(
     r"(?i)\b(?:step|epoch|iter(?:ation)?|batch)s?['\"]?[ =:#\[]{0,3}(?P<name>\d+(?:\.\d+)?)"
+    r"|(?:[eé]po(?:ch|que|ca|che)|paso|schritt|[eé]tape|эпоха|шаг)[ =:#]{0,3}(?P<word>\d+)"
+    r"|第 ?(?P<ordinal>\d+) ?[轮步次]"
     r"|(?P<bar>\d+)/\d+ \["
 )
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?")
@@ -98,7 +101,7 @@ def ending_of(tail: str, num_lines: int) -> Ending:
 def _note_progress(
     text: str, number: int, newest: dict[str, tuple[float, int]], ending: Ending
 ) -> None:
-    counters = [float(found["name"] or found["bar"]) for found in _COUNTER.finditer(text)]
+    counters = [float(found[found.lastgroup or 0]) for found in _COUNTER.finditer(text)]
     if not counters:
         return
     shape = _NUMBER.sub("#", text.strip())

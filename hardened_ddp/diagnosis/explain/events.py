@@ -233,6 +233,9 @@ class Event:
     count: int = 1
     """How often this message was found on this rank."""
 
+    detail: Line | None = None
+    """The line of a longer message that names the cause."""
+
     chained: Event | None = None
     """The exception during whose handling this one was raised: one failure, told twice."""
 

@@ -21,7 +21,7 @@ _WORLD = (
     re.compile(r"Starting with (?P<size>\d+) processes"),
 )
 _NODES = re.compile(r"(?:nnodes|num_nodes|group_world_size)\b[ =:]+(?:\d+:)?(?P<nodes>\d+)")
-_ELASTIC = ("torch.distributed.elastic", "torch/distributed/run.py", "torchrun", "ChildFailedError")
+_ELASTIC = ("distributed.elastic", "distributed/elastic", "torchrun", "ChildFailedError")
 
 
 @dataclass(slots=True)
@@ -41,7 +41,9 @@ class Evidence:
     labels_are_ranks: bool = True
     statuses: list[RankStatus] = field(default_factory=list)
     stacks: list[RankStack] = field(default_factory=list)
-    error_lines: list[Line] = field(default_factory=list)
+    error_line: Line | None = None
+    """The last line that a program calls an error, and that no entry of the catalogue knows."""
+
     next_step: str = ""
     """What our own run said to type next."""
 
@@ -51,6 +53,17 @@ class Evidence:
     def ends_well(self) -> bool:
         """Whether a file ends with words of success."""
         return any(ending.success for ending in self.endings.values())
+
+    @property
+    def ends_with_error(self) -> bool:
+        """Whether the last line that a program calls an error is near the end of the log."""
+        last = self.error_line
+        if last is None:
+            return False
+        ending = self.endings.get(last.file)
+        if ending is not None and ending.goes_on_after(last.number):
+            return False
+        return self.num_lines - last.number <= 3
 
     def goes_well(self, line: Line) -> bool:
         """Whether training went on after a line, or a file ends with words of success."""
@@ -74,7 +87,7 @@ class Evidence:
             self.hosts.add(line.host)
         if line.task is not None and line.rank is not None and line.task != line.rank:
             self.labels_are_ranks = False
-        if any(word in text for word in _ELASTIC):
+        if any(word in line.raw for word in _ELASTIC):
             self.has_elastic = True
         for pattern in _WORLD:
             match = pattern.search(text)

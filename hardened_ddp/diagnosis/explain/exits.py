@@ -35,6 +35,8 @@ _SINGLE = (
     re.compile(
         r"Global rank (?P<rank>\d+) \(PID (?P<pid>\d+)\) exited with code (?P<status>-?\d+)"
     ),
+    re.compile(r"Error pod (?P<host>[\w.-]+) container \S+ exitCode: (?P<status>\d+)"),
+    re.compile(r"\bPod: (?P<host>[\w.-]+) exited with code (?P<status>\d+)"),
     re.compile(r"exits with return code = (?P<status>-?\d+)"),
     re.compile(r"Child process with PID (?P<pid>\d+) terminated with code (?P<status>-?\d+)"),
 )
@@ -62,6 +64,9 @@ class Exit:
     line: Line
     rank: int | None = None
     local: int | None = None
+    task: int | None = None
+    """Number of the Slurm task: the rank, unless each task is a launcher."""
+
     host: str | None = None
     pid: int | None = None
     time: str = ""
@@ -193,7 +198,7 @@ class ExitReader:
                 status = value
         for task in _tasks(found.get("tasks") or ""):
             self.exits.append(
-                Exit(status=_signal_of(status), line=line, rank=task, host=found.get("host"))
+                Exit(status=_signal_of(status), line=line, task=task, host=found.get("host"))
             )
 
 

@@ -37,6 +37,9 @@ def place_events(evidence: Evidence) -> None:
             ended.rank = ended.local if ended.rank is None else ended.rank
     of_local = _ranks_of_locals(evidence)
     tasks_are_ranks = evidence.labels_are_ranks and not evidence.has_elastic
+    if tasks_are_ranks:
+        for ended in evidence.exits.exits:
+            ended.rank = ended.task if ended.rank is None else ended.rank
     for event in evidence.events:
         line = event.line
         if event.rank is not None:
@@ -160,6 +163,7 @@ def _by_process(root: Event, evidence: Evidence) -> Guilty | None:
 
 
 def _only_failure(exits: Sequence[Exit]) -> Exit | None:
-    """Give the process that failed, if torchrun's table has one only."""
-    named = {ended.rank: ended for ended in exits if ended.from_block}
+    """Give the process that failed, if torchrun's table has one only that it did not end itself."""
+    own = [ended for ended in exits if ended.from_block and (ended.is_root or ended.status != -15)]
+    named = {ended.rank: ended for ended in own}
     return next(iter(named.values())) if len(named) == 1 else None

@@ -5,7 +5,6 @@ may be something else (`3: ` of srun --label) counts only if most of the file ha
 Does not own: reading files (reader.py), the ranks that messages name (catalogue/).
 """
 
-import json
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ _CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
 _DATED = re.compile(
     rf"\[?(?P<date>\d{{4}}[-/]\d\d[-/]\d\d|\d\d/\d\d/\d{{4}})[T _](?P<clock>{_CLOCK})"
     r"(?:Z| ?[+-]\d\d:?\d\d)?\]?"
-    r"(?: std(?:err|out) [FP])?(?: ?[-|,:]+ ?| |$|(?=\[))"
+    r"(?: std(?:err|out) [FP])?(?: ?[-|,:]+ ?|[ \t]|$|(?=\[))"
 )
 _CLOCKED = re.compile(rf"\[?(?P<clock>{_CLOCK})\]?(?: ?[-|:]+ ?| )(?=.*\S)")
 _SYSLOG = re.compile(
@@ -105,8 +104,6 @@ def clean(text: str) -> str:
 def parse_line(raw: str, *, file: str, number: int, habits: Habits) -> Line:
     """Take the prefixes off a line and keep what they say."""
     text = clean(raw).rstrip()
-    if text.startswith('{"log":'):
-        text = _from_json(text)
     line = Line(file=file, number=number, text=text, raw=text.strip())
     for _ in range(_MAX_PREFIXES):
         rest = _peel(line, habits)
@@ -118,15 +115,6 @@ def parse_line(raw: str, *, file: str, number: int, habits: Habits) -> Line:
     if panel:
         line.text = panel[1]
     return line
-
-
-def _from_json(text: str) -> str:
-    """Give the text of a line of docker's json-file log."""
-    try:
-        entry = json.loads(text)
-    except ValueError:
-        return text
-    return str(entry.get("log", text)).rstrip("\n") if isinstance(entry, dict) else text
 
 
 def _peel(line: Line, habits: Habits) -> str | None:

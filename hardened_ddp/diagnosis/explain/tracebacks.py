@@ -37,6 +37,11 @@ _WEAK_MARKS = ("Exception ignored in", "Exception in thread", "--- Logging error
 _MAX_LINES = 400
 """A traceback that has no end within so many lines of its stream was cut off."""
 
+_OTHER_RECORD = re.compile(
+    r"\[|=====|[WE]0|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)[: ]|torch\.distributed\.elastic\."
+)
+"""How a line of a logger begins: no part of the message before it."""
+
 _MAX_MESSAGE_LINES = 12
 _MAX_FRAMES = 120
 
@@ -192,7 +197,7 @@ class Assembler:
     def _continue_message(self, text: str) -> None:
         assert self.in_message is not None
         self.message_lines += 1
-        if self.message_lines > _MAX_MESSAGE_LINES or text.startswith(("[", "=====", "W0", "E0")):
+        if self.message_lines > _MAX_MESSAGE_LINES or _OTHER_RECORD.match(text):
             self.in_message = None
             return
         raised = self.in_message.raised

@@ -97,7 +97,7 @@ def _judge(evidence: Evidence) -> Verdict:
         if (root is not None or evidence.ends_well) and not failed:
             return Verdict(kind="healthy", num_echoes=total)
         return _unknown(evidence, events, total)
-    if root.is_weak and root.kind == "message" and not failed:
+    if root.is_weak and root.kind == "message" and not failed and not evidence.ends_with_error:
         return Verdict(kind="healthy", num_echoes=total)
     if root.is_weak and root.raised is not None and not failed and not root.raised.frames:
         return _unknown(evidence, events, total)
@@ -123,18 +123,9 @@ def _judge(evidence: Evidence) -> Verdict:
 
 
 def _without_events(evidence: Evidence) -> Verdict:
-    if evidence.error_lines and not evidence.ends_well and _ends_with_error(evidence):
+    if evidence.ends_with_error and not evidence.ends_well:
         return Verdict(kind="unknown")
     return Verdict(kind="healthy")
-
-
-def _ends_with_error(evidence: Evidence) -> bool:
-    """The last of the lines that a program calls an error is near the end of the log."""
-    last = evidence.error_lines[-1]
-    ending = evidence.endings.get(last.file)
-    if ending is not None and ending.goes_on_after(last.number):
-        return False
-    return evidence.num_lines - last.number <= 3
 
 
 def _mismatch(finding: Finding) -> Event:
@@ -227,6 +218,8 @@ def _support(
     chosen = [root]
     if root.cause is not None and root.cause.code == HUNG:
         chosen += [Event(kind="stack", tier=root.tier, line=s.line) for s in evidence.stacks[:4]]
+    if root.detail is not None:
+        chosen.append(Event(kind="message", tier=root.tier, line=root.detail))
     same = [e for e in events if e is not root and e.cause is root.cause and e.cause is not None]
     chosen += same[:2]
     if finding is not None and root.tier in (Tier.TIMEOUT, Tier.MISMATCH):
