@@ -52,6 +52,39 @@ _NCCL = "gpu-node-7:{other}012:{other}345 [3] "
 
 LOGS = (
     _raised(
+        "accelerator-collectives",
+        "RuntimeError: oneCCL: atl_ofi_comm.cpp:232 init_transport: EXCEPTION: failed to initialize "
+        "ATL",
+    ),
+    _raised(
+        "accelerator-gaudi",
+        "RuntimeError: synNodeCreateWithId failed for node: batch_gemm with synStatus {other} "
+        "[Generic failure].",
+    ),
+    _line(
+        "launch-ray-actor",
+        "A worker died or was killed while executing a task by an unexpected system error. Worker "
+        "PID: {other}942 Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly "
+        "exits with a connection error code 2. End of file.",
+    ),
+    _line(
+        "nccl-efa",
+        "node7:{other}012:{other}345 [3] create_nccl_ofi_component:459 NCCL WARN NET/OFI Couldn't "
+        "open AV. RC: -22, ERROR: Invalid argument",
+    ),
+    _raised(
+        "launch-lightning",
+        "lightning.fabric.utilities.exceptions.MisconfigurationException: No supported strategy "
+        "for {other} devices",
+        rank=False,
+    ),
+    _raised("gpu-arch", "RuntimeError: HIP error: invalid device function"),
+    _line(
+        "gpu-illegal-access",
+        "Memory access fault by GPU node-{other} (Agent handle: 0x55d1e2a0) on address "
+        "0x7f1c4b600000. Reason: Page not present or supervisor privilege.",
+    ),
+    _raised(
         "graph-device-mixed",
         "RuntimeError: Expected all tensors to be on the same device, but found at least two "
         "devices, cuda:{rank} and cpu!",

@@ -105,6 +105,13 @@ def graph_no_grad(rank: int, folder: Path) -> None:
     torch.ones(2).sum().backward()
 
 
+@reproduces("graph-inference-mode")
+def graph_inference_mode(rank: int, folder: Path) -> None:
+    with torch.inference_mode():
+        inputs = torch.ones(2, 4)
+    nn.Linear(4, 1)(inputs).sum().backward()
+
+
 @reproduces("graph-nothing-to-train", num_ranks=1, group=True)
 def graph_nothing_to_train(rank: int, folder: Path) -> None:
     DistributedDataParallel(TwoLayers().requires_grad_(False))

@@ -172,6 +172,13 @@ def killed_segfault_faulthandler(rank: int, folder: Path) -> None:
     ctypes.string_at(0)
 
 
+@reproduces("killed-sigfpe", num_ranks=2, guilty=1)
+def killed_sigfpe(rank: int, folder: Path) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGFPE)
+    dist.all_reduce(torch.ones(4))
+
+
 @reproduces("killed-bus")
 def killed_bus(rank: int, folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGBUS)

@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-MODULES = ("graph", "launch", "data", "memory", "groups", "precision", "checkpoints")
+MODULES = ("graph", "launch", "data", "memory", "groups", "precision", "checkpoints", "sharded")
 _TIMEOUT = timedelta(seconds=20)
 
 

@@ -80,7 +80,7 @@ class TestExits:
         ("words", "code"),
         [
             ("died with <Signals.SIGKILL: 9>.", "killed-sigkill"),
-            ("died with <Signals.SIGSEGV: 11>.", "killed-segfault"),
+            ("returned non-zero exit status -11.", "killed-segfault"),
         ],
     )
     def test_a_launcher_that_only_knows_the_signal(

@@ -30,6 +30,7 @@ from hardened_ddp.diagnosis.explain.run_folder import (
 _OF_SIGNAL = {
     -9: "killed-sigkill",
     -11: "killed-segfault",
+    -8: "killed-sigfpe",
     -7: "killed-bus",
     -4: "killed-sigill",
     -6: "stop-aborted",

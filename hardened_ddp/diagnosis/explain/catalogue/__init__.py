@@ -1,6 +1,7 @@
 """The catalogue of causes: one table makes the rules and the index of the guide."""
 
 from hardened_ddp.diagnosis.explain.catalogue import (
+    accelerators,
     checkpoints,
     data,
     gloo,
@@ -30,6 +31,7 @@ FAMILIES = {
     "NCCL: general words and set-up": nccl_setup.CAUSES,
     "GPU faults": gpu.CAUSES,
     "GPU software": gpu_software.CAUSES,
+    "Other accelerators, arithmetic exceptions": accelerators.CAUSES,
     "Memory": memory.CAUSES,
     "Data": data.CAUSES,
     "Storage and downloads": storage.CAUSES,

@@ -155,6 +155,7 @@ CAUSES = (
             r"ProcessGroupGloo .*(?:not support|does not support)",
             r"Backend gloo does not (?:support|implement)",
             r"does not support (?P<what>reduce_scatter|alltoall\w*|_reduce_scatter_base)",
+            r"argument (?P<what>\w+) not supported for the selected backend gloo",
             r"Cannot use ReduceOp\.(?P<what>\w+) with Gloo",
         ),
         blame=Blame.NOBODY,
@@ -187,7 +188,9 @@ CAUSES = (
             r"Split sizes doesn't match total dim 0 size",
             r"Tensors must be contiguous",
             r"Invalid function argument\. Expected parameter `(?P<name>\w+)`",
-            r"output tensor size must be equal to world_size times input tensor size",
+            r"(?:in|out)put tensor (?:size )?must be (?:equal to|the same size as) "
+            r".*world[_ ]size",
+            r"output tensor must have the same type as input tensor",
             r"invalid tensor (?:size|type|layout) at index \d+",
         ),
         why="Size, layout or type of a list of tensors is not what the operation needs",

@@ -136,6 +136,8 @@ CAUSES = (
             r"CUDA error: misaligned address",
             r"an illegal instruction was encountered",
             r"unspecified launch failure",
+            r"Memory access fault by GPU node-\d+",
+            r"aborting with error ?: (?P<what>HSA_STATUS_\w+)",
         ),
         why="A custom kernel, a wrong index, a kernel of another GPU architecture, or a bug; after "
         "it every CUDA call of this process fails",

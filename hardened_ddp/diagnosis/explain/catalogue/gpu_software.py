@@ -30,6 +30,7 @@ CAUSES = (
         phrases=(
             r"no kernel image is available for execution on the device",
             r"is not compatible with the current PyTorch installation",
+            r"(?:CUDA|HIP) error: invalid device function",
             r"CUDA capability sm_(?P<arch>\d+)",
         ),
         why="This build of torch, or an extension, was not compiled for the GPU's architecture: it "
@@ -64,6 +65,7 @@ CAUSES = (
         title="CUDA was used in a forked process",
         phrases=(
             r"Cannot re-initialize CUDA in forked subprocess",
+            r"To launch a multi-GPU training from your notebook, you need to avoid running",
             r"CUDA error: initialization error",
         ),
         why="The parent used CUDA before it forked: in a DataLoader worker (tensors on the GPU in "

@@ -193,4 +193,21 @@ CAUSES = (
         source="Ray, python/ray/exceptions.py",
         no_test="Ray is not a part of the tests of explain; composed from its text",
     ),
+    Cause(
+        code="launch-lightning",
+        title="Lightning refused its settings",
+        phrases=(r"MisconfigurationException: (?P<what>.+)",),
+        blame=Blame.NOBODY,
+        is_generic=True,
+        why="Arguments of the Trainer, of the model's hooks or of the environment contradict each "
+        "other; the message says which",
+        fix=Fix(
+            plain="Change what the message names.",
+            lightning="Trainer(accelerator, devices, num_nodes, strategy) must be what the "
+            "launcher started",
+        ),
+        confirm="The same message comes with Trainer(fast_dev_run=True).",
+        source="lightning/pytorch/utilities/exceptions.py",
+        no_test="Lightning is not a part of the tests of explain; composed from its text",
+    ),
 )

@@ -112,4 +112,62 @@ CAUSES = (
         source="aten/src/ATen/native/LinearAlgebra.cpp",
         test="graph_shapes",
     ),
+    Cause(
+        code="graph-inference-mode",
+        title="a tensor of inference mode is used in training",
+        phrases=(
+            r"Inference tensors cannot be saved for backward",
+            r"Inplace update to inference tensor outside InferenceMode",
+            r"Cannot set version_counter for inference tensor",
+        ),
+        why="Weights, buffers or cached inputs were made under torch.inference_mode()",
+        fix=Fix(
+            plain="torch.no_grad() instead of torch.inference_mode() where the tensor is made; or "
+            "x = x.clone() outside of it.",
+            lightning="Trainer(inference_mode=False)",
+        ),
+        confirm="print(x.is_inference()) for the tensors in the line of the traceback.",
+        source="torch/csrc/autograd/variable.cpp",
+        test="graph_inference_mode",
+    ),
+    Cause(
+        code="fsdp-requires-grad",
+        title="FSDP was given frozen and trained parameters in one unit",
+        phrases=(
+            r"Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`",
+            r"`FlatParameter` requires uniform `requires_grad`",
+        ),
+        why="FSDP joins the parameters of a unit to one: all of them, or none, can have gradients",
+        fix=Fix(
+            plain="FullyShardedDataParallel(model, use_orig_params=True), or fully_shard of torch "
+            "2.6; or wrap frozen and trained modules (LoRA) as units of their own.",
+            accelerate="fsdp_use_orig_params: true in the config",
+            lightning="FSDPStrategy(use_orig_params=True)",
+            trainer='fsdp_config={"use_orig_params": True}; PEFT: '
+            "peft.utils.other.fsdp_auto_wrap_policy",
+        ),
+        confirm="print({p.requires_grad for p in module.parameters()}) of each unit.",
+        source="torch/distributed/fsdp/_flat_param.py",
+        test="fsdp_requires_grad",
+    ),
+    Cause(
+        code="fsdp-past-wrapper",
+        title="sharded weights were used without the FSDP unit that gathers them",
+        phrases=(
+            r"got mixed torch\.Tensor and DTensor",
+            r"'weight' must be 2-D",
+            r"weight should have at least three dimensions",
+            r"mat2 must be a matrix, got 1-D tensor",
+        ),
+        why="A submodule was called directly, or another method than forward, so that FSDP did "
+        "not gather its weights; or weights are shared with a module in another unit",
+        fix=Fix(
+            plain="Call the outermost wrapped module's forward; register_fsdp_forward_method for "
+            "another method (fully_shard); modules that share weights belong to one unit; "
+            "with FSDP.summon_full_params(model): for evaluation or generate().",
+        ),
+        confirm="The first line of the program in the traceback calls a submodule.",
+        source="torch/distributed/tensor/_dispatch.py, torch/distributed/fsdp",
+        test="fsdp_past_wrapper",
+    ),
 )

@@ -91,4 +91,23 @@ CAUSES = (
         source="NCCL src/misc/socket.cc",
         no_test=_NO_GPU,
     ),
+    Cause(
+        code="nccl-efa",
+        title="AWS's network plug-in of NCCL (EFA, libfabric) failed",
+        phrases=(
+            r"NCCL WARN NET/OFI (?P<what>(?:Couldn't|Creating|Request \S+ completed with error).*)",
+            r"NCCL WARN NET/OFI (?P<what>.*(?:RC: -\d+|failed: ).*)",
+        ),
+        blame=Blame.NOBODY,
+        why="libfabric refused an address, an endpoint or a transfer: the security group does not "
+        "allow all traffic within itself, the instance has no EFA, or versions do not fit",
+        fix=Fix(
+            plain="A security group with all traffic from and to itself; "
+            "FI_PROVIDER=efa with the installer's libfabric and aws-ofi-nccl; containers: "
+            "--device /dev/infiniband; without EFA: FI_PROVIDER=tcp, or remove the plug-in.",
+        ),
+        confirm="fi_info -p efa on each node; NCCL_DEBUG=INFO says NET/OFI Selected Provider.",
+        source="aws-ofi-nccl src/nccl_ofi_net.c",
+        no_test=_NO_GPU,
+    ),
 )

@@ -172,6 +172,7 @@ CAUSES = (
             r"exitcode: -6\)",
             r"terminated with signal SIGABRT",
             r"died with <Signals\.SIGABRT",
+            r"\*\*\* SIGABRT received at time=",
             r"Fatal Python error: Aborted",
             r"terminate called (?:after throwing an instance of '(?P<what>[^']+)'|without an "
             r"active)",
