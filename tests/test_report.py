@@ -126,7 +126,7 @@ def test_the_page_has_faults_goodput_settings_and_machines(tmp_path: Path) -> No
     by_title = {figure["title"]: figure for figure in figures}
     assert "where the time went, in seconds; goodput: first 40.0%, second 40.0%" in by_title
     attempts = by_title["attempts, and what happened (times in UTC)"]
-    assert attempts["data"][0]["text"][1] == "2: steps 80 to 200, 1 ranks, finished"
+    assert attempts["data"][0]["text"][1] == "2: steps 80 to 200, 1 rank, finished"
     marks = {trace["name"]: trace for trace in attempts["data"][1:]}
     assert marks.keys() == {"checkpoint", "retry", "slow"}
     [retried] = marks["retry"]["x"]
@@ -193,3 +193,33 @@ def test_without_plotly_the_command_that_installs_it_is_told(
         ["bash", "-c", shows], cwd=ROOT, capture_output=True, text=True, timeout=20
     )
     assert re.fullmatch(r"plotly==[\d.]+\n", done.stdout)
+
+
+def test_the_page_of_a_run_that_failed_often_is_readable(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "often")
+    saved = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(re.sub("# default$", "# run", saved, flags=re.MULTILINE))
+    attempt = {"step": 5, "first_step": 0, **PARTS}
+    attempts = [
+        {
+            **attempt,
+            "began_at": BEGAN + 2000 * n,
+            "now": BEGAN + 2000 * n + 9,
+            "world_size": n % 2 + 3,
+            "restart": n,
+        }
+        for n in range(9)
+    ]
+    (folder / "attempts.jsonl").write_text("".join(json.dumps(a) + "\n" for a in attempts))
+    (folder / "failures.jsonl").write_text('{"step": 5, "is_peer": true, "error": "lost rank 1"}\n')
+    page = page_of({"often": read_run(folder)}, "library")
+    assert "<td>3 to 4, 8 changes, x </td>" in page
+    assert "<tr><td>5</td><td>lost rank 1</td></tr>" in page
+    assert re.search(r"<td>wall time</td><td>4:\d\d:\d\d h</td>", page)
+    settings = page.partition("<h2>Settings")[2].partition("<details>")[0]
+    assert "<td>batch_size</td><td>8   (command line)</td>" in settings
+    assert "(run)" not in settings  # those at their default are folded, also after a resume
+    figures = json.loads(page.partition('id="figures">')[2].partition("</script>")[0])
+    [texts] = [f["data"][0]["text"] for f in figures if f["title"].startswith("attempts")]
+    assert texts[0] == "1: steps 0 to 5, 3 ranks, failed or killed"
+    assert texts[-1] == "9: steps 0 to 5, 3 ranks, finished"

@@ -12,6 +12,7 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 from hardened_ddp.diagnosis import report_plots
@@ -19,8 +20,12 @@ from hardened_ddp.diagnosis.report_plots import Figure
 from hardened_ddp.diagnosis.report_timeline import attempts_plot
 from hardened_ddp.diagnosis.run_files import RunView
 from hardened_ddp.diagnosis.run_json import number_of
+from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.record import yaml_word
+from hardened_ddp.settings.schema import flatten
 
 _MOST_ROWS = 300
+_MOST_SIZES = 6
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5em auto; max-width: 1180px;
   padding: 0 1em; color: #222; }
@@ -146,9 +151,9 @@ def _one_run(name: str, run: RunView, figures: list[Figure]) -> str:
         for e in run.events
     ]
     parts.append("<h3>Events</h3>" + _table(["time", "step", "kind", "ranks", "what"], events))
-    failures = [[_clock(number_of(f, "time")), json.dumps(f)[:500]] for f in run.failures]
+    failures = [[f"{number_of(f, 'step'):.0f}", str(f.get("error", f))[:500]] for f in run.failures]
     if failures:
-        parts.append("<h3>Attempts that failed</h3>" + _table(["time", "why"], failures))
+        parts.append("<h3>Attempts that failed</h3>" + _table(["step", "why"], failures))
     if run.left_out:
         keys = list(dict.fromkeys(key for entry in run.left_out for key in entry))[:8]
         rows = [[str(entry.get(key, ""))[:300] for key in keys] for entry in run.left_out]
@@ -179,13 +184,16 @@ def _settings(runs: Mapping[str, RunView]) -> str:
     """Write what is not at its default first; what differs between the runs is marked."""
     values = {name: {n: (v, s) for n, v, s in run.settings} for name, run in runs.items()}
     names = list(dict.fromkeys(n for of_run in values.values() for n in of_run))
+    defaults = {name: yaml_word(value) for name, value in flatten(Config()).items()}
     changed: list[tuple[bool, list[str]]] = []
     others: list[tuple[bool, list[str]]] = []
     for name in names:
         cells = [values[run].get(name, ("", "")) for run in runs]
         is_other = len({value for value, _ in cells}) > 1
         row = [name, *(f"{v}   ({s})" if s and s != "default" else v for v, s in cells)]
-        is_changed = is_other or any(source not in ("default", "") for _, source in cells)
+        # WHY the value too: after a resume, all values come from the run
+        is_set = (s not in ("default", "run", "") or v != defaults.get(name) for v, s in cells)
+        is_changed = is_other or any(is_set)
         (changed if is_changed else others).append((is_other, row))
     parts = ["<h2>Settings</h2>"]
     head = ["setting", *runs]
@@ -230,6 +238,9 @@ def _ranks(run: RunView) -> str:
     sizes = [f"{number_of(a, 'world_size'):.0f}" for a in run.attempts if a.get("world_size")]
     each = [size for n, size in enumerate(sizes) if n == 0 or size != sizes[n - 1]]
     device = str(run.ranks[0].get("device_name", "")) if run.ranks else ""
+    if len(each) > _MOST_SIZES:
+        sizes.sort(key=int)
+        return f"{sizes[0]} to {sizes[-1]}, {len(each) - 1} changes, x {device}"
     return f"{', then '.join(each) or len(run.ranks)} x {device}"
 
 
@@ -239,7 +250,7 @@ def _checkpoints(run: RunView) -> str:
 
 
 def _setting(run: RunView, name: str) -> str:
-    return next((value for n, value, _ in run.settings if n == name), "")
+    return next((value.strip("'\"") for n, value, _ in run.settings if n == name), "")
 
 
 def _list(numbers: Sequence[int]) -> str:
@@ -247,7 +258,9 @@ def _list(numbers: Sequence[int]) -> str:
 
 
 def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:,.1f} s"
+    if value is None:
+        return ""
+    return f"{value:,.1f} s" if value < 3600 else f"{timedelta(seconds=round(value))} h"
 
 
 def _share(value: float | None) -> str:

@@ -68,11 +68,12 @@ def _curves(
             steps, values = thinned(*run.curve(name))
             if not steps:
                 continue
-            is_test = name.endswith("/test")
+            # WHY: the markers of many points hide the curve, and one point alone has no line
+            fewest = 100 if name.endswith("/test") else 3
             traces.append(
                 {
                     "type": "scatter",
-                    "mode": "lines+markers" if is_test or len(steps) < 3 else "lines",
+                    "mode": "lines+markers" if len(steps) < fewest else "lines",
                     "name": f"{label} {short}".strip(),
                     "x": steps,
                     "y": values,
@@ -98,7 +99,9 @@ def goodput_plot(runs: Mapping[str, RunView]) -> Figure:
         if any(run.account.get(name) for run in runs.values())
     ]
     words = [f"{name} {run.account['goodput']:.1%}" for name, run in runs.items() if run.account]
-    layout = {"barmode": "stack", "height": 210 + 40 * len(runs)}
+    # WHY reversed: Plotly begins at the bottom, and the table above it begins with the first run
+    axis = {"autorange": "reversed"}
+    layout = {"barmode": "stack", "height": 210 + 40 * len(runs), "yaxis": axis}
     title = f"where the time went, in seconds; goodput: {', '.join(words) or 'not known'}"
     return {"title": title, "data": traces, "layout": layout}
 

@@ -10,6 +10,7 @@ from typing import Any
 from hardened_ddp.diagnosis.report_plots import Figure
 from hardened_ddp.diagnosis.run_files import RunView
 from hardened_ddp.diagnosis.run_json import number_of
+from hardened_ddp.settings.wording import counted
 
 _MOST_MARKS = 500
 _SYMBOLS = {
@@ -28,6 +29,7 @@ _SYMBOLS = {
 
 def attempts_plot(run: RunView) -> Figure:
     """Plot the attempts of a run on a time axis, with everything that happened to it."""
+    texts = _attempt_texts(run)
     bars = [
         {
             "type": "bar",
@@ -38,8 +40,8 @@ def attempts_plot(run: RunView) -> Figure:
             "base": [_moment(number_of(a, "began_at")) for a in run.attempts],
             "x": [1000 * max(0.5, number_of(a, "now") - number_of(a, "began_at"))
                   for a in run.attempts],
-            "text": [_attempt_text(number, a) for number, a in enumerate(run.attempts, start=1)],
-            "hovertext": [_attempt_text(n, a) for n, a in enumerate(run.attempts, start=1)],
+            "text": texts,
+            "hovertext": texts,
             "hoverinfo": "text",
             "textposition": "inside",
             "insidetextanchor": "start",
@@ -86,10 +88,26 @@ def _marks(
     }
 
 
-def _attempt_text(number: int, attempt: Mapping[str, Any]) -> str:
-    ended = str(attempt.get("ended") or "") or "failed, killed or under way"
+def _attempt_texts(run: RunView) -> list[str]:
+    """Say of each attempt which steps it did, and how it ended."""
+    began_at = number_of(run.ranks[0], "began_at") if run.ranks else 0.0  # of the newest start
+    return [
+        # WHY: an attempt that wrote no end has failed or was killed, unless it is the newest start
+        _attempt_text(
+            number,
+            attempt,
+            otherwise="failed or killed"
+            if number < len(run.attempts) or number_of(attempt, "now") < began_at
+            else run.state,
+        )
+        for number, attempt in enumerate(run.attempts, start=1)
+    ]
+
+
+def _attempt_text(number: int, attempt: Mapping[str, Any], *, otherwise: str) -> str:
+    ended = str(attempt.get("ended") or "") or otherwise
     ranks = number_of(attempt, "world_size")
-    size = f", {ranks:.0f} ranks" if ranks else ""
+    size = f", {counted(int(ranks), 'rank')}" if ranks else ""
     steps = f"{number_of(attempt, 'first_step'):.0f} to {number_of(attempt, 'step'):.0f}"
     return f"{number}: steps {steps}{size}, {ended}"
 

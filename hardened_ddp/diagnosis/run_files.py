@@ -262,7 +262,7 @@ def _read_settings(path: Path, problems: list[str]) -> tuple[tuple[str, str, str
     for line in text.splitlines()[:_MOST_SETTINGS]:
         name, has_colon, rest = line.partition(":")
         if has_colon and name.isidentifier():
-            value, _, source = rest.rpartition("  # ")
+            value, _, source = rest.rpartition("  # ") if "  # " in rest else (rest, "", "")
             found.append((name, value.strip(), source.strip()))
     if text and not found:
         problems.append(f"{path.name}: has no setting")

@@ -122,7 +122,10 @@ def _work_line(parts: Parts, progress: Progress) -> str:
     micro = -(-each // max(1, parts.sampler.batch_size))
     cut = f"{world_size} x {each}" + (f" in {micro} micro-batches" if micro > 1 else "")
     done = f", {progress.step} done" if progress.step else ""
-    steps = f"{parts.length.total:,} steps{done}" if parts.length.is_known else "steps not known"
+    total = parts.length.total
+    steps = f"{total:,} step{'' if total == 1 else 's'}{done}"
+    if not parts.length.is_known:
+        steps = "steps not known"
     return (
         f"model {config.model.model}: {sum(numbers):,} parameters{frozen}; dataset "
         f"{config.data.dataset}: {size}{f', {test:,} to test' if test else ''}; "
