@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from hardened_ddp.data import sending
+from hardened_ddp.data.block_reader import BlockReader
 from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.sending import measure_sending
 from hardened_ddp.data.stream import BatchStream
@@ -34,6 +36,18 @@ class InMemory(Dataset[Any]):
         return torch.tensor([float(self.data.is_shared())]), 0
 
 
+class Held:
+    """A stream of one shard whose samples are tensors in memory."""
+
+    num_shards = 1
+
+    def __init__(self) -> None:
+        self.samples = [torch.full((1,), float(i)) for i in range(1000)]
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+        return iter(self.samples)
+
+
 def are_shared_in_a_worker() -> bool:
     plan = WorkerPlan(num_workers=1, prefetch_factor=2, start_method="forkserver")
     stream = BatchStream(Fetcher(InMemory(), seed=0), plan, DataConfig(), pin_memory=False)
@@ -45,6 +59,31 @@ def are_shared_in_a_worker() -> bool:
 
 def test_a_worker_shares_the_tensors_of_its_dataset() -> None:
     assert are_shared_in_a_worker()
+
+
+@pytest.mark.parametrize("number", [256, pytest.param(300, marks=pytest.mark.slow)])
+def test_a_dataset_of_as_many_tensors_as_a_process_can_be_sent_files_has_a_worker(
+    number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = InMemory([torch.zeros(1) for _ in range(number)])
+    plan = WorkerPlan(num_workers=1, prefetch_factor=2, start_method="forkserver")
+    stream = BatchStream(Fetcher(dataset, seed=0), plan, DataConfig(), pin_memory=False)
+    [batch] = list(stream.batches(lambda: iter([(0, torch.arange(10))])))
+    stream.close()
+    assert stream.num_workers == 1
+    assert not batch.inputs.any()
+    assert not caplog.text
+
+
+def test_a_stream_that_holds_many_tensors_has_a_worker(caplog: pytest.LogCaptureFixture) -> None:
+    plan = WorkerPlan(num_workers=1, prefetch_factor=2, start_method="forkserver")
+    reader = BlockReader(Held(), seed=0)
+    stream = BatchStream(reader, plan, DataConfig(), pin_memory=False)
+    [batch] = list(stream.batches(lambda: iter([(0, torch.arange(10))])))
+    stream.close()
+    assert stream.num_workers == 1
+    assert len(batch.indices) == 10
+    assert not caplog.text
 
 
 def test_tensors_are_copied_where_shared_memory_is_too_small(
@@ -67,6 +106,11 @@ def test_the_cost_of_a_dataset_is_what_workers_do_not_share() -> None:
 def test_many_small_tensors_are_copied_because_each_would_be_an_open_file() -> None:
     many = measure_sending(Fetcher(InMemory([torch.zeros(1) for _ in range(1000)]), seed=0))
     assert not many.fits(local_world_size=1)
+
+
+def test_many_tensors_that_are_copied_are_named_as_the_reason() -> None:
+    cost = sending.SendingCost(tensor_bytes=200 * MIB, num_tensors=5000, private_bytes=0)
+    assert "it is copied (it holds 5000 tensors)" in cost.warning(num_workers=2, shares=False)
 
 
 def test_workers_that_each_copy_much_are_told_with_the_size(

@@ -7,7 +7,6 @@ WHY errors are not raised as exceptions: one that can't be pickled would hang a 
 one sample's error would cost the whole batch.
 """
 
-import pickle
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,9 +53,6 @@ class Fetcher:
         self.collate = collate
         self.checks = checks or Checks()
         self._is_clean = self.checks.known == {}  # all of the data was checked, and is fine
-        self.copies_data = False
-        """Workers get their own copy of the dataset's tensors; else they share them."""
-
         self.shares_memory = True
         """In a worker: batches are made in shared memory."""
 
@@ -79,9 +75,6 @@ class Fetcher:
 
     def __reduce__(self) -> tuple[Any, ...]:
         sent = (self.dataset, self.seed, self.checks, self.collate, self.split)
-        if self.copies_data:
-            # WHY packed: multiprocessing's own pickle would put the tensors into shared memory
-            return _unpack, (_Needs("torchvision" in sys.modules), pickle.dumps(sent))
         return _unpack, (_Needs("torchvision" in sys.modules), sent)
 
     def __getitem__(self, request: Request) -> Batch:
@@ -280,8 +273,7 @@ class _Needs:
 
 
 def _unpack(_: _Needs, sent: Any) -> Fetcher:
-    values = pickle.loads(sent) if isinstance(sent, bytes) else sent
-    dataset, seed, checks, collate, split = values
+    dataset, seed, checks, collate, split = sent
     fetcher = Fetcher(dataset, seed=seed, checks=checks, collate=collate)
     fetcher.split = split
     return fetcher

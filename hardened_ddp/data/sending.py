@@ -9,6 +9,7 @@ tensors are copied, too.
 
 import os
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ SHARED_MEMORY = Path("/dev/shm")
 MOST_PRIVATE_BYTES = 100 * 2**20
 """Of one worker. More of it is worth a warning."""
 
-_MOST_SHARED_TENSORS = 256
+_MOST_SHARED_TENSORS = 200
+"""multiprocessing sends a new process at most 256 open files, its own among them."""
+
 _SHM_MARGIN = 2.0  # batches need room there, too
 # Of small Python objects: what they take in memory for each byte of their pickle.
 _OBJECT_FACTOR = 3
@@ -46,18 +49,29 @@ class SendingCost:
 
     def warning(self, *, num_workers: int, shares: bool) -> str:
         """Return what to do about memory that each worker copies; empty: it is not much."""
+        is_many = self.num_tensors > _MOST_SHARED_TENSORS
+        why = f"it holds {self.num_tensors} tensors" if is_many else "/dev/shm is too small"
         private_bytes = self.private_bytes + (0 if shares else self.tensor_bytes)
         if private_bytes <= MOST_PRIVATE_BYTES:
             return ""
         size = f"about {private_bytes / 2**20:.0f} MiB"
-        what = (
-            "its arrays and lists are copied" if shares else "it is copied: /dev/shm is too small"
-        )
+        what = "its arrays and lists are copied" if shares else f"it is copied ({why})"
         return (
             f"each of {num_workers} workers takes {size} of memory for the dataset, because "
             f"{what}. Hold large data in a few torch tensors, which workers share, or in files "
             "that are mapped (np.load(..., mmap_mode='r')); or take fewer workers (--num_workers)"
         )
+
+
+class Copied:
+    """Stands in a pickle for a value, so that its tensors are copied, and not shared."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        # WHY: multiprocessing's own pickle would put the tensors into shared memory
+        return pickle.loads, (pickle.dumps(self.value),)
 
 
 def measure_sending(fetcher: Any) -> SendingCost:

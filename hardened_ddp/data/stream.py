@@ -60,6 +60,7 @@ class BatchStream:
         self._pending: _PendingRequests | None = None
         self._is_idle = True  # the worker pool has answered all requests of the last epoch
         self._waited_for: Request | None = None
+        self._copies_data = False
         self._suspect: Request | None = None  # the one we waited for when workers were lost
         for reason in plan.reasons:
             log.warning("%s", reason, extra=ON_EVERY_RANK)
@@ -175,6 +176,7 @@ class BatchStream:
                 num_workers=num_workers or self.num_workers,
                 # WHY: a worker that dies in the next request would take shared memory with it.
                 shares_memory=self.fallback.level.shares_memory and not is_single,
+                copies_data=self._copies_data,
                 # WHY: with one request in flight, it is known which request killed the worker.
                 prefetch_factor=1 if is_single else self.plan.prefetch_factor,
             )
@@ -208,7 +210,7 @@ class BatchStream:
         batches: list[Batch] = []
         if lost.is_about_sharing and before.shares_memory:
             after = WorkerLevel(before.num_workers, shares_memory=False)
-            self._copy_data()
+            self._copies_data = True
         elif is_again and not lost.is_dangerous:
             after = WorkerLevel(0)  # fewer workers did not help; without any, the error has a name
         elif unanswered and lost.is_dangerous and (before.num_workers == 1 or is_again):
@@ -283,11 +285,6 @@ class BatchStream:
         batch = self.fetcher[(epoch, torch.tensor(good, dtype=torch.int64))]
         return replace(batch, bad=batch.bad + tuple(bad))
 
-    def _copy_data(self) -> None:
-        """Give each worker its own copy of the dataset: none of it goes through /dev/shm."""
-        if isinstance(self.fetcher, Fetcher):
-            self.fetcher.copies_data = True
-
     def _why_not_sendable(self) -> str:
         """Return why the dataset can't be sent to a worker; empty if it can."""
         if self.plan.start_method == "fork":
@@ -297,8 +294,7 @@ class BatchStream:
         except Exception as error:  # WHY broad: pickling runs the user's own code
             return f"the dataset or its collate can't be sent to a worker ({error})"
         shares = cost.fits(local_world_size=self.plan.local_world_size)
-        if not shares:
-            self._copy_data()
+        self._copies_data = not shares
         if warning := cost.warning(num_workers=self.plan.num_workers, shares=shares):
             log.warning("%s", warning)
         return ""

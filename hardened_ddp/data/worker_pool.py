@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 from hardened_ddp.data.block_reader import BlockReader
 from hardened_ddp.data.fetch import Batch, Fetcher, Request, map_tensors
 from hardened_ddp.data.payload import Payload, share
+from hardened_ddp.data.sending import Copied
 from hardened_ddp.data.worker_signals import SIGNALS_OF_THE_RANK, signals_of_rank_blocked
 from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.ranks.awake import AwakeTime
@@ -43,7 +44,7 @@ _NOT_RECEIVED = "a batch could not be received"
 # Messages of the kernel, torch and us when shared memory is full or too many files are open.
 _SIGNS_OF_SHARING = (
     *("SIGBUS", "shared memory", "(shm)", "unable to mmap", "unable to resize file"),
-    *("No space left on device", "Too many open files", _NOT_RECEIVED),
+    *("No space left on device", "Too many open files", "too many fds", _NOT_RECEIVED),
 )
 
 
@@ -83,7 +84,7 @@ class WorkerPool:
         if plan.start_method == "forkserver":
             context.set_forkserver_preload(["torch", "hardened_ddp.data.worker_pool"])
         self._loader: DataLoader[Any] | None = DataLoader(
-            _Reader(fetcher, self._notes, shares_memory=plan.shares_memory),
+            _Reader(fetcher, self._notes, plan),
             batch_size=None,
             sampler=self._requests,
             num_workers=plan.num_workers,
@@ -184,7 +185,7 @@ class WorkerPool:
             return "the thread that pins memory has ended", False
         if is_late:
             return f"no batch in {self.timeout_s:g} s", True
-        if _was_told(error):  # the worker is alive, and reported what its dataset raised
+        if "in DataLoader worker process" in str(error):  # it is alive; its dataset raised
             return _summary(error), False
         # WHY wait: a process closes its connections first, and its exit status is known only later.
         # To mistake its death for something harmless could kill the rank. A death ends the wait.
@@ -223,11 +224,15 @@ class _Requests(Sampler[Any]):
 class _Reader(Dataset[Any]):
     """The dataset that a worker sees: takes a request, returns a batch's parts."""
 
-    def __init__(self, fetcher: Fetcher | BlockReader, notes: Any, *, shares_memory: bool) -> None:
+    def __init__(self, fetcher: Fetcher | BlockReader, notes: Any, plan: WorkerPlan) -> None:
         """notes: what each worker shows to the rank. Any: ctypes' array."""
         self.fetcher = fetcher
         self.notes = notes
-        self.shares_memory = fetcher.shares_memory = shares_memory
+        self.shares_memory = fetcher.shares_memory = plan.shares_memory
+        self.copies_data = plan.copies_data
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | ({"fetcher": Copied(self.fetcher)} if self.copies_data else {})
 
     def begin(self, worker_id: int) -> None:
         """Show this worker's state to the rank from now on."""
@@ -279,10 +284,6 @@ def _end_with(sentinel: int) -> None:
     """Wait until the process behind sentinel is gone, then end this one."""
     multiprocessing.connection.wait([sentinel])
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _was_told(error: BaseException) -> bool:
-    return "in DataLoader worker process" in str(error)  # torch's text for a worker's exception
 
 
 def _summary(error: BaseException) -> str:

@@ -32,6 +32,9 @@ class WorkerPlan:
     shares_memory: bool = True
     """Batches come back through shared memory. False: through a pipe, slower but without limits."""
 
+    copies_data: bool = False
+    """Each worker gets its own copy of the dataset's tensors; else they share them."""
+
     local_world_size: int = 1
     """Ranks of this machine, each with workers of its own."""
 
