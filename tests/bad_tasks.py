@@ -115,7 +115,11 @@ class Model(nn.Module):
 
     def __init__(self, shape: tuple[int, ...] = (2,), kind: str = "logits") -> None:
         super().__init__()
+        if kind == "not built":
+            raise ValueError("depth must be a multiple of 8")
         self.shape, self.kind, self.layer = tuple(shape) or (2,), kind, nn.Linear(3, 1)
+        if kind == "meta":
+            self.to("meta")
 
     def forward(self, inputs: torch.Tensor) -> Any:
         value = self.layer(inputs).mean()

@@ -80,6 +80,14 @@ CASES: dict[str, tuple[Words, str]] = {
         data(inputs="ragged", num_classes=2),
         "shapes cannot be multiplied",
     ),
+    "a model whose constructor raises": (
+        (*data(num_classes=2), *model(kind="not built")),
+        "ValueError: depth must be a multiple of 8 (",
+    ),
+    "a model on the meta device": (
+        (*data(num_classes=2), *model(kind="meta")),
+        "has parameters on the meta device, without values: layer.weight, layer.bias",
+    ),
     "a model that returns None": (
         (*data(num_classes=2), *model(kind="nothing")),
         "the model returned a NoneType",

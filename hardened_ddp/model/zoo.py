@@ -20,9 +20,10 @@ from torch import nn
 from hardened_ddp.data.hub_place import PREFIX
 from hardened_ddp.data.import_path import import_callable, meant_path
 from hardened_ddp.data.published import weights_of
+from hardened_ddp.data.read_errors import describe, line_of_user
 from hardened_ddp.data.transfer import fetch
 from hardened_ddp.data.vision import import_torchvision
-from hardened_ddp.errors import DataError, ModelError
+from hardened_ddp.errors import DataError, HardenedError, ModelError
 from hardened_ddp.model.dense_gradients import make_dense
 from hardened_ddp.model.gradient_checkpointing import checkpoint_blocks
 from hardened_ddp.model.huggingface import load_hub_model
@@ -129,6 +130,12 @@ def build_model(
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(f"{config.model} has no parameter to train", fix="unfreeze some of it")
+    if empty := [name for name, part in model.named_parameters() if part.is_meta]:
+        raise ModelError(
+            f"{config.model} has parameters on the meta device, without values: "
+            f"{', '.join(empty[:8])}",
+            fix="build it on the CPU, without init_empty_weights() and torch.device('meta')",
+        )
     if config.gradient_checkpointing:
         checkpoint_blocks(model, config.model)
     return model
@@ -188,10 +195,15 @@ def _call(build: Callable[..., Any], facts: Mapping[str, Any], config: ModelConf
                 raise _no_classes(config.model)
             del known["num_classes"]
         model = build(**{**known, **config.model_args})
-    except TypeError as error:
+    except (HardenedError, MemoryError, torch.OutOfMemoryError):  # each has an error of its own
+        raise
+    except Exception as error:  # WHY broad: the user's code; its file and line go in the message
+        log.debug("building the model failed", exc_info=True)
         raise ModelError(
-            f"{config.model} can't be built with model_args {dict(config.model_args)}: {error}",
-            fix="check --model_args against the model's constructor",
+            f"{config.model} can't be built with model_args {dict(config.model_args)}: "
+            f"{describe(error)}{line_of_user(error)}",
+            fix="check --model_args against the model's constructor; the traceback is in this "
+            "rank's log",
         ) from error
     if not isinstance(model, nn.Module):
         raise ModelError(
