@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.task.task import Metric, Score, Task
@@ -66,6 +66,29 @@ def table(
     return Table(label if train else test_label or label, inputs, num_classes)
 
 
+class Sized(Table):
+    """The table, with a length and classes that are of no right type."""
+
+    def __init__(self, length: Any, classes: Any) -> None:
+        super().__init__("class", "row", None)
+        self.length, self.classes = length, classes
+
+    def __len__(self) -> int:
+        return self.length  # type: ignore[no-any-return]  # what is wrong is the test
+
+
+def sized(train: bool, length: Any = 12, classes: Any = ()) -> Sized:
+    return Sized(length, classes)
+
+
+def loader(train: bool) -> DataLoader[Any]:
+    return DataLoader(Table("class", "row", 2), batch_size=4)
+
+
+def no_instance(train: bool) -> type:
+    return Table
+
+
 class Stream:
     """Shards of those lengths in the first epoch; kind: what is wrong with it."""
 
@@ -77,6 +100,8 @@ class Stream:
             self.sizes = [*lengths, 1]
         if kind == "wrong sizes":
             self.sizes = [length + 1 for length in lengths]
+        if kind == "sizes of text":
+            self.sizes = ["8", "8", "many"]  # type: ignore[list-item]
         if kind == "no number":
             self.num_shards = "4"  # type: ignore[assignment]
 

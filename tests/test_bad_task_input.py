@@ -31,6 +31,10 @@ def stream(kind: str = "", *words: str, **more: Any) -> Words:
     return ("--dataset", "tests.bad_tasks:stream", "--dataset_args", given, *words)
 
 
+def sized(**given: Any) -> Words:
+    return ("--dataset", "tests.bad_tasks:sized", "--dataset_args", args(**given), *model(2))
+
+
 def model(*shape: int, kind: str = "logits") -> Words:
     return ("--model", "tests.bad_tasks:Model", "--model_args", args(shape=shape, kind=kind))
 
@@ -67,6 +71,20 @@ CASES: dict[str, tuple[Words, str]] = {
         "labels (2,) float64, output (2, 3): they fit no task",
     ),
     "complex labels": ((*data("complex"), *model(1)), "found <class 'complex'>"),
+    "a DataLoader as the dataset": (
+        ("--dataset", "tests.bad_tasks:loader", *model(2), *CONSTANT),
+        "returned a DataLoader, whose samples are batches",
+    ),
+    "a class as the dataset, and no instance of it": (
+        ("--dataset", "tests.bad_tasks:no_instance", *model(2)),
+        "returned the class Table, not an instance of it",
+    ),
+    "a negative length": (sized(length=-1), "its length is not known: ValueError"),
+    "a length that is no integer": (sized(length=3.5), "its length is not known: TypeError"),
+    "a number as the names of the classes": (
+        sized(classes=2),
+        "its classes are 2, not a list of names",
+    ),
     "an input that is None": (data(inputs="nothing", num_classes=2), "a sample is a NoneType"),
     "inputs that are infinite": (
         data(inputs="infinite", num_classes=2),
@@ -255,6 +273,10 @@ CASES: dict[str, tuple[Words, str]] = {
     "a stream with too many sizes": (
         stream("too many sizes", *CONSTANT),
         "3 shards and sizes of 4",
+    ),
+    "a stream whose sizes are no numbers": (
+        stream("sizes of text", *CONSTANT),
+        "sizes of 3: ['8', '8', 'many']",
     ),
     "a stream with a text as num_shards": (
         stream("no number", *CONSTANT),

@@ -27,6 +27,7 @@ from hardened_ddp.data.digits import open_digits
 from hardened_ddp.data.facts import (
     check_classes,
     check_labels,
+    check_opened,
     count_outputs,
     fingerprint,
     is_in_memory,
@@ -42,7 +43,6 @@ from hardened_ddp.data.import_path import import_callable, meant_path
 from hardened_ddp.data.iterable import adapt
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.published import fetch_dataset, is_here
-from hardened_ddp.data.stream_types import is_stream
 from hardened_ddp.data.stream_views import StreamInOrder, StreamView
 from hardened_ddp.data.synthetic import SyntheticImages
 from hardened_ddp.data.transfer import TIMEOUT_S, locked
@@ -203,13 +203,8 @@ def _open(
             f"dataset {name} can't be opened: {describe(error)} ({frame.filename}:{frame.lineno})",
             fix="fix it, or its --dataset_args; the traceback is in this rank's log file",
         ) from error
-    is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if dataset is not None and not (is_map or is_stream(dataset) or hasattr(dataset, "__iter__")):
-        raise DataError(
-            f"--dataset {name} returned a {type(dataset).__name__} without __getitem__ and __len__",
-            fix="return a map-style torch.utils.data.Dataset, an iterable one, a class with "
-            "num_shards and open(), or None for no test set",
-        )
+    if dataset is not None:
+        check_opened(dataset, name)
     return dataset
 
 

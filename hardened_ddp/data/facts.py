@@ -8,16 +8,18 @@ Does not own: opening it (datasets.py).
 import hashlib
 import json
 import logging
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 from hardened_ddp.data.collate import Collate
 from hardened_ddp.data.fetch import Batch, Fetcher, preserved_rng
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.nesting import leaves
+from hardened_ddp.data.read_errors import describe, line_of_user
 from hardened_ddp.data.stream_types import is_stream
 from hardened_ddp.errors import DataError, SampleError
 
@@ -27,6 +29,46 @@ _PLACES = ("root", "data_dir", "cache_dir")  # in dataset_args: where the data l
 log = logging.getLogger(__name__)
 
 AnyDataset = Dataset[Any]  # Any: whatever a sample is
+
+
+def check_opened(dataset: Any, name: str) -> None:  # Any: what a user's callable returned
+    """Raise DataError if dataset is none, or says what can't be of its length and classes."""
+    if isinstance(dataset, type):
+        raise DataError(
+            f"--dataset {name} returned the class {dataset.__name__}, not an instance of it",
+            fix="return an instance, made with its arguments",
+        )
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            f"--dataset {name} returned a DataLoader, whose samples are batches",
+            fix="return its dataset: the run makes the batches itself (--batch_size, --collate)",
+        )
+    is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not (is_map or is_stream(dataset) or hasattr(dataset, "__iter__")):
+        raise DataError(
+            f"--dataset {name} returned a {type(dataset).__name__} without __getitem__ and __len__",
+            fix="return a map-style torch.utils.data.Dataset, an iterable one, a class with "
+            "num_shards and open(), or None for no test set",
+        )
+    if is_map and not isinstance(dataset, IterableDataset):
+        try:
+            len(dataset)
+        except Exception as error:  # WHY broad: the user's code
+            raise DataError(
+                f"dataset {name}: its length is not known: {describe(error)}{line_of_user(error)}",
+                fix="make __len__() return the number of samples",
+            ) from error
+    classes, number = getattr(dataset, "classes", None), getattr(dataset, "num_classes", None)
+    if classes is not None and not hasattr(classes, "__len__"):
+        raise DataError(
+            f"dataset {name}: its classes are {classes!r}, not a list of names",
+            fix="make classes the names, or call it num_classes if it is their number",
+        )
+    if number is not None and not isinstance(number, numbers.Number | torch.Tensor):
+        raise DataError(
+            f"dataset {name}: its num_classes is {number!r}, not a number",
+            fix="make num_classes the number of classes",
+        )
 
 
 def read_example(dataset: AnyDataset, name: str, collate: Collate | None = None) -> Batch:

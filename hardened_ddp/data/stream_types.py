@@ -5,6 +5,7 @@ iterable datasets, which are adapted to it (iterable.py), and reading (shard_rea
 """
 
 import hashlib
+import operator
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -56,11 +57,18 @@ def check_stream(stream: Any, name: str) -> None:  # Any: the user's
     sizes = getattr(stream, "sizes", None)
     if sizes is None:
         return
-    if len(sizes) != count or any(int(size) < 0 for size in sizes):
+    if len(sizes) != count or not all(map(_is_count, sizes)):
         raise DataError(
             f"dataset {name} has {count} shards and sizes of {len(sizes)}: {list(sizes)[:8]}",
             fix="make sizes the number of samples of each shard, or leave it out",
         )
+
+
+def _is_count(value: Any) -> bool:  # Any: the user's
+    try:
+        return operator.index(value) >= 0
+    except (TypeError, ValueError):  # ValueError: an array of several
+        return False
 
 
 def sizes_of(stream: Stream) -> Numbers:
