@@ -9,10 +9,22 @@ from hardened_ddp.step.attempt import Attempt
 from hardened_ddp.step.failure import Failure
 from hardened_ddp.step.step import Stepper
 from tests import late_looks, plugins
+from tests.token_data import TightLM
 
 
 def model(num_classes: int, step: int, most: int, *, is_late: bool) -> nn.Module:
     """Build FailingOnce without a fault; from step on, micro-batches have most samples."""
+    _limit(step, most)
+    return (late_looks if is_late else plugins).FailingOnce(num_classes)
+
+
+def language_model(step: int, most: int) -> nn.Module:
+    """Build TightLM, which has enough memory; from step on, micro-batches have most samples."""
+    _limit(step, most)
+    return TightLM()
+
+
+def _limit(step: int, most: int) -> None:
     run_once = Stepper.run_once
 
     def limited(stepper: Stepper, attempt: Attempt, *, keep_local: bool) -> Failure | None:
@@ -21,4 +33,3 @@ def model(num_classes: int, step: int, most: int, *, is_late: bool) -> nn.Module
         return run_once(stepper, attempt, keep_local=keep_local)
 
     Stepper.run_once = limited  # type: ignore[method-assign]  # of this process alone
-    return (late_looks if is_late else plugins).FailingOnce(num_classes)

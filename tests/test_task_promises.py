@@ -1,5 +1,6 @@
 """The promises hold for any task: resume, another number of ranks, a failing rank, evaluation."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,28 @@ def test_a_rank_that_fails_in_a_step_with_tokens_changes_no_weight(tmp_path: Pat
     assert marker.exists()
     train([*argv, "--output_dir", tmp_path / "undisturbed"], 2).ok()
     assert last_tensors(tmp_path / "once") == last_tensors(tmp_path / "undisturbed")
+
+
+RAGGED = [("ragged", False, []), ("ragged", True, ["--no_shared_memory"])]
+RAGGED += [("ragged_stream", False, []), ("ragged", True, ["--batch_size", "8"])]
+
+
+@pytest.mark.parametrize("case", slow_after(1, RAGGED), ids=str)
+def test_after_an_out_of_memory_batches_that_were_cut_by_length_have_the_same_parts(
+    case: tuple[str, bool, list[str]], tmp_path: Path
+) -> None:
+    data, in_backward, flags = case
+    argv: Words = [*STEADY, "--dataset", f"tests.token_data:{data}", "--task", "tokens", *flags]
+    argv += ["--split_by_length", "--global_batch_size", "32", "--lr_schedule", "constant"]
+    args = f"{{forward_number: 20, in_backward: {str(in_backward).lower()}}}"
+    tight = ["--model", "tests.token_data:TightLM", "--model_args", args]
+    faulty = train([*argv, *tight, "--output_dir", tmp_path / "faulty"], 2).ok()
+    told = re.search(r"have (\d+) samples at most .* retrying step (\d+),", faulty.outputs[0])
+    assert told, faulty.outputs[0]
+    other: Words = ["--model", "tests.smaller_parts:language_model"]
+    other += ["--model_args", f"{{step: {told[2]}, most: {told[1]}}}"]
+    smaller = train([*argv, *other, "--output_dir", tmp_path / "smaller"], 2).ok()
+    assert "retrying" not in smaller.outputs[0]
+    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "smaller")
+    train([*argv, *other, "--output_dir", tmp_path / "whole", "--no_split_by_length"], 2).ok()
+    assert last_tensors(tmp_path / "whole") != last_tensors(tmp_path / "smaller")

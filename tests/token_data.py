@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
+from drills.injectors import FAULTS
 from tests.plugins import is_first_time
 
 VOCABULARY, LENGTH = 11, 9
@@ -135,6 +136,25 @@ class StumblingLM(TinyLM):
         if is_here and is_first_time(self.marker):
             raise RuntimeError("stumbled")
         return super().forward(ids)
+
+
+class TightLM(TinyLM):
+    """Runs out of memory in one forward of rank 1, or in the backward of it; 0: never."""
+
+    def __init__(self, forward_number: int = 0, in_backward: bool = False) -> None:
+        super().__init__(dropout=0.2)
+        self.forward_number, self.in_backward, self.num_forwards = forward_number, in_backward, 0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += self.training
+        is_now = self.training and self.num_forwards == self.forward_number
+        is_here = os.environ.get("RANK", "0") == "1"
+        if is_now and is_here and not self.in_backward:
+            raise torch.OutOfMemoryError("CUDA out of memory, as a test has it")
+        logits: torch.Tensor = super().forward(ids)
+        if is_now and is_here:
+            logits.register_hook(lambda gradient: FAULTS["memory"]())
+        return logits
 
 
 class Slopes(Dataset[tuple[torch.Tensor, torch.Tensor]]):
