@@ -12,6 +12,7 @@ from torch import Tensor
 from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.checkpoint.snapshot import CheckpointWriter
+from hardened_ddp.checkpoint.verify import load_checkpoint
 
 LIMIT_S = 20
 
@@ -64,4 +65,4 @@ class Bench:
         assert found is not None
         assert rejected == []
         assert found.step == step
-        return self.store.load(found)[0]
+        return load_checkpoint(found)[0]

@@ -13,7 +13,7 @@ from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.checkpoint.manifest import Best
 from hardened_ddp.checkpoint.stream import flat_bytes
 from hardened_ddp.checkpoint.tensors import specs_of
-from hardened_ddp.checkpoint.verify import Found
+from hardened_ddp.checkpoint.verify import Found, load_checkpoint
 
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -83,6 +83,6 @@ def write_step(
 
 def assert_holds(store: CheckpointStore, found: Found, *, size: int = 300) -> None:
     """Compare a checkpoint with the small state of its step."""
-    tensors, meta = store.load(found)
+    tensors, meta = load_checkpoint(found)
     assert_same(tensors, small_state(found.step, size=size))
     assert meta == {"step": found.step}

@@ -16,7 +16,7 @@ from hardened_ddp.checkpoint.manifest import (
     MAX_MANIFEST_BYTES,
     _digest,
 )
-from hardened_ddp.checkpoint.verify import Rejected
+from hardened_ddp.checkpoint.verify import Rejected, load_checkpoint
 from hardened_ddp.errors import CheckpointError
 from tests.checkpoint_states import write_step
 
@@ -59,7 +59,7 @@ def test_a_pickle_is_never_executed(
     found, rejected = store.find_valid()
     if found is not None:
         try:
-            store.load(found)
+            load_checkpoint(found)
             assert name in ("state.pt", "best.json")
         except CheckpointError:
             assert name == "state.safetensors"
@@ -163,7 +163,7 @@ def test_a_hostile_state_that_its_manifest_vouches_for_is_an_error(
     found, _ = store.find_valid()
     assert found is not None
     with pytest.raises(CheckpointError, match="can't be read as safetensors"):
-        store.load(found)
+        load_checkpoint(found)
 
 
 def test_a_state_with_other_tensors_than_its_manifest_says_is_an_error(
@@ -174,4 +174,4 @@ def test_a_state_with_other_tensors_than_its_manifest_says_is_an_error(
     found, _ = store.find_valid()
     assert found is not None
     with pytest.raises(CheckpointError, match="missing in the checkpoint: w"):
-        store.load(found)
+        load_checkpoint(found)

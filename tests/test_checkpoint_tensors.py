@@ -12,7 +12,7 @@ from hardened_ddp.checkpoint import stream as stream_module
 from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.checkpoint.stream import TensorStream
 from hardened_ddp.checkpoint.tensors import differences, plan_file, specs_of
-from hardened_ddp.checkpoint.verify import Found
+from hardened_ddp.checkpoint.verify import Found, load_checkpoint
 from hardened_ddp.errors import CheckpointError
 from tests.checkpoint_states import assert_same, every_kind
 
@@ -41,7 +41,7 @@ def test_every_dtype_and_layout_comes_back_bit_for_bit(store: CheckpointStore) -
     kinds = every_kind()
     path = store.write(123, tensors=kinds, meta=META)
     assert path.name == "step-000000123"
-    tensors, meta = store.load(found_in(store))
+    tensors, meta = load_checkpoint(found_in(store))
     assert_same(tensors, kinds)
     assert meta == META
     assert all(tensor.is_contiguous() for tensor in tensors.values())
@@ -62,7 +62,7 @@ def test_each_tensor_begins_where_readers_that_map_the_file_want_it() -> None:
 
 def test_a_state_without_tensors_is_a_state(store: CheckpointStore) -> None:
     path = store.write(1, tensors={}, meta=META)
-    assert store.load(found_in(store)) == ({}, META)
+    assert load_checkpoint(found_in(store)) == ({}, META)
     assert load_file(path / "state.safetensors") == {}
 
 
@@ -108,7 +108,7 @@ def test_loaded_tensors_outlive_their_file(store: CheckpointStore) -> None:
     kinds = every_kind()
     store.write(1, tensors=kinds, meta={})
     found = found_in(store)
-    tensors, _ = store.load(found)
+    tensors, _ = load_checkpoint(found)
     os.truncate(found.state_path, 0)  # a mapped tensor would now end the process with SIGBUS
     assert_same(tensors, kinds)
     assert str(found.path) not in Path("/proc/self/maps").read_text()

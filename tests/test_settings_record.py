@@ -17,7 +17,7 @@ from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.document import read_text
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.settings.manual import help_text
-from hardened_ddp.settings.record import config_hash, dump, template
+from hardened_ddp.settings.record import agreed_settings, dump, template
 from hardened_ddp.settings.schema import SETTINGS, TITLES, assemble, flatten
 from tests.settings_given import PROJECT, settings_of
 
@@ -66,14 +66,14 @@ class TestRecord:
         assert assemble({e.key: e.value for e in read_text(text, where="x").entries if
                          e.key in ("epochs", "seed")}) == Config()  # fmt: skip
 
-    def test_the_hash_is_the_same_where_nodes_may_differ(self) -> None:
-        plain = config_hash(Config())
+    def test_ranks_need_not_agree_where_nodes_may_differ(self) -> None:
+        plain = agreed_settings(Config())
         local = "--data_dir x --output_dir y --num_workers 3 --no_progress --no_tensorboard"
-        assert config_hash(settings_of(local).config) == plain
-        assert config_hash(settings_of("--learning_rate 1 --epochs 5").config) != plain
+        assert agreed_settings(settings_of(local).config) == plain
+        assert agreed_settings(settings_of("--learning_rate 1 --epochs 5").config) != plain
 
     @pytest.mark.parametrize("name", SETTINGS)
-    def test_the_hash_covers_what_ranks_must_agree_on(self, name: str) -> None:
+    def test_all_other_settings_are_compared_between_ranks(self, name: str) -> None:
         changed = next(
             config
             for word in (
@@ -89,7 +89,7 @@ class TestRecord:
             )
             if (config := taken(name, word)) and config != Config()
         )
-        differs = config_hash(changed) != config_hash(Config())
+        differs = agreed_settings(changed) != agreed_settings(Config())
         assert differs is not SETTINGS[name].facts.may_differ
 
     def test_config_yaml_has_every_setting_with_its_default(self) -> None:
@@ -219,7 +219,7 @@ class TestHelp:
             "from hardened_ddp.settings.cli import parse\n"
             "from hardened_ddp.settings.layers import resolve\n"
             "from hardened_ddp.settings.manual import help_text\n"
-            "from hardened_ddp.settings.record import config_hash, dump\n"
+            "from hardened_ddp.settings.record import dump\n"
             "help_text(); resolve(parse(['--epochs', '3']))\n"
             "print(json.dumps(sorted(sys.modules)))"
         )

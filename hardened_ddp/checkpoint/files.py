@@ -1,6 +1,6 @@
 """Checkpoints of one run: complete or absent, verified, never executed.
 
-Owns: CheckpointStore, which writes, finds, loads and removes the folders step-000000123 of a run.
+Owns: CheckpointStore, which writes, finds and removes the folders step-000000123 of a run.
 Does not own: the check of one folder (verify.py), the background write (snapshot.py), what the
 tensors mean (training/). It has no lock: whoever writes holds the run's lock (run_lock.py).
 What goes wrong here: a crash between any two calls, and a full disk. So everything is written under
@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from hardened_ddp.checkpoint.disk import (
@@ -55,7 +54,6 @@ from hardened_ddp.checkpoint.verify import (
     Found,
     Rejected,
     find_newest,
-    load_checkpoint,
     verify_checkpoint,
 )
 from hardened_ddp.errors import CheckpointError
@@ -145,19 +143,13 @@ class CheckpointStore:
         """Protect the newest checkpoint up to this step: a rollback would use it."""
         self._kept_step = max([s for s in self.steps() if s <= at_most], default=None)
 
-    def find_valid(self, *, at_most: int | None = None) -> tuple[Found | None, list[Rejected]]:
+    def find_valid(self) -> tuple[Found | None, list[Rejected]]:
         """Return the newest valid checkpoint, and the newer ones that were rejected."""
-        return find_newest(self.root, at_most=at_most)
+        return find_newest(self.root)
 
     def verify(self, path: Path) -> Found | Rejected:
         """Check one checkpoint's folder and every byte in it."""
         return verify_checkpoint(path)
-
-    def load(
-        self, found: Found, *, device: torch.device | str = "cpu"
-    ) -> tuple[dict[str, Tensor], dict[str, JSON]]:
-        """Read a verified checkpoint: its tensors and meta. Raises CheckpointError."""
-        return load_checkpoint(found, device=device)
 
     def discard_newer(self, step: int) -> list[Path]:
         """Set aside the checkpoints of later steps. Raises CheckpointError."""

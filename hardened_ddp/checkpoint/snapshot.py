@@ -162,7 +162,6 @@ class CheckpointWriter:
         *,
         tensors: Mapping[str, Tensor],
         meta: Mapping[str, JSON],
-        best: Best | None = None,
         timeout_s: float = _WAIT_S,
     ) -> Path:
         """Wait for the write in flight, then write this checkpoint and return its folder.
@@ -170,7 +169,7 @@ class CheckpointWriter:
         For the last checkpoint and for emergencies. Raises CheckpointError.
         """
         self._wait(timeout_s)
-        return self._store.write(step, tensors=tensors, meta=meta, best=best)
+        return self._store.write(step, tensors=tensors, meta=meta)
 
     def close(self, *, timeout_s: float = _WAIT_S) -> None:
         """Wait for the write in flight. Raises CheckpointError if it takes longer; poll after."""

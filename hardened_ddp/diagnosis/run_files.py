@@ -151,13 +151,13 @@ def find_run_folder(name: str, output_dir: str) -> Path:
     )
 
 
-def read_run(folder: Path, *, now: float | None = None) -> RunView:
+def read_run(folder: Path) -> RunView:
     """Read a run folder. Never raises: what can't be read is named in problems."""
     problems: list[str] = []
     attempts = tuple(_read_attempts(folder / ATTEMPTS_NAME, problems))
     began_at = number_of(attempts[0], "began_at") if attempts else 0.0
     ranks = _read_ranks(folder, problems)
-    now = time.time() if now is None else now
+    now = time.time()
     problems += clock_problems(ranks, attempts, now=now)
     return RunView(
         folder=folder,

@@ -39,9 +39,9 @@ def lost_peer(error: BaseException, group: Group) -> PeerLostError | None:
     )
 
 
-def _await_failures(group: Group, *, limit_s: float = LISTEN_LIMIT_S) -> dict[int, str]:
+def _await_failures(group: Group) -> dict[int, str]:
     """Read the peers' failures; wait a moment for a peer that is about to write its own."""
-    end = time.monotonic() + limit_s
+    end = time.monotonic() + LISTEN_LIMIT_S
     while True:
         # WHY before reading: a process that has ended has already written its reason
         has_dead_peer = group.shared is not None and group.shared.has_dead_peer()

@@ -155,23 +155,21 @@ class LockHeartbeat:
             log.debug("no heartbeat in the run lock: %s", error)
 
 
-def is_silent(
-    read: Callable[[], bytes | None], *, silent_after_s: float, every_s: float = _LOOK_EVERY_S
-) -> bool:
+def is_silent(read: Callable[[], bytes | None], *, silent_after_s: float) -> bool:
     """Watch a lock that may belong to another host; return whether it does not change any more.
 
     read returns its content, None if it is gone. Waits for silent_after_s, and at most twice as
     long for a holder that is about to leave.
     """
     content = read()
-    watched, changed_s = AwakeTime(4 * every_s), 0.0
+    watched, changed_s = AwakeTime(4 * _LOOK_EVERY_S), 0.0
     while content is not None:
         now_s = watched.passed_s()
         if now_s - changed_s >= silent_after_s:
             return True
         if now_s >= _WATCH_FACTOR * silent_after_s:
             return False
-        time.sleep(every_s)
+        time.sleep(_LOOK_EVERY_S)
         if (found := read()) != content:
             content, changed_s = found, now_s
     return True

@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 FOLDER = "status"
 EVERY_S = 2.0
+"""The least time between two writes."""
+
 MOST_WRITES_PER_S = 64
 _SHARE_OF_TIME = 0.01
 _RATE_OVER_S = 15.0
@@ -61,11 +63,10 @@ class Work:
 class RankStatus:
     """Writes the status of this rank. Use it in a with statement."""
 
-    def __init__(self, folder: Path, group: Group, *, every_s: float = EVERY_S) -> None:
-        """every_s: the least time between two writes."""
+    def __init__(self, folder: Path, group: Group) -> None:
         self._path = folder / FOLDER / f"rank-{group.launch.rank}.json"
         self._group = group
-        self._every_s = max(every_s, group.world_size / MOST_WRITES_PER_S)
+        self._every_s = max(EVERY_S, group.world_size / MOST_WRITES_PER_S)
         self._work = Work()
         self._state = "running"
         self._rates: deque[tuple[float, int]] = deque()

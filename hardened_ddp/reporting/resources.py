@@ -107,10 +107,10 @@ class ResourceMonitor:
             log.log(level, "%s", text)
 
 
-def read_rss_mib(statm: Path = Path("/proc/self/statm")) -> float:
+def read_rss_mib() -> float:
     """Read the memory of this process; 0 where there is no /proc. Any thread."""
     try:
-        return int(_read(statm).split()[1]) * _PAGE_SIZE / _MIB
+        return int(_read(Path("/proc/self/statm")).split()[1]) * _PAGE_SIZE / _MIB
     except OSError:
         return 0.0
 

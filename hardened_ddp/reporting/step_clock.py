@@ -33,13 +33,11 @@ class Event(Protocol):
 class StepClock:
     """Measures the mean time of each phase of a step between two readings."""
 
-    def __init__(
-        self, tracker: Tracker, device: torch.device, *, sample_every: int = SAMPLE_EVERY
-    ) -> None:
+    def __init__(self, tracker: Tracker, device: torch.device) -> None:
         self._tracker = tracker
         self._timeline: GpuTimeline | None = None
         if device.type == "cuda":
-            self._timeline = GpuTimeline(partial(_record, device), sample_every=sample_every)
+            self._timeline = GpuTimeline(partial(_record, device), sample_every=SAMPLE_EVERY)
             tracker.follow_on(self._timeline)
 
     def read_and_reset(self) -> Mapping[str, float]:

@@ -14,11 +14,11 @@ NEEDED = ("torch", "numpy", "yaml", "psutil", "tqdm", "safetensors")
 ROOT = Path(__file__).parents[2]
 
 
-def missing_package(error: ModuleNotFoundError, *, root: Path = ROOT) -> MissingPackageError | None:
+def missing_package(error: ModuleNotFoundError) -> MissingPackageError | None:
     """Return the error to report, or None if the missing package is another one."""
     if error.name not in NEEDED:
         return None
-    activate = root / ".venv" / "bin" / "activate"
+    activate = ROOT / ".venv" / "bin" / "activate"
     fix = "source .venv/bin/activate, then the same command again"
     if not activate.is_file():
         fix = "./setup.sh, then: source .venv/bin/activate"

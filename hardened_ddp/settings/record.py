@@ -1,4 +1,4 @@
-"""Settings written down: beside a run, in config.yaml, and as a short hash.
+"""Settings written down: beside a run, and in config.yaml.
 
 Owns the YAML that we write. It reads back to the same values with document.py, and with any other
 YAML reader: words that YAML 1.1 takes for truth values are quoted.
@@ -8,7 +8,6 @@ config.yaml at the top is template(). A test keeps it so; after a change of a se
   python -m tests.documents
 """
 
-import hashlib
 import json
 import math
 import re
@@ -85,12 +84,6 @@ def agreed_settings(config: Config) -> dict[str, str]:
         for name, setting in SETTINGS.items()
         if not setting.facts.may_differ
     }
-
-
-def config_hash(config: Config) -> str:
-    """Give a short hash of agreed_settings."""
-    text = json.dumps(agreed_settings(config), sort_keys=True, ensure_ascii=True)
-    return hashlib.sha256(text.encode("ascii")).hexdigest()[:16]
 
 
 def yaml_word(value: object) -> str:

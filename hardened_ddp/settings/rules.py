@@ -129,13 +129,6 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def validate(config: Config, *, world_size: int) -> None:
-    """Check the rules across settings. Rank-local. Raises ConfigError with all broken rules."""
-    problems = broken_rules(config, world_size=world_size, sources={})
-    if problems:
-        raise problems_error(problems)
-
-
 def broken_rules(
     config: Config,
     *,
