@@ -61,7 +61,7 @@ def test_a_worker_shares_the_tensors_of_its_dataset() -> None:
     assert are_shared_in_a_worker()
 
 
-@pytest.mark.parametrize("number", [256, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [254, pytest.param(300, marks=pytest.mark.slow)])
 def test_a_dataset_of_as_many_tensors_as_a_process_can_be_sent_files_has_a_worker(
     number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
