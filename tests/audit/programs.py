@@ -374,6 +374,13 @@ def stream(start: str, step: str, workers: int = 0) -> list[Edit]:
     return [(SAMPLER + LOADER, text), (SET_EPOCH, "")]
 
 
+BY_HAND: Sequence[Edit] = (
+    (
+        WRAP,
+        "    model = net\n    for t in net.state_dict().values():\n        dist.broadcast(t, 0)\n",
+    ),
+    ("self.norm = nn.BatchNorm1d(32)", "self.norm = nn.LayerNorm(32)"),
+)
 FROZEN = "        self.b = nn.Linear(32, 4)\n"
 HEALTHY: Sequence[Case] = (
     Case("the tutorial"),
@@ -428,6 +435,11 @@ HEALTHY: Sequence[Case] = (
                "                p.grad /= world_size\n" + STEP),
         ("            for x, y in test_loader:", "            for x, y in test_loader:"),
         ("self.norm = nn.BatchNorm1d(32)", "self.norm = nn.LayerNorm(32)"),
+    ]),
+    Case("gradients averaged by hand, and by the loss", [
+        *BY_HAND, (LOSS, LOSS.replace("\n", " / world_size\n")),
+        (STEP, "            for p in net.parameters():\n                dist.all_reduce(p.grad)\n"
+         + STEP),
     ]),
     Case("clipping", [(STEP, "            clip_grad_norm_(model.parameters(), 0.5)\n" + STEP)]),
     Case("evaluation on one rank, through the module", [
@@ -507,6 +519,46 @@ MISTAKES: Sequence[Case] = (
     Case("statistics not broadcast", [
         ("DDP(net)\n", "DDP(net, broadcast_buffers=False)  # here\n"),
     ], "buffers-differ"),
+    Case("a buffer of each rank's own, not broadcast", [
+        ("DDP(net)\n", "DDP(net, broadcast_buffers=False)  # here\n"),
+        ("self.norm = nn.BatchNorm1d(32)", "self.norm = nn.LayerNorm(32)"),
+        ("    model = DDP(", '    net.register_buffer("center", torch.zeros(20))\n'
+         "    model = DDP("),
+        (LOSS, "            net.center.mul_(0.9).add_(0.1 * x.mean(0))\n"
+         + LOSS.replace("(x)", "(x - net.center)")),
+    ], "buffers-differ"),
+    Case("frozen after the wrap", [
+        (OPTIMIZER, OPTIMIZER + "    net.a.requires_grad_(False)\n"),
+        (BACKWARD, "            loss.backward()  # here\n"),
+        (STEP, STEP + "            break\n"), ("range(2)", "range(1)"),
+        ("(model(x).argmax", "(net(x).argmax"),
+    ], "gradients-not-averaged"),
+    Case("a head replaced after the optimizer was made", [
+        (OPTIMIZER, ""),
+        (WRAP, OPTIMIZER.replace("model", "net").replace("\n", "  # here\n")
+         + "    net.b = nn.Linear(32, 4)\n" + WRAP),
+    ], "parameter-not-in-optimizer"),
+    Case("accumulation without division, in two arms", [
+        (LOOP + ZERO + LOSS + BACKWARD + STEP, _indented("""
+for index, (x, y) in enumerate(loader):
+    if index % 2 == 0:
+        with model.no_sync():
+            F.cross_entropy(model(x), y).backward()
+    else:
+        F.cross_entropy(model(x), y).backward()  # here
+        optimizer.step()
+        optimizer.zero_grad()
+""", 2)),
+    ], "accumulation-not-divided"),
+    Case("gradients added up by hand", [
+        *BY_HAND, (STEP, "            for p in net.parameters():\n"
+                   "                dist.all_reduce(p.grad)  # here\n" + STEP),
+    ], "scaled-by-world-size"),
+    Case("gradients divided twice by hand", [
+        *BY_HAND, (STEP, "            for p in net.parameters():\n"
+                   "                dist.all_reduce(p.grad)\n"
+                   "                p.grad.div_(world_size * world_size)  # here\n" + STEP),
+    ], "divided-twice"),
     Case("no sampler, equal seeds", [("manual_seed(rank)", "manual_seed(0)"), *NO_SAMPLER],
          "same-samples"),
     Case("no sampler, a seed per rank", NO_SAMPLER, "samples-overlap"),

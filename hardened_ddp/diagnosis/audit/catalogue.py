@@ -77,8 +77,9 @@ OBSERVED: Mapping[str, Kind] = {
     ),
     "buffers-differ": Kind(
         "warning",
-        "the statistics of BatchNorm differ between ranks",
-        "leave broadcast_buffers=True, or use torch.nn.SyncBatchNorm.convert_sync_batchnorm",
+        "the statistics of BatchNorm, or other buffers, differ between ranks",
+        "leave broadcast_buffers=True, or use torch.nn.SyncBatchNorm.convert_sync_batchnorm; "
+        "all-reduce what a buffer is computed from",
     ),
     "learning-rates-differ": Kind(
         "error",
@@ -139,7 +140,8 @@ OBSERVED: Mapping[str, Kind] = {
     "scaled-by-world-size": Kind(
         "warning",
         "the gradients are multiplied by the world size",
-        "drop the factor: DDP's average is that of the whole batch",
+        "drop the factor: DDP's average is that of the whole batch; after an all-reduce of your "
+        "own divide by the world size",
     ),
     "parameter-not-in-optimizer": Kind(
         "error",

@@ -1,27 +1,15 @@
-"""Judges the optimizer's steps: zeroed gradients, their scale, clipping, parameters that stay put.
+"""Judges the optimizer's steps: zeroed gradients, clipping, parameters that stay put.
 
 The ranks agree on these, so one rank tells; but clipping before the all-reduce shows only between
 ranks.
 """
 
-import ast
-from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from hardened_ddp.diagnosis.audit.records import Rank, Ranks, Record
-from hardened_ddp.diagnosis.audit.script import names_in
+from hardened_ddp.diagnosis.audit.scales import ENOUGH, judge_by_hand, judge_scale
 from hardened_ddp.diagnosis.audit.verdict import Verdict, at
 from hardened_ddp.diagnosis.audit.weights import MAX_NAMED, name_of
-
-ENOUGH = 2
-"""Sampled steps that must agree before anything is said."""
-
-CLOSE = 1e-3
-"""Relative: factors of a loss are products of few floats."""
-
-_WORLD = frozenset(("world", "num_processes", "nprocs", "n_gpu", "num_gpus", "ngpus")).union(
-    ("num_replicas", "n_ranks", "num_ranks")
-)
 
 
 def judge_updates(ranks: Ranks) -> Iterator[Verdict]:
@@ -30,9 +18,10 @@ def judge_updates(ranks: Ranks) -> Iterator[Verdict]:
     for optimizer in rank.all("optimizer"):
         steps = [s for s in rank.all("step") if s["o"] == optimizer["o"] and "g" in s]
         yield from _zeroing(steps)
-        yield from _scale(rank, steps, ranks)
+        yield from judge_scale(rank, steps, ranks)
         if not ranks.are_sharded:
             yield from _still(rank, optimizer, steps)
+    yield from judge_by_hand(rank, ranks)
     yield from _orphans(rank)
     yield from _clipping(ranks)
 
@@ -71,128 +60,14 @@ def _zeroing(steps: Sequence[Record]) -> Iterator[Verdict]:
         )
 
 
-def _scale(rank: Rank, steps: Sequence[Record], ranks: Ranks) -> Iterator[Verdict]:
-    """Yield gradients that are too large or too small by the accumulation or the world size."""
-    later = [s for s in steps if s["n"] > 1 and not s["has_closure"]] or list(steps)
-    readings = [reading for step in later if (reading := _reading(rank, step)) is not None]
-    if len(readings) < ENOUGH or len(set(readings)) != 1:
-        return
-    parts, factor = readings[0]
-    world, step = ranks.world_size, later[0]
-    file, _, _ = step["backward_line"].rpartition(":")
-    whole = factor * parts
-    seen = f"each loss is a mean, and is multiplied by {factor:.6g}; {parts} backwards make a step"
-    if parts > 1 and _is(whole, parts):
-        yield Verdict(
-            code="accumulation-not-divided",
-            sentence=f"{parts} batches make a step, and their losses are added up without a "
-            f"division: the gradients are {parts} times too large",
-            **at(step["backward_line"]),
-            evidence=(seen,),
-        )
-    elif parts > 1 and _is(whole, 1 / parts) and (line := _scaling_line(file, ())):
-        yield Verdict(
-            code="divided-twice",
-            sentence=f"the loss is divided by the {parts} batches of a step twice",
-            **at(line),
-            evidence=(seen,),
-        )
-    elif world > 1 and (_is(whole, world) or _is(whole, 1 / world)):
-        if _shares_outputs(rank) or not any(s["backwards"].get("sync") for s in steps):
-            return
-        if line := _scaling_line(file, _WORLD):
-            is_large = _is(whole, world)
-            yield Verdict(
-                code="scaled-by-world-size" if is_large else "divided-twice",
-                sentence="DDP averages the gradients over the ranks already; the program "
-                + (f"multiplies them by the {world} ranks" if is_large else "divides them again"),
-                **at(line),
-                evidence=(seen,),
-            )
-
-
-def _reading(rank: Rank, step: Record) -> tuple[int, float] | None:
-    """Give the number of batches of a step, and the factor of each; None if it is not sure."""
-    kinds = {kind for _, kind in step["factors"]}
-    values = {round(value / step["amp_scale"], 7) for value, _ in step["factors"]}
-    if kinds != {"mean"} or len(values) != 1 or len(step["backward_lines"]) != 1:
-        return None
-    number = step["backwards"]["all"]
-    if number > 1:
-        # WHY: several losses of one batch are added up rightly
-        inputs = [x for x in step["inputs"] if x is not None]
-        is_split = step["batches"] == number or (
-            not step["batches"] and len(set(inputs)) == min(number, 16)
-        )
-        if not is_split:
-            return None
-    factor: float = values.pop()
-    by_hand = step["ratio"]
-    is_clipped = any(step["n"] in clip["next_steps"].values() for clip in rank.all("clip"))
-    if by_hand is not None and not is_clipped:
-        factor *= by_hand * step["amp_scale"]
-    return number, round(factor, 6)
-
-
-def _is(value: float, wanted: float) -> bool:
-    return abs(value - wanted) <= CLOSE * abs(wanted)
-
-
-def _shares_outputs(rank: Rank) -> bool:
-    """Whether outputs are gathered in training: then a loss may rightly count for all ranks."""
-    return any("gather" in c["op"] or "reduce_scatter" in c["op"] for c in rank.all("collective"))
-
-
-def _scaling_line(file: str, words: Collection[str]) -> str:
-    """Find the line that multiplies or divides by what has one of these words in its name.
-
-    Without words: by anything but a plain number. Only a factor that was measured is looked for.
-    """
-    try:
-        tree = ast.parse(Path(file).read_text(encoding="utf-8", errors="replace"))
-    except (OSError, SyntaxError, ValueError):
-        return ""
-    aliases = {
-        name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and _has(node.value, words)
-        for target in node.targets
-        for name in names_in(target)
-    }
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.BinOp | ast.AugAssign) or not isinstance(
-            node.op, ast.Mult | ast.Div
-        ):
-            continue
-        sides = [node.right, node.left] if isinstance(node, ast.BinOp) else [node.value]
-        is_loss = any(
-            word in ast.unparse(node).lower() for word in ("loss", "grad", "criterion", "entropy")
-        )
-        for side in sides:
-            is_it = _has(side, words) or bool(names_in(side) & aliases) if words else True
-            if is_it and is_loss and not isinstance(side, ast.Constant):
-                return f"{file}:{node.lineno}"
-    calls = ("div_", "mul_", "div", "mul")
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            continue
-        if node.func.attr in calls and node.args:
-            given = node.args[0]
-            if not words or _has(given, words) or names_in(given) & aliases:
-                return f"{file}:{node.lineno}"
-    return ""
-
-
-def _has(node: ast.AST, words: Collection[str]) -> bool:
-    return any(word in name.lower() for name in names_in(node) for word in words)
-
-
 def _still(rank: Rank, optimizer: Record, steps: Sequence[Record]) -> Iterator[Verdict]:
     """Yield parameters of an optimizer that do not move."""
     if len(steps) < 4:
         return
     every = [i for i, is_trained in enumerate(optimizer["trainable"]) if is_trained]
     unused = [i for i in every if all(step["g"][i] is None for step in steps)]
+    if any(look["orphans"] for look in rank.all("still")):  # see _orphans
+        unused = [i for i in unused if optimizer["in_ddp"][i]]
     stuck = {
         i
         for record in rank.all("still")
@@ -245,11 +120,15 @@ def _orphans(rank: Rank) -> Iterator[Verdict]:
     if names and optimizer:
         shown = ", ".join(names[:MAX_NAMED])
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        num_stale = sum(not is_in_ddp for is_in_ddp in optimizer["in_ddp"])
         yield Verdict(
             code="parameter-not-in-optimizer",
             sentence=f"{shown}{more}: trainable, but in no optimizer, so never updated",
             **at(optimizer["line"]),
-            evidence=(f"{len(names)} parameters of the DDP model are in no optimizer",),
+            evidence=(
+                f"{len(names)} parameters of the DDP model are in no optimizer",
+                f"the optimizer has {num_stale} that DDP's model does not have",
+            )[: 1 + bool(num_stale)],
         )
 
 

@@ -53,10 +53,10 @@ def _first_difference(first: Rank, other: Rank) -> Iterator[Verdict]:
         if not any(optimizer["in_ddp"]) and not any(a.get("g", [None])):
             continue  # its parameters take no part in training: no rank uses them
         who = f"ranks {first.number} and {other.number}"
-        if step == 1 and (
-            seen := _which(optimizer, optimizer["first"], made_there[number]["first"])
-        ):
-            late = _made_late(optimizer, made_there[number])
+        there = made_there[number]
+        starts = [_trained(optimizer, a, made["first"]) for made in (optimizer, there)]
+        if step == 1 and (seen := _which(optimizer, *starts)):
+            late = _made_late(optimizer, there)
             yield _unequal_start(first, other, optimizer, f"{who}, before step 1: {seen}", late)
             return
         if a["lr"] != b["lr"]:
@@ -72,7 +72,7 @@ def _first_difference(first: Rank, other: Rank) -> Iterator[Verdict]:
         if seen := _which(optimizer, a["g"], b["g"]):
             yield _not_averaged(first, other, optimizer, a, f"{who}, step {step}: {seen}")
             return
-        if seen := _which(optimizer, a["w"], b["w"]):
+        if seen := _which(optimizer, *(_trained(optimizer, a, s["w"]) for s in (a, b))):
             yield Verdict(
                 code="weights-differ",
                 sentence=f"the weights differ between ranks from step {step} on, though the "
@@ -82,6 +82,13 @@ def _first_difference(first: Rank, other: Rank) -> Iterator[Verdict]:
                 evidence=(f"{who}: {seen}",),
             )
             return
+
+
+def _trained(optimizer: Record, step: Record, weights: Sequence[object]) -> list[object]:
+    """Leave out the weights that no model uses: replaced before the wrap."""
+    gradients = step.get("g") or weights
+    parts = zip(weights, optimizer["in_ddp"], gradients, strict=True)
+    return [w if is_in_ddp or g is not None else None for w, is_in_ddp, g in parts]
 
 
 def _made_late(optimizer: Record, there: Record) -> str:
@@ -124,6 +131,11 @@ def _not_averaged(first: Rank, other: Rank, optimizer: Record, step: Record, see
         for i, (a, b) in enumerate(zip(step["g"], other_step["g"], strict=True))
         if a != b and not optimizer["in_ddp"][i]
     ]
+    searches = any(d["find_unused"] or d["static_graph"] for d in first.all("ddp"))
+    # WHY: the reduction of a bucket begins when all of its parameters have gradients
+    unfinished = [
+        i for i, g in enumerate(step["g"]) if g is None and optimizer["in_ddp"][i] and not searches
+    ]
     line = step["backward_line"] or step["line"]
     if not first.all("ddp"):
         why = "the model is not wrapped in DistributedDataParallel"
@@ -138,6 +150,9 @@ def _not_averaged(first: Rank, other: Rank, optimizer: Record, step: Record, see
     elif bare or (counts.get("bypass") and not counts.get("sync")):
         why = "the forward did not go through DDP: its inner module was called"
         line = bare or line
+    elif unfinished:
+        names = ", ".join(name_of(optimizer, i) for i in unfinished[:MAX_NAMED])
+        why = f"DDP still waits for the gradients of {names}, which this backward did not give"
     elif counts.get("no_sync") and not counts.get("sync"):
         why = "every backward of the step ran under no_sync()"
         line = quiet or line
@@ -187,17 +202,25 @@ def _by_hand(first: Rank, other: Rank) -> Iterator[Verdict]:
 
 
 def _buffers(first: Rank, other: Rank) -> Iterator[Verdict]:
-    theirs = {(s["o"], s["n"]): s for s in other.all("step") if s.get("norms")}
+    theirs = {(s["o"], s["n"]): s for s in other.all("step") if s.get("buffers")}
     for step in first.all("step"):
         match = theirs.get((step["o"], step["n"]))
-        if match and step.get("norms") and step["norms"] != match["norms"]:
+        if match is None or not step.get("buffers") or step["buffers"] == match["buffers"]:
+            continue
+        mine, yours = step["buffers"], match["buffers"]
+        differ = [name for name in mine if mine[name] != yours.get(name)]
+        if differ:
             wrap = next(d for d in first.all("ddp") if not d["broadcasts"])
+            is_norm = all("running_" in name for name in differ)
+            what = "the statistics of BatchNorm differ" if is_norm else f"{differ[0]} differs"
             yield Verdict(
                 code="buffers-differ",
-                sentence="the statistics of BatchNorm differ between ranks: each rank evaluates, "
-                "and saves, another model",
+                sentence=f"{what} between ranks: each rank evaluates, and saves, another model",
                 **at(wrap["line"]),
-                evidence=(f"step {step['n']}; DDP was made with broadcast_buffers=False",),
+                evidence=(
+                    f"step {step['n']}: {len(differ)} of {len(mine)} buffers, first {differ[0]}; "
+                    "DDP was made with broadcast_buffers=False",
+                ),
             )
             return
 

@@ -14,6 +14,9 @@ from hardened_ddp.diagnosis.audit.injected.fingerprints import fingerprints, lea
 from hardened_ddp.diagnosis.audit.injected.loaders import Loaders
 from hardened_ddp.diagnosis.audit.injected.recorder import Foreign, Recorder, user_line
 
+MAX_BUFFER = 1_000_000
+"""Elements: reading larger ones takes too long."""
+
 MAX_BARE_CALLS = 3
 
 
@@ -108,13 +111,16 @@ class Replicas:
         quiet = [r.no_sync_line for r, _ in self.living() if r.no_sync_line]
         return {"bare": bare[0] if bare else "", "no_sync": quiet[0] if quiet else ""}
 
-    def buffers(self) -> list[Foreign]:
-        """Give fingerprints of BatchNorm's statistics that DDP does not send to all ranks."""
-        found: list[Foreign] = []
-        for _, ddp in self.living():
-            if not ddp.broadcast_buffers:
-                found += [b for n, b in ddp.module.named_buffers() if n.endswith("running_mean")]
-        return fingerprints(found)
+    def buffers(self) -> dict[str, Foreign]:
+        """Give fingerprints of the buffers that DDP does not send to all ranks, by name."""
+        found = {
+            name: buffer
+            for _, ddp in self.living()
+            if not ddp.broadcast_buffers
+            for name, buffer in ddp.module.named_buffers()
+            if buffer.is_floating_point() and buffer.numel() <= MAX_BUFFER
+        }
+        return dict(zip(found, fingerprints(list(found.values())), strict=True))
 
     def _look_for_bare_call(self, replica: Replica, ddp: Foreign) -> None:
         if replica.has_bare_hook or replica.bare_line or replica.num_bare >= MAX_BARE_CALLS:

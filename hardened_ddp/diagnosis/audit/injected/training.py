@@ -26,9 +26,7 @@ from hardened_ddp.diagnosis.audit.injected.optimizers import (
 from hardened_ddp.diagnosis.audit.injected.recorder import Foreign, Recorder, user_line
 from hardened_ddp.diagnosis.audit.injected.replicas import Replicas
 
-FIRST_STEPS = 4
-"""All of them are sampled; then only as many as cost little."""
-
+FIRST_STEPS = 4  # all of them are sampled; then only as many as cost little
 STILL_AT = (4, 16, 48)
 """Steps after which parameters that did not move are listed."""
 
@@ -193,17 +191,19 @@ class Training:
         gradients, weights = both[: len(parameters)], both[len(parameters) :]
         if known.num_steps in STILL_AT:
             self._emit_still(optimizer, known, gradients, weights)
+        local, values = known.last_values, probe_values(parameters)
         return {
             "g": gradients,
             "w": weights,
             "before": self._weights_before,
-            "norms": self._replicas.buffers(),
+            "buffers": self._replicas.buffers(),
             "inputs": self._replicas.inputs,
             "forward_line": self._replicas.forward_line,
             "lines": self._replicas.lines(),
             "factors": self._factors,
             "amp_scale": self.amp_scale,
-            "ratio": ratio(known.last_values, probe_values(parameters)),
+            "ratio": ratio(local, values),
+            "values": None if self._replicas.living() else [local, values],
             "num_zero": known.num_zero,
             "num_looks": known.num_backwards,
         }
