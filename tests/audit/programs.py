@@ -441,6 +441,11 @@ HEALTHY: Sequence[Case] = (
         (STEP, "            for p in net.parameters():\n                dist.all_reduce(p.grad)\n"
          + STEP),
     ]),
+    Case("evaluation of a Subset, joined", [
+        (TEST, "shuffle=False)\n"),
+        (SAMPLER, SAMPLER + "    part = range(rank, 64, world_size)\n"
+         "    test = torch.utils.data.Subset(test, part)\n"),
+    ]),
     Case("clipping", [(STEP, "            clip_grad_norm_(model.parameters(), 0.5)\n" + STEP)]),
     Case("evaluation on one rank, through the module", [
         (EVAL, "        if rank:\n            continue\n" + EVAL), (REDUCE, ""),
@@ -641,6 +646,13 @@ for index, (x, y) in enumerate(loader):
     Case("evaluation not joined", [
         (REDUCE, ""), ("            for x, y in test_loader:\n",
                        "            for x, y in test_loader:  # here\n"),
+    ], "evaluation-not-joined"),
+    Case("evaluation of a Subset not joined", [
+        (REDUCE, ""), (TEST, "shuffle=False)\n"),
+        (SAMPLER, SAMPLER + "    part = range(rank, 64, world_size)\n"
+         "    test = torch.utils.data.Subset(test, part)\n"),
+        ("            for x, y in test_loader:\n",
+         "            for x, y in test_loader:  # here\n"),
     ], "evaluation-not-joined"),
     Case("evaluation padded", [
         ("make_data(64, 1)", "make_data(63, 1)"),

@@ -155,8 +155,10 @@ def _judge_pass(
 ) -> Iterator[Verdict]:
     one = parts[0]
     size = one.about["size"]
-    sets = [set(p.indices) if p.indices else set(p.keys) for p in parts]
-    if not all(sets) or any(p.about["base"] == "part" for p in parts):
+    # WHY keys: index 3 of a Subset is another sample on each rank
+    is_part = any(p.about["base"] == "part" for p in parts)
+    sets = [set(p.keys) if is_part or not p.indices else set(p.indices) for p in parts]
+    if not all(sets):
         return
     shared = len(sets[0] & sets[1])
     is_split = shared < 0.5 * len(sets[0])
@@ -166,10 +168,13 @@ def _judge_pass(
             sentence="each rank evaluates its own share, and nothing joins the results: a metric "
             f"that one rank prints covers 1/{ranks.world_size} of the data",
             **at(one.about["line"]),
-            evidence=(f"{len(sets[0])} of {size} samples on rank 0; no reduce or gather follows",),
+            evidence=(
+                f"{len(sets[0])} samples on rank 0, {shared} of them on rank 1, too; no reduce or "
+                "gather follows",
+            ),
         )
     total = sum(len(p.indices) for p in parts)
-    is_padded = bool(size) and one.about["replicas"] == len(parts) and total > size
+    is_padded = bool(size) and not is_part and one.about["replicas"] == len(parts) and total > size
     is_summed = bool(joining) and all("gather" not in op for op in joining)
     if is_split and is_padded and is_summed and not one.about["drop_last"]:
         yield Verdict(
