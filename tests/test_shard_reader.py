@@ -19,8 +19,9 @@ from torch.utils.data import get_worker_info
 from hardened_ddp.data import read_errors
 from hardened_ddp.data.batch import BadSample, Batch
 from hardened_ddp.data.block_reader import BlockReader
+from hardened_ddp.data.read_errors import EndOfShard
 from hardened_ddp.data.shard_files import FileStream
-from hardened_ddp.data.shard_reader import EndOfShard, ShardReader
+from hardened_ddp.data.shard_reader import ShardReader
 from hardened_ddp.data.shelves import items_of
 from hardened_ddp.data.text_shards import TextFormat
 from hardened_ddp.errors import LoaderError
@@ -103,6 +104,84 @@ def test_a_reader_that_goes_on_loses_only_the_bad_sample(tmp_path: Path) -> None
     assert positions(batch) == [0, 1, 3]
     assert [bad.index // 2 for bad in batch.bad] == [2]
     assert positions(block(stream, 1, range(4, 8), reader)) == [4, 5]
+
+
+class SomeFaulty(Rows):
+    """A generator that always raises at these samples of each shard."""
+
+    def __init__(self, bad: tuple[int, ...]) -> None:
+        super().__init__([9, 9])
+        self.bad = bad
+
+    def row(self, shard: int, index: int) -> Any:
+        if index in self.bad:
+            raise ValueError("a bad row")
+        return super().row(shard, index)
+
+
+class SomeFaultyCursor(SomeFaulty, StatefulRows):
+    """The same as an object whose next() goes on after an error."""
+
+
+class WithoutState(SomeFaultyCursor):
+    """The same without a state."""
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+        cursor = super().open(shard, epoch=epoch, state=None)
+        return Plain(cursor)
+
+
+class Plain:
+    def __init__(self, cursor: Iterator[Any]) -> None:
+        self.cursor = cursor
+
+    def __iter__(self) -> "Plain":
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.cursor)
+
+
+class SomeFragile(SomeFaulty):
+    """The same as an object around a generator, whose state goes on after an error."""
+
+    moves = True
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+        rows = super().open(shard, epoch=epoch, state=state)
+        return FragileReader(self, rows, state or 0)  # type: ignore[arg-type]  # it has moves
+
+
+@pytest.mark.parametrize("kind", [SomeFaultyCursor, WithoutState, SomeFragile])
+@pytest.mark.parametrize("bad", [(2, 5), (0, 1, 2), (1, 6, 7)])
+def test_several_bad_samples_of_a_shard_lose_only_themselves(
+    bad: tuple[int, ...], kind: type[SomeFaulty]
+) -> None:
+    reader = BlockReader(kind(bad), seed=1)
+    batches = [block(reader.dataset, 1, range(at, at + 4), reader) for at in (0, 4, 8)]
+    assert [place for batch in batches for place in positions(batch)] == [
+        place for place in range(9) if place not in bad
+    ]
+    assert [sample.index // 2 for batch in batches for sample in batch.bad] == list(bad)
+    assert batches[-1].inputs["end"] == 9
+
+
+@pytest.mark.parametrize("kind", [SomeFaultyCursor, WithoutState, SomeFragile, SomeFaulty])
+def test_bad_samples_before_a_resume_end_no_reader_that_went_on(kind: type[SomeFaulty]) -> None:
+    batch = block(kind((1, 2, 6)), 1, range(4, 9))
+    goes_on = kind is not SomeFaulty
+    assert positions(batch) == ([4, 5, 7, 8] if goes_on else [])
+    assert [sample.index // 2 for sample in batch.bad] == ([6] if goes_on else [4, 5, 6, 7, 8])
+    if not goes_on:
+        assert "sample 1 of its shard ended the reader" in batch.bad[0].error
+
+
+@pytest.mark.parametrize("kind", [SomeFaultyCursor, SomeFragile])
+def test_behind_a_last_sample_that_is_bad_a_state_finds_the_end(kind: type[SomeFaulty]) -> None:
+    reader = BlockReader(kind((3, 8)), seed=1)
+    batches = [block(reader.dataset, 1, range(at, at + 4), reader) for at in (0, 4, 8)]
+    assert [sample.index // 2 for batch in batches for sample in batch.bad] == [3, 8]
+    assert batches[-1].inputs["end"] == 9
 
 
 def test_an_end_right_after_an_error_is_not_believed(tmp_path: Path) -> None:

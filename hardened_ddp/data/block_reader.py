@@ -13,8 +13,8 @@ import torch.utils.data
 
 from hardened_ddp.data.batch import BadSample, Batch, Request
 from hardened_ddp.data.packing import pack
-from hardened_ddp.data.read_errors import describe, is_transient
-from hardened_ddp.data.shard_reader import EndOfShard, Given, ShardReader
+from hardened_ddp.data.read_errors import EndOfShard, Given, describe, is_transient
+from hardened_ddp.data.shard_reader import ShardReader
 from hardened_ddp.data.shards import UNKNOWN, shard_of
 from hardened_ddp.data.stream_types import Stream, name_of
 from hardened_ddp.errors import LoaderError

@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import Subset
 
 from hardened_ddp.data.stream_types import is_stream, name_of
+from hardened_ddp.errors import SampleError
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,27 @@ _MAX_TEXT = 400  # characters of a foreign error, which may quote a whole file
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _FILE_LISTS = ("samples", "imgs", "files", "paths")
+
+
+class EndOfShard(Exception):
+    """The shard has no such sample: it ends before."""
+
+    def __init__(self, end: int) -> None:
+        super().__init__(f"the shard has {end} samples")
+        self.end = end
+
+
+class Given(Exception):
+    """A reader gave an exception as its sample: that one is bad, and the reader goes on."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(describe(error))
+        self.error = error
+
+
+def behind(place: int, error: str) -> SampleError:
+    """Return the error of a sample that can't be read because of one before it in its shard."""
+    return SampleError(f"sample {place} of its shard ended the reader: {error}")
 
 
 def describe(error: BaseException) -> str:

@@ -3,9 +3,8 @@
 Owns the open readers and their positions. The samples of a shard come in their order, so the same
 reader goes on; one for another position is opened anew, from the state nearest before it.
 What goes wrong here: a reader raises. It is opened anew and tried again: a generator that raised is
-over, and its next next() looks like the end of the shard. A sample that fails twice is reported by
-shard and position. What is behind it can be read if the reader has skip(), if it goes on after an
-error, or if its state did.
+over, and looks as at its end. A sample that fails twice is reported by shard and position. What is
+behind it can be read if the reader has skip(), if it goes on after an error, or if its state did.
 """
 
 import contextlib
@@ -17,7 +16,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hardened_ddp.data.read_errors import describe, is_permanent, is_transient, retry_read
+from hardened_ddp.data.read_errors import (
+    EndOfShard,
+    Given,
+    behind,
+    describe,
+    is_permanent,
+    is_transient,
+    retry_read,
+)
 from hardened_ddp.data.shards import UNKNOWN, id_of
 from hardened_ddp.data.stream_types import Stream
 from hardened_ddp.data.worker_info import seen_by_user
@@ -30,14 +37,6 @@ Shortcut = tuple[int, int, Any]
 log = logging.getLogger(__name__)
 
 _END = object()
-
-
-class EndOfShard(Exception):
-    """The shard has no such sample: it ends before."""
-
-    def __init__(self, end: int) -> None:
-        super().__init__(f"the shard has {end} samples")
-        self.end = end
 
 
 @dataclass(slots=True)
@@ -68,6 +67,9 @@ class ShardReader:
         self._ends: dict[tuple[int, int], int] = {}
         self._blocked: dict[tuple[int, int], tuple[int, str]] = {}
         """(epoch, shard) -> the sample that no reader goes beyond, and its error."""
+
+        self._passed: dict[tuple[int, int], set[int]] = {}
+        """(epoch, shard) -> the samples that failed, and behind which their reader goes on."""
 
         self._deadly: dict[tuple[int, int], dict[int, str]] = {}
         """(epoch, shard) -> the samples that no reader is asked for again, each with its error."""
@@ -128,7 +130,7 @@ class ShardReader:
             raise EndOfShard(end)
         place, text = self._blocked.get((epoch, shard), (index, ""))
         if place < index:
-            raise SampleError(_after(place, text))
+            raise behind(place, text)
         if text := self._deadly.get((epoch, shard), {}).get(index, ""):
             raise SampleError(text)
         try:
@@ -151,8 +153,9 @@ class ShardReader:
         except (MemoryError, Given):
             raise
         except Exception as error:  # WHY broad: as above
-            self._go_beyond(epoch, shard, index, error)
-            raise
+            if self._go_beyond(epoch, shard, index, error) == index:
+                raise
+        return self.read(epoch, shard, index, troubles)  # one before it was left out in its turn
 
     def pass_over(self, epoch: int, shard: int, index: int, error: str) -> None:
         """Never ask a reader for this sample again: it ends the process that reads it.
@@ -187,24 +190,36 @@ class ShardReader:
         self._open.clear()
 
     def _read_once(self, epoch: int, shard: int, index: int) -> Any:
+        self._failed = None
         reader = self._open.get(shard)
         if reader is None or reader.epoch != epoch or reader.position > index:
             reader = self._open_at(epoch, shard, index)
-        deadly = self._deadly.get((epoch, shard), {})
-        while reader.position < index:
-            if reader.position in deadly:
-                self._skip(reader, shard, deadly[reader.position])
+        return self._next(self._advance(reader, shard, index), shard)
+
+    def _advance(self, reader: _Open, shard: int, index: int) -> _Open:
+        """Read on to a sample, and pass over those before it that are known to be bad."""
+        deadly = self._deadly.get((reader.epoch, shard), {})
+        passed = self._passed.get((reader.epoch, shard), set())
+        while (place := reader.position) < index:
+            if place in deadly:
+                self._skip(reader, shard, deadly[place])
                 continue
-            with contextlib.suppress(Given):
-                self._next(reader, shard)
-        return self._next(reader, shard)
+            try:
+                with contextlib.suppress(Given):
+                    self._next(reader, shard)
+            except Exception as error:  # WHY broad: the user's code
+                if place not in passed or self._failed is not reader:
+                    raise
+                self._go_on(reader, shard, error)
+            reader = self._open[shard]  # WHY: behind a bad sample it may be another one
+        return reader
 
     def _skip(self, reader: _Open, shard: int, error: str) -> None:
         """Let the reader pass over its next sample without making it. Raises SampleError."""
         if not callable(getattr(reader.samples, "skip", None)):
             self._open.pop(shard, None)
             self._blocked[reader.epoch, shard] = (reader.position, error)
-            raise SampleError(_after(reader.position, error))
+            raise behind(reader.position, error)
         with seen_by_user(self.stream, shard):
             reader.samples.skip()  # type: ignore[attr-defined]  # looked for above
         reader.position += 1
@@ -218,8 +233,8 @@ class ShardReader:
             seed_sample(self.seed, epoch, -1 - shard)
         with seen_by_user(self.stream, shard):
             samples = iter(self.stream.open(shard, epoch=epoch, state=state))
-        reader = self._open[shard] = _Open(epoch, position, samples)
-        return reader
+        self._open[shard] = _Open(epoch, position, samples)
+        return self._open[shard]
 
     def _next(self, reader: _Open, shard: int) -> Any:
         """Take the reader's next sample; a reader that raises is not used again."""
@@ -245,51 +260,36 @@ class ShardReader:
             raise Given(sample)
         return sample
 
-    def _go_beyond(self, epoch: int, shard: int, index: int, error: Exception) -> None:
-        """Prepare to read what is behind a sample that failed twice, if the reader allows it."""
+    def _go_beyond(self, epoch: int, shard: int, index: int, error: Exception) -> int:
+        """Prepare to read behind a sample that failed twice, if the reader allows it; say which."""
         failed = self._failed
-        if failed is None or failed.position != index:
-            self._blocked[epoch, shard] = (index, describe(error))
-        elif callable(getattr(failed.samples, "skip", None)):
-            self.pass_over(epoch, shard, index, describe(error))
-        elif inspect.isgenerator(failed.samples):
-            self._blocked[epoch, shard] = (index, describe(error))
+        place = index if failed is None else failed.position
+        if failed is not None and callable(getattr(failed.samples, "skip", None)):
+            self.pass_over(epoch, shard, place, describe(error))
+        elif failed is None or inspect.isgenerator(failed.samples):
+            self._blocked.setdefault((epoch, shard), (place, describe(error)))
         else:
-            failed.position, failed.after_error = index + 1, describe(error)
-            failed.state_after_error = self._copy_state(failed, shard)
-            self._open[shard] = failed
+            self._passed.setdefault((epoch, shard), set()).add(place)
+            self._go_on(failed, shard, error)
+        return place
+
+    def _go_on(self, failed: _Open, shard: int, error: Exception) -> None:
+        """Keep a reader that raised: it may go on behind the bad sample."""
+        failed.position, failed.after_error = failed.position + 1, describe(error)
+        failed.state_after_error = self._copy_state(failed, shard)
+        self._open[shard] = failed
 
     def _read_behind(self, over: _Open, shard: int) -> Any:
         """Read the sample behind a bad one from a state, as the reader ended. Any: as above.
 
-        WHY compare: a state that is still that of the bad sample would give it once more. WHY no
-        end: a state that leads nowhere must not look like the end of the shard.
+        WHY compare: a state that is still that of the bad sample would give it once more.
         """
         place, after = over.position - 1, over.state_after_error
         if after is not None:
-            reader = self._open_at(over.epoch, shard, place)
-            while reader.position < place:
-                with contextlib.suppress(Given):
-                    self._next(reader, shard)
+            reader = self._advance(self._open_at(over.epoch, shard, place), shard, place)
             if self._copy_state(reader, shard) != after:
-                with seen_by_user(self.stream, shard):
-                    samples = iter(self.stream.open(shard, epoch=over.epoch, state=after))
-                    sample = next(samples, _END)
-                if sample is not _END:
-                    self._open[shard] = _Open(over.epoch, place + 2, samples)
-                    return sample
+                self.shortcuts[shard] = (over.epoch, place + 1, after)
+                return self._next(self._open_at(over.epoch, shard, place + 1), shard)
             self._open.pop(shard, None)
         self._blocked[over.epoch, shard] = (place, over.after_error)
-        raise SampleError(_after(place, over.after_error)) from None
-
-
-def _after(place: int, error: str) -> str:
-    return f"sample {place} of its shard ended the reader: {error}"
-
-
-class Given(Exception):
-    """A reader gave an exception as its sample: that one is bad, and the reader goes on."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(describe(error))
-        self.error = error
+        raise behind(place, over.after_error) from None

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from hardened_ddp.data.shard_reader import EndOfShard, ShardReader
+from hardened_ddp.data.read_errors import EndOfShard
+from hardened_ddp.data.shard_reader import ShardReader
 from hardened_ddp.data.shards import shard_of
 from hardened_ddp.data.stream_types import Stream, digests_of, name_of, sizes_of
 
