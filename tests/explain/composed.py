@@ -51,6 +51,23 @@ _XID = "[ 8123.456789] NVRM: Xid (PCI:0000:{other}:00): "
 _NCCL = "gpu-node-7:{other}012:{other}345 [3] "
 
 LOGS = (
+    _line("memory-scheduler", "TERM_MEMLIMIT: job killed after reaching LSF memory usage limit."),
+    _line("memory-scheduler", "=>> PBS: job killed: mem 6871947{other}b exceeded limit 6871946b"),
+    _raised(
+        "gpu-triton-resources",
+        "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: "
+        "131{other}72, Hardware limit: 101376. Reducing block sizes or `num_stages` may help.",
+    ),
+    _raised("amp-dtype", "RuntimeError: FlashAttention only support fp16 and bf16 data type"),
+    _raised(
+        "amp-nan",
+        "AssertionError: Rank {rank}: found NaN in local forward loss calculation. Device: 5",
+    ),
+    _raised(
+        "graph-device-mixed",
+        "RuntimeError: Expected tensor for argument #1 'input' to have the same device as tensor "
+        "for argument #2 'weight'; but device {rank} does not equal {other}",
+    ),
     _raised(
         "accelerator-collectives",
         "RuntimeError: oneCCL: atl_ofi_comm.cpp:232 init_transport: EXCEPTION: failed to initialize "

@@ -125,4 +125,20 @@ CAUSES = (
         source="c10/cuda/CUDAException.cpp",
         no_test=_NO_GPU,
     ),
+    Cause(
+        code="gpu-triton-resources",
+        title="a Triton kernel needs more of the GPU than it has",
+        phrases=(
+            r"out of resource: (?P<what>[\w ]+), Required: (?P<need>\d+), Hardware limit: "
+            r"(?P<have>\d+)",
+        ),
+        why="The kernel's block sizes were chosen for a GPU with more shared memory per block",
+        fix=Fix(
+            plain="Smaller block sizes or num_stages in the kernel; another attention kernel "
+            "(sdpa); a newer triton. torch.compile: mode='default' instead of 'max-autotune'.",
+        ),
+        confirm="The two numbers in the message; it works on a GPU of a larger class.",
+        source="triton/runtime/errors.py",
+        no_test=_NO_GPU,
+    ),
 )

@@ -11,6 +11,8 @@ CAUSES = (
             r"Input type \(torch\.\w*\.?FloatTensor\) and weight type \(torch\.\w*\.?FloatTensor\) "
             r"should be the same",
             r"module must have its parameters and buffers on device",
+            r"Expected tensor for argument #\d+ '\w+' to have the same device as tensor for",
+            r"Input and (?:parameter|hidden) tensors are not at the same device",
         ),
         why="A batch, a buffer or a new tensor was not moved to this rank's GPU, or to cuda:0 "
         "instead of cuda:LOCAL_RANK",

@@ -67,6 +67,7 @@ CAUSES = (
             r"mat1 and mat2 must have the same dtype, but got (?P<one>\w+) and (?P<two>\w+)",
             r"Input type \((?P<one>[\w.]+)\) and bias type \((?P<two>[\w.]+)\) should be the same",
             r"\"\w+\" not implemented for '(?:Half|BFloat16)'",
+            r"FlashAttention only supports? fp16 and bf16 data type",
         ),
         why="One part runs outside of autocast, or was cast by hand",
         fix=Fix(
@@ -107,6 +108,7 @@ CAUSES = (
             r"[Ll]oss is nan",
             r"[Ll]oss is NaN",
             r"[Ll]oss is inf",
+            r"found (?:NaN|Inf) in (?:local )?(?:forward |backward )?(?P<what>loss|grad)",
             r"(?:nan|NaN|inf)\b.*[Ss]topping training",
             r"Function '(?P<name>\w+)' returned nan values in its \d+th output",
             r"The total norm of order [\d.]+ for gradients from `parameters` is non-finite",

@@ -83,6 +83,25 @@ CAUSES = (
         no_test=_SLURM,
     ),
     Cause(
+        code="memory-scheduler",
+        title="the scheduler ended the job for its use of memory",
+        phrases=(
+            r"TERM_MEMLIMIT",
+            r"PBS: job killed: v?mem ",
+            r"memory usage exceeded request_memory",
+        ),
+        tier=Tier.KILLED,
+        blame=Blame.NOBODY,
+        why="The job used more memory than it asked for",
+        fix=Fix(
+            plain="Ask for more: bsub -M and -R 'rusage[mem=...]', qsub -l mem=...; or fewer "
+            "DataLoader workers.",
+        ),
+        confirm="bhist -l JOB, qstat -fx JOB: the memory that was used.",
+        source="LSF, PBS, HTCondor",
+        no_test="needs such a scheduler; composed from its text",
+    ),
+    Cause(
         code="stop-evicted",
         title="Kubernetes evicted the pod",
         phrases=(
