@@ -17,6 +17,7 @@ from typing import Any
 from docs.pictures.draw import write_all
 from hardened_ddp.diagnosis.explain.catalogue import FAMILIES
 from hardened_ddp.diagnosis.explain.catalogue.python import BUILT_IN, OPERATION, RAISED
+from hardened_ddp.diagnosis.explain.catalogue.silent import FINISHED, SILENT
 from hardened_ddp.diagnosis.explain.events import Fix
 from hardened_ddp.settings.record import names_of, template, yaml_word
 from hardened_ddp.settings.schema import SETTINGS, TITLES, limits
@@ -157,6 +158,8 @@ IN_A_TRACEBACK = {cause.code: f"`{name}:`" for name, cause in BUILT_IN.items()}
 IN_A_TRACEBACK |= {
     RAISED.code: "another exception, from a `raise` of the program",
     OPERATION.code: "another exception, from a line of the program without `raise`",
+    SILENT.code: "torchrun's table: one rank failed that printed no exception; the others lost it",
+    FINISHED.code: "torchrun's table: no other failure than lost connections",
 }
 """What the log has for a cause that is chosen by the type of an exception."""
 

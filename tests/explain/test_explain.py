@@ -50,6 +50,7 @@ class TestCatalogue:
     def test_a_cause_has_a_reproducer_or_the_reason_why_not(self) -> None:
         composed = {case.code for case in LOGS} | {"nccl-timeout", "collective-missing"}
         composed.add("killed-outside")  # of a run folder: see TestFiles
+        composed.add("stop-silent")  # of torchrun's table: see test_forms.py
         composed.add("gloo-ddp-outlives-group")  # seen in a real process: see TestRanks
         for cause in CAUSES:
             assert bool(cause.test) != bool(cause.no_test), cause.code

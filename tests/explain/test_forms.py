@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.explain.composed import block_of, traceback_of
+from tests.explain.composed import PEER, block_of, traceback_of
 from tests.explain.explained import code_of, explain_text, rank_of
 
 KEY_ERROR = "\n".join(traceback_of("KeyError: 'mask'"))
@@ -121,3 +121,29 @@ class TestExits:
         lines = [f"ERROR: could not upload part {n}\nstep {n}" for n in range(40)]
         text = "\n".join(lines)
         assert explain_text(text + "\nERROR: giving up\n", tmp_path)["verdict"] == "unknown"
+
+
+class TestSilent:
+    """What no message tells: who ended, and what the others lost."""
+
+    @staticmethod
+    def lost_by(*ranks: int) -> str:
+        lines = traceback_of(PEER)
+        return "".join(f"[rank{rank}]: {line}\n" for rank in ranks for line in lines)
+
+    def test_a_rank_that_ended_without_an_exception(self, tmp_path: Path) -> None:
+        found = explain_text(self.lost_by(0, 2) + block_of({1: 3, 0: -15, 2: 1}, root=1), tmp_path)
+        assert (code_of(found), rank_of(found)) == ("stop-silent", 1)
+
+    def test_a_rank_that_finished_before_the_others(self, tmp_path: Path) -> None:
+        found = explain_text(self.lost_by(1) + block_of({1: 1}, root=1), tmp_path)
+        assert (code_of(found), rank_of(found)) == ("lost-finished-rank", None)
+
+    @pytest.mark.parametrize("failures", [{1: 3, 2: 3, 0: 1}, {1: -9, 0: 1}])
+    def test_nothing_is_said_where_it_is_not_sure(
+        self, failures: dict[int, int], tmp_path: Path
+    ) -> None:
+        found = explain_text(self.lost_by(0) + block_of(failures, root=1), tmp_path)
+        assert code_of(found) in ("lost-peer", "killed-sigkill")
+        text = "\n".join(traceback_of(PEER)) + "\n" + block_of({1: 3, 0: 1}, root=1)
+        assert code_of(explain_text(text, tmp_path)) == "lost-peer"

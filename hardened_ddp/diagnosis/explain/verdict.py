@@ -26,6 +26,7 @@ from hardened_ddp.diagnosis.explain.run_folder import (
     events_of_folder,
     newest_stacks,
 )
+from hardened_ddp.diagnosis.explain.silent import silent_ends
 
 _OF_SIGNAL = {
     -9: "killed-sigkill",
@@ -86,6 +87,7 @@ def _judge(evidence: Evidence) -> Verdict:
     # WHY: the line that tells of the end is in there, with the rank
     events = [e for e in events if not (e.kind == "message" and e.cause and e.cause.code in known)]
     events += ended
+    events += silent_ends(events, evidence)
     has_verdict = any(e.cause is not None and e.cause.code == HUNG for e in events)
     evidence.stacks = newest_stacks(evidence.stacks)
     events += events_of_folder(evidence.statuses, [] if has_verdict else evidence.stacks)

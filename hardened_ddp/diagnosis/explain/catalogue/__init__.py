@@ -19,6 +19,7 @@ from hardened_ddp.diagnosis.explain.catalogue import (
     platforms,
     precision,
     python,
+    silent,
     stops,
     storage,
 )
@@ -37,7 +38,7 @@ FAMILIES = {
     "Storage and downloads": storage.CAUSES,
     "Launch and rendezvous": launch.CAUSES,
     "Launch: frameworks, containers, settings": launch_setup.CAUSES,
-    "Signals, schedulers, Kubernetes": stops.CAUSES,
+    "Signals, schedulers, Kubernetes": stops.CAUSES + silent.CAUSES,
     "gloo and connections": gloo.CAUSES,
     "Mixed precision and torch.compile": precision.CAUSES,
     "Checkpoints": checkpoints.CAUSES,
