@@ -75,6 +75,40 @@ class TestMessages:
         assert explain_text(text + "step 4\nstep 5\n", tmp_path)["verdict"] == "healthy"
 
 
+class TestGroups:
+    def test_the_exception_in_a_group_is_the_cause(self, tmp_path: Path) -> None:
+        text = """\
+[rank1]:   + Exception Group Traceback (most recent call last):
+[rank1]:   |   File "/home/ana/train.py", line 8, in <module>
+[rank1]:   |     asyncio.run(main())
+[rank1]:   |   File "/opt/env/lib/python3.11/asyncio/taskgroups.py", line 147, in __aexit__
+[rank1]:   |     raise me from None
+[rank1]:   | ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)
+[rank1]:   +-+---------------- 1 ----------------
+[rank1]:     | Traceback (most recent call last):
+[rank1]:     |   File "/home/ana/train.py", line 3, in fetch
+[rank1]:     |     raise KeyError("label")
+[rank1]:     | KeyError: 'label'
+[rank1]:     +------------------------------------
+"""
+        found = explain_text(text, tmp_path)
+        assert (code_of(found), rank_of(found)) == ("python-keyerror", 1)
+        assert "train.py:3" in found["cause"]["sentence"]
+
+    def test_a_group_whose_exceptions_have_no_traceback(self, tmp_path: Path) -> None:
+        text = """\
+  + Exception Group Traceback (most recent call last):
+  |   File "/home/ana/train.py", line 76, in <module>
+  |     raise ExceptionGroup("prefetch failed", [ValueError("bad shard 3")])
+  | ExceptionGroup: prefetch failed (1 sub-exception)
+  +-+---------------- 1 ----------------
+    | ValueError: bad shard 3
+    +------------------------------------
+"""
+        found = explain_text(text + block_of({0: -15, 3: 1}, root=3), tmp_path)
+        assert (code_of(found), rank_of(found)) == ("python-raised", 3)
+
+
 class TestExits:
     @pytest.mark.parametrize(
         ("words", "code"),

@@ -17,6 +17,12 @@ HEADER = re.compile(
 _FRAME = re.compile(
     r'\s*(?:\| )*File "(?P<file>[^"]+)", line (?P<line>\d+)(?:, in (?P<function>.+))?'
 )
+_MARGIN = re.compile(r"(?: {2})+\| ")
+"""Python's, beside the tracebacks of an exception group."""
+
+_MEMBER = re.compile(r"\n\+[-+]+ \d+ -+$")
+"""The line of a group's message behind which the traceback of one of its exceptions stands."""
+
 _DUMPED_FRAME = re.compile(r'\s*File "[^"]+", line \d+ in ')
 """Of faulthandler: its stacks belong to no exception."""
 
@@ -86,6 +92,8 @@ class Assembler:
 
     def take(self, line: Line) -> Found | None:
         """Take the stream's next line; return an exception when its last line is reached."""
+        if self.num_open:
+            line.text = _MARGIN.sub("", line.text, count=1)
         text = line.text
         self.weak_lines -= self.weak_lines > 0
         if any(mark in text for mark in _WEAK_MARKS):
@@ -127,7 +135,8 @@ class Assembler:
         before = header["before"]
         self.is_weak = self.weak_lines > 0
         self.is_quoted = before.rstrip().endswith("Original")
-        if self.is_quoted and self.in_message is not None:
+        said = self.in_message.raised.message if self.in_message is not None else ""
+        if self.in_message is not None and (self.is_quoted or _MEMBER.search(said)):
             self.before, self.link = self.in_message.raised, "inner"
         elif not self.link:
             self.before = None
