@@ -19,10 +19,11 @@ from rich.console import Console
 from hardened_ddp.diagnosis.report_page import page_of
 from hardened_ddp.diagnosis.report_plots import rank_plot
 from hardened_ddp.diagnosis.run_events import events_of, merged
-from hardened_ddp.diagnosis.run_files import RunView, read_run
+from hardened_ddp.diagnosis.run_files import RunView, find_run_folder, read_run
+from hardened_ddp.diagnosis.tools import run_tool
 from hardened_ddp.diagnosis.watch import drawn, run_watch
 from hardened_ddp.diagnosis.watch_view import COLUMNS, sparkline, view_of
-from hardened_ddp.errors import ConfigError, RunFolderError
+from hardened_ddp.errors import CheckpointError, ConfigError, RunFolderError
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.training.run_report import _own_split
 from tests.marks import slow_after
@@ -368,3 +369,23 @@ def test_a_wrong_run_or_interval_is_one_clear_error(tmp_path: Path) -> None:
             with pytest.raises(RunFolderError, match="can't be read: Permission denied"):
                 run_watch(parse(["watch", *words]).options, output=io.StringIO())
     assert "unknown" in watched(tmp_path)[1]
+
+
+def test_a_folder_of_the_same_name_here_does_not_hide_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("first", "runs/first/checkpoints"):
+        (tmp_path / folder).mkdir(parents=True)
+    assert find_run_folder("first", "runs") == Path("runs/first")
+
+
+def test_verify_ledger_finds_a_run_by_its_name_and_says_if_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/first/checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="runs/first has no valid checkpoint"):
+        run_tool(parse(["verify-ledger", "first"]))
+    with pytest.raises(RunFolderError, match="there is no run x: neither"):
+        run_tool(parse(["verify-ledger", "x"]))

@@ -134,11 +134,13 @@ def find_run_folder(name: str, output_dir: str) -> Path:
             fix = "name one: python ddp_training.py watch PATH (or --output_dir FOLDER)"
             raise RunFolderError(f"there is no run in {output}", fix=fix)
         return max(found)[1]
-    for path in (Path(name), output / name):
+    paths = (Path(name), output / name)
+    for path in paths:
         _check_access(path)
+        if _is_run(path):
+            return path
+    for path in paths:
         if os.path.isdir(path):
-            if _is_run(path):
-                return path
             raise RunFolderError(
                 f"{path} is not a run folder: no {CHECKPOINTS_NAME}, no {STATUS_FOLDER}, no logs",
                 fix=_known_runs(output),
@@ -287,4 +289,6 @@ def _changed_at(path: Path) -> float:
 
 def _known_runs(output: Path) -> str:
     names = [path.name for path in folders_in(output) if _is_run(path)]
-    return f"choose a run of {output}: {', '.join(names[-5:]) or 'it has none'}"
+    if not names:
+        return f"{output} has no run yet; start one: ./launch_examples.sh 1"
+    return f"choose a run of {output}: {', '.join(names[-5:])}"

@@ -5,7 +5,6 @@ and no command waits for what only another one needs.
 """
 
 import sys
-from pathlib import Path
 
 from hardened_ddp.ranks.launch import environment
 from hardened_ddp.settings.cli import Request
@@ -33,8 +32,11 @@ def run_tool(request: Request) -> int:
             return run_report(request.options, output=sys.stdout)
         case "verify-ledger":
             from hardened_ddp.diagnosis.ledger_check import check_ledger
+            from hardened_ddp.diagnosis.run_files import find_run_folder
+            from hardened_ddp.settings.config import Config
 
-            return check_ledger(Path(request.options["run"]), output=sys.stdout)
+            run = find_run_folder(request.options["run"], Config().run.output_dir)
+            return check_ledger(run, output=sys.stdout)
         case "audit":
             from hardened_ddp.diagnosis.audit.command import run_audit
 

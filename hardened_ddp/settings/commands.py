@@ -90,7 +90,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "verify-ledger": Command(
         text="Prove from a run's ledger that each epoch took every sample exactly once.",
-        options=(Option(name="run", text="Run folder.", is_word=True),),
+        options=(Option(name="run", text="Run folder, or its name in runs.", is_word=True),),
     ),
     "evaluate": Command(
         text="Evaluate a trained model on its whole test set; under torchrun the ranks share it.",
