@@ -173,6 +173,7 @@ class TestProblems:
             ("epochs: 1\nseed: [1\n", "my.yaml:3: is not YAML"),
             ("epochs: 1\n\tseed: 1\n", "my.yaml:2: is not YAML"),
             ("seed: 'x\n", "is not YAML"),
+            ("seed: 1\nepochs 2\n# more\namp: off\n", "a simple key that begins in line 2, could"),
             ("a: b: c\n", "my.yaml:1: is not YAML"),
             ("seed: 1\n---\nseed: 2\n", "my.yaml:2: is not YAML"),
             ("seed: \x01\n", "my.yaml:1: is not YAML: character U+0001"),

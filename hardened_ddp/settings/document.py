@@ -131,7 +131,10 @@ def _compose(text: str, where: str) -> Any:  # Any: a yaml.Node, None, or a prob
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = f"{where}:{mark.line + 1}" if mark else where
-        told = ", ".join(part for part in (error.context, error.problem) if part)
+        context, began = error.context, error.context_mark
+        if context and mark and began and began.line != mark.line:
+            context += f" that begins in line {began.line + 1}"  # a key without ":", an open quote
+        told = ", ".join(part for part in (context, error.problem) if part)
         return f"{at}: is not YAML: {told}"
     except yaml.reader.ReaderError as error:
         # WHY not error.position: the C parser counts bytes, the other one characters
