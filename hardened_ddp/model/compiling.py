@@ -77,9 +77,8 @@ def compile_model(model: nn.Module, *, backend: str = "inductor") -> Compilation
         # WHY: torch does not compile what calls a class of its own, such as nn.Sequential
         model.forward = torch.compile(model.forward, backend=backend)
     else:
-        model.compile(
-            backend=backend
-        )  # WHY not torch.compile(model): that would rename all parameters
+        # WHY not torch.compile(model): that would rename all parameters
+        model.compile(backend=backend)
     return compilations
 
 

@@ -42,9 +42,8 @@ class Precision:
             self.autocast = partial(torch.autocast, device.type, dtype=dtype)
         self.scaler = torch.amp.GradScaler(device.type) if self.name == "fp16" else None
         if self.scaler is not None:
-            self.scaler.scale(
-                torch.zeros((), device=device)
-            )  # WHY: creates its scale now, not lazily
+            # WHY: creates its scale now, not lazily
+            self.scaler.scale(torch.zeros((), device=device))
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Undo the loss scale in the gradients. WHY before clipping: it compares their norm."""

@@ -84,8 +84,11 @@ def error_of(kind: str, text: str) -> HardenedError:
 
 def format_samples(batches: Sequence[Batch]) -> str:
     """Name the first samples of batches."""
-    samples = [int(index) for batch in batches for index in batch.indices]
-    return f"{samples[:NUM_SHOWN]}{' ...' if len(samples) > NUM_SHOWN else ''}"
+    return _first_of([int(index) for batch in batches for index in batch.indices])
+
+
+def _first_of(samples: Sequence[int]) -> str:
+    return f"{list(samples[:NUM_SHOWN])}{' ...' if len(samples) > NUM_SHOWN else ''}"
 
 
 def explain_failure(
@@ -95,10 +98,8 @@ def explain_failure(
     if (lost := lost_peer(error, group)) is not None:
         return lost
     text = (
-        f"rank {group.launch.rank}, step {step}, {phase}, samples "
-        f"{list(samples[:NUM_SHOWN])}{' ...' if len(samples) > NUM_SHOWN else ''}: "
-        f"{type(error).__name__}: {error} "
-        f"({where_of(error)})"
+        f"rank {group.launch.rank}, step {step}, {phase}, samples {_first_of(samples)}: "
+        f"{type(error).__name__}: {error} ({where_of(error)})"
     )
     log.debug("the step failed", exc_info=error)
     if is_out_of_memory(error):

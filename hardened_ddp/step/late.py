@@ -32,7 +32,7 @@ class Flag:
         self.on_device = self._on_host = is_bad
         self._arrived: Event | None = None
 
-    def send(self) -> "Event":
+    def send(self) -> Event:
         """Queue the copy to the host; return the event after it. All that counts is queued."""
         if self.on_device.is_cuda:
             self._on_host = torch.empty((), dtype=self.on_device.dtype, pin_memory=True)

@@ -108,9 +108,8 @@ class Parts:
         tracker = self.group.tracker
 
         def has_started() -> None:
-            tracker.enter(
-                tracker.words[PHASE]
-            )  # WHY: restarts its clock; replacing workers is no hang
+            # WHY: restarts its clock; replacing workers is no hang
+            tracker.enter(tracker.words[PHASE])
             call()
 
         self.train_loader.stream.call_after_start(has_started)

@@ -344,10 +344,8 @@ class Stepper:
     def _overlaps(self, window: Window) -> bool:
         """Return whether gradients are sent within backward. The same on all ranks."""
         parts, world_size = self.parts, self.parts.group.world_size
-        if (
-            parts.config.loop.continue_on_error
-        ):  # the sum after backward counts the samples that are left out
-            return False
+        if parts.config.loop.continue_on_error:
+            return False  # the sum after backward counts the samples that are left out
         can = parts.replica.can_overlap if world_size > 1 else self._is_late
         return can and window.is_for_all(world_size)
 

@@ -117,9 +117,7 @@ class EvaluationLoop:
                     totals.add(score, batch.num_samples)
                     look(batch, score)
                 self._add_own(output, batch)  # collective
-            next(
-                batches, None
-            )  # WHY: so that the stream reaches its end, and keeps its idle workers
+            next(batches, None)  # WHY: the stream then reaches its end, and keeps its idle workers
             before_read()
             figures = totals.read(self.group)  # collective
             if self.task.own:
