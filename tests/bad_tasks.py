@@ -145,12 +145,16 @@ class Model(nn.Module):
         self.shape, self.kind, self.layer = tuple(shape) or (2,), kind, nn.Linear(3, 1)
         if kind == "meta":
             self.to("meta")
+        self.parts = [nn.Linear(3, 1)]  # not an nn.ModuleList
 
     def forward(self, inputs: torch.Tensor) -> Any:
         value = self.layer(inputs).mean()
+        if self.kind == "in a list":
+            value = value + self.parts[0](inputs).mean()
         logits = value * torch.ones(len(inputs), *self.shape)
         found: dict[str, Any] = {
             "logits": logits,
+            "in a list": logits,
             "nothing": None,
             "text": "logits",
             "no loss": {"logits": logits},

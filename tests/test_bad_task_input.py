@@ -106,6 +106,10 @@ CASES: dict[str, tuple[Words, str]] = {
         (*data(num_classes=2), *model(kind="meta")),
         "has parameters on the meta device, without values: layer.weight, layer.bias",
     ),
+    "a layer in a plain list of the model": (
+        (*data(num_classes=2), *model(kind="in a list")),
+        "2 parameters in use, of shape (1, 3) and (1,), that the model does not have",
+    ),
     "a model that returns None": (
         (*data(num_classes=2), *model(kind="nothing")),
         "the model returned a NoneType",

@@ -81,6 +81,7 @@ def probe(
                     score = check_score(task, task.score(output, batch))
                 if task.own is not None:
                     try_metrics(task.own, output, batch, group)
+                refuse_unregistered(module, score.loss_sum)
                 score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
             refuse_sparse(module)
             mine["unused"].append(
@@ -131,6 +132,34 @@ def refuse_sparse(module: nn.Module) -> None:
             f"the gradients of {', '.join(found[:8])} are sparse: they can't be summed over ranks "
             "with the others, nor checked",
             fix="leave sparse=True out, as in torch.nn.functional.embedding",
+        )
+
+
+def refuse_unregistered(module: nn.Module, loss: torch.Tensor) -> None:
+    """Raise ModelError if a parameter is used that is none of the model's. Rank-local.
+
+    WHY: it would be neither trained nor saved, and nobody told. By its class: a tensor that only
+    needs a gradient, such as an input, is no parameter.
+    """
+    known = {id(parameter) for parameter in module.parameters()}
+    found: dict[int, nn.Parameter] = {}
+    seen, waiting = {loss.grad_fn}, [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        used = getattr(node, "variable", None)  # of a node that adds up the gradient of a leaf
+        if isinstance(used, nn.Parameter) and id(used) not in known:
+            found[id(used)] = used
+        for before, _ in getattr(node, "next_functions", ()):
+            if before not in seen:
+                seen.add(before)
+                waiting.append(before)
+    if found:
+        shapes = " and ".join(str(tuple(parameter.shape)) for parameter in list(found.values())[:4])
+        raise ModelError(
+            f"{counted(len(found), 'parameter')} in use, of shape {shapes}, that the model does "
+            "not have: in a plain list or dict, or in the task, they would not be trained or saved",
+            fix="hold them in the model, in an nn.ModuleList, nn.ModuleDict or nn.ParameterList; "
+            "or requires_grad_(False), if they are to stay as they are",
         )
 
 
