@@ -13,7 +13,7 @@ import select
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import active_children
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from drills.injections import Injection, Pause
+from hardened_ddp.task.output import split_output
 
 TOO_MUCH = 1 << 50  # bytes
 HOLD_S = 60.0
@@ -128,13 +129,13 @@ def flip_bit(values: torch.Tensor, bit: int) -> None:
     words[0] ^= 1 << bit
 
 
-def tensors_of(output: Any) -> Iterator[torch.Tensor]:  # Any: logits, or a mapping that has them
-    """Yield the tensors of an output whose backward goes through the whole model."""
-    found = output
-    if isinstance(output, Mapping):
-        found = output["logits"] if output.get("loss") is None else output["loss"]
-    if isinstance(found, torch.Tensor) and found.requires_grad:
-        yield found
+def tensors_of(output: Any) -> list[torch.Tensor]:  # Any: whatever a model returned
+    """Return the logits and the loss of an output, if a gradient comes to them.
+
+    WHY both: only the task knows whether it takes the model's loss, or computes one of the logits.
+    """
+    tensors = split_output(output)
+    return [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
 
 
 def first_layer(network: nn.Module) -> nn.Module:

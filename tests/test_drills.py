@@ -19,6 +19,7 @@ from drills.compare import Record, distance
 from drills.fault import TWO_HOSTS, Fault
 from drills.faults import all_faults, find
 from drills.injections import DEPENDS_ON_PARTS, Board, Injection
+from drills.injectors import tensors_of
 from drills.processes import SCRIPT
 from drills.runner import Drills
 from drills.two_hosts import why_not
@@ -334,3 +335,13 @@ class TestDocuments:
             assert fault.code == code or "warning" in code, name
             for other in re.findall(r"`([^`]+)`", besides):
                 assert find(other) is not None, other
+
+
+def test_a_fault_in_backward_hits_whether_the_task_takes_the_loss_or_the_logits() -> None:
+    logits = torch.ones(2, 3, requires_grad=True) * 1
+    loss = logits.mean()
+    for output in ({"loss": loss, "logits": logits}, (loss, logits)):
+        assert [id(tensor) for tensor in tensors_of(output)] == [id(logits), id(loss)]
+    assert [id(tensor) for tensor in tensors_of({"logits": logits, "loss": None})] == [id(logits)]
+    assert [id(tensor) for tensor in tensors_of({"loss": loss})] == [id(loss)]
+    assert tensors_of(logits.detach()) == []
