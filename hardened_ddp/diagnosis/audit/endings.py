@@ -28,9 +28,31 @@ def judge_endings(ranks: Ranks, *, hung: bool) -> Iterator[Verdict]:
             evidence=(f"after {rank.step_count} optimizer steps",),
             softened=bool(differing),
         )
+    if failures and not own and not differing:
+        yield from _left_alone(ranks, *failures[0])
     if hung and not differing:
         yield from _hang(ranks)
     yield from _shared_files(ranks)
+
+
+def _left_alone(ranks: Ranks, rank: Rank, end: Record) -> Iterator[Verdict]:
+    """Yield a rank that lost its connection to ranks which had come to their end.
+
+    A forward of DDP on one rank alone is no call of the program, and with gloo nobody waits in it.
+    """
+    others = [other for other in ranks if other is not rank]
+    has_finished = bool(others) and all(other.ended_well for other in others)
+    if has_finished and {other.step_count for other in others} == {rank.step_count}:
+        yield Verdict(
+            code="collectives-differ",
+            sentence=f"rank {rank.number} alone calls a collective, or a forward of DDP, which has "
+            "collectives of its own: the others have come to their end",
+            **at(end["line"]),
+            evidence=(
+                end["error"].splitlines()[0][:200],
+                f"all ranks made {rank.step_count} steps",
+            ),
+        )
 
 
 def _collectives(ranks: Ranks, *, hung: bool, failed: bool) -> Iterator[Verdict]:
