@@ -353,6 +353,7 @@ def tell_notice() -> str:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.addFilter(lambda record: hasattr(record, "on_every_rank"))  # rank 0 has printed it
     logging.getLogger("hardened_ddp.guard.stop").addHandler(handler)
     with StopRequest(group) as stop:
         end, num_after = deadline(40), 0

@@ -25,6 +25,7 @@ from hardened_ddp.errors import PeerLostError
 from hardened_ddp.guard.watchdog import SAME_REQUEST_S, LastResort
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import SAVE_REQUESTS
+from hardened_ddp.reporting.log import ON_EVERY_RANK
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +223,8 @@ class StopRequest:
     def _read_notice(self, number: int) -> None:
         if number > self._num_notices:
             self._num_notices = number
-            log.warning("rank 0: %s", self.group.published(f"notice/{number}"))
+            notice = self.group.published(f"notice/{number}")
+            log.warning("rank 0: %s", notice, extra=ON_EVERY_RANK)
 
     def _look_around(self) -> None:
         """Check whether the stop file exists, or the time limit is over."""
