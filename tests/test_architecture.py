@@ -78,7 +78,7 @@ OWNERS = {
     "torch.manual_seed torch.seed torch.*.manual_seed* torch.*.set_rng_state*": "ranks/seeding.py",
     "torch.set_rng_state torch.use_deterministic_algorithms random.seed": "ranks/seeding.py",
     "numpy.random.seed": "ranks/seeding.py",
-    "signal.signal": "guard/stop.py ddp_training.py",
+    "signal.signal": "guard/stop.py data/worker_signals.py ddp_training.py",
     "signal.set_wakeup_fd signal.siginterrupt": "guard/stop.py",
     "threading.Thread threading.Timer _thread.* concurrent.futures.Thread*": (
         "guard/watchdog.py guard/hang.py checkpoint/snapshot.py reporting/* data/worker_pool.py "

@@ -29,7 +29,7 @@ from hardened_ddp.data.block_reader import BlockReader
 from hardened_ddp.data.fetch import Batch, Fetcher, Request, map_tensors
 from hardened_ddp.data.payload import Payload, share
 from hardened_ddp.data.sending import Copied
-from hardened_ddp.data.worker_signals import SIGNALS_OF_THE_RANK, signals_of_rank_blocked
+from hardened_ddp.data.worker_signals import leave_signals_to_rank, signals_of_rank_blocked
 from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.ranks.awake import AwakeTime
 from hardened_ddp.ranks.stacks import ask_for_stacks, offer_stacks
@@ -267,7 +267,7 @@ def _unchanged(data: Any) -> Any:
 
 
 def _prepare_worker(worker_id: int) -> None:
-    """Make a worker end with its rank, and block the signals that are meant for the rank."""
+    """Make a worker end with its rank, and leave alone the signals that are meant for the rank."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         # WHY not PR_SET_PDEATHSIG: the parent process is the fork server.
@@ -276,7 +276,7 @@ def _prepare_worker(worker_id: int) -> None:
     info = get_worker_info()
     if info is not None and isinstance(info.dataset, _Reader):
         info.dataset.begin(worker_id)
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_THE_RANK)
+    leave_signals_to_rank()
     torch.set_num_threads(1)
 
 

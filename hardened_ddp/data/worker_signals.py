@@ -1,6 +1,7 @@
 """The signals that are for a rank and not for its workers, nor for what starts the workers.
 
-A scheduler sends them to every process of a job, and Ctrl-C reaches every process of a terminal.
+A scheduler sends them to every process of a job, torchrun sends SIGTERM to every process that a
+rank started, and Ctrl-C reaches every process of a terminal. Until it stops, a rank needs batches.
 Does not own: what a rank does at a signal (guard/stop.py), or workers (worker_pool.py).
 """
 
@@ -8,8 +9,9 @@ import contextlib
 import signal
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
+from types import FrameType
 
-SIGNALS_OF_THE_RANK = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
+SIGNALS_OF_THE_RANK = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
 
 
 @contextlib.contextmanager
@@ -25,3 +27,18 @@ def signals_of_rank_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_signals_to_rank() -> None:
+    """Let them do nothing in this process, a worker.
+
+    WHY a handler for SIGTERM: programs that the dataset starts would inherit a mask, and could not
+    be ended by it.
+    """
+    signal.signal(signal.SIGTERM, _do_nothing)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_THE_RANK - {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Take a signal."""
