@@ -23,13 +23,12 @@ from tests.processes import ROOT, kill
 from tests.ranks import (
     Completed,
     Finished,
-    Torchrun,
+    Program,
     free_port,
     run_command,
-    run_forked,
-    run_torchrun,
+    run_program,
     start_command,
-    start_torchrun,
+    start_program,
     start_training,
     train,
     train_as_typed,
@@ -104,7 +103,7 @@ def test_other_flags_of_torchrun_train_and_leave_a_whole_run_folder(
     command: str, accuracy: float, tmp_path: Path
 ) -> None:
     command = command.replace("12355", str(free_port(prefer=12355)))
-    run_torchrun([*command.split(), "--output_dir", tmp_path], timeout_s=120).ok()
+    run_program([*command.split(), "--output_dir", tmp_path], timeout_s=120).ok()
     _check_run_folder(only_run(tmp_path), command, accuracy)
 
 
@@ -122,7 +121,7 @@ def test_the_flags_as_typed_train_and_leave_a_whole_run_folder(
 def test_the_printed_resume_command_says_that_the_run_is_finished(tmp_path: Path) -> None:
     finished = _train_shortly(tmp_path)
     before = last_tensors(tmp_path)
-    completed = run_forked(printed_command(finished.outputs[0], "--resume"), timeout_s=60).ok()
+    completed = run_program(printed_command(finished.outputs[0], "--resume"), timeout_s=60).ok()
     assert "finished" in completed.output
     assert "Traceback" not in completed.output
     assert last_tensors(tmp_path) == before
@@ -134,7 +133,7 @@ def test_the_printed_export_command_writes_the_trained_weights(tmp_path: Path) -
     finished = _train_shortly(tmp_path / "runs")
     output = tmp_path / "export"
     argv = printed_command(finished.outputs[0], "ddp_training.py export")
-    run_forked([*argv, "--output", output], timeout_s=60).ok()
+    run_program([*argv, "--output", output], timeout_s=60).ok()
     exported = fingerprints(output / "model.safetensors")
     trained = last_tensors(tmp_path / "runs")
     assert exported
@@ -259,7 +258,7 @@ def test_torchrun_restarts_after_a_killed_worker_to_the_same_weights(
     tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
     argv = ["torchrun", "--nproc_per_node=2", "--max_restarts=2", "ddp_training.py"]
-    with start_torchrun([*argv, *STEADY, "--output_dir", tmp_path]) as command:
+    with start_program([*argv, *STEADY, "--output_dir", tmp_path]) as command:
         command.wait_for(lambda: find_checkpoints(tmp_path), timeout_s=60, what="a checkpoint")
         pid = command.pid_of_rank(1)
         assert pid is not None
@@ -273,13 +272,13 @@ def test_torchrun_restarts_after_a_killed_worker_to_the_same_weights(
 @pytest.mark.parametrize(
     ("start", "number"),
     [
-        (start_torchrun, signal.SIGTERM),
-        pytest.param(start_torchrun, signal.SIGINT, marks=pytest.mark.slow),
+        (start_program, signal.SIGTERM),
+        pytest.param(start_program, signal.SIGINT, marks=pytest.mark.slow),
         pytest.param(start_command, signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_to_torchrun_saves_a_checkpoint_and_leaves_no_worker(
-    start: Callable[..., Command | Torchrun], number: signal.Signals, tmp_path: Path
+    start: Callable[..., Command | Program], number: signal.Signals, tmp_path: Path
 ) -> None:
     argv = ["torchrun", "--nproc_per_node=2", "ddp_training.py", "--epochs", "1000"]
     argv += ["--checkpoint_every_steps", "10"]

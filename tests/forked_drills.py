@@ -14,7 +14,7 @@ from drills.processes import HOST, SCRIPT, Ranks, Starter, await_end
 from drills.runner import OUTPUT_NAME, Drills
 from drills.work import Work
 from tests.processes import kill, list_pids, read_process
-from tests.ranks import Torchrun, start_torchrun, start_training
+from tests.ranks import Program, start_program, start_training
 from tests.running import Running
 
 
@@ -56,7 +56,7 @@ class ForkedRanks:
 class ForkedTorchrun:
     """A forked torchrun with its ranks, as drills/processes.py has them."""
 
-    def __init__(self, launched: Torchrun, log: Path) -> None:
+    def __init__(self, launched: Program, log: Path) -> None:
         self._launched, self._log = launched, log
         self._before = log.read_text(encoding="utf-8") if log.exists() else ""
 
@@ -71,7 +71,7 @@ class ForkedTorchrun:
         """They share this machine with all others."""
 
     def output(self) -> str:
-        output = self._before + self._launched.stdout
+        output = self._before + self._launched.stdout + self._launched.stderr
         self._log.write_text(output, encoding="utf-8")
         return output
 
@@ -101,7 +101,7 @@ class Forked:
         if self._by_torchrun:
             argv = ["torchrun", "--standalone", f"--nproc_per_node={num_ranks}"]
             argv += ["--max_restarts=3", str(SCRIPT), *flags]
-            return ForkedTorchrun(start_torchrun(argv), self._log)
+            return ForkedTorchrun(start_program(argv), self._log)
         env = {"MASTER_PORT": str(port), "MASTER_ADDR": host}
         return ForkedRanks(start_training(flags, num_ranks, env=env, missing=missing), self._log)
 

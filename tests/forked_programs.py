@@ -1,11 +1,13 @@
-"""Python programs in forked processes: what a command line of python does, without the imports.
+"""Programs in forked processes: what a command line of python or torchrun does, without imports.
 
-    completed = run_program(["python", "benchmarks/step_path.py"], timeout_s=60)     of ranks.py
+    with start_program(["torchrun", "--nproc_per_node=2", "ddp_training.py"]) as program: ...
+    completed = run_program(["python", "benchmarks/step_path.py"], timeout_s=60)    both of ranks.py
 
 An import of torch costs a process two seconds of CPU time; a fork of the server has it. The Python
-programs that such a program starts with subprocess are forked from it in turn, torchrun's ranks
-too. Only the start and the end of an interpreter are left out; what is under a test because of them
-runs as a real command (commands.py).
+programs that such a program starts with subprocess are forked from it in turn: so torchrun's agent
+is torch's own, with its rendezvous, restarts and signals, and each rank is its child process. Only
+the start and the end of an interpreter are left out; a test that is about these runs a real command
+(commands.py).
 Owns: what a forked process does to become another program. Does not own: the server.
 What goes wrong here: the program starts others otherwise than by Popen. They are real then.
 """
@@ -17,25 +19,30 @@ import importlib
 import os
 import random
 import runpy
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import traceback
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from tests.forked_torchrun import status_of
 from tests.processes import ROOT
-from tests.rank_server import STACK_SIGNAL, end_process
+from tests.rank_server import ERRORS_NAME, PIDS_NAME, STACK_SIGNAL, end_process
 
+_STARTS_WITHIN_S = 10.0
 _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 # of Popen._execute_child behind env: startupinfo, creationflags, shell, six ends of pipes,
 # restore_signals, gid, gids, uid, umask, start_new_session; newer versions have more
 _NUM_SHARED = 15
 _execute = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+# WHY: without a script's globals, DDP's destructor would hold the GIL and wait for a thread of gloo
+# that may need it; in a process of its own that happens while the process ends.
 _kept: list[object] = []
 _forgotten: dict[str, types.ModuleType] = {}
 
@@ -45,7 +52,7 @@ def words_of_python(argv: Sequence[str]) -> list[str] | None:
     program, *words = argv
     name = Path(program).name
     if name == "torchrun":
-        return ["-m", "torch.distributed.run", *words]
+        return [name, *words]
     if program != sys.executable and name not in ("python", "python3"):
         return None
     while words[:1] == ["-u"]:
@@ -53,19 +60,24 @@ def words_of_python(argv: Sequence[str]) -> list[str] | None:
     return words if words and (words[0] in ("-m", "-c") or words[0][0] != "-") else None
 
 
-def run_program(argv: Sequence[str], errors: Path) -> int:
-    """Be the program of a command line, with stderr in a file of its own; give its status."""
+def run_program(argv: Sequence[str], folder: Path) -> int:
+    """Be the program of a command line; give its status. folder: of its stderr and its pids."""
     words = words_of_python(argv)
     if words is None:
         raise ValueError(f"not a command of python: {argv}")
-    with errors.open("wb") as file:
+    with (folder / ERRORS_NAME).open("wb") as file:
         os.dup2(file.fileno(), 2)
+
+    def fork_or_execute(popen: Any, *given: Any) -> None:  # Any: of a private method
+        _fork_or_execute(folder / PIDS_NAME, popen, *given)
+
     # WHY not Popen itself: torch has imported it by its name
-    subprocess.Popen._execute_child = _fork_or_execute  # type: ignore[attr-defined]
+    subprocess.Popen._execute_child = fork_or_execute  # type: ignore[attr-defined]
     return _be(words)
 
 
 def _fork_or_execute(
+    pids: Path,
     popen: Any,  # Any: with the private names of a Popen
     args: Any,
     executable: Any,
@@ -87,19 +99,36 @@ def _fork_or_execute(
         return
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    is_ready, ready = os.pipe()
-    popen.pid = os.fork()
-    if popen.pid == 0:
-        if start_new_session:
-            os.setsid()
-        os.write(ready, b"x")
-        p2cread, _, _, c2pwrite, _, errwrite = pipes
-        _start(words, (p2cread, c2pwrite, errwrite), pass_fds, cwd, env)
-    os.close(ready)
-    os.read(is_ready, 1)  # WHY: before that the caller can't signal it as a group
-    os.close(is_ready)
+    p2cread, _, _, c2pwrite, _, errwrite = pipes
+    start = partial(_start, words, (p2cread, c2pwrite, errwrite), pass_fds, cwd, env)
+    popen.pid = _fork(start, in_new_session=start_new_session)
+    with pids.open("a", encoding="utf-8") as file:
+        file.write(f"{(env or os.environ).get('RANK', -1)} {popen.pid}\n")
     popen._child_created = True
     popen._close_pipe_fds(*pipes)
+
+
+def _fork(start: Callable[[], NoReturn], *, in_new_session: bool) -> int:
+    """Fork a process that calls start; give its process id."""
+    while True:
+        is_ready, ready = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            if in_new_session:
+                os.setsid()
+            # WHY: where a thread of the parent was resolving a name, its lock stays taken here
+            with contextlib.suppress(OSError):
+                socket.getaddrinfo("localhost", 0)
+            os.write(ready, b"x")
+            start()
+        os.close(ready)
+        # WHY wait: before that the caller can't signal it as a group
+        has_started = select.select([is_ready], [], [], _STARTS_WITHIN_S)[0]
+        os.close(is_ready)
+        if has_started:
+            return pid
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _start(
@@ -113,7 +142,7 @@ def _start(
                 if source != -1:
                     os.dup2(source, target)
             # WHY anew: the parent's know of the parent's, such as whether one can seek in it
-            sys.stdout, sys.stderr = _text_file(1, buffering=-1), _text_file(2, buffering=1)
+            sys.stdout, sys.stderr = _text_file(1), _text_file(2)
             kept = sorted({0, 1, 2, *pass_fds})
             for low, high in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
                 os.closerange(low + 1, high)
@@ -135,8 +164,8 @@ def _start(
     end_process(status)
 
 
-def _text_file(descriptor: int, *, buffering: int) -> TextIO:
-    return open(descriptor, "w", buffering, encoding="utf-8", closefd=False)
+def _text_file(descriptor: int) -> TextIO:
+    return open(descriptor, "w", buffering=1, encoding="utf-8", closefd=False)
 
 
 def _be(words: Sequence[str]) -> int:
@@ -145,13 +174,18 @@ def _be(words: Sequence[str]) -> int:
     tempfile.tempdir = None  # it is TMPDIR's
     libraries = [path for path in sys.path if _is_below(path, sys.prefix, sys.base_prefix)]
     added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    is_file = first not in ("-m", "-c")
+    is_file = first not in ("-m", "-c", "torchrun")
     start = str(Path(first).resolve().parent) if is_file else os.getcwd()
     sys.path[:] = [start, *added, *libraries]
     _know_this_checkout(start == str(ROOT))
     if is_file:
         sys.argv = [first, *rest]
         return status_of(lambda: _kept.append(runpy.run_path(first, run_name="__main__")))
+    if first == "torchrun":
+        # WHY by a call: torch's agent calls inspect.stack(), which takes seconds where the code of
+        # a frame is not that of an imported file
+        sys.argv = [first, *rest]
+        return status_of(importlib.import_module("torch.distributed.run").main)
     if first == "-m":
         sys.argv = rest
         return status_of(
@@ -160,6 +194,20 @@ def _be(words: Sequence[str]) -> int:
     sys.argv = ["-c", *rest[1:]]
     sys.modules["__main__"] = module = types.ModuleType("__main__")
     return status_of(lambda: exec(compile(rest[0], "<string>", "exec"), vars(module)))
+
+
+def status_of(work: Callable[[], object]) -> int:
+    """Do work; return the exit status of a process that does only that."""
+    try:
+        work()
+    except SystemExit as leaving:
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException:  # WHY broad: as at the top of an interpreter
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def _know_this_checkout(is_known: bool) -> None:

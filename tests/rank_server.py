@@ -36,6 +36,12 @@ from typing import Any, NoReturn
 
 from tests.processes import SESSION_MARK
 
+ERRORS_NAME = "errors.txt"
+"""In the folder of a program: its stderr."""
+
+PIDS_NAME = "pids.txt"
+"""There too: a line for each process that it forked, with RANK (or -1) and process id."""
+
 STACK_SIGNAL = signal.SIGRTMIN + 7  # used by no library that we know
 MAX_MESSAGE_BYTES = 64 * 1024
 _PR_SET_PDEATHSIG = 1
@@ -60,6 +66,7 @@ _HEAVY = (
     "tqdm",
     "pytest",
     "tests.ranks",
+    "tests.forked_programs",
     "ddp_training",
     "drills.wrappers",
     "tests.plugins",
@@ -227,16 +234,10 @@ def run_job(folder: Path, rank: int) -> NoReturn:
     match job["kind"]:
         case "script":
             status = run_script(job["argv"])
-        case "torchrun":
-            # WHY here: that module needs this one
-            status = importlib.import_module("tests.forked_torchrun").run_agent(job["argv"], folder)
-        case "python":
-            status = importlib.import_module("tests.forked_torchrun").run_python(job["argv"])
         case "program":
-            errors = folder / f"errors-{rank}.txt"
-            status = importlib.import_module("tests.forked_programs").run_program(
-                job["argv"], errors
-            )
+            # WHY here: that module needs this one
+            programs = importlib.import_module("tests.forked_programs")
+            status = programs.run_program(job["argv"], folder)
         case _:
             status = run_target(job, folder, rank)
     end_process(status)

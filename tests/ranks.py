@@ -4,7 +4,8 @@
     finished = train(["--epochs", "1"], 2).ok()            ddp_training.py on 2 ranks
     with start_training([...], 2) as running: ...          the same, to be signalled and killed
     completed = run_command(["torchrun", ...], timeout_s=60)
-    completed = run_program(["python", ...], timeout_s=60) the same in a forked process
+    completed = run_program(["torchrun", ...], timeout_s=60)   the same in a forked process
+    with start_program(["torchrun", ...]) as program: ...      the same, to be signalled and killed
 
 Owns: starting ranks, torchrun's environment for them, and the one fork server of the session.
 Does not own: the server (rank_server.py, rank_link.py), ranks under way (running.py), real commands
@@ -21,33 +22,28 @@ import shlex
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from tests.commands import Completed, run_command, start_command
-from tests.forked_torchrun import Torchrun
 from tests.processes import ROOT, clean_environment
 from tests.rank_link import RankLink, RankServer
-from tests.running import Finished, RankFailure, Running
+from tests.running import Finished, Program, RankFailure, Running
 
 __all__ = [
     "Completed",
     "Finished",
+    "Program",
     "RankFailure",
     "Running",
-    "Torchrun",
     "free_port",
     "run_command",
-    "run_forked",
     "run_program",
     "run_ranks",
-    "run_torchrun",
     "start_command",
-    "start_forked",
+    "start_program",
     "start_ranks",
-    "start_torchrun",
     "start_training",
     "train",
     "train_as_typed",
@@ -142,62 +138,30 @@ def train(
         return running.wait(timeout_s)
 
 
-def start_forked(
+def start_program(
     argv: Sequence[str | Path],
     *,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     host: Mapping[str, Any] | None = None,
-) -> Torchrun:
-    """Start a command line of torchrun or python in a forked process: see forked_torchrun.py.
+) -> Program:
+    """Start a command line of python or torchrun in a forked process: see forked_programs.py.
 
-    python takes a script, -m MODULE or -c CODE. host: of TwoHosts.
+    host: of TwoHosts.
     """
-    program, *words = (str(word) for word in argv)
-    if program not in ("torchrun", "python"):
-        raise ValueError(f"not a command of torchrun or python: {program}")
+    words = [str(word) for word in argv]
+    temporary = tempfile.TemporaryDirectory(prefix="program-")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     job = {
-        "kind": program,
+        "kind": "program",
         "argv": words,
-        "env": clean_environment(env),
+        "env": clean_environment({"PATH": path, "TMPDIR": temporary.name, **(env or {})}),
         "cwd": str(cwd or ROOT),
-        "sys_path": [str(ROOT), *sys.path],
+        "sys_path": sys.path,
         "host": host,
     }
     folder, running = _start_in_folder([job])
-    return Torchrun([program, *words], running, folder)
-
-
-def run_forked(
-    argv: Sequence[str | Path],
-    *,
-    timeout_s: float,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
-    host: Mapping[str, Any] | None = None,
-) -> Completed:
-    """Run such a command to its end. Its stdout has stderr, too."""
-    with start_forked(argv, env=env, cwd=cwd, host=host) as launched:
-        return launched.wait(timeout_s=timeout_s)
-
-
-def start_torchrun(
-    argv: Sequence[str | Path], *, env: Mapping[str, str] | None = None, cwd: Path | None = None
-) -> Torchrun:
-    """Start a command line of torchrun, in a forked process."""
-    return start_forked(argv, env=env, cwd=cwd)
-
-
-def run_torchrun(
-    argv: Sequence[str | Path],
-    *,
-    timeout_s: float,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
-) -> Completed:
-    """Run such a torchrun to its end."""
-    with start_torchrun(argv, env=env, cwd=cwd) as launched:
-        return launched.wait(timeout_s=timeout_s)
+    return Program(words, running, folder, temporary)
 
 
 def run_program(
@@ -206,24 +170,11 @@ def run_program(
     timeout_s: float,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    host: Mapping[str, Any] | None = None,
 ) -> Completed:
-    """Run a command line of python or torchrun in a forked process: see forked_programs.py."""
-    began_at = time.monotonic()
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    with tempfile.TemporaryDirectory(prefix="program-") as temporary:
-        job = {
-            "kind": "program",
-            "argv": [str(word) for word in argv],
-            "env": clean_environment({"PATH": path, "TMPDIR": temporary, **(env or {})}),
-            "cwd": str(cwd or ROOT),
-            "sys_path": sys.path,
-        }
-        folder, running = _start_in_folder([job])
-        with running:
-            finished = running.wait(timeout_s)
-    errors = (folder / "errors-0.txt").read_text(encoding="utf-8", errors="replace")
-    [status], [output] = finished.statuses, finished.outputs
-    return Completed(tuple(map(str, argv)), status, output, errors, time.monotonic() - began_at)
+    """Run such a command line to its end. Raises RankFailure, with its output, after timeout_s."""
+    with start_program(argv, env=env, cwd=cwd, host=host) as program:
+        return program.wait(timeout_s=timeout_s)
 
 
 def train_as_typed(command: str, *more: str | Path, cwd: Path | None = None) -> Finished:

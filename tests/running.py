@@ -1,4 +1,4 @@
-"""Ranks under way, and how they ended.
+"""Forked ranks and programs under way, and how they ended.
 
 Owns: waiting with a limit, signals to single ranks, and what a failure shows: of each rank its
 status, its traceback or the stack it hung in, and its output.
@@ -8,6 +8,7 @@ Does not own: starting them (ranks.py), the news of their end (rank_link.py).
 import contextlib
 import pickle
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from tests.commands import POLL_S, tail
-from tests.processes import PATIENCE, deadline, kill, kill_group
+from tests.commands import POLL_S, Completed, tail
+from tests.processes import PATIENCE, deadline, kill, kill_group, read_process
 from tests.rank_link import RankLink
-from tests.rank_server import STACK_SIGNAL
+from tests.rank_server import ERRORS_NAME, PIDS_NAME, STACK_SIGNAL
 
 T = TypeVar("T")
 STACK_LIMIT_S = 2.0
@@ -104,8 +105,8 @@ class Running:
         return [self._link.statuses.get(pid) for pid in self.pids]
 
     def output(self, rank: int) -> str:
-        """Return what a rank has written up to now."""
-        return _text_of(self._folder / f"output-{rank}.txt")
+        """Return what a rank has written up to now; of a program, stderr comes last."""
+        return _text_of(self._folder / f"output-{rank}.txt") + _text_of(self._folder / ERRORS_NAME)
 
     def kill(self, rank: int, number: int = signal.SIGKILL) -> None:
         """Send a signal to one rank, unless that has ended."""
@@ -178,6 +179,90 @@ class Running:
             ),
             tuple(result.get("value") for result in results),
         )
+
+
+class Program:
+    """A forked program under way. Use it in a with statement: leaving that kills what is left."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        running: Running,
+        folder: Path,
+        temporary: tempfile.TemporaryDirectory[str],
+    ) -> None:
+        self._argv = tuple(argv)
+        self._running = running
+        self._folder = folder
+        self._temporary = temporary
+        self._started_at = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        if self._running.living():
+            self._running.kill_all()
+            for _, pid in self._forked():
+                kill(pid)
+        self._temporary.cleanup()
+
+    @property
+    def pid(self) -> int:
+        return self._running.pids[0]
+
+    @property
+    def stdout(self) -> str:
+        return _text_of(self._folder / "output-0.txt")
+
+    @property
+    def stderr(self) -> str:
+        return _text_of(self._folder / ERRORS_NAME)
+
+    def pid_of_rank(self, rank: int) -> int | None:
+        """Return the process id of a rank of this torchrun; None if it doesn't live."""
+        for number, pid in reversed(self._forked()):
+            process = read_process(pid)
+            if number == rank and process and process.is_alive and process.parent == self.pid:
+                return pid
+        return None
+
+    def living_ranks(self) -> list[int]:
+        """List the process ids of the ranks that live, also of those that torchrun has left."""
+        found = (read_process(pid) for rank, pid in self._forked() if rank >= 0)
+        return [process.pid for process in found if process and process.is_alive]
+
+    def status(self) -> int | None:
+        """Return how the program ended; None: it has not."""
+        return self._running.statuses()[0]
+
+    def kill(self) -> None:
+        """Kill the program if it still runs."""
+        self._running.kill_all()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the program itself."""
+        self._running.kill(0, number)
+
+    def wait_for(self, condition: Callable[[], T | None], *, timeout_s: float, what: str) -> T:
+        """Poll until condition gives something true, and return that. See Running."""
+        return self._running.wait_for(condition, timeout_s=timeout_s, what=what)
+
+    def wait(self, *, timeout_s: float) -> Completed:
+        """Wait for the end of the program. Raises RankFailure after timeout_s."""
+        [status] = self._running.wait(timeout_s).statuses
+        wall_s = time.monotonic() - self._started_at
+        return Completed(self._argv, status, self.stdout, self.stderr, wall_s)
+
+    def _forked(self) -> list[tuple[int, int]]:
+        """List rank (or -1) and process id of all that it has forked, oldest first."""
+        lines = _text_of(self._folder / PIDS_NAME).splitlines()
+        return [(int(rank), int(pid)) for rank, pid in map(str.split, lines)]
 
 
 def _read_result(path: Path) -> dict[str, Any]:

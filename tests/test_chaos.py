@@ -20,7 +20,7 @@ from hardened_ddp.checkpoint.verify import find_newest
 from hardened_ddp.reporting.summary import finished_at
 from tests.commands import POLL_S
 from tests.processes import deadline, kill, read_process
-from tests.ranks import start_torchrun, start_training, train
+from tests.ranks import start_program, start_training, train
 from tests.run_folder import last_tensors, only_run, read_summary
 
 SMALL: list[str | Path] = ["--cpu_only", "--batch_size", "8", "--epochs", "2"]
@@ -173,7 +173,7 @@ def disturb_ranks(argv: list[str | Path], world_size: int, fault: Fault, watch: 
 def disturb_torchrun(argv: list[str | Path], world_size: int, fault: Fault, watch: Watch) -> None:
     """Do it to a torchrun, which restarts its ranks; a killed one leaves none behind."""
     launch = ["torchrun", "--standalone", f"--nproc_per_node={world_size}", "--max_restarts=2"]
-    with start_torchrun([*launch, "ddp_training.py", *argv]) as command:
+    with start_program([*launch, "ddp_training.py", *argv]) as command:
         command.wait_for(lambda: watch.is_past(fault.after_step), timeout_s=TRY_S, what="its step")
         pids = [command.pid_of_rank(rank) for rank in range(world_size)]
         if fault.kind == "kill the agent":

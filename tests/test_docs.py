@@ -39,7 +39,7 @@ from tests.documents import (
     text_of,
 )
 from tests.processes import ROOT
-from tests.ranks import free_port, run_command, run_program, start_torchrun, train_as_typed
+from tests.ranks import free_port, run_command, run_program, start_program, train_as_typed
 from tests.test_run_with import INSPECT
 from tests.test_run_with import LAUNCHERS as RUN_WITH
 from tests.test_slurm import SBATCH, SRUN
@@ -333,7 +333,7 @@ class TestCommands:
         command = command.replace("/shared/runs", str(tmp_path))
         argv = [*shlex.split(command), "--cpu_only", "--max_steps", "3"]
         env = {"GLOO_SOCKET_IFNAME": "lo"}
-        with start_torchrun(argv, env=env) as first, start_torchrun(argv, env=env) as second:
+        with start_program(argv, env=env) as first, start_program(argv, env=env) as second:
             first.wait(timeout_s=90).ok()
             second.wait(timeout_s=90).ok()
         [run] = tmp_path.glob("[!.]*/")

@@ -29,7 +29,7 @@ from hardened_ddp.ranks.tracker import NUM_FIRST_STEPS, Tracker
 from hardened_ddp.reporting.goodput import read_attempts
 from hardened_ddp.training.survivor_save import read_failures
 from tests.processes import ROOT, clean_environment, deadline
-from tests.ranks import Finished, run_command, run_torchrun, start_training, train
+from tests.ranks import Finished, run_command, run_program, start_training, train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, step_of
 
 Words = list[str | Path]
@@ -132,7 +132,7 @@ def test_after_a_hang_torchrun_restarts_to_the_same_weights(tmp_path: Path) -> N
     once = f"{{marker: {tmp_path / 'hung'}}}"
     argv = ["torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=2"]
     argv += ["ddp_training.py", *map(str, HANGING), "--model_args", once]
-    done = run_torchrun([*argv, "--output_dir", tmp_path / "hung_once"], timeout_s=90).ok()
+    done = run_program([*argv, "--output_dir", tmp_path / "hung_once"], timeout_s=90).ok()
     assert "[DDP-G05] rank 1, step" in done.output
     saved = re.search(r"the state after step (\d+) is saved", done.output)
     assert saved is not None

@@ -26,8 +26,8 @@ from tests.ranks import (
     run_program,
     run_ranks,
     start_command,
+    start_program,
     start_ranks,
-    start_torchrun,
     train,
 )
 
@@ -180,7 +180,7 @@ def test_a_forked_torchrun_restarts_ranks_of_its_own_and_ends_with_their_status(
     )
     for fails, status in ((1, 0), (9, 1)):
         argv = ["torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=1", script]
-        with start_torchrun([*argv, str(fails)]) as launched:
+        with start_program([*argv, str(fails)]) as launched:
             done = launched.wait(timeout_s=60)
         assert done.status == status, done.output
         assert ("ChildFailedError" in done.output) == bool(status)

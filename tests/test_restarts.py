@@ -13,10 +13,10 @@ from hardened_ddp.training.survivor_save import read_failures
 from tests.marks import slow_after
 from tests.processes import kill
 from tests.ranks import (
-    Torchrun,
+    Program,
     free_port,
-    run_torchrun,
-    start_torchrun,
+    run_program,
+    start_program,
     start_training,
     train,
 )
@@ -60,7 +60,7 @@ def test_restarts_by_torchrun_itself_go_on_at_the_next_step(
 ) -> None:
     argv = ["torchrun", rendezvous.format(port=free_port()), "--nproc_per_node=2"]
     argv += ["--max_restarts=3", "ddp_training.py", *map(str, DYING)]
-    run_torchrun([*argv, "--output_dir", tmp_path], timeout_s=60)
+    run_program([*argv, "--output_dir", tmp_path], timeout_s=60)
     assert len(read_failures(tmp_path / "run")) == 4, "an attempt did not come to its end"
     check_progress(tmp_path)
 
@@ -244,9 +244,9 @@ def test_a_node_that_joins_or_dies_changes_nothing_but_the_speed(tmp_path: Path)
     host, guest = (["--rdzv_conf=last_call_timeout=1" + more] for more in ("", ",is_host=0"))
     # WHY: torch 2.13's agents wait for each other for ever when a node joins and they share it
     env = {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    with start_torchrun([*launch, *host, *train_it], env=env) as first:
+    with start_program([*launch, *host, *train_it], env=env) as first:
         first.wait_for(lambda: is_past(output, 5), timeout_s=60, what="5 steps")
-        with start_torchrun([*launch, *guest, *train_it], env=env) as second:
+        with start_program([*launch, *guest, *train_it], env=env) as second:
             first.wait_for(
                 lambda: ranks_of_newest_start(output) == 2, timeout_s=60, what="a second rank"
             )
@@ -269,7 +269,7 @@ def test_a_node_that_joins_or_dies_changes_nothing_but_the_speed(tmp_path: Path)
     assert samples_by_step(run) == samples_by_step(tmp_path / "alone" / "run")
 
 
-def _kill_node(agent: Torchrun) -> None:
+def _kill_node(agent: Program) -> None:
     """Kill an agent and its rank at once, as a node that loses power."""
     pids = [agent.pid_of_rank(rank) for rank in (0, 1)]
     kill(agent.pid)

@@ -15,7 +15,7 @@ import pytest
 
 from hardened_ddp.training.survivor_save import read_failures
 from tests.marks import slow_after
-from tests.ranks import free_port, run_command, run_torchrun, start_command, train
+from tests.ranks import free_port, run_command, run_program, start_command, train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary
 
 SMALL = ["--cpu_only", "--model", "mlp", "--num_workers", "0"]
@@ -57,7 +57,7 @@ def rank_lines(output: str) -> list[str]:
 
 @pytest.mark.slow
 def test_each_process_is_shown_once_in_rank_order() -> None:
-    done = run_torchrun(INSPECT.split(), timeout_s=LIMIT_S).ok()
+    done = run_program(INSPECT.split(), timeout_s=LIMIT_S).ok()
     host = os.uname().nodename
     assert rank_lines(done.stdout) == [
         f"host {host}  rank {rank}  local rank {rank}  world size 2  device cpu"
@@ -71,7 +71,7 @@ def test_each_process_is_shown_once_in_rank_order() -> None:
 @pytest.mark.slow
 def test_four_processes_are_in_rank_order_too() -> None:
     argv = ["torchrun", "--nproc_per_node=4", "launchers/run_with_torchrun.py", "--inspect"]
-    done = run_torchrun(argv, timeout_s=LIMIT_S).ok()
+    done = run_program(argv, timeout_s=LIMIT_S).ok()
     found = re.findall(r"rank (\d)  local rank (\d)  world size 4", done.stdout)
     assert found == [(str(rank), str(rank)) for rank in range(4)]
 
@@ -91,7 +91,7 @@ def test_every_launcher_ends_in_the_same_weights(
     needs(command.split()[0])
     argv = [*command.split(), *SMALL, "--output_dir", tmp_path]
     is_torchrun = command.startswith("torchrun")
-    run = run_torchrun if is_torchrun else partial(run_command, env=MPI_ENV)
+    run = run_program if is_torchrun else partial(run_command, env=MPI_ENV)
     done = run(argv, timeout_s=LIMIT_S).ok()
     assert len(rank_lines(done.stdout)) == (2 if "launchers/" in command else 0)
     assert read_summary(only_run(tmp_path))["world_size"] == 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ROOT
-from tests.ranks import run_command, run_torchrun
+from tests.ranks import run_command, run_program
 from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary
 from tests.slurm_cluster import SlurmCluster, why_not
 
@@ -37,7 +37,7 @@ def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The tensors that a plain torchrun of the same run ends in."""
     output = tmp_path_factory.mktemp("torchrun")
     argv = ["torchrun", "--nproc_per_node=2", "ddp_training.py", *RUN, "--output_dir", output]
-    run_torchrun(argv, timeout_s=120).ok()
+    run_program(argv, timeout_s=120).ok()
     return last_tensors(output)
 
 
@@ -114,7 +114,7 @@ def test_before_the_time_limit_the_job_saves_and_is_queued_again_and_loses_nothi
     assert "restart 1 of at most 20" in text
     assert f"resuming {only_run(tmp_path / 'requeued')} from step {stopped_at['step']}" in text
     argv = ["torchrun", "--nproc_per_node=2", "ddp_training.py", *run]
-    run_torchrun([*argv, "--output_dir", tmp_path / "whole"], timeout_s=120).ok()
+    run_program([*argv, "--output_dir", tmp_path / "whole"], timeout_s=120).ok()
     assert last_tensors(tmp_path / "requeued") == last_tensors(tmp_path / "whole")
 
 

@@ -35,7 +35,7 @@ from hardened_ddp.training.survivor_save import (
     save_as_survivor,
 )
 from tests.processes import deadline, kill, read_process
-from tests.ranks import run_forked, run_torchrun, start_torchrun, start_training, train
+from tests.ranks import run_program, start_program, start_training, train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
 
 # No checkpoint before the end: what there is after a fault was saved because of it.
@@ -128,7 +128,7 @@ def test_an_exception_on_one_rank_loses_no_step(world_size: int, rank: int, tmp_
 def test_three_failures_at_one_step_end_the_restarts_and_name_the_samples(tmp_path: Path) -> None:
     argv = ["torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=6"]
     argv += ["ddp_training.py", *map(str, POINTS), "--model_args", "{forward_number: 3}"]
-    completed = run_torchrun([*argv, "--output_dir", tmp_path], timeout_s=120)
+    completed = run_program([*argv, "--output_dir", tmp_path], timeout_s=120)
     assert completed.status != 0
     run = only_run(tmp_path)
     # The fourth attempt refuses, and ends torchrun itself: three restarts of six are not used up.
@@ -141,7 +141,7 @@ def test_three_failures_at_one_step_end_the_restarts_and_name_the_samples(tmp_pa
 def test_ranks_of_a_killed_torchrun_save_and_leave(tmp_path: Path) -> None:
     argv = ["torchrun", "--standalone", "--nproc_per_node=2", "ddp_training.py", *map(str, BARE)]
     argv += ["--epochs", "1000", "--output_dir", str(tmp_path)]
-    with start_torchrun(argv) as command:
+    with start_program(argv) as command:
         command.wait_for(
             lambda: len(logged_steps(only_run(tmp_path))) > 5 if _has_run(tmp_path) else None,
             timeout_s=60,
@@ -179,7 +179,7 @@ def test_the_workers_of_a_killed_rank_end_with_it(tmp_path: Path) -> None:
 def test_the_time_limit_stops_a_run_that_can_go_on(tmp_path: Path) -> None:
     argv = ["python", "ddp_training.py", *map(str, BARE), "--epochs", "100000"]
     argv += ["--time_limit", "4s", "--output_dir", str(tmp_path)]
-    completed = run_forked(argv, timeout_s=60).ok()
+    completed = run_program(argv, timeout_s=60).ok()
     assert "time_limit: stopping at step" in completed.output
     summary = read_summary(only_run(tmp_path))
     assert summary["status"] == "stopped"

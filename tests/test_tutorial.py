@@ -8,7 +8,7 @@ import pytest
 
 from tests.documents import commands_of, text_of
 from tests.processes import ROOT
-from tests.ranks import import_in_server, run_program, run_torchrun
+from tests.ranks import import_in_server, run_program
 from tests.test_docs import ELSEWHERE, typed_elsewhere
 
 SCRIPTS = sorted((ROOT / "examples" / "tutorial").glob("*.py"))
@@ -103,14 +103,10 @@ def test_a_chapter_breaks_and_mends_as_it_says(number: int, tmp_path: Path) -> N
     chapter = text_of(chapter_of(number))
     weights, differences = [], []
     for typed in RUNS[number]:
-        if number == 1:
-            script = ROOT / "examples" / "tutorial" / typed.words
-            done = run_program(["python", script], timeout_s=120, cwd=tmp_path)
-        else:
-            script, *flags = typed.words.split()
-            words = ["--standalone", "--nproc_per_node=2", ROOT / "examples/tutorial" / script]
-            env = {"OMP_NUM_THREADS": "1"}
-            done = run_torchrun(["torchrun", *words, *flags], timeout_s=200, cwd=tmp_path, env=env)
+        script, *flags = typed.words.split()
+        launch = ["torchrun", "--standalone", "--nproc_per_node=2"] if number > 1 else ["python"]
+        argv = [*launch, ROOT / "examples/tutorial" / script, *flags]
+        done = run_program(argv, timeout_s=200, cwd=tmp_path)
         assert (done.status != 0) == typed.fails, done.output
         for phrase in typed.said:
             assert phrase in done.output, done.output

@@ -16,7 +16,7 @@ from drills.two_hosts import ADDRESSES, TwoHosts, why_not
 from hardened_ddp.training.run_lock import LOCK_NAME
 from tests.marks import slow_after
 from tests.processes import find_marked, kill
-from tests.ranks import Torchrun, run_command, run_forked, start_command, start_forked, train
+from tests.ranks import Program, run_command, run_program, start_command, start_program, train
 from tests.run_folder import (
     find_checkpoints,
     is_past,
@@ -75,8 +75,8 @@ def test_two_hosts_train_as_one_run_with_the_weights_of_one_host(
 ) -> None:
     words = [*RUN, "--output_dir", tmp_path / "two"]
     with (
-        start_forked(torchrun(0, *words), host=hosts.host(0)) as first,
-        start_forked(torchrun(1, *words), host=hosts.host(1)) as second,
+        start_program(torchrun(0, *words), host=hosts.host(0)) as first,
+        start_program(torchrun(1, *words), host=hosts.host(1)) as second,
     ):
         first.wait(timeout_s=150).ok()
         second.wait(timeout_s=30).ok()
@@ -135,10 +135,10 @@ def test_a_killed_agent_of_an_elastic_run_changes_nothing_but_the_speed(
     # WHY: torch 2.13's agents wait for each other for ever when a node joins and they share it
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
-    def on(index: int) -> Torchrun:
+    def on(index: int) -> Program:
         agent = [*argv, f"--local_addr={ADDRESSES[index]}"]
         command = [*agent, "ddp_training.py", *words, *paced]
-        return start_forked(command, host=hosts.host(index), env=env)
+        return start_program(command, host=hosts.host(index), env=env)
 
     with on(0) as first, on(1) as second:
         first.wait_for(lambda: ranks_of_newest_start(output) == 2, timeout_s=40, what="two ranks")
@@ -181,9 +181,9 @@ def test_a_dead_host_with_rank_0_does_not_keep_the_run_from_a_restart_on_another
     ]
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see above
 
-    def on(index: int) -> Torchrun:
+    def on(index: int) -> Program:
         agent = [*argv, f"--local_addr={ADDRESSES[index]}"]
-        return start_forked([*agent, "ddp_training.py", *words], host=hosts.host(index), env=env)
+        return start_program([*agent, "ddp_training.py", *words], host=hosts.host(index), env=env)
 
     with on(1) as second, on(0) as first:
         second.wait_for(lambda: ranks_of_newest_start(output) == 2, timeout_s=40, what="two ranks")
@@ -224,14 +224,14 @@ def test_a_lock_is_taken_over_from_a_dead_host_and_never_from_a_living_one(
 ) -> None:
     hold = ["python", "-c", HOLD, tmp_path]
     second, host = [*hold, job], hosts.host(1, name=name)
-    with start_forked([*hold, "shared", "stay"], host=hosts.host(0)) as first:
+    with start_program([*hold, "shared", "stay"], host=hosts.host(0)) as first:
         first.wait_for(lambda: "has the lock" in first.stdout, timeout_s=60, what="the lock")
-        refused = run_forked(second, host=host, timeout_s=60)
+        refused = run_program(second, host=host, timeout_s=60)
         assert refused.status == 1
         assert f"is in use by process {first.pid} on host node0" in refused.output
         first.signal(signal.SIGKILL)
         first.wait(timeout_s=20)
-    after = run_forked(second, host=host, timeout_s=60)
+    after = run_program(second, host=host, timeout_s=60)
     if job == "shared":
         assert "has the lock" in after.ok().output
     else:  # another machine of that name: only a person can know that it is dead
@@ -263,8 +263,8 @@ def test_a_cut_cable_has_a_clear_verdict_on_both_hosts_within_the_timeout(
     folders = [tmp_path / "node0", tmp_path / "node1"]
     argvs = [["python", "ddp_training.py", *words, "--output_dir", f] for f in folders]
     with (
-        start_forked(argvs[0], host=hosts.host(0), env=by_hand(0)) as first,
-        start_forked(argvs[1], host=hosts.host(1), env=by_hand(1)) as second,
+        start_program(argvs[0], host=hosts.host(0), env=by_hand(0)) as first,
+        start_program(argvs[1], host=hosts.host(1), env=by_hand(1)) as second,
     ):
         first.wait_for(
             lambda: list(folders[0].glob("*/metrics.jsonl")), timeout_s=90, what="a step"
@@ -304,7 +304,7 @@ def test_a_failed_rendezvous_says_what_was_tried(
 ) -> None:
     rank, env, texts = FAILED_RENDEZVOUS[what]
     argv = ["python", "ddp_training.py", "--cpu_only", "--timeout_s", "4", "--output_dir", tmp_path]
-    done = run_forked(argv, host=hosts.host(rank), timeout_s=60, env=env)
+    done = run_program(argv, host=hosts.host(rank), timeout_s=60, env=env)
     assert done.status == 1, done.output
     assert "[DDP-G01]" in done.output
     for text in texts:
