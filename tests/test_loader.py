@@ -28,6 +28,7 @@ from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError, SampleError
 from hardened_ddp.settings.data import DataConfig
 from tests.processes import deadline
+from tests.ranks import run_ranks
 from tests.scripted import (
     MARKED,
     SIZE,
@@ -390,6 +391,20 @@ def test_the_tracker_of_shared_memory_leaves_them_alone_too() -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR2):  # SIGINT it ignores
         assert of_tracker >> (number - 1) & 1
     assert own == 0
+
+
+def leave_a_worker() -> None:
+    loader = make_loader(Scripted(), 1)
+    next(loader.windows(0, 0))
+    kept.append(loader)
+
+
+kept: list[object] = []
+
+
+def test_a_process_that_left_its_workers_ends() -> None:
+    """They take no SIGTERM, which multiprocessing sends at the end before it waits for them."""
+    run_ranks(leave_a_worker, 1, timeout_s=20)
 
 
 def test_workers_leave_the_ranks_signals_alone_and_die_with_it() -> None:

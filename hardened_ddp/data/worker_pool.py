@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
+from hardened_ddp.data import worker_signals
 from hardened_ddp.data.block_reader import BlockReader
 from hardened_ddp.data.fetch import Batch, Fetcher, Request, map_tensors
 from hardened_ddp.data.payload import Payload, share
 from hardened_ddp.data.sending import Copied
-from hardened_ddp.data.worker_signals import leave_signals_to_rank, signals_of_rank_blocked
 from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.ranks.awake import AwakeTime
 from hardened_ddp.ranks.stacks import ask_for_stacks, offer_stacks
@@ -78,6 +78,7 @@ class WorkerPool:
         self.timeout_s = timeout_s
         self._requests = _Requests()
         self._workers: list[BaseProcess] = []
+        worker_signals.kill_at_exit(self, self._workers)
         self._iterator: Iterator[Any] | None = None  # Any: what _Reader sends
         context = multiprocessing.get_context(plan.start_method)
         self._notes = context.RawArray("q", _NUM_NOTES * plan.num_workers)
@@ -105,7 +106,7 @@ class WorkerPool:
         self._requests.source = requests
         before = set(multiprocessing.active_children())
         try:
-            with signals_of_rank_blocked():
+            with worker_signals.signals_of_rank_blocked():
                 self._iterator = iter(self._loader)
         except Exception as error:  # WHY broad: processes, pipes, and pickling the user's dataset
             error.__traceback__ = None  # see receive
@@ -156,7 +157,7 @@ class WorkerPool:
             if worker.is_alive():
                 worker.kill()
                 worker.join(END_S)
-        self._workers = []
+        self._workers.clear()
 
     def _kill(self) -> None:
         """Kill the workers, none of them while it sends a batch, as far as that is possible.
@@ -276,7 +277,7 @@ def _prepare_worker(worker_id: int) -> None:
     info = get_worker_info()
     if info is not None and isinstance(info.dataset, _Reader):
         info.dataset.begin(worker_id)
-    leave_signals_to_rank()
+    worker_signals.leave_signals_to_rank()
     torch.set_num_threads(1)
 
 

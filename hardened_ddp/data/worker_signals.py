@@ -7,8 +7,9 @@ Does not own: what a rank does at a signal (guard/stop.py), or workers (worker_p
 
 import contextlib
 import signal
-from collections.abc import Iterator
-from multiprocessing import resource_tracker
+from collections.abc import Iterator, Sequence
+from multiprocessing import resource_tracker, util
+from multiprocessing.process import BaseProcess
 from types import FrameType
 
 SIGNALS_OF_THE_RANK = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
@@ -38,6 +39,19 @@ def leave_signals_to_rank() -> None:
     signal.signal(signal.SIGTERM, _do_nothing)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_THE_RANK - {signal.SIGTERM})
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def kill_at_exit(pool: object, workers: Sequence[BaseProcess]) -> None:
+    """Kill what is in workers when pool is gone, or when this process ends.
+
+    WHY: at the end of a process that left them, multiprocessing sends SIGTERM, and waits for them.
+    """
+    util.Finalize(pool, _kill, (workers,), exitpriority=0)
+
+
+def _kill(workers: Sequence[BaseProcess]) -> None:
+    for worker in workers:
+        worker.kill()
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
