@@ -351,7 +351,7 @@ MUTATIONS = [
         "tests/test_length_split.py",
     ),
     Mutation(
-        "model/zoo.py",
+        "model/torchvision_models.py",
         "mean_weight = first.weight.sum(dim=1, keepdim=True) / channels",
         "mean_weight = first.weight.mean(dim=1, keepdim=True) / channels",
         "tests/test_zoo.py",
