@@ -71,7 +71,8 @@ def test_without_a_new_python_it_says_so(copied: Path, tmp_path: Path) -> None:
         (tools / name).symlink_to(str(shutil.which(name)))
     (tools / "python3").write_text("#!/bin/sh\nexit 1\n")
     (tools / "python3").chmod(0o755)
-    done = run_command([copied / "setup.sh"], timeout_s=20, env={"PATH": str(tools)})
+    env = {"PATH": str(tools), "VIRTUAL_ENV": "", "CONDA_PREFIX": ""}
+    done = run_command([copied / "setup.sh"], timeout_s=20, env=env)
     assert done.status == 1
     assert "no Python 3.11 or newer" in done.stderr
     assert not (copied / ".venv").exists()
