@@ -20,7 +20,7 @@ from hardened_ddp.data.published import fetch_dataset, fetch_weights, files_of, 
 from hardened_ddp.data.transfer import Wanted, fetch
 from hardened_ddp.data.vision import import_torchvision
 from hardened_ddp.errors import DataError, ModelError
-from hardened_ddp.model import zoo
+from hardened_ddp.model import torchvision_models
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.ranks.launch import prepare_environment, read_launch
 from hardened_ddp.settings.data import DataConfig
@@ -220,7 +220,7 @@ def test_pretrained_weights_are_fetched_once_and_the_head_is_new(
         algorithm="sha256",
         digest=digest,
     )
-    monkeypatch.setattr(zoo, "weights_of", lambda name, folder: wanted)
+    monkeypatch.setattr(torchvision_models, "weights_of", lambda name, folder: wanted)
     config = replace(SQUEEZENET, pretrained=True)
     for _ in range(2):
         model = build_model(config, num_classes=7, input_shape=(3, 32, 32))
