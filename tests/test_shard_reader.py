@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -174,6 +175,16 @@ def test_bad_samples_before_a_resume_end_no_reader_that_went_on(kind: type[SomeF
     assert [sample.index // 2 for sample in batch.bad] == ([6] if goes_on else [4, 5, 6, 7, 8])
     if not goes_on:
         assert "sample 1 of its shard ended the reader" in batch.bad[0].error
+
+
+@pytest.mark.slow
+def test_more_bad_samples_before_a_resume_than_python_can_recurse() -> None:
+    first_good = sys.getrecursionlimit()
+    stream = WithoutState(tuple(range(first_good)))
+    stream.lengths = [first_good + 1] * 2
+    batch = block(stream, 1, range(first_good, first_good + 1))
+    assert positions(batch) == [first_good]
+    assert not batch.bad
 
 
 @pytest.mark.parametrize("kind", [SomeFaultyCursor, SomeFragile])

@@ -125,19 +125,28 @@ class ShardReader:
 
         Raises EndOfShard behind the last sample, else the error of the reader.
         """
-        end = self.end_of(epoch, shard)
-        if 0 <= end <= index:
-            raise EndOfShard(end)
-        place, text = self._blocked.get((epoch, shard), (index, ""))
-        if place < index:
-            raise behind(place, text)
-        if text := self._deadly.get((epoch, shard), {}).get(index, ""):
-            raise SampleError(text)
+        while True:
+            if 0 <= (end := self.end_of(epoch, shard)) <= index:
+                raise EndOfShard(end)
+            place, text = self._blocked.get((epoch, shard), (index, ""))
+            if place < index:
+                raise behind(place, text)
+            if text := self._deadly.get((epoch, shard), {}).get(index, ""):
+                raise SampleError(text)
+            try:
+                return self._read_with_retries(epoch, shard, index, troubles)
+            except (MemoryError, EndOfShard, Given):
+                raise
+            except Exception as error:  # WHY broad: the user's code
+                if self._go_beyond(epoch, shard, index, error) == index:
+                    raise  # else one before it is bad, and is now left out
+
+    def _read_with_retries(self, epoch: int, shard: int, index: int, troubles: list[str]) -> Any:
         try:
             return self._read_once(epoch, shard, index)
-        except (MemoryError, EndOfShard, Given):
-            raise
-        except Exception as error:  # WHY broad: the user's code
+        except Exception as error:  # WHY broad: as above
+            if isinstance(error, MemoryError | EndOfShard | Given) or is_permanent(error):
+                raise
             first = error
 
         def again() -> Any:  # Any: as above
@@ -146,16 +155,7 @@ class ShardReader:
             except EndOfShard:
                 raise first from None  # the shard is not over: there was an error here before
 
-        try:
-            if is_permanent(first):
-                raise first
-            return retry_read(again, first, troubles) if is_transient(first) else again()
-        except (MemoryError, Given):
-            raise
-        except Exception as error:  # WHY broad: as above
-            if self._go_beyond(epoch, shard, index, error) == index:
-                raise
-        return self.read(epoch, shard, index, troubles)  # one before it was left out in its turn
+        return retry_read(again, first, troubles) if is_transient(first) else again()
 
     def pass_over(self, epoch: int, shard: int, index: int, error: str) -> None:
         """Never ask a reader for this sample again: it ends the process that reads it.
