@@ -11,10 +11,11 @@ from hardened_ddp.data.block_reader import BlockReader
 from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.run_length import UNKNOWN_STEPS, RunLength
 from hardened_ddp.data.sampler import Window
-from hardened_ddp.data.shard_loader import HeldSamples, ShardLoader
+from hardened_ddp.data.shard_loader import ShardLoader
 from hardened_ddp.data.shard_sampler import ShardSampler
 from hardened_ddp.data.shards import Facts
 from hardened_ddp.data.stream import BatchStream
+from hardened_ddp.data.stream_views import HeldSamples
 from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.settings.data import DataConfig
 from tests.scripted import give_back_sigchld

@@ -11,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.packing import pack, unpack
 from hardened_ddp.data.shards import (
     UNKNOWN,
@@ -241,6 +243,45 @@ def test_drop_last_leaves_out_the_short_step() -> None:
     assert [window.size for window in steps] == [8] * (sum(RAGGED) // 8)
     assert loader.sampler.end == steps[-1].stop
     assert loader.sampler.num_windows == len(steps)
+
+
+class Noted(Rows):
+    """A stream that notes how many samples were read."""
+
+    num_read = 0
+
+    def row(self, shard: int, index: int) -> Any:
+        self.num_read += 1
+        return super().row(shard, index)
+
+
+@pytest.mark.parametrize(("says", "world_size"), [(False, 1), (True, 1), (True, 2)])
+def test_batches_are_made_together_of_samples_that_are_at_hand(
+    says: bool, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    assemble = Fetcher.assemble
+
+    def noting(self: Fetcher, epoch: int, samples: Any, numbers: Any) -> Batch:
+        made.extend(numbers)
+        return assemble(self, epoch, samples, numbers)
+
+    def read(at_once: int) -> tuple[list[tuple[int, list[float]]], list[int]]:
+        monkeypatch.setattr("hardened_ddp.data.shard_loader._AT_ONCE", at_once)
+        stream = Noted([90] * 4, says=[90] * 4 if says else None)
+        loader = shard_loader(stream, world_size=world_size)
+        found, ahead, num_taken = [], [], 0
+        made.clear()
+        for _, batches in loader.windows(0, 0):
+            num_taken += sum(batch.num_samples for batch in batches)
+            found.append((stream.num_read, [float(x) for batch in batches for x in batch.inputs]))
+            ahead.append(len(made) - num_taken)
+        return found, ahead
+
+    monkeypatch.setattr(Fetcher, "assemble", noting)
+    one_by_one, together = read(1), read(16)
+    assert together[0] == one_by_one[0]
+    assert max(together[1]) > max(one_by_one[1])
 
 
 class Growing(Rows):

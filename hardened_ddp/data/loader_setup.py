@@ -15,9 +15,9 @@ from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.loader import BatchStream, EvalLoader, TrainLoader
 from hardened_ddp.data.run_length import RunLength
 from hardened_ddp.data.sampler import WindowSampler
-from hardened_ddp.data.shard_loader import HeldSamples, ShardLoader
+from hardened_ddp.data.shard_loader import ShardLoader
 from hardened_ddp.data.shard_sampler import ShardSampler
-from hardened_ddp.data.stream_views import StreamInOrder, StreamView
+from hardened_ddp.data.stream_views import HeldSamples, StreamInOrder, StreamView
 from hardened_ddp.data.workers import WorkerPlan, plan_workers
 from hardened_ddp.errors import CheckpointMismatchError, DataError
 from hardened_ddp.ranks.group import Group
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 AnySampler = WindowSampler | ShardSampler
 AnyLoader = TrainLoader | ShardLoader
 
-_WINDOWS_HELD = 3  # of a stream, if parts of a batch may be collated again: see step/late.py
+_WINDOWS_HELD = 4  # of a stream, if parts of a batch may be collated again: see step/late.py
 
 
 def build_sampler(

@@ -9,7 +9,7 @@ Does not own: the plan (shards.py), reading ahead (shelves.py), the facts of a c
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,13 @@ from hardened_ddp.data.shards import (
 )
 from hardened_ddp.data.shelves import Items, Shelves, items_of, split_bad
 from hardened_ddp.data.stream import BatchStream
-from hardened_ddp.data.stream_types import Stream
+from hardened_ddp.data.stream_views import HeldSamples
 from hardened_ddp.errors import SampleError
 from hardened_ddp.ranks.group import Group
+
+_AT_ONCE = 16
+"""Steps whose batches are made together if their samples are at hand. WHY: a step of a model leaves
+neither the samples nor this code in the CPU's caches; so they are loaded once for 16 batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,31 +66,8 @@ class _Taken:
     window: Window
     items: Items
     after: Facts
-
-
-class HeldSamples:
-    """The samples of the last batches as a map-style dataset, of which a Fetcher makes batches."""
-
-    uses_randomness = False  # a sample was read with its own random numbers
-
-    def __init__(self, stream: Stream, *, num_windows: int = 1) -> None:
-        """num_windows: so many are held, because parts of their batches may be made again."""
-        self.stream = stream
-        self._windows: deque[dict[int, Any]] = deque(maxlen=num_windows)
-
-    def begin_window(self) -> None:
-        """Let go of the samples of the oldest window."""
-        self._windows.append({})
-
-    def put(self, numbers: Sequence[int], samples: Sequence[Any]) -> None:
-        """Hold more samples of the current window. Any: whatever the stream gives."""
-        self._windows[-1].update(zip(numbers, samples, strict=True))
-
-    def __getitem__(self, number: int) -> Any:  # Any: whatever the stream gives
-        for held in reversed(self._windows):
-            if number in held:
-                return held[number]
-        raise KeyError(f"sample {number} is not held any more")
+    is_next_here: bool
+    """The samples of the next step are at hand: it can be taken without reading."""
 
 
 class ShardLoader:
@@ -111,6 +92,9 @@ class ShardLoader:
         self._group = group
         self._epochs = epochs
         self._pins = pin_memory
+        # WHY not with a GPU: one batch is made while it works, and 16 would take longer than that.
+        # WHY not with a collate: parts of its batches are made again of the last samples held.
+        self._at_once = 1 if pin_memory or fetcher.collate is not None else _AT_ONCE
         self._states: ShardStates | None = None
         self._shelves = Shelves(sampler, stream)
         self._unmet = torch.full((sampler.num_shards,), UNKNOWN, dtype=torch.int64)
@@ -140,22 +124,23 @@ class ShardLoader:
         facts = sampler.facts_at(epoch, start)
         sampler.begin_at(facts)
         self._begin(facts)
-        taken = self._take(facts)
-        current = next(taken, None) if start < sampler.end else None
+        made = self._make(self._take(facts))
+        current = next(made, None) if start < sampler.end else None
         if current is None:
             sampler.end_at(self._over or facts, last_step=step, epochs=self._epochs)
         while current is not None:
-            step, after = step + 1, current.after
+            window, after, batches = current
+            step += 1
             sampler.reach(after)
             # WHY look ahead: the last step of an epoch has to be known as the last one.
-            following = None if after.knows_ends else next(taken, None)
+            following = None if after.knows_ends else next(made, None)
             is_last = after.cursor >= sampler.end if after.knows_ends else following is None
             if is_last:
                 sampler.end_at(self._over or after, last_step=step, epochs=self._epochs)
-            yield current.window, self._batches(current.items)
+            yield window, batches
             if self._states is not None:
                 self._states.note(after, self._shelves.shortcuts)
-            current = None if is_last else following or next(taken, None)
+            current = None if is_last else following or next(made, None)
         self._shelves.read_to_the_end()
 
     def sample_batches(self, device: torch.device) -> list[Batch]:
@@ -215,23 +200,37 @@ class ShardLoader:
             taken = self._finish(read or self._read(facts))
             facts = taken.after
             # WHY read on: the ends that are met travel while the step before is trained.
-            read = None if facts.knows_ends else self._read(facts)
+            read = self._read(facts) if self._tells_ends(facts) else None
             if taken.window.size:
                 yield taken
         self._over = facts
+
+    def _make(self, steps: Iterator[_Taken]) -> Iterator[tuple[Window, Facts, list[Batch]]]:
+        """Yield each window, the facts after it, and its batches. Collective as steps is."""
+        made: deque[tuple[Window, Facts, list[Batch]]] = deque()
+        for taken in steps:
+            made.append((taken.window, taken.after, self._batches(taken.items)))
+            if taken.is_next_here and len(made) < self._at_once:
+                continue
+            while made:
+                yield made.popleft()
 
     def _read(self, facts: Facts) -> _Read:
         """Take this rank's samples of the next window; start to tell which shards end in it."""
         share = self._dealer.next(facts)
         items, met = self._shelves.take(share.shards, share.turns.taken)
-        ends, work, has_others = None, None, self._num_owners > 1
-        if met or (has_others and not facts.knows_ends):
+        ends, work = None, None
+        if met or self._tells_ends(facts):
             ends = self._unmet.clone()
             for shard, end in met.items():
                 ends[shard] = end
-            if has_others:
+            if self._num_owners > 1:
                 work = self._group.start_max(ends)  # collective
         return _Read(facts, share, items, ends, work)
+
+    def _tells_ends(self, facts: Facts) -> bool:
+        """Return whether the ranks tell each other the ends that they meet in the next step."""
+        return self._num_owners > 1 and not facts.knows_ends
 
     def _finish(self, read: _Read) -> _Taken:
         """Learn which of a window's turns have a sample. Collective."""
@@ -248,7 +247,10 @@ class ShardLoader:
             start, stop = share_of(size, rank=sampler.rank, world_size=sampler.num_replicas)
             items, is_idle = items.part(start, stop), False
         window = Window(facts.epoch, facts.cursor, size, has_idle_rank=is_idle)
-        return _Taken(window, items, after)
+        # WHY not if ranks tell each other ends: a collective has its turn among those of training.
+        can_go_on = not (after.is_over or self._tells_ends(after))
+        is_next_here = can_go_on and self._shelves.holds(self._dealer.peek(after).turns.taken)
+        return _Taken(window, items, after, is_next_here)
 
     def _batches(self, items: Items) -> list[Batch]:
         self._held.begin_window()

@@ -201,12 +201,17 @@ class Dealer:
 
     def next(self, facts: Facts) -> Share:
         """Return deal(facts, order, size), and this rank's part of it."""
-        if not self._dealt or facts.ends is not self._ends or facts.cursor != self._next:
-            self._dealt = deque(self._deal(facts))
-            self._ends = facts.ends
-        share = self._dealt.popleft()
+        share = self.peek(facts)
+        self._dealt.popleft()
         self._next = facts.cursor + len(share.turns)
         return share
+
+    def peek(self, facts: Facts) -> Share:
+        """Return what next(facts) will return."""
+        if not self._dealt or facts.ends is not self._ends or facts.cursor != self._next:
+            self._dealt = deque(self._deal(facts))
+            self._ends, self._next = facts.ends, facts.cursor
+        return self._dealt[0]
 
     def has_idle_rank(self, shards: Numbers) -> bool:
         """Return whether some rank has none of these shards."""

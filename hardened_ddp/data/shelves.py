@@ -89,6 +89,9 @@ class Shelves:
         self._needed: Numbers = np.empty(0, dtype=np.int64)
         """(num_shards,): the samples of each shard below this index are wanted."""
 
+        self._stored: Numbers = np.empty(0, dtype=np.int64)
+        """(num_shards,): as in _Shelf; of other ranks' shards a number above all."""
+
         self._shelves: dict[int, _Shelf] = {}
         self._unfinished: dict[int, _Shelf] = {}
         """Those whose end was not met yet."""
@@ -99,11 +102,13 @@ class Shelves:
         """Start to read these shards from facts on. saved: states of their readers, by shard."""
         self._epoch, self._wanted, self._shelves, num_again = facts.epoch, -1, {}, 0
         self._needed = facts.taken
+        self._stored = np.full(len(facts.taken), np.iinfo(np.int64).max)
         for number, shard in enumerate(shards):
             at = int(facts.taken[shard])
             if 0 <= facts.ends[shard] <= at:
                 continue
             shelf = _Shelf(at // self._block * self._block, at, number)
+            self._stored[shard] = at
             self._shelves[shard] = shelf
             if shard in saved:
                 shelf.shortcuts.append(saved[shard])
@@ -142,6 +147,10 @@ class Shelves:
             else:  # WHY only here: an end that was met ahead of its turn is not yet a fact
                 ends[shard] = shelf.end
         return Items(numbers, samples), ends
+
+    def holds(self, after: Numbers) -> bool:
+        """Return whether take() up to after needs to read nothing. after: as there."""
+        return bool((after <= self._stored).all())
 
     def read_to_the_end(self) -> None:
         """Read what is left of each shard: nothing, if it has as many samples as it said."""
@@ -213,7 +222,7 @@ class Shelves:
             numbers, samples = numbers[first:], samples[first:]
         shelf.numbers.extend(numbers)
         shelf.samples.extend(samples)
-        shelf.stored = max(shelf.stored, position)
+        shelf.stored = self._stored[shard] = max(shelf.stored, position)
         if (end := answer.inputs["end"]) >= 0:
             shelf.end = end
             self._unfinished.pop(shard, None)
