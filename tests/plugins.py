@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
 from drills.injectors import FAULTS, flip_bit
+from hardened_ddp.guard.neighbours import Neighbour
 from hardened_ddp.model.zoo import BUILT_IN
 
 
@@ -443,6 +444,15 @@ class Hanging(nn.Module):
             hang(self.how)
         logits: torch.Tensor = self.layer(inputs)
         return logits
+
+
+class HangingUnseen(Hanging):
+    """The same, and the watch of rank 0 has run for too short a time to see that one is silent."""
+
+    def __init__(self, num_classes: int, **how: Any) -> None:
+        super().__init__(num_classes, **how)
+        if os.environ.get("RANK") == "0":
+            Neighbour.is_lost = property(lambda _: False)  # type: ignore[assignment,method-assign]
 
 
 class HangingPoints(Points):

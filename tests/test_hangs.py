@@ -91,6 +91,17 @@ def test_a_rank_that_hangs_in_forward_is_named_and_the_others_save_and_leave(
 
 
 @pytest.mark.slow
+def test_a_rank_that_only_one_neighbour_sees_silent_is_ended_all_the_same(tmp_path: Path) -> None:
+    argv = [*PLAIN, "--model", "tests.plugins:HangingUnseen", "--hang_after_s", "2"]
+    argv += ["--model_args", "{rank: 2, how: hold}", "--output_dir", tmp_path]
+    finished = train(argv, 3, timeout_s=30)
+    assert finished.statuses == (LEFT, LEFT, -signal.SIGKILL)
+    stacks = (hung_in(only_run(tmp_path)) / "rank_2.txt").read_text(encoding="utf-8")
+    assert "tests/plugins.py" in stacks
+    check_saved(finished, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, 0])
 def test_a_stopped_process_is_named_as_such_and_ended(victim: int, tmp_path: Path) -> None:
     argv = [*PLAIN, "--model", "mlp", "--epochs", "1000", "--hang_after_s", "2"]

@@ -255,10 +255,10 @@ class HangWatch:
             with contextlib.suppress(OSError):
                 (folder / "verdict.txt").write_text(f"{verdict.text}\n", encoding="utf-8")
             self._subject.save(error)
-            if self._neighbours.is_first():
-                for neighbour in self._neighbours.lost():
-                    log.warning("rank %d can't exit by itself: it is killed", neighbour.rank)
-                    neighbour.kill()
+            # WHY each rank: another one may not have watched for long enough to see it.
+            for neighbour in self._neighbours.lost():
+                log.warning("rank %d can't exit by itself: it is killed", neighbour.rank)
+                neighbour.kill()
             launch = self._group.launch
             is_server = launch.is_main and not launch.agent_owns_store
             self._consensus.await_others(is_server=is_server, limit_s=_END_LIMIT_S)
@@ -275,11 +275,12 @@ class HangWatch:
             file.write(f" for {report.age_s:.1f} s; its main thread is {self._main_thread:#018x}\n")
             file.flush()
             faulthandler.dump_traceback(file=file, all_threads=True)
-        if self._neighbours.is_first():
-            for neighbour in self._neighbours.lost():
-                head = f"rank {neighbour.rank}, process {neighbour.pid}, asked from outside\n"
-                path = folder / f"rank_{neighbour.rank}.txt"
-                path.write_text(head + neighbour.stacks(), encoding="utf-8")
+        for neighbour in self._neighbours.lost():
+            path = folder / f"rank_{neighbour.rank}.txt"
+            # WHY "x": one rank asks it, whichever of those that see it lost is the first.
+            with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
+                file.write(f"rank {neighbour.rank}, process {neighbour.pid}, asked from outside\n")
+                file.write(neighbour.stacks())
         for pid, text in self._subject.worker_stacks().items():
             path = folder / f"rank_{report.rank}_worker_{pid}.txt"
             path.write_text(text or "no stacks: it does not answer\n", encoding="utf-8")

@@ -143,11 +143,6 @@ class Neighbours:
         living = {r: n for r, n in self._found.items() if n.state() != GONE}
         return {rank: neighbour.report() for rank, neighbour in living.items()}
 
-    def is_first(self) -> bool:
-        """Return whether this rank is the lowest of this machine that is not lost."""
-        lost = {neighbour.rank for neighbour in self.lost()}
-        return all(rank > self._rank or rank in lost for rank in self._found)
-
     def must_ask(self, num_alarms: int, *, tick_s: float) -> bool:
         """Return whether this rank asks the store for an alarm: for all ranks of this machine.
 
