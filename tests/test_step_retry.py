@@ -222,6 +222,17 @@ def test_a_sample_that_fails_again_stops_all_ranks_with_one_cause_and_loses_no_s
 
 
 @pytest.mark.slow
+def test_a_single_sample_before_a_batchnorm_says_how_to_leave_that_step_out(tmp_path: Path) -> None:
+    flags = ["--model", "tests.plugins:FailingOnce", "--dataset_args", "{size: 17}"]
+    finished = run(tmp_path, 1, *flags, "--batch_size", "8")
+    assert finished.statuses == (1,)
+    assert "ValueError: Expected more than 1 value per channel" in finished.output
+    assert "next: --drop_last leaves out the short last step" in finished.output
+    train(["--resume", only_run(tmp_path), "--drop_last", "--cpu_only"], 1).ok()
+    assert step_of(find_checkpoints(tmp_path)[-1]) == 8
+
+
+@pytest.mark.slow
 def test_a_loss_that_stays_nan_stops_before_it_reaches_the_weights(tmp_path: Path) -> None:
     poisoned = ["--model", "tests.plugins:Poisoned", "--model_args", "{nan_from: 8}"]
     finished = run(tmp_path, 2, *poisoned)

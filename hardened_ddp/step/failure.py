@@ -35,6 +35,9 @@ NUM_SHOWN = 8
 BAD_LABELS = "the labels of samples"
 """Begins the text of a loss whose labels are NaN or infinite."""
 
+_SINGLE_SAMPLE = "Expected more than 1 value per channel when training"
+"""In torch's error about a BatchNorm whose input is one value."""
+
 BAD_SUM = "the gradient over all ranks is not finite, though every loss is"
 
 _FIXES = {
@@ -45,6 +48,8 @@ _FIXES = {
     "run. --continue_on_error leaves such steps out",
     BAD_LABELS: "correct them in the dataset, then --resume the run. --continue_on_error leaves "
     "such steps out",
+    _SINGLE_SAMPLE: "--drop_last leaves out the short last step of each epoch, in which a rank "
+    "has a single sample; or choose another --batch_size; then --resume the run with it",
     "sample": "fix it, or leave such samples out with --continue_on_error",
     "unused": "--find_unused_parameters, or use them in every forward, or freeze them",
 }
@@ -78,8 +83,9 @@ class Failure:
 
 def error_of(kind: str, text: str) -> HardenedError:
     """Return the error to raise for a failure of this kind when no retry helps."""
-    cause = BAD_LABELS if kind == "not finite" and BAD_LABELS in text else kind
-    return _CLASSES[kind](text, fix=_FIXES[cause])
+    causes = {"not finite": BAD_LABELS, "error": _SINGLE_SAMPLE}
+    is_known = kind in causes and causes[kind] in text
+    return _CLASSES[kind](text, fix=_FIXES[causes[kind] if is_known else kind])
 
 
 def format_samples(batches: Sequence[Batch]) -> str:
