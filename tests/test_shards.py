@@ -284,6 +284,24 @@ def test_batches_are_made_together_of_samples_that_are_at_hand(
     assert max(together[1]) > max(one_by_one[1])
 
 
+class Raising(Rows):
+    """A stream of generators, one of which raises."""
+
+    def row(self, shard: int, index: int) -> Any:
+        if (shard, index) == (1, 5):
+            raise ValueError("broken")
+        return super().row(shard, index)
+
+
+@pytest.mark.parametrize("shuffle_block", [1, 4])
+def test_the_rest_of_a_shard_behind_an_error_ends_where_its_size_says(shuffle_block: int) -> None:
+    lengths = [9, 12, 8]
+    [steps] = read_epoch(lambda: Raising(lengths, says=lengths), 1, shuffle_block=shuffle_block)
+    bad = [sample.index for _, batches, _ in steps for batch in batches for sample in batch.bad]
+    assert sorted(bad) == [1 + 3 * index for index in range(5, 12)]
+    assert sorted(itertools.chain(bad, *ids_of(steps))) == all_ids(lengths)
+
+
 class Growing(Rows):
     """A stream whose shards are longer in the second epoch."""
 

@@ -22,7 +22,14 @@ from hardened_ddp.errors import LoaderError
 MOST_UNREACHABLE = 3
 """Samples of one block. If more can't be reached, the cause is the storage, not the samples."""
 
-_NOTHING = {"samples": ("list", []), "shard": -1, "start": 0, "end": UNKNOWN, "state": None}
+_NOTHING = {
+    "samples": ("list", []),
+    "shard": -1,
+    "start": 0,
+    "end": UNKNOWN,
+    "is_blocked": False,
+    "state": None,
+}
 _NO_TARGETS = torch.empty(0, dtype=torch.int64)  # of a block: its samples hold their labels
 
 
@@ -30,7 +37,8 @@ class BlockReader:
     """Reads blocks of a stream's shards: what a BatchStream of a stream calls its fetcher.
 
     A request is (epoch, numbers of consecutive samples of one shard); the batch that answers holds
-    the samples packed, and beside them the end of the shard if it was met, and the reader's state.
+    the samples packed, and beside them the end of the shard if it was met, whether an error keeps
+    readers from it, and the reader's state.
     """
 
     def __init__(self, stream: Stream, *, seed: int) -> None:
@@ -103,6 +111,7 @@ class BlockReader:
                 fix="check the storage of this node, then --resume the run",
             )
         content = self._content(shard, start, samples, end)
+        content["is_blocked"] = self.reader.is_blocked(epoch, shard)
         found = torch.tensor(good, dtype=torch.int64)
         return Batch(content, _NO_TARGETS, found, tuple(bad), tuple(troubles))
 
@@ -111,7 +120,14 @@ class BlockReader:
         is_worker = torch.utils.data.get_worker_info() is not None
         packed = pack(samples) if is_worker else ("list", samples)
         state = self.reader.state_of(shard) if end < 0 else None
-        return {"samples": packed, "shard": shard, "start": start, "end": end, "state": state}
+        return {
+            "samples": packed,
+            "shard": shard,
+            "start": start,
+            "end": end,
+            "is_blocked": False,
+            "state": state,
+        }
 
     def _run(self, epoch: int, numbers: list[int], troubles: list[str]) -> list[Any]:
         """Read the samples at the start of a block that come without trouble."""

@@ -213,6 +213,11 @@ class Shelves:
         items = items_of(answer)
         numbers, samples = items.numbers, items.samples
         position, state = start + len(numbers), answer.inputs["state"]
+        end, size = answer.inputs["end"], int(self._sampler.sizes[shard])
+        if answer.inputs["is_blocked"] and 0 <= size < position:
+            # No reader gets there, so only the size says where the bad samples end.
+            numbers, samples = numbers[: size - start], samples[: size - start]
+            position = end = size
         if self._block > 1:
             order = block_order(self._sampler.seed, self._epoch, shard, start, len(numbers))
             numbers = list(map(numbers.__getitem__, order))
@@ -223,13 +228,12 @@ class Shelves:
         shelf.numbers.extend(numbers)
         shelf.samples.extend(samples)
         shelf.stored = self._stored[shard] = max(shelf.stored, position)
-        if (end := answer.inputs["end"]) >= 0:
+        if end >= 0:
             shelf.end = end
             self._unfinished.pop(shard, None)
         if state is not None:
             shelf.shortcuts.append((self._epoch, position, state))
             self._reader.shortcuts[shard] = shelf.shortcuts[-1]
-        size = int(self._sampler.sizes[shard])
         found = shelf.end if shelf.end >= 0 else position
         if 0 <= size != found and (found > size or shelf.end >= 0):
             self._refuse(shard, size, found, is_end=shelf.end >= 0)
