@@ -357,3 +357,9 @@ def test_sample_batches_differ_between_ranks_and_leave_no_trace() -> None:
             seen += [int(i) for batch in batches for i in batch.indices]
             assert len(batches) <= 2
         assert len(seen) == len(set(seen)) > 0
+
+
+def test_sample_batches_come_from_other_shards_if_a_rank_s_own_are_empty() -> None:
+    for rank in (0, 1):
+        loader = shard_loader(Rows([0, 20] * 12), rank=rank, world_size=2)
+        assert len(loader.sample_batches(torch.device("cpu"))) == 2

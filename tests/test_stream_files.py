@@ -255,6 +255,32 @@ def test_a_test_set_counts_what_it_does_not_say() -> None:
     assert float(StreamView(stream)[4][0]) == 4.0
 
 
+def test_shards_without_a_sample_may_come_first(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    config = DataConfig(
+        dataset=f"text:{tmp_path}/*.txt",
+        dataset_args={"num_classes": 9, "transform": "tests.plugins:length_of"},
+    )
+    with pytest.raises(DataError, match="no training sample: each of its 64 shards is empty"):
+        build_data(config)
+    (tmp_path / "b.txt").write_text("a line\n" * 40)
+    data = build_data(config)
+    assert data.input_shape == (1,)
+
+
+class GivesError(Plain):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([ValueError("broken")])
+
+
+def test_an_error_that_is_given_is_the_error_of_its_sample() -> None:
+    stream = adapt(GivesError(), "broken")
+    assert stream is not None
+    for view in (StreamView(stream), StreamInOrder(stream, "broken")):
+        with pytest.raises(ValueError, match="broken"):
+            view[0]
+
+
 class TestHuggingFace:
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:

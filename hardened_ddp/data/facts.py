@@ -6,6 +6,7 @@ Does not own: opening it (datasets.py).
 """
 
 import hashlib
+import itertools
 import json
 import logging
 import numbers
@@ -21,6 +22,7 @@ from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.nesting import leaves
 from hardened_ddp.data.read_errors import describe, line_of_user
 from hardened_ddp.data.stream_types import is_stream
+from hardened_ddp.data.stream_views import StreamView
 from hardened_ddp.errors import DataError, SampleError
 
 _MOST_TRIES = 8  # how many samples are tried to find a readable one
@@ -74,22 +76,35 @@ def check_opened(dataset: Any, name: str) -> None:  # Any: what a user's callabl
 def read_example(dataset: AnyDataset, name: str, collate: Collate | None = None) -> Batch:
     """Read the first sample that can be read. Raises DataError if there is none."""
     fetcher = Fetcher(dataset, seed=0, collate=collate)
-    num_tries = min(_MOST_TRIES, len(dataset))  # type: ignore[arg-type]  # map-style: has a length
     try:
         with preserved_rng():
-            batches = (fetcher[(0, torch.tensor([index]))] for index in range(num_tries))
+            numbers = _first_samples(dataset, name)
+            batches = (fetcher[(0, torch.tensor([number]))] for number in numbers)
             batch = next((batch for batch in batches if batch.num_samples), None)
-            first = fetcher[(0, torch.tensor([0]))] if batch is None else batch
+            first = fetcher[(0, torch.tensor(numbers[:1]))] if batch is None else batch
     except SampleError as error:
         raise DataError(f"dataset {name}: {error.message}", fix=error.fix) from error
     if batch is None:
         raise DataError(
-            f"dataset {name}: the first {num_tries} samples can't be read: {first.bad[0].error}",
+            f"dataset {name}: the first {len(numbers)} samples can't be read: {first.bad[0].error}",
             fix="make "
             + ("open()" if is_stream(getattr(dataset, "stream", None)) else "dataset[0]")
             + " give (input tensor, label), or a mapping with 'labels'",
         )
     return batch
+
+
+def _first_samples(dataset: AnyDataset, name: str) -> list[int]:
+    """Return the numbers of a few samples. Raises DataError if a stream has none."""
+    if not isinstance(dataset, StreamView):
+        return list(range(min(_MOST_TRIES, len(dataset))))  # type: ignore[arg-type]  # it has a length
+    numbers = list(itertools.islice(dataset.first_samples(), _MOST_TRIES))
+    if not numbers:
+        raise DataError(
+            f"dataset {name} has no training sample: each of its {len(dataset)} shards is empty",
+            fix="check its files, and what open() gives",
+        )
+    return numbers
 
 
 def count_outputs(dataset: AnyDataset, labels: Any, *, are_classes: bool) -> int:

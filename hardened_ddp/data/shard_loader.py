@@ -9,7 +9,7 @@ Does not own: the plan (shards.py), reading ahead (shelves.py), the facts of a c
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ from hardened_ddp.ranks.group import Group
 _AT_ONCE = 16
 """Steps whose batches are made together if their samples are at hand. WHY: a step of a model leaves
 neither the samples nor this code in the CPU's caches; so they are loaded once for 16 batches."""
+
+_MOST_BAD = 16  # of the first samples: then the others will hardly be better
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,28 +152,41 @@ class ShardLoader:
         """
         sampler, blocks = self.sampler, self.stream.fetcher
         assert isinstance(blocks, BlockReader)
-        found: list[Batch] = []
-        bad: list[BadSample] = []
-        for turn in range(8):
-            number = sampler.rank + turn * sampler.num_replicas
-            index, shard = divmod(number, sampler.num_shards)
-            first = id_of(shard, 2 * index, sampler.num_shards)
-            ids = torch.tensor([first, first + sampler.num_shards])
-            self._held.begin_window()
-            batch = self._made_ready(self._batch(items_of(blocks[(0, ids)])))
-            bad += batch.bad
-            if batch.num_samples:
-                found.append(batch.to(device))
-            if len(found) == 2:
-                break
+        own = range(sampler.rank, sampler.rank + 8 * sampler.num_replicas, sampler.num_replicas)
+        found, bad = self._first_batches(own, blocks)
+        if not found:  # WHY all: the shards of this rank may be empty
+            found, bad = self._first_batches(range(sampler.num_shards), blocks)
         blocks.reader.close()
         if not found:
-            text = bad[0].error if bad else "the first shards have no sample"
+            text = bad[0].error if bad else "no shard has a sample"
             raise SampleError(
                 f"none of the first samples can be read: {text}",
                 fix=fix_for_all(text),
             )
-        return found
+        return [batch.to(device) for batch in found]
+
+    def _first_batches(
+        self, numbers: Iterable[int], blocks: BlockReader
+    ) -> tuple[list[Batch], list[BadSample]]:
+        """Read up to two batches of two samples near the start of shards, and those that are bad.
+
+        numbers: number n is of shard n modulo num_shards.
+        """
+        count = self.sampler.num_shards
+        found: list[Batch] = []
+        bad: list[BadSample] = []
+        for number in numbers:
+            index, shard = divmod(number, count)
+            first = id_of(shard, 2 * index, count)
+            self._held.begin_window()
+            answer = blocks[(0, torch.tensor([first, first + count]))]
+            batch = self._made_ready(self._batch(items_of(answer)))
+            bad += batch.bad
+            if batch.num_samples:
+                found.append(batch)
+            if len(found) == 2 or len(bad) >= _MOST_BAD:
+                break
+        return found, bad
 
     def open_folder(self, run: Path) -> None:
         """Keep the readers' states in the run folder from now on, and use those that are there."""

@@ -6,13 +6,13 @@ Does not own: training on a stream (shard_loader.py).
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset
 
-from hardened_ddp.data.read_errors import EndOfShard
+from hardened_ddp.data.read_errors import EndOfShard, Given
 from hardened_ddp.data.shard_reader import ShardReader
 from hardened_ddp.data.shards import shard_of
 from hardened_ddp.data.stream_types import Stream, digests_of, name_of, sizes_of
@@ -43,8 +43,23 @@ class StreamView(Dataset[Any]):  # Any: whatever the stream gives
             return self._reader.read(0, shard, index, [])
         except EndOfShard as over:
             raise IndexError(f"shard {shard} of the stream has {over.end} samples") from None
+        except Given as given:
+            raise given.error from None
         finally:
             self._reader.close()
+
+    def first_samples(self) -> Iterator[int]:
+        """Yield the number of the first sample of each shard that is not empty."""
+        for shard in range(self.stream.num_shards):
+            try:
+                self._reader.read(0, shard, 0, [])
+            except EndOfShard:
+                continue
+            except Exception:  # WHY broad: the user's code; whoever reads the sample meets it again
+                log.debug("shard %d, sample 0", shard, exc_info=True)
+            finally:
+                self._reader.close()
+            yield shard
 
 
 class StreamInOrder(Dataset[Any]):  # Any: as above
@@ -73,6 +88,8 @@ class StreamInOrder(Dataset[Any]):  # Any: as above
             raise IndexError(
                 f"shard {shard} of the test part has {over.end} samples now, and fewer than before"
             ) from None
+        except Given as given:
+            raise given.error from None
 
     def name_of_sample(self, place: int) -> str:
         """Name a sample by shard and position, for messages."""
