@@ -94,6 +94,21 @@ def test_the_first_step_takes_the_state_that_was_allocated_for_it(
     assert torch.equal(*weights)
 
 
+def test_sgd_updates_weights_of_16_bits_as_torch_does_without_its_fused_kernel() -> None:
+    start = torch.linspace(-2, 2, 40, dtype=torch.bfloat16)
+    weight, wanted = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    settings = OptimizerConfig(optimizer="sgd", learning_rate=0.1, momentum=0.9, weight_decay=0.0)
+    pair = (
+        build_optimizer([weight], settings),
+        torch.optim.SGD([wanted], lr=0.1, momentum=0.9, fused=False, foreach=False),
+    )
+    for number in range(3):
+        for parameter, optimizer in zip((weight, wanted), pair, strict=True):
+            parameter.grad = start.flip(0) + number
+            optimizer.step()
+    assert torch.equal(weight, wanted)
+
+
 def test_state_is_allocated_for_known_optimizers_only() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.RMSprop([weight])
