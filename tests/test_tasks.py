@@ -27,7 +27,7 @@ from hardened_ddp.task.own import Own
 from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.regression import Regression
 from hardened_ddp.task.segmentation import Segmentation
-from hardened_ddp.task.task import Task
+from hardened_ddp.task.task import Score, Task
 from hardened_ddp.task.tokens import Tokens
 from hardened_ddp.training.names import check_names
 from tests.ranks import run_ranks
@@ -110,10 +110,11 @@ def test_one_label_is_binary_classification(shape: tuple[int, ...]) -> None:
     assert (found["f1"], found["exact_match"]) == (pytest.approx(2 / 3), 0.75)
 
 
-def test_segmentation_counts_the_pixels_that_count() -> None:
+@pytest.mark.parametrize("size", [(4, 4), pytest.param((4, 2, 3), marks=pytest.mark.slow)])
+def test_segmentation_counts_the_pixels_that_count(size: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(5, 3, 4, 4, generator=generator)
-    labels = torch.randint(3, (5, 4, 4), generator=generator)
+    logits = torch.randn(5, 3, *size, generator=generator)
+    labels = torch.randint(3, (5, *size), generator=generator)
     labels[0, :2] = 255
     task = Segmentation(num_classes=3, ignore_index=255)
     found = figures_of(task, in_parts(logits, labels, 2, 2, 1))
@@ -163,6 +164,8 @@ FITS: list[tuple[str, Any, Any]] = [
     ("own", torch.ones(()), torch.randn(4)),
     ("own", {"loss": torch.ones(()), "logits": torch.randn(2, 7)}, ["a", "b"]),
     ("tokens", (torch.randn(2, 6, 5), torch.ones(())), torch.randint(5, (2, 6))),
+    ("segmentation", torch.randn(2, 3, 4, 5, 6), torch.randint(3, (2, 4, 5, 6))),
+    ("regression", torch.randn(2, 3), torch.tensor([[0.2, 0.3, 0.1], [0.5, 0.2, 0.3]])),
 ]
 
 
@@ -179,6 +182,7 @@ def test_auto_takes_the_task_that_fits(name: str, output: Any, labels: Any) -> N
         (torch.randn(4, 3), None, "labels are a NoneType, not a tensor"),
         ("text", torch.tensor([0, 1]), "neither logits nor a loss"),
         (torch.randn(2, 3, 4, 4), torch.randint(3, (2, 8, 8)), "fit no task"),
+        (torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4, 4)), "fit no task"),
     ],
 )
 def test_auto_refuses_with_the_choices(output: Any, labels: Any, told: str) -> None:
@@ -200,6 +204,13 @@ def test_an_output_whose_dimensions_are_in_another_order_is_told_the_right_one(
     with pytest.raises(ModelError) as caught:
         task_that_fits(output, batch_of(labels, inputs=[1, 2]))
     assert fix in caught.value.fix
+
+
+def test_auto_refuses_labels_that_may_be_probabilities_and_says_why() -> None:
+    labels = torch.randn(4, 3).softmax(1)
+    with pytest.raises(ModelError, match=r"probabilities of classes \(each row") as caught:
+        task_that_fits(torch.randn(4, 3), batch_of(labels, inputs=[1, 2]))
+    assert "cross_entropy(logits, labels)" in caught.value.fix
 
 
 LOSS = torch.ones((), requires_grad=True)
@@ -318,6 +329,13 @@ class Summed(Sum):
         return self.total
 
 
+class ModuleScore(nn.Module):
+    """A task that is written as a loss of torch."""
+
+    def score(self, output: torch.Tensor, batch: Batch) -> Score:
+        return Score(output.sum(), batch.num_samples)
+
+
 def built(*argv: str) -> Task:
     config = resolve(parse(["--cpu_only", *argv]), world_size=1).config
     model = nn.Linear(3, 2)
@@ -330,6 +348,7 @@ def built(*argv: str) -> Task:
         (("--task", "clasification"), "no such task"),
         (("--task", "tests.test_tasks:Nothing"), "Nothing"),
         (("--task", "tests.test_tasks:NoScore"), "without score"),
+        (("--task", "tests.test_tasks:ModuleScore"), "an nn.Module"),
         (("--task", "tests.test_tasks:Refusing"), "no such table"),
         (("--task", "regression", "--task_args", "{loss: l3}"), "has no loss"),
         (("--task", "regression", "--task_args", "{los: l1}"), "task_args"),
@@ -491,6 +510,13 @@ def test_an_error_of_the_first_forward_says_what_is_odd_in_the_input(
     inputs: Any, told: str
 ) -> None:
     assert told in fix_for(TypeError("embedding(): argument 'indices' is a list"), inputs)
+
+
+def test_a_forward_that_differentiates_without_enabling_gradients_is_told_to() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with torch.no_grad(), pytest.raises(RuntimeError) as caught:
+        torch.autograd.grad((weight * 2).sum(), weight)
+    assert "torch.enable_grad()" in fix_for(caught.value, torch.ones(2))
 
 
 def test_a_sample_of_which_no_part_or_a_part_too_much_became_the_label_is_told_so() -> None:

@@ -203,6 +203,13 @@ def _as_task(task: Any, name: str) -> Task:
             f"--task {name} returned a {type(task).__name__} without score(output, batch)",
             fix="name a class derived from hardened_ddp.task.task.Task that defines score",
         )
+    if isinstance(task, nn.Module):
+        raise ConfigError(
+            f"--task {name} returned an nn.Module: its forward and its parameters would stand "
+            "for those of the model",
+            fix="derive the class from hardened_ddp.task.task.Task instead; constants, such as "
+            "weights of classes, are plain tensors there, and what is trained belongs to the model",
+        )
     task.__class__ = type(type(task).__name__, (type(task), Task), {})
     return task  # type: ignore[no-any-return]  # it is one now
 

@@ -13,6 +13,7 @@ from hardened_ddp.errors import ModelError
 from hardened_ddp.settings.task import TASKS
 from hardened_ddp.task.output import (
     are_one_hot,
+    are_shares,
     described,
     described_labels,
     refuse_several_losses,
@@ -51,7 +52,7 @@ def task_that_fits(output: Any, batch: Batch) -> tuple[str, str]:  # Any: whatev
     if loss is not None:
         return "own", f"the model returns its loss, and no other task fits: {shapes}"
     raise _undecided(
-        f"{shapes}: they fit {_fits(logits, labels)}", output, fix=_reordered(logits, labels)
+        f"{shapes}: they fit {_fits(logits, labels)}", output, fix=_fix_of(logits, labels)
     )
 
 
@@ -62,7 +63,7 @@ def _by_shape(logits: torch.Tensor, labels: torch.Tensor) -> str:
             return "classification"
         if labels.dim() == 2 and logits.dim() == 3 and logits.shape[:2] == labels.shape:
             return "tokens"
-        if labels.dim() == 3 and logits.dim() == 4:
+        if labels.dim() in (3, 4) and logits.dim() == labels.dim() + 1:
             is_map = logits.shape[0] == labels.shape[0] and logits.shape[2:] == labels.shape[1:]
             return "segmentation" if is_map else ""
     is_binary = bool(((labels == 0) | (labels == 1)).all())
@@ -72,17 +73,24 @@ def _by_shape(logits: torch.Tensor, labels: torch.Tensor) -> str:
     if not labels.is_floating_point():
         return ""
     is_alike = logits.numel() == labels.numel() and len(logits) == len(labels)
-    return "regression" if is_alike and not is_binary else ""
+    return "regression" if is_alike and not is_binary and not are_shares(labels) else ""
 
 
 def _fits(logits: torch.Tensor, labels: torch.Tensor) -> str:
     if labels.numel() == logits.numel() and bool(((labels == 0) | (labels == 1)).all()):
         return "multilabel and regression alike"
+    if labels.shape == logits.shape and are_shares(labels):
+        return "regression, and probabilities of classes (each row adds up to 1) alike"
     return "no task"
 
 
-def _reordered(logits: torch.Tensor, labels: torch.Tensor) -> str:
-    """Say how to order the dimensions of the output, if only their order is wrong; else empty."""
+def _fix_of(logits: torch.Tensor, labels: torch.Tensor) -> str:
+    """Say what to do about labels that are probabilities, or an output in another order."""
+    if labels.shape == logits.shape and are_shares(labels):
+        return (
+            "for numbers: --task regression; for probabilities: --task package.module:Class, whose "
+            "score() has cross_entropy(logits, labels), see docs/TASKS.md"
+        )
     if labels.is_floating_point() or logits.dim() != labels.dim() + 1:
         return ""
     if labels.dim() == 2 and (logits.shape[0], logits.shape[2]) == tuple(labels.shape):

@@ -14,6 +14,7 @@ LOGITS = ("logits", "out")
 """Where an output with names has its logits: Hugging Face says logits, torchvision out."""
 
 _MOST_NAMED = 6
+_ROUNDING = 1e-3  # of probabilities in fp32, or written with few digits
 _LABEL_IS_LAST = "the last part of a sample is its label"
 _BY_NAME = (
     "If a sample has no label, or forward takes the parts by name: have the dataset, or --collate, "
@@ -116,6 +117,8 @@ def logits_of(output: Any, *, need: str) -> torch.Tensor:  # Any: whatever a mod
 
 def fix_for(error: Exception, inputs: Any, *, has_labels: bool = True) -> str:  # Any: nested data
     """Say what to do about an error of a first forward."""
+    if fix := fix_for_gradients(error):
+        return fix
     named = inputs if isinstance(inputs, Mapping) else {"the input": inputs}
     lists = {name: part for name, part in named.items() if isinstance(part, list) and part}
     if texts := [str(name) for name, part in lists.items() if isinstance(part[0], str)]:
@@ -144,6 +147,16 @@ def fix_for(error: Exception, inputs: Any, *, has_labels: bool = True) -> str:  
     return _fix_by_shape(str(error), named)
 
 
+def fix_for_gradients(error: Exception) -> str:
+    """Say what to do if a forward needs gradients where none are computed; else empty."""
+    if "does not require grad" not in str(error):
+        return ""
+    return (
+        "an evaluation, and the first look at the output, compute no gradients: what forward "
+        "differentiates itself (torch.autograd.grad) belongs under `with torch.enable_grad():`"
+    )
+
+
 def _fix_by_shape(text: str, named: Mapping[Any, Any]) -> str:  # Any: as the dataset nests them
     """Say what to do about an error of tensors that do not fit, by their shapes and types."""
     tensors = {name: part for name, part in named.items() if isinstance(part, torch.Tensor)}
@@ -166,6 +179,14 @@ def are_one_hot(labels: torch.Tensor) -> bool:
     if labels.dim() != 2 or labels.shape[1] < 2:
         return False
     return bool(((labels == 0) | (labels == 1)).all() and (labels.sum(dim=1) == 1).all())
+
+
+def are_shares(labels: torch.Tensor) -> bool:
+    """Return whether labels (N, classes) are probabilities: from 0 to 1, and each row adds to 1."""
+    if labels.dim() != 2 or labels.shape[1] < 2 or not labels.is_floating_point():
+        return False
+    is_one = (labels.double().sum(dim=1) - 1).abs() < _ROUNDING
+    return bool(((labels >= 0) & (labels <= 1)).all() and is_one.all())
 
 
 def described_labels(labels: object) -> str:

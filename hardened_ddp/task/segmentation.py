@@ -1,4 +1,4 @@
-"""Segmentation: each pixel has a label, the index of a class, or one that does not count.
+"""Segmentation: each pixel or voxel has a label, the index of a class, or one that does not count.
 
 The loss is the mean over the pixels that count, over the whole step. Mean IoU: of each class the
 pixels that are both predicted and labelled, divided by those that are either; then the mean over
@@ -19,10 +19,12 @@ from hardened_ddp.task.task import Figures, Metric, Mistake, Score, Task
 
 IGNORED = -100
 _NEED = "(num_samples, num_classes, height, width)"
+_SIZES = (3, 4)
+"""Dimensions of the labels: of images, and of volumes (num_samples, depth, height, width)."""
 
 
 class Segmentation(Task):
-    """Cross-entropy of logits (N, C, H, W) and labels (N, H, W) int64."""
+    """Cross-entropy of logits (N, C, H, W) and labels (N, H, W) int64; or both with a depth."""
 
     metrics = (
         Metric("mean_iou", form=".2%", short_name="IoU", short_form=".1%"),
@@ -66,11 +68,13 @@ class Segmentation(Task):
         logits = logits_of(output, need=_NEED)
         shape = tuple(logits.shape)
         is_labelled = isinstance(targets, torch.Tensor) and not targets.is_floating_point()
-        if not is_labelled or logits.dim() != 4 or (shape[0], *shape[2:]) != tuple(targets.shape):
+        is_map = is_labelled and targets.dim() in _SIZES and logits.dim() == targets.dim() + 1
+        if not is_map or (shape[0], *shape[2:]) != tuple(targets.shape):
             labels = tuple(targets.shape) if isinstance(targets, torch.Tensor) else "no shape"
             raise ModelError(
                 f"the model gives logits of shape {shape} for labels of {labels}; segmentation "
-                f"needs {_NEED} for labels (num_samples, height, width) of integers",
+                f"needs {_NEED} for labels (num_samples, height, width) of integers, or both with "
+                "a depth before the height",
                 fix="give one output channel for each class, at the size of the labels",
             )
         self.num_classes = self.num_classes or shape[1]

@@ -17,6 +17,7 @@ from hardened_ddp.errors import HardenedError, ModelError
 from hardened_ddp.model.forward_collectives import watching
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.parts import Parts
+from hardened_ddp.task.output import fix_for_gradients
 from hardened_ddp.task.score_check import check_score
 from hardened_ddp.training.early_stop import check_stop_when
 from hardened_ddp.training.equal_forwards import check_equal_evaluation
@@ -64,7 +65,7 @@ def check_evaluation(parts: Parts) -> None:
         log.debug("the trial of the test set failed", exc_info=True)
         mine = {
             "error": f"{describe(error)}{line_of_user(error)}",
-            "fix": "the whole traceback is in this rank's log",
+            "fix": fix_for_gradients(error) or "the whole traceback is in this rank's log",
         }
     finally:
         module.train(was_training)
