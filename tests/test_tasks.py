@@ -1,6 +1,7 @@
 """The tasks that are built in: losses and metrics beside plain torch, and what they refuse."""
 
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -265,6 +266,21 @@ def test_what_an_own_loss_is_taken_to_be_a_mean_over_is_said_once(
     task.check({"loss": LOSS}, words)
     task.check({"loss": LOSS}, words)
     assert len([m for m in caplog.messages if "return that number as 'count'" in m]) == 1
+
+
+def test_finding_what_an_own_loss_is_a_mean_over_warns_of_nothing() -> None:
+    logits = torch.randn(2, 3, 7, requires_grad=True)
+    labels = torch.randint(7, (2, 3))
+    loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    task = Own()
+    torch.set_warn_always(True)  # WHY: else torch warns once per process, maybe in another test
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            task.check({"loss": loss, "logits": logits}, batch_of(labels))
+    finally:
+        torch.set_warn_always(False)
+    assert task.learned() == {"shift": 1}
 
 
 class NoScore:

@@ -68,7 +68,7 @@ class Own(Task):
         if logits is None or not self.finds_shift or not _are_many(labels):
             return
         if logits.dim() == 3 and logits.shape[:2] == labels.shape:
-            found = find_shift(logits, labels, loss, ignore_index=self.ignore_index)
+            found = find_shift(logits, labels, loss.detach(), ignore_index=self.ignore_index)
             if found is not None:
                 self.take_over({"shift": found[0]})
 
