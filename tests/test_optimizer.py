@@ -165,6 +165,6 @@ def test_a_search_for_unused_parameters_without_a_case_is_refused() -> None:
 
 
 def test_a_hook_without_a_case_is_refused() -> None:
-    replica: Any = SimpleNamespace(ddp=object(), sums_after=False, group=None)
+    replica: Any = SimpleNamespace(ddp=object(), group=None)
     with pytest.raises(KeyError, match="a new choice"):
         choose_comm_hook(replica, UNKNOWN, retries=True)

@@ -31,7 +31,7 @@ def choose_comm_hook(
     counts: what the loss is a mean over has to be added up with the gradients.
     """
     ddp = replica.ddp
-    if ddp is None or replica.sums_after:
+    if ddp is None:
         return
     if name == "powersgd":
         _use_power_sgd(ddp)

@@ -217,7 +217,7 @@ def warm_up(replica: Replica, sample: Batch, *, task: Task, precision: Precision
     WHY another pass after that: the ranks agree on the new buckets in a forward, by a collective; a
     rank without a sample in the next step would not reach it. And replica.buckets records them.
     """
-    if replica.ddp is None or replica.sums_after:
+    if replica.ddp is None:
         return
     for _ in range(3 if replica.ddp.static_graph else 2):
         with untouched_buffers(replica.module):

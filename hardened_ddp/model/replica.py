@@ -34,7 +34,7 @@ from hardened_ddp.settings.ddp import DdpConfig
 
 
 class Replica:
-    """A module and, with more than one rank, its DDP wrapper."""
+    """A module, and its DDP wrapper where DDP's hooks send the gradients."""
 
     def __init__(
         self,
@@ -43,48 +43,40 @@ class Replica:
         *,
         ddp: DistributedDataParallel | None,
         moving_buffers: Sequence[str],
-        sums_after: bool = False,
+        looks_for_unused: bool = True,
         channels_last: bool = False,
     ) -> None:
         self.module = module
         self.ddp = ddp
+        """Its hooks send gradients within backward. None: only sum_gradients adds them up."""
+
+        self.buckets: Buckets | None = None
+        """Our communication hook in ddp; None: DDP's own, or torch's for PowerSGD."""
+
         self.group = group
         self.trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self._parameters = list(self.trainable.values())
         self._has_complex = any(parameter.is_complex() for parameter in self._parameters)
         self.buffers = MovingBuffers(module, moving_buffers)
-        self.moving_buffers = self.buffers.tensors
-        """The buffers that change in forward."""
-
         self.channels_last = channels_last
         """Whether images are stored with channels last."""
 
-        self.looks_for_unused = ddp is None or ddp.find_unused_parameters
+        self.looks_for_unused = looks_for_unused
         """A parameter may get no gradient on some rank: sum_gradients counts it as zero there."""
-
-        self.sums_after = sums_after
-        """Gradients stay local in backward, and sum_gradients adds them up: not DDP's hooks."""
 
         self.collectives = NO_COLLECTIVES
         """Those that the model calls in its forward."""
 
-        self.buckets: Buckets | None = None
-        """Our communication hook; None: gradients are sent in another way."""
-
-        self._has_hooks = ddp is not None and not sums_after
-        self.can_overlap = self._has_hooks
-        """Gradients can be sent within backward: DDP finds unused parameters if there are any."""
-
-        self.averages = self._has_hooks
-        """DDP divides the sum of the gradients by world_size. Our hook does not."""
-
         self.compilations: Compilations | None = None
         """What torch has compiled; None: the model is not compiled."""
 
-        self._sums_are_finite = False  # False: not known
+        self.can_overlap = ddp is not None
+        """Gradients can be sent within backward: DDP finds unused parameters if there are any."""
 
-        # WHY not through DDP then: its forward would prepare its hooks, which are not used.
-        self.call: nn.Module = module if ddp is None or self.sums_after else ddp
+        self.call: nn.Module = module if ddp is None else ddp
+        """What training calls for a forward: DDP's prepares its hooks."""
+
+        self._sums_are_finite = False  # False: not known
 
     def release(self) -> None:
         """Drop the DDP wrapper; the module stays.
@@ -93,6 +85,11 @@ class Replica:
         thread while it holds the GIL, which that thread may need: the process would never end.
         """
         self.ddp, self.call = None, self.module
+
+    @property
+    def averages(self) -> bool:
+        """DDP divides the sum of the gradients by world_size. Our hook does not."""
+        return self.ddp is not None and self.buckets is None
 
     @property
     def can_stand_in(self) -> bool:
@@ -105,7 +102,7 @@ class Replica:
 
     def use_hook(self, buckets: Buckets) -> None:
         """Let our communication hook send the gradients. Rank-local."""
-        self.buckets, self.averages = buckets, False
+        self.buckets = buckets
 
     def compile(self) -> None:
         """Compile the model from its next forward on. Rank-local."""
@@ -115,7 +112,7 @@ class Replica:
         """Allow from now on that a parameter gets no gradient. Rank-local: all ranks call it."""
         self.looks_for_unused = True
         # DDP takes this setting only when it is built; else it waits for every parameter.
-        self.can_overlap = self._has_hooks and bool(self.ddp and self.ddp.find_unused_parameters)
+        self.can_overlap = self.ddp is not None and self.ddp.find_unused_parameters
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Keep gradients on this rank inside. WHY around forward too: DDP decides there."""
@@ -218,7 +215,7 @@ class Replica:
             else:
                 self.group.sum_each_(each)  # collective
         self._sums_are_finite = are_finite
-        if self.ddp is not None and self._has_hooks:
+        if self.ddp is not None:
             forget_used(self.ddp)
         self.group.tracker.enter(before)
         found: list[float] = sums.tolist()
@@ -229,14 +226,9 @@ class Replica:
         found = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         return [_real(gradient) for gradient in found] if self._has_complex else found
 
-    @property
-    def moving_names(self) -> list[str]:
-        """The names of the buffers that change in forward."""
-        return self.buffers.names
-
     def copy_buffers(self) -> list[torch.Tensor]:
         """Copy the moving buffers, for put_back_buffers."""
-        return self.buffers.copies() if self.moving_buffers else []
+        return self.buffers.copies() if self.buffers.names else []
 
     def put_back_buffers(self, copies: Sequence[torch.Tensor]) -> None:
         """Restore the moving buffers from copies."""
@@ -245,7 +237,7 @@ class Replica:
     def sync_buffers(self) -> None:
         """Make the moving buffers equal on all ranks. Collective: all ranks."""
         group = self.group
-        if self.buffers.names and group.world_size > 1:
+        if group.world_size > 1:
             self.buffers.equalize(  # collective
                 group.sum_, world_size=group.world_size, is_main=group.launch.is_main
             )
@@ -261,29 +253,36 @@ def wrap(
     channels_last: bool = False,
 ) -> Replica:
     """Wrap module in DDP, which also gives every rank rank 0's weights. Collective: all ranks."""
-    if group.world_size == 1:
-        return Replica(
-            module, group, ddp=None, moving_buffers=moving_buffers, channels_last=channels_last
-        )
-    arguments: dict[str, Any] = {
-        "device_ids": [group.device.index] if group.device.type == "cuda" else None,
-        "find_unused_parameters": find_unused,
-        "static_graph": config.static_graph,
-        "gradient_as_bucket_view": config.gradient_as_bucket_view,
-        "bucket_cap_mb": config.bucket_cap_mb,
-    }
-    # torch 2.13 renamed the argument; the module docstring says why it is off.
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    arguments[
-        "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    ] = False
+    ddp = None
+    if group.world_size > 1:
+        ddp = _build_ddp(module, group, config, find_unused=find_unused)  # collective
+        if group.shared is not None and config.comm_hook == "none":
+            ddp = None  # the weights are equal now, and its hooks are not used
     return Replica(
         module,
         group,
-        ddp=DistributedDataParallel(module, **arguments),  # collective
+        ddp=ddp,
         moving_buffers=moving_buffers,
-        sums_after=group.shared is not None and config.comm_hook == "none",
+        looks_for_unused=find_unused or group.world_size == 1,
         channels_last=channels_last,
+    )
+
+
+def _build_ddp(
+    module: nn.Module, group: Group, config: DdpConfig, *, find_unused: bool
+) -> DistributedDataParallel:
+    # torch 2.13 renamed the argument; the module docstring says why it is off.
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    renamed = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    arguments: dict[str, Any] = {renamed: False}  # Any: mypy knows one of the names
+    return DistributedDataParallel(  # collective
+        module,
+        device_ids=[group.device.index] if group.device.type == "cuda" else None,
+        find_unused_parameters=find_unused,
+        static_graph=config.static_graph,
+        gradient_as_bucket_view=config.gradient_as_bucket_view,
+        bucket_cap_mb=config.bucket_cap_mb,
+        **arguments,
     )
 
 

@@ -198,8 +198,9 @@ class Stepper:
         something else, such as tokens, finish divides by that.
         """
         parts, replica, tracker = self.parts, self.parts.replica, self._tracker
+        ddp = replica.ddp
         # DDP also divides its sum by world_size: undone here.
-        is_divided = replica.averages and not keep_local
+        is_divided = not keep_local and replica.averages
         divisor = window.size if self._counts_samples else mean.divisor(window.size)
         scale = (parts.group.world_size if is_divided else 1) / divisor
         scaler = parts.precision.scaler  # fp16's; else None
@@ -210,7 +211,7 @@ class Stepper:
             is_synced = index == len(batches) - 1 and not keep_local
             self.batch = batch
             tracker.enter(Phase.FORWARD)
-            with contextlib.nullcontext() if is_synced or replica.sums_after else replica.no_sync():
+            with contextlib.nullcontext() if is_synced or ddp is None else ddp.no_sync():
                 with parts.precision.autocast():
                     output = parts.task.forward(replica.call, batch)
                     score = parts.task.score(output, batch)
@@ -281,7 +282,7 @@ class Stepper:
         if attempt.outcome is Outcome.DONE and not is_divided:
             mean.divide(self.parts.replica, attempt, count, step=self.progress.step)
         if attempt.outcome is Outcome.DONE:
-            if self.parts.replica.moving_buffers:
+            if self.parts.replica.buffers.names:
                 self.parts.replica.sync_buffers()  # collective
             self.last_good = self.progress.step
             if self.retry.given_up:

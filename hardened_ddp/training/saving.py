@@ -202,7 +202,7 @@ def collect_tensors(parts: Parts, *, buffers: Sequence[torch.Tensor] = ()) -> Te
     buffers: takes the place of the replica's moving buffers, where a forward is under way.
     """
     tensors = {f"model.{name}": t for name, t in parts.replica.module.state_dict().items()}
-    for name, buffer in zip(parts.replica.moving_names, buffers, strict=False):
+    for name, buffer in zip(parts.replica.buffers.names, buffers, strict=False):
         tensors[f"model.{name}"] = buffer
     # WHY sorted: an optimizer that was restored may list its state in another order, and equal
     # states should be equal files.
@@ -253,7 +253,7 @@ def volatile_names(parts: Parts) -> set[str]:
     Also the learning rate, if it is a tensor: it is set before the forward.
     """
     buffers = (name for name, _ in parts.replica.module.named_buffers())
-    names = {f"model.{name}" for name in (*buffers, *parts.replica.moving_names)}
+    names = {f"model.{name}" for name in (*buffers, *parts.replica.buffers.names)}
     if is_known(parts.optimizer) and not parts.schedule.has_state:
         return names
     state = save_state(parts.schedule, parts.replica.trainable)[0]

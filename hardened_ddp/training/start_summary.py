@@ -138,7 +138,6 @@ def _auto_line(parts: Parts) -> str:
     config = parts.config
     values = flatten(config)
     stream = parts.train_loader.stream
-    ddp = parts.replica.ddp
     found = {
         "task": parts.task.name,
         "amp": parts.precision.name,
@@ -149,8 +148,8 @@ def _auto_line(parts: Parts) -> str:
         "split_by_length": "on" if parts.train_loader.split is not None else "",
         "checkpoint_every_steps": "measured",
     }
-    if ddp is not None:
-        found["find_unused_parameters"] = "on" if ddp.find_unused_parameters else "off"
+    if parts.group.world_size > 1:
+        found["find_unused_parameters"] = "on" if parts.replica.looks_for_unused else "off"
     found = {name: word for name, word in found.items() if word}
     chosen = [f"{name} {word}" for name, word in found.items() if values[name] in (None, "auto")]
     return "auto: " + (", ".join(chosen) or "nothing")
