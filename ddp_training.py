@@ -316,7 +316,7 @@ def fit(run: Run) -> Ending:
         # of it, in micro-batches. None is left if only the last evaluation was cut short.
         for window, batches in run.windows():
             if stop.poll():  # collective: all ranks stop here, or none
-                run.stepper.late.settle()  # collective
+                run.stepper.settle()  # collective
                 log.warning("%s: stopping at step %d, saving first", stop.reason, progress.step)
                 return Ending.STOPPED
             if stop.has_looked:  # some times a second

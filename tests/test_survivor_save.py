@@ -213,7 +213,6 @@ class FakeStepper:
         self.parts = SimpleNamespace(group=Group(Launch(), torch.device("cpu")))
         self.is_whole = is_whole
         self.is_finite = lambda: is_finite
-        self.late = SimpleNamespace(take_back=lambda: None)
         self.boundaries = None
         self.progress = Progress(step=step)
 

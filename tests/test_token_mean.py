@@ -117,12 +117,12 @@ def weights_after(argv: list[str], number: int) -> tuple[bool, str, float]:
     for group in parts.optimizer.param_groups:
         group["weight_decay"] = 0.1
     stepper.do(*windows[0])
-    stepper.late.settle()
+    stepper.settle()
     before = {name: tensor.clone() for name, tensor in parts.replica.module.state_dict().items()}
     for batch in windows[number][1]:
         batch.targets.fill_(-100)
     outcome = stepper.do(*windows[number])
-    stepper.late.settle()
+    stepper.settle()
     now = parts.replica.module.state_dict()
     loss = stepper.read_totals()["loss"]
     parts.group.close()

@@ -30,7 +30,7 @@ from hardened_ddp.step import mean
 from hardened_ddp.step.attempt import Attempt, Outcome
 from hardened_ddp.step.boundary import Boundaries
 from hardened_ddp.step.failure import BAD_SUM, Failure, LossNotFinite, explain_failure
-from hardened_ddp.step.late import Flag, LateLook
+from hardened_ddp.step.late import Flag
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress, Totals
@@ -63,9 +63,11 @@ class Stepper:
         self.progress = progress
         self.totals = Totals(parts.task, parts.device)
         self.retry = StepRetry(self, left_out)
-        self.late = LateLook(self)
         self.boundaries = Boundaries(self) if parts.runs_behind else None
         """Which update the device has finished; None: the host runs each one itself."""
+
+        self.unread: Attempt | None = None
+        """The last step, as long as its flag has not been read."""
 
         self.grad_norm: torch.Tensor | None = None
         """The gradient's norm in the last reported step."""
@@ -113,21 +115,46 @@ class Stepper:
         OutOfMemoryError, NonFiniteError, StepError or PeerLostError, each naming rank, step, phase
         and samples; then nothing of the step is committed.
         """
-        progress, late = self.progress, self.late
+        progress = self.progress
         if self._ledger is not None:
             ids = [batch.indices.numpy() for batch in batches]
             self._ledger.bring(progress.step, progress.epoch, ids)
-        if late.attempt is not None and not self._overlaps(window):
-            late.settle()  # collective
+        if self.unread is not None and not self._overlaps(window):
+            self.settle()  # collective
         attempt = self._sum_gradient(window, batches)  # collective
-        if late.attempt is not None and late.is_bad():
-            late.settle()  # collective
+        if self.unread is not None and self._is_bad(self.unread):
+            self.settle()  # collective
             attempt = self._sum_gradient(window, batches)  # collective
         self.commit(attempt)
         self._tracker.end_step(progress.step)
-        if late.attempt is not None and self._is_read_next(window):
-            late.settle()  # collective
+        if self.unread is not None and self._is_read_next(window):
+            self.settle()  # collective
         return attempt.outcome
+
+    def settle(self) -> None:
+        """Read the flag of the last step; do the step again if it was bad. Collective: all ranks.
+
+        Call it before weights, losses or progress are used for anything but the next step.
+        """
+        attempt, self.unread = self.unread, None
+        if attempt is None or not self._is_bad(attempt):
+            return
+        with self.commit_lock:
+            self.undo(attempt)
+            self.take_back_on_host(attempt)
+            self.buffers_before = attempt.buffers
+            self.progress.take_back(attempt.window)
+            if self.boundaries is not None:
+                self.boundaries.take_back(attempt)
+        with self.explained(attempt):
+            self.retry.do_again(attempt)  # collective
+        self.commit(attempt)
+
+    def _is_bad(self, attempt: Attempt) -> bool:
+        """Return whether a step must be done again. Waits for the device."""
+        # WHY: this rank may wait here for another one that has not joined an all-reduce
+        with self._tracker.within(Phase.ALL_REDUCE):
+            return attempt.is_bad()
 
     def _sum_gradient(self, window: Window, batches: Sequence[Batch]) -> Attempt:
         """Compute the gradient of a step and sum it over the ranks. Collective: all ranks."""
@@ -302,8 +329,7 @@ class Stepper:
             self.buffers_before = ()
             if self.boundaries is not None:
                 self.boundaries.after_update(attempt)
-            if attempt.flag is not None or self.late.attempt is not None:
-                self.late.follow(attempt)
+            self.unread = attempt if attempt.flag is not None else None
         self.parts.optimizer.zero_grad(set_to_none=True)
         self.has_unread_totals = True
 
@@ -356,15 +382,6 @@ class Stepper:
         self.parts.optimizer.zero_grad(set_to_none=True)
         self.totals.go_back(attempt.totals_before)
 
-    def take_back(self, attempt: Attempt) -> None:
-        """Undo a step that was committed, but did not change the weights. Rank-local."""
-        self.undo(attempt)
-        self.take_back_on_host(attempt)
-        self.buffers_before = attempt.buffers
-        self.progress.take_back(attempt.window)
-        if self.boundaries is not None:
-            self.boundaries.take_back(attempt)
-
     def take_back_on_host(self, attempt: Attempt) -> None:
         """Undo what a commit without an update has changed besides the tensors. Rank-local."""
         self.parts.precision.go_back(attempt.scale_before)
@@ -405,7 +422,7 @@ class Stepper:
 
     def read_totals(self) -> dict[str, float]:
         """Return mean loss and metrics since the last reading, and reset them. Collective."""
-        self.late.settle()  # collective
+        self.settle()  # collective
         sums = self.totals.read(self.parts.group)  # collective
         self.totals = Totals(self.parts.task, self.parts.device)
         self.has_unread_totals = False
@@ -417,8 +434,8 @@ class Stepper:
         Rank-local; waits for the device. WHY: a checkpoint of weights with NaN would replace a
         good one.
         """
-        late = self.late.attempt
-        return not (late is not None and late.is_bad()) and math.isfinite(self.totals.loss())
+        is_bad = self.unread is not None and self.unread.is_bad()
+        return not is_bad and math.isfinite(self.totals.loss())
 
     def open_ledger(self, folder: Path) -> None:
         """Record in the ledger from now on which samples each step takes. Collective: all ranks."""
@@ -446,7 +463,7 @@ class Stepper:
         self.has_unread_totals = False
         self.buffers_before = ()
         self.last_good = -1
-        self.late.forget()
+        self.unread = None
         if self.boundaries is not None:
             self.boundaries.forget()
         self.retry.given_up.clear()

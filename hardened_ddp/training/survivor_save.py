@@ -78,12 +78,11 @@ def save_as_survivor(error: Exception, stepper: Stepper, saver: Saver, folder: P
         if stepper.boundaries is not None:
             _save_boundary(stepper, saver, folder, error=error, limit_s=DEVICE_LIMIT_S)
             return
-        is_good = _is_good(stepper, limit_s=DEVICE_LIMIT_S)
         if not _is_mine(group, progress.step):
             return
         _note_failure(folder, progress.step, error)
-        # WHY is_good: the loss is checked when it is reported, which may be some steps ago
-        if progress.step == 0 or not is_good:
+        # WHY is_finite: the loss is checked when it is reported, which may be some steps ago
+        if progress.step == 0 or not stepper.is_finite():
             return
         saver.save_in_need(progress)
         _say_saved(progress, folder)
@@ -109,7 +108,7 @@ def save_while_stuck(
             if stepper.is_whole:
                 _save_boundary(stepper, saver, folder, error=error, limit_s=LOCK_LIMIT_S)
             return
-        is_good = _is_good(stepper, limit_s=LOCK_LIMIT_S)
+        is_good = progress.step == 0 or stepper.is_finite()
         if not (is_good and stepper.is_whole and _is_mine(stepper.parts.group, progress.step)):
             return
         if error is not None:
@@ -195,23 +194,6 @@ def _copy(stepper: Stepper, boundary: Boundary) -> Tensors | None:
     if not math.isfinite(read_beside(boundary.loss, parts.device)):
         return None
     return copy_beside(collect_tensors(parts, buffers=boundary.buffers), parts.device)
-
-
-def _is_good(stepper: Stepper, *, limit_s: float) -> bool | None:
-    """Make progress match the weights; return whether they may be saved. Rank-local.
-
-    None: an error came up. For a device whose work the host runs by itself.
-    """
-
-    def look() -> bool:
-        stepper.late.take_back()
-        return stepper.progress.step == 0 or stepper.is_finite()
-
-    try:
-        return ask_within(look, limit_s)
-    except Exception:  # WHY broad: whatever it is, nothing is saved, and the failure is recorded
-        log.debug("the state in the device's memory can't be checked", exc_info=True)
-        return None
 
 
 def _say_saved(progress: Progress, folder: Path) -> None:
