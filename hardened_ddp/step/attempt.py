@@ -46,6 +46,9 @@ class Attempt:
     failure: Failure | None = None
     """How this rank failed in it."""
 
+    count: float | torch.Tensor = 0.0
+    """What counts in this rank's samples, such as valid tokens. On the device."""
+
     loss_after: torch.Tensor | float = 0.0
     """The sum of the losses after it, on the device."""
 

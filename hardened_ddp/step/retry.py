@@ -37,7 +37,6 @@ from hardened_ddp.step.failure import (
     join_causes,
     where_of,
 )
-from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.memory import is_out_of_memory
 from hardened_ddp.step.nonfinite import watch
 
@@ -50,9 +49,9 @@ log = logging.getLogger(__name__)
 class StepRetry:
     """Retries steps in which a rank failed."""
 
-    def __init__(self, stepper: "Stepper", left_out: LeftOut) -> None:
+    def __init__(self, stepper: "Stepper") -> None:
         self.stepper = stepper
-        self.left_out = left_out
+        self.left_out = stepper.left_out
         self.parts, self.progress = stepper.parts, stepper.progress
         self.is_close = False
         """NaN or inf came up in this step: each rank searches the module that gives it first."""
@@ -74,12 +73,8 @@ class StepRetry:
         try:
             while not self._is_given_up(attempt, num_failures):  # collective
                 attempt.failure = stepper.run_once(attempt, keep_local=True)
-                has_failed, num_valid, count = stepper.sum_local(attempt)  # collective
-                if not has_failed and self._has_finite_sums():
-                    stepper.finish(attempt, num_valid, count)  # collective
+                if stepper.sum_up(attempt, overlaps=False):  # collective
                     return
-                if not has_failed:
-                    attempt.failure = Failure("not finite", BAD_SUM)
             attempt.outcome = Outcome.LEFT_OUT
         finally:
             self.is_close = False
@@ -136,25 +131,12 @@ class StepRetry:
         """
         with watch(self.parts.replica.module) as finder:
             try:
-                self.stepper.forward_backward(attempt.window, batches, keep_local=True)
+                self.stepper.forward_backward(attempt, batches, keep_local=True)
                 problem = self._own_problem(attempt)
             except LossNotFinite as error:
                 problem = str(error)
         if problem:
             raise LossNotFinite(problem, found=finder.tell(problem, batches))
-
-    def weigh(self, attempt: Attempt, num_valid: int) -> None:
-        """Scale the gradient of a step from which samples are missing. Collective: all ranks.
-
-        With no sample left the step is given up.
-        """
-        self.left_out.add(attempt.batches, "", self.progress)  # collective
-        if not num_valid:
-            self.stepper.undo(attempt)
-            attempt.outcome = Outcome.LEFT_OUT
-            return
-        if self.parts.task.counts_samples:
-            self.parts.replica.scale_gradients(attempt.window.size / num_valid)
 
     def name_unused(self) -> None:
         """Log which parameters get no gradient any more: they don't change. Rank-local."""
@@ -261,16 +243,6 @@ class StepRetry:
             num_good += len(good)
             found.append(replace(take(batch, good), bad=tuple(bad)))
         return found if num_good else list(attempt.batches)
-
-    def _has_finite_sums(self) -> bool:
-        """Return whether the gradient over all ranks is finite. The same on all ranks.
-
-        WHY not with a scaler: it handles an overflow of fp16 itself.
-        """
-        is_asked = self.stepper.checks_sums or self.is_close
-        if self.parts.precision.scaler is not None or not is_asked:
-            return True
-        return self.parts.replica.has_finite_sums()
 
     def _own_problem(self, attempt: Attempt) -> str:
         """Describe what of this rank's own loss and gradient is not finite; else empty."""

@@ -62,7 +62,8 @@ class Stepper:
         self.parts = parts
         self.progress = progress
         self.totals = Totals(parts.task, parts.device)
-        self.retry = StepRetry(self, left_out)
+        self.left_out = left_out
+        self.retry = StepRetry(self)
         self.boundaries = Boundaries(self) if parts.runs_behind else None
         """Which update the device has finished; None: the host runs each one itself."""
 
@@ -90,9 +91,6 @@ class Stepper:
         self.last_good = -1
         """The last step that succeeded. The same on all ranks."""
 
-        self.count: float | torch.Tensor = 0.0
-        """What counts in this rank's samples of the step, such as valid tokens. On the device."""
-
         config = parts.config
         self._saver = saver
         self._ledger: LedgerWriter | None = None
@@ -100,10 +98,7 @@ class Stepper:
         self._counts_samples = parts.task.counts_samples
         self._is_late = parts.looks_late
         self._watches_loss = parts.watches_loss
-        # WHY not with a scaler: it handles an overflow of fp16 itself.
-        has_scaler = parts.precision.scaler is not None
-        is_asked = parts.checks_loss or config.loop.continue_on_error or self._is_late
-        self.checks_sums = is_asked and not has_scaler
+        self._checks_sums = parts.checks_loss or config.loop.continue_on_error or self._is_late
         self._moves_batches = parts.device.type != "cpu" or parts.replica.channels_last
         self._schedule = parts.schedule
         self._seeds_update = not is_known(parts.optimizer)
@@ -169,19 +164,10 @@ class Stepper:
         if self.boundaries is not None:
             self.boundaries.begin(attempt)
         with self.explained(attempt):
-            overlaps, num_valid = self._overlaps(window), window.size
+            overlaps = self._overlaps(window)
             attempt.failure = self.run_once(attempt, keep_local=not overlaps)  # collective
-            if overlaps:
-                has_failed, count = self._end_overlapped(attempt)  # collective
-            else:
-                has_failed, num_valid, count = self.sum_local(attempt)  # collective
-            is_checked = self.checks_sums and not has_failed and attempt.flag is None
-            if is_checked and not parts.replica.has_finite_sums():
-                attempt.failure, has_failed = Failure("not finite", BAD_SUM), True
-            if has_failed:
+            if not self.sum_up(attempt, overlaps=overlaps):  # collective
                 self.retry.until_done(attempt)  # collective
-            else:
-                self.finish(attempt, num_valid, count)  # collective
         return attempt
 
     def run_once(self, attempt: Attempt, *, keep_local: bool) -> Failure | None:
@@ -206,7 +192,7 @@ class Stepper:
             if self.retry.is_close:
                 self.retry.run_watched(attempt, batches)
             else:
-                self.forward_backward(attempt.window, batches, keep_local=keep_local)
+                self.forward_backward(attempt, batches, keep_local=keep_local)
         except Exception as error:  # WHY broad: whatever it is, the other ranks must learn of it
             return self.retry.failure_of(error, batches)
         expects_all = not parts.replica.looks_for_unused
@@ -216,22 +202,23 @@ class Stepper:
         return None
 
     def forward_backward(
-        self, window: Window, batches: Sequence[Batch], *, keep_local: bool
+        self, attempt: Attempt, batches: Sequence[Batch], *, keep_local: bool
     ) -> None:
         """Run micro-batches forward and backward; the last backward averages unless keep_local.
 
         Losses are sums, divided by the samples of the whole step: so accumulation, a short last
         step and uneven shares all give the gradient of one big batch. If the loss is a mean over
-        something else, such as tokens, finish divides by that.
+        something else, such as tokens, sum_up divides by that.
         """
         parts, replica, tracker = self.parts, self.parts.replica, self._tracker
         ddp = replica.ddp
         # DDP also divides its sum by world_size: undone here.
         is_divided = not keep_local and replica.averages
-        divisor = window.size if self._counts_samples else mean.divisor(window.size)
+        size = attempt.window.size
+        divisor = size if self._counts_samples else mean.divisor(size)
         scale = (parts.group.world_size if is_divided else 1) / divisor
         scaler = parts.precision.scaler  # fp16's; else None
-        self.count = 0.0
+        attempt.count = 0.0
         for index, batch in enumerate(batches):
             if self._moves_batches:
                 batch = batch.to(parts.device, channels_last=replica.channels_last)
@@ -243,9 +230,9 @@ class Stepper:
                     output = parts.task.forward(replica.call, batch)
                     score = parts.task.score(output, batch)
                     del output  # WHY: backward frees what it needs; the caller's would stay
-                self.count = self.count + score.count
+                attempt.count = attempt.count + score.count
                 if is_synced and replica.buckets is not None:
-                    replica.buckets.count = self.count
+                    replica.buckets.count = attempt.count
                 if self._watches_loss and not math.isfinite(value := score.loss_sum.item()):
                     raise LossNotFinite(f"the loss is {value}")
                 tracker.enter(Phase.BACKWARD)
@@ -257,63 +244,81 @@ class Stepper:
         self.batch = None
         tracker.enter(Phase.OPTIMIZER)
 
-    def _end_overlapped(self, attempt: Attempt) -> tuple[bool, float]:
-        """Complete this rank's part in DDP's sums; return whether some rank failed. Collective.
+    def sum_up(self, attempt: Attempt, *, overlaps: bool) -> bool:
+        """Sum a gradient over the ranks, and make it that of a mean. Collective: all ranks.
 
-        Also returns what counts over all ranks. On a GPU both are known later: then attempt gets a
-        flag, which is also up if nothing counts.
+        False: some rank failed, or the sum is not finite. The same on all ranks.
+        """
+        replica, size = self.parts.replica, attempt.window.size
+        sums = self._end_overlapped(attempt) if overlaps else self._sum_local(attempt)  # collective
+        if sums is None:
+            return False
+        num_valid, count = sums
+        is_checked = attempt.flag is None and (self._checks_sums or self.retry.is_close)
+        # WHY not with a scaler: it handles an overflow of fp16 itself.
+        if is_checked and self.parts.precision.scaler is None and not replica.has_finite_sums():
+            attempt.failure = Failure("not finite", BAD_SUM)
+            return False
+        if num_valid < size:
+            self.left_out.add(attempt.batches, "", self.progress)  # collective
+            if not num_valid:
+                self.undo(attempt)
+                attempt.outcome = Outcome.LEFT_OUT
+                return True
+            if self._counts_samples:
+                replica.scale_gradients(size / num_valid)
+        if attempt.flag is None and not self._counts_samples:  # with a flag: done on the device
+            mean.divide(replica, attempt, count, step=self.progress.step)
+        if attempt.outcome is Outcome.DONE:
+            if replica.buffers.names:
+                replica.sync_buffers()  # collective
+            self.last_good = self.progress.step
+            self.retry.given_up.clear()
+        return True
+
+    def _end_overlapped(self, attempt: Attempt) -> tuple[int, float] | None:
+        """Complete this rank's part in DDP's sums; None: some rank failed. Collective: all ranks.
+
+        Returns as _sum_local does. On a GPU it is known later what counts, and whether a rank
+        failed: then attempt gets a flag, which is also up if nothing counts.
         """
         replica, buckets = self.parts.replica, self.parts.replica.buckets
+        size = attempt.window.size
         has_failed = attempt.failure is not None
         if has_failed:
             self.retry.stand_in(attempt)  # collective
         if self._is_late and (buckets is None or not buckets.are_old):
             is_bad = replica.is_gradient_bad(has_failed)
             if not has_failed and not self._counts_samples:
-                size = attempt.window.size
-                is_bad = mean.divide_on_device(replica, self.count, is_bad, num_samples=size)
+                is_bad = mean.divide_on_device(replica, attempt.count, is_bad, num_samples=size)
             attempt.flag = Flag(is_bad)
             attempt.loss_after = self.totals.loss_sum.clone()
             if has_failed and buckets is not None:
                 buckets.disarm()
-            return False, 0.0
+            return size, 0.0
         if buckets is None:
-            count = 0.0 if self._counts_samples else replica.sum_count(self.count)  # collective
-            return False, count
+            count = 0.0 if self._counts_samples else replica.sum_count(attempt.count)  # collective
+            return size, count
         if buckets.some_rank_failed(has_failed):  # collective
             buckets.reset()
-            return True, 0.0
+            return None
         buckets.renew()  # collective
-        return False, 0.0 if self._counts_samples else float(buckets.total())
+        return size, 0.0 if self._counts_samples else float(buckets.total())
 
-    def sum_local(self, attempt: Attempt) -> tuple[bool, int, float]:
-        """Add up local gradients over the ranks; return whether some rank failed. Collective.
+    def _sum_local(self, attempt: Attempt) -> tuple[int, float] | None:
+        """Add up local gradients over the ranks; None: some rank failed. Collective: all ranks.
 
-        Also returns how many samples of the step, over all ranks, are in the sums, and what counts
-        in them.
+        Returns how many samples of the step, over all ranks, are in the sums, and what counts in
+        them.
         """
         num_valid = sum([len(batch.indices) for batch in attempt.batches])
         has_failed = float(attempt.failure is not None)
-        count = 0.0 if has_failed or not attempt.batches else float(self.count)
+        count = 0.0 if has_failed else float(attempt.count)
         # Sent with the gradients: a mark of each rank that failed, the samples, what counts.
         marks = self.parts.replica.sum_gradients(
             [has_failed, float(num_valid), count]
         )  # collective
-        return marks[0] > 0, int(marks[1]), marks[2]
-
-    def finish(self, attempt: Attempt, num_valid: int, count: float) -> None:
-        """Finish a gradient for which no rank failed. Collective: all ranks."""
-        if num_valid < attempt.window.size:
-            self.retry.weigh(attempt, num_valid)  # collective
-        is_divided = self._counts_samples or attempt.flag is not None  # there, on the device
-        if attempt.outcome is Outcome.DONE and not is_divided:
-            mean.divide(self.parts.replica, attempt, count, step=self.progress.step)
-        if attempt.outcome is Outcome.DONE:
-            if self.parts.replica.buffers.names:
-                self.parts.replica.sync_buffers()  # collective
-            self.last_good = self.progress.step
-            if self.retry.given_up:
-                self.retry.given_up.clear()
+        return None if marks[0] > 0 else (int(marks[1]), marks[2])
 
     def commit(self, attempt: Attempt) -> None:
         """Update weights and progress. Rank-local: every rank has the same gradient."""

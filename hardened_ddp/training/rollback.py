@@ -102,7 +102,7 @@ class Rollback:
         # the steps that failed, which may be the cause.
         step, last_good = self.progress.step, self.stepper.last_good
         if not is_again and self._go_back(at_most=last_good, why=what):  # collective
-            self.stepper.retry.left_out.note_rollback(step, self.progress.step, what)
+            self.stepper.left_out.note_rollback(step, self.progress.step, what)
             return Course.ANOTHER_STEP
         why = "again, after going back to a checkpoint" if is_again else "and no checkpoint is"
         why += "" if is_again else " from before them"
