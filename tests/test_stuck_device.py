@@ -9,11 +9,13 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.step.boundary import Boundaries, DeviceEvent
 from hardened_ddp.step.progress import Progress
 from tests.ranks import start_training, train
@@ -138,12 +140,12 @@ def test_a_state_holds_until_the_device_begins_the_next_update(
     monkeypatch.setattr("hardened_ddp.step.boundary.new_event", Switch)
     weights = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.AdamW([weights], fused=True)
-    parts = SimpleNamespace(device=torch.device("cpu"), optimizer=optimizer)
-    stepper: Any = SimpleNamespace(parts=parts, progress=Progress(step=4))
-    stepper.totals = SimpleNamespace(loss_sum=0.5)
+    group = Group(Launch(), torch.device("cpu"))
+    parts: Any = SimpleNamespace(device=group.device, optimizer=optimizer, group=group)
+    progress, totals = Progress(step=4), SimpleNamespace(loss_sum=0.5)
     attempt: Any = SimpleNamespace(flag=None, buffers=(), totals_before=(0.25,))
     attempt.is_bad = lambda: False
-    boundaries = Boundaries(stepper)
+    boundaries = Boundaries(parts, progress, cast(Any, totals))
     boundaries.begin(attempt)
     assert boundaries.find(0) is None  # nothing is known to be done
     attempt.begun.is_set = True
@@ -151,7 +153,7 @@ def test_a_state_holds_until_the_device_begins_the_next_update(
     assert found is not None
     assert (found.progress.step, found.loss) == (4, 0.25)
     boundaries.before_update(attempt)
-    stepper.progress.step = 5
+    progress.step = 5
     boundaries.after_update(attempt)
     before = boundaries.find(0)
     assert before is not None

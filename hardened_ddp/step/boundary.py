@@ -24,11 +24,11 @@ import torch
 
 from hardened_ddp.model.optimizer import skips_by_flag
 from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.step.progress import Progress
+from hardened_ddp.step.parts import Parts
+from hardened_ddp.step.progress import Progress, Totals
 
 if TYPE_CHECKING:
     from hardened_ddp.step.attempt import Attempt
-    from hardened_ddp.step.step import Stepper
 
 _LOOK_EVERY_S = 0.01
 
@@ -117,17 +117,19 @@ class Boundary:
 
 
 class Boundaries:
-    """Follows the updates of a Stepper on a device that runs behind the host."""
+    """Follows the updates of a run on a device that runs behind the host."""
 
-    def __init__(self, stepper: "Stepper") -> None:
-        self._stepper = stepper
-        self._device = stepper.parts.device
+    def __init__(self, parts: Parts, progress: Progress, totals: Totals) -> None:
+        self._progress = progress
+        self._totals = totals
+        self._device = parts.device
+        self._tracker = parts.group.tracker
         self._current: Attempt | None = None
         self._before: Event | None = None
-        self._progress_before = stepper.progress
+        self._progress_before = progress
         self._last: Update | None = None
         # WHY: such an optimizer keeps numbers on the host, which would be ahead of the weights.
-        self._waits_for_gradient = not skips_by_flag(stepper.parts.optimizer)
+        self._waits_for_gradient = not skips_by_flag(parts.optimizer)
 
     def begin(self, attempt: "Attempt") -> None:
         """Note that a step begins; its buffers and sums are copied. Main thread."""
@@ -142,7 +144,7 @@ class Boundaries:
         """
         flag = attempt.flag
         self._before = before = new_event(self._device) if flag is None else flag.send()
-        self._progress_before = replace(self._stepper.progress)
+        self._progress_before = replace(self._progress)
         if flag is not None:
             return
         limit: Event | None = before
@@ -150,7 +152,7 @@ class Boundaries:
             limit = None if self._last is None else self._last.after
         if limit is not None and not limit.is_reached():
             # WHY: this rank may wait here for another one that has not joined an all-reduce
-            with self._stepper.parts.group.tracker.within(Phase.ALL_REDUCE):
+            with self._tracker.within(Phase.ALL_REDUCE):
                 limit.wait()
 
     def after_update(self, attempt: "Attempt") -> None:
@@ -182,15 +184,15 @@ class Boundaries:
         return found
 
     def _look(self) -> Boundary | None:
-        stepper, last, current = self._stepper, self._last, self._current
+        last, current = self._last, self._current
         if last is not None and not last.after.is_reached():
             # Between the two events the weights are half updated.
             return None if last.before.is_reached() else _before(last)
         if last is not None and last.is_skipped():
             return _before(last)
-        progress = replace(stepper.progress)
+        progress = replace(self._progress)
         if current is None:
-            return Boundary(progress, (), stepper.totals.loss_sum)
+            return Boundary(progress, (), self._totals.loss_sum)
         is_begun = current.begun is not None and current.begun.is_reached()
         return Boundary(progress, current.buffers, current.totals_before[0]) if is_begun else None
 

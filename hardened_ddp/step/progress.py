@@ -141,6 +141,12 @@ class Totals:
             self.sums[COUNT] += score.count
         self.num_samples += num_samples
 
+    def reset(self) -> None:
+        """Begin again at zero."""
+        for total in (self.loss_sum, *self.sums.values()):
+            total.zero_()
+        self.num_samples = 0
+
     def mark(self) -> Mark:
         """Copy the current sums, for go_back or a comparison. On the CPU without new scalars."""
         is_cpu, sums = self.loss_sum.is_cpu, self.sums.values()

@@ -64,7 +64,8 @@ class Stepper:
         self.totals = Totals(parts.task, parts.device)
         self.left_out = left_out
         self.retry = StepRetry(self)
-        self.boundaries = Boundaries(self) if parts.runs_behind else None
+        behind = parts.runs_behind
+        self.boundaries = Boundaries(parts, progress, self.totals) if behind else None
         """Which update the device has finished; None: the host runs each one itself."""
 
         self.unread: Attempt | None = None
@@ -429,7 +430,7 @@ class Stepper:
         """Return mean loss and metrics since the last reading, and reset them. Collective."""
         self.settle()  # collective
         sums = self.totals.read(self.parts.group)  # collective
-        self.totals = Totals(self.parts.task, self.parts.device)
+        self.totals.reset()
         self.has_unread_totals = False
         return sums
 
@@ -464,7 +465,7 @@ class Stepper:
     def start_over(self) -> None:
         """Reset everything that depends on steps after the loaded state. Rank-local."""
         self.parts.optimizer.zero_grad(set_to_none=True)
-        self.totals = Totals(self.parts.task, self.parts.device)
+        self.totals.reset()
         self.has_unread_totals = False
         self.buffers_before = ()
         self.last_good = -1
