@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 from hardened_ddp.data.fetch import Batch, describe
 from hardened_ddp.errors import (
@@ -40,6 +41,8 @@ _SINGLE_SAMPLE = "Expected more than 1 value per channel when training"
 
 BAD_SUM = "the gradient over all ranks is not finite, though every loss is"
 
+Kind = Literal["error", "out of memory", "not finite", "sample", "unused"]
+
 _FIXES = {
     "error": "the traceback is in that rank's log file",
     "out of memory": "a smaller --batch_size with more --accumulation_steps; one sample alone did "
@@ -53,7 +56,7 @@ _FIXES = {
     "sample": "fix it, or leave such samples out with --continue_on_error",
     "unused": "--find_unused_parameters, or use them in every forward, or freeze them",
 }
-_CLASSES: dict[str, Callable[..., HardenedError]] = {
+_CLASSES: Mapping[Kind, Callable[..., HardenedError]] = {
     "error": StepError,
     "out of memory": OutOfMemoryError,
     "not finite": partial(NonFiniteError, reached_weights=False),
@@ -75,15 +78,15 @@ class LossNotFinite(ArithmeticError):
 class Failure:
     """How one rank failed in a step."""
 
-    kind: str
+    kind: Kind
     text: str
     num_samples: int = 0
     """Of its largest micro-batch."""
 
 
-def error_of(kind: str, text: str) -> HardenedError:
+def error_of(kind: Kind, text: str) -> HardenedError:
     """Return the error to raise for a failure of this kind when no retry helps."""
-    causes = {"not finite": BAD_LABELS, "error": _SINGLE_SAMPLE}
+    causes: Mapping[Kind, str] = {"not finite": BAD_LABELS, "error": _SINGLE_SAMPLE}
     is_known = kind in causes and causes[kind] in text
     return _CLASSES[kind](text, fix=_FIXES[causes[kind] if is_known else kind])
 

@@ -31,6 +31,7 @@ from hardened_ddp.step.failure import (
     BAD_SUM,
     NUM_SHOWN,
     Failure,
+    Kind,
     LossNotFinite,
     error_of,
     format_samples,
@@ -113,7 +114,7 @@ class StepRetry:
         if not self._retries and not parts.config.loop.continue_on_error:
             raise error
         log.debug("step %d failed", self.progress.step, exc_info=error)
-        kind = "out of memory" if is_out_of_memory(error) else "error"
+        kind: Kind = "out of memory" if is_out_of_memory(error) else "error"
         text = f"{self._where()}, {parts.group.tracker.work}, samples {format_samples(batches)}: "
         text += f"{describe(error)} ({where_of(error)})"
         return Failure(kind, text, max(len(batch.indices) for batch in batches))
