@@ -127,31 +127,6 @@ class Stepper:
             self.settle()  # collective
         return attempt.outcome
 
-    def settle(self) -> None:
-        """Read the flag of the last step; do the step again if it was bad. Collective: all ranks.
-
-        Call it before weights, losses or progress are used for anything but the next step.
-        """
-        attempt, self.unread = self.unread, None
-        if attempt is None or not self._is_bad(attempt):
-            return
-        with self.commit_lock:
-            self.undo(attempt)
-            self.take_back_on_host(attempt)
-            self.buffers_before = attempt.buffers
-            self.progress.take_back(attempt.window)
-            if self.boundaries is not None:
-                self.boundaries.take_back(attempt)
-        with self.explained(attempt):
-            self.retry.do_again(attempt)  # collective
-        self.commit(attempt)
-
-    def _is_bad(self, attempt: Attempt) -> bool:
-        """Return whether a step must be done again. Waits for the device."""
-        # WHY: this rank may wait here for another one that has not joined an all-reduce
-        with self._tracker.within(Phase.ALL_REDUCE):
-            return attempt.is_bad()
-
     def _sum_gradient(self, window: Window, batches: Sequence[Batch]) -> Attempt:
         """Compute the gradient of a step and sum it over the ranks. Collective: all ranks."""
         parts = self.parts
@@ -382,6 +357,38 @@ class Stepper:
         can = parts.replica.can_overlap if world_size > 1 else self._is_late
         return can and window.is_for_all(world_size)
 
+    def _is_read_next(self, window: Window) -> bool:
+        """Return whether the loss or the weights of this step are read before the next one."""
+        parts, step = self.parts, self.progress.step
+        is_last = step >= parts.length.total or window.stop >= parts.sampler.end
+        is_compared = is_due(step, parts.compares_every)
+        return is_last or is_compared or is_due(step, parts.config.loop.log_interval)
+
+    def settle(self) -> None:
+        """Read the flag of the last step; do the step again if it was bad. Collective: all ranks.
+
+        Call it before weights, losses or progress are used for anything but the next step.
+        """
+        attempt, self.unread = self.unread, None
+        if attempt is None or not self._is_bad(attempt):
+            return
+        with self.commit_lock:
+            self.undo(attempt)
+            self.take_back_on_host(attempt)
+            self.buffers_before = attempt.buffers
+            self.progress.take_back(attempt.window)
+            if self.boundaries is not None:
+                self.boundaries.take_back(attempt)
+        with self.explained(attempt):
+            self.retry.do_again(attempt)  # collective
+        self.commit(attempt)
+
+    def _is_bad(self, attempt: Attempt) -> bool:
+        """Return whether a step must be done again. Waits for the device."""
+        # WHY: this rank may wait here for another one that has not joined an all-reduce
+        with self._tracker.within(Phase.ALL_REDUCE):
+            return attempt.is_bad()
+
     def undo(self, attempt: Attempt) -> None:
         """Undo what forward and backward have changed. Rank-local."""
         self.parts.replica.put_back_buffers(attempt.buffers)
@@ -413,18 +420,6 @@ class Stepper:
         """Go to the start of the next epoch, if this one is over. Rank-local."""
         with self.commit_lock:
             self.progress.end_epoch(self.parts.sampler.end)
-
-    def _is_read_next(self, window: Window) -> bool:
-        """Return whether the loss or the weights of this step are read before the next one."""
-        parts, step = self.parts, self.progress.step
-        is_last = step >= parts.length.total or window.stop >= parts.sampler.end
-        is_compared = is_due(step, parts.compares_every)
-        return is_last or is_compared or is_due(step, parts.config.loop.log_interval)
-
-    @property
-    def rate(self) -> float:
-        """The learning rate of the last step."""
-        return float(self.parts.optimizer.param_groups[0]["lr"])
 
     def read_totals(self) -> dict[str, float]:
         """Return mean loss and metrics since the last reading, and reset them. Collective."""

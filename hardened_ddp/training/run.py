@@ -106,8 +106,8 @@ class Run:
         """Sum the losses over the ranks since the last report, and report them. Collective."""
         sums = self.stepper.read_totals()  # collective
         refuse_non_finite(sums["loss"], step=self.progress.step)
-        grad_norm = self.stepper.grad_norm
-        self.report.log_training(self.progress, sums, self.stepper.rate, grad_norm)
+        rate = float(self.parts.optimizer.param_groups[0]["lr"])
+        self.report.log_training(self.progress, sums, rate, self.stepper.grad_norm)
 
     def work(self) -> Work:
         """Say what is trained, for the status of this rank."""
