@@ -93,6 +93,31 @@ def test_a_parquet_row_is_read_once_and_a_state_is_its_number(tmp_path: Path) ->
         open_parquet(f"parquet:{tmp_path}/*.parquet", train=True)
 
 
+def test_lists_that_are_empty_ragged_or_have_a_null_lose_no_row(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    cells = [[1, 2], [], [3, None], [None], None]
+    table = pyarrow.table(
+        {
+            "whole": pyarrow.array(cells, pyarrow.list_(pyarrow.int32())),
+            "real": pyarrow.array(
+                [[0.5], [], [1.5], [], []], pyarrow.large_list(pyarrow.float64())
+            ),
+            "nested": [[[1], [2]], [[1, 2], [3]], [], [[4]], [[5]]],
+        }
+    )
+    parquet.write_table(table, tmp_path / "a.parquet")
+    stream = open_parquet(f"parquet:{tmp_path}/a.parquet", train=True, num_shards=1)
+    [rows] = read_all(stream)
+    assert repr([row["whole"] for row in rows]) == repr(
+        [torch.tensor([1, 2]), torch.tensor([], dtype=torch.int64), *cells[2:]]
+    )
+    assert [len(row["real"]) for row in rows] == [1, 0, 1, 0, 0]
+    assert {row["real"].dtype for row in rows} == {torch.float32}
+    assert [rows[1]["nested"], rows[2]["nested"]] == [[[1, 2], [3]], []]
+
+
 def test_parquet_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match="needs pyarrow, which is not installed"):

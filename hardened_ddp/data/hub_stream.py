@@ -48,7 +48,12 @@ def open_hub_stream(
     if part is None:
         return None
     rows = parts[part]
-    change: Change = partial(_sample_of, image_size=image_size)
+    features = getattr(rows, "features", None) or {}
+    kinds = {
+        column: str(getattr(getattr(feature, "feature", None), "dtype", ""))
+        for column, feature in features.items()
+    }
+    change: Change = partial(_sample_of, image_size=image_size, kinds=kinds)
     if transform:
         change = import_callable(transform, setting="dataset_args transform", error=DataError)
     stream = HubStream(rows, name=name, num_shards=num_shards, change=change)
@@ -73,10 +78,12 @@ def _load(name: str, subset: str, *, data_dir: str, download: bool) -> Mapping[s
     }
 
 
-def _sample_of(row: dict[str, Any], *, image_size: int) -> Any:  # Any: as the columns are
+def _sample_of(
+    row: dict[str, Any], *, image_size: int, kinds: Mapping[str, str]
+) -> Any:  # Any: as the columns are
     """Make a sample of a row: an image with its label, or its columns."""
     image = next((key for key in IMAGE_COLUMNS if hasattr(row.get(key), "convert")), None)
     label = next((key for key in LABEL_COLUMNS if key in row), None)
     if image is not None and label is not None:
         return pixels_of(row[image], image_size), row[label]
-    return as_sample(row)
+    return as_sample(row, kinds)

@@ -34,10 +34,14 @@ class ParquetFormat:
                 end = begin + file.metadata.row_group(group).num_rows
                 if end > at and begin < piece.last:
                     table = file.read_row_group(group, columns=self.columns)
+                    kinds = {
+                        field.name: str(getattr(field.type, "value_type", ""))
+                        for field in table.schema
+                    }
                     first, last = max(at, begin), min(end, piece.last)
                     for row in table.slice(first - begin, last - first).to_pylist():
                         first += 1
-                        yield as_sample(row), first
+                        yield as_sample(row, kinds), first
                 begin = end
 
     def count(self, piece: Piece) -> int:

@@ -8,7 +8,7 @@ Does not own: reading one piece (text_shards.py, parquet_shards.py, tar_shards.p
 
 import glob
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,16 @@ NUM_SHARDS = 64
 
 COUNTED_BYTES = 64 << 20
 """Sets of files up to this size are counted before training, so that their length is known."""
+
+_DTYPES = {
+    "int": torch.int64,
+    "uint": torch.int64,
+    "float": torch.float32,
+    "double": torch.float32,
+    "halffloat": torch.float32,
+    "bool": torch.bool,
+}
+"""As torch.tensor chooses for Python's numbers, by how the type's name begins."""
 
 Change = Callable[[Any], Any]
 """Makes a sample of what a file holds: a line, a row, the members of a tar. Any: that."""
@@ -165,9 +175,13 @@ def open_files(
     return stream
 
 
-def as_sample(row: dict[str, Any]) -> Any:  # Any: as below
-    """Make tensors of the numbers of a row; two columns, one of them the label, become a pair."""
-    made = {name: _tensor(value) for name, value in row.items()}
+def as_sample(row: dict[str, Any], kinds: Mapping[str, str] | None = None) -> Any:  # Any: as below
+    """Make tensors of the numbers of a row; two columns, one of them the label, become a pair.
+
+    kinds: of columns that hold lists, the type of what is in them, such as int64.
+    """
+    kinds = kinds or {}
+    made = {name: _tensor(value, kinds.get(name, "")) for name, value in row.items()}
     for label in ("label", "labels", "target", "targets"):
         if label in made and len(made) == 2:
             [other] = [name for name in made if name != label]
@@ -175,13 +189,19 @@ def as_sample(row: dict[str, Any]) -> Any:  # Any: as below
     return made
 
 
-def _tensor(value: Any) -> Any:  # Any: a cell
+def _tensor(value: Any, kind: str) -> Any:  # Any: a cell
     """Convert nested lists of numbers to a tensor; return anything else as it is."""
+    if value == []:  # WHY by kind: the lists of other rows become tensors
+        dtype = next((dtype for name, dtype in _DTYPES.items() if kind.startswith(name)), None)
+        return value if dtype is None else torch.empty(0, dtype=dtype)
     first = value
     while isinstance(first, list) and first:
         first = first[0]
     if isinstance(value, list) and isinstance(first, int | float):
-        return torch.tensor(value)
+        try:
+            return torch.tensor(value)
+        except (TypeError, ValueError, RuntimeError):  # lists of several lengths, or a null
+            return value
     return value
 
 
