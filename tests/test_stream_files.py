@@ -5,6 +5,7 @@ import itertools
 import json
 import pickle
 import tarfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,22 @@ def test_a_plain_dataset_is_read_by_all_ranks_with_a_warning(
     ranks = read_epoch(lambda: adapt(Plain(), "plain"), 2)
     assert sorted(itertools.chain(*merged(ranks))) == list(range(40))
     assert "has no state_dict() and load_state_dict(): a resume in mid-epoch reads" in caplog.text
+
+
+class Locked(Numbers):
+    def __init__(self, size: int, num_shards: int | None) -> None:
+        super().__init__(size, num_shards)
+        self.lock = threading.Lock()
+
+
+def test_a_dataset_that_can_not_be_copied_is_read_if_it_is_one_shard() -> None:
+    stream = adapt(Locked(40, None), "locked")
+    assert stream is not None
+    for _ in range(2):
+        rows = stream.open(0, epoch=0, state=None)
+        assert sorted(float(x) for x, _ in rows) == list(range(40))
+    with pytest.raises(DataError, match=r"Locked can't be copied .*lock.*: see its lock"):
+        adapt(Locked(40, 5), "locked")
 
 
 def test_what_can_be_read_only_once_is_refused() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from hardened_ddp.data.read_errors import describe
 from hardened_ddp.data.stream_types import Stream, check_stream, is_stream
 from hardened_ddp.errors import DataError
 
@@ -50,6 +51,8 @@ def adapt(
         )
     stream = IterableStream(dataset)
     check_stream(stream, name)
+    if stream.splits_by_worker:
+        _copy(dataset, may_share=False)  # WHY here: an error of open() would be that of a sample
     if is_resumed and not stream.has_state:
         log.warning(
             "dataset %s has no state_dict() and load_state_dict(): a resume in mid-epoch reads "
@@ -76,7 +79,7 @@ class IterableStream:
 
     def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
         """Iterate over a copy, which has a state of its own."""
-        part = copy.deepcopy(self.dataset)
+        part = _copy(self.dataset, may_share=not self.splits_by_worker)
         if callable(set_epoch := getattr(part, "set_epoch", None)):
             set_epoch(epoch)
         if state is not None:
@@ -153,6 +156,35 @@ def refuse_buffers(dataset: Any, name: str) -> None:
             "each rank would see a part of its part",
             fix="leave split_dataset_by_node out",
         )
+
+
+def _copy(dataset: Any, *, may_share: bool) -> Any:
+    """Copy a dataset, so that its state is that of one reader. Raises DataError if it can't be.
+
+    may_share: there is one reader at a time; so attributes that can't be copied (locks, open files,
+    connections) may be those of the dataset itself.
+    """
+    try:
+        return copy.deepcopy(dataset)
+    except Exception as error:  # WHY broad: of any attribute's own class
+        cause = error
+    attributes = getattr(dataset, "__dict__", {})
+    own = {name: value for name, value in attributes.items() if not _can_be_copied(value)}
+    if may_share and own:
+        return copy.deepcopy(dataset, {id(value): value for value in own.values()})
+    raise DataError(
+        f"dataset {type(dataset).__name__} can't be copied ({describe(cause)}), and each of its "
+        "shards is read from a copy" + (f": see its {', '.join(own)}" if own else ""),
+        fix="open files, locks and connections in __iter__, and not in __init__",
+    ) from cause
+
+
+def _can_be_copied(value: Any) -> bool:
+    try:
+        copy.deepcopy(value)
+    except Exception:  # WHY broad: as above
+        return False
+    return True
 
 
 def _is_hub_stream(dataset: Any) -> bool:
