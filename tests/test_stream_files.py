@@ -363,12 +363,40 @@ class TestHuggingFace:
             str(folder), split="train", streaming=True, cache_dir=str(folder.parent / "cache")
         )
         mapped = rows.shuffle(seed=1, buffer_size=8).map(lambda row: row)
-        for shuffled in (rows.shuffle(seed=1, buffer_size=8), mapped):
+        joined = datasets.interleave_datasets([rows, mapped])
+        for shuffled in (rows.shuffle(seed=1, buffer_size=8), mapped, joined):
             with pytest.raises(DataError, match="lost or repeated when a run resumes") as refused:
                 HubStream(shuffled, name="rows")
             assert "--shuffle_block" in refused.value.fix
         with pytest.raises(DataError, match="split_dataset_by_node"):
             HubStream(split_dataset_by_node(rows, 0, 2), name="rows")
+
+    def test_random_interleaving_gives_the_same_rows_in_each_epoch(self, folder: Path) -> None:
+        import datasets
+
+        rows = datasets.load_dataset(
+            str(folder), split="train", streaming=True, cache_dir=str(folder.parent / "cache")
+        )
+        few = rows.filter(lambda row: row["x"][1] < 9)
+        how = {"seed": 3, "stopping_strategy": "all_exhausted"}
+        stream = HubStream(
+            datasets.interleave_datasets([rows, few], probabilities=[0.7, 0.3], **how), name="rows"
+        )
+        found = read_all(stream)
+        for shard, samples in enumerate(found):
+            assert list(stream.open(shard, epoch=1, state=None)) == samples
+
+    def test_what_the_library_takes_of_each_shard_is_told(
+        self, folder: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        import datasets
+
+        rows = datasets.load_dataset(
+            str(folder), split="train", streaming=True, cache_dir=str(folder.parent / "cache")
+        )
+        stream = HubStream(rows.take(45).map(lambda row: row), name="rows")
+        assert sorted(map(len, read_all(stream))) == [11, 15, 15]
+        assert ".take() or .skip(): the library divides their number by the 3 sh" in caplog.text
 
     def test_what_save_to_disk_wrote_is_a_stream_too(self, tmp_path: Path) -> None:
         datasets = pytest.importorskip("datasets")

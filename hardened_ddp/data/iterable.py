@@ -20,6 +20,7 @@ from hardened_ddp.errors import DataError
 log = logging.getLogger(__name__)
 
 _FORWARDED = ("num_classes", "classes", "collate_fn", "in_memory", "uses_randomness", "files")
+_COUNTING = {"TakeExamplesIterable", "SkipExamplesIterable"}
 _MOST_WRAPPERS = 100  # of a Hugging Face dataset: each map, filter or rename is one
 
 
@@ -104,6 +105,13 @@ class HubStream:
         self.change = change
         available = int(dataset.num_shards)
         self.num_shards = min(num_shards or available, available)
+        if self.num_shards > 1 and _COUNTING.intersection(_kinds_of(dataset)):
+            log.warning(
+                "dataset %s has .take() or .skip(): the library divides their number by the %d "
+                "shards, so other rows are read than in a plain loop, and fewer from a short shard",
+                name,
+                self.num_shards,
+            )
         features = getattr(dataset, "features", None) or {}
         for label in ("label", "labels"):
             if names := getattr(features.get(label), "names", None):
@@ -113,8 +121,8 @@ class HubStream:
     def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
         """Read one of num_shards parts of the dataset's own shards."""
         # WHY not contiguous: it is the split that each rank of the library itself would make
+        # WHY no set_epoch: it changes how many rows random interleaving gives, and shuffles nothing
         part = self.dataset.shard(self.num_shards, shard, contiguous=False)
-        part.set_epoch(epoch)
         if state is not None:
             part.load_state_dict(state)
         rows = iter(part)
@@ -139,17 +147,13 @@ class _Reader:
 
 def refuse_buffers(dataset: Any, name: str) -> None:
     """Raise DataError if a Hugging Face dataset shuffles in a buffer or is split already."""
-    inner = getattr(dataset, "_ex_iterable", None)
-    for _ in range(_MOST_WRAPPERS):
-        if inner is None:
-            break
-        if "BufferShuffled" in type(inner).__name__:
+    for kind in _kinds_of(dataset):
+        if "BufferShuffled" in kind:
             raise DataError(
                 f"dataset {name} has .shuffle(buffer_size=...): what is in its buffer is lost or "
                 "repeated when a run resumes",
                 fix="leave .shuffle() out: --shuffle_block N shuffles within N samples of a shard",
             )
-        inner = getattr(inner, "ex_iterable", None)
     if getattr(dataset, "_distributed", None) is not None:
         raise DataError(
             f"dataset {name} was split by split_dataset_by_node: the run splits it itself, and "
@@ -185,6 +189,19 @@ def _can_be_copied(value: Any) -> bool:
     except Exception:  # WHY broad: as above
         return False
     return True
+
+
+def _kinds_of(dataset: Any) -> Iterator[str]:
+    """Yield the names of the classes that a Hugging Face dataset is made of, one in another."""
+    left = [getattr(dataset, "_ex_iterable", None)]
+    for _ in range(_MOST_WRAPPERS):
+        if not left:
+            return
+        part = left.pop()
+        yield type(part).__name__
+        if (inner := getattr(part, "ex_iterable", None)) is not None:
+            left.append(inner)
+        left += getattr(part, "ex_iterables", ())  # of interleaved or concatenated ones
 
 
 def _is_hub_stream(dataset: Any) -> bool:
