@@ -244,6 +244,24 @@ def test_a_reader_begins_at_its_state_and_not_at_the_start() -> None:
     assert other.dataset.opened[-1] == (1, 0, None)
 
 
+class RefusesState(StatefulRows):
+    """A state is no longer what it was: JSON has no tuples, or the user's code has changed."""
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+        if state is not None:
+            raise TypeError("no such state")
+        return super().open(shard, epoch=epoch, state=state)
+
+
+def test_a_state_that_open_refuses_costs_no_sample(caplog: pytest.LogCaptureFixture) -> None:
+    reader = BlockReader(RefusesState([6, 6]), seed=1)
+    reader.reader.shortcuts[1] = (0, 2, 2)
+    found = block(reader.dataset, 1, range(3, 5), reader)
+    assert not found.bad
+    assert positions(found) == [3, 4]
+    assert "shard 1 is read from its start: it can't be opened at the state" in caplog.text
+
+
 def test_random_numbers_belong_to_the_sample() -> None:
     class Random(Rows):
         uses_randomness = True

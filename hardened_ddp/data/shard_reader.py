@@ -13,9 +13,9 @@ import inspect
 import itertools
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
+from hardened_ddp.data.open_shard import OpenShard, Shortcut, open_at_state, open_shard
 from hardened_ddp.data.read_errors import (
     EndOfShard,
     Given,
@@ -31,26 +31,9 @@ from hardened_ddp.data.worker_info import seen_by_user
 from hardened_ddp.errors import SampleError
 from hardened_ddp.ranks.seeding import seed_sample
 
-Shortcut = tuple[int, int, Any]
-"""(epoch, position, state): a reader opened with this state gives sample number position first."""
-
 log = logging.getLogger(__name__)
 
 _END = object()
-
-
-@dataclass(slots=True)
-class _Open:
-    """A reader, and the index of the sample that it gives next."""
-
-    epoch: int
-    position: int
-    samples: Iterator[Any]
-    after_error: str = ""
-    """It raised, and was asked to go on: its end may be no end of the shard."""
-
-    state_after_error: Any = None
-    """Its state then, if it has one."""
 
 
 class ShardReader:
@@ -63,7 +46,7 @@ class ShardReader:
         """By shard: what is known from the last worker, or the run before."""
 
         self._uses_randomness = getattr(stream, "uses_randomness", True)
-        self._open: dict[int, _Open] = {}
+        self._open: dict[int, OpenShard] = {}
         self._ends: dict[tuple[int, int], int] = {}
         self._blocked: dict[tuple[int, int], tuple[int, str]] = {}
         """(epoch, shard) -> the sample that no reader goes beyond, and its error."""
@@ -74,7 +57,7 @@ class ShardReader:
         self._deadly: dict[tuple[int, int], dict[int, str]] = {}
         """(epoch, shard) -> the samples that no reader is asked for again, each with its error."""
 
-        self._failed: _Open | None = None
+        self._failed: OpenShard | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": {}, "_failed": None}  # WHY: readers can't be sent
@@ -111,7 +94,7 @@ class ShardReader:
             self._ends[epoch, shard] = reader.position
         return found
 
-    def _seeded(self, reader: _Open, shard: int) -> Iterator[Any]:
+    def _seeded(self, reader: OpenShard, shard: int) -> Iterator[Any]:
         """Yield the reader's samples, each read with random numbers of its own."""
         first = id_of(shard, reader.position, self.stream.num_shards)
         for number in itertools.count(first, self.stream.num_shards):
@@ -170,7 +153,7 @@ class ShardReader:
         reader = self._open.get(shard)
         return None if reader is None else self._copy_state(reader, shard)
 
-    def _copy_state(self, reader: _Open, shard: int) -> Any:
+    def _copy_state(self, reader: OpenShard, shard: int) -> Any:
         if not hasattr(reader.samples, "state_dict"):
             return None
         with seen_by_user(self.stream, shard):
@@ -196,7 +179,7 @@ class ShardReader:
             reader = self._open_at(epoch, shard, index)
         return self._next(self._advance(reader, shard, index), shard)
 
-    def _advance(self, reader: _Open, shard: int, index: int) -> _Open:
+    def _advance(self, reader: OpenShard, shard: int, index: int) -> OpenShard:
         """Read on to a sample, and pass over those before it that are known to be bad."""
         deadly = self._deadly.get((reader.epoch, shard), {})
         passed = self._passed.get((reader.epoch, shard), set())
@@ -214,7 +197,7 @@ class ShardReader:
             reader = self._open[shard]  # WHY: behind a bad sample it may be another one
         return reader
 
-    def _skip(self, reader: _Open, shard: int, error: str) -> None:
+    def _skip(self, reader: OpenShard, shard: int, error: str) -> None:
         """Let the reader pass over its next sample without making it. Raises SampleError."""
         if not callable(getattr(reader.samples, "skip", None)):
             self._open.pop(shard, None)
@@ -224,19 +207,18 @@ class ShardReader:
             reader.samples.skip()  # type: ignore[attr-defined]  # looked for above
         reader.position += 1
 
-    def _open_at(self, epoch: int, shard: int, index: int) -> _Open:
-        position, state = 0, None
-        found = self.shortcuts.get(shard)
+    def _open_at(self, epoch: int, shard: int, index: int) -> OpenShard:
+        """Open a shard anew, at the start or at a state at or before index."""
+        seed = self.seed if self._uses_randomness else None
+        found, reader = self.shortcuts.get(shard), None
         if found is not None and found[0] == epoch and found[1] <= index:
-            _, position, state = found
-        if self._uses_randomness:
-            seed_sample(self.seed, epoch, -1 - shard)
-        with seen_by_user(self.stream, shard):
-            samples = iter(self.stream.open(shard, epoch=epoch, state=state))
-        self._open[shard] = _Open(epoch, position, samples)
+            reader = open_at_state(self.stream, shard, found, seed=seed)
+            if reader is None:
+                del self.shortcuts[shard]
+        self._open[shard] = reader or open_shard(self.stream, shard, epoch=epoch, seed=seed)
         return self._open[shard]
 
-    def _next(self, reader: _Open, shard: int) -> Any:
+    def _next(self, reader: OpenShard, shard: int) -> Any:
         """Take the reader's next sample; a reader that raises is not used again."""
         if self._uses_randomness:
             # WHY also for samples that are skipped: they may decide at random what comes next.
@@ -273,13 +255,13 @@ class ShardReader:
             self._go_on(failed, shard, error)
         return place
 
-    def _go_on(self, failed: _Open, shard: int, error: Exception) -> None:
+    def _go_on(self, failed: OpenShard, shard: int, error: Exception) -> None:
         """Keep a reader that raised: it may go on behind the bad sample."""
         failed.position, failed.after_error = failed.position + 1, describe(error)
         failed.state_after_error = self._copy_state(failed, shard)
         self._open[shard] = failed
 
-    def _read_behind(self, over: _Open, shard: int) -> Any:
+    def _read_behind(self, over: OpenShard, shard: int) -> Any:
         """Read the sample behind a bad one from a state, as the reader ended. Any: as above.
 
         WHY compare: a state that is still that of the bad sample would give it once more.
@@ -289,7 +271,9 @@ class ShardReader:
             reader = self._advance(self._open_at(over.epoch, shard, place), shard, place)
             if self._copy_state(reader, shard) != after:
                 self.shortcuts[shard] = (over.epoch, place + 1, after)
-                return self._next(self._open_at(over.epoch, shard, place + 1), shard)
+                reader = self._open_at(over.epoch, shard, place + 1)
+                if reader.position == place + 1:
+                    return self._next(reader, shard)
             self._open.pop(shard, None)
         self._blocked[over.epoch, shard] = (place, over.after_error)
         raise behind(place, over.after_error) from None

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from hardened_ddp.data.shard_reader import Shortcut
+from hardened_ddp.data.open_shard import Shortcut
 from hardened_ddp.data.shards import Facts
 
 log = logging.getLogger(__name__)

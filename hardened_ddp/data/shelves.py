@@ -20,8 +20,8 @@ import torch
 
 from hardened_ddp.data.batch import BadSample, Batch, Request
 from hardened_ddp.data.block_reader import BlockReader
+from hardened_ddp.data.open_shard import Shortcut
 from hardened_ddp.data.packing import unpack
-from hardened_ddp.data.shard_reader import Shortcut
 from hardened_ddp.data.shard_sampler import ShardSampler
 from hardened_ddp.data.shards import UNKNOWN, Facts, Numbers, block_order, id_of
 from hardened_ddp.data.stream import BatchStream

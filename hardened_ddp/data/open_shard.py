@@ -1,0 +1,72 @@
+"""An open reader of one shard of a stream, and how it is opened: at the start, or at a state.
+
+What goes wrong here: the state is not what open() takes. It may be older than the user's code, or
+hold what JSON changes, such as tuples. That costs time, never a sample.
+Does not own: which samples are read (shard_reader.py), where states are kept (shard_states.py).
+"""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hardened_ddp.data.read_errors import describe, is_transient
+from hardened_ddp.data.stream_types import Stream
+from hardened_ddp.data.worker_info import seen_by_user
+from hardened_ddp.ranks.seeding import seed_sample
+
+log = logging.getLogger(__name__)
+
+Shortcut = tuple[int, int, Any]
+"""(epoch, position, state): a reader opened with this state gives sample number position first."""
+
+
+@dataclass(slots=True)
+class OpenShard:
+    """A reader, and the index of the sample that it gives next."""
+
+    epoch: int
+    position: int
+    samples: Iterator[Any]
+    after_error: str = ""
+    """It raised, and was asked to go on: its end may be no end of the shard."""
+
+    state_after_error: Any = None
+    """Its state then, if it has one."""
+
+
+def open_shard(
+    stream: Stream,
+    shard: int,
+    *,
+    epoch: int,
+    seed: int | None,
+    position: int = 0,
+    state: Any = None,
+) -> OpenShard:
+    """Open a shard at its start, or at the state of a position. Any: the stream's own.
+
+    seed: None if the stream uses no randomness.
+    """
+    if seed is not None:
+        seed_sample(seed, epoch, -1 - shard)
+    with seen_by_user(stream, shard):
+        samples = iter(stream.open(shard, epoch=epoch, state=state))
+    return OpenShard(epoch, position, samples)
+
+
+def open_at_state(
+    stream: Stream, shard: int, shortcut: Shortcut, *, seed: int | None
+) -> OpenShard | None:
+    """Open a shard at a state; None if open() does not take it."""
+    epoch, position, state = shortcut
+    try:
+        return open_shard(stream, shard, epoch=epoch, seed=seed, position=position, state=state)
+    except Exception as error:  # WHY broad: the user's code
+        if is_transient(error):
+            raise
+        log.warning(
+            "shard %d is read from its start: it can't be opened at the state of its sample %d: %s",
+            *(shard, position, describe(error)),
+        )
+        return None
