@@ -138,6 +138,31 @@ def test_a_teacher_that_begins_as_a_copy_is_found_to_move() -> None:
     assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
 
 
+class Averaged(nn.Module):
+    """Keeps a moving average of its weight in a buffer, which begins as a copy of it."""
+
+    def __init__(self, num_classes: int = 2) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+        self.register_buffer("average", self.layer.weight.detach().clone())
+        self.register_buffer("begins_as", self.layer.weight.detach().clone())
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.average.lerp_(self.layer.weight.detach(), 0.1)
+        logits: torch.Tensor = self.layer(inputs)
+        return logits
+
+
+def test_a_buffer_that_begins_as_a_copy_of_a_weight_is_found_to_move() -> None:
+    module = Averaged()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    with untouched_buffers(module, shakes=True) as moving:
+        module(torch.randn(4, 3))
+    assert moving == ["average"]
+    assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
+
+
 def test_a_frozen_base_that_is_much_larger_than_what_is_trained_is_not_copied() -> None:
     module = nn.Sequential(nn.Linear(30, 30).requires_grad_(False), nn.Linear(30, 2))
     assert not may_move(module)
@@ -162,13 +187,18 @@ def test_moving_parameters_become_those_of_rank_0_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param("kill-forward", marks=pytest.mark.slow), "raise-backward-one"]
+    ("fault", "model"),
+    [
+        pytest.param("kill-forward", "Teacher", marks=pytest.mark.slow),
+        ("raise-backward-one", "Teacher"),
+        pytest.param("raise-backward-one", "Averaged", marks=pytest.mark.slow),
+    ],
 )
 def test_a_fault_in_a_step_leaves_the_teacher_as_in_the_undisturbed_run(
-    fault: str, tmp_path: Path
+    fault: str, model: str, tmp_path: Path
 ) -> None:
     work = Work(
-        model="tests.test_moving_buffers:Teacher",
+        model=f"tests.test_moving_buffers:{model}",
         dataset="tests.plugins:points",
         dataset_args={"size": 360},
         flags=("--batch_size=12", "--num_workers=0", "--max_steps=15", "--eval_every=0"),

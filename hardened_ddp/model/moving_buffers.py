@@ -113,6 +113,16 @@ def may_move(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(module.named_buffers()) | (frozen if is_small else {})
 
 
+def copies_of_trained(module: nn.Module) -> set[str]:
+    """Return the names of the buffers that are equal to a trained parameter."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return {
+        name
+        for name, buffer in module.named_buffers()
+        if any(p.dtype == buffer.dtype and torch.equal(p, buffer) for p in trained)
+    }
+
+
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source to its target, with few kernels where torch can."""
     if not targets:

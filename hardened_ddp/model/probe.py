@@ -24,7 +24,7 @@ from hardened_ddp.model.forward_collectives import (
     find_collectives,
     watching,
 )
-from hardened_ddp.model.moving_buffers import may_move
+from hardened_ddp.model.moving_buffers import copies_of_trained, may_move
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.ranks.group import Group
@@ -231,12 +231,16 @@ def warm_up(replica: Replica, sample: Batch, *, task: Task, precision: Precision
 def untouched_buffers(module: nn.Module, *, shakes: bool = False) -> Iterator[list[str]]:
     """Restore all that may move at the end; the list then names what had changed.
 
-    shakes: parameters without a gradient have slightly smaller values meanwhile. WHY: a teacher
-    that begins as a copy of the model, and follows it, would not move.
+    shakes: parameters without a gradient, and buffers that are equal to a trained parameter, have
+    slightly smaller values meanwhile. WHY: a teacher or an average that begins as a copy of the
+    model, and follows it, would not move.
     """
     found = may_move(module)
     before = {name: tensor.detach().clone() for name, tensor in found.items()}
-    shaken = {n for n, t in found.items() if shakes and isinstance(t, nn.Parameter)}
+    copies = copies_of_trained(module) if shakes else set()
+    shaken = {
+        n for n, t in found.items() if shakes and (isinstance(t, nn.Parameter) or n in copies)
+    }
     moving: list[str] = []
     try:
         with torch.no_grad():
