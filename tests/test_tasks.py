@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -287,6 +288,23 @@ class NoScore:
     pass
 
 
+class Slotted:
+    """It has no place for attributes besides its own."""
+
+    __slots__ = ("factor",)
+
+    def score(self, output: torch.Tensor, batch: Batch) -> Score:
+        return Score(output.sum(), batch.num_samples)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    factor: float = 2.0
+
+    def score(self, output: torch.Tensor, batch: Batch) -> Score:
+        return Score(self.factor * output.sum(), batch.num_samples)
+
+
 class Refusing(Task):
     def __init__(self) -> None:
         raise ValueError("no such table")
@@ -365,6 +383,7 @@ def built(*argv: str) -> Task:
         (("--task", "tests.test_tasks:Nothing"), "Nothing"),
         (("--task", "tests.test_tasks:NoScore"), "without score"),
         (("--task", "tests.test_tasks:ModuleScore"), "an nn.Module"),
+        (("--task", "tests.test_tasks:Slotted"), "derive the class from"),
         (("--task", "tests.test_tasks:Refusing"), "no such table"),
         (("--task", "regression", "--task_args", "{loss: l3}"), "has no loss"),
         (("--task", "regression", "--task_args", "{los: l1}"), "task_args"),
@@ -380,6 +399,12 @@ def test_a_task_that_can_not_be_built_is_told_before_the_first_step(
 ) -> None:
     with pytest.raises(HardenedError, match=told):
         built(*argv)
+
+
+def test_a_task_of_a_frozen_dataclass_gets_what_it_does_not_define() -> None:
+    task = built("--task", "tests.test_tasks:Frozen")
+    assert isinstance(task, Task)
+    assert float(task.score(torch.ones(3, 2), Batch(None, None, torch.arange(3))).loss_sum) == 12
 
 
 @pytest.mark.parametrize(

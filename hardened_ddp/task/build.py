@@ -210,7 +210,15 @@ def _as_task(task: Any, name: str) -> Task:
             fix="derive the class from hardened_ddp.task.task.Task instead; constants, such as "
             "weights of classes, are plain tensors there, and what is trained belongs to the model",
         )
-    task.__class__ = type(type(task).__name__, (type(task), Task), {})
+    try:
+        # WHY object's: a frozen dataclass refuses its own.
+        object.__setattr__(task, "__class__", type(type(task).__name__, (type(task), Task), {}))
+    except TypeError as error:  # such as a class with __slots__
+        raise ConfigError(
+            f"--task {name} returned a {type(task).__name__}, to which the rest of a task can't be "
+            f"added: {error}",
+            fix="derive the class from hardened_ddp.task.task.Task",
+        ) from error
     return task  # type: ignore[no-any-return]  # it is one now
 
 
