@@ -1,5 +1,6 @@
 """Streams of files and of other libraries: every line, row and member once, from any state."""
 
+import gzip
 import io
 import itertools
 import json
@@ -162,6 +163,14 @@ def test_no_file_and_a_wrong_number_of_shards_are_clear_errors(texts: Path) -> N
         open_text(f"text:{texts}/*.md", train=True)
     with pytest.raises(DataError, match="num_shards is 0"):
         open_text(f"text:{texts}/*.txt", train=True, num_shards=0)
+
+
+def test_a_compressed_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("plain\n")
+    with gzip.open(tmp_path / "b.txt.gz", "wt") as file:
+        file.write("packed\n" * 9)
+    with pytest.raises(DataError, match=r"b\.txt\.gz is compressed \(gzip\)"):
+        open_text(f"text:{tmp_path}/*", train=True)
 
 
 def test_steps_of_text_files_are_the_same_on_any_ranks_and_after_a_resume(texts: Path) -> None:

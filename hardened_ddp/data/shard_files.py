@@ -23,6 +23,9 @@ NUM_SHARDS = 64
 COUNTED_BYTES = 64 << 20
 """Sets of files up to this size are counted before training, so that their length is known."""
 
+_COMPRESSED = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd", "xz": b"\xfd7zXZ\x00"}
+"""How files of these formats begin."""
+
 _DTYPES = {
     "int": torch.int64,
     "uint": torch.int64,
@@ -206,10 +209,18 @@ def _tensor(value: Any, kind: str) -> Any:  # Any: a cell
 
 
 def _size(file: str) -> int:
+    """Return the bytes of a file. Raises DataError if it can't be read, or is compressed."""
     try:
         with open(file, "rb") as opened:
-            return opened.seek(0, 2)
+            start, size = opened.read(8), opened.seek(0, 2)
     except OSError as error:
         raise DataError(
             f"{file} can't be read: {error}", fix="check the path and its permissions"
         ) from error
+    # WHY refused: no reader can go on in the middle of it without reading all that is before.
+    if kind := next((name for name, magic in _COMPRESSED.items() if start.startswith(magic)), ""):
+        raise DataError(
+            f"{file} is compressed ({kind}): it can't be read from its middle",
+            fix="unpack it; or read it by a class of your own, with num_shards and open()",
+        )
+    return size
