@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from hardened_ddp.errors import (
     StepError,
 )
 from hardened_ddp.guard.stop import seconds_of
+from hardened_ddp.guard.watchdog import LastResort
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.step.progress import Progress
@@ -307,3 +309,16 @@ def _has_run(output_dir: Path) -> bool:
 def _is_alive(pid: int) -> bool:
     process = read_process(pid)
     return process is not None and process.state != "Z"
+
+
+def test_a_process_that_holds_the_descriptors_of_the_last_resort_delays_no_stop() -> None:
+    # As a forked loader worker does: where the thread waited for the end of its connection, Ctrl-C
+    # took 20 s, and the end of a run whose dataset had forked a process never came.
+    resort = LastResort(lambda: None, signals=(), grace_s=3600)
+    holds = [resort.wakeup_fd]
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=holds) as holder:
+        relieving = threading.Thread(target=resort.relieve, daemon=True)
+        relieving.start()
+        relieving.join(10)
+        assert not relieving.is_alive()
+        assert holder.poll() is None

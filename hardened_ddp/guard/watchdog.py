@@ -67,7 +67,9 @@ class LastResort:
         """End the thread: the main thread takes care of the stop. A second call does nothing."""
         if not self._is_relieved:
             self._is_relieved = True
-            self._writer.close()  # wakes the thread
+            # WHY not close alone: a forked loader worker holds the connection open too
+            self._writer.shutdown(socket.SHUT_WR)  # wakes the thread
+            self._writer.close()
             self._thread.join()
             self._reader.close()
 
