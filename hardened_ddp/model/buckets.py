@@ -226,12 +226,10 @@ class Buckets:
         """Start the all-reduce of the first bucket, and that of the count: within it, or beside."""
         rides = self._rides(buffer.dtype)
         if rides:
-            count = torch.as_tensor(self.count, dtype=sent.dtype, device=sent.device)
+            count = count_on(sent.device, self.count).to(sent.dtype)
             sent = torch.cat([sent, count.view(1)])
         else:
-            self._total = torch.as_tensor(
-                self.count, dtype=torch.float64, device=sent.device
-            ).clone()
+            self._total = count_on(sent.device, self.count).clone()
             self._total_work = dist.all_reduce(self._total, async_op=True)  # collective
         future = dist.all_reduce(sent, async_op=True).get_future()  # collective
 
@@ -244,6 +242,14 @@ class Buckets:
         done: Work = future.then(received)
         self._futures.append(done)
         return done
+
+
+def count_on(device: torch.device, count: float | torch.Tensor) -> torch.Tensor:
+    """Return what counts in a rank's samples on device: float64, of shape ()."""
+    if isinstance(count, torch.Tensor) and count.device == device:
+        return count.to(torch.float64)
+    # WHY full: a number of the host would be copied to the device, which waits for it
+    return torch.full((), float(count), dtype=torch.float64, device=device)
 
 
 def flag_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hardened_ddp.model.buckets import Buckets, flag_of, forget_used
+from hardened_ddp.model.buckets import Buckets, count_on, flag_of, forget_used
 from hardened_ddp.model.compiling import Compilations, compile_model
 from hardened_ddp.model.forward_collectives import NO_COLLECTIVES, ForwardCollectives
 from hardened_ddp.model.moving_buffers import MovingBuffers
@@ -160,6 +160,9 @@ class Replica:
         if isinstance(factor, float) and factor == 1.0:
             return
         if gradients and hasattr(torch, "_foreach_mul_"):
+            if isinstance(factor, torch.Tensor) and len({g.dtype for g in gradients}) == 1:
+                # WHY: with a factor of another dtype, CUDA launches a kernel for each gradient
+                factor = factor.to(gradients[0].dtype)
             torch._foreach_mul_(gradients, factor)
             return
         for gradient in gradients:
@@ -172,7 +175,7 @@ class Replica:
         """
         if self.buckets is not None:
             return self.buckets.total()
-        return torch.as_tensor(count, dtype=torch.float64, device=self.group.device)
+        return count_on(self.group.device, count)
 
     def sum_count(self, count: float | torch.Tensor) -> float:
         """Add up count over the ranks, where no hook of ours sends it. Collective: all ranks."""

@@ -34,7 +34,7 @@ class Own(Task):
         _, loss = split_output(output)
         if loss is None:
             raise _no_loss(output)
-        count = self._count(output, batch)
+        count = self._count(output, batch, loss.device)
         if isinstance(count, int):
             return Score(loss * count, count)
         # WHY where: the mean over no token is NaN.
@@ -81,13 +81,15 @@ class Own(Task):
         if learned:
             self.shift, self.finds_shift = learned["shift"], False
 
-    def _count(self, output: Any, batch: Batch) -> int | torch.Tensor:
-        """Return what the loss is a mean over."""
+    def _count(self, output: Any, batch: Batch, device: torch.device) -> int | torch.Tensor:
+        """Return what the loss is a mean over: the samples, or a number on device."""
         named = _named_count(output)
-        if isinstance(named, torch.Tensor):
+        if isinstance(named, torch.Tensor) and named.device == device:
             return named.detach().sum()
-        if isinstance(named, int | float):
-            return torch.as_tensor(named)
+        if named is not None:
+            number = named.sum().item() if isinstance(named, torch.Tensor) else named
+            # WHY full: a number of the host would be copied to the device, which waits for it
+            return torch.full((), number, device=device)
         if _are_many(batch.targets):
             labels: torch.Tensor = batch.targets[:, self.shift :]
             return labels.ne(self.ignore_index).sum()

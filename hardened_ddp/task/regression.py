@@ -66,7 +66,7 @@ class Regression(Task):
         found, wanted = outputs.detach().double(), labels.double()
         error = found - wanted
         if self.origin is not None:
-            self.origin = self.origin.to(wanted.device)
+            self.origin = self.origin.to(wanted.device, non_blocking=True)
             wanted = wanted - self.origin
         sums = {
             "squared_error": error.square().sum(0),

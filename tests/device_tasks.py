@@ -1,0 +1,116 @@
+"""Datasets, models and tasks for test_devices.py; two tasks have a planted mistake."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.task.classification import Classification
+from hardened_ddp.task.task import Metric, Score, Task
+
+
+class Made(Dataset[tuple[torch.Tensor, Any]]):
+    """Samples that a function makes of random numbers."""
+
+    def __init__(self, train: bool, num_classes: int, make: Callable[..., Any]) -> None:
+        self.size, self.num_classes, self.make = 40 if train else 17, num_classes, make
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, Any]:
+        found: tuple[torch.Tensor, Any] = self.make(torch.Generator().manual_seed(index), index)
+        return found
+
+
+def pictures(train: bool) -> Made:
+    return Made(train, 20, lambda rng, index: (torch.randn(1, 8, 8, generator=rng), index % 20))
+
+
+def tagged(train: bool) -> Made:
+    return Made(
+        train,
+        5,
+        lambda rng, _: (torch.randn(3, generator=rng), torch.rand(5, generator=rng).round()),
+    )
+
+
+def maps(train: bool) -> Made:
+    return Made(
+        train,
+        3,
+        lambda rng, _: (
+            torch.randn(1, 4, 4, generator=rng),
+            torch.randint(3, (4, 4), generator=rng),
+        ),
+    )
+
+
+class Net(nn.Module):
+    """A network for pictures, with BatchNorm: forward changes its statistics."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        first = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(), nn.Flatten())
+        self.layers = nn.Sequential(first, nn.Linear(72, num_classes))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.layers(images)
+        return logits
+
+
+class Pixels(nn.Module):
+    """A class for each pixel."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(1, num_classes, 3, padding=1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.layer(images)
+        return logits
+
+
+class Counting(nn.Module):
+    """Returns its loss, and what it is a mean over: a number, or a tensor of the host."""
+
+    def __init__(self, num_classes: int, as_tensor: bool = False) -> None:
+        super().__init__()
+        self.layer, self.as_tensor = nn.Linear(3, num_classes), as_tensor
+
+    def forward(self, points: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+        size = len(points)
+        loss = cross_entropy(self.layer(points), labels)
+        return {"loss": loss, "count": torch.tensor(size) if self.as_tensor else size}
+
+
+class Distance(Task):
+    """A user's task, with numbers of the host as counts."""
+
+    metrics = (Metric("mae", is_higher_better=False), Metric("share"))
+
+    def score(self, output: torch.Tensor, batch: Batch) -> Score:
+        error = (output - batch.targets).abs().sum()
+        size = batch.num_samples
+        return Score(error, size, {"mae": error.detach(), "share": (1, size)})
+
+
+class Reading(Classification):
+    """A planted mistake: it reads its loss in each step."""
+
+    def score(self, output: torch.Tensor, batch: Batch) -> Score:
+        score = super().score(output, batch)
+        assert score.loss_sum.item() > 0
+        return score
+
+
+class Mixing(Classification):
+    """A planted mistake: weights of classes that stay on the host."""
+
+    def score(self, output: torch.Tensor, batch: Batch) -> Score:
+        weights = torch.ones(self.num_classes)
+        return super().score(output * weights, batch)
