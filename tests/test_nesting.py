@@ -9,6 +9,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from hardened_ddp.data.batch import Batch, move, take
+from hardened_ddp.data.facts import fingerprint
 from hardened_ddp.data.fetch import Fetcher, split_targets
 from hardened_ddp.data.nesting import leaves, map_tensors, pick, stack
 from tests.scripted import make_loader, read
@@ -161,3 +162,30 @@ def test_labels_are_found_in_dataclasses_and_namedtuples_too() -> None:
 def test_a_batch_counts_the_bytes_of_all_its_tensors() -> None:
     batch = Batch(Frozen(torch.zeros(4), "x"), {"y": torch.zeros(2)}, torch.arange(2))
     assert batch.size_bytes() == 24
+
+
+def sparse_rows(samples: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    places = torch.tensor([[row, column] for row, (column, _) in enumerate(samples)]).T
+    size = (len(samples), 8)
+    rows = torch.sparse_coo_tensor(places, torch.ones(len(samples)), size, check_invariants=True)
+    return rows, torch.tensor([label for _, label in samples])
+
+
+def nested_rows(samples: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = [torch.full((1 + column,), float(column)) for column, _ in samples]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    return nested, torch.tensor([label for _, label in samples])
+
+
+@pytest.mark.parametrize("collate", [sparse_rows, nested_rows])
+def test_sparse_and_nested_tensors_are_counted_and_compared_by_their_values(collate: Any) -> None:
+    data = [(column, column % 2) for column in range(6)]
+    inputs, _ = collate(data[4:5])
+    read = Fetcher(data, seed=0, collate=collate)[(0, torch.arange(2))]
+    assert read.num_samples == 2, read.bad
+    assert Batch(inputs, torch.tensor([0]), torch.arange(1)).size_bytes() == 28
+    prints = [
+        fingerprint([rows], name="rows", arguments={}, collate=collate)  # type: ignore[list-item]
+        for rows in (data, list(data), [(5 - column, label) for column, label in data])
+    ]
+    assert prints[0] == prints[1] != prints[2]

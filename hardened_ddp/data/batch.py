@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hardened_ddp.data.nesting import map_parts, map_tensors, pick, tensors_of
+from hardened_ddp.data.nesting import dense_parts, map_parts, map_tensors, pick, tensors_of
 
 __all__ = ["BadSample", "Batch", "Request", "apart", "map_tensors", "split", "take"]
 
@@ -70,7 +70,8 @@ class Batch:
 
     def size_bytes(self) -> int:
         """Count the bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in tensors_of((self.inputs, self.targets)))
+        tensors = tensors_of((self.inputs, self.targets))
+        return sum(part.nbytes for tensor in tensors for part in dense_parts(tensor))
 
 
 def move(value: Any, device: torch.device) -> Any:  # Any: a dataset's data

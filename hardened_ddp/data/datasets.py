@@ -147,7 +147,7 @@ def build_data(config: DataConfig, *, leaves_out: bool = False, task: str = "aut
         train=train,
         test=test,
         num_classes=num_classes,
-        input_shape=tuple(inputs.shape[1:]) if isinstance(inputs, torch.Tensor) else (),
+        input_shape=_shape_of(inputs),
         label_size=label_size(targets),
         labels_are_classes=are_classes,
         class_names=tuple(str(name) for name in names),
@@ -252,3 +252,9 @@ def _ready_to_download(folder: Path) -> Iterator[None]:
             yield
         finally:
             socket.setdefaulttimeout(before)
+
+
+def _shape_of(inputs: Any) -> tuple[int, ...]:  # Any: a dataset's data
+    """Return the shape of one input; empty if it has none of its own, as in a nested tensor."""
+    has_shape = isinstance(inputs, torch.Tensor) and not inputs.is_nested
+    return tuple(inputs.shape[1:]) if has_shape else ()

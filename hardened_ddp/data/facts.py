@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from hardened_ddp.data.collate import Collate
 from hardened_ddp.data.fetch import Batch, Fetcher, preserved_rng
 from hardened_ddp.data.memory import MemoryImages
-from hardened_ddp.data.nesting import leaves
+from hardened_ddp.data.nesting import dense_parts, leaves
 from hardened_ddp.data.read_errors import describe, line_of_user
 from hardened_ddp.data.stream_types import is_stream
 from hardened_ddp.data.stream_views import StreamView
@@ -222,8 +222,9 @@ def _sample_bytes(dataset: Any, index: int, collate: Collate | None) -> bytes:  
     found: list[bytes] = []
     for leaf in leaves((batch.inputs, batch.targets)):
         if isinstance(leaf, torch.Tensor):
-            found.append(f"{tuple(leaf.shape)} {leaf.dtype}".encode())
-            found.append(leaf.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            for dense in dense_parts(leaf.detach()):
+                found.append(f"{tuple(dense.shape)} {dense.dtype}".encode())
+                found.append(dense.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(leaf, str | bytes | int | float):  # WHY no others: their text may differ
             found.append(repr(leaf).encode())
     return b"".join(found)

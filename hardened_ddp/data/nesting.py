@@ -95,6 +95,22 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:  # Any: a dataset's data
     return (leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))
 
 
+def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the ordinary tensors that hold the values of a sparse, nested or ordinary one."""
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    match tensor.layout:
+        case torch.sparse_coo:
+            whole = tensor.coalesce()
+            return [whole.indices(), whole.values()]
+        case torch.sparse_csr | torch.sparse_bsr:
+            return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+        case torch.sparse_csc | torch.sparse_bsc:
+            return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+        case _:
+            return [tensor]
+
+
 def leaves(value: Any) -> Iterator[Any]:  # Any: a dataset's data
     """Yield what a nested value holds: tensors, strings, None, and what has no parts."""
     if isinstance(value, Mapping):
