@@ -19,6 +19,7 @@ from hardened_ddp.model.memory_format import Trial, choose_channels_last
 from hardened_ddp.model.padding import choose_split
 from hardened_ddp.model.probe import choose_find_unused, probe, warm_up
 from hardened_ddp.model.replica import Replica, wrap
+from hardened_ddp.model.shared_loss import warn_of_shared_loss
 from hardened_ddp.model.zoo import build_model, place_model
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import Config
@@ -73,6 +74,8 @@ def build_replica(
     # DDP would wait for those for ever, unless find_unused_parameters is on.
     findings = probe(model, samples, task=task, precision=precision, group=group)  # collective
     find_unused = choose_find_unused(config.ddp.find_unused_parameters, findings)
+    if not findings.collectives:
+        warn_of_shared_loss(trial, samples, group)  # collective
     # Samples of different lengths: in two parts, with less padding, if that changes nothing else.
     loader.split_by_length(
         choose_split(trial, samples, findings, group, config=config, saved=saved)  # collective

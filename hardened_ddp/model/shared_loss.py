@@ -1,0 +1,105 @@
+"""Whether the loss of a micro-batch is the sum of its samples' losses: tried on pairs of samples.
+
+Owns a warning where it is not, as with a contrastive loss, a ranking, or attention over the wrong
+dimension. WHY: such a loss depends on which samples share a micro-batch, so training and evaluation
+give other numbers with another batch size or number of ranks, and nothing else would show it.
+Does not own: BatchNorm, which is as in its evaluation here; what differs by padding (padding.py).
+"""
+
+import copy
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from hardened_ddp.data.batch import Batch, take
+from hardened_ddp.data.fetch import preserved_rng
+from hardened_ddp.data.nesting import tensors_of
+from hardened_ddp.model.forward_collectives import watching
+from hardened_ddp.model.memory_format import Trial
+from hardened_ddp.model.probe import untouched_buffers
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.reporting.log import ON_EVERY_RANK
+
+log = logging.getLogger(__name__)
+
+_TOLERANCE = 0.05  # of the rounding of weights of 16 bits; a shared loss differs by far more
+
+
+def warn_of_shared_loss(trial: Trial, samples: Sequence[Batch], group: Group) -> None:
+    """Warn if samples have another loss together than each alone. Collective: all ranks."""
+    mine = next((pair for batch in samples if (pair := _try(trial, batch, group))), [])
+    everyone = group.gather_json(mine)  # collective
+    if found := next((pair for pair in everyone if pair), None):
+        log.warning(
+            "the losses of two samples add up to %.5g in one micro-batch, and to %.5g in one each: "
+            "the loss depends on which samples share a micro-batch, so on --batch_size and the "
+            "number of ranks. So it is with a contrastive or ranking loss, which compares the "
+            "samples of a micro-batch on one rank; else check that forward keeps samples apart%s",
+            *found,
+            ", and that the loss is a mean over samples, or over what it returns as 'count'"
+            if trial.task.name == "own"
+            else "",
+            extra=ON_EVERY_RANK,
+        )
+
+
+def _try(trial: Trial, batch: Batch, group: Group) -> list[float]:
+    """Return the loss of the samples together, and that of each alone, if they differ.
+
+    Rank-local, without gradients, and as in an evaluation: dropout would differ too.
+    """
+    model, task = trial.model, copy.copy(trial.task)
+
+    def loss_of(part: Batch) -> float:
+        return task.score(task.forward(model, part), part).loss_sum.item()
+
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        alone = [take(batch, [place]) for place in range(batch.num_samples)]
+        if len(alone) < 2 or not _has_same_values(batch, alone):
+            return []
+        model.eval()
+        with (
+            torch.no_grad(),
+            preserved_rng(),
+            untouched_buffers(model),
+            watching(model, group, refuses=True),
+        ):
+            together, apart = loss_of(batch), sum(map(loss_of, alone))
+            # WHY once more: a model that draws random numbers gives another loss each time
+            if _is_near(together, apart) or not _is_near(together, loss_of(batch)):
+                return []
+    except (
+        Exception
+    ):  # WHY broad: the user's model; what must work, the probe and others have tried
+        log.debug("the trial of the loss of samples failed", exc_info=True)
+        return []
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
+    return [together, apart]
+
+
+def _is_near(one: float, other: float) -> bool:
+    return abs(one - other) <= _TOLERANCE * max(abs(one), abs(other), 1e-3)
+
+
+def _has_same_values(batch: Batch, alone: list[Batch]) -> bool:
+    """Return whether each sample alone has the values that it has in the batch, but for padding.
+
+    WHY: a collate may draw random numbers, or join the samples.
+    """
+    if batch.read_part is None:
+        return True
+    whole = list(tensors_of((batch.inputs, batch.targets)))
+    for place, part in enumerate(alone):
+        for tensor, own in zip(whole, tensors_of((part.inputs, part.targets)), strict=True):
+            is_row = len(tensor) == len(alone) and len(own) == 1 and tensor.dim() == own.dim()
+            if not is_row or not torch.equal(tensor[place][_region(own[0])], own[0]):
+                return False
+    return True
+
+
+def _region(tensor: torch.Tensor) -> tuple[slice, ...]:
+    return tuple(slice(size) for size in tensor.shape)
