@@ -146,15 +146,19 @@ class Model(nn.Module):
         if kind == "meta":
             self.to("meta")
         self.parts = [nn.Linear(3, 1)]  # not an nn.ModuleList
+        self.register_buffer("mean", None)
 
     def forward(self, inputs: torch.Tensor) -> Any:
         value = self.layer(inputs).mean()
+        if self.kind == "a late buffer":
+            self.mean = inputs.mean(dim=0)
         if self.kind == "in a list":
             value = value + self.parts[0](inputs).mean()
         logits = value * torch.ones(len(inputs), *self.shape)
         found: dict[str, Any] = {
             "logits": logits,
             "in a list": logits,
+            "a late buffer": logits,
             "nothing": None,
             "text": "logits",
             "no loss": {"logits": logits},

@@ -110,6 +110,10 @@ CASES: dict[str, tuple[Words, str]] = {
         (*data(num_classes=2), *model(kind="in a list")),
         "2 parameters in use, of shape (1, 3) and (1,), that the model does not have",
     ),
+    "a buffer that the first forward makes": (
+        (*data(num_classes=2), *model(2, kind="a late buffer")),
+        "a forward made or resized what a checkpoint saves: mean",
+    ),
     "a model that returns None": (
         (*data(num_classes=2), *model(kind="nothing")),
         "the model returned a NoneType",

@@ -187,6 +187,27 @@ def test_probe_leaves_weights_buffers_and_gradients_as_they_were() -> None:
     assert findings.moving_buffers == ("1.num_batches_tracked", "1.running_mean", "1.running_var")
 
 
+class Counting(nn.Module):
+    """Counts its calls in a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        logits: torch.Tensor = self.layer(inputs)
+        return logits
+
+
+def test_a_buffer_that_forward_changes_and_nobody_saves_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    look_at(Counting(), Group(read_launch({}), CPU))
+    assert "no checkpoint saves (persistent=False): calls" in caplog.text
+
+
 def test_labels_beyond_the_classes_are_named() -> None:
     group = Group(read_launch({}), CPU)
     model = nn.Linear(4, 3)

@@ -32,6 +32,7 @@ from hardened_ddp.settings.ddp import FindUnused
 from hardened_ddp.settings.wording import counted
 from hardened_ddp.task.output import fix_for
 from hardened_ddp.task.own_metrics import OwnMetrics
+from hardened_ddp.task.saved_buffers import refuse_late_buffers, saved_shapes, warn_of_unsaved
 from hardened_ddp.task.score_check import check_score
 from hardened_ddp.task.task import Task
 
@@ -58,12 +59,7 @@ class Findings:
 
 
 def probe(
-    module: nn.Module,
-    samples: Sequence[Batch],
-    *,
-    task: Task,
-    precision: Precision,
-    group: Group,
+    module: nn.Module, samples: Sequence[Batch], *, task: Task, precision: Precision, group: Group
 ) -> Findings:
     """Run samples through module, locally, and compare the findings. Collective: all ranks.
 
@@ -73,6 +69,7 @@ def probe(
     found = NO_COLLECTIVES
     try:
         refuse_nan(module)
+        shapes = saved_shapes(module)
         for batch in samples:
             with untouched_buffers(module, shakes=True) as moving:
                 with precision.autocast(), watching(module, group) as watch:
@@ -82,6 +79,7 @@ def probe(
                 if task.own is not None:
                     try_metrics(task.own, output, batch, group)
                 refuse_unregistered(module, score.loss_sum)
+                refuse_late_buffers(module, shapes)
                 score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
             refuse_sparse(module)
             mine["unused"].append(
@@ -111,6 +109,7 @@ def probe(
     for notes in reversed(everyone):  # the lowest rank that found something out
         learned |= notes["learned"]
     task.take_over(learned)
+    warn_of_unsaved(module, findings.moving_buffers)
     return replace(findings, collectives=found)
 
 
@@ -254,7 +253,8 @@ def untouched_buffers(module: nn.Module, *, shakes: bool = False) -> Iterator[li
                 has_moved = not torch.equal(tensor, began_as)
                 if has_moved:
                     moving.append(name)
-                if has_moved or name in shaken:
+                # a forward that changes the shape is refused
+                if (has_moved or name in shaken) and tensor.shape == before[name].shape:
                     tensor.copy_(before[name])
 
 

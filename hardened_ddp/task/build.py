@@ -24,6 +24,7 @@ from hardened_ddp.task.output import fix_for
 from hardened_ddp.task.own import Own
 from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.regression import Regression
+from hardened_ddp.task.saved_buffers import refuse_late_buffers, saved_shapes
 from hardened_ddp.task.segmentation import Segmentation
 from hardened_ddp.task.task import LOSS, LOSS_METRIC, Metric, Task
 from hardened_ddp.task.tokens import Tokens
@@ -167,7 +168,9 @@ def _fitting_name(model: nn.Module, sample: Batch, group: Group) -> str:
         with _evaluating(model):
             caller = Task()
             caller.attach(model)
+            shapes = saved_shapes(model)
             name, why = task_that_fits(caller.forward(model, sample), sample)
+            refuse_late_buffers(model, shapes)
             mine = {"name": name, "why": why}
     except HardenedError as error:
         mine = {"error": error.message, "fix": error.fix}
