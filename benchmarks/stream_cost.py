@@ -31,7 +31,7 @@ from hardened_ddp.data.loader import BatchStream, TrainLoader
 from hardened_ddp.data.sampler import WindowSampler
 from hardened_ddp.data.shard_loader import ShardLoader
 from hardened_ddp.data.shard_sampler import ShardSampler
-from hardened_ddp.data.stream_views import HeldSamples
+from hardened_ddp.data.stream_batches import HeldSamples
 from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.model.zoo import SimpleCNN
 from hardened_ddp.ranks.garbage import keep_imported

@@ -15,7 +15,7 @@ from hardened_ddp.data.shard_loader import ShardLoader
 from hardened_ddp.data.shard_sampler import ShardSampler
 from hardened_ddp.data.shards import Facts
 from hardened_ddp.data.stream import BatchStream
-from hardened_ddp.data.stream_views import HeldSamples
+from hardened_ddp.data.stream_batches import HeldSamples
 from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.settings.data import DataConfig
 from tests.scripted import give_back_sigchld

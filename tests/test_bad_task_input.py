@@ -293,7 +293,7 @@ CASES: dict[str, tuple[Words, str]] = {
     "a stream without shards": (stream(lengths=[]), "num_shards is 0; need a whole number"),
     "a stream without samples": (
         stream("", *CONSTANT, lengths=[0, 0]),
-        "shard 0 of the stream has 0 samples",
+        "has no training sample: each of its 2 shards is empty",
     ),
     "a stream that does not open": (
         stream("does not open", *CONSTANT),

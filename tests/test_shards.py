@@ -24,7 +24,7 @@ from hardened_ddp.data.shards import (
     settle,
     shard_order,
 )
-from hardened_ddp.errors import DataError
+from hardened_ddp.errors import DataError, SampleError
 from tests.streams import Rows, StatefulRows, all_ids, ids_of, merged, read_epoch, shard_loader
 
 RAGGED = [5, 0, 13, 8, 1, 21, 7]
@@ -267,7 +267,7 @@ def test_batches_are_made_together_of_samples_that_are_at_hand(
         return assemble(self, epoch, samples, numbers)
 
     def read(at_once: int) -> tuple[list[tuple[int, list[float]]], list[int]]:
-        monkeypatch.setattr("hardened_ddp.data.shard_loader._AT_ONCE", at_once)
+        monkeypatch.setattr("hardened_ddp.data.stream_batches._AT_ONCE", at_once)
         stream = Noted([90] * 4, says=[90] * 4 if says else None)
         loader = shard_loader(stream, world_size=world_size)
         found, ahead, num_taken = [], [], 0
@@ -300,6 +300,35 @@ def test_the_rest_of_a_shard_behind_an_error_ends_where_its_size_says(shuffle_bl
     bad = [sample.index for _, batches, _ in steps for batch in batches for sample in batch.bad]
     assert sorted(bad) == [1 + 3 * index for index in range(5, 12)]
     assert sorted(itertools.chain(bad, *ids_of(steps))) == all_ids(lengths)
+
+
+@pytest.mark.parametrize("at_once", [1, 16])
+def test_steps_before_a_batch_that_can_not_be_made_are_trained(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assemble, found = Fetcher.assemble, []
+
+    def failing(self: Fetcher, epoch: int, samples: Any, numbers: Any) -> Batch:
+        if 10 in numbers:
+            raise SampleError("sample 10 fits no batch", fix="")
+        return assemble(self, epoch, samples, numbers)
+
+    def read() -> None:
+        for window, _ in loader.windows(0, 0):
+            found.append(window.start)
+
+    monkeypatch.setattr("hardened_ddp.data.stream_batches._AT_ONCE", at_once)
+    loader = shard_loader(Rows([16], says=[16]), global_batch=1, shuffle_block=16)
+    order = [
+        number
+        for [number] in ids_of(
+            read_epoch(lambda: Rows([16]), 1, global_batch=1, shuffle_block=16)[0]
+        )
+    ]
+    monkeypatch.setattr(Fetcher, "assemble", failing)
+    with pytest.raises(SampleError, match="fits no batch"):
+        read()
+    assert found == list(range(order.index(10)))
 
 
 class Growing(Rows):

@@ -17,7 +17,8 @@ from hardened_ddp.data.run_length import RunLength
 from hardened_ddp.data.sampler import WindowSampler
 from hardened_ddp.data.shard_loader import ShardLoader
 from hardened_ddp.data.shard_sampler import ShardSampler
-from hardened_ddp.data.stream_views import HeldSamples, StreamInOrder, StreamView
+from hardened_ddp.data.stream_batches import HeldSamples
+from hardened_ddp.data.stream_views import StreamInOrder, StreamView
 from hardened_ddp.data.workers import WorkerPlan, plan_workers
 from hardened_ddp.errors import CheckpointMismatchError, DataError
 from hardened_ddp.ranks.group import Group

@@ -1,28 +1,27 @@
 """The training windows of a rank that are read from a stream.
 
-Owns which shards this rank reads, and the batches made of their samples. A rank owns every
+Owns which shards this rank reads, and which of their samples a step takes. A rank owns every
 world_size-th shard of the epoch's order; with fewer shards than ranks, each rank reads all of them
 and keeps its part. Where ends of shards are not known, the ranks tell each other which were met in
 a step before it begins: one small all-reduce that runs beside the step before.
-Does not own: the plan (shards.py), reading ahead (shelves.py), the facts of a checkpoint
-(shard_sampler.py).
+Does not own: the plan (shards.py), reading ahead (shelves.py), making batches (stream_batches.py),
+the facts of a checkpoint (shard_sampler.py).
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hardened_ddp.data.batch import BadSample, Batch, apart, map_tensors
+from hardened_ddp.data.batch import BadSample, Batch
 from hardened_ddp.data.block_reader import BlockReader
 from hardened_ddp.data.checks import fix_for_all
 from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.length_split import LengthSplit
-from hardened_ddp.data.sampler import Window, share_of, split_micro_batches
+from hardened_ddp.data.sampler import Window, share_of
 from hardened_ddp.data.shard_sampler import ShardSampler
 from hardened_ddp.data.shard_states import ShardStates
 from hardened_ddp.data.shards import (
@@ -35,15 +34,11 @@ from hardened_ddp.data.shards import (
     settle,
     shard_order,
 )
-from hardened_ddp.data.shelves import Items, Shelves, items_of, split_bad
+from hardened_ddp.data.shelves import Items, Shelves, items_of
 from hardened_ddp.data.stream import BatchStream
-from hardened_ddp.data.stream_views import HeldSamples
+from hardened_ddp.data.stream_batches import BatchMaker, TakenStep
 from hardened_ddp.errors import SampleError
 from hardened_ddp.ranks.group import Group
-
-_AT_ONCE = 16
-"""Steps whose batches are made together if their samples are at hand. WHY: a step of a model leaves
-neither the samples nor this code in the CPU's caches; so they are loaded once for 16 batches."""
 
 _MOST_BAD = 16  # of the first samples: then the others will hardly be better
 
@@ -61,17 +56,6 @@ class _Read:
     work: Any  # a dist.Work: the ends on their way to the other ranks
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """A step whose size is known."""
-
-    window: Window
-    items: Items
-    after: Facts
-    is_next_here: bool
-    """The samples of the next step are at hand: it can be taken without reading."""
-
-
 class ShardLoader:
     """The training windows of this rank, with their micro-batches, read from a stream."""
 
@@ -86,17 +70,11 @@ class ShardLoader:
         pin_memory: bool,
     ) -> None:
         """stream: reads blocks. fetcher: of HeldSamples. epochs: of the run."""
-        assert isinstance(fetcher.dataset, HeldSamples)
         self.sampler = sampler
         self.stream = stream
-        self._fetcher = fetcher
-        self._held = fetcher.dataset
+        self._maker = BatchMaker(fetcher, batch_size=sampler.batch_size, pin_memory=pin_memory)
         self._group = group
         self._epochs = epochs
-        self._pins = pin_memory
-        # WHY not with a GPU: one batch is made while it works, and 16 would take longer than that.
-        # WHY not with a collate: parts of its batches are made again of the last samples held.
-        self._at_once = 1 if pin_memory or fetcher.collate is not None else _AT_ONCE
         self._states: ShardStates | None = None
         self._shelves = Shelves(sampler, stream)
         self._unmet = torch.full((sampler.num_shards,), UNKNOWN, dtype=torch.int64)
@@ -113,7 +91,7 @@ class ShardLoader:
 
     def split_by_length(self, split: LengthSplit | None) -> None:
         """Cut micro-batches by this from now on. Before the first window."""
-        self.split = self._fetcher.split = split
+        self.split = self._maker.fetcher.split = split
 
     def windows(
         self, epoch: int, start: int, step: int = 0
@@ -126,20 +104,20 @@ class ShardLoader:
         facts = sampler.facts_at(epoch, start)
         sampler.begin_at(facts)
         self._begin(facts)
-        made = self._make(self._take(facts))
+        made = self._maker.batches_of(self._take(facts))
         current = next(made, None) if start < sampler.end else None
         if current is None:
             sampler.end_at(self._over or facts, last_step=step, epochs=self._epochs)
         while current is not None:
-            window, after, batches = current
-            step += 1
+            taken, batches = current
+            step, after = step + 1, taken.after
             sampler.reach(after)
             # WHY look ahead: the last step of an epoch has to be known as the last one.
             following = None if after.knows_ends else next(made, None)
             is_last = after.cursor >= sampler.end if after.knows_ends else following is None
             if is_last:
                 sampler.end_at(self._over or after, last_step=step, epochs=self._epochs)
-            yield window, batches
+            yield taken.window, batches
             if self._states is not None:
                 self._states.note(after, self._shelves.shortcuts)
             current = None if is_last else following or next(made, None)
@@ -178,9 +156,8 @@ class ShardLoader:
         for number in numbers:
             index, shard = divmod(number, count)
             first = id_of(shard, 2 * index, count)
-            self._held.begin_window()
             answer = blocks[(0, torch.tensor([first, first + count]))]
-            batch = self._made_ready(self._batch(items_of(answer)))
+            batch = self._maker.make_one(items_of(answer), epoch=0)
             bad += batch.bad
             if batch.num_samples:
                 found.append(batch)
@@ -208,7 +185,7 @@ class ShardLoader:
         saved = {} if self._states is None else self._states.read(facts)
         self._shelves.begin(facts, mine.tolist(), saved)
 
-    def _take(self, facts: Facts) -> Iterator[_Taken]:
+    def _take(self, facts: Facts) -> Iterator[TakenStep]:
         """Yield the windows that have samples, each as soon as its size is known. Collective."""
         read, self._over = None, None
         while not facts.is_over:
@@ -219,16 +196,6 @@ class ShardLoader:
             if taken.window.size:
                 yield taken
         self._over = facts
-
-    def _make(self, steps: Iterator[_Taken]) -> Iterator[tuple[Window, Facts, list[Batch]]]:
-        """Yield each window, the facts after it, and its batches. Collective as steps is."""
-        made: deque[tuple[Window, Facts, list[Batch]]] = deque()
-        for taken in steps:
-            made.append((taken.window, taken.after, self._batches(taken.items)))
-            if taken.is_next_here and len(made) < self._at_once:
-                continue
-            while made:
-                yield made.popleft()
 
     def _read(self, facts: Facts) -> _Read:
         """Take this rank's samples of the next window; start to tell which shards end in it."""
@@ -247,7 +214,7 @@ class ShardLoader:
         """Return whether the ranks tell each other the ends that they meet in the next step."""
         return self._num_owners > 1 and not facts.knows_ends
 
-    def _finish(self, read: _Read) -> _Taken:
+    def _finish(self, read: _Read) -> TakenStep:
         """Learn which of a window's turns have a sample. Collective."""
         sampler, facts, items = self.sampler, read.facts, read.items
         turns, is_idle = read.share.turns, read.share.has_idle_rank
@@ -265,29 +232,4 @@ class ShardLoader:
         # WHY not if ranks tell each other ends: a collective has its turn among those of training.
         can_go_on = not (after.is_over or self._tells_ends(after))
         is_next_here = can_go_on and self._shelves.holds(self._dealer.peek(after).turns.taken)
-        return _Taken(window, items, after, is_next_here)
-
-    def _batches(self, items: Items) -> list[Batch]:
-        self._held.begin_window()
-        parts = split_micro_batches(len(items.numbers), self.sampler.batch_size)
-        batches = [self._batch(items.part(first, last)) for first, last in parts]
-        if self.split is not None:
-            batches = apart(batches)
-        return [self._made_ready(batch) for batch in batches]
-
-    def _batch(self, items: Items) -> Batch:
-        """Make a batch of samples that are at hand."""
-        good, bad = split_bad(items)
-        if self._fetcher.collate is not None:  # then parts of the batch may be made again
-            self._held.put(good.numbers, good.samples)
-        batch = self._fetcher.assemble(self._epoch, good.samples, good.numbers)
-        if bad:
-            batch = replace(batch, bad=batch.bad + bad)
-        return batch
-
-    def _made_ready(self, batch: Batch) -> Batch:
-        """Pin a batch, if that is wanted, and let its parts be made again."""
-        if self._pins:
-            batch.inputs = map_tensors(batch.inputs, torch.Tensor.pin_memory)
-            batch.targets = map_tensors(batch.targets, torch.Tensor.pin_memory)
-        return self._fetcher.with_parts(batch, self._epoch)
+        return TakenStep(window, items, after, is_next_here)

@@ -1,12 +1,11 @@
-"""A stream seen as a map-style dataset: its first samples, a test set, what was read and is held.
+"""A stream seen as a map-style dataset: to look at its first samples, and to test on it.
 
-Owns the three views. Reading in order is as fast as the stream; any other access opens it anew.
+Owns the two views. Reading in order is as fast as the stream; any other access opens it anew.
 Does not own: training on a stream (shard_loader.py).
 """
 
 import logging
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -121,28 +120,3 @@ def _forward(stream: Stream, view: Dataset[Any]) -> None:
     for name in FORWARDED:
         if (value := getattr(stream, name, None)) is not None:
             setattr(view, name, value)
-
-
-class HeldSamples:
-    """The samples of the last batches as a map-style dataset, of which a Fetcher makes batches."""
-
-    uses_randomness = False  # a sample was read with its own random numbers
-
-    def __init__(self, stream: Stream, *, num_windows: int = 1) -> None:
-        """num_windows: so many are held, because parts of their batches may be made again."""
-        self.stream = stream
-        self._windows: deque[dict[int, Any]] = deque(maxlen=num_windows)
-
-    def begin_window(self) -> None:
-        """Let go of the samples of the oldest window."""
-        self._windows.append({})
-
-    def put(self, numbers: Sequence[int], samples: Sequence[Any]) -> None:
-        """Hold more samples of the current window. Any: whatever the stream gives."""
-        self._windows[-1].update(zip(numbers, samples, strict=True))
-
-    def __getitem__(self, number: int) -> Any:  # Any: whatever the stream gives
-        for held in reversed(self._windows):
-            if number in held:
-                return held[number]
-        raise KeyError(f"sample {number} is not held any more")
