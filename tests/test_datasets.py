@@ -562,7 +562,9 @@ def test_workers_follow_the_cpus_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> N
 def test_more_workers_than_cpus_are_kept_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     found = plan(monkeypatch, cpus=4, local_world_size=2, num_workers=6)
     assert found.num_workers == 6
-    assert "6" in found.reasons[0]
+    assert "each of 2 ranks has 2 CPUs: expect it to be slower than 2 workers" in found.reasons[0]
+    found = plan(monkeypatch, cpus=4, local_world_size=4, num_workers=6)
+    assert found.reasons[0].endswith("has 1 CPU: expect it to be slower than 1 worker")
     assert plan(monkeypatch, cpus=4, num_workers=3).reasons == ()
 
 

@@ -9,6 +9,7 @@ WHY no DataLoader without workers: it would cost a tiny model 8 % of each step.
 What goes wrong here: workers killed for memory, hung, or out of shared memory: see _recover.
 """
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -63,7 +64,7 @@ class BatchStream:
         self._copies_data = False
         self._suspect: Request | None = None  # the one we waited for when workers were lost
         for reason in plan.reasons:
-            log.warning("%s", reason, extra=ON_EVERY_RANK)
+            _tell_once(reason)
         if plan.num_workers > 0:
             raise_open_file_limit()
             if why_not := self._why_not_sendable():
@@ -298,6 +299,12 @@ class BatchStream:
         if warning := cost.warning(num_workers=self.plan.num_workers, shares=shares):
             log.warning("%s", warning)
         return ""
+
+
+@functools.cache
+def _tell_once(reason: str) -> None:
+    """Say what differs from the settings: once, though the test set is read in the same way."""
+    log.warning("%s", reason, extra=ON_EVERY_RANK)
 
 
 class _PendingRequests:

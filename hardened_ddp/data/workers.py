@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.wording import counted
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def plan_workers(
         if workers > budget:
             reasons.append(
                 f"num_workers {workers} as requested, but each of {local_world_size} ranks has "
-                f"{budget} CPUs: expect it to be slower than {budget} workers"
+                f"{counted(budget, 'CPU')}: expect it to be slower than {counted(budget, 'worker')}"
             )
     workers, prefetch = _fit_shared_memory(
         workers, config.prefetch_factor, batch_bytes * local_world_size, reasons

@@ -70,9 +70,7 @@ def _try(trial: Trial, batch: Batch, group: Group) -> list[float]:
             # WHY once more: a model that draws random numbers gives another loss each time
             if _is_near(together, apart) or not _is_near(together, loss_of(batch)):
                 return []
-    except (
-        Exception
-    ):  # WHY broad: the user's model; what must work, the probe and others have tried
+    except Exception:  # WHY broad: the user's model; the probe has tried what must work
         log.debug("the trial of the loss of samples failed", exc_info=True)
         return []
     finally:
