@@ -21,6 +21,7 @@ import re
 import runpy
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
@@ -125,14 +126,13 @@ class SaveWatch:
     def __init__(self, checkout: str, file: str) -> None:
         self.file = file
         self.main = Watch(checkout)
-        self.threads: list[Watch] = []
+        self.threads: dict[threading.Thread, Watch] = {}
         self.num_forwards = 0
         of_thread = threading.local()
 
         def note(frame: FrameType, event: str, _: object) -> None:
             if not hasattr(of_thread, "watch"):
-                of_thread.watch = Watch(checkout)
-                self.threads.append(of_thread.watch)
+                of_thread.watch = self.threads[threading.current_thread()] = Watch(checkout)
             of_thread.watch(frame, event, None)
 
         threading.setprofile(note)
@@ -142,17 +142,25 @@ class SaveWatch:
         """Begin to watch, once it is time."""
         self.num_forwards += 1
         if self.num_forwards == FIRST_SAVE + 10:
+            while not (writers := self.writers()):  # it may not have begun yet
+                time.sleep(0.01)
+            for thread in writers:
+                thread.join()
             self.threads.clear()  # of the first save
             sys.setprofile(self.main.within((SAVE,)))
+
+    def writers(self) -> dict[threading.Thread, set[Function]]:
+        """Give what each thread that writes a checkpoint has executed."""
+        return {
+            thread: watch.seen
+            for thread, watch in self.threads.copy().items()
+            if any("/checkpoint/" in file for file, _ in watch.seen.copy())
+        }
 
     def write(self) -> None:
         """Write down what was seen."""
         sys.setprofile(None)
-        writers = [
-            each.seen
-            for each in self.threads
-            if any("/checkpoint/" in file for file, _ in each.seen)
-        ]
+        writers = self.writers().values()
         if writers:  # else the driver says that nothing was seen: half a save is no figure
             _write(self.file, {"save": sorted(self.main.seen.union(*writers))})
 

@@ -11,6 +11,7 @@ Which tensors are on it is known by their memory. What it can't show is in docs/
 """
 
 import contextlib
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,9 +88,14 @@ class PretendedGpu(TorchDispatchMode):
 
     def wait(self, what: str) -> None:
         """Note that the host waits."""
-        frames = [f for f in traceback.extract_stack() if Path(f.filename).is_relative_to(ROOT)]
-        ours = [f for f in frames if f.filename != __file__]
-        where = f"{Path(ours[-1].filename).relative_to(ROOT)}:{ours[-1].lineno}" if ours else "?"
+        where = "?"
+        for frame in reversed(traceback.extract_stack()):
+            path = Path(frame.filename)
+            # WHY sys.prefix: a virtual environment may lie in the checkout.
+            is_ours = path.is_relative_to(ROOT) and not path.is_relative_to(sys.prefix)
+            if is_ours and frame.filename != __file__:
+                where = f"{path.relative_to(ROOT)}:{frame.lineno}"
+                break
         self.waits.append(f"{what} at {where}")
 
     def __torch_dispatch__(
