@@ -198,6 +198,14 @@ class TestRanks:
         one = last.replace("Ranks 4, 5", "Rank 4")
         assert rank_of(explain_text(joined(of_rank(0, traceback_of(one))), tmp_path)) == 4
 
+    def test_a_rank_is_named_though_one_that_only_noticed_spoke_first(self, tmp_path: Path) -> None:
+        noticed = "RuntimeError: Detected at least one rank that exhausted inputs. Throwing."
+        named = "RuntimeError: Rank 0 exhausted all inputs."
+        for order in ((1, 0), (0, 1)):
+            lines = (of_rank(rank, traceback_of(noticed if rank else named)) for rank in order)
+            found = explain_text(joined(*lines), tmp_path)
+            assert (code_of(found), rank_of(found)) == ("data-uneven", 0)
+
     def test_ranks_of_a_sub_group_are_not_those_of_the_job(self, tmp_path: Path) -> None:
         text = timeouts({0: 90, 1: 90, 3: 90}, world_size=8)
         text = text.replace("PG ID 0 PG GUID 0(default_pg)", "PG ID 5 PG GUID 37(TENSOR)")

@@ -71,8 +71,9 @@ def who(
 ) -> tuple[Guilty | None, tuple[int, ...]]:
     """Name the guilty rank of the cause, or none; and the ranks that failed in the same way."""
     cause = root.cause
-    if root.ranks and cause is not None and cause.blame == Blame.NAMED:
-        named = _all_named(root, events)
+    is_named = cause is not None and cause.blame == Blame.NAMED
+    # WHY all events: the line that names them may come after one of a rank that only noticed
+    if is_named and (named := _all_named(root, events)):
         return _of_list(named, root), named if len(named) > 1 else ()
     if root.tier == Tier.TIMEOUT and finding is not None and finding.kind in ("behind", "missing"):
         if len(finding.ranks) == 1:
