@@ -43,6 +43,7 @@ def python_key_error_on_one(rank: int, folder: Path) -> None:
 
 @reproduces("python-indexerror", num_ranks=2)
 def python_index_error_on_all(rank: int, folder: Path) -> None:
+    dist.barrier()  # WHY: else rank 0 may still connect, which fails with other words
     [1, 2][rank + 2]
 
 
