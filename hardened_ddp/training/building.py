@@ -74,8 +74,8 @@ def build_replica(
     # DDP would wait for those for ever, unless find_unused_parameters is on.
     findings = probe(model, samples, task=task, precision=precision, group=group)  # collective
     find_unused = choose_find_unused(config.ddp.find_unused_parameters, findings)
-    if not findings.collectives:
-        warn_of_shared_loss(trial, samples, group)  # collective
+    # WHY no condition around it: one rank alone may have found collectives in its forward
+    warn_of_shared_loss(trial, () if findings.collectives else samples, group)  # collective
     # Samples of different lengths: in two parts, with less padding, if that changes nothing else.
     loader.split_by_length(
         choose_split(trial, samples, findings, group, config=config, saved=saved)  # collective
