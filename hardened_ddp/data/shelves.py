@@ -59,9 +59,6 @@ class _Shelf:
     asked: int
     """Index of the first sample of the next block to ask for."""
 
-    stored: int
-    """Index of the sample behind samples[-1]."""
-
     number: int
     """Among this rank's shards: decides which worker reads it."""
 
@@ -90,7 +87,8 @@ class Shelves:
         """(num_shards,): the samples of each shard below this index are wanted."""
 
         self._stored: Numbers = np.empty(0, dtype=np.int64)
-        """(num_shards,): as in _Shelf; of other ranks' shards a number above all."""
+        """(num_shards,): index of the sample behind the last one held; of other ranks' shards a
+        number above all."""
 
         self._shelves: dict[int, _Shelf] = {}
         self._unfinished: dict[int, _Shelf] = {}
@@ -107,7 +105,7 @@ class Shelves:
             at = int(facts.taken[shard])
             if 0 <= facts.ends[shard] <= at:
                 continue
-            shelf = _Shelf(at // self._block * self._block, at, number)
+            shelf = _Shelf(at // self._block * self._block, number)
             self._stored[shard] = at
             self._shelves[shard] = shelf
             if shard in saved:
@@ -223,11 +221,11 @@ class Shelves:
             numbers = list(map(numbers.__getitem__, order))
             samples = list(map(samples.__getitem__, order))
         # It may go on within a block; what is behind stored was taken from it before.
-        if (first := shelf.stored - start) > 0:
+        if (first := int(self._stored[shard]) - start) > 0:
             numbers, samples = numbers[first:], samples[first:]
         shelf.numbers.extend(numbers)
         shelf.samples.extend(samples)
-        shelf.stored = self._stored[shard] = max(shelf.stored, position)
+        self._stored[shard] = max(int(self._stored[shard]), position)
         if end >= 0:
             shelf.end = end
             self._unfinished.pop(shard, None)
