@@ -33,16 +33,15 @@ LAUNCHERS = sorted((ROOT / "launchers").glob("*.py"))
 PRODUCT = [ROOT / "ddp_training.py", *sorted((ROOT / "hardened_ddp").rglob("*.py"))]
 PRODUCT += sorted((ROOT / "drills").glob("*.py"))
 NAMELESS = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}
-MAX_FUNCTION_LINES, MAX_FILE_LINES, MAX_PARAMETERS = 60, 300, 6
-ROOM_LINES = 5
-"""A file has at least so many lines less than MAX_FILE_LINES: the next change must have room."""
-
-# Longer than the signal, each for its reason.
-LONG_FILES = {
-    "ddp_training.py": "the whole run on one page",
-    "ranks/group.py": "the process group and every collective over it",
-    "step/step.py": "a whole step, from do() down, in one file",
-    "data/stream.py": "one stream of batches, with all that may happen to its workers",
+MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 6
+# A file ends where its subject ends; a package has room for so many lines in all. A feature that
+# needs more takes it from what docs/PROMISES.md does not name.
+BUDGETS = {
+    "ddp_training.py": 450,
+    "hardened_ddp/diagnosis/*": 15_100,
+    "hardened_ddp/*": 31_900,
+    "drills/*": 2_700,
+    "launchers/*": 750,
 }
 # Functions that take one value, by its name, for each thing that they make or pass on.
 ONE_FOR_EACH_FIELD = {
@@ -246,12 +245,14 @@ def test_an_owner_may_do_what_is_his() -> None:
     assert len(list(find_foreign_acts("data/loader.py", tree, full_names(tree)))) == 1
 
 
-def test_files_are_short() -> None:
-    lengths = {name_of(p): len(p.read_text().splitlines()) for p in [*PRODUCT, *LAUNCHERS]}
-    long = {name: n for name, n in lengths.items() if n > MAX_FILE_LINES - ROOM_LINES}
-    found = [f"{name} has {n} lines" for name, n in long.items() if name not in LONG_FILES]
-    found += [f"{name} is short now: take it from LONG_FILES" for name in LONG_FILES.keys() - long]
-    assert not found, "\n".join(found)
+def test_each_package_keeps_its_budget_of_lines() -> None:
+    used = dict.fromkeys(BUDGETS, 0)
+    for path in [*PRODUCT, *LAUNCHERS]:
+        name = str(path.relative_to(ROOT))
+        package = next(package for package in BUDGETS if fnmatch.fnmatchcase(name, package))
+        used[package] += len(path.read_text(encoding="utf-8").splitlines())
+    over = {package: lines for package, lines in used.items() if lines > BUDGETS[package]}
+    assert not over
 
 
 def test_functions_of_the_launchers_are_short() -> None:
