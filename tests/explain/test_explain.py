@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,20 @@ class TestCatalogue:
         for search in (Search(matcher.words()), Search(matcher.words(are_rare=True))):
             for case in LOGS:
                 assert search.line_starts(case.text.encode()), case.code
+
+
+TIMEOUT, MISMATCH = "nccl-timeout", "collective-mismatch"
+
+
+def waiting(calls: Sequence[Sequence[str]], *, is_told: bool) -> str:
+    """Make the log of an NCCL timeout: in what each rank waits, and if told in which group."""
+    text = timeouts({rank: int(seq) for rank, (_, seq) in enumerate(calls)}, world_size=len(calls))
+    lines = []
+    for line in text.splitlines():
+        op = next((op for rank, (op, _) in enumerate(calls) if f"[rank{rank}]" in line), "")
+        if is_told or "failure detected" not in line:
+            lines.append(line.replace("OpType=ALLREDUCE", f"OpType={op}"))
+    return "\n".join(lines) + "\n"
 
 
 CHAIN = """\
@@ -178,6 +193,101 @@ class TestRanks:
     def test_the_lowest_sequence_number_is_behind(self, tmp_path: Path) -> None:
         found = explain_text(timeouts({0: 90, 1: 90, 2: 88, 3: 90}, world_size=4), tmp_path)
         assert (code_of(found), rank_of(found)) == ("nccl-timeout", 2)
+
+    @pytest.mark.parametrize("is_told", [True, False])
+    @pytest.mark.parametrize(
+        ("calls", "code", "guilty"),
+        [
+            ("ALLREDUCE 18233, ALLREDUCE 18233, ALLGATHER 18234, ALLREDUCE 18233", TIMEOUT, 2),
+            ("ALLREDUCE 90, ALLREDUCE 91, ALLREDUCE 90, ALLREDUCE 90", TIMEOUT, 1),
+            ("ALLREDUCE 90, ALLREDUCE 90, ALLREDUCE 91, ALLREDUCE 91", TIMEOUT, None),
+            ("ALLREDUCE 90, ALLREDUCE 91", TIMEOUT, None),
+            ("ALLREDUCE 90, ALLREDUCE 91, ALLREDUCE 92, ALLREDUCE 90", TIMEOUT, None),
+            ("ALLREDUCE 90, ALLREDUCE 90, BROADCAST 90, ALLREDUCE 90", MISMATCH, 2),
+            ("ALLREDUCE 90, ALLREDUCE 90, BROADCAST 90, BROADCAST 90", MISMATCH, None),
+        ],
+    )
+    def test_of_watchdogs_the_rank_that_differs_from_most_is_named(
+        self, calls: str, code: str, guilty: int | None, is_told: bool, tmp_path: Path
+    ) -> None:
+        words = [call.split() for call in calls.split(", ")]
+        found = explain_text(waiting(words, is_told=is_told), tmp_path)
+        assert (code_of(found), rank_of(found)) == (code, guilty)
+        for op, number in words:
+            assert f"{op} number {number}" in found["cause"]["sentence"]
+
+    def test_one_rank_of_another_size_is_named_and_one_of_a_cut_log_is_not(
+        self, tmp_path: Path
+    ) -> None:
+        text = timeouts({rank: 90 for rank in range(4)}, world_size=4)
+        lines = [
+            line.replace("NumelIn=9801523", "NumelIn=7") if "[rank3]" in line else line
+            for line in text.splitlines()
+        ]
+        found = explain_text("\n".join(lines), tmp_path)
+        assert (code_of(found), rank_of(found)) == (MISMATCH, 3)
+        assert "rank 3 in ALLREDUCE number 90 of 7 elements" in found["cause"]["sentence"]
+        # of 64 ranks three say where they are: nobody knows what most of them do
+        found = explain_text(timeouts({0: 90, 1: 90, 2: 91}, world_size=64), tmp_path)
+        assert (code_of(found), rank_of(found)) == (TIMEOUT, None)
+
+    def test_numbers_of_different_groups_are_not_compared(self, tmp_path: Path) -> None:
+        words = [["ALLREDUCE", "18233"] for _ in range(4)]
+        words[2] = ["ALLGATHER", "12"]
+        found = explain_text(waiting(words, is_told=False), tmp_path)
+        assert rank_of(found) is None
+        text = waiting(words, is_told=True)
+        own = "PG ID 3 PG GUID 7(TENSOR) Rank 0]  failure"
+        lines = [
+            line.replace("PG ID 0 PG GUID 0(default_pg) Rank 2]  failure", own)
+            for line in text.splitlines()
+        ]
+        found = explain_text("\n".join(lines), tmp_path)
+        own = "rank 2 in ALLGATHER number 12 of 9801523 elements, of another group"
+        assert own in found["cause"]["sentence"]
+        # rank 1 may be the one that rank 2 waits for there
+        silent = [line for line in lines if "[rank1]" not in line]
+        found = explain_text("\n".join(silent), tmp_path)
+        assert (code_of(found), rank_of(found)) == (TIMEOUT, 1)
+
+    def test_a_rank_whose_own_log_is_not_here_is_not_named(self, tmp_path: Path) -> None:
+        text = timeouts({0: 90, 1: 90, 2: 90, 3: 90}, world_size=4)
+        for rank in (0, 1, 3):
+            lines = [x for x in text.splitlines() if "[rank" not in x or f"[rank{rank}]" in x]
+            (tmp_path / f"rank-{rank}.log").write_text("\n".join(lines))
+        found = explain(tmp_path)
+        assert (code_of(found), rank_of(found)) == (TIMEOUT, None)
+        assert "of rank 2 there is no log here" in found["cause"]["sentence"]
+        (tmp_path / "rank-2.log").write_text("Starting with 4 processes\nstep 10 loss 2.1\n")
+        assert rank_of(explain(tmp_path)) == 2
+
+    def test_half_of_the_ranks_are_not_called_missing(self, tmp_path: Path) -> None:
+        found = explain_text(timeouts({0: 90, 1: 90}, world_size=4), tmp_path)
+        assert (code_of(found), rank_of(found)) == (TIMEOUT, None)
+        assert found["cause"]["sentence"].startswith("The job")
+
+    @pytest.mark.parametrize("differs", [{2: ("BROADCAST", 4)}, {2: ("ALLREDUCE", 9)}])
+    def test_gloos_own_check_names_the_rank_that_differs(
+        self, differs: dict[int, tuple[str, int]], tmp_path: Path
+    ) -> None:
+        def running(rank: int) -> str:
+            op, size = differs.get(rank, ("ALLREDUCE", 4))
+            return (
+                f"Rank {rank} is running collective: CollectiveFingerPrint(SequenceNumber=1, "
+                f"OpType={op}, TensorShape=[{size}], TensorDtypes=Float, TensorDeviceTypes="
+                "TensorOptions(dtype=float (default), device=cpu))"
+            )
+
+        lasts = [
+            "RuntimeError: Detected mismatch between collectives on ranks. "
+            f"{running(rank)}, but {running(0 if rank == 2 else 2)}.Collectives differ"
+            for rank in range(4)
+        ]
+        text = joined(*(of_rank(rank, traceback_of(last)) for rank, last in enumerate(lasts)))
+        found = explain_text(text, tmp_path)
+        assert (code_of(found), rank_of(found)) == (MISMATCH, 2)
+        two = joined(*(of_rank(rank, traceback_of(lasts[rank])) for rank in (1,)))
+        assert rank_of(explain_text(two, tmp_path)) is None
 
     def test_another_size_at_one_number_is_a_mismatch_and_accuses_nobody(
         self, tmp_path: Path

@@ -77,6 +77,8 @@ class Collector:
         """Begin with another file."""
         self._source, self._habits = source, habits
         self._spawned, self._tail = None, 0
+        own = (source.rank, source.local, source.task)
+        self.evidence.collectives.ranks_of_files |= {rank for rank in own if rank is not None}
 
     def end_file(self) -> None:
         """Give up what is still open: the log was cut off there."""

@@ -31,7 +31,7 @@ from hardened_ddp.errors import UnreadableLogError
 _FACTS = (
     *(b"orld_size", b"WORLD_SIZE", b"MEMBER: ", b"nnodes", b"nranks", b"nqueued"),
     *(b"exits with return code", b"terminated with code", b"FATAL", b"CRITICAL"),
-    *(b"exited with code", b" global rank "),
+    *(b"exited with code", b" global rank ", b"Starting with "),
 )
 _MOST_STACK_BYTES = 4 * 1024 * 1024
 _LARGE_BYTES = 64 * 1024 * 1024

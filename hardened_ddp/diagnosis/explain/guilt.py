@@ -75,7 +75,8 @@ def who(
     # WHY all events: the line that names them may come after one of a rank that only noticed
     if is_named and (named := _all_named(root, events)):
         return _of_list(named, root), named if len(named) > 1 else ()
-    if root.tier == Tier.TIMEOUT and finding is not None and finding.kind in ("behind", "missing"):
+    is_of_ranks = root.tier == Tier.TIMEOUT or (cause and cause.code == "collective-mismatch")
+    if finding is not None and finding.kind != "waiting" and is_of_ranks:
         if len(finding.ranks) == 1:
             confidence = LIKELY if finding.is_sure else GUESS
             return Guilty(finding.ranks[0], None, confidence, finding.text), ()
