@@ -27,6 +27,17 @@ SPAWNED = SPAWNED.replace(
 )
 
 
+ALONE = """\
+import torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(8):
+    optimizer.zero_grad()
+    model(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
 def launch(script: Path) -> list[str]:
     port = free_port()
     return ["torchrun", "--nproc_per_node=2", f"--master_port={port}", str(script)]
@@ -92,6 +103,21 @@ def test_ranks_that_spawn_starts_are_observed(tmp_path: Path) -> None:
     assert done.status == 1, done.output
     [verdict] = [v for v in json.loads(done.stdout)["verdicts"] if v["severity"] != "advice"]
     assert (verdict["code"], verdict["line"]) == ("gradients-not-averaged", line)
+
+
+@pytest.mark.parametrize("wants_json", [True, False])
+def test_one_process_has_nothing_to_be_compared_with(wants_json: bool, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ALONE)
+    options = ["--json"] if wants_json else []
+    argv = ["python", ROOT / "ddp_training.py", "audit", *options, "--", "python", script]
+    done = run_command(argv, timeout_s=90, cwd=tmp_path)
+    assert done.status == 0, done.output
+    if wants_json:
+        assert json.loads(done.stdout)["ranks"] == 1
+    else:
+        assert "nothing to compare between ranks" in done.stdout
+        assert "no mistakes found" not in done.stdout
 
 
 @pytest.mark.slow

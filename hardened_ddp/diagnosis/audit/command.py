@@ -73,7 +73,8 @@ def _report_program(ranks: Ranks, ending: Ending, request: Request, output: Text
     how = "hung" if ending.hung else "was ended" if ending.status is None else "ended"
     if ending.status:
         how += f" with status {ending.status}"
-    return _report(verdicts, request, output, seen=f"the program {how}; steps seen: {told}")
+    seen = f"the program {how}; steps seen: {told}"
+    return _report(verdicts, request, output, seen=seen, num_ranks=len(ranks))
 
 
 def _work_of(ranks: Ranks, number: int) -> int:
@@ -92,11 +93,18 @@ def _why_unseen(ranks: Ranks, ending: Ending) -> str:
     return f"{why} (its exit status: {ending.status})"
 
 
-def _report(verdicts: list[Verdict], request: Request, output: TextIO, *, seen: str) -> int:
+def _report(
+    verdicts: list[Verdict], request: Request, output: TextIO, *, seen: str, num_ranks: int = 0
+) -> int:
+    """Print the verdicts, and what they rest on. num_ranks: 0 for a source."""
     num_mistakes = sum(verdict.is_mistake for verdict in verdicts)
     if request.options["json"]:
-        print(as_json(verdicts), file=output)
+        print(as_json(verdicts, num_ranks=num_ranks), file=output)
     else:
         found = f"{num_mistakes or 'no'} mistake{'' if num_mistakes == 1 else 's'} found"
+        if num_ranks == 1:
+            found = f"{num_mistakes or 'nothing'} found in one process, the only one that trained, "
+            found += "so there was nothing to compare between ranks: start at least two (for "
+            found += "instance: torchrun --nproc_per_node=2, accelerate launch --num_processes 2)"
         print("\n".join([*as_text(verdicts), f"audit: {found}; {seen}"]), file=output)
     return MISTAKES if num_mistakes else HEALTHY

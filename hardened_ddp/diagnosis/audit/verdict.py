@@ -71,8 +71,11 @@ def in_order(verdicts: Sequence[Verdict]) -> list[Verdict]:
     return sorted(verdicts, key=lambda v: (order.index(v.severity), v.file, v.line, v.code))
 
 
-def as_json(verdicts: Sequence[Verdict], *, was_observed: bool = True) -> str:
-    """Write the verdicts for programs. Unobserved is never healthy."""
+def as_json(verdicts: Sequence[Verdict], *, was_observed: bool = True, num_ranks: int = 0) -> str:
+    """Write the verdicts for programs. Unobserved is never healthy.
+
+    num_ranks: how many ranks were compared; 0 for a source.
+    """
     rows = [
         {
             "code": verdict.code,
@@ -85,7 +88,8 @@ def as_json(verdicts: Sequence[Verdict], *, was_observed: bool = True) -> str:
         for verdict in in_order(verdicts)
     ]
     is_healthy = was_observed and not any(verdict.is_mistake for verdict in verdicts)
-    return json.dumps({"verdicts": rows, "healthy": is_healthy}, indent=2)
+    report = {"verdicts": rows, "healthy": is_healthy}
+    return json.dumps(report | ({"ranks": num_ranks} if num_ranks else {}), indent=2)
 
 
 def as_text(verdicts: Sequence[Verdict]) -> list[str]:
