@@ -160,7 +160,8 @@ class Collector:
             self._open.discard(stream)
 
     def _note_facts(self, line: Line) -> None:
-        self.evidence.note(line)
+        if self.evidence.note(line):
+            self._seen.clear()  # WHY: what a new attempt says is not a repetition
         spawned = _SPAWNED.search(line.text)
         if spawned:
             self._spawned = int(spawned["rank"])

@@ -10,28 +10,37 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import TextIO
 
 from hardened_ddp.diagnosis.explain.catalogue import CAUSES
 from hardened_ddp.diagnosis.explain.collector import Collector
 from hardened_ddp.diagnosis.explain.endings import Tail, ending_of
+from hardened_ddp.diagnosis.explain.events import Tier
 from hardened_ddp.diagnosis.explain.evidence import Evidence
 from hardened_ddp.diagnosis.explain.flight_recorder import MAX_BYTES, PICKLE
 from hardened_ddp.diagnosis.explain.matching import Matcher
 from hardened_ddp.diagnosis.explain.prefixes import habits_of
 from hardened_ddp.diagnosis.explain.reader import Search, decoder_of, read_lines, read_sample
-from hardened_ddp.diagnosis.explain.report import as_json, as_text, exit_status
+from hardened_ddp.diagnosis.explain.report import Answer, as_json, as_text, exit_status, list_of
 from hardened_ddp.diagnosis.explain.run_folder import read_stack, read_status
-from hardened_ddp.diagnosis.explain.sources import Source, find_sources
+from hardened_ddp.diagnosis.explain.run_story import tell
+from hardened_ddp.diagnosis.explain.sources import (
+    Source,
+    are_alike,
+    find_sources,
+    is_run_folder,
+    jobs_of,
+)
 from hardened_ddp.diagnosis.explain.structured import stack_of_error_file
-from hardened_ddp.diagnosis.explain.verdict import judge
+from hardened_ddp.diagnosis.explain.verdict import Verdict, judge
 from hardened_ddp.errors import UnreadableLogError
 
 # Words of lines that match no phrase: the job's size, how processes ended, what watchdogs say.
 _FACTS = (
     *(b"orld_size", b"WORLD_SIZE", b"MEMBER: ", b"nnodes", b"nranks", b"nqueued"),
     *(b"exits with return code", b"terminated with code", b"FATAL", b"CRITICAL"),
-    *(b"exited with code", b" global rank ", b"Starting with "),
+    *(b"exited with code", b" global rank ", b"Starting with ", b"start: starting"),
 )
 _MOST_STACK_BYTES = 4 * 1024 * 1024
 _LARGE_BYTES = 64 * 1024 * 1024
@@ -40,9 +49,56 @@ _LETTER = re.compile(rb"[A-Za-z0-9]")
 
 def run_explain(names: Sequence[str], *, wants_json: bool, output: TextIO, progress: TextIO) -> int:
     """Explain the logs; return 0 explained or healthy, 1 unknown. Raises UnreadableLogError."""
-    verdict = judge(collect(find_sources(names), progress=progress))
-    output.write(as_json(verdict) + "\n" if wants_json else as_text(verdict))
-    return exit_status(verdict)
+    jobs = jobs_of(names)
+    if len(jobs) > 1:
+        answers = [_answer_of_one(words, progress) for words in jobs]
+    else:
+        answers = _answers_of_files(jobs[0], progress) or [_answer(jobs[0], progress)]
+    write = as_json if wants_json else as_text
+    output.write(write(answers[0]) if len(answers) == 1 else list_of(answers, as_json=wants_json))
+    return max(exit_status(answer.verdict) for answer in answers)
+
+
+def _answer(names: Sequence[str], progress: TextIO) -> Answer:
+    """Explain one job. Raises UnreadableLogError."""
+    evidence = collect(find_sources(names), progress=progress)
+    is_run = len(names) == 1 and is_run_folder(Path(names[0]))
+    story = tell(Path(names[0]), evidence) if is_run else None
+    verdict = judge(evidence)
+    return Answer(tuple(names), verdict, evidence, story)
+
+
+def _answer_of_one(names: Sequence[str], progress: TextIO) -> Answer:
+    """Explain one job of several; what can't be read is no reason to say nothing of the others."""
+    try:
+        return _answer(names, progress)
+    except UnreadableLogError as error:
+        return Answer(tuple(names), Verdict(kind="unknown"), Evidence(), problem=error.message)
+
+
+def _answers_of_files(names: Sequence[str], progress: TextIO) -> list[Answer]:
+    """Explain each file of a folder, if each tells of a whole job; else give nothing.
+
+    WHY so careful: files of one job say more together.
+    """
+    if len(names) != 1 or not Path(names[0]).is_dir() or is_run_folder(Path(names[0])):
+        return []
+    files = [str(source.path) for source in find_sources(names)]
+    if len(files) < 2 or not are_alike(files):
+        return []
+    answers = [_answer_of_one([file], progress) for file in files]
+    told = [answer for answer in answers if not answer.problem]
+    speakers = [{e.rank for e in a.evidence.events} - {None} for a in told]
+    is_split = sum(map(len, speakers)) == len(set().union(*speakers)) and any(speakers)
+    return answers if told and not is_split and all(map(_is_of_whole_job, told)) else []
+
+
+def _is_of_whole_job(answer: Answer) -> bool:
+    """Whether a file says by itself how its job ended, and not only that others were lost."""
+    root = answer.verdict.root
+    if answer.verdict.kind == "explained" and root is not None:
+        return root.tier <= Tier.EXCEPTION and not root.is_weak
+    return answer.verdict.kind == "healthy" and answer.evidence.ends_well
 
 
 def collect(sources: Sequence[Source], *, progress: TextIO = sys.stderr) -> Evidence:

@@ -6,7 +6,9 @@ Does not own: filling it in (collector.py).
 
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from hardened_ddp.diagnosis.explain.collectives import Collectives
 from hardened_ddp.diagnosis.explain.endings import Ending
@@ -21,6 +23,7 @@ _WORLD = (
     re.compile(r"Starting with (?P<size>\d+) processes"),
 )
 _NODES = re.compile(r"(?:nnodes|num_nodes|group_world_size)\b[ =:]+(?:\d+:)?(?P<nodes>\d+)")
+_START = re.compile(r"([\d-]{10} [\d:]{8}\.\d{3}) \w+ \S+\.tracker: start: starting")
 _ELASTIC = ("distributed.elastic", "distributed/elastic", "torchrun", "ChildFailedError")
 
 
@@ -37,6 +40,9 @@ class Evidence:
     has_elastic: bool = False
     endings: dict[str, Ending] = field(default_factory=dict)
     """How each file ends, by its name."""
+
+    starts: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """Of each log of our own runs the lines where a process begins, with the local time there."""
 
     labels_are_ranks: bool = True
     statuses: list[RankStatus] = field(default_factory=list)
@@ -80,8 +86,8 @@ class Evidence:
         """The number of ranks, if the log says one."""
         return max(self.world_sizes) if self.world_sizes else None
 
-    def note(self, line: Line) -> None:
-        """Note what a line says about the job: its size, nodes, hosts and launcher."""
+    def note(self, line: Line) -> bool:
+        """Note what a line says about the job; True if a process of a run of ours begins there."""
         text = line.text
         if line.host:
             self.hosts.add(line.host)
@@ -96,5 +102,10 @@ class Evidence:
         nodes = _NODES.search(text)
         if nodes:
             self.num_nodes = max(self.num_nodes, min(int(nodes["nodes"]), 100_000))
+        if started := _START.match(line.raw):
+            with suppress(ValueError, OverflowError):  # a damaged log
+                began = datetime.fromisoformat(started[1]).timestamp()
+                self.starts.setdefault(line.file, []).append((line.number, began))
         if text.startswith("  next: "):
             self.next_step = text.removeprefix("  next: ")
+        return started is not None

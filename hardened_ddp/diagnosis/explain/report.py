@@ -5,12 +5,19 @@ Does not own: the verdict (verdict.py).
 """
 
 import json
+import shlex
 import textwrap
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from hardened_ddp.diagnosis.explain.catalogue.own import GUIDE, STEPS
 from hardened_ddp.diagnosis.explain.events import Cause, Event, Tier
+from hardened_ddp.diagnosis.explain.evidence import Evidence
 from hardened_ddp.diagnosis.explain.guilt import CERTAIN, GUESS, LIKELY
+from hardened_ddp.diagnosis.explain.run_story import ENDED_WELL, Story, lines_of
 from hardened_ddp.diagnosis.explain.verdict import Verdict
 
 EXIT_KNOWN, EXIT_UNKNOWN = 0, 1
@@ -32,6 +39,33 @@ _COLLECT = (
     "crashes in native code: PYTHONFAULTHANDLER=1; of the machine: dmesg -T, sacct, kubectl "
     "describe pod",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What explain says of one job."""
+
+    names: tuple[str, ...]
+    """What to give to explain for this job alone."""
+
+    verdict: Verdict
+    evidence: Evidence
+    story: Story | None = None
+    """Of a run folder of ours: its attempts."""
+
+    problem: str = ""
+    """Why nothing can be said."""
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the job failed, and did not go on since."""
+        is_over = self.story is not None and self.story.state in ENDED_WELL
+        return self.verdict.kind != "healthy" and not is_over
+
+    @property
+    def typed(self) -> str:
+        """The names as a shell takes them."""
+        return " ".join(map(shlex.quote, self.names))
 
 
 def exit_status(verdict: Verdict) -> int:
@@ -115,12 +149,17 @@ def confidence_of(verdict: Verdict) -> tuple[str, str]:
     return CERTAIN, "the message has this cause only"
 
 
-def as_json(verdict: Verdict) -> str:
-    """Write the verdict for programs."""
+def as_json(answer: Answer) -> str:
+    """Write an answer for programs."""
+    return json.dumps(_entry(answer), indent=2)
+
+
+def _entry(answer: Answer) -> dict[str, Any]:  # Any: JSON
+    verdict, story = answer.verdict, answer.story
     root = verdict.root
     cause = root.cause if root is not None else None
     guilty = verdict.guilty
-    entry: dict[str, Any] = {  # Any: JSON
+    return {
         "verdict": verdict.kind,
         "cause": {"code": cause.code, "title": cause.title, "sentence": sentence_of(verdict)}
         if cause is not None and verdict.kind == "explained"
@@ -133,6 +172,7 @@ def as_json(verdict: Verdict) -> str:
             for e in verdict.evidence
         ],
         "fixes": [{"for": _NAMES[name], "text": text} for name, text in _fixes(cause) if text],
+        "steps": [{"text": text, "command": command} for text, command in _steps(answer)],
         "echoes": verdict.num_echoes,
         "confidence": confidence_of(verdict)[0] if verdict.kind == "explained" else None,
         "exceptions": [
@@ -145,16 +185,51 @@ def as_json(verdict: Verdict) -> str:
             for e in verdict.first_exceptions
             if e.raised is not None
         ],
+        "run": asdict(story) if story is not None else None,
     }
-    return json.dumps(entry, indent=2)
 
 
-def as_text(verdict: Verdict) -> str:
-    """Write the verdict for people."""
+def list_of(answers: Sequence[Answer], *, as_json: bool) -> str:
+    """Write a line for each of several jobs, and what to type for one of them."""
+    if as_json:
+        jobs = [{"names": answer.names, **_entry(answer)} for answer in answers]
+        return json.dumps({"verdict": "several jobs", "jobs": jobs}, indent=2) + "\n"
+    bad = [answer for answer in answers if answer.has_failed]
+    width = min(48, max(len(answer.typed) for answer in answers))
+    lines = [f"{len(answers)} jobs, {len(bad) or 'none'} with a failure. All about one of them:"]
+    lines += [f"  python ddp_training.py explain {(bad or answers)[0].typed}", ""]
+    lines += [f"{answer.typed:<{width}}  {_short(answer)}" for answer in answers]
+    return "\n".join(lines) + "\n"
+
+
+def _short(answer: Answer) -> str:
+    """Say the verdict in half a sentence."""
+    verdict, cause = answer.verdict, answer.verdict.root and answer.verdict.root.cause
+    if answer.problem:
+        return answer.problem
+    if verdict.kind == "explained" and cause:
+        text = f"{_subject(verdict)}: {cause.title} ({cause.code})"
+    else:
+        text = "no failure" if verdict.kind == "healthy" else _unknown_sentence(verdict)
+    if answer.story is None:
+        return text
+    return f"{lines_of(answer.story)[0].removeprefix(answer.story.folder).strip()} {text}"
+
+
+def as_text(answer: Answer) -> str:
+    """Write an answer for people."""
+    verdict, story = answer.verdict, answer.story
+    lines = []
+    if story is not None:
+        head, *attempts = lines_of(story)
+        lines = [head, *(part for line in attempts for part in _wrap(line, "  ")), ""]
     if verdict.kind == "healthy":
         noise = f" ({verdict.num_echoes} warnings and notes)" if verdict.num_echoes else ""
-        return f"Healthy: no failure in this log{noise}.\n"
-    lines = [*_wrap(sentence_of(verdict), ""), ""]
+        where = "its logs" if story is not None else "this log"
+        return "\n".join([*lines, f"Healthy: no failure in {where}{noise}.\n"])
+    if story is not None and story.failed:
+        lines.append(f"The failure of attempt {story.failed[-1]}, the newest one")
+    lines += [*_wrap(sentence_of(verdict), ""), ""]
     if verdict.kind == "explained":
         level, reason = confidence_of(verdict)
         lines += _wrap(f"Confidence: {level}: {reason}.", "")
@@ -168,7 +243,7 @@ def as_text(verdict: Verdict) -> str:
     if verdict.kind == "unknown" or cause is None:
         lines += _collect_lines(verdict)
     else:
-        lines += _fix_lines(cause, verdict.next_step)
+        lines += _fix_lines(cause, answer)
     if verdict.num_echoes:
         text = "line is an echo" if verdict.num_echoes == 1 else "lines are echoes"
         lines.append(f"{verdict.num_echoes} {text}: consequences, repeats, advice.")
@@ -184,18 +259,59 @@ def _evidence_lines(verdict: Verdict) -> list[str]:
     return [*lines, ""] if lines else []
 
 
-def _fix_lines(cause: Cause, next_step: str) -> list[str]:
+def _fix_lines(cause: Cause, answer: Answer) -> list[str]:
     lines = ["Fix"]
     for name, text in _fixes(cause):
         if text:
             lines += _wrap(f"{_NAMES[name]}: {text}", "  ")
+    for text, command in _steps(answer):
+        lines += _wrap(text, "  ") + [f"    {command}"] * bool(command)
+    if cause.code.startswith("DDP-"):
+        lines.append(f"  More: {GUIDE.format(code=cause.code)}")
     lines += ["", *_wrap(f"Confirm: {cause.confirm}", "")]
     if cause.or_else:
         lines += _wrap(f"Or else: {cause.or_else}", "")
-    if next_step:
-        lines += _wrap(f"The run itself says: {next_step}", "")
+    if answer.verdict.next_step:
+        lines += _wrap(f"The run itself says: {answer.verdict.next_step}", "")
     lines += _wrap(f"Code: {cause.code}; the message comes from {cause.source}", "")
     return [*lines, ""]
+
+
+def _steps(answer: Answer) -> list[tuple[str, str]]:
+    """Give what to do about an error of this suite, each with its command.
+
+    A command that needs more than is known here is left out; so is a resume that is not needed.
+    """
+    root = answer.verdict.root
+    code = root.cause.code if root is not None and root.cause is not None else ""
+    known: dict[str, str] = {}
+    if answer.story is not None:
+        run = Path(answer.story.folder)
+        guilty = answer.verdict.guilty
+        rank = guilty.rank if guilty is not None else None
+        num_ranks = answer.story.attempts[-1].num_ranks
+        start = f"torchrun --standalone --nproc_per_node={num_ranks}" if num_ranks > 1 else "python"
+        logs = sorted(run.glob("logs/rank-*.log"))
+        known = {
+            "run": shlex.quote(str(run)),
+            "log": shlex.quote(str(run / "logs" / f"rank-{rank}.log"))
+            if rank is not None
+            else " ".join(shlex.quote(str(log)) for log in logs[:8]),
+            "again": f"{start} ddp_training.py --resume {shlex.quote(str(run))}",
+        }
+        if stacks := answer.evidence.stacks:
+            named = [s for s in stacks if s.rank == rank and not s.worker] or stacks
+            known["stack"] = shlex.quote(named[0].line.file)
+    is_over = answer.story is not None and answer.story.state in ENDED_WELL
+    found = []
+    for text, command in STEPS.get(code, ()):
+        if is_over and "{again}" in command:
+            continue
+        try:
+            found.append((text, command.format_map(known)))
+        except KeyError:
+            found.append((text, ""))
+    return found
 
 
 def _collect_lines(verdict: Verdict) -> list[str]:
@@ -213,7 +329,10 @@ def _collect_lines(verdict: Verdict) -> list[str]:
 
 
 def _fixes(cause: Cause | None) -> list[tuple[str, str]]:
-    return [(name, getattr(cause.fix, name)) for name in _NAMES] if cause is not None else []
+    """Give the fix for each way of running DDP; of our own errors the steps say more."""
+    if cause is None or cause.code in STEPS:
+        return []
+    return [(name, getattr(cause.fix, name)) for name in _NAMES]
 
 
 def _wrap(text: str, indent: str) -> list[str]:

@@ -1,10 +1,12 @@
 """The files that explain reads, and what their names say about the rank.
 
-Owns how a path becomes files: a file, a folder of logs, `-` for standard input, or .gz.
+Owns how a path becomes files: a file, a folder of logs, `-` for standard input, or .gz; and which
+files of a folder surely belong to different jobs.
 Does not own: reading lines (reader.py), what a run folder of ours says (run_folder.py).
 """
 
 import gzip
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -29,6 +31,13 @@ _RANK_NAME = re.compile(r"(?:rank|process|proc|worker)[-_.]?(?P<rank>\d+)(?=\D|$
 _SLURM_TASK = re.compile(r"(?:^|/)(?!slurm)[\w.]*?\d{2,}[-_.](?P<task>\d{1,4})\.(?:out|err|log)$")
 _STACKS = re.compile(r"rank_(?P<rank>\d+)(?:_worker_(?P<worker>\d+))?\.txt$")
 _MAX_FILES = 4096
+_JOB_ID = re.compile(r"(?:^|/)slurm-(?P<slurm>\d+)[^/]*$|\.[oe](?P<id>\d+)$")
+_RUN_ID = re.compile(r"(?P<folder>.*/(?P<id>[^/]+?)_[a-z0-9_]{8})/attempt_\d+/")
+_PART_OF_JOB = re.compile(
+    r"(?i)node|host|master|launch|torchrun|elastic|std(?:out|err)|err(?:or)?\b|out\b|dmesg|kern|sys"
+    r"log|journal|nvidia|nccl|ibv|slurm|kube|pod|event|agent|console|trace|gpu|main|crash|dump"
+)
+"""In names of files that are about one job beside others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +109,49 @@ def find_sources(names: Sequence[str]) -> list[Source]:
                 ) from error
             sources.append(_source(file))
     return _without_lone_task(sources)
+
+
+def jobs_of(names: Sequence[str]) -> list[list[str]]:
+    """Sort what was given by job: for each what to give to find_sources.
+
+    Files that are given one by one, and those that may belong to any, are no job of their own.
+    """
+    jobs: dict[str, list[str]] = {}
+    for name in names:
+        is_folder = name != STDIN and Path(name).is_dir()
+        for file in map(str, _logs_in(Path(name))) if is_folder else [name]:
+            job = _job_of(Path(file), Path(name)) if is_folder else ""
+            jobs.setdefault(job, []).append(file)
+    found = [[job] if os.path.isdir(job) else files for job, files in jobs.items()]
+    num_named = len(jobs) - ("" in jobs)
+    return found if num_named > 1 or num_named == len(jobs) == 1 else [list(names)]
+
+
+def are_alike(names: Sequence[str]) -> bool:
+    """Whether no name says that its file is one rank's, or another part of a job."""
+    sources = find_sources(names)
+    own = (source.path for source in sources if source.rank == source.local == source.task)
+    paths = [path for path in own if path is not None and not _PART_OF_JOB.search(path.name)]
+    return len(paths) == len(sources) and not any(_RANK_NAME.search(path.name) for path in paths)
+
+
+def _job_of(path: Path, folder: Path) -> str:
+    """Name the job of a file by the folder of its run, or by its id; empty if it is not known."""
+    for parent in path.parents:
+        if is_run_folder(parent):
+            return str(parent)
+        if parent == folder:
+            break
+    if started := _RUN_ID.match(path.as_posix()):
+        # WHY: the launchers of several nodes share an id, and none is what --standalone has
+        return started["folder"] if started["id"] == "none" else started["id"]
+    found = _JOB_ID.search(path.as_posix().removesuffix(".gz"))
+    return found["slurm"] or found["id"] if found else ""
+
+
+def is_run_folder(path: Path) -> bool:
+    """Whether a run of ours wrote this folder."""
+    return (path / "attempts.jsonl").is_file() or any(path.glob("status/rank-*.json"))
 
 
 def _logs_in(folder: Path) -> list[Path]:

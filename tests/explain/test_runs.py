@@ -1,0 +1,250 @@
+"""explain on run folders of ours, attempt by attempt, and on folders with several jobs."""
+
+import json
+import os
+import re
+import shlex
+import time
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from hardened_ddp import errors
+from hardened_ddp.diagnosis.explain.catalogue.own import STEPS
+from hardened_ddp.diagnosis.explain.command import run_explain
+from hardened_ddp.settings.cli import parse
+from tests.explain.composed import PEER, block_of, timeouts, traceback_of
+from tests.explain.explained import code_of, explain, rank_of
+
+BEGAN = 1_795_445_299.0
+KILLED = "rank 0 lost another rank (rank 1 left). It left no error message: it was killed"
+HUNG = "rank 1, step 40, data, 61 s; rank 0 waits in all-reduce of step 40"
+KEY_ERROR = "\n".join(traceback_of("KeyError: 'label'")) + "\n"
+
+
+def clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) + ".250"
+
+
+def log_of(*attempts: tuple[float, str]) -> str:
+    """Make one rank's log: of each attempt its begin, and its last line."""
+    lines = []
+    for began, last in attempts:
+        lines.append(f"{clock(began)} DEBUG hardened_ddp.ranks.tracker: start: starting: 0.02 s")
+        lines.append(f"{clock(began + 9)} INFO x.run_report: epoch 1/5 step 10/90  loss 2.1")
+        lines += [f"{clock(began + 20)} {last}"] if last else []
+    return "\n".join(lines) + "\n"
+
+
+def make_run(folder: Path, *, is_finished: bool, shift_s: float = 0.0) -> Path:
+    """Write a run that was killed in its first attempt, and hung in its second."""
+    begins = [BEGAN, BEGAN + 60, BEGAN + 120][: 2 + is_finished]
+    steps = [(0, 20), (20, 40), (40, 90)]
+    for name in ("logs", "status", f"hangs/{_moment(BEGAN + 80 + shift_s)}-step-40"):
+        (folder / name).mkdir(parents=True)
+    attempts = []
+    for number, began in enumerate(begins):
+        first, step = steps[number]
+        attempts.append({"began_at": began, "now": began + 21, "first_step": first, "step": step})
+        attempts[-1] |= {"world_size": 2, "start_up": 5.0, "ended": "finished" * (number == 2)}
+    (folder / "attempts.jsonl").write_text("".join(json.dumps(a) + "\n" for a in attempts))
+    failures = [{"step": 20, "error": KILLED}, {"step": 40, "error": HUNG}]
+    (folder / "failures.jsonl").write_text("".join(json.dumps(f) + "\n" for f in failures))
+    [hang] = (folder / "hangs").iterdir()
+    (hang / "verdict.txt").write_text(HUNG + "\n")
+    (hang / "rank_1.txt").write_text("did not answer\n")
+    said = [f"ERROR x: [DDP-G04] {KILLED}", f"ERROR x: [DDP-G05] {HUNG}", "INFO x: done"]
+    for rank in range(2):
+        lasts = said if rank == 0 else ["", "", ""]
+        pairs = zip([began + shift_s for began in begins], lasts, strict=False)
+        (folder / "logs" / f"rank-{rank}.log").write_text(log_of(*pairs))
+        state = "finished" if is_finished else "failed"
+        status = {"rank": rank, "world_size": 2, "now": begins[-1] + 21, "state": state, "step": 40}
+        (folder / "status" / f"rank-{rank}.json").write_text(json.dumps(status))
+    if is_finished:
+        (folder / "summary.json").write_text('{"status": "finished", "step": 90}')
+    return folder
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds))
+
+
+def told(*paths: Path, status: int = 0) -> str:
+    output = StringIO()
+    names = [str(path) for path in paths]
+    assert run_explain(names, wants_json=False, output=output, progress=output) == status
+    return output.getvalue()
+
+
+class TestRun:
+    @pytest.mark.parametrize("shift_s", [0.0, 3 * 3600.0])  # logs of a host in another time zone
+    def test_kill_hang_and_end_are_told_in_their_order(
+        self, shift_s: float, tmp_path: Path
+    ) -> None:
+        run = make_run(tmp_path / "my run", is_finished=True, shift_s=shift_s)
+        text = " ".join(told(run).split())
+        assert text.startswith(f"{run} finished at step 90 since: 3 attempts, 2 failed. 1. ")
+        order = [
+            f"steps 0 to 20, 2 ranks: failed: {KILLED}",
+            f"steps 20 to 40, 2 ranks: hung: {HUNG}",
+            "steps 40 to 90, 2 ranks: finished",
+            "The failure of attempt 2, the newest one",
+        ]
+        places = [text.index(words) for words in order]
+        assert places == sorted(places)
+        found = explain(run)
+        assert (code_of(found), rank_of(found)) == ("DDP-G05", 1)
+        assert not [e for e in found["evidence"] if KILLED in e["text"]]
+        assert found["run"]["state"] == "finished"
+        assert [a["has_failed"] for a in found["run"]["attempts"]] == [True, True, False]
+        # nothing has to be resumed
+        assert "--resume" not in text
+
+    def test_of_a_run_that_failed_the_steps_are_commands(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "my run", is_finished=False)
+        text = told(run)
+        assert text.startswith(f"{run} ended at step 40: 2 attempts, 2 failed.")
+        [stack] = run.glob("hangs/*/rank_1.txt")
+        assert f"\n    cat '{stack}'\n" in text
+        again = f"torchrun --standalone --nproc_per_node=2 ddp_training.py --resume '{run}'"
+        assert f"\n    {again}\n" in text
+        assert text.count("DDP_TROUBLESHOOTING.md") == 1
+
+    def test_ranks_that_were_all_killed_at_once(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run", is_finished=False)
+        lines = (run / "attempts.jsonl").read_text()
+        last = {**json.loads(lines.splitlines()[-1]), "began_at": BEGAN + 120, "now": BEGAN + 150}
+        (run / "attempts.jsonl").write_text(lines + json.dumps(last) + "\n")
+        for rank in range(2):
+            with (run / "logs" / f"rank-{rank}.log").open("a") as file:
+                file.write(log_of((BEGAN + 120, "")))
+            status = json.loads((run / "status" / f"rank-{rank}.json").read_text())
+            status |= {"state": "running", "now": BEGAN + 150}
+            (run / "status" / f"rank-{rank}.json").write_text(json.dumps(status))
+        assert code_of(explain(run)) == "killed-outside"
+        text = " ".join(told(run).split())
+        assert "3. " in text
+        assert "2 ranks: no word of an end: all its ranks were killed at once" in text
+
+    def test_a_rollback_is_no_failure(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run", is_finished=True)
+        attempts = [json.loads(x) for x in (run / "attempts.jsonl").read_text().splitlines()]
+        back = {**attempts[2], "began_at": BEGAN + 135, "first_step": 50, "start_up": 0.0}
+        attempts[2] |= {"now": BEGAN + 134, "step": 60, "ended": ""}
+        lines = "".join(json.dumps(a) + "\n" for a in [*attempts, back])
+        (run / "attempts.jsonl").write_text(lines)
+        text = told(run)
+        assert "4 attempts, 2 failed" in text
+        assert "steps 40 to 60, 2 ranks: rolled back to step 50" in text
+        assert code_of(explain(run)) == "DDP-G05"
+
+    def test_damaged_files_do_not_hide_what_the_logs_say(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "run", is_finished=False)
+        for name in ("attempts.jsonl", "failures.jsonl"):
+            for content in (b"", b"\0\xff", b'{"began_at": 1e999}\n[]\n', b'{"step": {}}\n'):
+                whole = (run / name).read_bytes()
+                (run / name).write_bytes(content)
+                assert code_of(explain(run)) == "DDP-G05"
+                (run / name).write_bytes(whole)
+        log = run / "logs" / "rank-0.log"
+        text = log.read_text()
+        log.write_text(re.sub(r"\d{4}-\d\d-\d\d (.*tracker)", r"9999-99-99 \1", text))
+        assert code_of(explain(run)) == "DDP-G05"
+
+
+class TestSeveral:
+    def test_a_folder_of_runs_is_a_list_with_a_line_for_each(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        make_run(tmp_path / "runs" / "a b", is_finished=False)
+        make_run(tmp_path / "runs" / "c", is_finished=True)
+        monkeypatch.chdir(tmp_path)
+        head, command, _, first, second = told(Path("runs")).splitlines()
+        assert head == "2 jobs, 1 with a failure. All about one of them:"
+        assert command == "  python ddp_training.py explain 'runs/a b'"
+        assert first.startswith("'runs/a b'  ended at step 40: 2 attempts, 2 failed. Rank 1: ")
+        assert second.startswith("runs/c      finished at step 90 since: 3 attempts, 2 failed.")
+        # one of them, by what is to be typed
+        assert told(Path(shlex.split(command)[-1])).startswith("runs/a b ended at step 40")
+        output = StringIO()
+        run_explain(["runs"], wants_json=True, output=output, progress=output)
+        found = json.loads(output.getvalue())
+        assert [job["cause"]["code"] for job in found["jobs"]] == ["DDP-G05", "DDP-G05"]
+
+    def test_a_folder_with_one_run_is_that_run(self, tmp_path: Path) -> None:
+        run = make_run(tmp_path / "runs" / "a", is_finished=True)
+        assert told(tmp_path / "runs").startswith(f"{run} finished at step 90 since")
+
+    def test_logs_of_several_slurm_jobs_are_several_jobs(self, tmp_path: Path) -> None:
+        (tmp_path / "slurm-101.out").write_text(KEY_ERROR + block_of({1: 1}, root=1))
+        (tmp_path / "slurm-102.out").write_text("epoch 1\nTraining complete\n")
+        (tmp_path / "slurm-103.out").write_text("")
+        text = told(tmp_path, status=1)
+        assert "slurm-101.out  Rank 1 on node1: " in text
+        assert "slurm-102.out  no failure\n" in text
+        assert "slurm-103.out: no text in it" in text
+
+    def test_files_that_each_tell_of_a_whole_job_are_several_jobs(self, tmp_path: Path) -> None:
+        (tmp_path / "bert.log").write_text(KEY_ERROR + block_of({1: 1}, root=1))
+        (tmp_path / "vit.log").write_text(
+            "\n".join(traceback_of("ValueError: x is 3")) + "\n" + block_of({1: 1}, root=1)
+        )
+        text = told(tmp_path)
+        assert text.startswith("2 jobs, 2 with a failure.")
+        assert "bert.log" in text.splitlines()[3]
+
+    @pytest.mark.parametrize(
+        ("names", "parts"),
+        [
+            (("node0.log", "node1.log"), "split"),
+            (("alice.log", "bob.log"), "split"),
+            (("train.log", "dmesg.txt"), "kernel"),
+        ],
+    )
+    def test_files_of_one_job_stay_one_job(
+        self, names: tuple[str, str], parts: str, tmp_path: Path
+    ) -> None:
+        first = "".join(f"[rank3]: {line}\n" for line in KEY_ERROR.splitlines())
+        second = "".join(f"[rank9]: {line}\n" for line in traceback_of(PEER))
+        if parts == "kernel":
+            first = block_of({0: 1, 1: -9}, root=1)
+            second = "[811.1] Out of memory: Killed process 4001 (python) total-vm:8kB\n"
+        for name, text in zip(names, (first, second), strict=True):
+            (tmp_path / name).write_text(text)
+        found = explain(tmp_path)
+        assert (code_of(found), rank_of(found)) == (
+            ("memory-kernel-oom", 1) if parts == "kernel" else ("python-keyerror", 3)
+        )
+
+    def test_logs_of_one_job_that_waits_stay_one_job(self, tmp_path: Path) -> None:
+        lines = timeouts({rank: 90 for rank in (0, 1, 3)}, world_size=4).splitlines()
+        for rank in (0, 1, 3):
+            own = [line for line in lines if "[rank" not in line or f"[rank{rank}]" in line]
+            (tmp_path / f"host-{'abcd'[rank]}.log").write_text("\n".join(own))
+        assert code_of(explain(tmp_path)) == "nccl-timeout"
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    for code, steps in STEPS.items():
+        for _, command in steps:
+            yield code, command
+
+
+class TestSteps:
+    def test_every_error_of_ours_has_steps(self) -> None:
+        codes = {e.code for e in vars(errors).values() if hasattr(e, "exit_status")}
+        assert codes <= STEPS.keys()
+        assert all(any(command for _, command in steps) for steps in STEPS.values())
+
+    @pytest.mark.parametrize(("code", "command"), [*commands()])
+    def test_a_step_has_settings_and_commands_that_exist(self, code: str, command: str) -> None:
+        words = {"run": "runs/x", "log": "x.log", "stack": "x.txt"}
+        words["again"] = "python ddp_training.py --resume runs/x"
+        typed = shlex.split(command.format_map(words))
+        if "ddp_training.py" in typed and "--help" not in typed:
+            parse(typed[typed.index("ddp_training.py") + 1 :])
+        if typed[0] == "python":
+            assert os.path.exists(Path(__file__).parents[2] / typed[1])
