@@ -1,12 +1,15 @@
 """The commands watch and report, on runs of 1, 2 and 4 ranks that run, died and finished."""
 
+import fcntl
 import io
 import json
 import os
 import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -242,7 +245,7 @@ def test_a_narrow_terminal_gets_fewer_columns_and_none_is_cut(width: int, tmp_pa
 
     def table() -> tuple[str, dict[str, str]]:
         output = io.StringIO()
-        view = view_of(read_run(tmp_path), is_plain=True)
+        view = view_of(read_run(tmp_path), width=width, is_plain=True)
         drawing = drawn(view, "running", width=width, is_plain=True)
         Console(file=output, width=width).print(drawing)
         assert max(map(len, output.getvalue().splitlines())) <= width
@@ -260,6 +263,82 @@ def test_a_narrow_terminal_gets_fewer_columns_and_none_is_cut(width: int, tmp_pa
     _, cells = table()
     assert (cells["rank"], cells["step"]) == ("0", "123456")
     assert cells["doing"].startswith("silent, was")
+
+
+def make_busy_run(folder: Path, *, num_ranks: int) -> None:
+    """Write a run of many ranks with a loss of four decades, checkpoints, faults and warnings."""
+    for name in ("status", "logs", "checkpoints/step-000005000"):
+        (folder / name).mkdir(parents=True)
+    now = time.time()
+    for rank in range(num_ranks):
+        status = {"rank": rank, "world_size": num_ranks, "state": "running", "every_s": 600.0}
+        status |= {"now": now, "step": 5400, "total_steps": 9000, "phase": "all-reduce"}
+        status |= {"phase_s": 0.1, "rss_mib": 9000, "device": "cpu", "samples_per_s": 1e4}
+        status |= {"process": {"host": "gpu-node-17"}}
+        (folder / "status" / f"rank-{rank}.json").write_text(json.dumps(status))
+    points = [{"step": n, "time": 1.0, "loss/train": 2.4 * 10 ** (-n / 1200)} for n in
+              range(0, 5401, 100)]  # fmt: skip
+    lines = [*points, {"step": 5000, "time": 1.0, "loss/test": 0.02, "accuracy/test": 0.99}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(p) + "\n" for p in lines))
+    (folder / "checkpoints/step-000005000/manifest.json").write_text('{"step": 5000}')
+    for rank in range(1, num_ranks):  # a log without a line, and each is a problem
+        (folder / "logs" / f"rank-{rank}.log").touch()
+    (folder / "logs" / "rank-0.log").write_text(
+        "".join(
+            f"2026-11-22 12:00:{n:02}.000 WARNING hardened_ddp.step.retry: retrying step {n}: "
+            f"rank 1 raised OSError: {'x' * 150}\n"
+            for n in range(9)
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "num_ranks"), [(40, 24, 2), (80, 24, 2), (80, 24, 300), (120, 30, 300)]
+)
+def test_a_screen_of_any_size_has_the_current_loss_and_all_its_lines(
+    width: int, height: int, num_ranks: int, tmp_path: Path
+) -> None:
+    make_busy_run(tmp_path / "r", num_ranks=num_ranks)
+    shown = on_a_terminal(tmp_path, width=width, height=height)
+    assert len(shown) < height
+    assert max(map(len, shown)) <= width
+    [loss] = [line for line in shown if line.startswith("loss ")]
+    assert loss.startswith("loss        7.589e-05 at step 5400")
+    [faults] = [n for n, line in enumerate(shown) if line.startswith("faults      9 x retry")]
+    assert len(shown) - faults == (2 if num_ranks == 2 else 4)
+    rows = [line for line in shown if re.match(r" *\d+ .*all-reduce", line)]
+    assert len(rows) >= 2
+    assert any("more ranks" in line for line in shown) == (num_ranks == 300)
+    if width >= 80:
+        curve = re.search(r"  ([▁▂▃▄▅▆▇█]{8,}) from 2.4$", loss)
+        assert curve is not None
+        assert len(set(curve[1])) == 8  # on a linear scale most of it is the lowest bar
+
+
+def on_a_terminal(output_dir: Path, *, width: int, height: int) -> list[str]:
+    """Watch the newest run on a terminal of this size; return the lines of its first screen."""
+    terminal, inner = pty.openpty()
+    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+    command = [sys.executable, ROOT / "ddp_training.py", "watch", "--output_dir", output_dir]
+    environment = {"TERM": "xterm-256color", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
+    environment = clean_environment(environment)
+    for name in ("COLUMNS", "LINES", "NO_COLOR"):
+        environment.pop(name, None)
+    with subprocess.Popen(
+        command, stdin=inner, stdout=inner, stderr=inner, env=environment
+    ) as process:
+        os.close(inner)
+        seen = b""
+        end = deadline(60)
+        # the next screen begins with moves of the cursor, up to the first line
+        while b"faults" not in seen.rpartition(b"\x1b[1A")[0] and time.monotonic() < end:
+            seen += os.read(terminal, 65536)
+        process.kill()
+    os.close(terminal)
+    parts = seen.decode("utf-8", "replace").split("\x1b[1A")
+    screen = next(part for part in parts if "faults" in part)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen).replace("\r", "")
+    return [line.rstrip() for line in text.strip("\n").split("\n")]
 
 
 def test_a_long_warning_takes_no_room_from_the_table(tmp_path: Path) -> None:
@@ -349,6 +428,8 @@ def test_a_curve_in_one_line_shows_its_ends_and_its_middle() -> None:
     assert sparkline([4, float("nan"), 2, float("inf"), 1], "1234") == "4?2?1"
     assert sparkline([float("nan")], "1234") == "?"
     assert len(sparkline(list(range(1000)), "12345678", width=60)) == 60
+    assert sparkline([1000, 100, 10, 1], "1234") == "4321"  # more than a decade
+    assert sparkline([1000, 100, 10, 0], "1234") == "4111"  # no logarithm
 
 
 def test_a_wrong_run_or_interval_is_one_clear_error(tmp_path: Path) -> None:

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 PLAIN_WIDTH = 160
 _COLORS = {"running": "bold green", "finished": "bold green", "stopped": "bold yellow"}
 _ROW_COLORS = ("", "yellow", "red")
-_OTHER_LINES = 10
-"""Lines of the screen beside the rows of the table."""
 
 
 def run_watch(options: Mapping[str, str], *, output: TextIO) -> int:
@@ -51,17 +49,17 @@ def run_watch(options: Mapping[str, str], *, output: TextIO) -> int:
     console = Console(file=output, width=None if output.isatty() else PLAIN_WIDTH, highlight=False)
     can_redraw = output.isatty() and not console.is_dumb_terminal
     if options["once"] or not can_redraw or run.state != "running":
-        view = view_of(run, is_plain=True)
+        view = view_of(run, width=console.width, is_plain=True)
         console.print(drawn(view, run.state, width=console.width, is_plain=True))
         return exit_status(run)
     try:
         with Live(console=console, auto_refresh=False, screen=False) as live:
             before: RunView | None = None
             while True:
-                rows = max(4, console.height - _OTHER_LINES)
-                has_bars = not console.options.ascii_only
-                view = view_of(run, before=before, most_rows=rows, is_plain=not has_bars)
-                live.update(drawn(view, run.state, width=console.width), refresh=True)
+                width, height = console.size
+                is_plain = console.options.ascii_only
+                view = view_of(run, before=before, width=width, height=height, is_plain=is_plain)
+                live.update(drawn(view, run.state, width=width), refresh=True)
                 if run.state in ("finished", "stopped"):
                     return exit_status(run)
                 time.sleep(every_s)

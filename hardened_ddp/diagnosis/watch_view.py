@@ -19,7 +19,8 @@ from hardened_ddp.settings.wording import as_typed
 _WAITS = ("all-reduce", "broadcast", "gather", "agreement on a stop")
 _SHARES = ("data", "forward", "backward", "optimizer")
 _BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
-_CURVE_WIDTH = 60
+_CURVE_WIDTH, _SHORTEST_CURVE = 60, 8
+_TABLE_LINES, _FEWEST_ROWS, _MOST_PROBLEMS = 5, 3, 2
 _NEWEST_EVENTS = 3
 _MOST_RANKS = 100_000  # a damaged file may say any number
 COLUMNS: tuple[str, ...] = (
@@ -51,15 +52,26 @@ def view_of(
     run: RunView,
     *,
     before: RunView | None = None,
-    most_rows: int | None = None,
+    width: int,
+    height: int | None = None,
     is_plain: bool = False,
 ) -> View:
     """Describe a run; before: an earlier look, since which the shares of the time are counted.
 
-    most_rows: if there are more ranks, those that need a look come first.
+    width, height: of the terminal. If not all ranks fit, those that need a look come first.
     """
     ranks = list(run.ranks)
-    if most_rows is not None and len(ranks) > most_rows:
+    head, lines = _head(run), _lines(run, is_plain, width)
+    problems = [f"problem     {problem}" for problem in run.problems]
+    most_rows = len(ranks)
+    if height is not None and len(problems) > _MOST_PROBLEMS:
+        more = f"problem     and {len(problems) - _MOST_PROBLEMS} more: --once prints all"
+        problems = [*problems[:_MOST_PROBLEMS], more]
+    lines += problems
+    if height is not None:
+        others = sum(-(-len(line) // width) for line in head) + len(lines) + _TABLE_LINES
+        most_rows = max(_FEWEST_ROWS, height - others)
+    if len(ranks) > most_rows:
         ranks = sorted(ranks, key=lambda rank: (-_worry(run, rank), rank["rank"]))[: most_rows - 1]
     earlier = {rank["rank"]: rank for rank in (before.ranks if before else ())}
     rows = [tuple(_row(run, rank, earlier.get(rank["rank"]))) for rank in ranks]
@@ -69,10 +81,10 @@ def view_of(
         rows.append(tuple(more.get(name, "") for name in COLUMNS))
         worries.append(0)
     return View(
-        head=tuple(_head(run)),
+        head=tuple(head),
         rows=tuple(rows),
         worries=tuple(worries),
-        lines=tuple(_lines(run, is_plain)),
+        lines=tuple(lines),
     )
 
 
@@ -190,7 +202,7 @@ def _memory(rank: Json) -> str:
     return f"{text}, GPU {gpu / 1024:.1f}" if gpu else text
 
 
-def _lines(run: RunView, is_plain: bool) -> list[str]:
+def _lines(run: RunView, is_plain: bool, width: int) -> list[str]:
     """Write what is below the table."""
     lines = []
     known = {int(rank["rank"]) for rank in run.ranks}
@@ -201,8 +213,14 @@ def _lines(run: RunView, is_plain: bool) -> list[str]:
         lines.append(f"missing     no status{yet} of {_ranks_of(silent)}")
     steps, losses = run.curve("loss/train")
     if losses:
-        curve = sparkline(losses, _PLAIN_BARS if is_plain else _BARS)
-        lines.append(f"loss        {losses[0]:.4g} {curve} {losses[-1]:.4g} at step {steps[-1]}")
+        # WHY the newest value first: a narrow terminal cuts the end of a line
+        line = f"loss        {losses[-1]:.4g} at step {steps[-1]}"
+        first = f" from {losses[0]:.4g}"
+        room = min(_CURVE_WIDTH, width - len(line) - len(first) - 2)
+        if room >= _SHORTEST_CURVE:
+            bars = _PLAIN_BARS if is_plain else _BARS
+            line += f"  {sparkline(losses, bars, width=room)}{first}"
+        lines.append(line)
     tested = {name: run.curve(name) for p in run.points for name in p.values if _is_test(name)}
     if tested:
         words = [f"{n.removesuffix('/test')} {v[-1]:.4g}" for n, (_, v) in tested.items()]
@@ -218,7 +236,6 @@ def _lines(run: RunView, is_plain: bool) -> list[str]:
     lines.append(f"faults      {', '.join(faults) or 'none'}")
     if others:
         lines.append(f"also        {', '.join(others)}")
-    lines += [f"problem     {problem}" for problem in run.problems]
     return lines
 
 
@@ -244,17 +261,28 @@ def _checkpoints(run: RunView) -> str:
 
 
 def sparkline(values: Sequence[float], bars: str, *, width: int = _CURVE_WIDTH) -> str:
-    """Draw a curve in one line of text: the mean of each part of the values, ? for NaN."""
+    """Draw a curve in one line of text: the mean of each part of the values, ? for NaN.
+
+    By the logarithm, if the values are positive and differ by more than a decade.
+    """
     width = min(width, len(values))
     parts = [
         values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)
     ]
     means = [sum(part) / len(part) for part in parts]
     finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
+    if spans_decades(finite):
+        means = [math.log(mean) if math.isfinite(mean) else mean for mean in means]
+        finite = [math.log(mean) for mean in finite]
     low, high = min(finite), max(finite)
     scale = (len(bars) - 1) / (high - low) if high > low else 0.0
     heights = [round((mean - low) * scale) if math.isfinite(mean) else None for mean in means]
     return "".join("?" if height is None else bars[height] for height in heights)
+
+
+def spans_decades(values: Sequence[float]) -> bool:
+    """Whether positive values differ by more than a decade, so that a log scale shows more."""
+    return bool(values) and 0 < 10 * min(values) < max(values)
 
 
 def _duration(seconds: float) -> str:
