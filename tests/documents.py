@@ -78,7 +78,7 @@ ONE_LINERS = {
     "docs/GLOSSARY.md": "The terms of DDP and of this project.",
     "docs/READING_ORDER.md": "Which file to read first, and six exercises.",
     "docs/first_run.txt": "What the first run prints.",
-    "docs/report.png": "A report: a run with a rank killed, a stop, and an end on fewer ranks.",
+    "docs/report.png": "A report: a run with a rank killed and a rank that hung, which finished.",
     "docs/pictures/first_run.svg": "The curves of that run.",
     "docs/pictures/lost_at_a_fault.svg": "What is lost at a fault, by whom.",
 }

@@ -11,12 +11,14 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hardened_ddp.diagnosis.report import run_report
 from hardened_ddp.diagnosis.report_page import page_of
 from hardened_ddp.diagnosis.report_plots import MOST_POINTS, thinned
+from hardened_ddp.diagnosis.report_verdict import sentences_of
 from hardened_ddp.diagnosis.run_files import read_run
 from hardened_ddp.errors import MissingPackageError, RunFolderError
 from hardened_ddp.settings.cli import parse
@@ -135,6 +137,79 @@ def test_the_page_has_faults_goodput_settings_and_machines(tmp_path: Path) -> No
         trace["name"]: trace for trace in by_title["step time by rank, newest start"]["data"]
     }
     assert by_rank["forward"]["y"] == [10.0, 10.0]
+
+
+def test_the_first_words_say_how_the_run_went(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "first"))
+    head, went, survived, unusual = sentences_of(run)
+    assert head == "Finished at step 200 after 45s"
+    assert went == "The loss fell from 0.1 to 0.005"
+    # 20 of the 100 steps of the first attempt were done again, 15 s passed between the two,
+    # and the second one needed 2 s to start
+    assert survived == "It came through 1 restart, 1 retried step, 1 sample left out; " \
+        "time lost by them: 19s (42.2%)"  # fmt: skip
+    assert unusual.startswith("Unusual: goodput is 40%: being down between attempts took 33%")
+    assert "1 warning of a slow rank" in unusual
+    page = page_of({"first": run}, "")
+    assert page.index('<p class="verdict finished"><b>Finished at step 200') < page.index("<table")
+    ranks = tuple({**rank, "state": "running", "now": 1.0} for rank in run.ranks)
+    dead = replace(run, ranks=ranks, best={"step": 80, "metric": "accuracy/test", "value": 0.9})
+    assert sentences_of(dead)[0].startswith("Ended without a word at step 200")
+    assert "best accuracy 0.9 at step 80" in sentences_of(dead)[1]
+    assert sentences_of(replace(run, ranks=(), attempts=(), points=(), events=(), left_out=(),
+                                problems=(), summary={}, checkpoints=())) == [
+        "Not known how it ended, at step 0"]  # fmt: skip
+
+
+def figures_of(page: str) -> dict[str, dict[str, Any]]:  # Any: JSON
+    figures = json.loads(page.partition('id="figures">')[2].partition("</script>")[0])
+    return {figure["title"]: figure for figure in figures}
+
+
+def test_a_loss_that_falls_by_decades_is_on_a_log_scale_with_a_switch(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "first")
+    loss = figures_of(page_of({"first": read_run(folder)}, ""))["loss"]["layout"]
+    assert loss["yaxis"]["type"] == "log"
+    [menu] = loss["updatemenus"]
+    assert [b["args"] for b in menu["buttons"]] == [["yaxis.type", "linear"], ["yaxis.type", "log"]]
+    assert menu["active"] == 1
+
+    def layout_of(values: list[float], name: str, title: str) -> dict[str, Any]:  # Any: JSON
+        lines = [{"step": n, "time": 1.0, name: value} for n, value in enumerate(values)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        figure = figures_of(page_of({"first": read_run(folder)}, ""))[title]
+        return dict(figure["layout"])
+
+    assert layout_of([2.0, 1.9, 1.8], "loss/train", "loss")["yaxis"]["type"] == "linear"
+    # a loss below zero, as of a variational bound, has no logarithm
+    assert "updatemenus" not in layout_of([9.0, 0.1, -3.0], "loss/train", "loss")
+    cosine = [0.001 * (1 + math.cos(math.pi * n / 101)) for n in range(101)]
+    rate = "optimizer/learning_rate"
+    assert layout_of(cosine, rate, "learning rate")["yaxis"]["type"] == "linear"
+    decay = [0.95**n for n in range(200)]
+    assert layout_of(decay, rate, "learning rate")["yaxis"]["type"] == "log"
+
+
+def test_faults_are_marked_in_the_curves_with_their_text(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "first")
+    said = "2026-11-22 12:00:00.000 WARNING hardened_ddp.training.rollback: rolled back to step 150"
+    with (folder / "logs" / "rank-0.log").open("a") as file:
+        file.write(said + "\n")
+    (folder / "failures.jsonl").write_text('{"step": 80, "error": "lost rank 1 <b>"}\n')
+    loss = figures_of(page_of({"first": read_run(folder)}, ""))["loss"]
+    marks = {t["name"]: (t["x"], t["y"], t["text"]) for t in loss["data"] if t["mode"] == "markers"}
+    assert marks["failure"][:2] == ([80], [1 / 80])
+    # the restart is at the step of the failure: one mark, with both texts
+    assert marks["failure"][2] == [
+        "failure, step 80: lost rank 1 &lt;b><br>restart, step 80: attempt 2 begins here, on 1 rank"
+    ]
+    assert "restart" not in marks
+    assert marks["rollback"][0] == [150]
+    assert marks["retry"][0] == [18]
+    assert marks["retry"][1] == [1 / 10]  # the newest value before it
+    assert marks["left out"][2] == ["left out, step 3: sample 77, error &lt;b>"]
+    both = page_of({"a": read_run(folder), "b": read_run(folder)}, "")
+    assert {"a failure", "b failure"} <= {t["name"] for t in figures_of(both)["loss"]["data"]}
 
 
 def test_a_long_curve_keeps_its_extremes(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from hardened_ddp.diagnosis import report_plots
 from hardened_ddp.diagnosis.report_plots import Figure
 from hardened_ddp.diagnosis.report_timeline import attempts_plot
+from hardened_ddp.diagnosis.report_verdict import sentences_of
 from hardened_ddp.diagnosis.run_files import RunView
 from hardened_ddp.diagnosis.run_json import number_of
 from hardened_ddp.settings.config import Config
@@ -36,8 +37,13 @@ table { border-collapse: collapse; margin: 0.6em 0; font-size: 0.92em; display: 
 th, td { border: 1px solid #ddd; padding: 0.25em 0.6em; text-align: left; vertical-align: top; }
 th { background: #f5f5f5; } tr.other td { background: #fff6e5; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(520px, 1fr)); gap: 0.8em; }
-.plot { min-height: 300px; } .wide { grid-column: 1 / -1; }
-.bad { color: #b00020; } .quiet { color: #666; }
+.plot { min-height: 200px; } .wide { grid-column: 1 / -1; }
+.bad { color: #b00020; } .quiet { color: #666; } .quiet:empty, .bad:empty { display: none; }
+.verdict { font-size: 1.07em; padding: 0.7em 1em; background: #f4f6f8; border-left: 5px solid #888;
+  border-radius: 3px; }
+.verdict.finished { border-color: #2ca02c; background: #f1f8f1; }
+.verdict.failed, .verdict.dead { border-color: #d62728; background: #fcf1f1; }
+.verdict.stopped, .verdict.running { border-color: #1f77b4; background: #f0f5fa; }
 """
 _SCRIPT = """
 async function unpacked(text) {
@@ -53,10 +59,11 @@ async function drawAll() {
   for (const figure of figures) {
     const layout = Object.assign({
       title: {text: figure.title, font: {size: 15}, x: 0.02},
-      margin: {l: 60, r: 15, t: 40, b: 45}, height: 340,
-      legend: {font: {size: 11}, orientation: "h", y: -0.25},
+      margin: {l: 60, r: 15, t: 45, b: 80}, height: 360, hoverlabel: {align: "left"},
+      font: {family: "system-ui, sans-serif", color: "#333"},
+      legend: {font: {size: 11}, orientation: "h", y: -0.24, yanchor: "top"},
     }, figure.layout);
-    layout.yaxis = Object.assign({automargin: true}, layout.yaxis);
+    layout.yaxis = Object.assign({automargin: true, exponentformat: "power"}, layout.yaxis);
     const options = {responsive: true, displayModeBar: false};
     await Plotly.newPlot(figure.id, figure.data, layout, options);
   }
@@ -79,11 +86,12 @@ def page_of(runs: Mapping[str, RunView], plotly: str) -> str:
         f"<h1>{_text(title)}</h1>",
         f'<p class="quiet">made {_clock(time.time())} by <code>python ddp_training.py report</code>'
         '</p><p id="trouble" class="bad"></p>',
-        _overview(runs),
+        *(_verdict(name if len(runs) > 1 else "", run) for name, run in runs.items()),
         '<div class="plots">',
         _place(report_plots.goodput_plot(runs), figures, is_wide=True),
         *(_place(figure, figures) for figure in report_plots.curve_plots(runs)),
         "</div>",
+        _overview(runs),
     ]
     for name, run in runs.items():
         body.append(_one_run(name, run, figures))
@@ -109,6 +117,14 @@ def _place(figure: Figure, figures: list[Figure], *, is_wide: bool = False) -> s
     figure["id"] = f"plot-{len(figures)}"
     figures.append(figure)
     return f'<div class="plot{" wide" if is_wide else ""}" id="{figure["id"]}"></div>'
+
+
+def _verdict(name: str, run: RunView) -> str:
+    """Write how a run went, above everything else."""
+    head, *others = sentences_of(run)
+    name = f"{_text(name)}: " if name else ""
+    lines = "".join(f"<br>{_text(sentence)}." for sentence in others)
+    return f'<p class="verdict {_text(run.state)}"><b>{name}{_text(head)}.</b>{lines}</p>'
 
 
 def _overview(runs: Mapping[str, RunView]) -> str:

@@ -4,13 +4,16 @@ Owns what is plotted, and how many points at most. Does not own: the page (repor
 """
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hardened_ddp.diagnosis.run_events import FAULTS
 from hardened_ddp.diagnosis.run_files import RunView
 from hardened_ddp.diagnosis.run_json import number_of
+from hardened_ddp.diagnosis.watch_view import spans_decades
 from hardened_ddp.guard.slow import BACKWARD_AND_WAIT
+from hardened_ddp.settings.wording import counted
 
 Figure = dict[str, Any]  # Any: JSON
 
@@ -35,6 +38,34 @@ _ACCOUNT = {
     "lost": ("steps done twice", "#d62728"),
     "down": ("down", "#7f7f7f"),
 }
+SYMBOLS = {
+    "failure": ("x", "#d62728"),
+    "restart": ("triangle-right", "#1f77b4"),
+    "error": ("x", "#d62728"),
+    "hang": ("hourglass", "#d62728"),
+    "rollback": ("triangle-left", "#ff7f0e"),
+    "retry": ("circle", "#ff7f0e"),
+    "left out": ("circle-open", "#ff7f0e"),
+    "data": ("square", "#ff7f0e"),
+    "slow": ("diamond", "#bcbd22"),
+    "survivor save": ("star", "#2ca02c"),
+    "resize": ("diamond-wide", "#17becf"),
+    "stop": ("square", "#1f77b4"),
+}
+"""What happened to a run, with its mark and its color."""
+
+_ON_CURVES = (
+    "failure",
+    "hang",
+    "rollback",
+    "retry",
+    "left out",
+    "data",
+    "survivor save",
+    "restart",
+)
+_MOST_MARKS = 300
+_SCALED = ("loss", "perplexity", "learning rate", "gradient norm")
 _WAITS = ("broadcast", "gather", "agreement on a stop")
 
 
@@ -46,7 +77,7 @@ def curve_plots(runs: Mapping[str, RunView]) -> list[Figure]:
     for name in names:
         if name.startswith(("optimizer/", "speed/")):
             title = name.partition("/")[2].replace("_", " ")
-            figures.append(_curves(runs, title, {name: ""}, is_log=name.endswith("norm")))
+            figures.append(_curves(runs, title, {name: ""}))
     memory = {n: n.partition("/")[2].removesuffix("_mib") for n in names if _is_memory(n)}
     if memory:
         figures.append(_curves(runs, "memory of rank 0, MiB", memory))
@@ -57,31 +88,110 @@ def _is_memory(name: str) -> bool:
     return name in ("memory/rss_mib", "memory/gpu_peak_mib", "memory/gpu_reserved_mib")
 
 
-def _curves(
-    runs: Mapping[str, RunView], title: str, names: Mapping[str, str], *, is_log: bool = False
-) -> Figure:
-    """Plot curves of the same kind: a color for each run, a dash for each name."""
+def _curves(runs: Mapping[str, RunView], title: str, names: Mapping[str, str]) -> Figure:
+    """Plot curves of the same kind, a color for each run and a dash for each name, and faults."""
     traces = []
     dashes = ("solid", "dot", "dash", "dashdot")
+    seen: list[float] = []
     for index, (label, run) in enumerate(runs.items()):
         for number, (name, short) in enumerate(names.items()):
             steps, values = thinned(*run.curve(name))
             if not steps:
                 continue
+            seen += [value for value in values if math.isfinite(value)]
             # WHY: the markers of many points hide the curve, and one point alone has no line
             fewest = 100 if name.endswith("/test") else 3
             traces.append(
                 {
                     "type": "scatter",
                     "mode": "lines+markers" if len(steps) < fewest else "lines",
-                    "name": f"{label} {short}".strip(),
+                    "name": f"{label} {short}".strip() if len(runs) > 1 or not short else short,
                     "x": steps,
                     "y": values,
                     "line": {"color": COLORS[index % len(COLORS)], "dash": dashes[number % 4]},
                 }
             )
-    axis = {"type": "log"} if is_log else {}
-    return {"title": title, "data": traces, "layout": {"xaxis": titled("step"), "yaxis": axis}}
+        if name := next((name for name in names if run.curve(name)[0]), ""):
+            traces += _marks_on_curve(run, name, label if len(runs) > 1 else "")
+    layout: Figure = {"xaxis": titled("step"), "yaxis": {}}
+    if title in _SCALED and seen and min(seen) > 0:
+        # WHY: the rate of a cosine ends near zero, and one point would set the scale
+        middle = sorted(seen)[len(seen) // 4 : -(len(seen) // 4) or None]
+        is_log = spans_decades(middle if title == "learning rate" else seen)
+        layout |= {"yaxis": {"type": "log" if is_log else "linear"}, "updatemenus": [_menu(is_log)]}
+    return {"title": title, "data": traces, "layout": layout}
+
+
+def _menu(is_log: bool) -> Figure:
+    """Make the switch between a linear and a log scale."""
+    buttons = [
+        {"label": scale, "method": "relayout", "args": ["yaxis.type", scale]}
+        for scale in ("linear", "log")
+    ]
+    place = {"x": 1, "xanchor": "right", "y": 1.16, "yanchor": "top", "pad": {"t": 0, "b": 0}}
+    look = {"font": {"size": 10}, "bordercolor": "#ddd", "showactive": True}
+    return {"type": "buttons", "direction": "right", "active": int(is_log), "buttons": buttons,
+            **place, **look}  # fmt: skip
+
+
+def _marks_on_curve(run: RunView, name: str, label: str) -> list[Figure]:
+    """Mark on a curve what happened to the run, with its text under the mouse."""
+    steps, values = run.curve(name)
+    at: dict[int, list[tuple[str, str]]] = {}
+    for step, kind, text in marks_of(run):
+        at.setdefault(step, []).append((kind, f"{kind}, step {step}: {shortened(text)}"))
+    kinds = {step: min((k for k, _ in told), key=_ON_CURVES.index) for step, told in at.items()}
+    traces = []
+    for kind in _ON_CURVES:
+        # WHY: a failure and the restart after it are at one step, and one mark would hide the other
+        found = sorted(step for step, gravest in kinds.items() if gravest == kind)[-_MOST_MARKS:]
+        if not found:
+            continue
+        symbol, color = SYMBOLS[kind]
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": f"{label} {kind}".strip(),
+                "x": found,
+                "y": [values[max(0, bisect_right(steps, step) - 1)] for step in found],
+                "text": ["<br>".join(text for _, text in at[step]) for step in found],
+                "hoverinfo": "text",
+                "marker": {"symbol": symbol, "color": color, "size": 10, "line": {"width": 1}},
+            }
+        )
+    return traces
+
+
+def marks_of(run: RunView) -> list[tuple[int, str, str]]:
+    """List what happened at which step: its kind, and its text; in the order of the steps."""
+    failures = [(int(number_of(f, "step")), str(f.get("error", ""))) for f in run.failures]
+    found = [(step, "failure", text) for step, text in failures]
+    told = {step for step, _ in failures}
+    for event in run.events:
+        # WHY: a hang that ended an attempt is its failure
+        is_told = event.kind == "hang" and event.step in told
+        if event.step is not None and event.kind in _ON_CURVES and not is_told:
+            found.append((event.step, event.kind, event.text))
+    for number, attempt in enumerate(run.attempts[1:], start=2):
+        # WHY: only after a rollback an attempt has no start-up of its own
+        kind = "restart" if attempt.get("start_up") else "rollback"
+        step = int(number_of(attempt, "first_step"))
+        text = f"attempt {number} begins here, on {counted_ranks(attempt)}"
+        found += [] if any(f[:2] == (step, kind) for f in found) else [(step, kind, text)]
+    for entry in run.left_out:
+        text = ", ".join(f"{key} {value}" for key, value in entry.items() if key != "step")
+        found.append((int(number_of(entry, "step")), "left out", text))
+    return sorted(found, key=lambda mark: mark[0])
+
+
+def counted_ranks(attempt: Mapping[str, Any]) -> str:
+    return counted(int(number_of(attempt, "world_size")), "rank")
+
+
+def shortened(text: str, *, most: int = 160) -> str:
+    text = text.replace("<", "&lt;")
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def goodput_plot(runs: Mapping[str, RunView]) -> Figure:
@@ -101,7 +211,7 @@ def goodput_plot(runs: Mapping[str, RunView]) -> Figure:
     words = [f"{name} {run.account['goodput']:.1%}" for name, run in runs.items() if run.account]
     # WHY reversed: Plotly begins at the bottom, and the table above it begins with the first run
     axis = {"autorange": "reversed"}
-    layout = {"barmode": "stack", "height": 210 + 40 * len(runs), "yaxis": axis}
+    layout = {"barmode": "stack", "height": 180 + 40 * len(runs), "yaxis": axis}
     title = f"where the time went, in seconds; goodput: {', '.join(words) or 'not known'}"
     return {"title": title, "data": traces, "layout": layout}
 

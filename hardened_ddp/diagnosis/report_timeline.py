@@ -7,24 +7,12 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from hardened_ddp.diagnosis.report_plots import Figure
+from hardened_ddp.diagnosis.report_plots import SYMBOLS, Figure, shortened
 from hardened_ddp.diagnosis.run_files import RunView
 from hardened_ddp.diagnosis.run_json import number_of
 from hardened_ddp.settings.wording import counted
 
 _MOST_MARKS = 500
-_SYMBOLS = {
-    "error": ("x", "#d62728"),
-    "hang": ("hourglass", "#d62728"),
-    "rollback": ("triangle-left", "#ff7f0e"),
-    "retry": ("circle", "#ff7f0e"),
-    "left out": ("circle-open", "#ff7f0e"),
-    "data": ("square", "#ff7f0e"),
-    "slow": ("diamond", "#bcbd22"),
-    "survivor save": ("star", "#2ca02c"),
-    "resize": ("diamond-wide", "#17becf"),
-    "stop": ("square", "#1f77b4"),
-}
 
 
 def attempts_plot(run: RunView) -> Figure:
@@ -57,7 +45,7 @@ def attempts_plot(run: RunView) -> Figure:
             [(moment, f"checkpoint of step {step}") for step, moment in run.checkpoints],
         )
     ]  # fmt: skip
-    for kind, (symbol, color) in _SYMBOLS.items():
+    for kind, (symbol, color) in SYMBOLS.items():
         found = [
             (e.time, f"{kind}: {_ranks(e.ranks)}: {e.text}") for e in run.events if e.kind == kind
         ]
@@ -82,7 +70,7 @@ def _marks(
         "name": name,
         "x": [_moment(moment) for moment, _ in found],
         "y": [name] * len(found),
-        "text": [_shortened(text) for _, text in found],
+        "text": [shortened(text) for _, text in found],
         "hoverinfo": "text+x",
         "marker": {"symbol": symbol, "color": color, "size": 11, "line": {"width": 1}},
     }
@@ -123,8 +111,3 @@ def _moment(seconds: float) -> str:
 def _ranks(ranks: Sequence[int]) -> str:
     named = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
     return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
-
-
-def _shortened(text: str, *, most: int = 160) -> str:
-    text = text.replace("<", "&lt;")
-    return text if len(text) <= most else text[: most - 3] + "..."

@@ -140,6 +140,8 @@ def _zone_shift_s(path: Path, began_at: float) -> float:
 def _kind(logger: str, level: str, text: str) -> str:
     if " is slow: " in text:  # hang detection says it, too
         return "slow"
+    if " is no longer slow: " in text:
+        return "no longer slow"
     if logger == "hardened_ddp":
         return "stop" if ": stopping " in text else "error" if level != "WARNING" else "warning"
     for beginning, kind in _KINDS:

@@ -115,7 +115,7 @@ def _head(run: RunView) -> list[str]:
 
 def _last_sign(run: RunView) -> str:
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.newest_sign))
-    return f"no heartbeat since {clock}, {_duration(run.now - run.newest_sign)} ago"
+    return f"no heartbeat since {clock}, {duration(run.now - run.newest_sign)} ago"
 
 
 def _progress_words(run: RunView) -> list[str]:
@@ -139,7 +139,7 @@ def _progress_words(run: RunView) -> list[str]:
     steps_here = number_of(main, "steps_here")
     if run.state == "running" and isinstance(spent, dict) and steps_here and total > step:
         seconds = sum(number_of(spent, name) for name in spent if name != "start-up")
-        words.append(f"about {_duration((total - step) * seconds / steps_here)} left")
+        words.append(f"about {duration((total - step) * seconds / steps_here)} left")
     return words
 
 
@@ -167,7 +167,7 @@ def _row(run: RunView, rank: Json, before: Json | None) -> list[str]:
         device if device == "cpu" or not name else f"{device} {name}",
         f"{number_of(rank, 'step'):.0f}",
         doing,
-        _duration(age_s),
+        duration(age_s),
         f"{number_of(rank, 'samples_per_s') / max(1.0, number_of(rank, 'world_size')):.0f}",
         *_shares(rank, before),
         _memory(rank),
@@ -253,7 +253,7 @@ def _checkpoints(run: RunView) -> str:
     if not run.checkpoints:
         return "none yet"
     step, moment = run.checkpoints[-1]
-    text = f"{len(run.checkpoints)}, the newest of step {step}, {_duration(run.now - moment)} ago"
+    text = f"{len(run.checkpoints)}, the newest of step {step}, {duration(run.now - moment)} ago"
     if "step" in run.best:
         value = f"{number_of(run.best, 'value'):.4g}"
         text += f"; best: step {run.best['step']}, {run.best.get('metric', 'value')} {value}"
@@ -285,7 +285,7 @@ def spans_decades(values: Sequence[float]) -> bool:
     return bool(values) and 0 < 10 * min(values) < max(values)
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Write a time as a person reads it: 0.4s, 12s, 3m20s, 5h02m, 2d04h."""
     seconds = max(0.0, seconds)
     if seconds < 9.95:
