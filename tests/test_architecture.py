@@ -38,7 +38,7 @@ MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 6
 # needs more takes it from what docs/PROMISES.md does not name.
 BUDGETS = {
     "ddp_training.py": 450,
-    "hardened_ddp/diagnosis/*": 15_100,
+    "hardened_ddp/diagnosis/*": 15_450,
     "hardened_ddp/*": 31_900,
     "drills/*": 2_700,
     "launchers/*": 750,

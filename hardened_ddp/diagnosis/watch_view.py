@@ -65,8 +65,8 @@ def view_of(
     problems = [f"problem     {problem}" for problem in run.problems]
     most_rows = len(ranks)
     if height is not None and len(problems) > _MOST_PROBLEMS:
-        more = f"problem     and {len(problems) - _MOST_PROBLEMS} more: --once prints all"
-        problems = [*problems[:_MOST_PROBLEMS], more]
+        rest = f"problem     and {len(problems) - _MOST_PROBLEMS} more: --once prints all"
+        problems = [*problems[:_MOST_PROBLEMS], rest]
     lines += problems
     if height is not None:
         others = sum(-(-len(line) // width) for line in head) + len(lines) + _TABLE_LINES

@@ -132,8 +132,8 @@ def _state(folder: Path, evidence: Evidence) -> str:
     try:
         summary = json.loads((folder / "summary.json").read_bytes()[:_MOST_BYTES])
         states.add(str(summary["status"]))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # none, or damaged
+        states.add("")
     return next((name for name in ("failed", "stopped", "finished") if name in states), "unknown")
 
 

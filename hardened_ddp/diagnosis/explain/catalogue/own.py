@@ -1,5 +1,7 @@
 """Causes that this suite names itself: its error codes, as they stand in its logs."""
 
+import re
+
 from hardened_ddp import errors
 from hardened_ddp.diagnosis.explain.events import Blame, Cause, Fix, Tier
 
@@ -14,130 +16,56 @@ _PHRASES = {
     "DDP-G02": (r"\[DDP-G02\] (?P<message>.*)",),
 }
 GUIDE = "DDP_TROUBLESHOOTING.md, section {code}"
-_TRACEBACK = ("Read its whole traceback:", "grep -n -A 40 Traceback {log}")
-_NEXT = ("Do what the error itself says:", "grep -h 'next: ' {log}")
-_AGAIN = ("Start it again; it resumes from the newest valid checkpoint:", "{again}")
-_LEAVE_OUT = (
-    "If a sample is the cause, repair it, or leave such samples out:",
-    "{again} --continue_on_error",
-)
-_DOCTOR = (
-    "Check the machine: memory, shared memory, disk, GPUs, network:",
-    "python ddp_training.py doctor",
-)
+_WORDS = {
+    "again": "Start it again; it resumes from the newest valid checkpoint: $ {again}",
+    "bf16": "Activations take half in 16 bits: $ {again} --amp bf16",
+    "checkpointing": "Much less memory, a third more time: $ {again} --gradient_checkpointing",
+    "checkpoints": "See whose the files are: $ ls -l {run}/checkpoints",
+    "clear": "Clear what a launcher left in this shell: $ unset RANK LOCAL_RANK WORLD_SIZE "
+    "LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT",
+    "clip": "Clip the gradients, in 32 bits: $ {again} --clip_grad_norm 1 --amp off",
+    "debug": "With the line of forward for an error in backward: $ {again} --debug",
+    "disk": "If the disk is full, make room: $ df -h {run}",
+    "doctor": "Check memory, disk, GPUs, network of its machine: $ python ddp_training.py doctor",
+    "download": "Without network, fetch the data elsewhere: $ python download.py --help",
+    "ecc": "Test the memory of that rank's machine: $ nvidia-smi -q -d ECC",
+    "fewer": "If memory ran out, read with fewer workers: $ {again} --num_workers 1",
+    "find": "Let the run find them and retry the step: $ {again} --find_unused_parameters auto",
+    "folder": "See who owns it, and whether it may be written: $ ls -ld {run}",
+    "gpus": "See what else is on the GPU: $ nvidia-smi",
+    "help": "All settings with their values: $ python ddp_training.py --help",
+    "kernel": "Ask its host whether memory ran out: $ dmesg -T | grep -i 'killed process'",
+    "launch": "Let one launcher start all ranks: $ torchrun --standalone --nproc_per_node=2 "
+    "ddp_training.py",
+    "leave": "If a sample is the cause, repair or leave out such: $ {again} --continue_on_error",
+    "left": "See what was left out, and why: $ tail -n 20 {run}/skipped_samples.jsonl",
+    "log": "Read how the log of the lost rank ends: $ tail -n 20 {log}",
+    "longer": "If it was only slow, allow more time: $ {again} --hang_after_s 300",
+    "more": "If that many are acceptable, allow more: $ {again} --max_errors 100000",
+    "next": "Do what the error itself says: $ grep -h 'next: ' {log}",
+    "port": "See whether an earlier job holds the port: $ ps -ef | grep '[d]dp_training'",
+    "same": "Compare the code of the named rank's node and rank 0's, on both: $ git rev-parse HEAD",
+    "stack": "Read its stack; the innermost line of its main thread is the place: $ cat {stack}",
+    "traceback": "Read its whole traceback: $ grep -n -A 40 Traceback {log}",
+    "unused": "If some parameters are always unused: $ {again} --find_unused_parameters on",
+    "wait": "If ranks start slowly, wait longer for them: $ {again} --timeout_s 1800",
+    "workers": "See where it crashes, without workers: $ {again} --num_workers 0",
+}
+_STEPS_OF = """
+killed-outside: kernel fewer again
+DDP-C01: next help              DDP-L01: clear launch
+DDP-G01: port again wait doctor DDP-G02: same doctor again     DDP-G03: traceback again
+DDP-G04: log kernel fewer again DDP-G05: stack again longer
+DDP-D01: next download          DDP-D02: traceback leave       DDP-D03: doctor workers
+DDP-D04: left more              DDP-M01: next help             DDP-M02: find unused
+DDP-M03: next help              DDP-S01: traceback debug leave DDP-S02: bf16 checkpointing gpus
+DDP-S03: clip again             DDP-S04: leave traceback       DDP-S05: ecc again
+DDP-K01: disk checkpoints again DDP-K02: next again            DDP-K03: next folder
+DDP-X01: traceback again        DDP-X02: next doctor           DDP-X03: next
+"""
 STEPS = {
-    "killed-outside": (
-        (
-            "Ask the kernel of its host whether memory ran out:",
-            "dmesg -T | grep -i 'killed process'",
-        ),
-        ("If it did, read with fewer workers:", "{again} --num_workers 1"),
-        (
-            "Else ask the scheduler why it ended the job. Start again; what was saved is kept:",
-            "{again}",
-        ),
-    ),
-    "DDP-C01": (
-        _NEXT,
-        ("All settings with their values:", "python ddp_training.py --help"),
-    ),
-    "DDP-L01": (
-        (
-            "Clear what an earlier launcher left in this shell:",
-            "unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT",
-        ),
-        (
-            "Let one launcher start all ranks:",
-            "torchrun --standalone --nproc_per_node=2 ddp_training.py",
-        ),
-    ),
-    "DDP-G01": (
-        (
-            "See whether processes of an earlier job hold the port, and end them by id:",
-            "ps -ef | grep '[d]dp_training'",
-        ),
-        ("On one node --standalone takes a free port:", "{again}"),
-        ("If ranks start slowly, wait longer for them:", "{again} --timeout_s 1800"),
-        _DOCTOR,
-    ),
-    "DDP-G02": (
-        (
-            "Compare code and packages of the named rank's node with those of rank 0's, on both:",
-            "git rev-parse HEAD; python ddp_training.py doctor",
-        ),
-        ("When code, packages, settings and data are equal:", "{again}"),
-    ),
-    "DDP-G03": (_TRACEBACK, _AGAIN),
-    "DDP-G04": (
-        ("Read how the log of the lost rank ends:", "tail -n 20 {log}"),
-        (
-            "If it says nothing, ask the kernel of its host whether memory ran out:",
-            "dmesg -T | grep -i 'killed process'",
-        ),
-        ("If it did, read with fewer workers:", "{again} --num_workers 1"),
-        _AGAIN,
-    ),
-    "DDP-G05": (
-        (
-            "Read the stack of that rank; the innermost line of its main thread is the place:",
-            "cat {stack}",
-        ),
-        _AGAIN,
-        ("If it was only slow, allow more time:", "{again} --hang_after_s 300"),
-    ),
-    "DDP-D01": (
-        _NEXT,
-        ("Without network, fetch the data on another machine:", "python download.py --help"),
-    ),
-    "DDP-D02": (_TRACEBACK, _LEAVE_OUT),
-    "DDP-D03": (_DOCTOR, ("See where it crashes, without workers:", "{again} --num_workers 0")),
-    "DDP-D04": (
-        ("See what was left out, and why:", "tail -n 20 {run}/skipped_samples.jsonl"),
-        ("If that many are acceptable, allow more:", "{again} --max_errors 100000"),
-    ),
-    "DDP-M01": (_NEXT,),
-    "DDP-M02": (
-        (
-            "Let the run find unused parameters and retry the step:",
-            "{again} --find_unused_parameters auto --step_retry on",
-        ),
-        ("If some are always unused:", "{again} --find_unused_parameters on"),
-    ),
-    "DDP-M03": (_NEXT,),
-    "DDP-S01": (
-        _TRACEBACK,
-        ("With the line of forward that an error in backward belongs to:", "{again} --debug"),
-        _LEAVE_OUT,
-    ),
-    "DDP-S02": (
-        ("Activations take half in 16 bits:", "{again} --amp bf16"),
-        ("Much less memory, a third more time:", "{again} --gradient_checkpointing"),
-        ("See what else is on the GPU:", "nvidia-smi"),
-    ),
-    "DDP-S03": (
-        (
-            "Lower the learning rate, or clip the gradients, in 32 bits:",
-            "{again} --clip_grad_norm 1 --amp off",
-        ),
-    ),
-    "DDP-S04": (_LEAVE_OUT, _TRACEBACK),
-    "DDP-S05": (
-        ("Test the memory of that rank's machine:", "nvidia-smi -q -d ECC"),
-        ("Start without it; any number of ranks will do:", "{again}"),
-    ),
-    "DDP-K01": (
-        ("If the disk is full, make room:", "df -h {run}"),
-        ("See whose the files are:", "ls -l {run}/checkpoints"),
-        _AGAIN,
-    ),
-    "DDP-K02": (("Resume with the settings of that run: give no others:", "{again}"),),
-    "DDP-K03": (
-        _NEXT,
-        ("See who owns it, and whether it may be written:", "ls -ld {run}"),
-    ),
-    "DDP-X01": (_TRACEBACK, _AGAIN),
-    "DDP-X02": (_NEXT,),
-    "DDP-X03": (_NEXT,),
+    code: tuple(_WORDS[name].split(" $ ") for name in names.split())
+    for code, names in re.findall(r"([\w-]+):((?: [a-z0-9]+)+)", _STEPS_OF)
 }
 """Of each error what to do, the best first, and the command for it.
 
