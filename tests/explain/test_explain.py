@@ -189,6 +189,8 @@ class TestRanks:
         text = timeouts({rank: 808 for rank in range(8)}, world_size=8)
         found = explain_text("\n".join(text.splitlines()[:9]), tmp_path)
         assert (code_of(found), rank_of(found)) == ("nccl-timeout", None)
+        assert found["cause"]["sentence"].startswith("The job: ")
+        assert "nothing is known of rank 7" in found["cause"]["sentence"]
 
     def test_the_lowest_sequence_number_is_behind(self, tmp_path: Path) -> None:
         found = explain_text(timeouts({0: 90, 1: 90, 2: 88, 3: 90}, world_size=4), tmp_path)
@@ -320,6 +322,10 @@ class TestRanks:
         text = timeouts({0: 90, 1: 90, 3: 90}, world_size=8)
         text = text.replace("PG ID 0 PG GUID 0(default_pg)", "PG ID 5 PG GUID 37(TENSOR)")
         assert rank_of(explain_text(re.sub(r"\[rank\d\]:", "", text), tmp_path)) is None
+        # rank 3 may be in no such group
+        text = timeouts({0: 90, 1: 90, 2: 90}, world_size=4)
+        text = text.replace("PG ID 0 PG GUID 0(default_pg)", "PG ID 5 PG GUID 37(TENSOR)")
+        assert rank_of(explain_text(text, tmp_path)) is None
 
     def test_a_root_later_in_the_file_is_found(self, tmp_path: Path) -> None:
         text = timeouts({0: 90, 1: 90}, world_size=3) + joined(of_rank(2, KEY_ERROR))

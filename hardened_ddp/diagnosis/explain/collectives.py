@@ -57,8 +57,6 @@ class Work:
     line: Line
     group: str = ""
     enqueued: int | None = None
-    is_global: bool = True
-    """rank counts in the whole job, not in a sub-group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +164,9 @@ class Collectives:
                 return differing
         if apart := self._apart(works, world_size):
             return apart
+        if not all(_DEFAULT_GROUP.search(work.group) for work in works):
+            # WHY no more: which ranks are in a smaller group is not known
+            return Finding("waiting", (), _told(works), tuple(works))
         lagging = sorted(
             rank
             for rank, enqueued in self._enqueued.items()
@@ -194,10 +195,7 @@ class Collectives:
             return []
         # WHY the default group on equal size: only its ranks are those of the job
         name = max(groups, key=lambda key: (len(groups[key]), key == ""))
-        works = sorted(groups[name].values(), key=lambda work: work.rank)
-        for work in works:
-            work.is_global = name == "" or work.line.rank is not None
-        return works
+        return sorted(groups[name].values(), key=lambda work: work.rank)
 
     @staticmethod
     def _mismatch(works: Sequence[Work], world_size: int | None) -> Finding | None:
@@ -226,19 +224,20 @@ class Collectives:
         return Finding("apart", odd, _told(known), tuple(known), is_sure=is_one_group)
 
     def _missing(self, works: Sequence[Work], world_size: int | None) -> Finding | None:
-        """Find the ranks without a record, if the log is whole enough to tell."""
+        """Find the ranks without a record, and name them if the log is whole enough to tell."""
         speakers = {work.rank for work in works}
-        if self.num_leaving == 0 or not all(work.is_global for work in works):
-            return None  # cut off, so other ranks may have spoken below; or ranks of a sub-group
         if len(speakers) < 2 and world_size is None:
             return None
         size = world_size if world_size is not None else max(speakers) + 1
         missing = sorted(set(range(size)) - speakers)
+        if not missing:
+            return None
+        if self.num_leaving == 0:  # it may be cut off, and other ranks may have spoken below
+            text = f"{_told(works)}; nothing is known of {_ranks(missing)}"
+            return Finding("missing", (), text, tuple(works))
         elsewhere = [w for w in self._works.values() if w.rank in missing and w.line.rank == w.rank]
         # WHY first those without a record: the others may wait for them in a smaller group
         named = [rank for rank in missing if rank not in {w.rank for w in elsewhere}] or missing
-        if not missing:
-            return None
         text = f"{_told(works)}; {_ranks(named)} reported no wait"
         if named == missing and elsewhere:
             text = f"{_told(works)}; {_told(elsewhere)}, of another group"

@@ -81,6 +81,8 @@ def who(
             confidence = LIKELY if finding.is_sure else GUESS
             return Guilty(finding.ranks[0], None, confidence, finding.text), ()
         return None, finding.ranks
+    if root.tier == Tier.TIMEOUT and cause is not None and cause.blame == Blame.NOBODY:
+        return None, ()  # WHY not those that say it: they wait
     alike = _alike(root, events)
     if len(alike) > 1:
         return None, alike

@@ -59,7 +59,7 @@ class Answer:
     @property
     def has_failed(self) -> bool:
         """Whether the job failed, and did not go on since."""
-        is_over = self.story is not None and self.story.state in ENDED_WELL
+        is_over = self.story is not None and self.story.state in (*ENDED_WELL, "stopped")
         return self.verdict.kind != "healthy" and not is_over
 
     @property
@@ -171,8 +171,8 @@ def _entry(answer: Answer) -> dict[str, Any]:  # Any: JSON
             {"file": e.line.file, "line": e.line.number, "text": e.line.raw[:1000]}
             for e in verdict.evidence
         ],
-        "fixes": [{"for": _NAMES[name], "text": text} for name, text in _fixes(cause) if text],
-        "steps": [{"text": text, "command": command} for text, command in _steps(answer)],
+        "fixes": [{"for": _NAMES[name], "text": text} for name, text in _fixes(cause) if text]
+        + [{"for": _NAMES["suite"], "text": " ".join(step).strip()} for step in _steps(answer)],
         "echoes": verdict.num_echoes,
         "confidence": confidence_of(verdict)[0] if verdict.kind == "explained" else None,
         "exceptions": [
@@ -310,7 +310,7 @@ def _steps(answer: Answer) -> list[tuple[str, str]]:
         try:
             found.append((text, command.format_map(known)))
         except KeyError:
-            found.append((text, ""))
+            found.append((text.removesuffix(":") + ".", ""))
     return found
 
 

@@ -144,9 +144,9 @@ def _job_of(path: Path, folder: Path) -> str:
             break
     if started := _RUN_ID.match(path.as_posix()):
         # WHY: the launchers of several nodes share an id, and none is what --standalone has
-        return started["folder"] if started["id"] == "none" else started["id"]
+        return started["folder"] if started["id"] == "none" else f"id {started['id']}"
     found = _JOB_ID.search(path.as_posix().removesuffix(".gz"))
-    return found["slurm"] or found["id"] if found else ""
+    return f"id {found['slurm'] or found['id']}" if found else ""
 
 
 def is_run_folder(path: Path) -> bool:
