@@ -177,16 +177,13 @@ def marks_of(run: RunView) -> list[tuple[int, str, str]]:
         # WHY: only after a rollback an attempt has no start-up of its own
         kind = "restart" if attempt.get("start_up") else "rollback"
         step = int(number_of(attempt, "first_step"))
-        text = f"attempt {number} begins here, on {counted_ranks(attempt)}"
+        size = counted(int(number_of(attempt, "world_size")), "rank")
+        text = f"attempt {number} begins here, on {size}"
         found += [] if any(f[:2] == (step, kind) for f in found) else [(step, kind, text)]
     for entry in run.left_out:
         text = ", ".join(f"{key} {value}" for key, value in entry.items() if key != "step")
         found.append((int(number_of(entry, "step")), "left out", text))
     return sorted(found, key=lambda mark: mark[0])
-
-
-def counted_ranks(attempt: Mapping[str, Any]) -> str:
-    return counted(int(number_of(attempt, "world_size")), "rank")
 
 
 def shortened(text: str, *, most: int = 160) -> str:

@@ -149,6 +149,13 @@ class TestRun:
                 (run / name).write_bytes(content)
                 assert code_of(explain(run)) == "DDP-G05"
                 (run / name).write_bytes(whole)
+        attempts = (run / "attempts.jsonl").read_text()
+        for strange in ('"x"', "NaN", "[]", "1" + "0" * 400, "-1", "null"):
+            (run / "attempts.jsonl").write_text(attempts.replace(": 2,", f": {strange},"))
+            assert "2 attempts, 2 failed" in told(run)
+            (run / "attempts.jsonl").write_text(re.sub(r": [\d.]+", f": {strange}", attempts))
+            explain(run)
+        (run / "attempts.jsonl").write_text(attempts)
         log = run / "logs" / "rank-0.log"
         text = log.read_text()
         log.write_text(re.sub(r"\d{4}-\d\d-\d\d (.*tracker)", r"9999-99-99 \1", text))

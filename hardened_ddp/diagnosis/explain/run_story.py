@@ -21,7 +21,7 @@ from hardened_ddp.diagnosis.explain.evidence import Evidence
 _HANG = re.compile(r"(?P<clock>\d{8}-\d{6})-step-(?P<step>\d+)$")
 _OF_ALL_ATTEMPTS = ("failures.jsonl", "attempts.jsonl", "metrics.jsonl", "summary.json")
 _ZONE_STEP_S, _START_TAKES_S, _EARLY_S = 900.0, 120.0, 1.0
-_MOST_BYTES = 64 * 1024 * 1024
+_MOST_BYTES, _MOST_TEXT = 64 * 1024 * 1024, 400
 _ENDINGS = ("finished", "stopped")
 ENDED_WELL = ("finished", "running")
 _NO_WORD = "no word of an end: all its ranks were killed at once, or the machine stopped"
@@ -91,7 +91,7 @@ def tell(folder: Path, evidence: Evidence) -> Story | None:
                 seen=entry["now"],
                 first_step=entry["first_step"],
                 step=max(entry["step"], later["first_step"] if later and not is_back else 0),
-                num_ranks=int(entry.get("world_size") or 0),
+                num_ranks=size if type(size := entry.get("world_size")) is int else 0,
                 how=how,
                 has_failed=not is_over,
                 is_rollback=bool(number) and entry.get("start_up") == 0,
@@ -146,7 +146,8 @@ def _failure(folder: Path, failures: list[_Json], entry: _Json, later: _Json | N
         return ""
     failure = failures.pop(0)
     has_hung = any(folder.glob(f"hangs/*-step-{failure['step']}"))
-    return f"{'hung' if has_hung else 'failed'}: {failure.get('error', '')}"
+    text = str(failure.get("error", ""))[:_MOST_TEXT]
+    return f"{'hung' if has_hung else 'failed'}: {text}"
 
 
 def _said(evidence: Evidence, span: tuple[float, float]) -> str:
@@ -156,7 +157,8 @@ def _said(evidence: Evidence, span: tuple[float, float]) -> str:
     first = min(grave, key=lambda event: (event.is_weak, event.tier), default=None)
     if first is None:
         return ""
-    return f"failed: {first.raised.whole if first.raised is not None else first.line.text}"
+    text = first.raised.whole if first.raised is not None else first.line.text
+    return f"failed: {text[:_MOST_TEXT]}"
 
 
 def _zone_shift_s(began: float, evidence: Evidence) -> float:
