@@ -23,7 +23,7 @@ from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.optimizer import LrSchedule, OptimizerConfig, OptimizerName
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-SCHEDULES = get_args(LrSchedule)
+SCHEDULES = [name for name in get_args(LrSchedule) if name != "auto"]
 OPTIMIZERS = get_args(OptimizerName)
 # Those whose state is made before the first step.
 FUSED = [n for n in OPTIMIZERS if find_optimizer(OptimizerConfig(optimizer=n))[0] in KNOWN]

@@ -132,6 +132,38 @@ def test_a_schedule_that_needs_the_length_says_what_to_give(tmp_path: Path) -> N
     train([*argv, *arguments(says=True), "--epochs", "1"]).ok()
 
 
+def test_a_stream_of_unknown_length_trains_with_the_default_settings(tmp_path: Path) -> None:
+    argv = [*STREAM, "--epochs", "2", "--warmup_steps", "3", "--output_dir"]
+    done = train([*argv, tmp_path / "auto"]).ok()
+    assert "lr_schedule constant (the number of steps is not known" in done.output
+    train([*argv, tmp_path / "constant", "--lr_schedule", "constant"]).ok()
+    assert last_tensors(tmp_path / "auto") == last_tensors(tmp_path / "constant")
+
+
+def test_auto_keeps_the_schedule_that_it_chose(tmp_path: Path) -> None:
+    argv = [*STREAM, "--epochs", "1", "--output_dir"]
+    train([*argv, tmp_path / "constant"]).ok()
+    again = ["--resume", only_run(tmp_path / "constant"), "--epochs", "2", "--max_steps", "99"]
+    done = train([*argv, tmp_path / "constant", *again]).ok()
+    assert "lr_schedule constant, as before" in done.output
+    done = train([*argv, tmp_path / "cosine", "--max_steps", "3"]).ok()
+    assert "lr_schedule cosine" in done.output
+    again = ["--resume", only_run(tmp_path / "cosine"), "--max_steps", "0"]
+    done = train([*argv, tmp_path / "cosine", *again])
+    assert done.statuses == (2,)
+    assert "lr_schedule cosine needs the number of steps" in done.output
+
+
+def test_a_number_of_steps_makes_auto_the_cosine(tmp_path: Path) -> None:
+    declared: list[str | Path] = [*arguments(says=True), "--epochs", "1"]
+    for name, length in {"declared": declared, "given": ["--max_steps", "5"]}.items():
+        for schedule in ("auto", "cosine"):
+            argv = [*STREAM, *length, "--lr_schedule", schedule]
+            train([*argv, "--output_dir", tmp_path / name / schedule]).ok()
+        found = [last_tensors(tmp_path / name / schedule) for schedule in ("auto", "cosine")]
+        assert found[0] == found[1]
+
+
 @pytest.mark.slow
 def test_a_bad_sample_is_named_by_shard_and_position(tmp_path: Path) -> None:
     argv = [*STEADY, "--output_dir", tmp_path, *arguments(broken="2/17")]

@@ -18,7 +18,10 @@ class RunLength:
     """Steps of the whole run; UNKNOWN_STEPS until they are known."""
 
     schedule: int
-    """Steps that the learning rate's schedule is stretched over. Never changes within a run."""
+    """Steps that the learning rate's schedule is stretched over. Never changes within a run.
+
+    UNKNOWN_STEPS for a constant rate of a stream.
+    """
 
     most: int = UNKNOWN_STEPS
     """The limit max_steps."""

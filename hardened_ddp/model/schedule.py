@@ -12,12 +12,14 @@ import logging
 import math
 import numbers
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, assert_never
 
 from torch.optim import Optimizer
 
 from hardened_ddp.data.import_path import import_callable
 from hardened_ddp.data.read_errors import describe
+from hardened_ddp.data.run_length import UNKNOWN_STEPS
 from hardened_ddp.errors import OptimizerError
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.optimizer import LrSchedule, OptimizerConfig
@@ -42,10 +44,15 @@ class Schedule:
     def __init__(self, optimizer: Optimizer, config: OptimizerConfig, *, total_steps: int) -> None:
         """Build it for a run of total_steps; nothing is changed but by a scheduler object.
 
-        Raises OptimizerError.
+        total_steps: UNKNOWN_STEPS if nobody knows them. Raises OptimizerError.
         """
+        if config.lr_schedule == "auto":
+            chosen: LrSchedule = "constant" if total_steps == UNKNOWN_STEPS else "cosine"
+            config = replace(config, lr_schedule=chosen)
         self.optimizer = optimizer
         self.config = config
+        """With the schedule that auto became."""
+
         self.total_steps = total_steps
         self.base = [_options(group) for group in optimizer.param_groups]
         """The options of each group as the optimizer was built."""
@@ -229,6 +236,8 @@ def learning_rate(
     assert not isinstance(config.lr_schedule, ImportPath), "a user's schedule is not built in"
     schedule: LrSchedule = config.lr_schedule
     match schedule:
+        case "auto":
+            raise AssertionError("Schedule chooses what auto is")
         case "constant":
             return peak
         case "cosine":

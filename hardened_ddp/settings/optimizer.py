@@ -14,7 +14,7 @@ from hardened_ddp.settings.declare import (
 )
 
 OptimizerName = Literal["adamw", "adam", "sgd"]
-LrSchedule = Literal["constant", "cosine", "linear", "step"]
+LrSchedule = Literal["auto", "constant", "cosine", "linear", "step"]
 Amp = Literal["auto", "off", "bf16", "fp16"]
 
 
@@ -51,8 +51,9 @@ class OptimizerConfig:
         0.9, "Momentum of sgd. The other optimizers don't use it.", bounds=FRACTION
     )
     lr_schedule: LrSchedule | ImportPath = setting(
-        "cosine",
-        "Learning rate after the warm-up. cosine, linear: down to 0 at the end. step: divided by "
+        "auto",
+        "Learning rate after the warm-up. auto: cosine, and constant for a stream of unknown "
+        "length without max_steps. cosine, linear: down to 0 at the end. step: divided by "
         "10 after one third, and again after two thirds. Or a scheduler, such as "
         "torch.optim.lr_scheduler:OneCycleLR, stepped after each optimizer step; or your own "
         "function (step, total_steps), which returns the share of learning_rate.",

@@ -76,6 +76,7 @@ def count_steps(
 
     WHY not steps per epoch x epochs: the steps done may have had another size. Of a stream they may
     be known only later: then max_steps is what the learning rate's schedule is stretched over.
+    A run that auto gave a constant rate keeps it, when its length is known later, too.
     Raises ConfigError if the schedule needs a length that nobody knows.
     """
     done, epoch, cursor = 0, 0, 0
@@ -87,6 +88,12 @@ def count_steps(
     if sampler.declares_length:
         return RunLength(total, schedule=total, most=most)
     schedule = config.optimizer.lr_schedule
+    if schedule == "auto":
+        # WHY as before: where a run continues, its rate must not jump.
+        before = None if saved is None else saved.get("lr_schedule")
+        schedule = before or ("constant" if most == UNKNOWN_STEPS else "cosine")
+        if schedule == "constant":
+            return RunLength(total, schedule=UNKNOWN_STEPS, most=most)
     if most == UNKNOWN_STEPS and schedule != "constant":
         raise ConfigError(
             f"lr_schedule {schedule} needs the number of steps, and this stream does not say how "

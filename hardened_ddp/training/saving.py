@@ -225,6 +225,7 @@ def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
         "global_batch_size": parts.config.data.global_batch_size,
         "accumulation_steps": parts.config.optimizer.accumulation_steps,
         "total_steps": parts.length.total,
+        "lr_schedule": str(parts.schedule.config.lr_schedule),
         "channels_last": parts.replica.channels_last,
         "split_by_length": split and split.least_values,
         "world_size": parts.group.world_size,

@@ -10,6 +10,7 @@ import socket
 
 import torch
 
+from hardened_ddp.data.run_length import UNKNOWN_STEPS
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.layers import RUN, Resolved
 from hardened_ddp.settings.record import yaml_word
@@ -146,6 +147,7 @@ def _auto_line(parts: Parts) -> str:
         "num_workers": str(stream.num_workers) + (" (in memory)" if parts.data.in_memory else ""),
         "channels_last": "on" if parts.replica.channels_last else "off",
         "split_by_length": "on" if parts.train_loader.split is not None else "",
+        "lr_schedule": _lr_schedule(parts),
         "checkpoint_every_steps": "measured",
     }
     if parts.group.world_size > 1:
@@ -153,6 +155,15 @@ def _auto_line(parts: Parts) -> str:
     found = {name: word for name, word in found.items() if word}
     chosen = [f"{name} {word}" for name, word in found.items() if values[name] in (None, "auto")]
     return "auto: " + (", ".join(chosen) or "nothing")
+
+
+def _lr_schedule(parts: Parts) -> str:
+    chosen = parts.schedule.config.lr_schedule
+    if chosen != "constant":
+        return str(chosen)
+    if parts.length.most < UNKNOWN_STEPS:
+        return "constant, as before"
+    return "constant (the number of steps is not known; with --max_steps N: cosine)"
 
 
 def _rank_lines(parts: Parts) -> list[str]:
