@@ -260,7 +260,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     config, launch = settings.config, group.launch
     group.tracker.begin("downloading and opening the dataset")
     # Data. Each node downloads once; then every rank opens the same files.
-    group.run_on_local_main(lambda: prepare_data(config.data), what="the download")  # collective
+    group.run_on_local_main(lambda: prepare_data(config.data), what="preparing data")  # collective
     leaves_out = config.loop.continue_on_error
     data = build_data(config.data, leaves_out=leaves_out, task=config.task.task)
     precision = Precision(config.optimizer.amp, group.device)  # autocast; a GradScaler for fp16

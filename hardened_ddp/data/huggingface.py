@@ -1,9 +1,10 @@
-"""Image sets of the datasets library, by folder or by name: --dataset hf:PATH_OR_NAME.
+"""Sets of the datasets library, by folder or by name: --dataset hf:PATH_OR_NAME.
 
-Owns opening one and returning its rows as (image, label): float tensors with channels first, in
-[-1, 1], as most image models expect. PATH is what save_to_disk() wrote, or a folder that
-load_dataset() can read; a NAME is looked up on the hub when the data is prepared, once per node,
-and read from the library's cache after that.
+Owns opening one, and its rows as (image, label): float tensors with channels first, in [-1, 1], as
+most image models expect. PATH is what save_to_disk() wrote, or a folder that load_dataset() can
+read; a NAME is looked up on the hub when the data is prepared, once per node, and read from the
+library's cache after that.
+Does not own: the rows of a tokenised set (hub_tokens.py).
 What goes wrong here: a missing column or part, images of several sizes, no network.
 """
 
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset
 
 from hardened_ddp.data.extras import import_extra
 from hardened_ddp.data.hub_place import find_place, hub_answers, is_on_disk, no_answer
+from hardened_ddp.data.hub_tokens import IDS, HubTokens
 from hardened_ddp.errors import DataError
 
 IMAGE_COLUMNS = ("image", "img", "pixel_values", "images")
@@ -55,19 +57,27 @@ def open_hub_set(
     train_part: str = "train",
     test_part: str = "",
     subset: str = "",
-) -> HubImages | None:
+    columns: Sequence[str] = (),
+    pad: int | None = None,
+    num_classes: int = 0,
+) -> HubImages | HubTokens | None:
     """Open the training or the test part; None if there is no part to test on.
 
     image, label: columns; by default the usual names are tried. image_size: scale images to this
-    height and width; 0: don't scale. subset: one of several sets under the same name.
+    height and width; 0: don't scale. subset: one of several sets under the same name. columns, pad,
+    num_classes: of texts, see HubTokens.
     """
     parts = _load(name, subset, data_dir=data_dir, download=download)
     part = choose_part(name, list(parts), train=train, train_part=train_part, test_part=test_part)
     if part is None:
         return None
     rows = parts[part]
-    columns = [_column(rows, *given) for given in ((image, IMAGE_COLUMNS), (label, LABEL_COLUMNS))]
-    return HubImages(rows, image=columns[0], label=columns[1], image_size=image_size)
+    if not image and IDS in rows.features and not set(IMAGE_COLUMNS) & rows.features.keys():
+        label = _column(name, rows, label, LABEL_COLUMNS)
+        return HubTokens(rows, label=label, columns=columns, pad=pad, num_classes=num_classes)
+    image = _column(name, rows, image, IMAGE_COLUMNS)
+    label = _column(name, rows, label, LABEL_COLUMNS)
+    return HubImages(rows, image=image, label=label, image_size=image_size)
 
 
 def choose_part(
@@ -146,15 +156,21 @@ def _load(name: str, subset: str, *, data_dir: str, download: bool) -> Mapping[s
     return load_parts(datasets, name, subset, data_dir=data_dir, download=download, **how)
 
 
-def _column(rows: Any, given: str, usual: Sequence[str]) -> str:  # Any: a datasets.Dataset
+def _column(
+    set_name: str, rows: Any, given: str, usual: Sequence[str]
+) -> str:  # Any: a datasets.Dataset
     names = list(rows.features)
     found = next((name for name in ([given] if given else usual) if name in names), None)
-    if found is None:
-        raise DataError(
-            f"the set has no column {given or ' or '.join(usual)}; it has: {', '.join(names)}",
-            fix="--dataset_args '{image: COLUMN, label: COLUMN}'",
-        )
-    return found
+    if found is not None:
+        return found
+    fix = "--dataset_args '{image: COLUMN, label: COLUMN}'; of a text: its tokens in a column "
+    fix += f"{IDS}, made with dataset.map(), in a folder that save_to_disk() writes"
+    if IDS in names:
+        fix = "--dataset_args '{label: COLUMN}'; for a causal language model: '{label: input_ids}'"
+    raise DataError(
+        f"{set_name} has no column {given or ' or '.join(usual)}; it has: {', '.join(names)}",
+        fix=fix,
+    )
 
 
 def pixels_of(value: Any, image_size: int) -> torch.Tensor:  # Any: a PIL image, or nested numbers

@@ -52,7 +52,7 @@ def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
     shared = share_checkpoint(group, saved[0] if saved else None)  # collective
     names = [name for name in shared.specs if name.startswith(MODEL_PREFIX)]
     weights = receive(group, shared, names, torch.device("cpu"))  # collective
-    group.run_on_local_main(lambda: prepare_data(config.data), what="the download")  # collective
+    group.run_on_local_main(lambda: prepare_data(config.data), what="preparing data")  # collective
     saved_task = shared.meta.get("task") or {"name": "classification", "learned": {}}
     leaves_out = config.loop.continue_on_error
     data = build_data(config.data, leaves_out=leaves_out, task=saved_task["name"])
