@@ -55,7 +55,7 @@ ONE_LINERS = {
     "config.yaml": "Every setting with its default.",
     "requirements.txt": "What training needs, with versions that fit together.",
     "requirements-dev.txt": "What the tests need in addition.",
-    "requirements-extras.txt": "What only some commands need: exports, Hugging Face, the report.",
+    "requirements-extras.txt": "What only some commands need: exports, Hugging Face, wandb.",
     "CONTRIBUTING.md": "The rules of the code, and recipes.",
     "pyproject.toml": "Settings of ruff, mypy and pytest.",
     "Makefile": "make check, quick, test, format.",

@@ -64,10 +64,6 @@ ELSEWHERE |= dict.fromkeys(
     RUN_WITH, "tests/test_run_with.py::test_every_launcher_ends_in_the_same_weights"
 )
 ELSEWHERE |= {
-    # it needs plotly, which is an extra
-    "python ddp_training.py report runs/first": (
-        "tests/test_report.py::test_every_plot_is_drawn_without_a_network_and_without_an_error"
-    ),
     "python ddp_training.py drill all --table drills.md": (
         "tests/test_drills.py::test_a_fault_comes_to_its_verdict"
     ),

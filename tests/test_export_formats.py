@@ -154,6 +154,6 @@ def test_an_absent_package_is_named_with_the_command_that_installs_it(
 def test_what_the_tests_install_of_the_extras_has_the_same_versions() -> None:
     extras, dev = pins("requirements-extras.txt"), pins("requirements-dev.txt")
     names = {line.partition("==")[0] for line in extras & dev}
-    needed = {"huggingface_hub", "transformers", "accelerate", "onnx", "onnxscript", "plotly"}
+    needed = {"huggingface_hub", "transformers", "accelerate", "onnx", "onnxscript"}
     assert names == needed
     assert {line.partition("==")[0] for line in extras - dev} == {"datasets", "wandb"}

@@ -91,7 +91,6 @@ def drawn_in_a_browser(page: Path, folder: Path) -> tuple[str, str]:
 
 
 def test_every_plot_is_drawn_without_a_network_and_without_an_error(tmp_path: Path) -> None:
-    pytest.importorskip("plotly", reason="requirements-dev.txt has it")
     names = [str(make_run(tmp_path / "first")), str(make_run(tmp_path / "second", batch_size=16))]
     output = io.StringIO()
     page = tmp_path / "report.html"
@@ -253,6 +252,18 @@ def test_where_the_disk_is_full_the_report_of_before_is_kept(tmp_path: Path) -> 
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (folder / "report.html").read_text() == "before"
     assert sorted(folder.iterdir()) == names
+
+
+def test_a_report_needs_only_what_the_set_up_installs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extras = (ROOT / "requirements-extras.txt").read_text(encoding="utf-8")
+    for name in re.findall(r"^(\w+)==", extras, re.MULTILINE):
+        for module in [name, *(m for m in sys.modules if m.startswith(f"{name}."))]:
+            monkeypatch.setitem(sys.modules, module, None)
+    make_run(tmp_path / "first")
+    options = parse(["report", "first", "--output_dir", str(tmp_path)]).options
+    assert run_report(options, output=io.StringIO()) == 0
 
 
 def test_without_plotly_the_command_that_installs_it_is_told(

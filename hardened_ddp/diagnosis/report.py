@@ -76,7 +76,7 @@ def read_plotly() -> str:
     except ImportError as error:
         raise MissingPackageError(
             "the command report needs plotly, which is not installed",
-            # WHY not the whole file: a report needs none of its other packages, some 500 MB
-            fix="pip install $(grep ^plotly requirements-extras.txt)",
+            # WHY not the whole file: it may be another torch that is installed
+            fix="pip install $(grep ^plotly requirements.txt)",
         ) from error
     return str(get_plotlyjs())

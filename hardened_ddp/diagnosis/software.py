@@ -19,6 +19,8 @@ _FEATURES = {
     "tqdm": "the progress bar",
     "tensorboard": "looking at the curves",
     "scikit-learn": "the dataset digits",
+    "rich": "the command watch",
+    "plotly": "the command report",
 }
 
 
