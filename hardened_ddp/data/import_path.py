@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from hardened_ddp.data.read_errors import describe, line_of_user
+from hardened_ddp.data.vision import import_torchvision, lacks_operators
 from hardened_ddp.errors import HardenedError
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def meant_path(name: str) -> str:
 
 def _import(name: str, told: str, error: type[HardenedError]) -> Any:  # Any: a module
     try:
-        return importlib.import_module(name)
+        return _load(name)
     except SystemExit as problem:  # a script that reads its own arguments, for example
         line = line_of_user(problem)
         raise error(
@@ -81,6 +82,17 @@ def _import(name: str, told: str, error: type[HardenedError]) -> Any:  # Any: a 
             f"{told} can't be imported: {describe(problem)}{where}{_root_of(problem)}",
             fix="fix it; --debug shows the whole traceback",
         ) from problem
+
+
+def _load(name: str) -> Any:  # Any: a module
+    """Import a module, if need be after a repair of torchvision, which it imports."""
+    try:
+        return importlib.import_module(name)
+    except RuntimeError as problem:
+        if not lacks_operators(problem):
+            raise
+        import_torchvision()
+        return importlib.import_module(name)
 
 
 def _root_of(problem: BaseException) -> str:

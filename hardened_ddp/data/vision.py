@@ -33,6 +33,10 @@ DOWNLOADABLE: Mapping[str, tuple[str, tuple[float, ...], tuple[float, ...]]] = {
 }
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 _OPERATORS = ("torchvision::nms", "torchvision::qnms")
+WITHOUT_OPERATORS = (
+    f"not built for torch {torch.__version__}; datasets, transforms and classifiers work, its "
+    "compiled operators (nms, roi pooling) do not"
+)
 
 
 @cache
@@ -45,7 +49,7 @@ def import_torchvision() -> ModuleType:
             f"torchvision is not installed ({error})", fix="pip install -r requirements.txt"
         ) from error
     except (RuntimeError, ImportError, AttributeError, OSError) as first_error:
-        if "operator torchvision::" not in str(first_error):
+        if not lacks_operators(first_error):
             raise _misfit(first_error) from first_error
         try:
             for name in _OPERATORS:
@@ -53,13 +57,14 @@ def import_torchvision() -> ModuleType:
             module = _import()
         except (RuntimeError, ImportError, AttributeError, OSError) as error:
             raise _misfit(error) from first_error
-        log.warning(
-            "torchvision %s is built for another torch than %s: its compiled operators (nms, roi "
-            "pooling) are missing; datasets, transforms and classifiers work",
-            module.__version__,
-            torch.__version__,
-        )
+        # WHY no warning: nothing needs to be done, and torchvision tells whoever calls an operator.
+        log.debug("torchvision %s: %s", module.__version__, WITHOUT_OPERATORS)
         return module
+
+
+def lacks_operators(error: BaseException) -> bool:
+    """Return whether an import failed because torchvision's binary is one for another torch."""
+    return "operator torchvision::" in str(error)
 
 
 def open_downloadable(name: str, *, train: bool, data_dir: str, download: bool) -> MemoryImages:
