@@ -42,10 +42,10 @@ RUNS = {
     4: (
         Typed("4_kill_and_resume.py --break", (MENDED_4,)),
         Typed("4_kill_and_resume.py --break --kill", ("Signal 9 (SIGKILL) received",), fails=True),
-        Typed("4_kill_and_resume.py --break", ("rank 0 continues at step 29", MENDED_4)),
+        Typed("4_kill_and_resume.py --break --resume", ("rank 0 continues at step 29", MENDED_4)),
         Typed("4_kill_and_resume.py", (MENDED_4,)),
         Typed("4_kill_and_resume.py --kill", ("Signal 9 (SIGKILL) received",), fails=True),
-        Typed("4_kill_and_resume.py", ("rank 0 continues at step 40", MENDED_4)),
+        Typed("4_kill_and_resume.py --resume", ("rank 0 continues at step 40", MENDED_4)),
     ),
     5: (
         Typed(
@@ -121,6 +121,21 @@ def test_a_chapter_breaks_and_mends_as_it_says(number: int, tmp_path: Path) -> N
         assert min(differences[:-1]) > 1e-3 or number == 7
         assert max(differences) > 0.1
         assert differences[-1] < 1e-5
+
+
+@pytest.mark.slow
+def test_chapter_4_may_be_read_in_any_order(tmp_path: Path) -> None:
+    import_in_server("sklearn.datasets")
+    launch = ["torchrun", "--standalone", "--nproc_per_node=2"]
+    argv = [*launch, ROOT / "examples/tutorial/4_kill_and_resume.py"]
+    found = []
+    for killed, flags in (("--break --kill", ""), ("--kill", ""), ("--break --kill", "--resume")):
+        assert run_program([*argv, *killed.split()], timeout_s=200, cwd=tmp_path).status != 0
+        done = run_program([*argv, *flags.split()], timeout_s=200, cwd=tmp_path).ok()
+        assert "continues" not in done.output, "what another try left is not taken"
+        found += re.findall(rf"{MENDED_4}(\w+)", done.output)
+    assert len(found) == 3
+    assert len(set(found)) == 1
 
 
 @pytest.mark.parametrize("number", RUNS)

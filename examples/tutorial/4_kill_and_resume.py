@@ -1,7 +1,7 @@
 """Chapter 4: kill -9 in the middle of an epoch, and resume.
 
 torchrun --standalone --nproc_per_node=2 examples/tutorial/4_kill_and_resume.py
-With --kill rank 1 kills itself in step 45; then start it again without --kill. With --break it
+With --kill rank 1 kills itself in step 45; then start it again with --resume. With --break it
 saves as many scripts do: the weights alone, at the end of each epoch.
 """
 
@@ -22,8 +22,8 @@ BATCH, EPOCHS = 64, 3
 parser = argparse.ArgumentParser()
 parser.add_argument("--break", dest="is_broken", action="store_true")
 parser.add_argument("--kill", action="store_true")
+parser.add_argument("--resume", action="store_true")
 given = parser.parse_args()
-
 dist.init_process_group("gloo")
 rank, num_ranks = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
@@ -32,7 +32,7 @@ images, labels = torch.tensor(arrays[0] / 16, dtype=torch.float32), torch.tensor
 steps_per_epoch = -(-len(labels) // BATCH)
 model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-checkpoint = Path("tutorial-checkpoint.pt")
+checkpoint = Path("tutorial-broken.pt" if given.is_broken else "tutorial-checkpoint.pt")
 
 
 def save(step: int) -> None:
@@ -49,7 +49,7 @@ def save(step: int) -> None:
 
 
 first_step = 0
-if checkpoint.exists():
+if given.resume and checkpoint.exists():
     state = torch.load(checkpoint, weights_only=True)
     first_step = state["step"]
     model.module.load_state_dict(state["model"])
