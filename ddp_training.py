@@ -209,7 +209,6 @@ def train(settings: Resolved, group: Group) -> int:
             folder.write_settings(settings)
         parts = build(settings, group, saved)  # collective
         check_evaluation(parts)  # collective
-        group.tracker.begin("making the state of the optimizer")
         progress = begin(parts, saved)  # collective
         folder.write_settings(settings)  # WHY not before: they may not fit the run to be continued
         tell_start(settings, parts, progress)

@@ -113,7 +113,11 @@ def test_a_part_of_the_start_that_takes_long_gives_a_sign_of_life(
     try:
         for part, begin in (
             ("opening the dataset: ", lambda: tracker.begin("opening the dataset")),
-            ("step 0: forward: ", lambda: tracker.enter(Phase.FORWARD)),
+            ("the first step, forward: ", lambda: tracker.enter(Phase.FORWARD)),
+            (
+                "the first step, forward, waiting for other ranks: ",
+                lambda: tracker.enter(Phase.ALL_REDUCE),
+            ),
         ):
             begin()
             end = time.monotonic() + PATIENCE * 10
@@ -125,3 +129,11 @@ def test_a_part_of_the_start_that_takes_long_gives_a_sign_of_life(
         assert not starting._thread.is_alive(), "it ends with the first step"
     finally:
         starting.close()
+
+
+def test_what_takes_long_is_named_and_not_what_was_before(tmp_path: Path) -> None:
+    argv = ["--cpu_only", "--dataset", "tests.plugins:points_that_stall", "--model", "mlp"]
+    argv += ["--dataset_args", "{stall_s: 3}", "--batch_size", "200", "--max_steps", "1"]
+    done = train([*argv, "--num_workers", "0", "--output_dir", str(tmp_path)]).ok()
+    assert "reading the first batch: " in done.output
+    assert "state of the optimizer" not in done.output

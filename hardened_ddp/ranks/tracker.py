@@ -65,7 +65,9 @@ class Tracker:
         """
         part, since = self._part
         if self._work != Phase.START_UP:
-            part, since = f"step {self.words[STEP]}: {self.work}", self.words[SINCE]
+            part, since = f"the first step, {self.work}", self.words[SINCE]
+        if self.words[PHASE] >= FIRST_WAIT:
+            part, since = f"{part}, waiting for other ranks", self.words[SINCE]
         return part, (monotonic_ns() - since) / 1e9
 
     def enter(self, phase: int) -> int:

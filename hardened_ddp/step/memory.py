@@ -48,6 +48,7 @@ def fit_into_memory(parts: Parts) -> int:
         ) from error
     if parts.config.data.batch_size is not None:
         return 0
+    parts.group.tracker.begin("trying how many samples fit into memory")
     share = parts.sampler.batch_size
     found = min(parts.group.gather_json(_max_that_fit(parts, share)))  # collective
     if not found:

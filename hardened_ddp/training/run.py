@@ -48,6 +48,7 @@ class Run:
         watch: HangWatch,
     ) -> None:
         """Put the parts together, and attach stop and watch to the run. Collective: all ranks."""
+        parts.group.tracker.begin("opening the reports of the run")
         self.parts = parts
         self.progress = progress
         self.folder = folder.folder
@@ -70,6 +71,7 @@ class Run:
         parts.call_after_workers_start(stop.leave_children_alone)
         self._first_epoch, self._first_step = progress.epoch, progress.step  # of this process
         collect_as_usual()  # from here on garbage may hold large tensors
+        parts.group.tracker.begin("reading the first batch")
 
     def windows(self) -> Iterator[tuple[Window, list[Batch]]]:
         """Iterate over the windows up to the end of the epoch or of the run, with their batches.

@@ -160,6 +160,7 @@ def begin(parts: Parts, saved: Saved | None) -> Progress:
 
     A fresh run tries what memory holds; a resumed one knows it, and all else.
     """
+    parts.group.tracker.begin("loading the checkpoint" if saved else "allocating optimizer state")
     if saved is None:
         check_forwards(parts, Progress())
         progress = Progress(most_samples=fit_into_memory(parts))  # collective
