@@ -8,6 +8,7 @@ import ast
 import json
 import re
 import shlex
+import signal
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -39,7 +40,15 @@ from tests.documents import (
     text_of,
 )
 from tests.processes import ROOT
-from tests.ranks import free_port, run_command, run_program, start_program, train_as_typed
+from tests.ranks import (
+    free_port,
+    run_command,
+    run_program,
+    start_program,
+    start_training,
+    train_as_typed,
+)
+from tests.run_folder import fingerprints
 from tests.test_run_with import INSPECT
 from tests.test_run_with import LAUNCHERS as RUN_WITH
 from tests.test_slurm import SBATCH, SRUN
@@ -82,6 +91,7 @@ ELSEWHERE[
 INSTEAD = {
     "./launch_examples.sh 1": "./launch_examples.sh 1 --dry-run",
     "tensorboard --logdir runs": "tensorboard --logdir runs --inspect",
+    **{line: line.replace("0.1", "0") for line in commands_of(READING) if "pause_s: 0.1" in line},
 }
 # Commands of the script run on forked ranks, but for these: no other test starts them for real.
 FOR_REAL = {"python ddp_training.py evaluate runs/first"}
@@ -322,6 +332,28 @@ class TestCommands:
         assert "sha256" in resumed
 
     @pytest.mark.slow
+    def test_exercise_3_leaves_time_to_press_ctrl_c(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write_examples(READING, tmp_path, monkeypatch)
+        whole, pieces, _ = [
+            line for line in commands_of(READING) if {"whole", "pieces"} & {*re.split(r"\W", line)}
+        ][:3]
+        argv = [*shlex.split(pieces)[2:], "--output_dir", str(tmp_path / "runs")]
+        with start_training(argv, launcher="none", cwd=tmp_path) as running:
+            running.wait_for(
+                lambda: "epoch 1 done" in running.output(0) or None, timeout_s=90, what="its start"
+            )
+            running.kill(0, signal.SIGINT)
+            stopped = running.wait(timeout_s=60).ok()
+        assert "saving first" in stopped.output
+        for line in (whole, INSTEAD[pieces]):
+            run_training(line, tmp_path, max_steps=0)
+        last = "checkpoints/step-000000180/state.safetensors"
+        found = [fingerprints(tmp_path / "runs" / name / last) for name in ("whole", "pieces")]
+        assert found[0] == found[1]
+
+    @pytest.mark.slow
     def test_two_nodes_find_each_other_with_the_flags_of_torchrun(self, tmp_path: Path) -> None:
         [command] = [line for line in text_of(TROUBLES).splitlines() if "--nnodes=2" in line]
         command = command.replace("--nproc_per_node=8", "--nproc_per_node=1")
@@ -378,7 +410,7 @@ def run_documented(command: str, folder: Path, *, max_steps: int) -> str:
     is_script &= not {"doctor", "drill"} & {*words}  # which start processes: they are forked, too
     if is_script and not is_real:
         is_other = {"verify-ledger", "evaluate", "export", "--help"} & {*words}
-        is_other |= {"explain", "audit", "watch"} & {*words}
+        is_other |= {"explain", "audit", "watch", "report"} & {*words}
         return run_training(command, folder, max_steps=0 if is_other else max_steps)
     command = command.replace("launchers/", f"{ROOT}/launchers/")
     for name in ("ddp_training.py", "launch_examples.sh", "setup.sh"):
