@@ -8,6 +8,7 @@ What goes wrong here: a package is not installed; a model can't be traced.
 """
 
 import contextlib
+import inspect
 import io
 import logging
 import warnings
@@ -31,10 +32,9 @@ CARD_NAME, WEIGHTS_NAME = "README.md", "model.safetensors"
 TORCH_EXPORT_NAME, ONNX_NAME = "model.pt2", "model.onnx"
 # Traced programs sum in another order than the model. A wrong weight differs by far more.
 _TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
-_NUM_TOKENS = 6  # of each sample that a model for text is tried with
 _TRACED_SAMPLES, _TRIED_SAMPLES = 2, (2, 5)  # WHY also 5: it detects a fixed batch size
 
-Run = Callable[[Tensor], Tensor]
+Run = Callable[..., Tensor]
 log = logging.getLogger(__name__)
 
 _HOW_TO_LOAD = {
@@ -54,20 +54,50 @@ import onnxruntime
 session = onnxruntime.InferenceSession("{ONNX_NAME}")
 [logits] = session.run(["logits"], {{"inputs": inputs}})  # inputs: float32 array""",
 }
+_OF_TEXT = {
+    TORCH_EXPORT: ("model(inputs)", 'model(tokens["input_ids"], tokens["attention_mask"])'),
+    ONNX: ('{"inputs": inputs})  # inputs: float32 array', "dict(tokens))  # int64 arrays"),
+}
+"""What differs where tokens are the inputs, as a tokenizer gives them."""
 
 
 class _Logits(nn.Module):
     """A model whose only output is the logits."""
+
+    names: tuple[str, ...] = ("inputs",)
+    """The names of its inputs."""
+
+    sizes: Mapping[int, Any] = {0: torch.export.Dim.DYNAMIC}
+    """Which of their dimensions may have any size. Any: torch's kind of one."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, inputs: Tensor) -> Tensor:
-        is_text = isinstance(self.model, TextModel)
-        output = self.model(input_ids=inputs) if is_text else self.model(inputs)
+        output = self.model(inputs)
         logits: Tensor = output if isinstance(output, Tensor) else output["logits"]
         return logits
+
+
+class _TextLogits(_Logits):
+    """The same of a model for text: texts of any number and length, padded at their end."""
+
+    sizes: Mapping[int, Any] = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+
+    def __init__(self, model: TextModel) -> None:
+        super().__init__(model)
+        taken = inspect.signature(model.net.forward).parameters
+        self.names = tuple(name for name in ("input_ids", "attention_mask") if name in taken)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        given = {} if attention_mask is None else {"attention_mask": attention_mask}
+        logits: Tensor = self.model(input_ids=input_ids, **given)["logits"]
+        return logits
+
+
+def _with_logits(model: nn.Module) -> _Logits:
+    return (_TextLogits(model) if isinstance(model, TextModel) else _Logits(model)).eval()
 
 
 @torch.no_grad()
@@ -85,15 +115,12 @@ def write_model(
     if form == ONNX:
         for package in ("onnx", "onnxscript"):
             import_extra(package, what="--format onnx")
-    model = _Logits(rebuild_model(weights, meta)).eval()
-    if form == HUGGINGFACE and isinstance(model.model, TextModel):
-        inputs = [_example_tokens(meta, num_samples=count) for count in _TRIED_SAMPLES]
-    else:
-        inputs = [example_inputs(meta, num_samples=count) for count in _TRIED_SAMPLES]
+    model = _with_logits(rebuild_model(weights, meta))
+    inputs = [_examples(model, meta, num_samples=count) for count in _TRIED_SAMPLES]
     try:
-        wanted = [model(tensor) for tensor in inputs]
+        wanted = [model(*tensors) for tensors in inputs]
         run = write[form](folder, model, meta)
-        got = [run(tensor) for tensor in inputs]
+        got = [run(*tensors) for tensors in inputs]
     except HardenedError:
         raise
     except Exception as error:  # WHY broad: the user's model, and tracers raise any exception
@@ -143,20 +170,23 @@ def _write_transformers(folder: Path, model: HubNet, meta: Mapping[str, Any]) ->
     net = loader.from_pretrained(folder, local_files_only=True, use_safetensors=True)
     is_text = isinstance(model, TextModel)
     again = TextModel(net) if is_text else ImageClassifier(net, input_shape=meta["input_shape"])
-    return _Logits(again).eval()
+    return _with_logits(again)
 
 
-def _example_tokens(meta: Mapping[str, Any], *, num_samples: int) -> Tensor:
-    """Create tokens (num_samples, _NUM_TOKENS) to compare models with: the same every time."""
-    count = num_samples * _NUM_TOKENS
-    tokens = torch.arange(count) * 7 % int(meta["hub_config"]["vocab_size"])
-    return tokens.view(num_samples, _NUM_TOKENS)
+def _examples(model: _Logits, meta: Mapping[str, Any], *, num_samples: int) -> tuple[Tensor, ...]:
+    """Create inputs to compare models with, the same every time. Of texts the first is padded."""
+    if not isinstance(model, _TextLogits):
+        return (example_inputs(meta, num_samples=num_samples),)
+    size = (num_samples, num_samples + 4)  # WHY another length too: it detects a fixed one
+    tokens = torch.arange(size[0] * size[1]) * 7 % int(meta["hub_config"]["vocab_size"])
+    mask = torch.ones(size, dtype=torch.int64)
+    mask[0, -2:] = 0
+    return (tokens.view(size), mask)[: len(model.names)]
 
 
 def _write_torch_export(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Run:
-    batch = {0: torch.export.Dim.DYNAMIC}
-    inputs = (example_inputs(meta, num_samples=_TRACED_SAMPLES),)
-    program = torch.export.export(model, inputs, dynamic_shapes=(batch,))
+    inputs = _examples(model, meta, num_samples=_TRACED_SAMPLES)
+    program = torch.export.export(model, inputs, dynamic_shapes=(model.sizes,) * len(inputs))
     torch.export.save(program, folder / TORCH_EXPORT_NAME)
     loaded: Run = torch.export.load(folder / TORCH_EXPORT_NAME).module()
     return loaded
@@ -166,22 +196,28 @@ def _write_onnx(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Run:
     onnx = import_extra("onnx", what="--format onnx")
     reference = import_extra("onnx.reference", what="--format onnx")
     path = folder / ONNX_NAME
+    inputs = _examples(model, meta, num_samples=_TRACED_SAMPLES)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch's warnings about its own code
         torch.onnx.export(
             model,
-            (example_inputs(meta, num_samples=_TRACED_SAMPLES),),
+            inputs,
             path,
             dynamo=True,
-            dynamic_shapes=({0: torch.export.Dim.DYNAMIC},),
-            input_names=["inputs"],
+            dynamic_shapes=(model.sizes,) * len(inputs),
+            input_names=model.names,
             output_names=["logits"],
             external_data=False,
             verbose=False,
         )
     onnx.checker.check_model(str(path))
     evaluator = reference.ReferenceEvaluator(str(path))
-    return lambda inputs: torch.as_tensor(evaluator.run(None, {"inputs": inputs.numpy()})[0])
+
+    def run(*tensors: Tensor) -> Tensor:
+        arrays = (tensor.numpy() for tensor in tensors)
+        return torch.as_tensor(evaluator.run(None, dict(zip(model.names, arrays, strict=True)))[0])
+
+    return run
 
 
 def how_to_load(form: str, meta: Mapping[str, Any]) -> str:
@@ -196,6 +232,8 @@ def how_to_load(form: str, meta: Mapping[str, Any]) -> str:
 {head}# Inputs need the image size and channels of config.json: in training, other sizes were scaled
 # to that size (bilinear, antialias), and a grey channel was repeated.
 logits = model(pixel_values=inputs).logits"""
+    if described and not meta.get("input_shape"):
+        return _HOW_TO_LOAD[form].replace(*_OF_TEXT[form])
     return _HOW_TO_LOAD[form]
 
 
