@@ -53,6 +53,7 @@ from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import Resolved, resolve
 from hardened_ddp.settings.manual import help_text
 from hardened_ddp.settings.packages import missing_package
+from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import as_typed
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ def train(settings: Resolved, group: Group) -> int:
         status = Ending.FAILED
         try:
             if group.launch.is_restart:
-                refuse_crash_loop(run.folder, progress, parts.next_samples(progress))
+                refuse_crash_loop(parts, progress, run.folder)
             ending = fit(run)  # collective
             run.saver.save_last(progress)
             stop.finish()  # collective
@@ -231,7 +232,7 @@ def train(settings: Resolved, group: Group) -> int:
             # This rank failed, or another one: a surviving rank saves the last completed step.
             save_as_survivor(error, run.stepper, run.saver, run.folder)
             if group.launch.is_main or not isinstance(error, PeerLostError):
-                error.add_note(f"why: python ddp_training.py explain {folder.folder}")
+                error.add_note(f"why: {own_command('explain', folder.folder)}")
             raise
         finally:
             rank_status.close_as(status)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Numbered presets: each is one command, and --dry-run shows it.
 set -euo pipefail
+started_in=$PWD
 cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")"
 
 usage() {
@@ -76,12 +77,15 @@ if [[ $python == "$(command -v python)" ]]; then
 elif [[ $python == "$PWD/.venv/bin/python" ]]; then
   python=.venv/bin/python
 fi
-alone=("$python" ddp_training.py)
+# WHY the whole path then: it tells the script that its user is not in this folder.
+script=ddp_training.py
+if [[ ! $started_in -ef . ]]; then script=$PWD/$script; fi
+alone=("$python" "$script")
 gpus=$(count_gpus)
 ranks=$((gpus > 0 ? gpus : 2))
 if [[ $preset == 3 ]]; then ranks=4; fi
 # WHY not the torchrun beside that Python: its first line breaks when the folder is moved.
-together=("$python" -m torch.distributed.run --standalone "--nproc_per_node=$ranks" ddp_training.py)
+together=("$python" -m torch.distributed.run --standalone "--nproc_per_node=$ranks" "$script")
 if ((ranks > 1)) && [[ -z ${OMP_NUM_THREADS:-} ]]; then
   together=(env OMP_NUM_THREADS=1 "${together[@]}") # torchrun also sets 1, but prints a warning
 fi
@@ -116,7 +120,9 @@ command+=("${more[@]}")
 
 if ((${#dry_run[@]})); then
   printf -v line '%q ' "${command[@]}"
-  echo "${line% }"
+  line=${line% }
+  if [[ ! $started_in -ef . ]]; then printf -v line '(cd %q && %s)' "$PWD" "$line"; fi
+  echo "$line"
   exit 0
 fi
 exec "${command[@]}" # WHY exec: a signal to this script reaches the run itself

@@ -21,6 +21,7 @@ from drills.two_hosts import why_not
 from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.cli import Request
 from hardened_ddp.settings.layers import resolve
+from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import nearest, shown
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def read_order(request: Request) -> Order:
     if not ranks.isdigit() or not 1 <= int(ranks) <= 64:
         raise ConfigError(
             f"--ranks: found {shown(ranks)}, needs a whole number from 1 to 64",
-            fix="python ddp_training.py drill --help",
+            fix=own_command("drill", "--help"),
         )
     fault = find(name)
     if fault is None and name != ALL:
@@ -110,7 +111,7 @@ def read_order(request: Request) -> Order:
     if fault is not None and fault.min_ranks > num_ranks:
         raise ConfigError(
             f"drill {name} needs {fault.min_ranks} ranks or more, not {num_ranks}",
-            fix=f"python ddp_training.py drill {name} --ranks {fault.min_ranks}",
+            fix=own_command("drill", name, "--ranks", str(fault.min_ranks)),
         )
     chosen = [fault] if fault else [f for f in all_faults() if f.min_ranks <= num_ranks]
     left_out = why_not() if any(f.outside == TWO_HOSTS for f in chosen) else ""
@@ -185,7 +186,8 @@ def list_faults() -> list[str]:
     lines = [f"{len(faults)} drills; each compares a run with a fault to an undisturbed one."]
     for fault in faults:
         lines += [f"  {fault.name:<22} {fault.text}", f"  {'':<22}   -> {fault.verdict}"]
-    return [*lines, "run one: python ddp_training.py drill NAME; all: drill all"]
+    lines.append(f"run one: {own_command('drill', faults[0].name)}")
+    return [*lines, f"run all: {own_command('drill', ALL)}"]
 
 
 def lines_of(verdict: "Verdict") -> list[str]:
@@ -270,7 +272,7 @@ def _word(value: Any) -> str:  # Any: the type of the setting
 
 
 def _list_command() -> str:
-    return "python ddp_training.py drill lists all of them"
+    return f"all of them are listed by: {own_command('drill')}"
 
 
 def _say(output: TextIO, lines: Sequence[str]) -> None:

@@ -28,6 +28,7 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from hardened_ddp.ranks.start_command import COMMAND
 from launchers.running import ROOT, make_parser, read_arguments
 
 POLL_S = 0.05
@@ -155,14 +156,21 @@ def main(argv: Sequence[str]) -> int:
         )
     if options.nproc_per_node < 1 or not 0 < options.port < 65536:
         parser.error("--nproc_per_node needs 1 or more, --port 1 to 65535")
+    given = list(argv)[: len(argv) - len(words[1:])]  # up to the script, if it was named
+    script = words[0]
+    if is_ours(script):
+        script = os.path.relpath(script, ROOT)
+        if os.getcwd() != options.folder:  # so that the ranks know that the user is elsewhere
+            script = os.path.join(options.folder, script)
+    started = [sys.executable, os.path.abspath(__file__), *given]
     plan = Plan(
         hosts=hosts,
         nproc_per_node=options.nproc_per_node,
         port=options.port,
         folder=options.folder,
         python=options.python,
-        variables=options.env,
-        words=[os.path.relpath(words[0], ROOT) if is_ours(words[0]) else words[0], *words[1:]],
+        variables=[f"{COMMAND}={shlex.join(started)}", *options.env],
+        words=[script, *words[1:]],
     )
     if options.dry_run:
         for node_rank, host in enumerate(hosts):

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hardened_ddp.errors import HardenedError, LaunchError
 from hardened_ddp.ranks.launch import Launch, end_with_launcher, prepare_environment, read_launch
+from hardened_ddp.ranks.place import command_words, with_arguments
 from launchers.running import ROOT, limit_threads, make_parser, read_arguments, run_script
 
 POLL_S = 0.05
@@ -40,8 +41,7 @@ def job_name() -> str:
     if not text.strip():
         raise LaunchError(
             "this mpirun gives its ranks no name of the job, so they can't find the file of rank 0",
-            fix="give all ranks MASTER_ADDR, the host of rank 0, and MASTER_PORT: "
-            "mpirun -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 ...",
+            fix="give all ranks MASTER_ADDR, the host of rank 0, and MASTER_PORT, with -genv",
         )
     return f"{zlib.crc32(text.encode()):08x}"
 
@@ -60,8 +60,8 @@ def agree_on_rendezvous(rank: int, folder: Path, timeout_s: float) -> tuple[str,
             raise LaunchError(
                 f"the name of rank 0's host, {socket.gethostname()}, resolves to {address}, where "
                 "no other machine can reach it",
-                fix="give rank 0 the address of its network card: mpirun -x MASTER_ADDR=ADDRESS "
-                "...   (or correct /etc/hosts)",
+                fix="correct /etc/hosts, or give rank 0 the address of its network card: -x "
+                "MASTER_ADDR=... of mpirun",
             )
         with socket.socket() as probe:
             probe.bind((address, 0))
@@ -77,7 +77,7 @@ def agree_on_rendezvous(rank: int, folder: Path, timeout_s: float) -> tuple[str,
             raise LaunchError(
                 f"rank {rank} on {socket.gethostname()} waited {timeout_s:g} s for {path}, which "
                 "rank 0 writes: rank 0 did not start, or this machine does not share that folder",
-                fix="name a shared folder: python launchers/run_with_mpirun.py --folder FOLDER ...",
+                fix="name a folder that all machines share, with --folder before the script",
             )
         time.sleep(POLL_S)
     address, port_text = path.read_text(encoding="utf-8").split()
@@ -98,7 +98,7 @@ def find_launch(folder: Path, timeout_s: float) -> tuple[Launch, Path | None]:
     if launch.launcher == "none":
         raise LaunchError(
             "this process was not started by mpirun (no OMPI_COMM_WORLD_RANK, no PMI_RANK)",
-            fix="mpirun -np 2 python launchers/run_with_mpirun.py",
+            fix=with_arguments(command_words("mpi", 2, env={})),
         )
     return launch, note
 

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hardened_ddp.errors import HardenedError
 from hardened_ddp.ranks.launch import end_with_launcher, prepare_environment, read_launch
+from hardened_ddp.ranks.place import command_words, with_arguments
 from launchers.running import make_parser, read_arguments, run_script
 
 
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> None:
     if launch.launcher == "none":
         sys.exit(
             "run_with_torchrun.py: this process was not started by torchrun (RANK is not set)\n"
-            "  next: torchrun --nproc_per_node=2 launchers/run_with_torchrun.py"
+            f"  next: {with_arguments(command_words('torchrun', 2, env={}))}"
         )
     prepare_environment(launch, os.environ)
     end_with_launcher(launch)

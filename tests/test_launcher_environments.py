@@ -25,7 +25,7 @@ Change = dict[str, str | None]
 BAD: list[tuple[Mapping[str, str], Change, str, str]] = [
     (TORCHRUN, {"RANK": None}, "but not RANK", "torchrun"),
     (TORCHRUN, {"WORLD_SIZE": None, "MASTER_PORT": None}, "WORLD_SIZE, MASTER_PORT", "torchrun"),
-    (TORCHRUN, {"LOCAL_RANK": None}, "but not LOCAL_RANK", "unset RANK WORLD_SIZE"),
+    (TORCHRUN, {"LOCAL_RANK": None}, "but not LOCAL_RANK", "env -u RANK -u WORLD_SIZE"),
     (TORCHRUN, {"RANK": "one"}, "RANK='one'", "torchrun"),
     (TORCHRUN, {"RANK": "-1"}, "RANK='-1'", "torchrun"),
     (TORCHRUN, {"WORLD_SIZE": "2.5"}, "WORLD_SIZE='2.5'", "torchrun"),
@@ -37,27 +37,32 @@ BAD: list[tuple[Mapping[str, str], Change, str, str]] = [
     (TORCHRUN, {"WORLD_SIZE": "0"}, "RANK=1 must be below WORLD_SIZE=0", "torchrun"),
     (AGENT, {"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT='x'", "torchrun"),
     # Exported once, before srun or mpirun: the same in all tasks.
-    ({**SRUN, **TORCHRUN}, {}, "RANK=1 and WORLD_SIZE=4, but srun says", "unset RANK"),
-    ({**OPEN_MPI, **TORCHRUN}, {"RANK": "0"}, "but mpirun says that this is rank 1 of 2", "unset"),
+    ({**SRUN, **TORCHRUN}, {}, "RANK=1 and WORLD_SIZE=4, but srun says", "env -u RANK"),
+    (
+        {**OPEN_MPI, **TORCHRUN},
+        {"RANK": "0"},
+        "but mpirun says that this is rank 1 of 2",
+        "-u RANK",
+    ),
     ({**SRUN, "WORLD_SIZE": "4"}, {}, "WORLD_SIZE set, but not RANK", "srun"),
     # torchruns that srun or mpirun started.
-    ({**SRUN, **AGENT}, {}, "srun started 2 tasks on this node", "--ntasks-per-node=1"),
+    ({**SRUN, **AGENT}, {}, "srun started 2 tasks on this node", "srun --ntasks=4"),
     ({**OPEN_MPI, **AGENT}, {}, "mpirun started 2 tasks on this node", "mpirun"),
     ({**SRUN_AGENTS, **AGENT}, {"GROUP_WORLD_SIZE": "1"}, "knows of 1 nodes", "--nnodes=2"),
     ({**SRUN, **TORCHRUN, "HARDENED_DDP_LAUNCHER": "spawn"}, {}, "run_with_python.py", "srun"),
     # Slurm.
-    (BATCH, {}, "started without srun", "srun python ddp_training.py"),
-    (BATCH, {"SLURM_STEP_ID": "4294967290"}, "SLURM_NTASKS=4", "srun --ntasks=1"),
+    (BATCH, {}, "started without srun", "srun --ntasks=4 "),
+    (BATCH, {"SLURM_STEP_ID": "4294967290"}, "SLURM_NTASKS=4", "srun --ntasks=1 "),
     (SRUN, {"SLURM_PROCID": None}, "but not SLURM_PROCID", "srun"),
     (SRUN, {"SLURM_LOCALID": None, "SLURM_NODEID": None}, "SLURM_LOCALID, SLURM_NODEID", "srun"),
-    (SRUN, {"SLURM_STEP_NODELIST": None}, "but not SLURM_STEP_NODELIST", "sbatch train.slurm"),
+    (SRUN, {"SLURM_STEP_NODELIST": None}, "but not SLURM_STEP_NODELIST", "--ntasks-per-node=2"),
     (SRUN, {"SLURM_PROCID": "4"}, "SLURM_PROCID=4 must be below SLURM_STEP_NUM_TASKS=4", "srun"),
     (SRUN, {"SLURM_LOCALID": "2"}, "SLURM_LOCALID=2 must be below the tasks of this", "srun"),
     (SRUN, {"SLURM_NODEID": "2"}, "SLURM_NODEID=2 must be below 2 nodes", "srun"),
     (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "2,3"}, "2,3 are 5 tasks", "srun"),
     (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "4"}, "4 are 1 nodes", "srun"),
     (SRUN, {"SLURM_STEP_TASKS_PER_NODE": "two"}, "can't be read at 'two'", "srun"),
-    (SRUN, {"SLURM_STEP_NODELIST": "gpu[09-1x]"}, "can't be read at [09-1x]", "MASTER_ADDR"),
+    (SRUN, {"SLURM_STEP_NODELIST": "gpu[09-1x]"}, "can't be read at [09-1x]", "srun"),
     (SRUN, {"SLURM_STEP_NODELIST": "gpu09"}, "gpu09 are 1 nodes", "srun"),
     (SRUN, {"SLURM_PROCID": "three"}, "SLURM_PROCID='three'", "srun"),
     (SRUN, {"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is not a port", "srun"),
@@ -69,7 +74,7 @@ BAD: list[tuple[Mapping[str, str], Change, str, str]] = [
     (OPEN_MPI, {"MASTER_PORT": "-5"}, "MASTER_PORT='-5'", "mpirun"),
     (OPEN_MPI_ON_TWO_HOSTS, {}, "MASTER_ADDR and MASTER_PORT not set", "run_with_mpirun.py"),
     (OPEN_MPI_ON_TWO_HOSTS, {"MASTER_ADDR": "a"}, "MASTER_PORT not set", "run_with_mpirun.py"),
-    (HYDRA, {"MPI_LOCALRANKID": None}, "but not MPI_LOCALRANKID", "unset PMI_RANK"),
+    (HYDRA, {"MPI_LOCALRANKID": None}, "but not MPI_LOCALRANKID", "env -u PMI_RANK"),
     (HYDRA, {"PMI_SIZE": "1"}, "PMI_RANK=1 must be below PMI_SIZE=1", "mpirun"),
 ]
 
@@ -91,7 +96,7 @@ def test_as_typed_a_bad_environment_is_status_2_and_no_traceback() -> None:
     done = run_command(["python", "ddp_training.py", "--cpu_only"], timeout_s=60, env=BATCH)
     assert done.status == 2
     assert "error [DDP-L01] job 77 has SLURM_NTASKS=4 tasks" in done.stderr
-    assert "next: srun python ddp_training.py" in done.stderr
+    assert "next: srun --ntasks=4 python ddp_training.py --cpu_only" in done.stderr
     assert "Traceback" not in done.output
 
 

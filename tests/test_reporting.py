@@ -29,6 +29,7 @@ import pytest
 import torch
 
 from hardened_ddp.ranks import tracker as tracker_module
+from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting import background, step_clock
@@ -49,10 +50,10 @@ from hardened_ddp.reporting.step_clock import GpuTimeline, StepClock
 from hardened_ddp.reporting.summary import (
     closing_lines,
     finished_at,
-    program,
     withdraw_summary,
     write_summary,
 )
+from hardened_ddp.settings.typed_command import SCRIPT
 from tests.commands import run_command
 from tests.forks import run_forked
 from tests.processes import deadline
@@ -1017,20 +1018,26 @@ class TestSummary:
         monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
         folder = tmp_path / "runs" / "it's my run"
         lines = closing_lines(
-            folder, status="finished", result="test accuracy 97.12%", has_tensorboard=True
+            folder,
+            status="finished",
+            result="test accuracy 97.12%",
+            resume=Launch().command("--resume", folder),
+            has_tensorboard=True,
         )
         assert lines[0] == "finished: test accuracy 97.12%"
         commands = [shlex.split(line.partition(": ")[2]) for line in lines[2:]]
         run = "runs/it's my run"
         assert commands == [
-            ["tensorboard", "--logdir", f"{run}/tensorboard"],
-            ["python", "ddp_training.py", "--resume", run],
-            ["python", "ddp_training.py", "evaluate", run],
-            ["python", "ddp_training.py", "export", run],
+            ["python", "-m", "tensorboard.main", "--logdir", f"{run}/tensorboard"],
+            ["python", str(SCRIPT), "--resume", run],
+            ["python", str(SCRIPT), "evaluate", run],
+            ["python", str(SCRIPT), "export", run],
         ]
 
     def test_a_folder_elsewhere_is_named_in_full(self, tmp_path: Path) -> None:
-        lines = closing_lines(tmp_path / "run", status="stopped", result="", has_tensorboard=False)
+        lines = closing_lines(
+            tmp_path / "run", status="stopped", result="", resume="", has_tensorboard=False
+        )
         assert lines[:2] == ["stopped: no evaluation", f"run folder:  {tmp_path}/run"]
         assert not any("tensorboard" in line for line in lines)
 
@@ -1052,20 +1059,3 @@ def test_a_terminal_that_takes_nothing_just_now_is_waited_for(tmp_path: Path) ->
     reader.join()
     os.close(read_end)
     assert sum(map(len, received)) == 1_000_000
-
-
-def test_programs_are_named_so_that_they_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours = tmp_path / "my env" / "bin"
-    ours.mkdir(parents=True)
-    for name in ("python", "tensorboard"):
-        (ours / name).touch(mode=0o755)
-    monkeypatch.setattr("sys.executable", str(ours / "python"))
-    monkeypatch.setenv("PATH", str(ours))
-    assert program("python") == "python"
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert program("tensorboard") == f"'{ours}/tensorboard'"
-    monkeypatch.chdir(tmp_path)
-    assert program("python") == "'my env/bin/python'"
-    assert program("not-installed") == "not-installed"

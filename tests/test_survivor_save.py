@@ -293,13 +293,16 @@ def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
 def test_only_failures_at_the_same_step_are_a_crash_loop(tmp_path: Path) -> None:
     for step in (4, 5, 5):
         save_after(StepError("no"), FakeSaver(), tmp_path, step=step)
-    refuse_crash_loop(tmp_path, Progress(step=5), [1, 2])
+    parts: Any = SimpleNamespace(  # Any: all that is asked of Parts
+        next_samples=lambda progress: [1, 2], group=SimpleNamespace(launch=Launch())
+    )
+    refuse_crash_loop(parts, Progress(step=5), tmp_path)
     save_after(StepError("no"), FakeSaver(), tmp_path, step=5)
     with (tmp_path / "failures.jsonl").open("ab") as file:
         file.write(b'[5]\n{"step": 5}\n\0\xff\n{"step": 5, "err')  # cut off by a crash
-    refuse_crash_loop(tmp_path, Progress(step=6), [1, 2])
+    refuse_crash_loop(parts, Progress(step=6), tmp_path)
     with pytest.raises(CrashLoopError, match=r"3 attempts failed at step 5.*\[1, 2\]"):
-        refuse_crash_loop(tmp_path, Progress(step=5), [1, 2])
+        refuse_crash_loop(parts, Progress(step=5), tmp_path)
 
 
 def _has_run(output_dir: Path) -> bool:

@@ -107,7 +107,7 @@ def test_a_run_is_shown_while_it_runs_when_it_died_and_when_it_finished(
     saved = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*")]
     curve = [point.step for point in read_run(folder).points]
     assert found is not None
-    assert int(found[1]) >= max(*saved, *curve)
+    assert int(found[1]) >= max([*saved, *curve])
     assert "no heartbeat since" in text
     assert f"explain {folder}" in text
     assert "<td>dead</td>" in reported(folder)

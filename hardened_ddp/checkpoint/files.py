@@ -57,6 +57,7 @@ from hardened_ddp.checkpoint.verify import (
     verify_checkpoint,
 )
 from hardened_ddp.errors import CheckpointError
+from hardened_ddp.settings.typed_command import shell_command
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -163,7 +164,7 @@ class CheckpointStore:
                 raise CheckpointError(
                     f"{folder} is not a folder but a link or a file that somebody else made: "
                     "nothing is written through it",
-                    fix=f"look at it: ls -ld {folder}",
+                    fix=f"look at it: {shell_command('ls', '-ld', folder)}",
                 )
         sweep_leftovers(self.root, disk=self._disk)
 

@@ -25,6 +25,7 @@ from hardened_ddp.checkpoint.manifest import JSON, Best, plain_meta
 from hardened_ddp.checkpoint.stream import HostArena, TensorStream
 from hardened_ddp.checkpoint.tensors import FilePlan, plan_file
 from hardened_ddp.errors import CheckpointError
+from hardened_ddp.settings.typed_command import shell_command
 
 # Longer than a working disk needs for any state; a network disk that hangs never finishes.
 _WAIT_S = 1800.0
@@ -183,7 +184,8 @@ class CheckpointWriter:
             raise CheckpointError(
                 f"the checkpoint in flight ({self._thread.name}) is not written after "
                 f"{timeout_s:.0f} s: the disk under {self._store.root} hangs",
-                fix=f"check the disk: df {self._store.root}; older checkpoints are unchanged",
+                fix="older checkpoints are unchanged; check the disk: "
+                + shell_command("df", self._store.root),
             )
         self._thread = None
 

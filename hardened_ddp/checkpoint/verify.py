@@ -41,6 +41,7 @@ from hardened_ddp.checkpoint.manifest import (
 from hardened_ddp.checkpoint.tensors import differences, read_tensors, specs_of
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, STEP_FOLDER
+from hardened_ddp.settings.typed_command import look_at
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ def open_checkpoint(path: Path, *, prefer_best: bool = False) -> Found:
     if not path.is_dir():
         raise CheckpointError(
             f"{path} is not a folder, so it holds no checkpoint",
-            fix="give the folder of a run (runs/NAME) or of a checkpoint (.../step-000000123)",
+            fix="give the folder of a run, or of a checkpoint in its folder checkpoints",
         )
     if (path / MANIFEST_NAME).is_file() or STEP_FOLDER.fullmatch(path.name):
         verdict = verify_checkpoint(path)
@@ -273,7 +274,7 @@ def unusable_folder(folder: Path, error: OSError) -> RunFolderError:
     return RunFolderError(
         f"{folder} can't be used: {error.strerror or error} ({error.filename or folder}); "
         "checkpoints could not be written there",
-        fix=f"give another output_dir, or look at it: ls -ld {folder}; df -h {folder}",
+        fix=f"give another output_dir, or look at it: {look_at(folder)}",
     )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.errors import DataError
+from hardened_ddp.settings.typed_command import pip_command, python_command
 
 NUM_SAMPLES = 1797
 NUM_FOR_TRAINING = 1437  # four fifths, in a fixed random order
@@ -39,7 +40,7 @@ def find_file() -> Path:
     if found is None or found.origin is None:
         raise DataError(
             "the digits come with scikit-learn, which is not installed",
-            fix="pip install -r requirements.txt, or choose --dataset synthetic",
+            fix=f"choose --dataset synthetic, or: {pip_command('requirements.txt')}",
         )
     return Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
 
@@ -53,6 +54,7 @@ def read_table(path: Path) -> npt.NDArray[np.float32]:
             raise ValueError(f"a table of {table.shape}, not of {(NUM_SAMPLES, 65)}")
     except (OSError, EOFError, ValueError) as error:
         raise DataError(
-            f"{path} can't be read: {error}", fix="pip install --force-reinstall scikit-learn"
+            f"{path} can't be read: {error}",
+            fix=python_command("-m", "pip", "install", "--force-reinstall", "scikit-learn"),
         ) from error
     return table

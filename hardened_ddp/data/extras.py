@@ -11,8 +11,7 @@ from types import ModuleType
 
 from hardened_ddp.data.vision import import_torchvision
 from hardened_ddp.errors import DataError, MissingPackageError
-
-INSTALL = "pip install -r requirements-extras.txt"
+from hardened_ddp.settings.typed_command import pip_command
 
 
 def import_extra(name: str, *, what: str) -> ModuleType:
@@ -20,6 +19,7 @@ def import_extra(name: str, *, what: str) -> ModuleType:
 
     Raises MissingPackageError.
     """
+    install = pip_command("requirements-extras.txt")
     if importlib.util.find_spec(name) is not None:
         if name == "transformers":
             with contextlib.suppress(DataError):
@@ -28,5 +28,5 @@ def import_extra(name: str, *, what: str) -> ModuleType:
             return importlib.import_module(name)
         except ImportError as error:
             reason = f"which can't be imported: {error}"
-            raise MissingPackageError(f"{what} needs {name}, {reason}", fix=INSTALL) from error
-    raise MissingPackageError(f"{what} needs {name}, which is not installed", fix=INSTALL)
+            raise MissingPackageError(f"{what} needs {name}, {reason}", fix=install) from error
+    raise MissingPackageError(f"{what} needs {name}, which is not installed", fix=install)

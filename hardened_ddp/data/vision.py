@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.errors import DataError
 from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.typed_command import ROOT, pip_command, python_command, shell_command
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def import_torchvision() -> ModuleType:
         return _import()
     except ModuleNotFoundError as error:
         raise DataError(
-            f"torchvision is not installed ({error})", fix="pip install -r requirements.txt"
+            f"torchvision is not installed ({error})", fix=pip_command("requirements.txt")
         ) from error
     except (RuntimeError, ImportError, AttributeError, OSError) as first_error:
         if not lacks_operators(first_error):
@@ -91,9 +92,10 @@ def open_downloadable(name: str, *, train: bool, data_dir: str, download: bool) 
 def by_hand(name: str, data_dir: Path) -> str:
     """Return how to copy one of DOWNLOADABLE to a machine without internet."""
     return (
-        f"on a machine with internet: python download.py --dataset {name} --data_dir data, and "
-        f"copy the content of its folder data to {data_dir.resolve()} (first remove what is there "
-        f"of {DOWNLOADABLE[name][0]}); or choose --dataset digits, which needs no download"
+        "choose --dataset digits, which needs no download; or copy the content of the folder data "
+        f"to {data_dir.resolve()} (first remove what is there of {DOWNLOADABLE[name][0]}) from a "
+        "machine with internet, where this writes it: "
+        + python_command(ROOT / "download.py", "--dataset", name, "--data_dir", "data")
     )
 
 
@@ -132,14 +134,15 @@ def open_folder(
         return vision.datasets.ImageFolder(str(folder), transform=transform)  # type: ignore[no-any-return]  # untyped
     except (FileNotFoundError, OSError) as error:
         raise DataError(
-            f"{folder} can't be read as one folder per class: {error}", fix=f"look: ls {folder}"
+            f"{folder} can't be read as one folder per class: {error}",
+            fix=f"look: {shell_command('ls', folder)}",
         ) from error
 
 
 def _misfit(error: Exception) -> DataError:
     return DataError(
         f"torchvision does not fit torch {torch.__version__}: {error}",
-        fix="pip install -r requirements.txt (it pins versions that fit together)",
+        fix=f"versions that fit together: {pip_command('requirements.txt')}",
     )
 
 

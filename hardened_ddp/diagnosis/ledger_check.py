@@ -18,7 +18,7 @@ def check_ledger(run: Path, *, output: TextIO) -> int:
     if newest is None:
         raise CheckpointError(
             f"{run} has no valid checkpoint, so nothing counts as done yet",
-            fix="name a run folder; runs with checkpoints are listed by: ls -d runs/*/checkpoints",
+            fix=f"name a run that has some in {CHECKPOINTS_NAME}, or let this one go on",
         )
     meta: dict[str, Any] = dict(newest.manifest.meta)  # Any: JSON
     stream = meta.get("stream") or {"facts": {"taken": ()}, "sizes": ()}

@@ -80,7 +80,7 @@ def judge_open_files(soft: int, hard: int) -> Check:
     unlimited = resource.RLIM_INFINITY
     shown = [str(limit) if limit != unlimited else "unlimited" for limit in (soft, hard)]
     detail = f"{shown[0]}, can be raised to {shown[1]}"
-    advice = "ulimit -n 65536 (in docker: --ulimit nofile=65536; a cluster: ask its admin)"
+    advice = "in docker --ulimit nofile=65536; on a cluster ask its admin; else: ulimit -n 65536"
     if hard != unlimited and hard < 256:
         return Check("open files", "FAIL", detail, advice)
     if hard != unlimited and hard < 4096:
@@ -93,7 +93,7 @@ def check_disk(folder: Path) -> Check:
     free = shutil.disk_usage(folder).free
     status = os.statvfs(folder)
     detail = f"{free / GIB:.1f} GiB free in {folder.resolve()}"
-    advice = "remove old runs (du -sh runs/*), or choose another disk with --output_dir"
+    advice = "remove old runs, or choose another disk with --output_dir"
     if status.f_files and not status.f_favail:
         return Check("disk", "FAIL", f"{detail}, but no file can be added (inodes)", advice)
     if free < GIB // 2:

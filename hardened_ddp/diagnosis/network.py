@@ -50,7 +50,7 @@ def judge_localhost(addresses: list[str]) -> Check:
 def check_hostname(name: str | None = None) -> Check:
     """Check that this machine's host name resolves to this machine; other nodes use that name."""
     name = socket.gethostname() if name is None else name
-    advice = f"add '127.0.0.1 {name}' to /etc/hosts, or start with torchrun --standalone"
+    advice = f"add '127.0.0.1 {name}' to /etc/hosts, or give torchrun --standalone"
     try:
         addresses = look_up(name)
     except LookupFailure as error:

@@ -11,6 +11,7 @@ from typing import TextIO
 from hardened_ddp.diagnosis.report_page import page_of
 from hardened_ddp.diagnosis.run_files import RunView, find_run_folder, read_run
 from hardened_ddp.errors import MissingPackageError, RunFolderError
+from hardened_ddp.settings.typed_command import pip_command
 from hardened_ddp.settings.wording import as_typed
 
 FILE_NAME = "report.html"
@@ -77,6 +78,6 @@ def read_plotly() -> str:
         raise MissingPackageError(
             "the command report needs plotly, which is not installed",
             # WHY not the whole file: it may be another torch that is installed
-            fix="pip install $(grep ^plotly requirements.txt)",
+            fix=pip_command("requirements.txt", "plotly"),
         ) from error
     return str(get_plotlyjs())

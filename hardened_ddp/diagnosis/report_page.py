@@ -84,7 +84,7 @@ def page_of(runs: Mapping[str, RunView], plotly: str) -> str:
     title = f"Training report: {', '.join(runs)}"
     body = [
         f"<h1>{_text(title)}</h1>",
-        f'<p class="quiet">made {_clock(time.time())} by <code>python ddp_training.py report</code>'
+        f'<p class="quiet">made {_clock(time.time())} by the command report'
         '</p><p id="trouble" class="bad"></p>',
         *(_verdict(name if len(runs) > 1 else "", run) for name, run in runs.items()),
         '<div class="plots">',

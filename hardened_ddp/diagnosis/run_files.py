@@ -7,9 +7,10 @@ all: what can't be read is left out, and named in problems.
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast, get_args
 
 from hardened_ddp.diagnosis.run_clocks import clock_problems
 from hardened_ddp.diagnosis.run_events import Event, read_events
@@ -24,10 +25,17 @@ from hardened_ddp.diagnosis.run_json import (
     read_text,
 )
 from hardened_ddp.errors import RunFolderError
+from hardened_ddp.ranks.place import LauncherName, command_words
 from hardened_ddp.ranks.process import ProcessMark, is_gone
 from hardened_ddp.reporting.goodput import NAME as ATTEMPTS_NAME
 from hardened_ddp.reporting.goodput import account_of, has_all_numbers
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, SAVED_SETTINGS, STEP_FOLDER
+from hardened_ddp.settings.typed_command import (
+    StartCommand,
+    own_command,
+    shell_command,
+    working_folder,
+)
 from hardened_ddp.settings.wording import counted
 
 STATUS_FOLDER = "status"
@@ -131,7 +139,7 @@ def find_run_folder(name: str, output_dir: str) -> Path:
         _check_access(output)
         found = [(_changed_at(path), path) for path in folders_in(output) if _is_run(path)]
         if not found:
-            fix = "name one: python ddp_training.py watch PATH (or --output_dir FOLDER)"
+            fix = "name its folder, or the folder of all runs with --output_dir"
             raise RunFolderError(f"there is no run in {output}", fix=fix)
         return max(found)[1]
     paths = (Path(name), output / name)
@@ -151,6 +159,20 @@ def find_run_folder(name: str, output_dir: str) -> Path:
         f"there is no run {name}: neither the folder {name} nor {output / name} exists",
         fix=_known_runs(output),
     )
+
+
+def resume_command(ranks: Sequence[Json], folder: Path) -> str:
+    """Write the command that continues a run on as many ranks, as their status tells it."""
+    told = ranks[0] if ranks else {}
+    num_ranks, num_nodes = int(number_of(told, "world_size")), int(number_of(told, "num_nodes"))
+    is_known = told.get("launcher") in get_args(LauncherName)  # WHY: anybody may have written it
+    launcher = cast(LauncherName, told["launcher"] if is_known else "none")
+    if num_nodes > 1 and launcher != "slurm":
+        return f"as before on all {num_nodes} nodes, with --resume {shell_command(folder)}"
+    words = command_words(launcher, max(1, num_ranks), num_nodes=max(1, num_nodes), env={})
+    where = str(told.get("working_folder") or "")
+    start = StartCommand(words, where if os.path.isdir(where) else working_folder())
+    return start.typed("--resume", folder)
 
 
 def read_run(folder: Path) -> RunView:
@@ -184,7 +206,7 @@ def _check_access(folder: Path) -> None:
         os.listdir(folder)
         (folder / CHECKPOINTS_NAME).stat()
     except PermissionError as error:
-        fix = f"its owner can allow it: chmod -R a+rX {folder}"
+        fix = f"its owner can allow it: {shell_command('chmod', '-R', 'a+rX', folder)}"
         raise RunFolderError(f"{folder} can't be read: {error.strerror}", fix=fix) from error
     except (OSError, ValueError):  # it is no folder, or a run that has no checkpoint yet
         return
@@ -290,5 +312,5 @@ def _changed_at(path: Path) -> float:
 def _known_runs(output: Path) -> str:
     names = [path.name for path in folders_in(output) if _is_run(path)]
     if not names:
-        return f"{output} has no run yet; start one: ./launch_examples.sh 1"
+        return f"{output} has no run yet; start one: {own_command()}"
     return f"choose a run of {output}: {', '.join(names[-5:])}"

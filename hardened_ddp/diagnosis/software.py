@@ -7,12 +7,12 @@ import sys
 
 from hardened_ddp.diagnosis.check import Check
 from hardened_ddp.errors import DataError
+from hardened_ddp.settings.typed_command import ROOT, pip_command, shell_command
 
 OLDEST_PYTHON = (3, 11)
 NEWEST_TRIED_PYTHON = (3, 13)
 OLDEST_TORCH = (2, 11)
 NEWEST_TRIED_TORCH = (2, 13)
-_INSTALL = "pip install -r requirements.txt"
 # Without these nothing runs; each of the others is for one feature.
 _NEEDED = ("numpy", "pyyaml", "safetensors", "psutil")
 _FEATURES = {
@@ -28,7 +28,12 @@ def check_python(version: tuple[int, ...] = sys.version_info[:2]) -> Check:
     """Check that Python is new enough, and not newer than the tested versions."""
     detail = f"{platform.python_version()} ({sys.executable})"
     if version < OLDEST_PYTHON:
-        return Check("python", "FAIL", detail, "install Python 3.11 or newer, then ./setup.sh")
+        return Check(
+            "python",
+            "FAIL",
+            detail,
+            f"install Python 3.11 or newer, then: {shell_command(ROOT / 'setup.sh')}",
+        )
     if version > NEWEST_TRIED_PYTHON:
         return Check("python", "warn", detail, "this version is not tested: if it fails, use 3.13")
     return Check("python", "ok", detail)
@@ -39,7 +44,7 @@ def check_torch() -> Check:
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: one of its libraries is missing
-        return Check("torch", "FAIL", f"can't be imported: {error}", _INSTALL)
+        return Check("torch", "FAIL", f"can't be imported: {error}", _install())
     return judge_torch(torch.__version__)
 
 
@@ -48,9 +53,9 @@ def judge_torch(version: str) -> Check:
     found = re.match(r"(\d+)\.(\d+)", version)
     number = (int(found[1]), int(found[2])) if found else (0, 0)
     if number < OLDEST_TORCH:
-        return Check("torch", "FAIL", f"{version} is older than 2.11", _INSTALL)
+        return Check("torch", "FAIL", f"{version} is older than 2.11", _install())
     if number > NEWEST_TRIED_TORCH:
-        advice = f"this version is not tested: if it fails, {_INSTALL}"
+        advice = f"this version is not tested: if it fails: {_install()}"
         return Check("torch", "warn", version, advice)
     return Check("torch", "ok", version)
 
@@ -62,12 +67,12 @@ def check_torchvision() -> Check:
     try:
         from hardened_ddp.data.vision import WITHOUT_OPERATORS, import_torchvision
     except (ImportError, OSError) as error:
-        return Check(name, "warn", f"can't be imported: {error}", _INSTALL)
+        return Check(name, "warn", f"can't be imported: {error}", _install())
     try:
         version = import_torchvision().__version__
     except DataError as error:
-        advice = f"{error.fix}; without it torchvision's datasets and models can't be used"
-        return Check(name, "warn", error.message, advice)
+        detail = f"{error.message}: its datasets and models can't be used"
+        return Check(name, "warn", detail, error.fix)
     if not _has_compiled_operators():
         # WHY no advice: a torchvision for this build of torch may be in another place than this one
         return Check(name, "ok", f"{version}, {WITHOUT_OPERATORS}")
@@ -80,10 +85,10 @@ def check_packages() -> Check:
     detail = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     missing = [name for name, version in versions.items() if version is None]
     if set(missing) & set(_NEEDED):
-        return Check("packages", "FAIL", detail, _INSTALL)
+        return Check("packages", "FAIL", detail, _install())
     if missing:
         without = ", ".join(f"{name}: {_FEATURES[name]}" for name in missing)
-        return Check("packages", "warn", detail, f"{_INSTALL}   (needed for {without})")
+        return Check("packages", "warn", detail, f"for {without}: {_install()}")
     return Check("packages", "ok", detail)
 
 
@@ -94,6 +99,10 @@ def is_cpu_build() -> bool:
     except (ImportError, OSError):
         return False
     return torch.version.cuda is None
+
+
+def _install() -> str:
+    return pip_command("requirements.txt")
 
 
 def _has_compiled_operators() -> bool:

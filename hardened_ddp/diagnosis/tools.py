@@ -4,10 +4,13 @@ Owns the choice by name. WHY not imported above: explain and watch answer in a f
 and no command waits for what only another one needs.
 """
 
+import os
 import sys
+from pathlib import Path
 
 from hardened_ddp.ranks.launch import environment
 from hardened_ddp.settings.cli import Request
+from hardened_ddp.settings.typed_command import own_command
 
 
 def run_tool(request: Request) -> int:
@@ -19,9 +22,15 @@ def run_tool(request: Request) -> int:
             return run_doctor(output=sys.stdout, env=environment())
         case "explain":
             from hardened_ddp.diagnosis.explain.command import run_explain
+            from hardened_ddp.diagnosis.explain.commands import Commands
 
-            logs, wants_json = request.options["log"].splitlines(), bool(request.options["json"])
-            return run_explain(logs, wants_json=wants_json, output=sys.stdout, progress=sys.stderr)
+            return run_explain(
+                [_named(log) for log in request.options["log"].splitlines()],
+                wants_json=bool(request.options["json"]),
+                output=sys.stdout,
+                progress=sys.stderr,
+                commands=Commands(own=own_command, resume=_resume),
+            )
         case "watch":
             from hardened_ddp.diagnosis.watch import run_watch
 
@@ -42,3 +51,19 @@ def run_tool(request: Request) -> int:
 
             return run_audit(request, output=sys.stdout, env=environment())
     raise ValueError(f"{request.command} is no command of run_tool")
+
+
+def _named(log: str) -> str:
+    """Give the path of a log; newest, if no file is called so, is the newest run."""
+    if log != "newest" or os.path.lexists(log):
+        return log
+    from hardened_ddp.diagnosis.run_files import find_run_folder
+
+    return str(find_run_folder("", "runs"))
+
+
+def _resume(run: Path) -> str:
+    """Type the command that continues a run as it was started."""
+    from hardened_ddp.diagnosis.run_files import read_run, resume_command
+
+    return resume_command(read_run(run).ranks, run)

@@ -50,7 +50,7 @@ def check_debugging(env: Mapping[str, str], *, is_cpu_build: bool) -> Check:
         return Check(name, "FAIL", shown, "torch knows only OFF, INFO and DETAIL; use INFO")
     if level != "DETAIL":
         return Check(name, "ok", shown)
-    advice = "export TORCH_DISTRIBUTED_DEBUG=INFO   (it names unused parameters, too)"
+    advice = "it names unused parameters, too: export TORCH_DISTRIBUTED_DEBUG=INFO"
     if is_cpu_build:
         return Check(name, "FAIL", f"{shown} ends DDP with a segmentation fault here", advice)
     return Check(name, "warn", f"{shown} checks each collective: slow", advice)
@@ -65,9 +65,9 @@ def check_threads(env: Mapping[str, str]) -> Check:
     shown = f"OMP_NUM_THREADS={given}, usable CPUs {budget}"
     first = given.partition(",")[0].strip()  # a list is one value per level of nesting
     if not first.isdecimal() or int(first) < 1:
-        return Check("threads", "FAIL", shown, "export OMP_NUM_THREADS=1   (a whole number >= 1)")
+        return Check("threads", "FAIL", shown, "a whole number >= 1: export OMP_NUM_THREADS=1")
     if int(first) > budget:
-        advice = f"export OMP_NUM_THREADS={budget}   (divided by the ranks of this machine)"
+        advice = f"for one rank on this machine: export OMP_NUM_THREADS={budget}"
         return Check("threads", "warn", f"{shown}: threads compete for CPUs", advice)
     return Check("threads", "ok", shown)
 
@@ -94,7 +94,7 @@ def check_settings(env: Mapping[str, str]) -> Check:
     problems += [f"{old} is now {new}" for old, new in _RENAMED.items() if old in env]
     if problems:
         names = [name for name in (*_COSTLY, *_RENAMED) if any(name in text for text in problems)]
-        advice = f"unset {' '.join(names)}   (unless this is intended)"
+        advice = f"unless this is intended: unset {' '.join(names)}"
         return Check("variables", "warn", "; ".join(problems), advice)
     shown = [f"{name}={env[name]}" for name in sorted(env) if name.startswith(_FAMILIES)]
     return Check("variables", "ok", ", ".join(shown) or "none of NCCL, gloo, CUDA or OpenMP is set")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 from hardened_ddp.diagnosis.run_files import RunView, find_run_folder, read_run
 from hardened_ddp.diagnosis.watch_view import COLUMNS, TEXT_COLUMNS, View, columns_for, view_of
 from hardened_ddp.errors import ConfigError
+from hardened_ddp.settings.typed_command import own_command, pip_command
 from hardened_ddp.settings.wording import shown
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def run_watch(options: Mapping[str, str], *, output: TextIO) -> int:
     if not 0.1 <= every_s <= 3600:
         raise ConfigError(
             f"--every: found {shown(options['every'])}, needs seconds, from 0.1 to 3600",
-            fix="python ddp_training.py watch --help",
+            fix=own_command("watch", "--help"),
         )
     folder = find_run_folder(options["run"], options["output_dir"])
     try:
@@ -42,7 +43,7 @@ def run_watch(options: Mapping[str, str], *, output: TextIO) -> int:
     except ImportError as error:
         raise ConfigError(
             "the command watch draws with rich, which is not installed",
-            fix="pip install -r requirements.txt",
+            fix=pip_command("requirements.txt"),
         ) from error
 
     run = read_run(folder)

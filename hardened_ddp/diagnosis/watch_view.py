@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hardened_ddp.diagnosis.run_events import FAULTS
-from hardened_ddp.diagnosis.run_files import RunView
+from hardened_ddp.diagnosis.run_files import RunView, resume_command
 from hardened_ddp.diagnosis.run_json import Json, number_of
 from hardened_ddp.guard.slow import BACKWARD_AND_WAIT
+from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import as_typed
 
 _WAITS = ("all-reduce", "broadcast", "gather", "agreement on a stop")
@@ -106,8 +107,8 @@ def _head(run: RunView) -> list[str]:
     if run.state == "dead":
         lines.append(_last_sign(run))
     if run.state in ("dead", "failed"):
-        lines.append(f"why: python ddp_training.py explain {name}")
-        lines.append(f"continue: python ddp_training.py --resume {name}")
+        lines.append(f"why: {own_command('explain', run.folder)}")
+        lines.append(f"continue: {resume_command(run.ranks, run.folder)}")
     elif run.state == "unknown":
         lines.append("no rank has written anything yet")
     return lines

@@ -31,6 +31,7 @@ from hardened_ddp.export.formats import (
     write_model,
 )
 from hardened_ddp.model.described import DESCRIPTION
+from hardened_ddp.settings.typed_command import shell_command
 from hardened_ddp.training.rebuild import MODEL_PREFIX, model_tensors
 
 SAFETENSORS = "safetensors"
@@ -62,7 +63,7 @@ def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path
     if os.path.lexists(output) and not (output.is_dir() and not any(output.iterdir())):
         raise CheckpointError(
             f"{output} exists, and an export would mix with its content",
-            fix=f"give another --output, or remove it first: rm -r {output}",
+            fix=f"give another --output, or remove it first: {shell_command('rm', '-r', output)}",
         )
     found = open_checkpoint(source, prefer_best=True)
     tensors, meta = load_checkpoint(found)

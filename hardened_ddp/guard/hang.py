@@ -247,8 +247,8 @@ class HangWatch:
         self._consensus.publish(verdict)
         error = HangError(
             verdict.text,
-            fix=f"read the stacks of all ranks in {folder}; to resume: python ddp_training.py "
-            f"--resume {self._folder.parent} (torchrun --max_restarts=3 does so automatically)",
+            fix=f"read the stacks of all ranks in {folder} (torchrun --max_restarts resumes by "
+            f"itself); to resume: {self._group.launch.command('--resume', self._folder.parent)}",
         )
         log.error("%s", error)
         try:

@@ -15,6 +15,7 @@ from hardened_ddp.data.transfer import fetch
 from hardened_ddp.data.vision import import_torchvision
 from hardened_ddp.errors import DataError, ModelError
 from hardened_ddp.settings.model import ModelConfig
+from hardened_ddp.settings.typed_command import ROOT, python_command
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +47,9 @@ def build_classifier(config: ModelConfig, *, num_classes: int, channels: int) ->
         reason = error.message if isinstance(error, DataError) else error
         raise ModelError(
             f"the pretrained weights of {config.model} can't be downloaded: {reason}",
-            fix=f"on a machine with internet: python download.py --model {config.model}, and copy "
-            "its folder models here; or leave --pretrained out",
+            fix="leave --pretrained out, or copy the folder models here from a machine with "
+            "internet, where this writes it: "
+            + python_command(ROOT / "download.py", "--model", config.model),
         ) from error
     _fit_channels(model, channels)
     return model  # type: ignore[no-any-return]  # torchvision is untyped here

@@ -8,16 +8,8 @@ import torch.distributed as dist
 
 from hardened_ddp.errors import LaunchError
 from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.ranks.place import command_words, with_arguments
 from hardened_ddp.settings.device import Backend
-
-# By launcher: the command that starts as many ranks as there are GPUs.
-_COMMANDS = {
-    "none": "python ddp_training.py",
-    "torchrun": "torchrun --nproc_per_node={} ddp_training.py",
-    "slurm": "sbatch --gpus-per-node={0} --ntasks-per-node={0} train.slurm",
-    "mpi": "mpirun -np {} python launchers/run_with_mpirun.py",
-    "spawn": "python launchers/run_with_python.py --nproc {}",
-}
 
 
 def pick_device(launch: Launch, *, cpu_only: bool, backend: str) -> torch.device:
@@ -35,10 +27,12 @@ def pick_device(launch: Launch, *, cpu_only: bool, backend: str) -> torch.device
     if index >= num_gpus and launch.has_own_gpus:
         index = 0
     if index >= num_gpus and backend != "gloo":
+        num_ranks = num_gpus * launch.num_nodes
+        fewer = command_words(launch.launcher, num_ranks, num_nodes=launch.num_nodes, env={})
         raise LaunchError(
             f"local rank {launch.local_rank} has no GPU: this node has {num_gpus} and was given "
             f"{launch.local_world_size} ranks",
-            fix=f"{_COMMANDS[launch.launcher].format(num_gpus)}   (or add --backend gloo)",
+            fix=f"add --backend gloo, or start one rank for each GPU: {with_arguments(fewer)}",
         )
     device = torch.device("cuda", index % num_gpus)
     # WHY first: NCCL and every .cuda() without an index use the current device.

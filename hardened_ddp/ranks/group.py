@@ -39,6 +39,7 @@ from hardened_ddp.ranks.rendezvous import open_store, rendezvous
 from hardened_ddp.ranks.shared_sum import SharedSum, is_supported, open_shared_sum
 from hardened_ddp.ranks.tracker import Tracker, waits_in
 from hardened_ddp.settings.device import Backend
+from hardened_ddp.settings.typed_command import own_command
 
 log = logging.getLogger(__name__)
 
@@ -314,7 +315,7 @@ def open_group(
         others = "the other rank" if n == 1 else f"the other {n} ranks"
         raise GroupError(
             f"rank {launch.rank} could not meet {others} at {where}: {first_line(error)}",
-            fix="check that this port is free and reachable from every node, or let torchrun "
-            "choose: torchrun --standalone --nproc_per_node=N ddp_training.py",
+            fix="check that this port is free and reachable from every node; the network of this "
+            f"machine is looked at by: {own_command('doctor')}",
         ) from error
     return group

@@ -17,13 +17,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from hardened_ddp.ranks import slurm_env
-from hardened_ddp.ranks.launchers_env import TORCHRUN, names_of_mpi, read_mpi, read_torchrun
+from hardened_ddp.ranks.launchers_env import (
+    TORCHRUN,
+    is_of_operator,
+    names_of_mpi,
+    read_mpi,
+    read_operator,
+    read_torchrun,
+    refuse_missing_torchrun,
+)
 from hardened_ddp.ranks.parent import end_with_parent
-from hardened_ddp.ranks.place import TORCHRUN_COMMAND, Launch, whole_number
+from hardened_ddp.ranks.place import Launch, whole_number
+from hardened_ddp.ranks.start_command import find_start_command
 
 __all__ = [
     "SAVE_REQUESTS",
-    "TORCHRUN_COMMAND",
     "Launch",
     "end_with_launcher",
     "environment",
@@ -52,7 +60,9 @@ def read_launch(env: Mapping[str, str]) -> Launch:
 
     Raises LaunchError if the variables are incomplete, not numbers, or contradict each other.
     """
-    if any(name in env for name in TORCHRUN):
+    if is_of_operator(env):
+        launch = read_operator(env)
+    elif any(name in env for name in TORCHRUN):
         launch = read_torchrun(env)
     elif (names := names_of_mpi(env)) is not None:
         launch = read_mpi(env, names)
@@ -60,6 +70,7 @@ def read_launch(env: Mapping[str, str]) -> Launch:
         launch = slurm_env.read_step(env)
     else:
         slurm_env.refuse_missing_srun(env)
+        refuse_missing_torchrun(env)
         launch = Launch()
     # Slurm's variable exists only after a requeue.
     requeues = whole_number(env, "SLURM_RESTART_COUNT", default=0)
@@ -69,6 +80,7 @@ def read_launch(env: Mapping[str, str]) -> Launch:
     attempt = launch.attempt + requeues
     return replace(
         launch,
+        start=find_start_command(env, launch),
         attempt=attempt,
         job_key=job_key,
         agent_key=agent_key,
@@ -132,7 +144,7 @@ def end_with_launcher(launch: Launch) -> None:
     WHY: ranks of a killed torchrun would train on as orphans, beside the restarted job. SIGTERM
     makes them save and leave.
     """
-    if launch.launcher != "none":
+    if launch.launcher not in ("none", "operator"):
         end_with_parent()
 
 

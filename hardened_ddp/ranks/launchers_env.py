@@ -1,4 +1,4 @@
-"""The environment variables of torchrun, mpirun and our own launchers.
+"""The environment variables of torchrun, of operators of Kubernetes, mpirun and our own launchers.
 
 Owns: one reader for each. A reader takes the variables, checks them against each other and returns
 a Launch, or raises LaunchError with the right command.
@@ -13,19 +13,24 @@ from dataclasses import dataclass
 from hardened_ddp.errors import LaunchError
 from hardened_ddp.ranks import slurm_env
 from hardened_ddp.ranks.place import (
-    MPIRUN_COMMAND,
-    SRUN_COMMAND,
+    MASTER,
     Launch,
+    LauncherName,
+    check_ranks,
+    command_words,
     need,
+    one_process,
     read_numbers,
     read_port,
+    right_command,
     whole_number,
+    with_arguments,
 )
+from hardened_ddp.settings.typed_command import torchrun_words
 
 # Set to "spawn" by run_with_python.py, beside torchrun's variables, for its ranks.
 MARK = "HARDENED_DDP_LAUNCHER"
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-MASTER = ("MASTER_ADDR", "MASTER_PORT")
 OPEN_MPI = {
     "RANK": "OMPI_COMM_WORLD_RANK",
     "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -48,7 +53,6 @@ class OuterLauncher:
     rank: int
     world_size: int
     local_world_size: int
-    command: str
 
 
 def read_torchrun(env: Mapping[str, str]) -> Launch:
@@ -70,6 +74,54 @@ def read_torchrun(env: Mapping[str, str]) -> Launch:
         master_port=read_port(env, ""),
         attempt=whole_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
         agent_owns_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def is_of_operator(env: Mapping[str, str]) -> bool:
+    """Return whether an operator of Kubernetes numbered the pods, and nobody the ranks in them."""
+    is_numbered = "RANK" in env and "WORLD_SIZE" in env
+    is_launched = "LOCAL_RANK" in env or "LOCAL_WORLD_SIZE" in env
+    is_inner = names_of_mpi(env) is not None or slurm_env.is_step(env)
+    return is_numbered and not is_launched and not is_inner
+
+
+def read_operator(env: Mapping[str, str]) -> Launch:
+    """Read what an operator gives each pod, in which this process is the only rank. Rank-local.
+
+    WHY the check of PET_: there RANK may count the pods, and WORLD_SIZE the ranks of all pods. The
+    operator means torchrun to start them, and without it all would wait for ranks that never come.
+    """
+    need(env, ("RANK", "WORLD_SIZE", *MASTER))
+    refuse_missing_torchrun(env)
+    rank, world_size = whole_number(env, "RANK"), whole_number(env, "WORLD_SIZE")
+    names = {name: name for name in ("RANK", "WORLD_SIZE")}
+    names |= {"LOCAL_RANK": "local rank", "LOCAL_WORLD_SIZE": "local world size"}
+    numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    check_ranks(numbers, names, env)
+    return Launch(
+        launcher="operator",
+        rank=rank,
+        world_size=world_size,
+        num_nodes=world_size,
+        master_addr=env["MASTER_ADDR"],
+        master_port=read_port(env, ""),
+    )
+
+
+def refuse_missing_torchrun(env: Mapping[str, str]) -> None:
+    """Raise LaunchError for plain python where PET_ variables configure torchrun."""
+    pods, ranks = env.get("PET_NNODES", "1"), env.get("PET_NPROC_PER_NODE", "1")
+    is_of_pods = pods.isdecimal() and "RANK" in env and whole_number(env, "WORLD_SIZE") > int(pods)
+    is_one = pods in ("1", "1:1") or "RANK" in env
+    if (is_one and ranks == "1" and not is_of_pods) or "PET_NNODES" not in env:
+        return
+    given = [name for name in (*MASTER, "RANK", "WORLD_SIZE") if name in env]
+    given += sorted(name for name in env if name.startswith("PET_"))
+    words = (*torchrun_words(), *command_words("none", 1, env=env)[1:])
+    raise LaunchError(
+        f"PET_NNODES={pods} and PET_NPROC_PER_NODE={ranks}: an operator configured torchrun for "
+        "this pod, and this process was started without it, so the other ranks would never join",
+        fix=f"{with_arguments(words)}\n  or in one process: {one_process(given)}",
     )
 
 
@@ -96,8 +148,9 @@ def read_mpi(env: Mapping[str, str], names: Mapping[str, str]) -> Launch:
             f"mpirun started {numbers['WORLD_SIZE']} ranks on several hosts, "
             f"{numbers['LOCAL_WORLD_SIZE']} of them here, and {' and '.join(missing)} not set: "
             "nothing says where rank 0 is, so the ranks can't find each other",
-            fix="mpirun ... python launchers/run_with_mpirun.py ddp_training.py   (its ranks agree "
-            "on the address), or give all ranks MASTER_ADDR, the host of rank 0, and MASTER_PORT",
+            fix="with the options of this mpirun, start launchers/run_with_mpirun.py, whose ranks "
+            "agree on the address, or give all ranks MASTER_ADDR, the host of rank 0, and "
+            f"MASTER_PORT; on one host: {right_command(env)}",
         )
     return Launch(
         launcher="mpi",
@@ -140,16 +193,13 @@ def find_outer_launcher(env: Mapping[str, str]) -> OuterLauncher | None:
     if (names := names_of_mpi(env)) is not None:
         need(env, names.values())
         numbers = read_numbers(env, names)
-        program, command = "mpirun", MPIRUN_COMMAND
     elif slurm_env.is_step(env):
         launch = slurm_env.read_step(env)
-        return OuterLauncher(
-            "srun", launch.rank, launch.world_size, launch.local_world_size, SRUN_COMMAND
-        )
+        return OuterLauncher("srun", launch.rank, launch.world_size, launch.local_world_size)
     else:
         return None
     world_size, local_world_size = numbers["WORLD_SIZE"], numbers["LOCAL_WORLD_SIZE"]
-    return OuterLauncher(program, numbers["RANK"], world_size, local_world_size, command)
+    return OuterLauncher("mpirun", numbers["RANK"], world_size, local_world_size)
 
 
 def _check_outer_launcher(outer: OuterLauncher, env: Mapping[str, str], *, num_agents: int) -> None:
@@ -160,16 +210,17 @@ def _check_outer_launcher(outer: OuterLauncher, env: Mapping[str, str], *, num_a
         raise LaunchError(
             f"{outer.name} started {outer.local_world_size} tasks on this node, and each one a "
             f"{agent} with its own ranks: they would take each other's GPUs and hang",
-            fix=f"one task per node: srun --ntasks-per-node=1 torchrun ...   (or without {agent}: "
-            f"{outer.command})",
+            fix=f"without {agent}: {right_command(env)}",
         )
     if is_agent and max(1, num_agents) != outer.world_size:
+        launcher: LauncherName = "slurm" if outer.name == "srun" else "mpi"
+        num_ranks = outer.world_size * whole_number(env, "LOCAL_WORLD_SIZE")
+        direct = command_words(launcher, num_ranks, num_nodes=outer.world_size, env=env)
         raise LaunchError(
             f"{outer.name} started {agent} {outer.world_size} times, but this one knows of "
             f"{max(1, num_agents)} nodes: each would train a separate model",
-            fix=f"torchrun --nnodes={outer.world_size} --rdzv_backend=c10d "
-            f"--rdzv_endpoint=HOST:PORT --nproc_per_node=N ddp_training.py   (or: "
-            f"{outer.command})",
+            fix=f"give torchrun --nnodes={outer.world_size} and an --rdzv_endpoint that all nodes "
+            f"reach, or leave it out: {with_arguments(direct)}",
         )
     found = (whole_number(env, "RANK"), whole_number(env, "WORLD_SIZE"))
     if not is_agent and found != (outer.rank, outer.world_size):
@@ -177,5 +228,5 @@ def _check_outer_launcher(outer: OuterLauncher, env: Mapping[str, str], *, num_a
             f"RANK={found[0]} and WORLD_SIZE={found[1]}, but {outer.name} says that this is rank "
             f"{outer.rank} of {outer.world_size}: two processes would have one rank. They were "
             f"exported before {outer.name}",
-            fix=f"unset {' '.join((*TORCHRUN, *MASTER))}; then: {outer.command}",
+            fix=right_command(env, unset=(*TORCHRUN, *MASTER)),
         )

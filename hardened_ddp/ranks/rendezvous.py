@@ -30,7 +30,9 @@ import torch.distributed as dist
 
 from hardened_ddp.errors import GroupError, LaunchError
 from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.ranks.place import command_words, with_arguments
 from hardened_ddp.ranks.reach import Notices, await_listener, own_addresses
+from hardened_ddp.settings.typed_command import own_command
 
 POLL_S = 0.01
 # Times the number of ranks: how often each one asks whether its round is open.
@@ -71,8 +73,8 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.Store:
             f"rank {launch.rank} on {socket.gethostname()} tried {host}:{port} for "
             f"{timeout.total_seconds():g} s, where rank 0 of {launch.world_size} should be: "
             f"{reason}. {own_addresses()}",
-            fix="start rank 0 on that address, or correct it: --master_addr of torchrun, else "
-            "MASTER_ADDR; from this machine python ddp_training.py doctor looks at the network",
+            fix="start rank 0 on that address, or correct it (--master_addr of torchrun, else "
+            f"MASTER_ADDR); the network of this machine is looked at by: {own_command('doctor')}",
         ) from error
     store.set_timeout(timeout)
     return store
@@ -116,7 +118,7 @@ def _open_round(store: dist.Store, launch: Launch, end: float, gpu: str) -> str 
             store.set(f"{round_id}/refused", json.dumps(conflict))
             # WHY: the others read it, and the store ends with this rank
             time.sleep(20 * POLL_S + 2 * _poll_s(launch))
-            raise _conflict_error(conflict)
+            raise _conflict_error(conflict, launch)
         if have_all_joined:
             # WHY a key for each: one text with all tokens would be sent to each of N ranks
             opened = [f"{round_id}/open/{rank['token']}" for rank in joined]
@@ -146,7 +148,7 @@ def _join_round(store: dist.Store, launch: Launch, end: float, gpu: str) -> str 
             if store.check([f"{round_id}/open/{token}"]):
                 return round_id
             if (conflict := _read(store, f"{round_id}/refused")) is not None:
-                raise _conflict_error(conflict)
+                raise _conflict_error(conflict, launch)
         # WHY not wait at the store: torch makes a native stack trace of each wait that times out
         time.sleep(_poll_s(launch))
     return None
@@ -188,11 +190,11 @@ def _shared_gpu(gpus: Sequence[str]) -> str | None:
     return None
 
 
-def _conflict_error(conflict: str) -> LaunchError:
+def _conflict_error(conflict: str, launch: Launch) -> LaunchError:
     return LaunchError(
         f"{conflict}: the ranks can't tell each other apart",
-        fix="start each rank once, and let the launcher number them: torchrun, srun, mpirun, "
-        "or python launchers/run_with_python.py",
+        fix="start each rank once, and let a launcher number them, on this host: "
+        + with_arguments(command_words("torchrun", launch.local_world_size, env={})),
     )
 
 
@@ -254,10 +256,17 @@ def _listen(launch: Launch) -> int:
         raise GroupError(
             f"port {launch.master_port} of this machine is taken ({error.strerror}), so rank 0 "
             "can't serve the store for the rendezvous",
-            fix="torchrun --standalone --nproc_per_node=N ddp_training.py (it takes a free "
-            "port), or another --master_port; with srun or mpirun another MASTER_PORT",
+            fix=_another_port(launch),
         ) from error
     return listener.detach()
+
+
+def _another_port(launch: Launch) -> str:
+    """Say how to start with another port; torchrun takes a free one if all ranks are here."""
+    if launch.num_nodes > 1 or launch.launcher not in ("torchrun", "none"):
+        return "set MASTER_PORT to another port for all ranks; torchrun takes it as --master_port"
+    alone = command_words("torchrun", launch.world_size, env={})
+    return f"torchrun takes a free one: {with_arguments(alone)}"
 
 
 def _is_ipv4(address: str) -> bool:

@@ -11,13 +11,15 @@ from collections.abc import Mapping
 
 from hardened_ddp.errors import LaunchError
 from hardened_ddp.ranks.place import (
-    SRUN_COMMAND,
     Launch,
     check_ranks,
+    command_words,
     need,
     read_port,
     refuse,
+    right_command,
     whole_number,
+    with_arguments,
 )
 
 STEP = {
@@ -76,10 +78,11 @@ def refuse_missing_srun(env: Mapping[str, str]) -> None:
     """Raise LaunchError for plain python in a job of several tasks: only srun starts them all."""
     num_tasks = whole_number(env, "SLURM_NTASKS", default=1)
     if "SLURM_JOB_ID" in env and num_tasks > 1:
+        alone = command_words("slurm", 1, env=env)
         raise LaunchError(
             f"job {env['SLURM_JOB_ID']} has SLURM_NTASKS={num_tasks} tasks, but this one process "
             "was started without srun (SLURM_STEP_ID is not set), so the others would never join",
-            fix=f"{SRUN_COMMAND}   (for one process: srun --ntasks=1 python ddp_training.py)",
+            fix=f"{right_command(env)}\n  or in one process: {with_arguments(alone)}",
         )
 
 
@@ -97,7 +100,7 @@ def hosts_of(nodelist: str) -> list[str]:
             if not first.isdecimal() or not (last or first).isdecimal():
                 raise LaunchError(
                     f"{HOSTS}={nodelist} can't be read at [{numbers}]",
-                    fix=f"export MASTER_ADDR=HOST, the host of rank 0; then: {SRUN_COMMAND}",
+                    fix="let srun set it, which writes numbers and ranges of numbers there",
                 )
             for number in range(int(first), int(last or first) + 1):
                 hosts += hosts_of(f"{before}{number:0{len(first)}}{after}")
@@ -110,6 +113,9 @@ def tasks_of(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise LaunchError(f"{TASKS}={text} can't be read at {part!r}", fix=SRUN_COMMAND)
+            raise LaunchError(
+                f"{TASKS}={text} can't be read at {part!r}",
+                fix="let srun set it, which writes such as 2(x3),1 there",
+            )
         tasks += [int(match[1])] * int(match[2] or 1)
     return tasks

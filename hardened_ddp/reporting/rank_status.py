@@ -29,6 +29,7 @@ from hardened_ddp.ranks.heartbeat import PHASE, SINCE, STEP
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.process import this_process
 from hardened_ddp.reporting.resources import read_rss_mib
+from hardened_ddp.settings.typed_command import working_folder
 
 log = logging.getLogger(__name__)
 
@@ -180,6 +181,8 @@ class RankStatus:
             "world_size": launch.world_size,
             "local_rank": launch.local_rank,
             "launcher": launch.launcher,
+            "num_nodes": launch.num_nodes,
+            "working_folder": working_folder(),
             "attempt": launch.attempt,
             "began_at": round(launch.started_at, 3),
             "every_s": self._every_s,

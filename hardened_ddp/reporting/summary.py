@@ -4,14 +4,11 @@ import json
 import logging
 import math
 import os
-import shlex
-import shutil
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hardened_ddp.settings.wording import as_typed
+from hardened_ddp.settings.typed_command import own_command, python_command, shell_command
 
 log = logging.getLogger(__name__)
 
@@ -48,39 +45,27 @@ def withdraw_summary(folder: Path) -> None:
     _remove(folder / _NAME)
 
 
-def closing_lines(folder: Path, *, status: str, result: str, has_tensorboard: bool) -> list[str]:
+def closing_lines(
+    folder: Path, *, status: str, result: str, resume: str, has_tensorboard: bool
+) -> list[str]:
     """Return lines that say how the run ended, and the commands to continue with.
 
-    result: the result of the last evaluation; empty if there was none.
+    result: the result of the last evaluation; empty if there was none. resume: the command.
     """
-    shown = as_typed(folder)
-    run = shlex.quote(shown)
     lines = [
         f"{status}: {result or 'no evaluation'}",
-        f"run folder:  {run}",
+        f"run folder:  {shell_command(folder)}",
     ]
     if has_tensorboard:
-        board = shlex.quote(os.path.join(shown, "tensorboard"))
-        lines.append(f"TensorBoard: {program('tensorboard')} --logdir {board}")
+        # WHY not the program tensorboard: its first line breaks when the environment is moved.
+        command = python_command("-m", "tensorboard.main", "--logdir", folder / "tensorboard")
+        lines.append(f"TensorBoard: {command}")
     return [
         *lines,
-        f"resume:      {program('python')} ddp_training.py --resume {run}",
-        f"evaluate:    {program('python')} ddp_training.py evaluate {run}",
-        f"export:      {program('python')} ddp_training.py export {run}",
+        f"resume:      {resume}",
+        f"evaluate:    {own_command('evaluate', folder)}",
+        f"export:      {own_command('export', folder)}",
     ]
-
-
-def program(name: str) -> str:
-    """Return how to type a program of this Python's environment.
-
-    WHY not just its name: in a new shell the environment of setup.sh is not active, and another
-    Python without torch would be found.
-    """
-    ours = Path(sys.executable).parent / name
-    found = shutil.which(name)
-    if not ours.exists() or (found is not None and Path(found).parent == ours.parent):
-        return name
-    return shlex.quote(as_typed(ours))
 
 
 def _plain(value: Any) -> Any:  # Any: JSON

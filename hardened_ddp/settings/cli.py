@@ -18,6 +18,7 @@ from typing import Any
 from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.commands import COMMANDS, HELP, TRAIN
 from hardened_ddp.settings.schema import SETTINGS, Misfit, fit, from_text, needs
+from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import advice, as_word, nearest, shown
 
 NO_CONFIG = "no_config"
@@ -233,7 +234,7 @@ def _read_options(command: str, flags: Sequence[_Flag]) -> dict[str, str]:
 def _command_error(problems: Sequence[str], words: str) -> ConfigError:
     return ConfigError(
         "\n  ".join(["the command line can't be used", *problems]),
-        fix=f"python ddp_training.py{words} --help",
+        fix=own_command(*words.split(), "--help"),
     )
 
 

@@ -50,7 +50,8 @@ COMMANDS: Mapping[str, Command] = {
         options=(
             Option(
                 name="log",
-                text="Log files, .gz, folders of logs, run folders, or - for standard input.",
+                text="Log files, .gz, folders of logs, run folders, newest for the newest run in "
+                "runs, or - for standard input.",
                 is_word=True,
                 is_repeated=True,
             ),

@@ -7,6 +7,13 @@ Does not own: printing.
 from hardened_ddp.settings.commands import COMMANDS, TRAIN, Command
 from hardened_ddp.settings.record import WIDTH, names_of, yaml_word
 from hardened_ddp.settings.schema import AUTO, SETTINGS, TITLES, Setting, limits
+from hardened_ddp.settings.typed_command import (
+    SCRIPT,
+    StartCommand,
+    own_command,
+    torchrun_words,
+    working_folder,
+)
 from hardened_ddp.settings.wording import unbroken, wrapped
 
 _TEXT_COLUMN = 34
@@ -18,13 +25,6 @@ usage: torchrun --nproc_per_node=N ddp_training.py [--config FILE] [--SETTING VA
 
 Train a model with DistributedDataParallel on one process, one node or many.
 
-Examples
-  python ddp_training.py --single_gpu --batch_size 128
-  python ddp_training.py --cpu_only --epochs 1 --no_tensorboard
-  torchrun --standalone --nproc_per_node=2 ddp_training.py --cpu_only --run_name first
-  torchrun --standalone --nproc_per_node=8 ddp_training.py --config my.yaml --learning_rate 3e-4
-  torchrun --standalone --nproc_per_node=2 ddp_training.py --resume newest --epochs 20
-  python ddp_training.py --single_gpu --model mlp --model_args '{hidden: 256, depth: 2}'
 """
 _NOTES = """\
 How values are given
@@ -50,11 +50,26 @@ def _train_help() -> str:
         _entry("--no_config", "Do not read config.yaml beside ddp_training.py."),
         _entry("--help, -h", "Show this help."),
     ]
-    blocks = [_HEAD, "Commands\n" + "".join(commands), _NOTES, "Common\n" + "".join(common)]
+    blocks = [_HEAD, "Examples\n" + "".join(_examples())]
+    blocks += ["Commands\n" + "".join(commands), _NOTES, "Common\n" + "".join(common)]
     for section, title in TITLES.items():
         entries = (_setting_entry(SETTINGS[name]) for name in names_of(section))
         blocks.append(f"{title}\n" + "".join(entries))
     return "\n".join(blocks)
+
+
+def _examples() -> list[str]:
+    two = ("--standalone", "--nproc_per_node=2", str(SCRIPT))
+    ranks = StartCommand((*torchrun_words(), *two), working_folder())
+    commands = [
+        own_command("--single_gpu", "--batch_size", "128"),
+        own_command("--cpu_only", "--epochs", "1", "--no_tensorboard"),
+        ranks.typed("--cpu_only", "--run_name", "first"),
+        ranks.typed("--learning_rate", "3e-4"),
+        ranks.typed("--resume", "newest", "--epochs", "20"),
+        own_command("--single_gpu", "--model", "mlp", "--model_args", "{hidden: 256, depth: 2}"),
+    ]
+    return [f"  {command}\n" for command in commands]
 
 
 def _command_help(name: str, command: Command) -> str:

@@ -15,6 +15,7 @@ from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.schema import AUTO, flatten
 from hardened_ddp.settings.task import TASKS
+from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import shown
 
 COMMAND_LINE = "command line"
@@ -164,8 +165,9 @@ def problems_error(problems: Sequence[str], *, edited_file: str = "") -> ConfigE
     count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
     return ConfigError(
         "\n  ".join([f"{count} in the settings; nothing has been started", *problems]),
-        fix="correct the above; python ddp_training.py --help lists every setting"
-        + (f"; --no_config ignores {edited_file}" if edited_file else ""),
+        fix="correct the above"
+        + (f" (--no_config ignores {edited_file})" if edited_file else "")
+        + f"; every setting is listed by: {own_command('--help')}",
     )
 
 

@@ -122,4 +122,4 @@ def advice(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     near = nearest(name, known)
     if near:
         return f"did you mean {prefix}{near}?"
-    return "python ddp_training.py --help lists all of them"
+    return "--help lists all of them"

@@ -26,6 +26,7 @@ from hardened_ddp.errors import (
 from hardened_ddp.ranks.error_file import log_failure
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.lost import lost_peer
+from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.step.memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
@@ -128,8 +129,8 @@ def explain_outside(error: Exception, group: Group) -> HardenedError | None:
     return OutOfMemoryError(
         f"rank {group.launch.rank} ran out of memory outside of the steps: "
         f"{describe(error)} ({where_of(error)})",
-        fix="see what else uses that memory: python ddp_training.py doctor; else take a "
-        "smaller model, or a dataset that reads samples only when needed",
+        fix="take a smaller model, or a dataset that reads samples only when needed; what else "
+        f"uses that memory is seen by: {own_command('doctor')}",
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.task.task import Score
 
-MAX_ROWS = 50  # classes in the printed table; the file has all
+MAX_ROWS = 20  # classes in the printed table; the file has all
 MAX_COLUMNS = 20  # classes in the printed matrix: a wider one does not fit on a line
 _NAME_WIDTH = 20
 

@@ -12,7 +12,7 @@ import torch
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.task.task import Score, number_text
 
-MAX_ROWS = 50  # in the printed table; the file has all
+MAX_ROWS = 20  # of a printed table: of more, single ones say little, and the file has all
 _NAME_WIDTH = 20
 
 Row = Mapping[str, Any]  # Any: text, numbers, None where a divisor is 0
@@ -91,23 +91,24 @@ class TokenTable:
         }
 
     def lines(self, report: Mapping[str, Any]) -> list[str]:
-        """Format the most frequent tokens as a table."""
+        """Format the tokens as a table, if they are few."""
         return row_lines(report["rows"])
 
 
 def row_lines(rows: Sequence[Row]) -> list[str]:
-    """Format rows with equal keys as a table; of many, the first ones."""
+    """Format rows with equal keys as a table; of many, say where they are."""
     if not rows:
         return []
+    if len(rows) > MAX_ROWS:
+        told = ", ".join(name for name in rows[0] if name != "name")
+        return [f"{told} of each of {len(rows)}: in the full report"]
     columns = [name for name in rows[0] if name != "name"]
     lines = ["", f"{'':<{_NAME_WIDTH}}" + "".join(f"{name:>16}" for name in columns)]
     lines += [
         f"{str(row['name'])[:_NAME_WIDTH]:<{_NAME_WIDTH}}"
         + "".join(f"{_shown(row[name]):>16}" for name in columns)
-        for row in rows[:MAX_ROWS]
+        for row in rows
     ]
-    if len(rows) > MAX_ROWS:
-        lines.append(f"and {len(rows) - MAX_ROWS} more, in the report file")
     return lines
 
 

@@ -196,7 +196,7 @@ def find_place(config: Config, earlier: Path | None) -> tuple[Path, Found | None
         if newest is None:
             raise CheckpointError(
                 f"there is no run with a checkpoint in {output}",
-                fix="start one: ./launch_examples.sh 1   (or name its folder: --resume PATH)",
+                fix="name its folder with --resume, or start one without --resume",
             )
         return _place_at(newest, config)
     if wanted not in ("auto", "never"):
@@ -226,7 +226,7 @@ def _place_at(path: Path, config: Config) -> tuple[Path, Found | None]:
     if not path.is_dir():
         raise CheckpointError(
             f"--resume {path}: there is no such folder",
-            fix=f"name one of {config.run.output_dir}/*, or --resume newest",
+            fix=f"name a folder that is in {config.run.output_dir}, or --resume newest",
         )
     found = _newest_valid(path)
     if found is None:

@@ -35,6 +35,7 @@ from hardened_ddp.ranks.process import (
     this_process,
     with_count,
 )
+from hardened_ddp.settings.typed_command import look_at, shell_command
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class RunLock:
         except OSError as error:
             raise RunFolderError(
                 f"{path} can't be written: {error}",
-                fix=f"look at it: ls -ld {folder}; df -h {folder}",
+                fix=f"look at it: {look_at(folder)}",
             ) from error
         # WHY this too: see _is_dead. WHY flock: lockf's lock is lost when anything in this process
         # closes the file. WHY no error: a file system without locks is no reason to stop.
@@ -182,14 +183,15 @@ def _take_over(path: Path, mine: _Holder, *, silent_after_s: float) -> None:
     if holder is None:
         raise RunFolderError(
             f"{path} can't be read as a lock: another job may be writing to {path.parent}",
-            fix=f"if no job uses this folder: rm {path}",
+            fix=f"if no job uses this folder: {shell_command('rm', path)}",
         )
     if not _is_dead(path, holder, mine, silent_after_s=silent_after_s):
         mark = holder.mark
         raise RunFolderError(
             f"{path.parent} is in use by process {mark.pid} on host {mark.host}; two jobs in one "
             "folder would overwrite each other's checkpoints",
-            fix=f"wait for it or give another run_name; if that process is gone: rm {path}",
+            fix="wait for it or give another run_name; if that process is gone: "
+            + shell_command("rm", path),
         )
     # WHY rename and read again: of two processes that found the same dead lock, the second one
     # would otherwise remove the new lock of the first

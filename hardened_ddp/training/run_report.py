@@ -252,7 +252,10 @@ class RunReport:
                 result = described(self.parts.task.test_metrics, tested.metrics, of="test")
                 result = result or f"test {with_loss(tested.loss)}"
             board = has_tensorboard(self.parts.config)
-            told = closing_lines(self.folder, status=status, result=result, has_tensorboard=board)
+            resume = self.parts.group.launch.command("--resume", self.folder)
+            told = closing_lines(
+                self.folder, status=status, result=result, resume=resume, has_tensorboard=board
+            )
             for line in told:
                 log.info("%s", line)
 

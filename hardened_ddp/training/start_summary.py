@@ -29,6 +29,7 @@ _STARTED_BY = {
     "slurm": "by Slurm",
     "mpi": "by MPI",
     "spawn": "by run_with_python.py",
+    "operator": "by an operator",
 }
 
 

@@ -15,7 +15,6 @@ import json
 import logging
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,10 +29,11 @@ from hardened_ddp.errors import (
     PeerLostError,
 )
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.patience import ask_within
 from hardened_ddp.ranks.patient_store import poll_s
-from hardened_ddp.reporting.summary import program
 from hardened_ddp.step.boundary import Boundary, beside, copy_beside, read_beside
+from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.step import Stepper
 from hardened_ddp.training.saving import Saver, collect_tensors
@@ -85,7 +85,7 @@ def save_as_survivor(error: Exception, stepper: Stepper, saver: Saver, folder: P
         if progress.step == 0 or not stepper.is_finite():
             return
         saver.save_in_need(progress)
-        _say_saved(progress, folder)
+        _say_saved(progress, group.launch, folder)
     except Exception:  # WHY broad: the error that ended training must be the one that is reported
         log.warning("the last state could not be saved", exc_info=True)
 
@@ -116,24 +116,21 @@ def save_while_stuck(
         if progress.step > 0:
             tensors = collect_tensors(stepper.parts, buffers=stepper.buffers_before)
             saver.save_in_need(replace(progress), tensors=tensors)
-            _say_saved(progress, folder)
+            _say_saved(progress, stepper.parts.group.launch, folder)
     except Exception:  # WHY broad: the process ends in any case
         log.warning("the last state could not be saved", exc_info=True)
 
 
-def refuse_crash_loop(folder: Path, progress: Progress, sample_ids: Sequence[int]) -> None:
-    """Raise CrashLoopError if the last attempts all failed at the current step. Rank-local.
-
-    sample_ids: the samples of that step.
-    """
+def refuse_crash_loop(parts: Parts, progress: Progress, folder: Path) -> None:
+    """Raise CrashLoopError if the last attempts all failed at the current step. Rank-local."""
     failures = read_failures(folder)[-NUM_ATTEMPTS:]
     if len(failures) < NUM_ATTEMPTS or any(f["step"] != progress.step for f in failures):
         return
     causes = sorted({str(failure["error"]) for failure in failures})
     raise CrashLoopError(
         f"{NUM_ATTEMPTS} attempts failed at step {progress.step}, one after the other: "
-        f"{'; '.join(causes)}. Its samples: {list(sample_ids)}",
-        fix=f"fix the cause; then: python ddp_training.py --resume {folder}",
+        f"{'; '.join(causes)}. Its samples: {list(parts.next_samples(progress))}",
+        fix=f"fix the cause; then: {parts.group.launch.command('--resume', folder)}",
     )
 
 
@@ -185,7 +182,7 @@ def _save_boundary(
         if boundary.next is not None:
             stepper.take_back_on_host(boundary.next.attempt)
         saver.save_in_need(progress, tensors=state)
-    _say_saved(progress, folder)
+    _say_saved(progress, parts.group.launch, folder)
 
 
 def _copy(stepper: Stepper, boundary: Boundary) -> Tensors | None:
@@ -196,13 +193,9 @@ def _copy(stepper: Stepper, boundary: Boundary) -> Tensors | None:
     return copy_beside(collect_tensors(parts, buffers=boundary.buffers), parts.device)
 
 
-def _say_saved(progress: Progress, folder: Path) -> None:
-    log.warning(
-        "the state after step %d is saved; to resume: %s ddp_training.py --resume %s",
-        progress.step,
-        program("python"),
-        folder,
-    )
+def _say_saved(progress: Progress, launch: Launch, folder: Path) -> None:
+    resume = launch.command("--resume", folder)
+    log.warning("the state after step %d is saved; to resume: %s", progress.step, resume)
 
 
 def _is_mine(group: Group, step: int) -> bool:

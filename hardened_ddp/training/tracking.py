@@ -15,6 +15,7 @@ from hardened_ddp.reporting.weights_and_biases import WandbTracker
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.run import TENSORBOARD, WANDB, tracker_names
 from hardened_ddp.settings.schema import flatten
+from hardened_ddp.settings.typed_command import pip_command
 
 
 def check_trackers(config: Config) -> None:
@@ -23,7 +24,7 @@ def check_trackers(config: Config) -> None:
         if name == WANDB and importlib.util.find_spec(WANDB) is None:
             raise MissingPackageError(
                 "tracker wandb: Weights & Biases is not installed",
-                fix="pip install $(grep ^wandb requirements-extras.txt)",
+                fix=pip_command("requirements-extras.txt", "wandb"),
             )
         if ":" in name:
             import_callable(name, setting="tracker", error=ConfigError)

@@ -19,9 +19,9 @@ from hardened_ddp.diagnosis.audit.speed import time_lines
 from hardened_ddp.diagnosis.audit.verdict import Verdict, as_json, as_text
 from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.cli import Request
+from hardened_ddp.settings.typed_command import own_command
 
 HEALTHY, MISTAKES, UNSEEN = 0, 1, 2
-_USAGE = "python ddp_training.py audit -- torchrun --nproc_per_node=2 train.py"
 
 
 def run_audit(request: Request, *, output: TextIO, env: Mapping[str, str]) -> int:
@@ -29,7 +29,9 @@ def run_audit(request: Request, *, output: TextIO, env: Mapping[str, str]) -> in
     source, program = request.options["source"], request.program
     if bool(source) == bool(program):
         found = "both --source and a program" if source else "neither a program nor --source FILE"
-        raise ConfigError(f"audit looks at one thing, and was given {found}", fix=_USAGE)
+        raise ConfigError(
+            f"audit looks at one thing, and was given {found}", fix=own_command("audit", "--help")
+        )
     if source:
         verdicts = read_script(Script(Path(source)))
         return _report(verdicts, request, output, seen=f"{source} was read, not run")
@@ -52,7 +54,10 @@ def run_audit(request: Request, *, output: TextIO, env: Mapping[str, str]) -> in
 def _positive(request: Request, name: str) -> int:
     value = request.options[name]
     if not value.isdigit() or int(value) < 1:
-        raise ConfigError(f"--{name}: found {value!r}, needs a whole number from 1", fix=_USAGE)
+        raise ConfigError(
+            f"--{name}: found {value!r}, needs a whole number from 1",
+            fix=own_command("audit", "--help"),
+        )
     return int(value)
 
 

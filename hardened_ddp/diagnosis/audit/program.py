@@ -69,8 +69,7 @@ def run_program(
     except OSError as error:
         raise ConfigError(
             f"audit: {program[0]} can't be started: {error.strerror}",
-            fix="give a command that runs without the audit, such as: torchrun "
-            "--nproc_per_node=2 train.py",
+            fix="after -- give a command that runs without the audit",
         ) from error
     try:
         return _watch(process, folder, num_steps, patience_s)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hardened_ddp.diagnosis.audit.verdict import Verdict
 from hardened_ddp.errors import ConfigError
+from hardened_ddp.settings.typed_command import python_command
 
 DDP_NAMES = ("DistributedDataParallel", "DDP")
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
@@ -63,7 +64,7 @@ class Script:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ConfigError(
                 f"--source: {path} is no Python that this interpreter can parse: {error}",
-                fix=f"python -m py_compile {path}",
+                fix=python_command("-m", "py_compile", path),
             ) from error
         self.nodes = list(ast.walk(self.tree))
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}

@@ -5,16 +5,19 @@ Does not own: what it looks for (catalogue/), what it prints (report.py).
 """
 
 import re
+import shlex
 import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TextIO
 
 from hardened_ddp.diagnosis.explain.catalogue import CAUSES
 from hardened_ddp.diagnosis.explain.collector import Collector
+from hardened_ddp.diagnosis.explain.commands import Commands
 from hardened_ddp.diagnosis.explain.endings import Tail, ending_of
 from hardened_ddp.diagnosis.explain.events import Tier
 from hardened_ddp.diagnosis.explain.evidence import Evidence
@@ -47,36 +50,53 @@ _LARGE_BYTES = 64 * 1024 * 1024
 _LETTER = re.compile(rb"[A-Za-z0-9]")
 
 
-def run_explain(names: Sequence[str], *, wants_json: bool, output: TextIO, progress: TextIO) -> int:
+def run_explain(
+    names: Sequence[str],
+    *,
+    wants_json: bool,
+    output: TextIO,
+    progress: TextIO,
+    commands: Commands | None = None,
+) -> int:
     """Explain the logs; return 0 explained or healthy, 1 unknown. Raises UnreadableLogError."""
-    jobs = jobs_of(names)
+    jobs, reading = jobs_of(names), Reading(progress, commands or Commands())
     if len(jobs) > 1:
-        answers = [_answer_of_one(words, progress) for words in jobs]
+        answers = [_answer_of_one(words, reading) for words in jobs]
     else:
-        answers = _answers_of_files(jobs[0], progress) or [_answer(jobs[0], progress)]
+        answers = _answers_of_files(jobs[0], reading) or [_answer(jobs[0], reading)]
     write = as_json if wants_json else as_text
     output.write(write(answers[0]) if len(answers) == 1 else list_of(answers, as_json=wants_json))
     return max(exit_status(answer.verdict) for answer in answers)
 
 
-def _answer(names: Sequence[str], progress: TextIO) -> Answer:
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Where progress is shown, and how commands are typed."""
+
+    progress: TextIO
+    commands: Commands
+
+
+def _answer(names: Sequence[str], reading: Reading) -> Answer:
     """Explain one job. Raises UnreadableLogError."""
-    evidence = collect(find_sources(names), progress=progress)
+    evidence = collect(find_sources(names), progress=reading.progress, commands=reading.commands)
     is_run = len(names) == 1 and is_run_folder(Path(names[0]))
     story = tell(Path(names[0]), evidence) if is_run else None
     verdict = judge(evidence)
-    return Answer(tuple(names), verdict, evidence, story)
+    return Answer(tuple(names), verdict, evidence, story, commands=reading.commands)
 
 
-def _answer_of_one(names: Sequence[str], progress: TextIO) -> Answer:
+def _answer_of_one(names: Sequence[str], reading: Reading) -> Answer:
     """Explain one job of several; what can't be read is no reason to say nothing of the others."""
     try:
-        return _answer(names, progress)
+        return _answer(names, reading)
     except UnreadableLogError as error:
-        return Answer(tuple(names), Verdict(kind="unknown"), Evidence(), problem=error.message)
+        nothing = Verdict(kind="unknown")
+        found = Answer(tuple(names), nothing, Evidence(), problem=error.message)
+        return replace(found, commands=reading.commands)
 
 
-def _answers_of_files(names: Sequence[str], progress: TextIO) -> list[Answer]:
+def _answers_of_files(names: Sequence[str], reading: Reading) -> list[Answer]:
     """Explain each file of a folder, if each tells of a whole job; else give nothing.
 
     WHY so careful: files of one job say more together.
@@ -86,7 +106,7 @@ def _answers_of_files(names: Sequence[str], progress: TextIO) -> list[Answer]:
     files = [str(source.path) for source in find_sources(names)]
     if len(files) < 2 or not are_alike(files):
         return []
-    answers = [_answer_of_one([file], progress) for file in files]
+    answers = [_answer_of_one([file], reading) for file in files]
     told = [answer for answer in answers if not answer.problem]
     speakers = [{e.rank for e in a.evidence.events} - {None} for a in told]
     is_split = sum(map(len, speakers)) == len(set().union(*speakers)) and any(speakers)
@@ -101,10 +121,16 @@ def _is_of_whole_job(answer: Answer) -> bool:
     return answer.verdict.kind == "healthy" and answer.evidence.ends_well
 
 
-def collect(sources: Sequence[Source], *, progress: TextIO = sys.stderr) -> Evidence:
+def collect(
+    sources: Sequence[Source],
+    *,
+    progress: TextIO = sys.stderr,
+    commands: Commands | None = None,
+) -> Evidence:
     """Read all sources. Raises UnreadableLogError."""
     matcher, words, rare_words = _catalogue()
     collector, search = Collector(matcher), Search(words, rare_words)
+    commands = commands or Commands()
     meter = Meter(progress, sum(source.size_bytes for source in sources))
     has_text = False
     for source in sources:
@@ -113,14 +139,15 @@ def collect(sources: Sequence[Source], *, progress: TextIO = sys.stderr) -> Evid
         except (OSError, EOFError, zlib.error) as error:
             raise UnreadableLogError(
                 f"{source.name} can't be read to its end: {error}",
-                fix="unpack or copy it first; a cut .gz can be read with: zcat FILE | explain -",
+                fix="unpack or copy it first; of a cut .gz what is whole can be read by: "
+                f"{shlex.join(['zcat', source.name])} | {commands.own('explain', '-')}",
             ) from error
     meter.close()
     if not has_text:
         names = ", ".join(source.name for source in sources[:3]) + " ..." * (len(sources) > 3)
         raise UnreadableLogError(
             f"{names}: no text in it, so it can't be said how the job ended",
-            fix="give the log of the launcher or of the scheduler, such as slurm-JOB.out",
+            fix="give the log of the launcher or of the scheduler",
         )
     return collector.evidence
 

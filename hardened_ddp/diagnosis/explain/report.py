@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hardened_ddp.diagnosis.explain.catalogue.own import GUIDE, STEPS
+from hardened_ddp.diagnosis.explain.commands import Commands
 from hardened_ddp.diagnosis.explain.events import Cause, Event, Tier
 from hardened_ddp.diagnosis.explain.evidence import Evidence
 from hardened_ddp.diagnosis.explain.guilt import CERTAIN, GUESS, LIKELY
@@ -23,6 +24,8 @@ from hardened_ddp.diagnosis.explain.verdict import Verdict
 EXIT_KNOWN, EXIT_UNKNOWN = 0, 1
 _WIDTH = 100
 _MAX_TEXT = 240
+# How the catalogue writes a command of ours: at the end of its text.
+_COMMAND = "python ddp_training.py "
 _NAMES = {
     "plain": "plain torch",
     "lightning": "Lightning",
@@ -55,6 +58,8 @@ class Answer:
 
     problem: str = ""
     """Why nothing can be said."""
+
+    commands: Commands = Commands()
 
     @property
     def has_failed(self) -> bool:
@@ -171,7 +176,10 @@ def _entry(answer: Answer) -> dict[str, Any]:  # Any: JSON
             {"file": e.line.file, "line": e.line.number, "text": e.line.raw[:1000]}
             for e in verdict.evidence
         ],
-        "fixes": [{"for": _NAMES[name], "text": text} for name, text in _fixes(cause) if text]
+        "fixes": [
+            {"for": _NAMES[name], "text": f"{text} {command}".strip()}
+            for name, text, command in _fixes(answer)
+        ]
         + [{"for": _NAMES["suite"], "text": " ".join(step).strip()} for step in _steps(answer)],
         "echoes": verdict.num_echoes,
         "confidence": confidence_of(verdict)[0] if verdict.kind == "explained" else None,
@@ -197,7 +205,7 @@ def list_of(answers: Sequence[Answer], *, as_json: bool) -> str:
     bad = [answer for answer in answers if answer.has_failed]
     width = min(48, max(len(answer.typed) for answer in answers))
     lines = [f"{len(answers)} jobs, {len(bad) or 'none'} with a failure. All about one of them:"]
-    lines += [f"  python ddp_training.py explain {(bad or answers)[0].typed}", ""]
+    lines += [f"  {answers[0].commands.own('explain', *(bad or answers)[0].names)}", ""]
     lines += [f"{answer.typed:<{width}}  {_short(answer)}" for answer in answers]
     return "\n".join(lines) + "\n"
 
@@ -261,9 +269,8 @@ def _evidence_lines(verdict: Verdict) -> list[str]:
 
 def _fix_lines(cause: Cause, answer: Answer) -> list[str]:
     lines = ["Fix"]
-    for name, text in _fixes(cause):
-        if text:
-            lines += _wrap(f"{_NAMES[name]}: {text}", "  ")
+    for name, text, command in _fixes(answer):
+        lines += [*_wrap(f"{_NAMES[name]}: {text}", "  "), *[f"    {command}"] * bool(command)]
     for text, command in _steps(answer):
         lines += _wrap(text, "  ") + [f"    {command}"] * bool(command)
     if cause.code.startswith("DDP-"):
@@ -272,7 +279,8 @@ def _fix_lines(cause: Cause, answer: Answer) -> list[str]:
     if cause.or_else:
         lines += _wrap(f"Or else: {cause.or_else}", "")
     if answer.verdict.next_step:
-        lines += _wrap(f"The run itself says: {answer.verdict.next_step}", "")
+        # WHY whole: a command is pasted
+        lines.append(f"The run itself says: {answer.verdict.next_step}")
     lines += _wrap(f"Code: {cause.code}; the message comes from {cause.source}", "")
     return [*lines, ""]
 
@@ -289,15 +297,13 @@ def _steps(answer: Answer) -> list[tuple[str, str]]:
         run = Path(answer.story.folder)
         guilty = answer.verdict.guilty
         rank = guilty.rank if guilty is not None else None
-        num_ranks = answer.story.attempts[-1].num_ranks
-        start = f"torchrun --standalone --nproc_per_node={num_ranks}" if num_ranks > 1 else "python"
         logs = sorted(run.glob("logs/rank-*.log"))
         known = {
             "run": shlex.quote(str(run)),
             "log": shlex.quote(str(run / "logs" / f"rank-{rank}.log"))
             if rank is not None
             else " ".join(shlex.quote(str(log)) for log in logs[:8]),
-            "again": f"{start} ddp_training.py --resume {shlex.quote(str(run))}",
+            "again": answer.commands.resume(run),
         }
         if stacks := answer.evidence.stacks:
             named = [s for s in stacks if s.rank == rank and not s.worker] or stacks
@@ -308,6 +314,8 @@ def _steps(answer: Answer) -> list[tuple[str, str]]:
         if is_over and "{again}" in command:
             continue
         try:
+            _, is_own, arguments = command.partition(_COMMAND)
+            command = answer.commands.own(*arguments.split()) if is_own else command
             found.append((text, command.format_map(known)))
         except KeyError:
             found.append((text.removesuffix(":") + ".", ""))
@@ -328,11 +336,17 @@ def _collect_lines(verdict: Verdict) -> list[str]:
     return [*lines, ""]
 
 
-def _fixes(cause: Cause | None) -> list[tuple[str, str]]:
-    """Give the fix for each way of running DDP; of our own errors the steps say more."""
+def _fixes(answer: Answer) -> list[tuple[str, str, str]]:
+    """Give the fix for each way of running DDP, and its command; of our own errors _steps do."""
+    cause = answer.verdict.root.cause if answer.verdict.root is not None else None
     if cause is None or cause.code in STEPS:
         return []
-    return [(name, getattr(cause.fix, name)) for name in _NAMES]
+    found = []
+    for name in _NAMES:
+        words, command, arguments = getattr(cause.fix, name).partition(_COMMAND)
+        typed = answer.commands.own(*arguments.split()) if command else ""
+        found.append((name, words.rstrip(), typed))
+    return [(name, words, typed) for name, words, typed in found if words or typed]
 
 
 def _wrap(text: str, indent: str) -> list[str]:

@@ -6,7 +6,6 @@ Does not own: reading lines (reader.py), what a run folder of ours says (run_fol
 """
 
 import gzip
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -97,7 +96,7 @@ def find_sources(names: Sequence[str]) -> list[Source]:
         if not found:
             raise UnreadableLogError(
                 f"{path} has no logs in it: no .log, .out, .err, .txt, .json or .gz file",
-                fix=f"give the file itself: python ddp_training.py explain {path}/FILE",
+                fix="give the file itself, whatever it is called",
             )
         for file in found:
             try:

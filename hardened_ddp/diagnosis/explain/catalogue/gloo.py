@@ -29,7 +29,7 @@ CAUSES = (
         fix=Fix(
             plain="Find the rank that ended first: torchrun --log-dir logs --tee 3 keeps one log "
             "per rank. No message there: it was killed (memory, scheduler).",
-            suite="the surviving ranks save; python ddp_training.py explain runs/NAME",
+            suite="the surviving ranks save; the cause: python ddp_training.py explain newest",
         ),
         confirm="The log of the rank that does not print this message.",
         source=_TCP + "/pair.cc; torch/csrc/distributed/c10d/Utils.hpp",
@@ -268,7 +268,7 @@ CAUSES = (
         fix=Fix(
             plain="export TORCH_DISTRIBUTED_DEBUG=INFO (it names unused parameters, too); DETAIL "
             "with the nccl backend only.",
-            suite="python ddp_training.py doctor says so before the run",
+            suite="what says so before the run: python ddp_training.py doctor",
         ),
         confirm="echo $TORCH_DISTRIBUTED_DEBUG; the crash is gone with INFO.",
         source="torch/nn/parallel/distributed.py; torch/csrc/distributed/c10d/reducer.cpp",

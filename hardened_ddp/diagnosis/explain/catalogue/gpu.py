@@ -205,7 +205,7 @@ CAUSES = (
             "all; Slurm: --gres=gpu:N (and for srun, too); unset CUDA_VISIBLE_DEVICES.",
             lightning="Trainer(accelerator='auto')",
             accelerate="accelerate launch --cpu for the CPU",
-            suite="--cpu_only; python ddp_training.py doctor says what is missing",
+            suite="--cpu_only; what is missing: python ddp_training.py doctor",
         ),
         confirm="python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'.",
         source="torch/cuda/__init__.py",

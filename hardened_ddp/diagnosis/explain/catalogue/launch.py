@@ -235,7 +235,7 @@ CAUSES = (
         fix=Fix(
             plain="Same environment on all nodes; reinstall the package for this torch; torchrun "
             "of the same environment: python -m torch.distributed.run.",
-            suite="./setup.sh; python ddp_training.py doctor",
+            suite="setup.sh again; what still differs: python ddp_training.py doctor",
         ),
         confirm="python -c 'import NAME' on the node of this rank.",
         source="Python's import system, the dynamic linker",

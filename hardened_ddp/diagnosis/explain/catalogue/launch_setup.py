@@ -108,8 +108,8 @@ CAUSES = (
         fix=Fix(
             plain="Correct the key or the line that is named; hydra: +key=value adds a new one; "
             "HYDRA_FULL_ERROR=1 shows the stack.",
-            suite="python ddp_training.py --help lists the settings; mistyped ones get the nearest "
-            "name (DDP-C01)",
+            suite="mistyped settings get the nearest name (DDP-C01); all of them: "
+            "python ddp_training.py --help",
         ),
         confirm="python -c 'import sys, yaml; yaml.safe_load(open(sys.argv[1]))' FILE.",
         source="PyYAML, omegaconf, hydra, pydantic",

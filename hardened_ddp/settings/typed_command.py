@@ -1,0 +1,117 @@
+"""The commands that messages print: each works when it is pasted where the user stands.
+
+Owns how a program, a path and an argument are typed there, and StartCommand.
+Does not own: which launcher started the ranks, and how (ranks/start_command.py).
+What goes wrong here: the user is not in the project's folder, the environment of setup.sh is not
+active in the shell, a path has a space.
+"""
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hardened_ddp.settings.wording import as_typed
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "ddp_training.py"
+
+
+@dataclass(frozen=True, slots=True)
+class StartCommand:
+    """A command up to where the script's own arguments begin, and the folder it belongs to."""
+
+    words: tuple[str, ...]
+    folder: str
+    note: str = ""
+    """What a reader has to know besides; it becomes a comment of the shell."""
+
+    def typed(self, *arguments: str | Path) -> str:
+        """Write the command with these arguments, for a shell in the working folder."""
+        is_elsewhere = self.folder != working_folder() or _is_left()
+        command = _joined((*map(_found, self.words), *arguments), in_full=is_elsewhere)
+        if is_elsewhere:
+            command = f"(cd {shlex.quote(self.folder)} && {command})"
+        return f"{command}   # {self.note}" if self.note else command
+
+
+def own_command(*arguments: str | Path) -> str:
+    """Write a command of this script that one process runs, such as doctor."""
+    return python_command(SCRIPT, *arguments)
+
+
+def python_command(*arguments: str | Path) -> str:
+    """Write a command of this Python, such as -m tensorboard.main."""
+    return StartCommand((sys.executable,), working_folder()).typed(*arguments)
+
+
+def torchrun_words() -> tuple[str, ...]:
+    """Compose the torchrun of this Python; by its name only where the shell finds that one."""
+    ours = str(Path(sys.executable).with_name("torchrun"))
+    is_found = shutil.which("torchrun") == ours
+    return (ours,) if is_found else (sys.executable, "-m", "torch.distributed.run")
+
+
+def pip_command(requirements: str, package: str = "") -> str:
+    """Write how to install what a file of requirements names, or one package of it."""
+    path = ROOT / requirements
+    if not package:
+        return python_command("-m", "pip", "install", "-r", path)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    pinned = [line.partition("#")[0].strip() for line in lines if line.startswith(package)]
+    return python_command("-m", "pip", "install", *pinned)
+
+
+def shell_command(*words: str | Path) -> str:
+    """Write a command of the system, or only a Path, as one types it here."""
+    return _joined(words, in_full=_is_left())
+
+
+def look_at(folder: Path) -> str:
+    """Write the commands that show why a folder can't be used."""
+    return f"{shell_command('ls', '-ld', folder)}; {shell_command('df', '-h', folder)}"
+
+
+def working_folder() -> str:
+    """Give the working folder; empty if it was removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
+
+def _is_left() -> bool:
+    """Whether a launcher has left the user's folder for the project's: see launch_examples.sh."""
+    return sys.argv[0] == str(SCRIPT) and working_folder() == str(ROOT)
+
+
+def _joined(words: Iterable[str | Path], *, in_full: bool) -> str:
+    typed: list[str] = []
+    for word in words:
+        text = str(word)
+        if isinstance(word, Path):
+            text = os.path.abspath(word) if in_full else as_typed(word)
+            if text.startswith("-") or not (typed or "/" in text):  # an option, or not on PATH
+                text = f"./{text}"
+        typed.append(shlex.quote(text))
+    return " ".join(typed)
+
+
+def _found(word: str) -> str | Path:
+    """Give a program by its name if the shell finds it so, else by its path; other words as is."""
+    if not (os.path.isabs(word) and os.path.isfile(word)):
+        return word
+    name = os.path.basename(word)
+    for known in ("python", name) if name.startswith("python") else (name,):
+        found = shutil.which(known)
+        # WHY the folder too: the Python of two environments may be links to the same file.
+        if found and os.path.dirname(found) == os.path.dirname(word) and _is_same(found, word):
+            return known
+    return Path(word)
+
+
+def _is_same(found: str, word: str) -> bool:
+    return os.path.realpath(found) == os.path.realpath(word)
