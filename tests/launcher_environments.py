@@ -15,6 +15,26 @@ TORCHRUN = {
 }
 # torchrun's agent says more: how many agents there are.
 AGENT = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "job1", "GROUP_WORLD_SIZE": "2"}
+# An operator of Kubernetes, without torchrun: a pod is one rank.
+OPERATOR = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+    "PYTHONUNBUFFERED": "1",
+}
+# PyTorchJob of training-operator 1.9 of two pods with nprocPerNode 4, its second pod.
+PYTORCH_JOB = {
+    **OPERATOR,
+    "WORLD_SIZE": "8",
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_MASTER_ADDR": "job-master-0",
+    "PET_MASTER_PORT": "23456",
+}
+# TrainJob of Kubeflow Trainer 2.3: two pods with 4 ranks each.
+TRAIN_JOB = {name: value for name, value in PYTORCH_JOB.items() if name.startswith("PET_")}
 # srun --nodes=2 --ntasks-per-node=2 of Slurm 22.05, its last task.
 SRUN = {
     "SLURM_JOB_ID": "77",

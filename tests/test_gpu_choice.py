@@ -54,7 +54,7 @@ def meet_with_gpus(gpus: list[str]) -> str:
     try:
         met = rendezvous(store, launch, 20.0, gpu=gpus[launch.rank])
     except LaunchError as error:
-        return error.message
+        return str(error)
     met.set(f"done/{launch.rank}", "")
     if launch.is_main:  # which serves the store
         met.wait([f"done/{rank}" for rank in range(launch.world_size)])
@@ -64,6 +64,18 @@ def meet_with_gpus(gpus: list[str]) -> str:
 def test_two_ranks_with_one_gpu_are_refused_on_all_ranks_before_nccl_hangs() -> None:
     messages = run_ranks(meet_with_gpus, 3, ["GPU-a", "GPU-b", "GPU-a"])
     assert all("ranks 0 and 2 would use the same GPU (GPU-a)" in text for text in messages)
+
+
+def meet_as_pods_with_one_gpu() -> str:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # which an operator does not set
+        del os.environ[name]
+    return meet_with_gpus(["GPU-a", "GPU-a"])
+
+
+def test_two_processes_of_an_operator_on_one_gpu_are_told_what_tells_them_apart() -> None:
+    for text in run_ranks(meet_as_pods_with_one_gpu, 2):
+        assert "ranks 0 and 1 would use the same GPU" in text
+        assert "give each its LOCAL_RANK and LOCAL_WORLD_SIZE" in text
 
 
 def test_ranks_with_gpus_of_their_own_or_none_meet() -> None:

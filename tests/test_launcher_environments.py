@@ -13,9 +13,12 @@ from tests.launcher_environments import (
     HYDRA,
     OPEN_MPI,
     OPEN_MPI_ON_TWO_HOSTS,
+    OPERATOR,
+    PYTORCH_JOB,
     SRUN,
     SRUN_AGENTS,
     TORCHRUN,
+    TRAIN_JOB,
     changed,
 )
 from tests.ranks import run_command
@@ -36,6 +39,17 @@ BAD: list[tuple[Mapping[str, str], Change, str, str]] = [
     (TORCHRUN, {"MASTER_PORT": "0"}, "MASTER_PORT=0 is not a port", "torchrun"),
     (TORCHRUN, {"WORLD_SIZE": "0"}, "RANK=1 must be below WORLD_SIZE=0", "torchrun"),
     (AGENT, {"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT='x'", "torchrun"),
+    # An operator of Kubernetes.
+    (OPERATOR, {"MASTER_ADDR": None}, "but not MASTER_ADDR", "env -u RANK -u WORLD_SIZE"),
+    (OPERATOR, {"RANK": "2"}, "RANK=2 must be below WORLD_SIZE=2", "torchrun"),
+    (OPERATOR, {"WORLD_SIZE": "two"}, "WORLD_SIZE='two'", "torchrun"),
+    (OPERATOR, {"LOCAL_RANK": "0"}, "but not LOCAL_WORLD_SIZE", "torchrun"),
+    (PYTORCH_JOB, {}, "PET_NPROC_PER_NODE=4", "torchrun "),
+    (PYTORCH_JOB, {"PET_NPROC_PER_NODE": None}, "PET_NNODES=2", "torchrun "),
+    (TRAIN_JOB, {}, "PET_NNODES=2 and PET_NPROC_PER_NODE=4", "torchrun "),
+    (TRAIN_JOB, {"PET_NPROC_PER_NODE": "1"}, "PET_NNODES=2", "-u PET_MASTER_ADDR"),
+    (TRAIN_JOB, {"PET_NNODES": "1"}, "PET_NPROC_PER_NODE=4", "-u PET_NNODES"),
+    (TRAIN_JOB, {"PET_NNODES": "1:2", "PET_NPROC_PER_NODE": "1"}, "PET_NNODES=1:2", "torchrun "),
     # Exported once, before srun or mpirun: the same in all tasks.
     ({**SRUN, **TORCHRUN}, {}, "RANK=1 and WORLD_SIZE=4, but srun says", "env -u RANK"),
     (
@@ -98,6 +112,24 @@ def test_as_typed_a_bad_environment_is_status_2_and_no_traceback() -> None:
     assert "error [DDP-L01] job 77 has SLURM_NTASKS=4 tasks" in done.stderr
     assert "next: srun --ntasks=4 python ddp_training.py --cpu_only" in done.stderr
     assert "Traceback" not in done.output
+
+
+def test_one_process_in_each_pod_of_an_operator_is_its_local_rank_0() -> None:
+    one_each = {**PYTORCH_JOB, "WORLD_SIZE": "2", "PET_NPROC_PER_NODE": "1"}
+    for env in (OPERATOR, one_each, changed(one_each, {"PET_NPROC_PER_NODE": None})):
+        launch = read_launch(env)
+        assert (launch.launcher, launch.rank, launch.local_rank) == ("operator", 1, 0)
+        assert (launch.world_size, launch.local_world_size, launch.num_nodes) == (2, 1, 2)
+        assert (launch.master_addr, launch.master_port) == ("job-master-0", 23456)
+    prepare_environment(launch, chosen := {})
+    assert "GLOO_SOCKET_IFNAME" not in chosen  # the pods meet over the network
+
+
+def test_ranks_that_torchrun_starts_in_the_pods_are_those_of_torchrun() -> None:
+    launch = read_launch({**PYTORCH_JOB, **AGENT})
+    assert (launch.launcher, launch.local_rank, launch.local_world_size) == ("torchrun", 1, 2)
+    one_pod = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1"}
+    assert read_launch(one_pod).launcher == "none"
 
 
 def test_srun_is_recognised() -> None:

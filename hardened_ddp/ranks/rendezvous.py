@@ -191,11 +191,14 @@ def _shared_gpu(gpus: Sequence[str]) -> str | None:
 
 
 def _conflict_error(conflict: str, launch: Launch) -> LaunchError:
-    return LaunchError(
-        f"{conflict}: the ranks can't tell each other apart",
-        fix="start each rank once, and let a launcher number them, on this host: "
-        + with_arguments(command_words("torchrun", launch.local_world_size, env={})),
-    )
+    if launch.launcher == "operator":
+        fix = "one process is one pod here: where a host has several, give each its LOCAL_RANK and "
+        fix += "LOCAL_WORLD_SIZE, or start torchrun there, which does"
+    else:
+        here = command_words("torchrun", launch.local_world_size, env={})
+        fix = "start each rank once, and let a launcher number them, on this host: "
+        fix += with_arguments(here)
+    return LaunchError(f"{conflict}: the ranks can't tell each other apart", fix=fix)
 
 
 def _who_is_missing(store: dist.Store, launch: Launch) -> str:

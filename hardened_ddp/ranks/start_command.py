@@ -39,7 +39,7 @@ def _find_words(env: Mapping[str, str], launch: Launch) -> tuple[Sequence[str], 
         found = _words_of_ancestor(lambda words: True)
     if not found:
         found = command_words(
-            launch.launcher, launch.local_world_size, num_nodes=launch.num_nodes, env=env
+            launch.launcher, launch.world_size, num_nodes=launch.num_nodes, env=env
         )
     note = ""
     if launch.launcher == "operator":

@@ -27,7 +27,7 @@ from hardened_ddp.diagnosis.explain.prefixes import habits_of
 from hardened_ddp.diagnosis.explain.reader import Search, decoder_of, read_lines, read_sample
 from hardened_ddp.diagnosis.explain.report import Answer, as_json, as_text, exit_status, list_of
 from hardened_ddp.diagnosis.explain.run_folder import read_stack, read_status
-from hardened_ddp.diagnosis.explain.run_story import tell
+from hardened_ddp.diagnosis.explain.run_story import ENDED_WELL, Story, tell
 from hardened_ddp.diagnosis.explain.sources import (
     Source,
     are_alike,
@@ -82,8 +82,16 @@ def _answer(names: Sequence[str], reading: Reading) -> Answer:
     evidence = collect(find_sources(names), progress=reading.progress, commands=reading.commands)
     is_run = len(names) == 1 and is_run_folder(Path(names[0]))
     story = tell(Path(names[0]), evidence) if is_run else None
+    if evidence.statuses and not evidence.next_step and _may_go_on(story):
+        run = Path(evidence.statuses[0].line.file).parent.parent
+        evidence.next_step = f"to continue: {reading.commands.resume(run)}"
     verdict = judge(evidence)
     return Answer(tuple(names), verdict, evidence, story, commands=reading.commands)
+
+
+def _may_go_on(story: Story | None) -> bool:
+    """Whether a run is to be continued, as far as that is known."""
+    return story is None or story.state not in ENDED_WELL
 
 
 def _answer_of_one(names: Sequence[str], reading: Reading) -> Answer:

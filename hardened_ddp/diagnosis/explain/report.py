@@ -9,7 +9,7 @@ import shlex
 import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ class Answer:
     problem: str = ""
     """Why nothing can be said."""
 
-    commands: Commands = Commands()
+    commands: Commands = field(default_factory=Commands)
 
     @property
     def has_failed(self) -> bool:

@@ -6,6 +6,7 @@ Does not own: reading lines (reader.py), what a run folder of ours says (run_fol
 """
 
 import gzip
+import os
 import re
 import sys
 from collections.abc import Sequence
