@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from hardened_ddp.errors import HardenedError
+from hardened_ddp.settings.typed_command import shell_command
 
 
 def parse() -> argparse.Namespace:
@@ -54,8 +55,9 @@ def main() -> int:
     except KeyboardInterrupt:
         print("download.py: stopped; the same command continues from here", file=sys.stderr)
         return 130
-    if arguments.model and arguments.models_dir.resolve() != Path("models").resolve():
-        print(f"so that training finds the weights: export TORCH_HOME={arguments.models_dir}")
+    models = arguments.models_dir.absolute()
+    if arguments.model and models.resolve() != Path("models").resolve():
+        print(f"so that training finds them: export {shell_command(f'TORCH_HOME={models}')}")
     return 0
 
 

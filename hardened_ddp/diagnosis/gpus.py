@@ -5,6 +5,7 @@ import warnings
 from pathlib import Path
 
 from hardened_ddp.diagnosis.check import GIB, Check
+from hardened_ddp.settings.typed_command import python_command
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _DEVICES = Path("/dev")
@@ -40,7 +41,8 @@ def check_backends() -> Check:
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
-        advice = "install a torch build with torch.distributed and gloo: pip install torch"
+        install = python_command("-m", "pip", "install", "torch")
+        advice = f"install a torch build with torch.distributed and gloo: {install}"
         return Check("backends", "FAIL", "this torch has no gloo: one process only", advice)
     has_nccl = dist.is_nccl_available()
     version = ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else ""  # type: ignore[no-untyped-call]  # torch's

@@ -23,6 +23,7 @@ from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
 from hardened_ddp.errors import CheckpointError, CheckpointMismatchError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
+from hardened_ddp.settings.typed_command import python_command
 from hardened_ddp.training.rebuild import model_tensors
 
 log = logging.getLogger(__name__)
@@ -180,11 +181,11 @@ def _copy(fit: Fit, model: nn.Module) -> None:
 
 def _read_file(path: Path) -> dict[str, Tensor]:
     if path.suffix in _PICKLES:
+        convert = "import torch; from safetensors.torch import save_file; "
+        convert += f"save_file(torch.load({str(path)!r}, weights_only=True), 'weights.safetensors')"
         raise CheckpointError(
             f"--init_from {path} is a pickle: reading one can run code that is hidden in it",
-            fix='if you trust it, convert it: python -c "import torch; from safetensors.torch '
-            f"import save_file; save_file(torch.load('{path}', weights_only=True), "
-            "'weights.safetensors')\"",
+            fix=f"if you trust it, convert it: {python_command('-c', convert)}",
         )
     found = read_tensors(path)
     if not found:
