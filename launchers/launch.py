@@ -156,21 +156,23 @@ def main(argv: Sequence[str]) -> int:
         )
     if options.nproc_per_node < 1 or not 0 < options.port < 65536:
         parser.error("--nproc_per_node needs 1 or more, --port 1 to 65535")
-    given = list(argv)[: len(argv) - len(words[1:])]  # up to the script, if it was named
-    script = words[0]
-    if is_ours(script):
-        script = os.path.relpath(script, ROOT)
-        if os.getcwd() != options.folder:  # so that the ranks know that the user is elsewhere
-            script = os.path.join(options.folder, script)
-    started = [sys.executable, os.path.abspath(__file__), *given]
+    if is_ours(words[0]):
+        words[0] = os.path.relpath(words[0], ROOT)
+    variables = options.env
+    if not options.dry_run:
+        given = argv[: len(argv) - len(words[1:])]  # up to the script, if it was named
+        started = shlex.join([sys.executable, os.path.abspath(__file__), *given])
+        variables = [f"{COMMAND}={started}", *variables]
+        if os.getcwd() != options.folder:  # a whole path tells the ranks that the user is elsewhere
+            words[0] = os.path.join(options.folder, words[0])
     plan = Plan(
         hosts=hosts,
         nproc_per_node=options.nproc_per_node,
         port=options.port,
         folder=options.folder,
         python=options.python,
-        variables=[f"{COMMAND}={shlex.join(started)}", *options.env],
-        words=[script, *words[1:]],
+        variables=variables,
+        words=words,
     )
     if options.dry_run:
         for node_rank, host in enumerate(hosts):

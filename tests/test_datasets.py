@@ -347,7 +347,7 @@ def test_colour_images_get_their_channels_first(monkeypatch: pytest.MonkeyPatch)
 def test_missing_and_damaged_files_come_with_the_steps_by_hand(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="can't be found whole") as caught:
         build_data(config("mnist", data_dir=str(tmp_path), download=False))
-    assert "python download.py --dataset mnist" in caught.value.fix
+    assert "download.py --dataset mnist" in caught.value.fix
     assert str(tmp_path) in caught.value.fix
     write_mnist(tmp_path, images=np.zeros((2, 28, 28), np.uint8), labels=np.zeros(2, np.uint8))
     for path in (tmp_path / "MNIST" / "raw").iterdir():

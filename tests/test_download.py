@@ -200,7 +200,7 @@ def test_training_fetches_as_the_command_does(
     server.files.clear()
     with pytest.raises(DataError, match="the server answers 404") as caught:
         prepare_data(DataConfig(dataset="mnist", data_dir=str(tmp_path / "other")))
-    assert "python download.py --dataset mnist" in caught.value.fix
+    assert "download.py --dataset mnist" in caught.value.fix
 
 
 def test_pretrained_weights_are_fetched_once_and_the_head_is_new(
@@ -233,7 +233,7 @@ def test_pretrained_weights_are_fetched_once_and_the_head_is_new(
     server.files.clear()
     with pytest.raises(ModelError, match="the server answers 404") as caught:
         build_model(config, num_classes=7, input_shape=(3, 32, 32))
-    assert "python download.py --model squeezenet1_1" in caught.value.fix
+    assert "download.py --model squeezenet1_1" in caught.value.fix
 
 
 def test_each_published_set_has_its_files_and_hashes(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
 from hardened_ddp.errors import CheckpointError, MissingPackageError, ModelError
 from hardened_ddp.export import formats
 from hardened_ddp.export.export import export_model
+from hardened_ddp.settings.typed_command import pip_command
 from hardened_ddp.training.rebuild import model_tensors, rebuild_model
 from tests.processes import ROOT
 from tests.ranks import run_program, train
@@ -146,7 +147,7 @@ def test_an_absent_package_is_named_with_the_command_that_installs_it(
         export_model(run, output=tmp_path / "x", form=form)
     assert str(caught.value) == (
         f"[DDP-X02] --format {form} needs {package}, which is not installed\n"
-        "  next: pip install -r requirements-extras.txt"
+        f"  next: {pip_command('requirements-extras.txt')}"
     )
     assert not (tmp_path / "x").exists()
 

@@ -46,6 +46,8 @@ BAD: list[tuple[Mapping[str, str], Change, str, str]] = [
     (OPERATOR, {"LOCAL_RANK": "0"}, "but not LOCAL_WORLD_SIZE", "torchrun"),
     (PYTORCH_JOB, {}, "PET_NPROC_PER_NODE=4", "torchrun "),
     (PYTORCH_JOB, {"PET_NPROC_PER_NODE": None}, "PET_NNODES=2", "torchrun "),
+    (PYTORCH_JOB, {"WORLD_SIZE": "2", "PET_NNODES": "1:2"}, "PET_NNODES=1:2", "torchrun "),
+    (OPERATOR, {"PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE=auto", "torchrun "),
     (TRAIN_JOB, {}, "PET_NNODES=2 and PET_NPROC_PER_NODE=4", "torchrun "),
     (TRAIN_JOB, {"PET_NPROC_PER_NODE": "1"}, "PET_NNODES=2", "-u PET_MASTER_ADDR"),
     (TRAIN_JOB, {"PET_NNODES": "1"}, "PET_NPROC_PER_NODE=4", "-u PET_NNODES"),

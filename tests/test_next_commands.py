@@ -294,7 +294,7 @@ STARTS = {
     "torchrun with a lesson": ([*TWO_RANKS, ROOT / "launchers/run_with_torchrun.py",
                                 SCRIPT], 2),
     "launch.py": ([PYTHON, ROOT / "launchers/launch.py", "--hosts", "localhost",
-                   "--nproc_per_node", "2", "--folder", ".", SCRIPT], 2),
+                   "--nproc_per_node", "2", SCRIPT], 2),
     "srun": (["srun", "--ntasks=2", PYTHON, SCRIPT], 2),
     "mpirun": (["mpirun", "-np", "2", PYTHON, SCRIPT], 2),
 }  # fmt: skip
@@ -306,7 +306,7 @@ def test_a_run_is_resumed_by_the_launcher_that_started_it(name: str, shell: Shel
     shell.pretend("srun", SLURM)
     shell.pretend("mpirun", MPI)
     words, num_ranks = STARTS[name]
-    done = shell.run(*words, *TRAIN).ok()
+    done = shell.run(*words, *TRAIN, "--output_dir", shell.folder / "runs").ok()
     trains_on(shell, command_after(done.output, "resume: "), num_ranks)
 
 

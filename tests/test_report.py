@@ -22,7 +22,6 @@ from hardened_ddp.diagnosis.report_verdict import sentences_of
 from hardened_ddp.diagnosis.run_files import read_run
 from hardened_ddp.errors import MissingPackageError, RunFolderError
 from hardened_ddp.settings.cli import parse
-from tests.processes import ROOT
 from tests.settings_given import settings_of
 
 PARTS = {"start_up": 2.0, "data_wait": 1.0, "training": 10.0, "evaluation": 1.0, "checkpoint": 1.0}
@@ -274,11 +273,7 @@ def test_without_plotly_the_command_that_installs_it_is_told(
     options = parse(["report", "first", "--output_dir", str(tmp_path)]).options
     with pytest.raises(MissingPackageError, match="needs plotly") as caught:
         run_report(options, output=io.StringIO())
-    shows = caught.value.fix.replace("pip install", "echo")
-    done = subprocess.run(
-        ["bash", "-c", shows], cwd=ROOT, capture_output=True, text=True, timeout=20
-    )
-    assert re.fullmatch(r"plotly==[\d.]+\n", done.stdout)
+    assert re.search(r" -m pip install plotly==[\d.]+$", caught.value.fix)
 
 
 def test_the_page_of_a_run_that_failed_often_is_readable(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def test_a_signal_to_the_python_launcher_saves_and_ends_all_ranks(tmp_path: Path
 @pytest.mark.parametrize(
     ("command", "text", "next_command"),
     [
-        ("run_with_torchrun.py", "this process was not started by torchrun", "torchrun --nproc"),
+        ("run_with_torchrun.py", "this process was not started by torchrun", "torchrun --standal"),
         ("run_with_mpirun.py", "this process was not started by mpirun", "mpirun -np 2 python"),
         ("run_with_python.py --nproc -1", "needs a number of processes", ""),
         ("run_with_python.py no_such_script.py", "there is no script", ""),

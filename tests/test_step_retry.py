@@ -216,7 +216,7 @@ def test_a_sample_that_fails_again_stops_all_ranks_with_one_cause_and_loses_no_s
     assert finished.statuses == (1, 1)
     [cause] = [line for line in finished.output.splitlines() if "DDP-S01" in line]  # by one rank
     assert "I do not like this one" in cause
-    assert finished.output.count("why: python ddp_training.py explain") == 1
+    assert finished.output.count(" ddp_training.py explain ") == 1
     [checkpoint] = find_checkpoints(tmp_path)
     assert f", step {step_of(checkpoint)}, forward" in cause
 

@@ -8,7 +8,7 @@ the others; or RANK was exported once, before srun, and is 0 in every task.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hardened_ddp.errors import LaunchError
 from hardened_ddp.ranks import slurm_env
@@ -16,7 +16,6 @@ from hardened_ddp.ranks.place import (
     MASTER,
     Launch,
     LauncherName,
-    check_ranks,
     command_words,
     need,
     one_process,
@@ -79,41 +78,31 @@ def read_torchrun(env: Mapping[str, str]) -> Launch:
 
 def is_of_operator(env: Mapping[str, str]) -> bool:
     """Return whether an operator of Kubernetes numbered the pods, and nobody the ranks in them."""
-    is_numbered = "RANK" in env and "WORLD_SIZE" in env
     is_launched = "LOCAL_RANK" in env or "LOCAL_WORLD_SIZE" in env
     is_inner = names_of_mpi(env) is not None or slurm_env.is_step(env)
-    return is_numbered and not is_launched and not is_inner
+    return "RANK" in env and "WORLD_SIZE" in env and not is_launched and not is_inner
 
 
 def read_operator(env: Mapping[str, str]) -> Launch:
-    """Read what an operator gives each pod, in which this process is the only rank. Rank-local.
-
-    WHY the check of PET_: there RANK may count the pods, and WORLD_SIZE the ranks of all pods. The
-    operator means torchrun to start them, and without it all would wait for ranks that never come.
-    """
-    need(env, ("RANK", "WORLD_SIZE", *MASTER))
+    """Read what an operator gives each pod, in which this process is the only rank. Rank-local."""
     refuse_missing_torchrun(env)
-    rank, world_size = whole_number(env, "RANK"), whole_number(env, "WORLD_SIZE")
-    names = {name: name for name in ("RANK", "WORLD_SIZE")}
-    names |= {"LOCAL_RANK": "local rank", "LOCAL_WORLD_SIZE": "local world size"}
-    numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    check_ranks(numbers, names, env)
-    return Launch(
-        launcher="operator",
-        rank=rank,
-        world_size=world_size,
-        num_nodes=world_size,
-        master_addr=env["MASTER_ADDR"],
-        master_port=read_port(env, ""),
-    )
+    need(env, ("RANK", "WORLD_SIZE", *MASTER))
+    launch = read_torchrun({**env, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    return replace(launch, launcher="operator")
 
 
 def refuse_missing_torchrun(env: Mapping[str, str]) -> None:
-    """Raise LaunchError for plain python where PET_ variables configure torchrun."""
+    """Raise LaunchError for plain python where PET_ variables configure torchrun.
+
+    WHY also if RANK is set: it counts the pods then, and WORLD_SIZE may count the ranks of all. One
+    process in each pod would wait for ranks that never come.
+    """
     pods, ranks = env.get("PET_NNODES", "1"), env.get("PET_NPROC_PER_NODE", "1")
-    is_of_pods = pods.isdecimal() and "RANK" in env and whole_number(env, "WORLD_SIZE") > int(pods)
-    is_one = pods in ("1", "1:1") or "RANK" in env
-    if (is_one and ranks == "1" and not is_of_pods) or "PET_NNODES" not in env:
+    is_one_each = pods in ("1", "1:1")
+    if "RANK" in env:
+        world_size = whole_number(env, "WORLD_SIZE")
+        is_one_each = "PET_NNODES" not in env or (pods.isdecimal() and world_size <= int(pods))
+    if is_one_each and ranks == "1":
         return
     given = [name for name in (*MASTER, "RANK", "WORLD_SIZE") if name in env]
     given += sorted(name for name in env if name.startswith("PET_"))
