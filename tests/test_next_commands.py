@@ -50,7 +50,7 @@ COMMAND = re.compile(rf"(?:^|: |-> )({PROGRAMS}.*)$", re.MULTILINE)
 LAUNCHER = """#!{python}
 import os, subprocess, sys
 words = sys.argv[1:]
-count = 0
+count = int(os.environ.get("SLURM_NTASKS", 0))
 while words[0].startswith("-"):
     word = words.pop(0)
     if word == "-np":
@@ -316,10 +316,14 @@ def test_a_preset_from_another_folder_names_commands_for_that_folder(shell: Shel
     runs = shell.folder / "runs"
     words = [ROOT / "launch_examples.sh", "6", *TRAIN, "--output_dir", runs]
     done = shell.run(*words, PATH=path).ok()
-    trains_on(shell, command_after(done.output, "resume: "), 1)
-    assert "accuracy" in shell.paste(command_after(done.output, "evaluate: ")).ok().stdout
+    trains_on(shell, command_after(done.output, "resume: "), 1, PATH=path)
+    evaluate = command_after(done.output, "evaluate: ")
+    assert "accuracy" in shell.paste(evaluate, PATH=path).ok().stdout
     shown = shell.run(ROOT / "launch_examples.sh", "--dry-run", "6", "--max_epochs", PATH=path)
-    assert commands_in(shell.paste(shown.stdout.strip()).output)  # it was started: a wrong flag
+    started = shell.paste(shown.stdout.strip(), PATH=path)
+    assert "--max_epochs" in started.output  # which is no setting
+    [command] = commands_in(started.output)
+    assert shell.paste(command, PATH=path).ok().stdout.startswith("usage: ")
 
 
 @pytest.mark.slow
@@ -441,7 +445,7 @@ def test_the_pods_of_an_operator_train_and_are_resumed_in_each(shell: Shell) -> 
     outputs = [
         pod.communicate(timeout=600)[0] for pod in start_pods(shell, [PYTHON, SCRIPT, *TRAIN], 2)
     ]
-    assert "2 ranks on 2 hosts, started by an operator" in outputs[0], "\n".join(outputs)
+    assert "2 ranks on 2 nodes, started by an operator" in outputs[0], "\n".join(outputs)
     command, _, note = command_after(outputs[0], "resume: ").partition("   # ")
     assert note == "in each of the 2 pods"
     pods = start_pods(shell, ["bash", "-c", f"{command} --max_steps 5"], 2)
