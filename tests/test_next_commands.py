@@ -45,7 +45,7 @@ PLACEHOLDER = re.compile(
 )
 # Where a command begins in a line: a program of this Python, of a launcher or of the system.
 PROGRAMS = r"(?:\(cd |env |srun |mpirun |python |torchrun |rm |source |zcat |'?[^ ']*/bin/python)"
-COMMAND = re.compile(rf"(?:^|: |-> )({PROGRAMS}.*)$", re.MULTILINE)
+COMMAND = re.compile(rf"(?:^ *|: |-> )({PROGRAMS}.*)$", re.MULTILINE)
 # One process for each rank, as the real program starts them; the last status that is not 0 counts.
 LAUNCHER = """#!{python}
 import os, subprocess, sys
