@@ -38,8 +38,8 @@ MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 6
 # needs more takes it from what docs/PROMISES.md does not name.
 BUDGETS = {
     "ddp_training.py": 450,
-    "hardened_ddp/diagnosis/*": 15_450,
-    "hardened_ddp/*": 31_900,
+    "hardened_ddp/diagnosis/*": 16_000,
+    "hardened_ddp/*": 34_000,
     "drills/*": 2_700,
     "launchers/*": 750,
 }

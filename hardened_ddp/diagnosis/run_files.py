@@ -166,7 +166,9 @@ def resume_command(ranks: Sequence[Json], folder: Path) -> str:
     told = ranks[0] if ranks else {}
     num_ranks, num_nodes = int(number_of(told, "world_size")), int(number_of(told, "num_nodes"))
     is_known = told.get("launcher") in get_args(LauncherName)  # WHY: anybody may have written it
-    launcher = cast(LauncherName, told["launcher"] if is_known else "none")
+    launcher = cast(
+        LauncherName, told["launcher"] if is_known else "torchrun" if num_ranks > 1 else "none"
+    )
     if num_nodes > 1 and launcher != "slurm":
         return f"as before on all {num_nodes} nodes, with --resume {shell_command(folder)}"
     words = command_words(launcher, max(1, num_ranks), num_nodes=max(1, num_nodes), env={})

@@ -62,7 +62,7 @@ def _named(log: str) -> str:
     return str(find_run_folder("", "runs"))
 
 
-def _resume(run: Path) -> str:
+def _resume(run: Path, num_ranks: int) -> str:
     """Type the command that continues a run as it was started."""
     from hardened_ddp.diagnosis.run_files import read_run, resume_command
 

@@ -253,5 +253,5 @@ class TestSteps:
         typed = shlex.split(command.format_map(words))
         if "ddp_training.py" in typed and "--help" not in typed:
             parse(typed[typed.index("ddp_training.py") + 1 :])
-        if typed[0] == "python":
+        if typed[:1] == ["python"]:
             assert os.path.exists(Path(__file__).parents[2] / typed[1])

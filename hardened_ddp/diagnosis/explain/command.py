@@ -83,8 +83,10 @@ def _answer(names: Sequence[str], reading: Reading) -> Answer:
     is_run = len(names) == 1 and is_run_folder(Path(names[0]))
     story = tell(Path(names[0]), evidence) if is_run else None
     if evidence.statuses and not evidence.next_step and _may_go_on(story):
-        run = Path(evidence.statuses[0].line.file).parent.parent
-        evidence.next_step = f"to continue: {reading.commands.resume(run)}"
+        status = evidence.statuses[0]
+        run, num_ranks = Path(status.line.file).parent.parent, status.entry.get("world_size")
+        typed = reading.commands.resume(run, num_ranks if isinstance(num_ranks, int) else 1)
+        evidence.next_step = f"to continue: {typed}"
     verdict = judge(evidence)
     return Answer(tuple(names), verdict, evidence, story, commands=reading.commands)
 

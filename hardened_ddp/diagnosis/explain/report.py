@@ -303,7 +303,7 @@ def _steps(answer: Answer) -> list[tuple[str, str]]:
             "log": shlex.quote(str(run / "logs" / f"rank-{rank}.log"))
             if rank is not None
             else " ".join(shlex.quote(str(log)) for log in logs[:8]),
-            "again": answer.commands.resume(run),
+            "again": answer.commands.resume(run, answer.story.attempts[-1].num_ranks),
         }
         if stacks := answer.evidence.stacks:
             named = [s for s in stacks if s.rank == rank and not s.worker] or stacks
