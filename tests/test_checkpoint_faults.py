@@ -136,6 +136,18 @@ def test_what_belongs_to_somebody_else_is_rejected(store: CheckpointStore, name:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_the_run_of_a_colleague_is_read_but_not_what_a_third_one_put_there(
+    store: CheckpointStore,
+) -> None:
+    path = write_step(store, 1)
+    for each in (store.root.parent, store.root, path, *path.iterdir()):
+        os.chown(each, 65534, 65534)
+    assert isinstance(store.verify(path), Found)
+    os.chown(path / "state.safetensors", 65533, 65533)
+    assert "belongs to user 65533 and not to you (0)" in reason_of(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_a_mount_that_gives_all_files_one_owner_and_mode_does_not_lose_the_run(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

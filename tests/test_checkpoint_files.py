@@ -222,6 +222,16 @@ def test_a_link_in_a_folder_that_is_removed_is_not_followed(tmp_path: Path) -> N
     assert (outside / "thesis.txt").read_text() == "years of work"
 
 
-def test_a_folder_under_way_is_private(tmp_path: Path) -> None:
-    path = CheckpointStore(tmp_path, keep_last=1).write(1, tensors=small_state(1), meta={})
-    assert path.stat().st_mode & 0o777 == 0o700
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022, 0o027, 0o077])
+def test_a_checkpoint_follows_the_umask_and_is_never_open_to_every_writer(
+    tmp_path: Path, umask: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        store = CheckpointStore(tmp_path, keep_last=1)
+        path = store.write(1, tensors=small_state(1), meta={})
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o775 & ~umask
+    assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o664 & ~umask}
+    assert isinstance(store.verify(path), Found)

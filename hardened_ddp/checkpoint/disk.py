@@ -43,14 +43,16 @@ T = TypeVar("T")
 class Disk:
     """The calls of the operating system that change the disk."""
 
-    def make_folder(self, path: Path, mode: int = 0o777) -> None:
-        os.mkdir(path, mode)
+    # WHY not 0o777 and 0o666: under an umask of 0, as some containers have, every user could write,
+    # and a checkpoint that every user could have changed is not trusted (verify.py)
+    def make_folder(self, path: Path) -> None:
+        os.mkdir(path, 0o775)
 
     def create(self, path: Path) -> int:
         """Create a file that must not exist yet, and return its descriptor."""
         # WHY O_NOFOLLOW beside O_EXCL: on some network file systems O_EXCL alone was not enough
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(path, flags, 0o666)
+        return os.open(path, flags, 0o664)
 
     def write(self, descriptor: int, data: memoryview) -> int:
         """Write a part of data, at least one byte, and return the number of bytes."""

@@ -183,7 +183,7 @@ class CheckpointStore:
     ) -> None:
         """Write the state, then the manifest, and sync both to the disk."""
         disk, retry = self._disk, self._retry_with_room()
-        retry(lambda: disk.make_folder(partial, 0o700))
+        retry(lambda: disk.make_folder(partial))
         sha256 = write_stream_to(partial / STATE_NAME, stream, disk=disk, retry=retry)
         state = FileRecord(size_bytes=stream.plan.size_bytes, sha256=sha256)
         manifest = Manifest(step=step, meta=meta, state=state, tensors=stream.plan.specs)

@@ -6,6 +6,7 @@ Does not own: the loop over the test set (evaluation.py), the metrics and the ta
 (task/), the format of the report (reporting/evaluation_report.py).
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,10 @@ def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
 
     def tell() -> bool:
         [path] = found
-        place = Path(output) if output else path.parent.parent / f"evaluation-{path.name}.json"
+        run, name = path.parent.parent, f"evaluation-{path.name}.json"
+        # WHY: the run of a colleague may be read, and not written to
+        place = run / name if os.access(run, os.W_OK) else Path(f"{run.name}-{name}")
+        place = Path(output) if output else place
         report["checkpoint"] = str(path)
         write_report(place, report)
         metrics = with_loss(report["loss"], described(task.test_metrics, report))
