@@ -10,7 +10,7 @@ import pytest
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.place import Launch
 from hardened_ddp.ranks.tracker import Tracker
-from hardened_ddp.reporting.goodput import NAME, Goodput, account_of, read_attempts
+from hardened_ddp.reporting.goodput import NAME, Goodput, account_of, num_attempts, read_attempts
 from tests.ranks import start_training, train
 from tests.run_folder import find_checkpoints, only_run, read_summary
 
@@ -106,3 +106,28 @@ def test_a_run_accounts_for_its_time_over_a_kill(tmp_path: Path) -> None:
     assert "s in 1 attempt" in finished.outputs[0] or "s in 2 attempts" in finished.outputs[0]
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert "time/goodput" in json.loads(lines[-1])
+
+
+def test_attempts_that_a_launcher_counted_and_nobody_wrote_down_count() -> None:
+    def of(*restarts: int) -> int:
+        return num_attempts([{**attempt(1, first_step=0, step=3), "restart": r} for r in restarts])
+
+    assert of() == 0
+    assert of(0) == of(1) - 1 == 1
+    assert of(0, 1, 4) == 5
+    assert of(0, 1, 0) == 3  # started again by hand
+    assert of(2, 2) == 4  # went back within the attempt
+    assert num_attempts([attempt(1, first_step=0, step=3)]) == 1  # of an earlier version
+
+
+def test_an_attempt_that_dies_in_its_start_up_is_recorded(tmp_path: Path) -> None:
+    argv: list[str | Path] = ["--cpu_only", "--max_steps", "2", "--eval_every", "0"]
+    argv += ["--run_name", "run", "--output_dir", tmp_path, "--model_args", "{}"]
+    for _ in range(2):
+        assert train([*argv, "--model_args", "{nonsense: 1}"], 1).statuses != (0,)
+    attempts = read_attempts(tmp_path / "run")
+    assert [(entry["first_step"], entry["step"]) for entry in attempts] == [(0, 0)] * 2
+    assert all(entry["start_up"] > 0 == entry["training"] for entry in attempts)
+    assert "s in 3 attempts" in train(argv, 1).ok().outputs[0]
+    train(argv, 1).ok()  # it is finished: nothing to do
+    assert [entry["ended"] for entry in read_attempts(tmp_path / "run")[2:]] == ["finished"] * 2

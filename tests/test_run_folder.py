@@ -12,6 +12,9 @@ from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.checkpoint.verify import probe_folder
 from hardened_ddp.errors import RunFolderError
+from hardened_ddp.ranks.place import Launch
+from hardened_ddp.ranks.tracker import Tracker
+from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.settings.earlier_run import newest_run
 from hardened_ddp.training.resume import RunFolder, find_place
 from hardened_ddp.training.run_folder import create_run_folder
@@ -219,7 +222,8 @@ def test_settings_that_cannot_be_written_leave_the_earlier_ones(
 
     (tmp_path / "config.yaml").write_text("epochs: 7")
     lock = RunLock.acquire(tmp_path)
-    with RunFolder(tmp_path, keep_last=1, token=lock.token, lock=lock) as folder:
+    account = Goodput(tmp_path, Tracker(), Launch(), step=0)
+    with RunFolder(tmp_path, 1, account, lock.token, lock=lock) as folder:
         monkeypatch.setattr(Disk, "write", fail)
         with pytest.raises(RunFolderError, match="No space left"):
             folder.write_settings(settings_of("train"))

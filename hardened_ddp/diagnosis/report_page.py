@@ -21,6 +21,7 @@ from hardened_ddp.diagnosis.report_timeline import attempts_plot
 from hardened_ddp.diagnosis.report_verdict import sentences_of
 from hardened_ddp.diagnosis.run_files import RunView
 from hardened_ddp.diagnosis.run_json import number_of
+from hardened_ddp.reporting.goodput import num_attempts
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.record import yaml_word
 from hardened_ddp.settings.schema import flatten
@@ -137,7 +138,7 @@ def _overview(runs: Mapping[str, RunView]) -> str:
         "ranks": [_ranks(run) for run in runs.values()],
         "wall time": [_seconds(run.account.get("wall")) for run in runs.values()],
         "goodput": [_share(run.account.get("goodput")) for run in runs.values()],
-        "attempts": [str(len(run.attempts)) for run in runs.values()],
+        "attempts": [str(num_attempts(run.attempts)) for run in runs.values()],
         "faults": [", ".join(report_plots.worst_kinds(run)) or "none" for run in runs.values()],
         "samples left out": [str(len(run.left_out)) for run in runs.values()],
         "checkpoints": [_checkpoints(run) for run in runs.values()],

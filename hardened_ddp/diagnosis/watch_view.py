@@ -14,6 +14,7 @@ from hardened_ddp.diagnosis.run_events import FAULTS
 from hardened_ddp.diagnosis.run_files import RunView, resume_command
 from hardened_ddp.diagnosis.run_json import Json, number_of
 from hardened_ddp.guard.slow import BACKWARD_AND_WAIT
+from hardened_ddp.reporting.goodput import num_attempts
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import as_typed
 
@@ -132,8 +133,8 @@ def _progress_words(run: RunView) -> list[str]:
     words = [f"step {step:.0f}" + (f" of {total:.0f}" if total else "")]
     if (epochs := number_of(main, "epochs")) and step == told:
         words.append(f"epoch {min(number_of(main, 'epoch') + 1, epochs):.0f} of {epochs:.0f}")
-    if len(run.attempts) > 1:
-        words.append(f"{len(run.attempts)} attempts")
+    if (count := num_attempts(run.attempts)) > 1:
+        words.append(f"{count} attempts")
     if run.account:
         words.append(f"goodput {run.account['goodput']:.0%}")
     spent = main.get("spent_s")

@@ -1,7 +1,8 @@
 """The wall time of a run by phase, over all its attempts.
 
 Owns attempts.jsonl in the run folder, and the account computed from it. Rank 0 writes a line every
-few seconds: seconds of each phase since its attempt began, and the step. The last line of each
+few seconds: seconds of each phase since its attempt began, and the step. An attempt's first line is written
+when the folder is open, so that one that dies in its start-up is there. The last line of each
 attempt counts, so a killed attempt is counted up to a few seconds before its end. The time between
 that line and the next attempt's start is down time, unless the run had ended as it should and
 somebody started it again; steps that an attempt did and a later one repeated are lost time.
@@ -43,7 +44,7 @@ class Goodput:
     """Sums the wall time of this attempt by phase. On ranks other than 0 nothing is written."""
 
     def __init__(self, folder: Path, tracker: Tracker, launch: Launch, *, step: int) -> None:
-        """step: where this attempt continues."""
+        """step: where this attempt continues, as far as it is known."""
         self._path = folder / NAME
         self._tracker = tracker
         self._launch = launch
@@ -72,6 +73,14 @@ class Goodput:
         except OSError as error:
             log.debug("%s can't be written: %s", self._path, error)
 
+    def begin(self, step: int) -> None:
+        """Note where this attempt continues, once its state is loaded."""
+        self._first_step = self._step = step
+
+    def leave(self, *, ended: str = "") -> None:
+        """Write the last line of an attempt that did no step, or that failed."""
+        self.note(self._step, is_last=True, ended=ended)
+
     def go_back(self, left_at: int, step: int) -> None:
         """Begin a new attempt at an earlier step, within this process; the later steps are lost."""
         self.note(left_at, is_last=True)
@@ -92,7 +101,7 @@ class Goodput:
             for name in (*PHASES, "lost", "down")
             if account[name] / account["wall"] >= 0.005
         )
-        count = len(self._earlier) + 1
+        count = num_attempts([*self._earlier, self._line()])
         return f"{account['wall']:.1f} s in {counted(count, 'attempt')}: {shares}"
 
     def _line(self) -> dict[str, Any]:  # Any: JSON
@@ -128,6 +137,21 @@ def read_attempts(folder: Path) -> list[dict[str, Any]]:
         if has_all_numbers(entry):
             found[entry["began_at"]] = entry
     return [found[began_at] for began_at in sorted(found)]
+
+
+def num_attempts(attempts: Sequence[Mapping[str, Any]]) -> int:
+    """Count attempts, with those that ended before they had a folder to write to.
+
+    The count of restarts, which a launcher keeps, tells of them.
+    """
+    count, before = 0, -1
+    for attempt in attempts:
+        restart = attempt.get("restart")
+        restart = restart if type(restart) is int else 0
+        # WHY from the start if it is lower: another job
+        missing = restart - before - 1 if restart > before else 0 if restart == before else restart
+        count, before = count + 1 + missing, restart
+    return count
 
 
 def has_all_numbers(entry: object) -> bool:

@@ -26,6 +26,7 @@ from hardened_ddp.checkpoint.verify import (
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.summary import finished_at
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.earlier_run import (
@@ -51,6 +52,9 @@ class RunFolder:
 
     folder: Path
     keep_last: int
+    goodput: Goodput
+    """The account of this attempt."""
+
     token: str
     """Of the lock, on all ranks: who saves proves by it that the run is still ours."""
 
@@ -67,13 +71,18 @@ class RunFolder:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Give the folder free."""
+        """Give the folder free; an attempt that failed is accounted for up to here."""
+        if error[0] is not None:
+            self.goodput.leave()
         if self.lock is not None:
             self.lock.release()
 
     def is_finished(self, group: Group, step: int) -> bool:
         """Say whether the run came to its end at this step: tested, summed up. Collective."""
-        return bool(group.run_on_main(lambda: finished_at(self.folder) == step, what="the summary"))
+        if not group.run_on_main(lambda: finished_at(self.folder) == step, what="the summary"):
+            return False
+        self.goodput.leave(ended="finished")
+        return True
 
     @cached_property
     def store(self) -> CheckpointStore:
@@ -130,7 +139,11 @@ def open_run(config: Config, group: Group) -> RunFolder:
     folder = Path(name)
     if group.is_local_main:
         _note_folder(output, group.launch, folder)
-    return RunFolder(folder, config.run.keep_last, token, *chosen[0] if chosen else ())
+    checkpoint, lock = chosen[0] if chosen else (None, None)
+    step = 0 if checkpoint is None else checkpoint.step
+    goodput = Goodput(folder, group.tracker, group.launch, step=step)
+    goodput.leave()
+    return RunFolder(folder, config.run.keep_last, goodput, token, checkpoint, lock)
 
 
 def read_checkpoint(run: RunFolder, group: Group) -> Saved | None:

@@ -55,10 +55,7 @@ class Run:
         self.stop = stop
         self.compares_every = parts.compares_every
         left_out = LeftOut(parts)
-        text = folder.settings_text
-        self.report = RunReport(
-            parts, self.folder, left_out, settings_text=text, step=progress.step
-        )
+        self.report = RunReport(parts, folder, left_out, step=progress.step)
         self.saver = Saver(parts, folder.store)
         self.stepper = Stepper(parts, progress, left_out=left_out, saver=self.saver)
         self.stepper.open_ledger(self.folder)  # collective

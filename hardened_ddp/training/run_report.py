@@ -15,7 +15,6 @@ import torch
 
 from hardened_ddp.guard.slow import BACKWARD_AND_WAIT, Splits
 from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.metrics import MetricsLog
 from hardened_ddp.reporting.progress import ProgressBar
 from hardened_ddp.reporting.resources import ResourceMonitor
@@ -27,6 +26,7 @@ from hardened_ddp.step.progress import Progress
 from hardened_ddp.task.task import described, shortly_described, with_loss
 from hardened_ddp.training.evaluation import Evaluation
 from hardened_ddp.training.profiling import profiled, start_profile
+from hardened_ddp.training.resume import RunFolder
 from hardened_ddp.training.tracking import has_tensorboard, make_trackers
 
 T = TypeVar("T")
@@ -39,21 +39,19 @@ _MAX_LOGGED = 8  # test samples that are named one by one in the log
 class RunReport:
     """The reports of one run on this rank."""
 
-    def __init__(
-        self, parts: Parts, folder: Path, left_out: LeftOut, *, settings_text: str, step: int
-    ) -> None:
+    def __init__(self, parts: Parts, folder: RunFolder, left_out: LeftOut, *, step: int) -> None:
         """left_out: what the steps leave out; it grows during the run."""
         self.parts = parts
-        self.folder = folder
+        self.folder = folder.folder
         self.is_main = parts.group.launch.is_main
         if self.is_main:
-            withdraw_summary(folder)
+            withdraw_summary(self.folder)
         run = parts.config.run
         self.metrics = MetricsLog(
-            folder,
+            self.folder,
             tensorboard=has_tensorboard(parts.config),
             is_main=self.is_main,
-            trackers=make_trackers(parts.config, folder, is_main=self.is_main),
+            trackers=make_trackers(parts.config, self.folder, is_main=self.is_main),
         )
         self.bar = ProgressBar(
             total_steps=parts.length.total if parts.length.is_known else None,
@@ -63,11 +61,12 @@ class RunReport:
         tracker = parts.group.tracker
         self.clock = StepClock(tracker, parts.device)
         self.resources = ResourceMonitor(parts.device)
-        self.goodput = Goodput(folder, tracker, parts.group.launch, step=step)
+        self.goodput = folder.goodput
+        self.goodput.begin(step)
         self.splits = Splits()
         self.last_train: Mapping[str, float] = {}
         self.last_evaluation: Evaluation | None = None
-        self._settings_text = settings_text
+        self._settings_text = folder.settings_text
         self._tracker = tracker
         self._trained_s = self._training_s()
         self._left_out = left_out
