@@ -1,22 +1,37 @@
 """The ledger: it proves exactly-once over kills and resizes, and sees what is wrong."""
 
 import errno
+import io
+import json
 import os
+import random
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ddp_training import main
+from hardened_ddp.checkpoint import files
+from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.data.ledger import Done, LedgerWriter, next_start, verify_ledger
+from hardened_ddp.diagnosis.ledger_check import check_ledger
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.step import parts
+from tests.marks import slow_after
 from tests.ranks import run_program, run_ranks, start_training, train
-from tests.run_folder import find_checkpoints, only_run
+from tests.run_folder import find_checkpoints, only_run, read_summary
 
 STEADY: list[str | Path] = ["--cpu_only", "--batch_size", "12", "--epochs", "2", "--ledger"]
 STEADY += ["--model", "tests.plugins:paced_mlp", "--model_args", "{pause_s: 0.01}"]
 STEADY += ["--num_workers", "0", "--eval_every", "0", "--checkpoint_every_steps", "7"]
+# Bad samples for both ranks, and no report of them between checkpoints.
+BROKEN = [*range(5, 400, 23), *range(2, 400, 37)]
+BAD: list[str | Path] = ["--dataset", "tests.plugins:points", "--cpu_only", "--batch_size", "4"]
+BAD += ["--dataset_args", f"{{size: 400, broken: {BROKEN}}}", "--continue_on_error", "--ledger"]
+BAD += ["--model", "tests.plugins:paced_mlp", "--model_args", "{pause_s: 0.01}", "--epochs", "3"]
+BAD += ["--num_workers", "0", "--eval_every", "0", "--log_interval", "1000"]
 WHOLE, PART = Done(step=3, epoch=1, cursor=0), Done(step=2, epoch=0, cursor=4)
 FACTS = {"num_samples": 6, "epoch_end": 6}
 
@@ -68,6 +83,20 @@ def test_a_sample_that_was_reported_as_left_out_is_not_missing(tmp_path: Path) -
         skipped.write_bytes(broken)
         with pytest.raises(RunFolderError, match=r"line 1 of .*skipped_samples.jsonl"):
             verify_ledger(tmp_path, WHOLE)
+
+
+def test_what_was_left_out_of_work_that_was_lost_does_not_count(tmp_path: Path) -> None:
+    write(tmp_path, {0: [5, 1], 1: [2, 0], 2: [3]})
+    write(tmp_path, {1: [2], 2: [3]}, begin=1)
+    entry = {"rank": 0, "step": 2, "epoch": 0, "index": 4, "error": "broken"}
+    skipped = tmp_path / "skipped_samples.jsonl"
+    skipped.write_text(json.dumps({**entry, "start": 1}) + "\n")
+    done = Done(step=2, epoch=0, cursor=3)
+    assert verify_ledger(tmp_path, done)[1]
+    lines, _ = verify_ledger(tmp_path, Done(step=3, epoch=0, cursor=5))
+    assert "1 of 5 never taken" in lines[0]
+    skipped.write_text(json.dumps({**entry, "step": 1, "start": 2}) + "\n" + '{"rank": 0, "st')
+    assert verify_ledger(tmp_path, Done(step=2, epoch=0, cursor=4))[1]
 
 
 def test_samples_behind_the_end_of_an_epoch_are_not_missing(tmp_path: Path) -> None:
@@ -208,3 +237,78 @@ def test_each_sample_once_over_a_kill_and_other_numbers_of_ranks(tmp_path: Path)
     finished = train(["verify-ledger", run], launcher="none")
     assert finished.statuses == (1,)
     assert "never taken" in finished.output
+
+
+@pytest.mark.parametrize("seed", slow_after(1, range(4)))
+def test_the_ledger_agrees_after_kills_at_any_moment_with_samples_left_out(
+    seed: int, tmp_path: Path
+) -> None:
+    choose = random.Random(seed)
+    argv = [*BAD, "--checkpoint_every_steps", str(choose.randint(2, 9)), "--run_name", "run"]
+    argv += ["--output_dir", tmp_path]
+    run = tmp_path / "run"
+    for number, victims in enumerate(choose.sample([(0,), (1,), (0, 1), (1, 0)], 4), start=1):
+        begun = run / "ledger" / f"{number:04d}-rank-1.bin"
+        # 24 bytes for a step: the head, and two samples; some of 150 steps
+        size = 100 + 24 * choose.randint(3, 30)
+        with start_training(argv, 2) as running:
+            running.wait_for(is_longer(begun, size), timeout_s=60, what="steps of the ledger")
+            for victim in victims:
+                running.kill(victim)
+            running.wait(40)
+        if find_checkpoints(tmp_path):
+            assert check_ledger(run, output=(told := io.StringIO())) == 0, told.getvalue()
+    train(argv, 2).ok()
+    assert check_ledger(run, output=(told := io.StringIO())) == 0, told.getvalue()
+    assert told.getvalue().count(f"{len(set(BROKEN))} of them left out, as reported") == 3
+    assert read_summary(run)["num_left_out"] == 3 * len(set(BROKEN))
+
+
+def is_longer(path: Path, size: int) -> Callable[[], bool]:
+    return lambda: path.exists() and path.stat().st_size > size
+
+
+def train_and_record(output: Path, has_bad: bool) -> list[tuple[str, str]]:
+    """Train, and return the names of files that were synced or renamed, with their threads."""
+    events: list[tuple[str, str]] = []
+
+    def note(name: str) -> None:
+        events.append((name, threading.current_thread().name))
+
+    def sync(descriptor: int) -> None:
+        note(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    class Noting(Disk):
+        def rename(self, source: Path, target: Path) -> None:
+            note(target.name)
+            super().rename(source, target)
+
+    fsync, os.fsync = os.fsync, sync
+    files.Disk = Noting  # type: ignore[misc,attr-defined]  # in this process, which ends
+    argv = [*map(str, BAD), "--max_steps", "20", "--checkpoint_every_steps", "6"]
+    argv += [] if has_bad else ["--dataset_args", "{size: 400}"]
+    assert main([*argv, "--output_dir", str(output)]) == 0
+    return events
+
+
+@pytest.mark.parametrize("has_bad", [True, False])
+def test_what_a_checkpoint_covers_is_on_the_disk_before_it(has_bad: bool, tmp_path: Path) -> None:
+    events, other = run_ranks(train_and_record, 2, tmp_path, has_bad)
+    names = [name for name, _ in events]
+    commits = [number for number, name in enumerate(names) if name.startswith("step-")]
+    assert len(commits) >= 3
+    begin = 0
+    for commit in commits:
+        found = names[begin:commit]
+        assert {"0001-rank-0.bin", "0001-rank-1.bin"} <= set(found)
+        assert ("skipped_samples.jsonl" in found) == has_bad
+        begin = commit + 1
+    covered = {(name, thread) for name, thread in events if name.endswith(("bin", "jsonl"))}
+    in_front = {name for name, thread in covered if thread == "MainThread"}
+    in_front_before_the_last = {
+        name for name, thread in events[: commits[-2]] if thread == "MainThread"
+    } & {name for name, _ in covered}
+    assert not in_front_before_the_last
+    assert in_front  # the last one, which is waited for
+    assert not [name for name, _ in other if name.endswith(("bin", "jsonl"))]

@@ -19,7 +19,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -162,6 +162,17 @@ def replace_file(path: Path, content: bytes, *, disk: Disk) -> None:
     write_file(aside, content, disk=disk)
     disk.rename(aside, path)
     disk.sync_folder(path.parent)
+
+
+def sync_files(folder: Path, paths: Sequence[Path], *, disk: Disk) -> None:
+    """Have on the disk what was written into files of a folder, and their names. Raises OSError."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            disk.sync(descriptor)
+        finally:
+            disk.close(descriptor)
+    disk.sync_folder(folder)
 
 
 def make_folders(path: Path, *, disk: Disk) -> None:

@@ -76,10 +76,14 @@ class CheckpointStore:
     ) -> None:
         """before_commit: raises CheckpointError if this process may no longer write here."""
         self.root = root
-        self._before_commit = before_commit
+        self._before_commit = [before_commit]
         self._keep_last = keep_last
         self._disk = Disk() if disk is None else disk
         self._kept_step: int | None = None
+
+    def call_before_commit(self, call: Callable[[], None]) -> None:
+        """Call this too before each commit; it raises OSError or CheckpointError to prevent it."""
+        self._before_commit.insert(0, call)
 
     def write(
         self,
@@ -193,7 +197,8 @@ class CheckpointStore:
 
     def _commit(self, partial: Path, final: Path) -> None:
         """Rename a complete checkpoint into place; before that no reader sees it."""
-        self._before_commit()
+        for call in self._before_commit:
+            call()
         if os.path.lexists(final):
             log.warning("%s is not valid and is written again", final)
             drop_folder(final, disk=self._disk)

@@ -8,6 +8,9 @@ A file is a line of JSON, then records: step (8 bytes), epoch (4), count (4), co
 bytes (8 if the dataset has 2**32 samples or more), all little-endian. A record that was cut off by
 a crash belongs to a step that does not count.
 
+Before a checkpoint is committed, the files of all ranks are synced from where it is written; what a
+rank on another host has only in the memory of its host is lost if that host loses its power.
+
 Does not own: which samples a step takes (sampler.py), what was left out (skipped_samples.jsonl).
 """
 
@@ -15,7 +18,7 @@ import json
 import logging
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +59,7 @@ class LedgerWriter:
         self._dtype = "<u4" if facts.get("num_samples", 2**32) < 2**32 else "<u8"
         head = json.dumps({"schema": 1, "step": step, "dtype": self._dtype, **facts}) + "\n"
         path = run / FOLDER / f"{start:04d}-rank-{rank}.bin"
+        self.start, self._run = start, run
         self._sink: FileSink | None = FileSink(path, keep_bytes=_KEEP_BYTES, has_lines=False)
         self._is_behind = False
         self._add(head.encode())
@@ -66,6 +70,10 @@ class LedgerWriter:
             return
         ids = np.concatenate(indices).astype(self._dtype)
         self._add(_HEAD.pack(step, epoch, len(ids)) + ids.tobytes())
+
+    def files(self) -> list[Path]:
+        """List the files of all ranks of this start. Any thread."""
+        return [path for number, _, path in _files(self._run) if number == self.start]
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
@@ -119,12 +127,11 @@ def verify_ledger(run: Path, done: Done) -> tuple[list[str], bool]:
     facts = heads[files[0][0]]
     taken: dict[int, list[Ids]] = {}
     for number, _, path in files:
-        later = [head["step"] for other, head in heads.items() if other > number]
         head, raw = _read(path)
         for step, epoch, ids in _records(raw, head["dtype"]):
-            if step < min([done.step, *later]):
+            if step < _end_of(number, done, heads):
                 taken.setdefault(epoch, []).append(ids)
-    left_out = _left_out(run)
+    left_out = _left_out(run, done, heads)
     lines, is_exact = [], True
     for epoch in range(done.epoch + (done.cursor > 0)):
         counts = _count(taken.get(epoch, []), facts.get("num_samples", 0))
@@ -143,6 +150,11 @@ def verify_ledger(run: Path, done: Done) -> tuple[list[str], bool]:
             + (f"; {num_left_out} of them left out, as reported" if num_left_out else "")
         )
     return lines, is_exact
+
+
+def _end_of(start: int, done: Done, heads: Mapping[int, dict[str, Any]]) -> int:
+    """Return the step before which what a start recorded counts: later ones did the rest again."""
+    return min([done.step, *(head["step"] for other, head in heads.items() if other > start)])
 
 
 def _count(parts: Sequence[Ids], num_samples: int) -> npt.NDArray[np.uint8]:
@@ -221,15 +233,17 @@ def _records(raw: bytes, dtype: str) -> Iterator[tuple[int, int, Ids]]:
         position += count * width
 
 
-def _left_out(run: Path) -> dict[int, set[int]]:
+def _left_out(run: Path, done: Done, heads: Mapping[int, dict[str, Any]]) -> dict[int, set[int]]:
     """Read which samples of which epoch were left out; whole steps are in the ledger."""
     path = run / "skipped_samples.jsonl"
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     found: dict[int, set[int]] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
+    # WHY not the last part: no checkpoint covers a line that was cut off by a crash.
+    for number, line in enumerate(text.split("\n")[:-1], start=1):
         try:
             entry = dict(json.loads(line))
-            if "index" in entry:
+            start = int(entry.get("start", max(heads)))
+            if "index" in entry and int(entry["step"]) < _end_of(start, done, heads):
                 found.setdefault(int(entry["epoch"]), set()).add(int(entry["index"]))
         except (ValueError, TypeError, KeyError) as error:
             raise RunFolderError(

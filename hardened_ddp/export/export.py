@@ -17,7 +17,14 @@ from typing import TextIO
 import numpy as np
 from torch import Tensor
 
-from hardened_ddp.checkpoint.disk import Disk, aside_path, make_folders, remove_aside, write_file
+from hardened_ddp.checkpoint.disk import (
+    Disk,
+    aside_path,
+    make_folders,
+    remove_aside,
+    sync_files,
+    write_file,
+)
 from hardened_ddp.checkpoint.manifest import JSON
 from hardened_ddp.checkpoint.stream import TensorStream, flat_bytes, write_stream_to
 from hardened_ddp.checkpoint.tensors import plan_file, read_tensors, specs_of
@@ -91,7 +98,7 @@ def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path
             if form != HUGGINGFACE:  # that format has its own config.json
                 text = json.dumps(config, indent=2) + "\n"
                 write_file(aside / "config.json", text.encode(), disk=disk)
-            _sync(aside, disk=disk)
+            sync_files(aside, list(aside.iterdir()), disk=disk)  # libraries wrote some of them
             disk.rename(aside, output)
         finally:
             if os.path.lexists(aside):
@@ -109,17 +116,6 @@ def _write_weights(folder: Path, weights: Mapping[str, Tensor]) -> str:
     sha256 = write_stream_to(folder / WEIGHTS_NAME, stream, disk=Disk())
     _compare(read_tensors(folder / WEIGHTS_NAME), weights)
     return sha256
-
-
-def _sync(folder: Path, *, disk: Disk) -> None:
-    """Sync files that libraries wrote, before the folder gets its final name."""
-    for path in folder.iterdir():
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            disk.sync(descriptor)
-        finally:
-            disk.close(descriptor)
-    disk.sync_folder(folder)
 
 
 def _compare(written: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:

@@ -1,8 +1,8 @@
 """The wall time of a run by phase, over all its attempts.
 
 Owns attempts.jsonl in the run folder, and the account computed from it. Rank 0 writes a line every
-few seconds: seconds of each phase since its attempt began, and the step. An attempt's first line is written
-when the folder is open, so that one that dies in its start-up is there. The last line of each
+few seconds: seconds of each phase since its attempt began, and the step. The first one is written
+when the folder is open: an attempt that dies in its start-up is there. The last line of each
 attempt counts, so a killed attempt is counted up to a few seconds before its end. The time between
 that line and the next attempt's start is down time, unless the run had ended as it should and
 somebody started it again; steps that an attempt did and a later one repeated are lost time.

@@ -19,6 +19,14 @@ _PATIENCE_S = 0.5
 """How long to wait for a non-blocking terminal whose buffer is full."""
 
 
+def open_no_link(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file of a run folder, but not through a link; an opener for open(). Raises OSError.
+
+    WHY: who prepared the folder, or may write to it, would choose the file that is written.
+    """
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
 class TextSink:
     """A terminal, pipe or file that somebody else opened. tqdm can write to it too."""
 
@@ -124,8 +132,7 @@ class FileSink:
 
     def _open(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._fd = os.open(self.path, flags, 0o666)
+        self._fd = open_no_link(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         size = os.fstat(self._fd).st_size
         is_begun = self._done_of_first > 0
         if self._has_lines and size and not is_begun and os.pread(self._fd, 1, size - 1) != b"\n":

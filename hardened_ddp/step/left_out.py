@@ -1,24 +1,40 @@
-"""What --continue_on_error leaves out: samples and steps, counted and named on all ranks."""
+"""What --continue_on_error leaves out: samples and steps, counted and named on all ranks.
 
+Owns skipped_samples.jsonl. Every rank knows all entries, so that whichever rank saves can write
+them: what a checkpoint covers is on the disk before it.
+"""
+
+import json
 import logging
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from hardened_ddp.checkpoint.disk import Disk, sync_files
 from hardened_ddp.data.loader import BadSample, Batch
 from hardened_ddp.data.read_errors import file_of
 from hardened_ddp.errors import TooManyErrors
 from hardened_ddp.reporting.log import ON_EVERY_RANK
+from hardened_ddp.reporting.sinks import open_no_link
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 
 log = logging.getLogger(__name__)
 
+NAME = "skipped_samples.jsonl"
+
 
 class LeftOut:
     """The list of what was left out, and its limit."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, folder: Path | None = None) -> None:
+        """folder: of the run; None: nothing is written."""
         self.parts = parts
+        self._path = None if folder is None else folder / NAME
+        self._start: dict[str, int] = {}
+        self._num_written = self._num_synced = 0
+        self._lock = threading.Lock()
         self.entries: list[dict[str, Any]] = []
         """What was left out and why, of all ranks."""
 
@@ -27,7 +43,7 @@ class LeftOut:
 
         Raises TooManyErrors on all ranks above max_errors.
         """
-        here = {"step": progress.step, "epoch": progress.epoch}
+        here = {"step": progress.step, "epoch": progress.epoch, **self._start}
         mine = [
             {**here, "index": bad.index, "file": self._file_of(bad), "error": bad.error}
             for batch in batches
@@ -57,6 +73,32 @@ class LeftOut:
                 fix="see skipped_samples.jsonl in the run folder; fix the cause or raise "
                 "--max_errors",
             )
+
+    def begin(self, start: int) -> None:
+        """Note the number of the ledger's files: what a later start does again does not count."""
+        self._start = {"start": start}
+
+    def write(self, *, is_synced: bool = False) -> None:
+        """Append what the file does not have yet; is_synced: have it on the disk. Any thread.
+
+        Raises OSError.
+        """
+        with self._lock:
+            entries = list(self.entries)
+            done = self._num_synced if is_synced else self._num_written
+            if self._path is None or len(entries) == done:
+                return
+            lines = [f"{json.dumps(entry)}\n".encode() for entry in entries[self._num_written :]]
+            with open(self._path, "a+b", opener=open_no_link) as file:
+                file.seek(0)
+                # WHY look: a rank that died may have written some of it, the last line in part
+                *known, rest = file.read().split(b"\n")
+                file.truncate(file.tell() - len(rest))
+                file.write(b"".join(line for line in lines if line[:-1] not in known))
+            self._num_written = len(entries)
+            if is_synced:
+                sync_files(self._path.parent, [self._path], disk=Disk())
+                self._num_synced = len(entries)
 
     def note_rollback(self, step: int, earlier: int, why: str) -> None:
         """Record that the run went back to an earlier step. The same on all ranks."""

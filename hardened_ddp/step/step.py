@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 
+from hardened_ddp.checkpoint.disk import Disk, sync_files
 from hardened_ddp.data.batch import Batch, split
 from hardened_ddp.data.ledger import LedgerWriter
 from hardened_ddp.data.sampler import Window
@@ -443,6 +444,17 @@ class Stepper:
         if self._ledger is not None:
             self._ledger.close()
         self._ledger = self.parts.open_ledger(folder, step=self.progress.step)  # collective
+        if self._ledger is not None:
+            self.left_out.begin(self._ledger.start)
+
+    def sync_records(self) -> None:
+        """Have on the disk what is recorded of the steps that are done. Any thread, any rank.
+
+        Raises OSError.
+        """
+        self.left_out.write(is_synced=True)
+        if self._ledger is not None and (files := self._ledger.files()):
+            sync_files(files[0].parent, files, disk=Disk())
 
     def close_ledger(self) -> None:
         """Write what a full disk did not take, or say that it is lost. Rank-local."""

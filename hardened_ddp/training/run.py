@@ -54,11 +54,12 @@ class Run:
         self.folder = folder.folder
         self.stop = stop
         self.compares_every = parts.compares_every
-        left_out = LeftOut(parts)
+        left_out = LeftOut(parts, self.folder)
         self.report = RunReport(parts, folder, left_out, step=progress.step)
         self.saver = Saver(parts, folder.store)
         self.stepper = Stepper(parts, progress, left_out=left_out, saver=self.saver)
         self.stepper.open_ledger(self.folder)  # collective
+        folder.store.call_before_commit(self.stepper.sync_records)
         parts.train_loader.open_folder(self.folder)
         self.rollback = Rollback(folder, self.stepper, self.saver, self.report)
         stop.watch(self.folder)

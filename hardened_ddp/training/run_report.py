@@ -4,11 +4,9 @@ Owns which numbers are reported, and when. Rank 0 writes; the other ranks keep t
 Does not own: how they are written (reporting/), which never stops training.
 """
 
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -70,7 +68,6 @@ class RunReport:
         self._tracker = tracker
         self._trained_s = self._training_s()
         self._left_out = left_out
-        self._num_left_out = 0
         self._told_left_out: set[str] = set()
         self._num_rollbacks = self._num_diverged = 0
         self._time_spent = ""
@@ -268,16 +265,10 @@ class RunReport:
         return start_profile(self.folder, rank=rank, device=self.parts.device)
 
     def _note_left_out(self) -> None:
-        """Append what was left out since the last report to skipped_samples.jsonl."""
-        entries = self._left_out.entries
-        new = entries[self._num_left_out :]
-        if new:
-            self._num_left_out = len(entries)
-            try:
-                with (self.folder / "skipped_samples.jsonl").open("a", encoding="utf-8") as file:
-                    file.writelines(json.dumps(entry) + "\n" for entry in new)
-            except OSError as error:
-                log.warning("skipped_samples.jsonl can't be written: %s", error)
+        try:
+            self._left_out.write()
+        except OSError as error:
+            log.warning("what was left out can't be written: %s", error)
 
 
 def _own_split(times: Mapping[str, float], device: torch.device) -> Mapping[str, float]:
