@@ -50,6 +50,7 @@ from hardened_ddp.ranks.launch import (
     read_launch,
 )
 from hardened_ddp.settings.cli import parse
+from hardened_ddp.settings.earlier_run import refuse_links
 from hardened_ddp.settings.layers import Resolved, resolve
 from hardened_ddp.settings.manual import help_text
 from hardened_ddp.settings.packages import missing_package
@@ -143,6 +144,7 @@ def run_ranks(
         if trains:
             is_shared = is_told_by_another_rank(environment())
             check_names(settings.config)  # the user's code: a wrong name ends here
+            refuse_links(settings.run_folder)  # nothing is written through one
             is_shared = False
         seed_run(config.seed, deterministic=config.deterministic)
         device = pick_device(launch, cpu_only=config.cpu_only, backend=config.backend)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hardened_ddp.data.open_shard import Shortcut
 from hardened_ddp.data.shards import Facts
+from hardened_ddp.reporting.sinks import write_text
 
 log = logging.getLogger(__name__)
 
@@ -94,8 +95,7 @@ class ShardStates:
             self._folder.mkdir(exist_ok=True)
             # WHY the pid: each start has its own file; a line can't be added to one cut off.
             name = f"epoch-{facts.epoch}-rank-{self._rank}-{os.getpid()}.jsonl"
-            with (self._folder / name).open("a", encoding="utf-8") as file:
-                file.write(text)
+            write_text(self._folder / name, text, mode="a")
             # WHY the last epoch stays: the newest checkpoint may be from its end.
             for path in self._folder.glob(f"epoch-{facts.epoch - 2}-*.jsonl"):
                 path.unlink(missing_ok=True)

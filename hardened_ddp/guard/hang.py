@@ -40,6 +40,7 @@ from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.heartbeat import ALARM, HEART, LIMITS, PHASE, SINCE, STEP, TOKEN
 from hardened_ddp.ranks.phase import FIRST_WAIT, Phase
 from hardened_ddp.ranks.stacks import is_debugged, offer_stacks, withdraw_stacks
+from hardened_ddp.reporting.sinks import open_no_link, write_text
 
 log = logging.getLogger(__name__)
 
@@ -253,7 +254,7 @@ class HangWatch:
         log.error("%s", error)
         try:
             with contextlib.suppress(OSError):
-                (folder / "verdict.txt").write_text(f"{verdict.text}\n", encoding="utf-8")
+                write_text(folder / "verdict.txt", f"{verdict.text}\n")
             self._subject.save(error)
             # WHY each rank: another one may not have watched for long enough to see it.
             for neighbour in self._neighbours.lost():
@@ -268,7 +269,8 @@ class HangWatch:
     def _write_stacks(self, folder: Path, report: Report) -> None:
         """Write the stacks of this rank, its workers, and the neighbours that don't answer."""
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"rank_{report.rank}.txt").open("w", encoding="utf-8") as file:
+        path = folder / f"rank_{report.rank}.txt"
+        with open(path, "w", encoding="utf-8", opener=open_no_link) as file:
             where = f"process {os.getpid()} on {socket.gethostname()}"
             phase = Phase(report.phase).label
             file.write(f"rank {report.rank}, {where}: {phase} of step {report.step}")
@@ -283,7 +285,7 @@ class HangWatch:
                 file.write(neighbour.stacks())
         for pid, text in self._subject.worker_stacks().items():
             path = folder / f"rank_{report.rank}_worker_{pid}.txt"
-            path.write_text(text or "no stacks: it does not answer\n", encoding="utf-8")
+            write_text(path, text or "no stacks: it does not answer\n")
 
     def _compare_speeds(self, awake_s: float) -> None:
         """Log on rank 0 which rank has become slow, and which one no longer is."""

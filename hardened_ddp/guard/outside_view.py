@@ -21,6 +21,7 @@ from hardened_ddp.ranks.heartbeat import HEART, LIMITS, PHASE, STEP, open_words
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.process import stat_fields
 from hardened_ddp.ranks.stacks import ask_for_stacks
+from hardened_ddp.reporting.sinks import write_text
 
 _MAX_TICKS = 3
 
@@ -68,7 +69,7 @@ def main() -> None:
 def _tell(file: Path, where: str, stacks: str, *, silent_s: float) -> None:
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(stacks or "no stacks: the process does not answer\n", encoding="utf-8")
+        write_text(file, stacks or "no stacks: the process does not answer\n")
     sys.stderr.write(
         f"the process makes no progress in {where}: native code holds the GIL for "
         f"{silent_s:.0f} s; its stacks: {file}\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hardened_ddp.errors import RunFolderError
+from hardened_ddp.reporting.sinks import write_text
 
 READER_HAS_GONE = 141
 """The exit status then: what a shell gives for SIGPIPE."""
@@ -20,7 +21,7 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
     aside = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_text(aside, json.dumps(report, indent=1) + "\n")
         aside.replace(path)
     except OSError as error:
         raise RunFolderError(

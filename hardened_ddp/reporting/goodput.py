@@ -23,6 +23,7 @@ from typing import Any
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.tracker import Tracker
+from hardened_ddp.reporting.sinks import write_text
 from hardened_ddp.settings.wording import counted
 
 log = logging.getLogger(__name__)
@@ -68,8 +69,7 @@ class Goodput:
             return
         self._written_at = now
         try:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(self._line()) + "\n")
+            write_text(self._path, json.dumps(self._line()) + "\n", mode="a")
         except OSError as error:
             log.debug("%s can't be written: %s", self._path, error)
 

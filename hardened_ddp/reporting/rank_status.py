@@ -29,6 +29,7 @@ from hardened_ddp.ranks.heartbeat import PHASE, SINCE, STEP
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.process import this_process
 from hardened_ddp.reporting.resources import read_rss_mib
+from hardened_ddp.reporting.sinks import open_no_link
 from hardened_ddp.settings.typed_command import working_folder
 
 log = logging.getLogger(__name__)
@@ -146,12 +147,12 @@ class RankStatus:
         The file ends with a line break, which a reader looks for.
         """
         text = json.dumps(self.read()) + "\n"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT
         try:
-            descriptor = os.open(self._path, flags, 0o666)
+            descriptor = open_no_link(self._path, flags)
         except FileNotFoundError:
             self._path.parent.mkdir(exist_ok=True)
-            descriptor = os.open(self._path, flags, 0o666)
+            descriptor = open_no_link(self._path, flags)
         try:
             data = text.encode()
             os.pwrite(descriptor, data, 0)

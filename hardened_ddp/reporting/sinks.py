@@ -27,6 +27,12 @@ def open_no_link(path: str | os.PathLike[str], flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
+def write_text(path: Path, text: str, *, mode: str = "w") -> None:
+    """Write a text file of a run folder, but not through a link. Raises OSError."""
+    with open(path, mode, encoding="utf-8", opener=open_no_link) as file:
+        file.write(text)
+
+
 class TextSink:
     """A terminal, pipe or file that somebody else opened. tqdm can write to it too."""
 

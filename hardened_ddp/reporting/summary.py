@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hardened_ddp.reporting.sinks import open_no_link
 from hardened_ddp.settings.typed_command import own_command, python_command, shell_command
 
 log = logging.getLogger(__name__)
@@ -20,7 +21,7 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     path = folder / _NAME
     aside = path.with_name(f".summary-{os.getpid()}.json")
     try:
-        with aside.open("w", encoding="utf-8") as file:
+        with open(aside, "w", encoding="utf-8", opener=open_no_link) as file:
             file.write(json.dumps(_plain(summary), indent=2, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hardened_ddp.reporting.sinks import write_text
+
 FOLDER = "wandb"
 _ID_FILE = "run-id.txt"
 
@@ -45,5 +47,5 @@ def _read_id(folder: Path) -> str:
     path = folder / _ID_FILE
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(uuid.uuid4().hex[:16] + "\n", encoding="utf-8")
+        write_text(path, uuid.uuid4().hex[:16] + "\n")
     return path.read_text(encoding="utf-8").strip()

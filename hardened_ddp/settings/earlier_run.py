@@ -6,9 +6,12 @@ Does not own: which checkpoint is used, and whether it is valid (checkpoint/).
 What goes wrong here: a path that does not exist, or that is no run folder.
 """
 
+import os
 import re
+import shlex
 from pathlib import Path
 
+from hardened_ddp.errors import RunFolderError
 from hardened_ddp.settings.wording import nearest, shown
 
 SAVED_SETTINGS = "config.yaml"
@@ -23,6 +26,8 @@ NOT_INHERITED = frozenset(
 )
 WHICH_RUN = ("resume", "run_name", "output_dir")
 WORDS = ("auto", "never", "newest")
+# W&B makes links of its own; a checkpoint that is a link is passed over, with the reason.
+_MAY_HAVE_LINKS = ("wandb", CHECKPOINTS_NAME)
 
 
 class NoSuchRun(ValueError):
@@ -63,6 +68,36 @@ def newest_run(output_dir: Path) -> Path | None:
         if not checkpoints.parent.is_symlink() and _has_checkpoint(checkpoints)
     ]
     return max(found)[1] if found else None
+
+
+def refuse_links(run: Path | None) -> None:
+    """Raise RunFolderError if a link in a run folder leads out of it; None: a new run. Rank-local.
+
+    WHY: what is written there goes to the file that whoever made the link has chosen.
+    """
+    if run is None:
+        return
+    inside = [run, *(run / name for name in _names_in(run) if name not in _MAY_HAVE_LINKS)]
+    links = [folder / name for folder in inside for name in _names_in(folder, links=True)]
+    if links:
+        raise RunFolderError(
+            f"{links[0]} is a symbolic link to {os.readlink(links[0])}: what the run writes there "
+            "would change something outside of its folder",
+            fix=f"look at it, and remove it: rm {shlex.quote(str(links[0]))}",
+        )
+
+
+def _names_in(folder: Path, *, links: bool = False) -> list[str]:
+    """List the folders, or the links, in a folder; none if it can't be read."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(
+                entry.name
+                for entry in entries
+                if (entry.is_symlink() if links else entry.is_dir(follow_symlinks=False))
+            )
+    except OSError:  # it is not there yet; or who opens it says why not
+        return []
 
 
 def run_of_checkpoint(path: Path) -> Path | None:

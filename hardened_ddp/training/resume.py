@@ -27,12 +27,14 @@ from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.reporting.goodput import Goodput
+from hardened_ddp.reporting.sinks import write_text
 from hardened_ddp.reporting.summary import finished_at
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.earlier_run import (
     CHECKPOINTS_NAME,
     SAVED_SETTINGS,
     newest_run,
+    refuse_links,
     run_of_checkpoint,
 )
 from hardened_ddp.settings.layers import Resolved
@@ -126,6 +128,7 @@ def open_run(config: Config, group: Group) -> RunFolder:
     def choose() -> list[str]:
         noted = (Path(name) for name, *_ in notes if name)
         folder, checkpoint = find_place(config, next(filter(Path.is_dir, noted), None))
+        refuse_links(folder)
         lock = RunLock.acquire(folder, jobs=jobs, restart=group.launch.attempt)
         try:
             probe_folder(folder)
@@ -269,7 +272,7 @@ def _note_folder(output: Path, launch: Launch, folder: Path) -> None:
     try:
         for key in {launch.job_key, launch.agent_key} - {""}:
             (output / _JOBS).mkdir(exist_ok=True)
-            (output / _JOBS / key).write_text(str(folder.resolve()) + "\n", encoding="utf-8")
+            write_text(output / _JOBS / key, str(folder.resolve()) + "\n")
     except OSError as error:
         log.warning("a restart by the launcher will not find this run by itself: %s", error)
 

@@ -32,6 +32,7 @@ from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.patience import ask_within
 from hardened_ddp.ranks.patient_store import poll_s
+from hardened_ddp.reporting.sinks import write_text
 from hardened_ddp.step.boundary import Boundary, beside, copy_beside, read_beside
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
@@ -219,5 +220,4 @@ def _is_mine(group: Group, step: int) -> bool:
 def _note_failure(folder: Path, step: int, error: Exception) -> None:
     text = error.message if isinstance(error, HardenedError) else f"{type(error).__name__}: {error}"
     entry = {"step": step, "is_peer": isinstance(error, PeerLostError), "error": text}
-    with (folder / FAILURES_NAME).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(entry) + "\n")
+    write_text(folder / FAILURES_NAME, json.dumps(entry) + "\n", mode="a")
