@@ -15,7 +15,7 @@ from hardened_ddp.reporting.rank_status import RankStatus
 from hardened_ddp.reporting.sinks import FileSink, write_text
 from hardened_ddp.settings.earlier_run import refuse_links
 from tests.marks import slow_after
-from tests.ranks import train
+from tests.ranks import start_training, train
 from tests.run_folder import only_run
 
 ARGV: list[str | Path] = ["--cpu_only", "--max_steps", "2", "--eval_every", "0", "--ledger"]
@@ -82,9 +82,15 @@ def test_a_run_with_a_link_in_its_folder_does_not_start(
     assert finished.output.count(f"{link} is a symbolic link to {victim}") == 1
     assert "Traceback" not in finished.output
     assert "DDP-K03" in finished.outputs[0]
-    # Before the ranks have met, each one finds it itself.
-    assert (finished.outputs[1] == "") is not is_named
     assert not list(victim.iterdir()) if victim.is_dir() else victim.read_text() == "years of work"
+
+
+def test_a_link_is_named_before_the_ranks_have_met(trained: Path, tmp_path: Path) -> None:
+    link = plant(trained, "metrics.jsonl", tmp_path / "victim")
+    with start_training([*ARGV, "--resume", trained], 2, missing=1) as running:
+        finished = running.wait(40)
+    take_away(link, trained)
+    assert f"{link} is a symbolic link" in finished.output
 
 
 def test_a_link_above_the_run_folder_and_those_of_other_programs_are_fine(tmp_path: Path) -> None:

@@ -7,11 +7,19 @@ import pytest
 
 from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.cli import parse
+from hardened_ddp.settings.commands import COMMANDS
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.settings.rules import RULES
 from hardened_ddp.settings.schema import SETTINGS
 from hardened_ddp.settings.wording import OLD_NAMES, OTHER_NAMES
-from tests.settings_given import problem_of, problems_in, problems_of, settings_of
+from tests.settings_given import (
+    make_run,
+    problem_of,
+    problems_in,
+    problems_of,
+    settings_of,
+    values_of,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -270,3 +278,60 @@ class TestRules:
 
     def test_rules_name_settings_that_exist(self) -> None:
         assert {name for rule in RULES for name in rule.names} <= SETTINGS.keys()
+
+
+PLACES = [f"--{name}" for name, setting in SETTINGS.items() if setting.facts.is_place]
+WORDS = [
+    f"{name} {'' if option.is_word else f'{word} --{option.name}'}"
+    for name, command in COMMANDS.items()
+    for word in ["RUN" if any(other.is_word for other in command.options) else ""]
+    for option in command.options
+    if option.is_place
+]
+
+
+class TestPlaces:
+    def test_what_names_a_folder_or_a_file_is_declared(self) -> None:
+        assert {"--output_dir", "--resume", "--data_dir", "--init_from", "--dataset"} < {*PLACES}
+        named = {"explain ", "watch ", "report ", "verify-ledger ", "evaluate ", "export "}
+        assert named < {*WORDS}
+        for text in (*(s.facts.text for s in SETTINGS.values()), *map(str, COMMANDS.values())):
+            assert "://" not in text, "a setting that takes a URL is no place"
+
+    @pytest.mark.parametrize("words", ["--config", *PLACES, *WORDS])
+    @pytest.mark.parametrize("url", ["s3://bucket/runs", "gs://b", "HTTPS://a.b/c?d=e", "a+b.c://"])
+    def test_a_url_is_refused_where_a_folder_or_a_file_is_meant(self, words: str, url: str) -> None:
+        problem = problem_of(f"{words} {url}")
+        assert problem.startswith(f"{words.split()[-1]}: " if "--" in words else ("RUN", "LOG"))
+        assert f"found '{url}', needs a folder or file of this machine" in problem
+        assert f"{url.partition('://')[0]}:// can't be read or written here; copy" in problem
+
+    def test_of_a_file_url_the_path_is_told(self) -> None:
+        problem = problem_of("--output_dir file:///big/my%20runs")
+        assert problem == (
+            "--output_dir: found 'file:///big/my%20runs', needs the path alone: /big/my runs"
+        )
+        problem = problem_of("--dataset text:file://localhost/a/*.txt")
+        assert problem.endswith("the path alone: text:/a/*.txt")
+
+    def test_a_url_in_a_file_behind_a_word_or_among_many_is_refused(self) -> None:
+        assert "my.yaml:1: data_dir" in problems_in("data_dir: s3://b\n")[0]
+        for kind in ("text", "parquet", "tar", "hf"):
+            assert "s3://" in problem_of(f"--dataset {kind}:s3://b/*")
+        assert "gs://" in problem_of("report runs/a gs://b runs/c")
+        lines = problems_of("--dataset text:a/*.txt --dataset_args '{test: s3://b/*.txt}'")
+        assert "test needs files of this machine" in lines[0]
+
+    def test_what_is_no_url_is_taken(self) -> None:
+        for place in ("./s3:/bucket/runs", "a:b", "a:/b", "/a://b", "runs", "a b"):
+            assert values_of("--output_dir '" + place + "'")["output_dir"] == place
+        given = values_of("--dataset m:f --dataset_args '{url: s3://b, test: s3://c}'")
+        assert given["dataset_args"]["url"] == "s3://b"
+
+    def test_a_run_that_an_earlier_version_wrote_beside_the_bucket_is_continued(self) -> None:
+        run = make_run("a")
+        saved = run / "config.yaml"
+        text = saved.read_text(encoding="utf-8")
+        saved.write_text(text.replace("output_dir: runs", "output_dir: s3://bucket/runs"))
+        assert "s3://" in saved.read_text(encoding="utf-8")
+        assert settings_of("--resume runs/a").run_folder == run

@@ -19,7 +19,7 @@ from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.commands import COMMANDS, HELP, TRAIN
 from hardened_ddp.settings.schema import SETTINGS, Misfit, fit, from_text, needs
 from hardened_ddp.settings.typed_command import own_command
-from hardened_ddp.settings.wording import advice, as_word, nearest, shown
+from hardened_ddp.settings.wording import advice, as_word, nearest, shown, url_problem
 
 NO_CONFIG = "no_config"
 
@@ -118,7 +118,9 @@ def _train_request(flags: Sequence[_Flag], edited_file: str) -> Request:
         name = _setting_name(flag.name)
         try:
             if flag.given.startswith("--") and flag.name == "config":
-                files.append(_only_word(flag))
+                if problem := url_problem(file := _only_word(flag)):
+                    raise Misfit(problem)
+                files.append(file)
             elif flag.given.startswith("--") and flag.name == NO_CONFIG and not flag.words:
                 edited_file = ""
             elif flag.given.startswith("--") and name:
@@ -222,6 +224,10 @@ def _read_options(command: str, flags: Sequence[_Flag]) -> dict[str, str]:
         value = values.setdefault(name, option.default)
         if option.is_word and not value and not option.is_optional:
             problems.append(f"{name.upper()}: is missing: {option.text}")
+        place = f"--{name}" if not option.is_word else name.upper()
+        if option.is_place:
+            found = filter(None, map(url_problem, value.split("\n")))
+            problems += [f"{place}: {problem}" for problem in found]
         if option.choices and value not in option.choices:
             problems.append(
                 f"--{name}: found {shown(value)}, needs one of {', '.join(option.choices)}"

@@ -23,6 +23,9 @@ class Option:
     """Given by its place, without a flag; such an option must be given, unless it is_optional."""
 
     is_optional: bool = False
+    is_place: bool = False
+    """It names a folder or a file of this machine."""
+
     is_switch: bool = False
     """A flag without a value; given, its value is "true"."""
 
@@ -50,6 +53,7 @@ COMMANDS: Mapping[str, Command] = {
         options=(
             Option(
                 name="log",
+                is_place=True,
                 text="Log files, .gz, folders of logs, run folders, newest for the newest run in "
                 "runs, or - for standard input.",
                 is_word=True,
@@ -63,11 +67,17 @@ COMMANDS: Mapping[str, Command] = {
         options=(
             Option(
                 name="run",
+                is_place=True,
                 text="Run folder, or its name in output_dir. Default: the newest run.",
                 is_word=True,
                 is_optional=True,
             ),
-            Option(name="output_dir", text="Folder that holds the run folders.", default="runs"),
+            Option(
+                name="output_dir",
+                is_place=True,
+                text="Folder that holds the run folders.",
+                default="runs",
+            ),
             Option(name="every", text="Seconds between two updates.", default="1"),
             Option(name="once", text="Print it once, and exit.", is_switch=True),
         ),
@@ -77,13 +87,20 @@ COMMANDS: Mapping[str, Command] = {
         options=(
             Option(
                 name="run",
+                is_place=True,
                 text="Run folders, or their names in output_dir.",
                 is_word=True,
                 is_repeated=True,
             ),
-            Option(name="output_dir", text="Folder that holds the run folders.", default="runs"),
+            Option(
+                name="output_dir",
+                is_place=True,
+                text="Folder that holds the run folders.",
+                default="runs",
+            ),
             Option(
                 name="output",
+                is_place=True,
                 text="File to write. Default: report.html in the run folder; of several runs, in "
                 "output_dir.",
             ),
@@ -91,14 +108,21 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "verify-ledger": Command(
         text="Prove from a run's ledger that each epoch took every sample exactly once.",
-        options=(Option(name="run", text="Run folder, or its name in runs.", is_word=True),),
+        options=(
+            Option(
+                name="run", is_place=True, text="Run folder, or its name in runs.", is_word=True
+            ),
+        ),
     ),
     "evaluate": Command(
         text="Evaluate a trained model on its whole test set; under torchrun the ranks share it.",
         options=(
-            Option(name="run", text="Run folder or checkpoint folder.", is_word=True),
+            Option(
+                name="run", is_place=True, text="Run folder or checkpoint folder.", is_word=True
+            ),
             Option(
                 name="output",
+                is_place=True,
                 text="JSON file to write. Default: a file in the run folder, named after the step.",
             ),
         ),
@@ -114,7 +138,9 @@ COMMANDS: Mapping[str, Command] = {
                 text="Seconds without progress on any rank after which the program counts as hung.",
                 default="20",
             ),
-            Option(name="source", text="Python file to read instead; nothing is run."),
+            Option(
+                name="source", is_place=True, text="Python file to read instead; nothing is run."
+            ),
             Option(name="json", text="Print the report as JSON.", is_switch=True),
         ),
         takes_program=True,
@@ -129,14 +155,20 @@ COMMANDS: Mapping[str, Command] = {
                 is_optional=True,
             ),
             Option(name="ranks", text="Number of training processes.", default="2"),
-            Option(name="table", text="File to write the verdicts to, as a Markdown table."),
+            Option(
+                name="table",
+                is_place=True,
+                text="File to write the verdicts to, as a Markdown table.",
+            ),
         ),
         takes_settings=True,
     ),
     "export": Command(
         text="Write the model of a run for other programs, read it back and compare it.",
         options=(
-            Option(name="run", text="Run folder or checkpoint folder.", is_word=True),
+            Option(
+                name="run", is_place=True, text="Run folder or checkpoint folder.", is_word=True
+            ),
             Option(
                 name="format",
                 text="safetensors: the weights; huggingface: for from_pretrained(); torch_export, "
@@ -146,6 +178,7 @@ COMMANDS: Mapping[str, Command] = {
             ),
             Option(
                 name="output",
+                is_place=True,
                 text="New folder to write to. Default: exports/ and the run's name (and format).",
             ),
         ),

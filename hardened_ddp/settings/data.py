@@ -23,6 +23,7 @@ class DataConfig:
         "digits, synthetic, image_folder, a torchvision dataset such as cifar10, "
         "hf:FOLDER_OR_NAME for a Hugging Face dataset, text:GLOB, parquet:GLOB or tar:GLOB for "
         "files that are read as a stream, or your own as package.module:callable.",
+        is_place=True,
     )
     # Any: the arguments are those of a callable that we don't know
     dataset_args: Mapping[str, Any] = setting(
@@ -42,7 +43,9 @@ class DataConfig:
         "they are. auto: on the CPU, where a trial shows that padding does not change a sample's "
         "loss, and where enough is saved for this model. true: in any case, also on a GPU.",
     )
-    data_dir: str = setting("data", "Folder of the datasets, on each node.", may_differ=True)
+    data_dir: str = setting(
+        "data", "Folder of the datasets, on each node.", may_differ=True, is_place=True
+    )
     download: bool = setting(
         True,
         "Download a missing dataset, once per node. false: a missing dataset is an error.",

@@ -68,6 +68,9 @@ class Facts:
     bare: str
     shape: Shape
     may_differ: bool
+    is_place: bool
+    """Whether it names a folder or a file of this machine."""
+
     path: str
     """What an import path names, as package.module:Class, if the setting takes one."""
 
@@ -80,16 +83,24 @@ def setting(
     bare: str = "",
     shape: Shape = NOT_EMPTY,
     may_differ: bool = False,
+    is_place: bool = False,
     path: str = "",
 ) -> T:
     """Declare a field: its default, what it does, and what values it takes.
 
     bare: what the flag means without a value. shape: what a text must look like.
     may_differ: ranks may have different values, such as a path on their own disk.
+    is_place: it names a folder or a file of this machine, so a URL is refused.
     path: beside its words, a setting of type `Literal[...] | ImportPath` takes this.
     """
     facts = Facts(
-        text=text, bounds=bounds, bare=bare, shape=shape, may_differ=may_differ, path=path
+        text=text,
+        bounds=bounds,
+        bare=bare,
+        shape=shape,
+        may_differ=may_differ,
+        is_place=is_place,
+        path=path,
     )
     metadata = {"facts": facts}
     if isinstance(default, dict):

@@ -161,9 +161,8 @@ def _earlier_run(chosen: _Layer, *, is_named: bool) -> tuple[Path | None, _Layer
         problem = f"{name}: {where} continues {folder}, which is another run; leave out one of them"
         return None, _Layer(problems=[problem], is_complete=False)
     path = str(folder / SAVED_SETTINGS)
-    layer = _layer(_under_new_names(read_file(path)), path)
-    values = {name: value for name, value in layer.values.items() if name not in NOT_INHERITED}
-    return folder, replace(layer, values=values, sources=dict.fromkeys(values, RUN))
+    layer = _layer(_to_inherit(read_file(path)), path)
+    return folder, replace(layer, sources=dict.fromkeys(layer.values, RUN))
 
 
 def _names_another_run(chosen: _Layer, folder: Path) -> bool:
@@ -177,11 +176,18 @@ def _names_another_run(chosen: _Layer, folder: Path) -> bool:
     return name not in (folder.name, folder.resolve().name)
 
 
-def _under_new_names(saved: Document) -> Document:
-    """Read names of earlier versions. WHY only in a saved run: no user wrote that file."""
+def _to_inherit(saved: Document) -> Document:
+    """Take what a run inherits, also under names of earlier versions.
+
+    WHY only in a saved run: no user wrote that file.
+    """
     keys = {entry.key for entry in saved.entries}
     new_names = {old: new for old, new in OLD_NAMES.items() if new not in keys}
-    entries = (replace(entry, key=new_names.get(entry.key, entry.key)) for entry in saved.entries)
+    entries = (
+        replace(entry, key=new_names.get(entry.key, entry.key))
+        for entry in saved.entries
+        if entry.key not in NOT_INHERITED
+    )
     return replace(saved, entries=tuple(entries))
 
 

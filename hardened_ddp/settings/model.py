@@ -13,6 +13,7 @@ class ModelConfig:
         "simple_cnn",
         "simple_cnn, mlp, a torchvision model such as resnet18, hf:FOLDER_OR_NAME for a Hugging "
         "Face model of images or text, or your own as package.module:callable.",
+        is_place=True,
     )
     # Any: the arguments are those of a callable that we don't know
     model_args: Mapping[str, Any] = setting(
@@ -30,6 +31,7 @@ class ModelConfig:
         "random weights. A resumed run has its own.",
         shape=ANY_TEXT,
         may_differ=True,
+        is_place=True,
     )
     sync_batchnorm: bool = setting(
         False,

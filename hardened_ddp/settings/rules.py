@@ -16,8 +16,9 @@ from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.schema import AUTO, flatten
 from hardened_ddp.settings.task import TASKS
 from hardened_ddp.settings.typed_command import own_command
-from hardened_ddp.settings.wording import shown
+from hardened_ddp.settings.wording import shown, url_problem
 
+_FILES = ("text:", "parquet:", "tar:")
 COMMAND_LINE = "command line"
 DEFAULT = "default"
 
@@ -115,6 +116,14 @@ RULES: tuple[Rule, ...] = (
         ),
         why="streaming is for hf:FOLDER_OR_NAME; text:GLOB, parquet:GLOB, tar:GLOB and your own "
         "iterable datasets are streams in any case",
+    ),
+    Rule(
+        names=("dataset", "dataset_args"),
+        is_broken=lambda config, _: (
+            config.data.dataset.startswith(_FILES)
+            and bool(url_problem(str(config.data.dataset_args.get("test", ""))))
+        ),
+        why="test needs files of this machine; copy them here first",
     ),
     Rule(
         names=("stop_when", "eval_every"),

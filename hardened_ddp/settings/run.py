@@ -26,7 +26,9 @@ def tracker_names(tracker: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    output_dir: str = setting("runs", "Folder that holds the run folders.", may_differ=True)
+    output_dir: str = setting(
+        "runs", "Folder that holds the run folders.", may_differ=True, is_place=True
+    )
     run_name: str = setting(
         "",
         "Name of the run folder. Empty: made from the time, the model and the dataset. The name "
@@ -53,6 +55,7 @@ class RunConfig:
         "auto: continue run_name if it has a checkpoint. never: start a new run. newest: continue "
         "the run with the newest checkpoint. PATH: continue that run folder, or from a checkpoint "
         "folder inside one.",
+        is_place=True,
     )
     tensorboard: bool = setting(
         True,

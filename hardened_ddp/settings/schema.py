@@ -26,7 +26,7 @@ from hardened_ddp.settings.declare import (
     ImportPath,
 )
 from hardened_ddp.settings.document import plain_value, read_word
-from hardened_ddp.settings.wording import nearest, shown
+from hardened_ddp.settings.wording import nearest, shown, url_problem
 
 AUTO = "auto"
 _TYPE_WORDS = {
@@ -208,6 +208,8 @@ def _check(setting: Setting, value: Any, *, given: object) -> None:  # Any: the 
         is_fit = re.fullmatch(setting.facts.shape.pattern, value) is not None
         if not value.isprintable():
             raise Misfit(f"found {shown(value)}, needs text without control characters")
+        if setting.facts.is_place and (problem := url_problem(value)):
+            raise Misfit(problem)
         if value.startswith("~"):
             raise Misfit(f"found {shown(value)}, needs the whole path: only the shell knows ~")
     elif setting.type is dict:

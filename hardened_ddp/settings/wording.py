@@ -4,11 +4,16 @@ Does not own: what is wrong (document.py, schema.py, cli.py, rules.py).
 """
 
 import os
+import re
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
 LONGEST_VALUE = 60
+# Also behind the word that says what a place holds: text:s3://bucket/*.txt
+_URL = re.compile(
+    r"\s*(?P<before>(\w+:)?)(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL
+)
 _NO_BREAK = "\0"  # stands for a space that stays inside its line
 # Names that a setting had in earlier versions. A saved run is read with them, too (layers.py).
 OLD_NAMES = {"recovery": "step_retry"}
@@ -69,6 +74,23 @@ def shown(value: object) -> str:
     """Write a value as it was given, cut short if it is long."""
     text = str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
+
+
+def url_problem(value: str) -> str:
+    """Say what to write instead of a URL where a folder or a file is meant; empty if it is none."""
+    match = _URL.match(value)
+    if match is None:
+        return ""
+    if match["scheme"].lower() == "file":
+        from urllib.parse import unquote  # WHY here: as in nearest()
+
+        path = match["before"] + unquote(match["rest"]).removeprefix("localhost")
+        return f"found {shown(value)}, needs the path alone: {as_word(path)}"
+    return (
+        f"found {shown(value)}, needs a folder or file of this machine: {match['scheme']}:// can't "
+        "be read or written here; copy first what is to be read, write to a folder here and copy "
+        "it there afterwards"
+    )
 
 
 def as_word(name: str) -> str:
