@@ -49,6 +49,7 @@ from hardened_ddp.ranks.launch import (
     prepare_signals,
     read_launch,
 )
+from hardened_ddp.reporting.sinks import printed
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.earlier_run import refuse_links
 from hardened_ddp.settings.layers import Resolved, resolve
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if request.command == "drill":
             from drills.command import run_drills
 
-            return run_drills(request, output=sys.stdout, env=environment())
+            return run_drills(request, output=printed(sys.stdout), env=environment())
         if request.command in TOOLS:  # none of them trains, or waits for torch to be imported
             from hardened_ddp.diagnosis.tools import run_tool
 
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if request.command == "export":
             from hardened_ddp.export.export import run_export
 
-            return run_export(request.options, output=sys.stdout)
+            return run_export(request.options, output=printed(sys.stdout))
         # Who launched us? torchrun sets RANK, WORLD_SIZE and more for each process.
         launch = read_launch(environment())
         settings = resolve(request, world_size=launch.world_size)
@@ -100,13 +101,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_ranks(settings, launch, lambda group: train(settings, group), trains=True)
     except HardenedError as error:
         if not (isinstance(error, ConfigError) and is_told_by_another_rank(environment())):
-            print(f"ddp_training.py: error {error}", file=sys.stderr)
+            print(f"ddp_training.py: error {error}", file=printed(sys.stderr))
         write_error_file(error, environment())
         return error.exit_status
     except ModuleNotFoundError as error:
         if (missing := missing_package(error)) is None:
             raise
-        print(f"ddp_training.py: error {missing}", file=sys.stderr)
+        print(f"ddp_training.py: error {missing}", file=printed(sys.stderr))
         return missing.exit_status
     except BrokenPipeError:  # whoever read the output has gone, as in: ... --help | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is not sent yet

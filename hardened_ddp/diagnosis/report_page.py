@@ -25,6 +25,7 @@ from hardened_ddp.reporting.goodput import num_attempts
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.record import yaml_word
 from hardened_ddp.settings.schema import flatten
+from hardened_ddp.settings.wording import printable
 
 _MOST_ROWS = 300
 _MOST_SIZES = 6
@@ -292,7 +293,7 @@ def _clock(seconds: float) -> str:
 
 
 def _text(value: str) -> str:
-    return html.escape(value)
+    return html.escape(printable(value))
 
 
 def _json(value: Any) -> str:  # Any: JSON

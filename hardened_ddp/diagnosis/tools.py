@@ -9,17 +9,19 @@ import sys
 from pathlib import Path
 
 from hardened_ddp.ranks.launch import environment
+from hardened_ddp.reporting.sinks import printed
 from hardened_ddp.settings.cli import Request
 from hardened_ddp.settings.typed_command import own_command
 
 
 def run_tool(request: Request) -> int:
     """Run the command of request; return the exit status. Raises HardenedError."""
+    output = printed(sys.stdout)  # watch draws, and escapes what it draws
     match request.command:
         case "doctor":
             from hardened_ddp.diagnosis.doctor import run_doctor
 
-            return run_doctor(output=sys.stdout, env=environment())
+            return run_doctor(output=output, env=environment())
         case "explain":
             from hardened_ddp.diagnosis.explain.command import run_explain
             from hardened_ddp.diagnosis.explain.commands import Commands
@@ -27,7 +29,7 @@ def run_tool(request: Request) -> int:
             return run_explain(
                 [_named(log) for log in request.options["log"].splitlines()],
                 wants_json=bool(request.options["json"]),
-                output=sys.stdout,
+                output=output,
                 progress=sys.stderr,
                 commands=Commands(own=own_command, resume=_resume),
             )
@@ -38,18 +40,18 @@ def run_tool(request: Request) -> int:
         case "report":
             from hardened_ddp.diagnosis.report import run_report
 
-            return run_report(request.options, output=sys.stdout)
+            return run_report(request.options, output=output)
         case "verify-ledger":
             from hardened_ddp.diagnosis.ledger_check import check_ledger
             from hardened_ddp.diagnosis.run_files import find_run_folder
             from hardened_ddp.settings.config import Config
 
             run = find_run_folder(request.options["run"], Config().run.output_dir)
-            return check_ledger(run, output=sys.stdout)
+            return check_ledger(run, output=output)
         case "audit":
             from hardened_ddp.diagnosis.audit.command import run_audit
 
-            return run_audit(request, output=sys.stdout, env=environment())
+            return run_audit(request, output=output, env=environment())
     raise ValueError(f"{request.command} is no command of run_tool")
 
 

@@ -16,7 +16,7 @@ from hardened_ddp.diagnosis.run_json import Json, number_of
 from hardened_ddp.guard.slow import BACKWARD_AND_WAIT
 from hardened_ddp.reporting.goodput import num_attempts
 from hardened_ddp.settings.typed_command import own_command
-from hardened_ddp.settings.wording import as_typed
+from hardened_ddp.settings.wording import as_typed, printable
 
 _WAITS = ("all-reduce", "broadcast", "gather", "agreement on a stop")
 _SHARES = ("data", "forward", "backward", "optimizer")
@@ -83,11 +83,16 @@ def view_of(
         rows.append(tuple(more.get(name, "") for name in COLUMNS))
         worries.append(0)
     return View(
-        head=tuple(head),
-        rows=tuple(rows),
+        head=tuple(map(_as_line, head)),
+        rows=tuple(tuple(map(_as_line, row)) for row in rows),
         worries=tuple(worries),
-        lines=tuple(lines),
+        lines=tuple(map(_as_line, lines)),
     )
+
+
+def _as_line(text: str) -> str:
+    """Write text of a file so that it stays in its place on the screen."""
+    return printable(text).replace("\n", "\\n").replace("\t", " ")
 
 
 def columns_for(rows: Sequence[Sequence[str]], width: int) -> list[int]:

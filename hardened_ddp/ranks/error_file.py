@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hardened_ddp.errors import CrashLoopError, HardenedError, PeerLostError
 from hardened_ddp.ranks.launch import Launch, environment, stop_launcher
+from hardened_ddp.settings.wording import printable
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def write_error_file(error: BaseException, env: Mapping[str, str]) -> None:
     path = env.get(_NAME, "")
     if not path or isinstance(error, PeerLostError) or Path(path).exists():
         return
-    text = f"{type(error).__name__}: {error}"
+    text = printable(f"{type(error).__name__}: {error}")
     info = {"py_callstack": text, "timestamp": str(int(time.time()))}
     entry = {"message": {"message": text, "extraInfo": info}}
     try:

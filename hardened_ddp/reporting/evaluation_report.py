@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.reporting.sinks import write_text
+from hardened_ddp.settings.wording import printable
 
 READER_HAS_GONE = 141
 """The exit status then: what a shell gives for SIGPIPE."""
@@ -49,7 +50,7 @@ def print_report(
     lines += [*table, "", f"full report: {place}"]
     text = "".join(f"{line}\n" for line in lines)
     try:
-        output.write(text.encode("ascii", "backslashreplace").decode("ascii"))
+        output.write(printable(text).encode("ascii", "backslashreplace").decode("ascii"))
         output.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # for what is not sent yet

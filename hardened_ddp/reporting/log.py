@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from hardened_ddp.reporting.sinks import FileSink, TextSink
+from hardened_ddp.settings.wording import printable
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ def _is_of_this_rank(record: logging.LogRecord) -> bool:
 def _format(formatter: logging.Formatter, record: logging.LogRecord) -> str:
     """Format a record; if that fails, return a line that names its source location."""
     try:
-        return formatter.format(record)
+        return printable(formatter.format(record))
     except Exception as error:  # WHY broad: it runs the __str__ of whatever was logged
         kind = type(error).__name__
         return f"{record.levelname} {record.pathname}:{record.lineno}: unreadable line ({kind})"

@@ -13,7 +13,9 @@ import os
 import select
 from collections import deque
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, cast
+
+from hardened_ddp.settings.wording import printable
 
 _PATIENCE_S = 0.5
 """How long to wait for a non-blocking terminal whose buffer is full."""
@@ -83,6 +85,24 @@ class TextSink:
             except BlockingIOError:
                 if not select.select([], [self._fd], [], _PATIENCE_S)[1]:
                     raise
+
+
+class PrintableOutput:
+    """A stream that gets only text that can't steer a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(printable(text))
+
+    def __getattr__(self, name: str) -> Any:  # Any: whatever else a stream has
+        return getattr(self._stream, name)
+
+
+def printed(stream: TextIO) -> TextIO:
+    """Give a stream for text that comes from files, names and exceptions."""
+    return cast(TextIO, PrintableOutput(stream))
 
 
 class FileSink:

@@ -10,6 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 LONGEST_VALUE = 60
+# The control characters, and those that change the direction of a text or end its line.
+_CONTROLS = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069]"
+)
 # Also behind the word that says what a place holds: text:s3://bucket/*.txt
 _URL = re.compile(
     r"\s*(?P<before>(\w+:)?)(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<rest>.*)", re.DOTALL
@@ -74,6 +78,15 @@ def shown(value: object) -> str:
     """Write a value as it was given, cut short if it is long."""
     text = str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
+
+
+def printable(text: str) -> str:
+    """Escape what would steer a terminal or turn the text around; line breaks and tabs stay.
+
+    WHY: files, names and exceptions of others are shown. WHY as JSON does it: JSON stays valid.
+    """
+    text = text.replace("\r\n", "\n")
+    return text if text.isprintable() else _CONTROLS.sub(lambda m: f"\\u{ord(m[0]):04x}", text)
 
 
 def url_problem(value: str) -> str:

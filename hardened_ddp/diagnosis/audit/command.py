@@ -18,6 +18,7 @@ from hardened_ddp.diagnosis.audit.source_rules import read_script
 from hardened_ddp.diagnosis.audit.speed import time_lines
 from hardened_ddp.diagnosis.audit.verdict import Verdict, as_json, as_text
 from hardened_ddp.errors import ConfigError
+from hardened_ddp.reporting.sinks import printed
 from hardened_ddp.settings.cli import Request
 from hardened_ddp.settings.typed_command import own_command
 
@@ -69,7 +70,7 @@ def _report_program(ranks: Ranks, ending: Ending, request: Request, output: Text
         why = _why_unseen(ranks, ending)
         if request.options["json"]:
             print(as_json(verdicts, was_observed=False), file=output)
-        print(f"audit: could not observe the program: {why}", file=sys.stderr)
+        print(f"audit: could not observe the program: {why}", file=printed(sys.stderr))
         return UNSEEN
     if not request.options["json"]:
         lines = [*time_lines(ranks), *(f"not seen: {what}" for what in unseen(ranks))]
