@@ -52,7 +52,7 @@ def export(run: Path, form: str, output: Path) -> Path:
     done = run_program(argv, timeout_s=120).ok()
     assert f"exported to {output}" in done.stdout
     assert (output / "README.md").read_text(encoding="utf-8").isascii()
-    assert {path.stat().st_mode & 0o777 for path in output.iterdir()} == {0o666 & ~umask()}
+    assert {path.stat().st_mode & 0o777 for path in output.iterdir()} == {0o664 & ~umask()}
     return output
 
 

@@ -1,6 +1,7 @@
 """Language models and text classifiers of transformers, small ones made here: no network."""
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hardened_ddp.data.extras import import_extra
 from hardened_ddp.errors import ModelError
 from hardened_ddp.export.export import export_model
 from hardened_ddp.export.formats import write_model
+from hardened_ddp.export.preparation import how_to_add, write_preparation
 from hardened_ddp.model.huggingface import TextModel, build_from_config
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.model import ModelConfig
@@ -113,6 +115,116 @@ def test_a_causal_model_learns_to_count_and_is_evaluated(tmp_path: Path) -> None
     text = run_program(command, timeout_s=90).ok().output
     assert f"perplexity {summary['test_perplexity']:.4g}" in text
     check_exports(run, tmp_path)
+
+
+def give_tokenizer(folder: Path) -> Any:  # Any: a tokenizer of transformers
+    """Save a tokenizer in a folder: words, and bytes for the rest."""
+    tokenizers = import_extra("tokenizers", what="this test")
+    transformers = import_extra("transformers", what="this test")
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    words = {word: number for number, word in enumerate(["<s>", "<pad>", *sorted(alphabet)])}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(words, []))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    fast = transformers.PreTrainedTokenizerFast
+    made = fast(tokenizer_object=inner, bos_token="<s>", pad_token="<pad>", model_max_length=77)
+    made.save_pretrained(folder)
+    return made
+
+
+def write_export(model: str, task: str, folder: Path, *, num_classes: int = 0) -> str:
+    """Export a model as it is after training; return what it lacks."""
+    net = build(model, task, num_classes=num_classes)
+    meta = {"model": model, "hub_config": net.hub_config, "num_classes": num_classes}
+    meta |= {"input_shape": [], "class_names": [], "dataset": "m:f"}
+    folder.mkdir()
+    return write_model(folder, "huggingface", net.state_dict(), json.loads(json.dumps(meta)))
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "num_classes"),
+    [
+        ("GPT2LMHeadModel", "tokens", 0),
+        ("LlamaForCausalLM", "tokens", 0),
+        ("BertForMaskedLM", "tokens", 0),
+        ("BertForSequenceClassification", "classification", 2),
+    ],
+)
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_an_export_has_what_the_model_came_with_and_no_other_setting(
+    name: str, task: str, num_classes: int, use_cache: bool, tmp_path: Path
+) -> None:
+    model = saved(tmp_path, name, use_cache=use_cache)
+    source, out = tmp_path / name, tmp_path / "out"
+    told = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    tokenizer = give_tokenizer(source)
+    generation = source / "generation_config.json"
+    if generation.exists():
+        given = {"max_new_tokens": 7, "do_sample": True, "temperature": 0.4}
+        generation.write_text(json.dumps(given), encoding="utf-8")
+    assert not write_export(model, task, out, num_classes=num_classes)
+    assert json.loads((out / "config.json").read_text(encoding="utf-8")) == told
+    assert (out / "generation_config.json").exists() == generation.exists()
+    if generation.exists():
+        assert (out / "generation_config.json").read_bytes() == generation.read_bytes()
+    again = import_extra("transformers", what="this test").AutoTokenizer.from_pretrained(out)
+    text = "A naïve café: 漢字 1,234\n\tdef f(x)"
+    assert again(text)["input_ids"] == tokenizer(text)["input_ids"] != []
+    assert again.model_max_length == 77
+
+
+def test_an_export_without_a_tokenizer_says_so_and_has_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = saved(tmp_path, "GPT2LMHeadModel")
+    assert write_export(model, "tokens", tmp_path / "out") == "tokenizer"
+    assert not list((tmp_path / "out").glob("*token*"))
+    told = how_to_add(tmp_path / "out", {"model": model}, kind="tokenizer")
+    assert f"none is at {model} on this machine" in told
+    assert str(tmp_path / "out") in told
+    (tmp_path / "GPT2LMHeadModel").rename(tmp_path / "moved")
+    net = build(f"hf:{tmp_path / 'moved'}", "tokens")
+    meta = {"model": model, "hub_config": net.hub_config}
+    (tmp_path / "other").mkdir()
+    assert write_model(tmp_path / "other", "huggingface", net.state_dict(), meta) == "tokenizer"
+
+
+def test_a_tokenizer_is_found_in_the_cache_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, "GPT2LMHeadModel")
+    cache = tmp_path / "cache"
+    snapshot = cache / "models--somebody--small" / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    (tmp_path / "GPT2LMHeadModel").rename(snapshot)
+    (cache / "models--somebody--small" / "refs").mkdir()
+    (cache / "models--somebody--small" / "refs" / "main").write_text("0" * 40)
+    tokenizer = give_tokenizer(snapshot)
+    hub = import_extra("huggingface_hub", what="this test")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "out").mkdir()
+    meta = {"model": "hf:somebody/small", "dataset": "digits"}
+    assert write_preparation(tmp_path / "out", meta, kind="tokenizer")
+    again = import_extra("transformers", what="this test").AutoTokenizer
+    assert again.from_pretrained(tmp_path / "out").get_vocab() == tokenizer.get_vocab()
+
+
+def test_an_image_processor_scales_as_the_training_did(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    meta = {"model": f"hf:{source}", "dataset": "hf:pictures"}
+    assert not write_preparation(out, meta, kind="image processor")
+    given = {"image_processor_type": "ViTImageProcessor", "size": {"height": 8, "width": 8}}
+    given |= {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+    (source / "preprocessor_config.json").write_text(json.dumps(given), encoding="utf-8")
+    assert write_preparation(out, meta, kind="image processor")
+    written = json.loads((out / "preprocessor_config.json").read_text(encoding="utf-8"))
+    assert written["size"] == given["size"]
+    white = (255 * written["rescale_factor"] - written["image_mean"][2]) / written["image_std"][2]
+    assert white == pytest.approx(1)
+    assert write_preparation(out, {**meta, "dataset": "cifar10"}, kind="image processor")
+    assert json.loads((out / "preprocessor_config.json").read_text()) == given
 
 
 def check_exports(run: Path, folder: Path) -> None:

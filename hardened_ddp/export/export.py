@@ -9,6 +9,7 @@ written under a temporary name, read back, compared, and renamed into place.
 """
 
 import json
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,9 +38,12 @@ from hardened_ddp.export.formats import (
     how_to_load,
     write_model,
 )
+from hardened_ddp.export.preparation import how_to_add
 from hardened_ddp.model.described import DESCRIPTION
 from hardened_ddp.settings.typed_command import shell_command
 from hardened_ddp.training.rebuild import MODEL_PREFIX, model_tensors
+
+log = logging.getLogger(__name__)
 
 SAFETENSORS = "safetensors"
 # What config.json takes from the checkpoint's meta; null if missing there.
@@ -79,7 +83,7 @@ def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path
         raise CheckpointError(
             f"{found.path} holds no tensor named {MODEL_PREFIX}*: it has no model to export"
         )
-    disk = Disk()
+    disk, missing = Disk(), ""
     aside = aside_path(output.absolute(), what="partial")
     try:
         make_folders(aside.parent, disk=disk)
@@ -94,12 +98,17 @@ def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path
             if form == SAFETENSORS:
                 config["sha256"] = _write_weights(aside, weights)
             else:
-                write_model(aside, form, weights, meta)
+                missing = write_model(aside, form, weights, meta)
             if form != HUGGINGFACE:  # that format has its own config.json
                 text = json.dumps(config, indent=2) + "\n"
                 write_file(aside / "config.json", text.encode(), disk=disk)
+            # WHY: libraries make files readable for their owner only; others may need the export
+            for path in filter(Path.is_file, aside.iterdir()):
+                path.chmod((aside / CARD_NAME).stat().st_mode)
             sync_files(aside, list(aside.iterdir()), disk=disk)  # libraries wrote some of them
             disk.rename(aside, output)
+            if missing:
+                log.warning("%s", how_to_add(output, meta, kind=missing))
         finally:
             if os.path.lexists(aside):
                 remove_aside(aside, disk=disk)

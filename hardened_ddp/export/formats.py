@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hardened_ddp.data.extras import import_extra
 from hardened_ddp.data.fetch import describe
 from hardened_ddp.errors import CheckpointError, HardenedError, ModelError
+from hardened_ddp.export.preparation import IMAGE_PROCESSOR, TOKENIZER, write_preparation
 from hardened_ddp.model.described import DESCRIPTION
 from hardened_ddp.model.huggingface import HubModel as HubNet
 from hardened_ddp.model.huggingface import ImageClassifier, TextModel
@@ -103,9 +104,10 @@ def _with_logits(model: nn.Module) -> _Logits:
 @torch.no_grad()
 def write_model(
     folder: Path, form: str, weights: Mapping[str, Tensor], meta: Mapping[str, Any]
-) -> None:
+) -> str:
     """Write the model of a checkpoint to folder in this form, and check its logits. Rank-local.
 
+    Returns what a model of transformers lacks: its tokenizer or image processor; empty: nothing.
     Raises MissingPackageError, ModelError if the model can't be built or traced, CheckpointError
     if the written model gives other logits.
     """
@@ -138,6 +140,10 @@ def write_model(
                 f"{_difference(ours, theirs)}",
                 fix="export with --format safetensors, and report this model",
             )
+    if form != HUGGINGFACE or not isinstance(model.model, HubNet):
+        return ""
+    kind = TOKENIZER if isinstance(model.model, TextModel) else IMAGE_PROCESSOR
+    return "" if write_preparation(folder, meta, kind=kind) else kind
 
 
 def _write_huggingface(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Run:
@@ -152,9 +158,6 @@ def _write_huggingface(folder: Path, model: _Logits, meta: Mapping[str, Any]) ->
             hub_model.net.load_state_dict(model.model.state_dict())
             hub_model.save_pretrained(folder)
             read_back = HubModel.from_pretrained(folder, local_files_only=True, strict=True)
-    # WHY: the library makes it readable for its owner only, but others may need the export.
-    for path in folder.glob("*.safetensors"):
-        path.chmod((folder / CARD_NAME).stat().st_mode)
     return read_back
 
 
@@ -162,11 +165,12 @@ def _write_transformers(folder: Path, model: HubNet, meta: Mapping[str, Any]) ->
     """Write the transformers model with save_pretrained, with the names of our classes."""
     transformers = import_extra("transformers", what="--format huggingface")
     names = dict(enumerate(meta.get("class_names") or ()))
-    if names and len(names) == getattr(model.net.config, "num_labels", 0):
-        model.net.config.id2label = names
-        model.net.config.label2id = {name: index for index, name in names.items()}
-    model.net.save_pretrained(folder)
-    loader = getattr(transformers, type(model.net).__name__)
+    net = model.give_back() if isinstance(model, TextModel) else model.net
+    if names and len(names) == getattr(net.config, "num_labels", 0):
+        net.config.id2label = names
+        net.config.label2id = {name: index for index, name in names.items()}
+    net.save_pretrained(folder)
+    loader = getattr(transformers, type(net).__name__)
     net = loader.from_pretrained(folder, local_files_only=True, use_safetensors=True)
     is_text = isinstance(model, TextModel)
     again = TextModel(net) if is_text else ImageClassifier(net, input_shape=meta["input_shape"])
@@ -225,9 +229,12 @@ def how_to_load(form: str, meta: Mapping[str, Any]) -> str:
     described = meta.get("hub_config")
     if form == HUGGINGFACE and described:
         kind = described["architectures"][0]
-        head = f'from transformers import {kind}\n\nmodel = {kind}.from_pretrained("FOLDER")\n'
+        names = kind if kind.endswith("ForImageClassification") else f"{kind}, AutoTokenizer"
+        head = f'from transformers import {names}\n\nmodel = {kind}.from_pretrained("FOLDER")\n'
         if not kind.endswith("ForImageClassification"):
-            return f'{head}logits = model(**tokenizer(text, return_tensors="pt")).logits'
+            return f"""\
+{head}tokenizer = AutoTokenizer.from_pretrained("FOLDER")  # if the export has one
+logits = model(**tokenizer(text, return_tensors="pt")).logits"""
         return f"""\
 {head}# Inputs need the image size and channels of config.json: in training, other sizes were scaled
 # to that size (bilinear, antialias), and a grey channel was repeated.

@@ -78,7 +78,10 @@ class TextModel(nn.Module):
         super().__init__()
         self.net = net
         # WHY off: keys and values of earlier tokens are only of use for generating text.
-        self.net.config.use_cache = False
+        self._had: dict[str, Any] = {}
+        if getattr(net.config, "use_cache", False):
+            self._had = {"use_cache": net.config.use_cache}
+            net.config.use_cache = False
 
     def forward(
         self, labels: torch.Tensor | None = None, **inputs: torch.Tensor
@@ -94,7 +97,12 @@ class TextModel(nn.Module):
     @property
     def hub_config(self) -> dict[str, Any]:
         """The transformers configuration as JSON, from which the model is built again."""
-        return _description_of(self.net)
+        return _description_of(self.net) | self._had
+
+    def give_back(self) -> Any:  # Any: as above
+        """Return the transformers model with its own settings, for other programs."""
+        self.net.config.update(self._had)
+        return self.net
 
 
 HubModel = ImageClassifier | TextModel
