@@ -154,7 +154,8 @@ def verify_ledger(run: Path, done: Done) -> tuple[list[str], bool]:
 
 def _end_of(start: int, done: Done, heads: Mapping[int, dict[str, Any]]) -> int:
     """Return the step before which what a start recorded counts: later ones did the rest again."""
-    return min([done.step, *(head["step"] for other, head in heads.items() if other > start)])
+    later = [int(head["step"]) for other, head in heads.items() if other > start]
+    return min([done.step, *later])
 
 
 def _count(parts: Sequence[Ids], num_samples: int) -> npt.NDArray[np.uint8]:
