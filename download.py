@@ -14,6 +14,13 @@ from pathlib import Path
 
 from hardened_ddp.errors import HardenedError
 from hardened_ddp.settings.typed_command import shell_command
+from hardened_ddp.settings.wording import url_problem
+
+
+def place(text: str) -> Path:
+    if problem := url_problem(text):
+        raise argparse.ArgumentTypeError(problem)
+    return Path(text)
 
 
 def parse() -> argparse.Namespace:
@@ -23,8 +30,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--model", nargs="+", default=[], metavar="NAME", help="of torchvision, such as resnet18"
     )
-    parser.add_argument("--data_dir", type=Path, default=Path("data"))
-    parser.add_argument("--models_dir", type=Path, default=Path("models"))
+    parser.add_argument("--data_dir", type=place, default=Path("data"))
+    parser.add_argument("--models_dir", type=place, default=Path("models"))
     arguments = parser.parse_args()
     if not arguments.dataset and not arguments.model:
         parser.error("name what to download: --dataset NAME ..., --model NAME ...")

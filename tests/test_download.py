@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import download
 from hardened_ddp.data import transfer
 from hardened_ddp.data.datasets import prepare_data
 from hardened_ddp.data.published import fetch_dataset, fetch_weights, files_of, weights_of
@@ -281,3 +282,13 @@ def test_training_finds_weights_in_the_folder_that_setup_makes(
     env = {"TORCH_HOME": "mine"}
     prepare_environment(read_launch({}), env)
     assert env == {"TORCH_HOME": "mine"}
+
+
+def test_a_url_is_no_place_for_downloads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flag in ("--data_dir", "--models_dir"):
+        monkeypatch.setattr("sys.argv", ["download.py", "--dataset", "mnist", flag, "s3://bucket"])
+        with pytest.raises(SystemExit, match="2"):
+            download.parse()
+        assert "s3:// can't be read or written here" in capsys.readouterr().err
