@@ -32,7 +32,7 @@ from hardened_ddp.ranks import tracker as tracker_module
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.tracker import Tracker
-from hardened_ddp.reporting import background, step_clock
+from hardened_ddp.reporting import background, sinks, step_clock
 from hardened_ddp.reporting import metrics as metrics_module
 from hardened_ddp.reporting.event_file import crc32c
 from hardened_ddp.reporting.log import (
@@ -66,6 +66,19 @@ CPU = torch.device("cpu")
 def logging_ends() -> Iterator[None]:
     yield
     stop_logging()
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
+    """The files for which the disk is full: a test puts them in, and takes them out again."""
+    paths: set[Path] = set()
+    opened = sinks.open_no_link
+
+    def open_or_full(path: Path, flags: int) -> int:
+        return opened("/dev/full" if path in paths else path, flags)
+
+    monkeypatch.setattr(sinks, "open_no_link", open_or_full)
+    return paths
 
 
 @pytest.fixture
@@ -251,15 +264,15 @@ class TestLogFile:
         assert run_command([sys.executable, "-c", program], timeout_s=30).ok().stdout == "None\n"
 
     def test_a_full_disk_is_said_once_and_the_lines_are_there_when_there_is_room_again(
-        self, stderr: Callable[[], str], tmp_path: Path
+        self, stderr: Callable[[], str], tmp_path: Path, full: set[Path]
     ) -> None:
         path = tmp_path / "rank-0.log"
-        path.symlink_to("/dev/full")
+        full.add(path)
         start_logging(rank=0, world_size=1, debug=False)
         add_log_file(tmp_path, rank=0)
         log.info("nothing yet")  # the device fails only when something is written
         log.info("while full")
-        path.unlink()
+        full.discard(path)
         log.info("after")
         text = path.read_text()
         assert text.index("nothing yet") < text.index("while full") < text.index("after")
@@ -334,15 +347,15 @@ class TestFileSink:
         assert [line[:3] + line[-3:] for line in lines] == ["00--00", "01--01", "02--02", "49--49"]
 
     def test_what_is_too_much_to_keep_is_dropped_oldest_first_and_counted(
-        self, tmp_path: Path
+        self, tmp_path: Path, full: set[Path]
     ) -> None:
         path = tmp_path / "file"
-        path.symlink_to("/dev/full")
+        full.add(path)
         sink = FileSink(path, keep_bytes=30)
         for number in range(10):
             sink.add(b"record %02d\n" % number)
             assert not sink.flush()
-        path.unlink()
+        full.discard(path)
         assert sink.close()
         assert path.read_bytes() == b"record 07\nrecord 08\nrecord 09\n"
         assert sink.num_lost == 7
@@ -654,9 +667,9 @@ class TestMetrics:
         assert json.loads(last)["step"] == 2
 
     def test_a_full_disk_is_one_warning_with_the_reason_and_a_count_at_the_end(
-        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, full: set[Path]
     ) -> None:
-        (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+        full.add(tmp_path / "metrics.jsonl")
         metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
         for step in range(50):
             metrics.scalars(step, {"loss": 1.0})
