@@ -22,6 +22,7 @@ from hardened_ddp.diagnosis.report_verdict import sentences_of
 from hardened_ddp.diagnosis.run_files import read_run
 from hardened_ddp.errors import MissingPackageError, RunFolderError
 from hardened_ddp.settings.cli import parse
+from tests.processes import ROOT
 from tests.settings_given import settings_of
 
 PARTS = {"start_up": 2.0, "data_wait": 1.0, "training": 10.0, "evaluation": 1.0, "checkpoint": 1.0}
