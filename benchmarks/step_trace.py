@@ -140,8 +140,10 @@ class SaveWatch:
 
     def forward(self) -> None:
         """Begin to watch, once it is time."""
+        if frames_of_fit(self.main) is None:
+            return  # of a trial: how many there are does not matter
         self.num_forwards += 1
-        if self.num_forwards == FIRST_SAVE + 10:
+        if self.num_forwards == FIRST_SAVE + 5:
             while not (writers := self.writers()):  # it may not have begun yet
                 time.sleep(0.01)
             for thread in writers:
