@@ -33,7 +33,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 # WHY so few imports here: these need no torch, so --help and wrong flags answer at once.
-from hardened_ddp.errors import ConfigError, HardenedError, NonFiniteError, PeerLostError
+from hardened_ddp.errors import (
+    ConfigError,
+    HardenedError,
+    NonFiniteError,
+    PeerLostError,
+    StepError,
+)
 from hardened_ddp.ranks.error_file import (
     is_told_by_another_rank,
     leave_failed,
@@ -329,6 +335,9 @@ def fit(run: Run) -> Ending:
                 outcome = run.stepper.do(window, batches)  # collective
             except NonFiniteError as error:
                 run.rollback.mend(error)  # collective: was one rank's memory to blame?
+                break
+            except StepError as error:
+                run.rollback.undo(error)  # collective: back, if it can't be done again
                 break
             # Now and then, and at the end, the ranks compare their weights. If they differ, or one
             # step after the other gives NaN, the run goes back to a checkpoint.

@@ -129,6 +129,11 @@ class StepError(HardenedError):
 
     code = "DDP-S01"
 
+    def __init__(self, message: str, *, fix: str = "", is_undone: bool = True) -> None:
+        super().__init__(message, fix=fix)
+        self.is_undone = is_undone
+        """False, on all ranks: what the step changed can't be put back; a checkpoint can be."""
+
 
 class OutOfMemoryError(HardenedError):
     """The GPU or the host ran out of memory in this step."""

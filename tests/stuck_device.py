@@ -136,10 +136,10 @@ def do_step(optimizer: torch.optim.AdamW) -> None:
     _device().submit(update)
 
 
-def copy_buffers(self: Replica) -> list[torch.Tensor]:
+def copy_buffers(self: Replica, *batches: object) -> list[torch.Tensor | None]:
     """Copy the buffers behind the last update: the first thing that a step does."""
     _device().settle()
-    return _copy_buffers(self)
+    return _copy_buffers(self, *batches)
 
 
 class Points(Dataset[Any]):

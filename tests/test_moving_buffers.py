@@ -11,8 +11,8 @@ from torch import nn
 from drills.faults import find
 from drills.work import Work
 from hardened_ddp.guard.divergence import differing_on_many
+from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.moving_buffers import MovingBuffers, may_move
-from hardened_ddp.model.probe import untouched_buffers
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import read_launch
 from tests.forked_drills import forked_drills
@@ -128,13 +128,13 @@ class Teacher(nn.Module):
 def test_a_teacher_that_begins_as_a_copy_is_found_to_move() -> None:
     module = Teacher()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    with untouched_buffers(module, shakes=True) as moving:
+    with untouched(module) as effects:
         module(torch.randn(4, 3))
-    assert moving == ["teacher.weight", "teacher.bias"]
+        assert effects.moving() == {"teacher.weight", "teacher.bias"}
     assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
-    with untouched_buffers(module) as moving:
+    with untouched(module) as effects:
         module.teacher.weight.data.add_(1)
-    assert moving == ["teacher.weight"]
+        assert effects.moving() == {"teacher.weight"}
     assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
 
 
@@ -157,9 +157,9 @@ class Averaged(nn.Module):
 def test_a_buffer_that_begins_as_a_copy_of_a_weight_is_found_to_move() -> None:
     module = Averaged()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    with untouched_buffers(module, shakes=True) as moving:
+    with untouched(module) as effects:
         module(torch.randn(4, 3))
-    assert moving == ["average"]
+        assert effects.moving() == {"average"}
     assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
 
 

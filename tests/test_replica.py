@@ -187,25 +187,33 @@ def test_probe_leaves_weights_buffers_and_gradients_as_they_were() -> None:
     assert findings.moving_buffers == ("1.num_batches_tracked", "1.running_mean", "1.running_var")
 
 
-class Counting(nn.Module):
-    """Counts its calls in a buffer that is not saved."""
+class Remembers(nn.Module):
+    """Makes a tensor in its first forward that it reads in the next ones."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3)
-        self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.before: torch.Tensor | None = None
+        self.last: torch.Tensor | None = None
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        logits: torch.Tensor = self.layer(inputs)
+        mean = inputs.mean()
+        self.before = mean if self.before is None else self.before * 0.9 + mean
+        self.last = inputs * 2
+        logits: torch.Tensor = self.layer(inputs - self.before)
         return logits
 
 
-def test_a_buffer_that_forward_changes_and_nobody_saves_is_told(
+def test_a_tensor_that_forward_makes_and_reads_again_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    look_at(Counting(), Group(read_launch({}), CPU))
-    assert "no checkpoint saves (persistent=False): calls" in caplog.text
+    model = Remembers()
+    findings = look_at(model, Group(read_launch({}), CPU))
+    assert findings.own_tensors == ("before",)
+    assert findings.outputs == ("last",)
+    assert "that it reads in the next one: before." in caplog.text
+    assert model.before is None
+    assert model.last is None
 
 
 def test_labels_beyond_the_classes_are_named() -> None:

@@ -218,6 +218,9 @@ class FakeStepper:
         self.boundaries = None
         self.progress = Progress(step=step)
 
+    def lost(self, *, reads_bits: bool) -> list[str]:
+        return []
+
 
 def save_after(
     error: Exception, saver: Any, folder: Path, *, step: int = 5, stepper: Any = None

@@ -4,6 +4,7 @@ Owns splitting a batch and moving it. Tensors may be nested as the dataset nests
 Does not own: reading one (fetch.py).
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,10 +69,21 @@ class Batch:
             inputs = inputs.contiguous(memory_format=torch.channels_last)
         return replace(self, inputs=inputs, targets=move(self.targets, device), troubles=())
 
+    def copied(self) -> "Batch":
+        """Return the batch with copies of its data, for a forward that changes its inputs."""
+        return replace(self, inputs=_copied(self.inputs), targets=_copied(self.targets))
+
     def size_bytes(self) -> int:
         """Count the bytes of all tensors."""
         tensors = tensors_of((self.inputs, self.targets))
         return sum(part.nbytes for tensor in tensors for part in dense_parts(tensor))
+
+
+def _copied(value: Any) -> Any:  # Any: a dataset's data
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    parts = map_parts(value, _copied)
+    return copy.deepcopy(value) if parts is value else parts
 
 
 def move(value: Any, device: torch.device) -> Any:  # Any: a dataset's data

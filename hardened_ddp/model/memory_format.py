@@ -19,8 +19,8 @@ from hardened_ddp.data.fetch import preserved_rng
 from hardened_ddp.data.nesting import tensors_of
 from hardened_ddp.data.read_errors import describe, line_of_user
 from hardened_ddp.errors import ModelError
+from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.precision import Precision
-from hardened_ddp.model.probe import untouched_buffers
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.seeding import seed_step
 from hardened_ddp.settings.config import Config
@@ -141,16 +141,19 @@ class Trial:
         was_training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), preserved_rng(), untouched_buffers(self.model):
+            with torch.no_grad(), preserved_rng(), untouched(self.model):
                 seed_step(0, step=draw, rank=0, device_type=batch.indices.device.type)
-                return [t.clone() for t in tensors_of(self.task.forward(self.model, batch))]
+                return [
+                    t.clone() for t in tensors_of(self.task.forward(self.model, batch.copied()))
+                ]
         finally:
             self.model.train(was_training)
 
     def _run(self, batch: Batch) -> None:
         """Go forward and backward once; discard the gradients."""
+        batch = batch.copied()
         try:
-            with untouched_buffers(self.model):
+            with untouched(self.model):
                 with self.precision.autocast():
                     score = self.task.score(self.task.forward(self.model, batch), batch)
                 score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch

@@ -1,17 +1,22 @@
 """Buffers that change in forward, such as the statistics of a BatchNorm: copied, and made equal.
 
-Also parameters without a gradient that forward changes, such as those of a teacher that follows the
-model as a moving average (BYOL, MoCo, a mean teacher): "buffer" means both here.
+Also parameters that forward changes, such as those of a teacher that follows the model as a moving
+average (BYOL, MoCo, a mean teacher), and tensors that only an attribute holds: "buffer" means all
+of them here.
 Owns the list of them, and the arithmetic on all of them at once: a ResNet-50 has 159, and a kernel
 for each would take longer than the optimizer's update.
-What goes wrong here: a buffer that begins to move later (an average that begins after a warm-up,
-the observer of a quantised layer). It is found where replicas are compared (training/rollback.py).
+What goes wrong here: a buffer that begins to move later (an average that begins after a warm-up, a
+target network that is copied now and then). Its version tells in that step; if it has none, its
+bits tell before a retry (changed_bits).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
+
+from hardened_ddp.model.checksum import checksums
+from hardened_ddp.model.reach import Place, is_trained, places_of
 
 _MOST_FROZEN = 2.0
 """With more bytes of frozen parameters for each byte of trained ones, they don't move: a teacher is
@@ -23,38 +28,135 @@ _PIECE_MASK = (1 << _PIECE_BITS) - 1
 
 
 class MovingBuffers:
-    """The moving buffers of one module, in a fixed order that is the same on all ranks."""
+    """The moving tensors of one module, by name."""
 
-    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        self._all: Mapping[str, torch.Tensor] = may_move(module)
-        self.names = list(names)
-        self.tensors = [self._all[name] for name in names]
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        *,
+        own: Collection[str] = (),
+        outputs: Collection[str] = (),
+    ) -> None:
+        """names: those that move. own: those that each rank has for itself, and nobody saves.
+
+        outputs: attributes that forward replaces, and never reads. All are the same on all ranks.
+        """
+        self._module = module
+        self._places = places_of(module)
+        self._saved = set(module.state_dict())
+        self._own, self._outputs = set(own), set(outputs)
+        self.names = [name for name in names if name in self._places]
+        """What is made equal on all ranks, in an order that is the same on all."""
+
+        self.known = [*self.names, *own]
+        """What is copied before a step, in the order of its copies; may differ between ranks."""
+
+        self.may_move = frozenset(may_move(module))
+        """What a forward may change: not the trained weights, nor a large frozen base."""
+
+        self._bits: dict[str, list[int]] = {}
+        self.watched: list[torch.Tensor] = []
+        """What is believed still, and has a version; the trained weights too."""
+
+        self._watch()
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those of names, as they are now."""
+        return [self._now(name) for name in self.names]
 
     def still(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that are not known to move."""
-        return {name: buffer for name, buffer in self._all.items() if name not in set(self.names)}
+        """Return what may move, and is not known to do so on all ranks. The same names on all."""
+        known = {*self.names, *self._own, *self._outputs}
+        return {n: self._now(n) for n in self._places if n in self.may_move and n not in known}
 
     def add(self, names: Iterable[str]) -> None:
-        """Take up buffers that began to move. Rank-local: all ranks call it with the same names."""
-        for name in names:
-            self.names.append(name)
-            self.tensors.append(self._all[name])
+        """Take up what began to move. Rank-local: all ranks call it with the same names."""
+        new = [name for name in names if name in self._places and name not in self.names]
+        self.names += new
+        self._take_up(new)
+
+    def take_up_written(self, tensors: Iterable[torch.Tensor]) -> list[str]:
+        """Take up these tensors, which forward has written; name them. Rank-local.
+
+        With the other buffers of its module: a BatchNorm counts its batches in one that has a
+        version, and writes its statistics without.
+        """
+        written = {id(tensor) for tensor in tensors}
+        places = self._places.items()
+        owners = {id(p.owner) for _, p in places if p.owner and id(p.home) in written}
+        found = [
+            name
+            for name, place in places
+            if id(place.home) in written
+            or (id(place.owner) in owners and not isinstance(place.home, nn.Parameter))
+        ]
+        new = [name for name in found if name not in self.known]
+        self._take_up(new)
+        return new
 
     @torch.no_grad()
-    def copies(self) -> list[torch.Tensor]:
-        """Copy them, into one tensor for each dtype; return a view for each."""
-        found: list[torch.Tensor] = [torch.empty(0)] * len(self.tensors)
-        for places in _by_dtype(self.tensors):
-            flat = torch.cat([self.tensors[place].reshape(-1) for place in places])
-            parts = torch.split(flat, [self.tensors[place].numel() for place in places])
-            for place, part in zip(places, parts, strict=True):
-                found[place] = part.view(self.tensors[place].shape)
-        return found
+    def note_bits(self) -> None:
+        """Note the values of what is believed still, for changed_bits. Rank-local."""
+        self._bits = _bits_of(self._unmoved())
 
     @torch.no_grad()
-    def put_back(self, copies: Sequence[torch.Tensor]) -> None:
+    def changed_bits(self) -> list[str]:
+        """Take up what was believed still, and has other values than noted; name it. Rank-local."""
+        unmoved = {n: t for n, t in self._unmoved().items() if n in self._bits}
+        found = _bits_of(unmoved)
+        changed = [name for name in found if found[name] != self._bits[name]]
+        self._take_up(changed)
+        return changed
+
+    def are_saved(self, names: Iterable[str]) -> bool:
+        """Return whether every checkpoint has these, also if they were not known to move."""
+        return self._saved.issuperset(names)
+
+    def to_save(self, copies: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Return what moves: of those that there are the copies, else the live tensors."""
+        live = [self._place(name) for name in self.known[len(copies) :]]
+        found = [*copies, *(None if place is None else place.get() for place in live)]
+        named = zip(self.known, found, strict=True)
+        return {n: t.detach() for n, t in named if t is not None and n not in self._own}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take what to_save has returned, in this process or another. Rank-local."""
+        for name, tensor in tensors.items():
+            if (place := self._place(name)) is not None:
+                _set(place, tensor.to(place.home.device))
+        self.add(tensors)
+
+    @torch.no_grad()
+    def copies(self) -> list[torch.Tensor | None]:
+        """Copy what moves, into one tensor for each dtype; return a view for each."""
+        found = [None if (p := self._place(name)) is None else p.get() for name in self.known]
+        copies: list[torch.Tensor | None] = [None] * len(found)
+        there = [place for place, tensor in enumerate(found) if tensor is not None]
+        tensors = [tensor for tensor in found if tensor is not None]
+        for group in _by_dtype(tensors):
+            flat = torch.cat([tensors[index].reshape(-1) for index in group])
+            parts = torch.split(flat, [tensors[index].numel() for index in group])
+            for index, part in zip(group, parts, strict=True):
+                copies[there[index]] = part.view(tensors[index].shape)
+        return copies
+
+    @torch.no_grad()
+    def put_back(self, copies: Sequence[torch.Tensor | None]) -> None:
         """Restore them from copies; those that were added since keep their values."""
-        copy_each(self.tensors[: len(copies)], copies)
+        targets, sources = [], []
+        for name, copy in zip(self.known, copies, strict=False):
+            place = self._place(name)
+            if place is None:
+                continue
+            if copy is not None and place.get() is place.home and place.home.shape == copy.shape:
+                targets.append(place.home)
+                sources.append(copy)
+            else:
+                _set(place, copy)
+        copy_each(targets, sources)
 
     @torch.no_grad()
     def equalize(
@@ -72,9 +174,12 @@ class MovingBuffers:
         doubles = [buffer for buffer in floats if buffer.dtype == torch.float64]
         singles = [buffer for buffer in floats if buffer.dtype != torch.float64]
         counters = [buffer for buffer in tensors if _is_whole(buffer)]
-        parts = [buffer.reshape(-1).float() for buffer in singles]
+        # WHY one device: a model on a GPU may keep a count on the host
+        device = next((t.device for t in tensors if not t.is_cpu), torch.device("cpu"))
+        parts = [buffer.reshape(-1).float().to(device) for buffer in singles]
         if counters:
-            parts.append(_to_pieces(counters, is_main=is_main))
+            counts = [counter.to(device) for counter in counters]
+            parts.append(_to_pieces(counts, is_main=is_main))
         if parts:
             flat = sum_(torch.cat(parts))  # collective
             sums = list(torch.split(flat, [part.numel() for part in parts]))
@@ -85,9 +190,39 @@ class MovingBuffers:
                 flat.mul_(1 / world_size)
                 copy_each(singles, [s.view(b.shape) for s, b in zip(sums, singles, strict=True)])
         if doubles:
-            flat = sum_(torch.cat([buffer.reshape(-1) for buffer in doubles]))  # collective
+            flat = sum_(
+                torch.cat([buffer.reshape(-1).to(device) for buffer in doubles])
+            )  # collective
             means = torch.split(flat.mul_(1 / world_size), [buffer.numel() for buffer in doubles])
             copy_each(doubles, [m.view(b.shape) for m, b in zip(means, doubles, strict=True)])
+
+    def _place(self, name: str) -> Place | None:
+        """Return the place of a tensor; None: forward has not made it yet."""
+        if name not in self._places:
+            self._places = places_of(self._module) | self._places
+        return self._places.get(name)
+
+    def _now(self, name: str) -> torch.Tensor:
+        place = self._places[name]
+        now = place.get()
+        return place.home if now is None else now
+
+    def _take_up(self, names: Iterable[str]) -> None:
+        self.known += [name for name in names if name not in self.known]
+        self._watch()
+
+    def _watch(self) -> None:
+        passed = {*self.known, *self._outputs}
+        self.watched = [
+            place.home
+            for name, place in self._places.items()
+            if name not in passed and not place.home.is_inference() and not place.is_relocated
+        ]
+
+    def _unmoved(self) -> dict[str, torch.Tensor]:
+        passed = {*self.known, *self._outputs}
+        found = may_move(self._module).items()
+        return {name: place.home for name, place in found if name not in passed}
 
     def _take_parameters(
         self, sum_: Callable[[torch.Tensor], torch.Tensor], *, is_main: bool
@@ -103,24 +238,34 @@ class MovingBuffers:
             copy_each(parts, [v.view(p.shape) for v, p in zip(values, parts, strict=True)])
 
 
-def may_move(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what forward may change: buffers, and frozen parameters if they are few."""
-    parameters = list(module.named_parameters())
-    frozen = {name: parameter for name, parameter in parameters if not parameter.requires_grad}
-    num_frozen = sum(parameter.nbytes for parameter in frozen.values())
-    num_trained = sum(parameter.nbytes for _, parameter in parameters) - num_frozen
-    is_small = num_frozen <= _MOST_FROZEN * num_trained
-    return dict(module.named_buffers()) | (frozen if is_small else {})
-
-
-def copies_of_trained(module: nn.Module) -> set[str]:
-    """Return the names of the buffers that are equal to a trained parameter."""
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+def may_move(module: nn.Module) -> dict[str, Place]:
+    """Return what forward may change: no trained parameters, frozen ones if they are few."""
+    places = places_of(module)
+    parameters = [p.home for p in places.values() if isinstance(p.home, nn.Parameter)]
+    num_trained = sum(parameter.nbytes for parameter in parameters if is_trained(parameter))
+    num_frozen = sum(parameter.nbytes for parameter in parameters) - num_trained
+    has_few = num_frozen <= _MOST_FROZEN * num_trained
     return {
-        name
-        for name, buffer in module.named_buffers()
-        if any(p.dtype == buffer.dtype and torch.equal(p, buffer) for p in trained)
+        name: place
+        for name, place in places.items()
+        if not is_trained(place.home) and (has_few or not isinstance(place.home, nn.Parameter))
     }
+
+
+def _set(place: Place, copy: torch.Tensor | None) -> None:
+    """Let a place hold the values of copy, in the tensor that it holds now where that can be.
+
+    WHY not always in it: an attribute that forward replaces may now be an input, or have a graph.
+    """
+    if copy is not None and place.get() is place.home and place.home.shape == copy.shape:
+        place.home.copy_(copy)
+    elif not isinstance(place.home, nn.Parameter):
+        place.put(None if copy is None else copy.clone())
+
+
+def _bits_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
+    dense = {n: t for n, t in tensors.items() if t.layout == torch.strided and not t.is_quantized}
+    return dict(zip(dense, checksums(dense).tolist(), strict=True)) if dense else {}
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

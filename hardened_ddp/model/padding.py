@@ -17,9 +17,10 @@ from torch import nn
 
 from hardened_ddp.data.batch import Batch, map_tensors, take
 from hardened_ddp.data.length_split import FEWEST_SAMPLES, LengthSplit
+from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.forward_collectives import watching
 from hardened_ddp.model.memory_format import Trial
-from hardened_ddp.model.probe import Findings, untouched_buffers
+from hardened_ddp.model.probe import Findings
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.data import AUTO_BATCH_SIZE
@@ -71,7 +72,8 @@ def _may_pay(trial: Trial, findings: Findings, group: Group, config: Config) -> 
     is_recurrent = any(isinstance(module, nn.RNNBase) for module in trial.model.modules())
     is_small = (config.data.batch_size or AUTO_BATCH_SIZE) < FEWEST_SAMPLES
     # WHY not on a GPU: small parts may not fill it. WHY no moving buffers: statistics of a batch.
-    depends = group.device.type != "cpu" or findings.moving_buffers or findings.collectives
+    moves = findings.moving_buffers or findings.own_tensors
+    depends = group.device.type != "cpu" or moves or findings.collectives
     is_fixed = config.model.compile or config.ddp.static_graph
     return not (is_recurrent or is_small or depends or is_fixed or trial.task.name == "own")
 
@@ -150,8 +152,8 @@ def _run(trial: Trial, batches: Sequence[Batch]) -> _Sums:
     leaves = [module for module in trial.model.modules() if not any(module.children())]
     hooks = [module.register_forward_hook(note) for module in leaves]
     try:
-        with untouched_buffers(trial.model):
-            for batch in batches:
+        with untouched(trial.model):
+            for batch in [batch.copied() for batch in batches]:
                 score = trial.task.score(trial.task.forward(trial.model, batch), batch)
                 score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
                 loss, count = loss + score.loss_sum.item(), count + float(score.count)

@@ -5,18 +5,19 @@ changes, whether logits and labels fit; and DDP's warm-up. The probe runs withou
 that fails on one rank ends in one message on all, not in a hang.
 """
 
-import contextlib
+import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 import torch
 from torch import nn
 
-from hardened_ddp.data.fetch import Batch
+from hardened_ddp.data.fetch import Batch, preserved_rng
 from hardened_ddp.data.read_errors import describe, line_of_user
 from hardened_ddp.errors import HardenedError, ModelError, UnusedParameterError
+from hardened_ddp.model.effects import Effects, InputEffects, untouched
 from hardened_ddp.model.forward_collectives import (
     NO_COLLECTIVES,
     ForwardCollectives,
@@ -24,7 +25,6 @@ from hardened_ddp.model.forward_collectives import (
     find_collectives,
     watching,
 )
-from hardened_ddp.model.moving_buffers import copies_of_trained, may_move
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.ranks.group import Group
@@ -57,6 +57,15 @@ class Findings:
     collectives: ForwardCollectives = NO_COLLECTIVES
     """Of the model's forward."""
 
+    own_tensors: tuple[str, ...] = ()
+    """Attributes that forward reads and makes: each rank has its own."""
+
+    outputs: tuple[str, ...] = ()
+    """Attributes that forward replaces, and never reads."""
+
+    changes_inputs: bool = False
+    """Forward or loss change a batch in place."""
+
 
 def probe(
     module: nn.Module, samples: Sequence[Batch], *, task: Task, precision: Precision, group: Group
@@ -65,32 +74,35 @@ def probe(
 
     Raises ModelError on every rank if the model failed on any.
     """
-    mine: dict[str, Any] = {"unused": [], "moving": []}
+    mine: dict[str, Any] = {"unused": [], "moving": [], "own": [], "outputs": [], "inputs": False}
     found = NO_COLLECTIVES
     try:
         refuse_nan(module)
         shapes = saved_shapes(module)
         for batch in samples:
-            with untouched_buffers(module, shakes=True) as moving:
+            inputs = InputEffects(batch.copied())
+            with untouched(module) as effects:
                 with precision.autocast(), watching(module, group) as watch:
-                    output = task.forward(module, batch)
-                    task.check(output, batch)
-                    score = check_score(task, task.score(output, batch))
+                    output = task.forward(module, inputs.batch)
+                    task.check(output, inputs.batch)
+                    score = check_score(task, task.score(output, inputs.batch))
                 if task.own is not None:
-                    try_metrics(task.own, output, batch, group)
+                    try_metrics(task.own, output, inputs.batch, group)
                 refuse_unregistered(module, score.loss_sum)
                 refuse_late_buffers(module, shapes)
                 score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
-            refuse_sparse(module)
-            mine["unused"].append(
-                [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
-            )
-            mine["moving"] = sorted({*mine["moving"], *moving})
+                refuse_sparse(module)
+                mine["unused"].append(
+                    [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
+                )
+                if not watch.calls:
+                    _look_closer(module, effects, inputs, task=task, precision=precision)
+                _note(mine, effects, inputs)
             module.zero_grad(set_to_none=True)
             if watch.calls and not found:
 
                 def forward(batch: Batch) -> None:
-                    with untouched_buffers(module), precision.autocast(), torch.no_grad():
+                    with untouched(module), precision.autocast(), torch.no_grad():
                         task.score(task.forward(module, batch), batch)
 
                 found = find_collectives(watch, module, batch, forward)  # collective
@@ -109,8 +121,39 @@ def probe(
     for notes in reversed(everyone):  # the lowest rank that found something out
         learned |= notes["learned"]
     task.take_over(learned)
-    warn_of_unsaved(module, findings.moving_buffers)
+    warn_of_unsaved(findings.own_tensors)
     return replace(findings, collectives=found)
+
+
+def _look_closer(
+    module: nn.Module, effects: Effects, inputs: InputEffects, *, task: Task, precision: Precision
+) -> None:
+    """Look once more what a forward and backward write, operator by operator. Rank-local.
+
+    Finds more, as a rule: WHY not instead, some models can't run so.
+    """
+    batch, task = inputs.original.copied(), copy.copy(task)
+
+    def train() -> None:
+        with precision.autocast():
+            score = task.score(task.forward(module, batch), batch)
+        score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
+
+    if any(getattr(part, "_compiled_call_impl", None) for part in module.modules()):
+        return
+    try:
+        with preserved_rng():
+            effects.run(train, inputs, batch)
+    except Exception:  # WHY broad: torch and the user's model, under a mode; it ran without
+        log.debug("the trial operator by operator failed", exc_info=True)
+
+
+def _note(mine: dict[str, Any], effects: Effects, inputs: InputEffects) -> None:
+    """Add what a trial found to what this rank has found. Any: JSON."""
+    found = {"moving": effects.moving(), "own": effects.remade(), "outputs": effects.outputs()}
+    for key, names in found.items():
+        mine[key] = sorted({*mine[key], *names})
+    mine["inputs"] = mine["inputs"] or inputs.are_changed()
 
 
 def refuse_nan(module: nn.Module) -> None:
@@ -219,49 +262,12 @@ def warm_up(replica: Replica, sample: Batch, *, task: Task, precision: Precision
     if replica.ddp is None:
         return
     for _ in range(3 if replica.ddp.static_graph else 2):
-        with untouched_buffers(replica.module):
+        batch = sample.copied()
+        with untouched(replica.module):
             with precision.autocast():
-                score = task.score(task.forward(replica.call, sample), sample)
+                score = task.score(task.forward(replica.call, batch), batch)
             score.loss_sum.backward()  # type: ignore[no-untyped-call]  # collective
         replica.module.zero_grad(set_to_none=True)
-
-
-@contextlib.contextmanager
-def untouched_buffers(module: nn.Module, *, shakes: bool = False) -> Iterator[list[str]]:
-    """Restore all that may move at the end; the list then names what had changed.
-
-    shakes: parameters without a gradient, and buffers that are equal to a trained parameter, have
-    slightly smaller values meanwhile. WHY: a teacher or an average that begins as a copy of the
-    model, and follows it, would not move.
-    """
-    found = may_move(module)
-    before = {name: tensor.detach().clone() for name, tensor in found.items()}
-    copies = copies_of_trained(module) if shakes else set()
-    shaken = {
-        n for n, t in found.items() if shakes and (isinstance(t, nn.Parameter) or n in copies)
-    }
-    moving: list[str] = []
-    try:
-        with torch.no_grad():
-            for name in shaken:
-                found[name].copy_(_shaken(before[name]))
-        yield moving
-    finally:
-        with torch.no_grad():
-            for name, tensor in found.items():
-                began_as = _shaken(before[name]) if name in shaken else before[name]
-                has_moved = not torch.equal(tensor, began_as)
-                if has_moved:
-                    moving.append(name)
-                # a forward that changes the shape is refused
-                if (has_moved or name in shaken) and tensor.shape == before[name].shape:
-                    tensor.copy_(before[name])
-
-
-def _shaken(tensor: torch.Tensor) -> torch.Tensor:
-    # WHY so much: bfloat16 has 8 digits. WHY smaller: a number that is used as an index stays valid
-    is_whole = not (tensor.is_floating_point() or tensor.is_complex())
-    return tensor if is_whole else tensor * (1 - 2**-7)
 
 
 def _compare(everyone: Sequence[dict[str, Any]]) -> Findings:
@@ -283,9 +289,14 @@ def _compare(everyone: Sequence[dict[str, Any]]) -> Findings:
         where = "; ".join(
             f"rank {rank}: {', '.join(names[:8]) or 'none'}" for rank, names in enumerate(unions)
         )
+    found = {k: {name for notes in everyone for name in notes[k]} for k in ("moving", "own")}
+    outputs = {name for notes in everyone for name in notes["outputs"]}
     return Findings(
         unused=tuple(union),
         is_varying=len(different) > 1,
         where=where,
-        moving_buffers=tuple(sorted({name for notes in everyone for name in notes["moving"]})),
+        moving_buffers=tuple(sorted(found["moving"] - found["own"])),
+        own_tensors=tuple(sorted(found["own"])),
+        outputs=tuple(sorted(outputs - found["moving"] - found["own"])),
+        changes_inputs=any(notes["inputs"] for notes in everyone),
     )

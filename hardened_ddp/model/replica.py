@@ -16,6 +16,8 @@ Read next: probe.py (what is learned before wrapping), step/step.py (the caller)
 import contextlib
 import inspect
 import math
+import operator
+from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,6 +26,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.nesting import tensors_of
 from hardened_ddp.model.buckets import Buckets, count_on, flag_of, forget_used
 from hardened_ddp.model.compiling import Compilations, compile_model
 from hardened_ddp.model.forward_collectives import NO_COLLECTIVES, ForwardCollectives
@@ -31,6 +35,9 @@ from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.settings.ddp import DdpConfig
+
+INPUTS = "the batch"
+_VERSION = operator.attrgetter("_version")  # of a tensor: it grows with each write in place
 
 
 class Replica:
@@ -63,6 +70,14 @@ class Replica:
 
         self.looks_for_unused = looks_for_unused
         """A parameter may get no gradient on some rank: sum_gradients counts it as zero there."""
+
+        self.copies_inputs = False
+        """Forward or loss change a batch in place: they get a copy, so that a retry has it."""
+
+        self._watched: Sequence[torch.Tensor] = ()
+        self._versions: list[int] = []
+        self._unsafe: deque[list[str]] = deque([[], []], maxlen=2)
+        """What the last two forwards were the first to write: nothing can put it back."""
 
         self.collectives = NO_COLLECTIVES
         """Those that the model calls in its forward."""
@@ -99,6 +114,14 @@ class Replica:
     def note_collectives(self, found: ForwardCollectives) -> None:
         """Note that the model calls collectives in its forward. Rank-local: all ranks call it."""
         self.collectives = found
+
+    def note_effects(
+        self, *, own: Sequence[str], outputs: Sequence[str], changes_inputs: bool
+    ) -> None:
+        """Note what a trial found beside the moving buffers. Rank-local: all ranks call it."""
+        names = self.buffers.names
+        self.buffers = MovingBuffers(self.module, names, own=own, outputs=outputs)
+        self.copies_inputs = changes_inputs
 
     def use_hook(self, buckets: Buckets) -> None:
         """Let our communication hook send the gradients. Rank-local."""
@@ -229,11 +252,47 @@ class Replica:
         found = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         return [_real(gradient) for gradient in found] if self._has_complex else found
 
-    def copy_buffers(self) -> list[torch.Tensor]:
-        """Copy the moving buffers, for put_back_buffers."""
-        return self.buffers.copies() if self.buffers.names else []
+    def copy_buffers(self, batches: Sequence[Batch] = ()) -> list[torch.Tensor | None]:
+        """Copy the moving buffers, for put_back_buffers, before a forward of batches.
 
-    def put_back_buffers(self, copies: Sequence[torch.Tensor]) -> None:
+        Notes the versions of all else, for note_written.
+        """
+        inputs = [part for batch in batches for part in (batch.inputs, batch.targets)]
+        if not all([isinstance(part, torch.Tensor) for part in inputs]):
+            inputs = list(tensors_of(inputs))
+        if self.copies_inputs:
+            inputs = []
+        still = self.buffers.watched
+        self._watched = [*still, *[part for part in inputs if not part.is_inference()]]
+        self._versions = list(map(_VERSION, self._watched))
+        self._unsafe.append([])
+        return self.buffers.copies() if self.buffers.known else []
+
+    def note_written(self, *, reads_bits: bool = False) -> None:
+        """Take up what was written since copy_buffers, and was not known to be. Rank-local.
+
+        Call it before the update, which writes the weights. reads_bits: look also at the values of
+        what is believed still, some of which was perhaps written long ago; waits for the device.
+        """
+        now = list(map(_VERSION, self._watched))
+        if now != self._versions:
+            pairs = zip(self._watched, now, self._versions, strict=True)
+            written = [tensor for tensor, new, old in pairs if new != old]
+            in_model = {id(tensor) for tensor in self.buffers.watched}
+            if not all(id(tensor) in in_model for tensor in written):
+                self.copies_inputs = True
+                self._unsafe[-1].append(INPUTS)
+            self._unsafe[-1] += self.buffers.take_up_written(written)
+            self._watched, self._versions = (), []
+        if reads_bits:
+            self._unsafe[-1] += self.buffers.changed_bits()
+
+    def unsafe(self, *, num_forwards: int) -> list[str]:
+        """Name what the last forwards wrote, and nothing can put back. Rank-local."""
+        last = list(self._unsafe)[len(self._unsafe) - num_forwards :]
+        return [name for names in last for name in names]
+
+    def put_back_buffers(self, copies: Sequence[torch.Tensor | None]) -> None:
         """Restore the moving buffers from copies."""
         self.buffers.put_back(copies)
 

@@ -15,9 +15,9 @@ import torch
 from hardened_ddp.data.batch import Batch, take
 from hardened_ddp.data.fetch import preserved_rng
 from hardened_ddp.data.nesting import tensors_of
+from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.forward_collectives import watching
 from hardened_ddp.model.memory_format import Trial
-from hardened_ddp.model.probe import untouched_buffers
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 
@@ -52,6 +52,7 @@ def _try(trial: Trial, batch: Batch, group: Group) -> list[float]:
     model, task = trial.model, copy.copy(trial.task)
 
     def loss_of(part: Batch) -> float:
+        part = part.copied()
         return task.score(task.forward(model, part), part).loss_sum.item()
 
     modes = [(module, module.training) for module in model.modules()]
@@ -63,7 +64,7 @@ def _try(trial: Trial, batch: Batch, group: Group) -> list[float]:
         with (
             torch.no_grad(),
             preserved_rng(),
-            untouched_buffers(model),
+            untouched(model),
             watching(model, group, refuses=True),
         ):
             together, apart = loss_of(batch), sum(map(loss_of, alone))

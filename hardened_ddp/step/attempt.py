@@ -32,7 +32,7 @@ class Attempt:
 
     window: Window
     batches: Sequence[Batch]
-    buffers: Sequence[torch.Tensor]
+    buffers: Sequence[torch.Tensor | None]
     """The moving buffers before it."""
 
     totals_before: Mark

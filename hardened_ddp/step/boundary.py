@@ -101,7 +101,7 @@ class Boundary:
     """The state at a step boundary, as far as it is not in the live tensors."""
 
     progress: Progress
-    buffers: Sequence[torch.Tensor]
+    buffers: Sequence[torch.Tensor | None]
     """The moving buffers; empty: the live ones."""
 
     loss: torch.Tensor | float

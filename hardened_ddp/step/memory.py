@@ -11,8 +11,8 @@ import torch
 from hardened_ddp.data.fetch import Batch, take
 from hardened_ddp.errors import OutOfMemoryError
 from hardened_ddp.model.compiling import uncompiled
+from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.optimizer import allocate_state
-from hardened_ddp.model.probe import untouched_buffers
 from hardened_ddp.step.parts import Parts
 
 log = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def _fits(parts: Parts, sample: Batch, num_samples: int) -> bool:
     try:
         batch = take(sample, [i % sample.num_samples for i in range(num_samples)])
         batch = batch.to(parts.device, channels_last=parts.replica.channels_last)
-        with untouched_buffers(parts.replica.module), parts.replica.no_sync(), uncompiled():
+        with untouched(parts.replica.module), parts.replica.no_sync(), uncompiled():
             with parts.precision.autocast():
                 score = parts.task.score(parts.task.forward(parts.replica.module, batch), batch)
             score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch

@@ -20,10 +20,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from hardened_ddp.data.fetch import BadSample, describe, take
 from hardened_ddp.data.loader import Batch
+from hardened_ddp.errors import StepError
+from hardened_ddp.model.replica import INPUTS
 from hardened_ddp.ranks.lost import lost_peer
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.attempt import Attempt, Outcome
@@ -155,8 +157,11 @@ class StepRetry:
         stepper, group, step = self.stepper, self.parts.group, self.progress.step
         failure = attempt.failure
         stepper.undo(attempt)
-        everyone = group.gather_json(failure and asdict(failure))  # collective
-        causes = {rank: Failure(**cause) for rank, cause in enumerate(everyone) if cause}
+        mine = [failure and asdict(failure), stepper.lost()]
+        everyone = group.gather_json(mine)  # collective
+        causes = {rank: Failure(**cause) for rank, (cause, _) in enumerate(everyone) if cause}
+        if lost := sorted({name for _, names in everyone for name in names}):
+            self._stop_undone(causes, lost)
         if not causes and self.parts.precision.scaler is not None:
             return False  # an overflow of fp16: now its scaler may skip the step for good
         if not causes:  # no rank failed, so the sum that DDP made is not finite
@@ -186,6 +191,17 @@ class StepRetry:
         text = failure.text if failure else ""
         self.left_out.add(attempt.batches, text, self.progress)  # collective
         return True
+
+    def _stop_undone(self, causes: dict[int, Failure], lost: list[str]) -> NoReturn:
+        """Raise one error, the same on all ranks: what forward changed can't be put back."""
+        self.parts.replica.buffers.add(name for name in lost if name != INPUTS)
+        what = join_causes(causes) if causes else BAD_SUM
+        raise StepError(
+            f"step {self.progress.step} can't be done again, since its forward changed what no "
+            f"step before had changed: {', '.join(lost[:NUM_SHOWN])}; it failed with: {what}",
+            fix="start the same command again: it continues at the last checkpoint",
+            is_undone=False,
+        )
 
     def _adapt(self, causes: dict[int, Failure]) -> bool:
         """Adapt all ranks to the cause; return whether that may help."""

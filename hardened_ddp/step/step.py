@@ -84,8 +84,9 @@ class Stepper:
         self.commit_lock = threading.Lock()
         """Held while weights and progress change: a thread that holds it sees a whole step."""
 
-        self.buffers_before: Sequence[torch.Tensor] = ()
-        """The moving buffers at the last step boundary, before a forward under way changed them."""
+        self.buffers_before: Sequence[torch.Tensor | None] | None = None
+        """The moving buffers at the last step boundary, before a forward under way changed them.
+        None: no forward is under way."""
 
         self.has_unread_totals = False
         """Steps were done since read_totals. The same on all ranks."""
@@ -104,6 +105,7 @@ class Stepper:
         self._moves_batches = parts.device.type != "cpu" or parts.replica.channels_last
         self._schedule = parts.schedule
         self._seeds_update = not is_known(parts.optimizer)
+        parts.replica.buffers.note_bits()
 
     def do(self, window: Window, batches: Sequence[Batch]) -> Outcome:
         """Train on this rank's batches of window, and commit it. Collective: all ranks.
@@ -132,7 +134,7 @@ class Stepper:
         """Compute the gradient of a step and sum it over the ranks. Collective: all ranks."""
         parts = self.parts
         # What a retry restores: forward changes the buffers, and adds to the losses.
-        self.buffers_before = buffers = parts.replica.copy_buffers()
+        self.buffers_before = buffers = parts.replica.copy_buffers(batches)
         attempt = Attempt(window, batches, buffers, self.totals.mark())
         if parts.precision.scaler is not None:
             attempt.scale_before = parts.precision.mark()
@@ -172,6 +174,7 @@ class Stepper:
                 self.forward_backward(attempt, batches, keep_local=keep_local)
         except Exception as error:  # WHY broad: whatever it is, the other ranks must learn of it
             return self.retry.failure_of(error, batches)
+        parts.replica.note_written()
         expects_all = not parts.replica.looks_for_unused
         if expects_all and attempt.window.is_for_all(parts.group.world_size):
             names = parts.replica.parameters_without_gradient()
@@ -197,6 +200,8 @@ class Stepper:
         scaler = parts.precision.scaler  # fp16's; else None
         attempt.count = 0.0
         for index, batch in enumerate(batches):
+            if replica.copies_inputs:
+                batch = batch.copied()
             if self._moves_batches:
                 batch = batch.to(parts.device, channels_last=replica.channels_last)
             is_synced = index == len(batches) - 1 and not keep_local
@@ -227,10 +232,20 @@ class Stepper:
         False: some rank failed, or the sum is not finite. The same on all ranks.
         """
         replica, size = self.parts.replica, attempt.window.size
-        sums = self._end_overlapped(attempt) if overlaps else self._sum_local(attempt)  # collective
-        if sums is None:
-            return False
-        num_valid, count = sums
+        if overlaps:
+            counts = self._end_overlapped(attempt)  # collective
+            if counts is None:
+                return False
+            num_valid, count = counts
+        else:
+            has_failed = attempt.failure is not None
+            num_here = float(sum([len(batch.indices) for batch in attempt.batches]))
+            count_here = 0.0 if has_failed else float(attempt.count)
+            # Sent with the gradients: a mark of each rank that failed, the samples, what counts.
+            marks = replica.sum_gradients([float(has_failed), num_here, count_here])  # collective
+            if marks[0] > 0:
+                return False
+            num_valid, count = int(marks[1]), marks[2]
         is_checked = attempt.flag is None and (self._checks_sums or self.retry.is_close)
         # WHY not with a scaler: it handles an overflow of fp16 itself.
         if is_checked and self.parts.precision.scaler is None and not replica.has_finite_sums():
@@ -256,8 +271,9 @@ class Stepper:
     def _end_overlapped(self, attempt: Attempt) -> tuple[int, float] | None:
         """Complete this rank's part in DDP's sums; None: some rank failed. Collective: all ranks.
 
-        Returns as _sum_local does. On a GPU it is known later what counts, and whether a rank
-        failed: then attempt gets a flag, which is also up if nothing counts.
+        Returns how many samples of the step, over all ranks, are in the sums, and what counts in
+        them. On a GPU it is known later what counts, and whether a rank failed: then attempt gets a
+        flag, which is also up if nothing counts.
         """
         replica, buckets = self.parts.replica, self.parts.replica.buckets
         size = attempt.window.size
@@ -282,21 +298,6 @@ class Stepper:
         buckets.renew()  # collective
         return size, 0.0 if self._counts_samples else float(buckets.total())
 
-    def _sum_local(self, attempt: Attempt) -> tuple[int, float] | None:
-        """Add up local gradients over the ranks; None: some rank failed. Collective: all ranks.
-
-        Returns how many samples of the step, over all ranks, are in the sums, and what counts in
-        them.
-        """
-        num_valid = sum([len(batch.indices) for batch in attempt.batches])
-        has_failed = float(attempt.failure is not None)
-        count = 0.0 if has_failed else float(attempt.count)
-        # Sent with the gradients: a mark of each rank that failed, the samples, what counts.
-        marks = self.parts.replica.sum_gradients(
-            [has_failed, float(num_valid), count]
-        )  # collective
-        return None if marks[0] > 0 else (int(marks[1]), marks[2])
-
     def commit(self, attempt: Attempt) -> None:
         """Update weights and progress. Rank-local: every rank has the same gradient."""
         if self.boundaries is not None:
@@ -308,7 +309,7 @@ class Stepper:
             if self._schedule.has_state:
                 self._end_schedule_step()
             self.progress.commit(attempt.window)
-            self.buffers_before = ()
+            self.buffers_before = None
             if self.boundaries is not None:
                 self.boundaries.after_update(attempt)
             self.unread = attempt if attempt.flag is not None else None
@@ -396,6 +397,16 @@ class Stepper:
         self.parts.optimizer.zero_grad(set_to_none=True)
         self.totals.go_back(attempt.totals_before)
 
+    def lost(self, *, reads_bits: bool = True) -> list[str]:
+        """Name what a forward under way changed, and nobody has as it was. Rank-local.
+
+        reads_bits: look also at the values of what is believed still; waits for the device.
+        """
+        replica, is_under_way = self.parts.replica, self.buffers_before is not None
+        if is_under_way:
+            replica.note_written(reads_bits=reads_bits)
+        return replica.unsafe(num_forwards=is_under_way + self.parts.runs_behind)
+
     def take_back_on_host(self, attempt: Attempt) -> None:
         """Undo what a commit without an update has changed besides the tensors. Rank-local."""
         self.parts.precision.go_back(attempt.scale_before)
@@ -408,6 +419,7 @@ class Stepper:
             yield
         except Exception as error:
             if self.is_whole:
+                self.parts.replica.note_written()
                 self.parts.replica.put_back_buffers(attempt.buffers)
             if isinstance(error, HardenedError):
                 raise
@@ -474,7 +486,8 @@ class Stepper:
         self.parts.optimizer.zero_grad(set_to_none=True)
         self.totals.reset()
         self.has_unread_totals = False
-        self.buffers_before = ()
+        self.buffers_before = None
+        self.parts.replica.buffers.note_bits()
         self.last_good = -1
         self.unread = None
         if self.boundaries is not None:

@@ -1,7 +1,7 @@
-"""Buffers that a forward changes, but a checkpoint can't bring back.
+"""Tensors that a forward changes, but a checkpoint can't bring back.
 
-Owns refusing buffers that a forward makes or resizes, and naming those that are not saved.
-Does not own: finding what a forward changes (model/probe.py).
+Owns refusing buffers that a forward makes or resizes, and naming attributes that are not saved.
+Does not own: finding what a forward changes (model/effects.py).
 """
 
 import logging
@@ -39,13 +39,13 @@ def refuse_late_buffers(module: nn.Module, before: Shapes) -> None:
         )
 
 
-def warn_of_unsaved(module: nn.Module, moving: Sequence[str]) -> None:
-    """Name the buffers that move, but are not saved. Rank-local: the same on all ranks."""
-    saved = saved_shapes(module)
-    if lost := [name for name in moving if name not in saved]:
+def warn_of_unsaved(own: Sequence[str]) -> None:
+    """Name the tensors that forward makes and reads again. Rank-local: the same on all ranks."""
+    if own:
         log.warning(
-            "forward changes buffers that no checkpoint saves (persistent=False): %s. A resumed "
-            "run begins with their first values",
-            ", ".join(lost[:8]),
+            "forward makes tensors, or changes their shape, that it reads in the next one: %s. No "
+            "checkpoint saves them, and each rank has its own: after a resume the model begins "
+            "without them. In their final shape from the constructor on, they are saved",
+            ", ".join(own[:8]),
             extra=ON_EVERY_RANK,
         )

@@ -98,6 +98,11 @@ def build_replica(
         moving_buffers=findings.moving_buffers,
         channels_last=channels_last,
     )
+    replica.note_effects(
+        own=findings.own_tensors,
+        outputs=findings.outputs,
+        changes_inputs=findings.changes_inputs,
+    )
     replica.note_collectives(findings.collectives)  # such as those of SyncBatchNorm
     # What sends them can also answer for a rank whose backward failed.
     retries, counts = config.loop.step_retry == "on", not task.counts_samples

@@ -69,6 +69,8 @@ class EvaluationLoop:
     """Check that each output and its labels fit. Waits for the device once per batch."""
 
     channels_last: bool = False
+    copies_inputs: bool = False
+    """The model changes a batch in place, and the test set may hold on to it."""
 
     @torch.no_grad()
     def run(
@@ -108,6 +110,8 @@ class EvaluationLoop:
                 left_out += batch.bad
                 output = None
                 if batch.num_samples:
+                    if self.copies_inputs:
+                        batch = batch.copied()
                     batch = batch.to(self.group.device, channels_last=self.channels_last)
                     with self.precision.autocast():
                         output = self.task.forward(module, batch)
@@ -172,6 +176,7 @@ def loop_of(parts: Parts, loader: EvalLoader) -> EvaluationLoop:
         group=parts.group,
         leaves_out=parts.config.loop.continue_on_error,
         channels_last=parts.replica.channels_last,
+        copies_inputs=parts.replica.copies_inputs,
     )
 
 

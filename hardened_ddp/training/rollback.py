@@ -20,7 +20,7 @@ from functools import partial
 from typing import NoReturn
 
 from hardened_ddp.checkpoint.tensors import specs_of
-from hardened_ddp.errors import DivergenceError, NonFiniteError
+from hardened_ddp.errors import DivergenceError, NonFiniteError, StepError
 from hardened_ddp.guard.divergence import Divergence, compare_replicas, differing_on_many
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.reporting.log import ON_EVERY_RANK
@@ -28,7 +28,7 @@ from hardened_ddp.step.step import Stepper, is_due
 from hardened_ddp.training.resume import RunFolder, read_newest
 from hardened_ddp.training.run_report import RunReport
 from hardened_ddp.training.saving import Saver, collect_meta, collect_tensors, replicated_tensors
-from hardened_ddp.training.state import Tensors, restore, share_state
+from hardened_ddp.training.state import Tensors, has_all_that_moves, restore, share_state
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +79,17 @@ class Rollback:
         if self._rollback_after and len(given_up) >= self._rollback_after:
             return self._leave_given_up(list(given_up))  # collective
         return Course.NEXT_STEP
+
+    def undo(self, error: StepError) -> None:
+        """Go back to before a step whose changes can't be put back. Collective: all ranks.
+
+        Raises error if there is no such checkpoint, or if it is another error.
+        """
+        if error.is_undone:
+            raise error
+        what = "what a forward has changed can't be put back"
+        if not self._go_back(at_most=self.progress.step, why=what):  # collective
+            raise error
 
     def mend(self, error: NonFiniteError) -> None:
         """Make unequal replicas equal after a loss or gradient with NaN. Collective.
@@ -215,7 +226,7 @@ class Rollback:
         with group.tracker.within(Phase.CHECKPOINT):
             self.saver.close()  # WHY: the checkpoint being written may be the one to take
             saved = read_newest(self.folder, group, at_most=at_most)  # collective
-            if saved is None:
+            if saved is None or not has_all_that_moves(self.parts, saved):
                 return False
             log.warning(
                 "step %d: %s: going back to the checkpoint of step %d",

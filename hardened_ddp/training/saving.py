@@ -27,7 +27,7 @@ from hardened_ddp.model.optimizer_state import PREFIX, is_known, save_state
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
-from hardened_ddp.training.state import Tensors
+from hardened_ddp.training.state import MOVING, Tensors
 
 log = logging.getLogger(__name__)
 
@@ -196,14 +196,16 @@ class Saver:
         log.warning("%s", self.warning)
 
 
-def collect_tensors(parts: Parts, *, buffers: Sequence[torch.Tensor] = ()) -> Tensors:
+def collect_tensors(parts: Parts, *, buffers: Sequence[torch.Tensor | None] = ()) -> Tensors:
     """Name the live tensors of model and optimizer; nothing is copied. Rank-local.
 
     buffers: takes the place of the replica's moving buffers, where a forward is under way.
     """
     tensors = {f"model.{name}": t for name, t in parts.replica.module.state_dict().items()}
-    for name, buffer in zip(parts.replica.buffers.names, buffers, strict=False):
-        tensors[f"model.{name}"] = buffer
+    moving = parts.replica.buffers
+    for name, buffer in moving.to_save(buffers).items() if moving.known else ():
+        in_model = f"model.{name}"
+        tensors[in_model if in_model in tensors else f"{MOVING}{name}"] = buffer
     # WHY sorted: an optimizer that was restored may list its state in another order, and equal
     # states should be equal files.
     return tensors | dict(sorted(save_state(parts.schedule, parts.replica.trainable)[0].items()))
@@ -211,7 +213,7 @@ def collect_tensors(parts: Parts, *, buffers: Sequence[torch.Tensor] = ()) -> Te
 
 def replicated_tensors(parts: Parts) -> Tensors:
     """Name the live tensors that are equal on all ranks at every step boundary. Rank-local."""
-    kept = ("model.", "optimizer.")
+    kept = ("model.", "optimizer.", *(f"{MOVING}{name}" for name in parts.replica.buffers.names))
     return {name: t for name, t in collect_tensors(parts).items() if name.startswith(kept)}
 
 
@@ -253,8 +255,9 @@ def volatile_names(parts: Parts) -> set[str]:
 
     Also the learning rate, if it is a tensor: it is set before the forward.
     """
-    buffers = (name for name, _ in parts.replica.module.named_buffers())
-    names = {f"model.{name}" for name in (*buffers, *parts.replica.buffers.names)}
+    buffers = parts.replica.buffers
+    names = {f"model.{name}" for name in (*buffers.may_move, *buffers.known)}
+    names |= {f"{MOVING}{name}" for name in buffers.known}
     if is_known(parts.optimizer) and not parts.schedule.has_state:
         return names
     state = save_state(parts.schedule, parts.replica.trainable)[0]

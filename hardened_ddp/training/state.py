@@ -26,6 +26,9 @@ Tensors = dict[str, torch.Tensor]
 Read = Callable[[Sequence[str]], Tensors]
 """Gives the tensors of these names."""
 
+MOVING = "moving."
+"""Begins the names of tensors that a forward changes, and that only an attribute holds."""
+
 _CHUNK_BYTES = 16 * 2**20
 
 
@@ -171,6 +174,17 @@ def begin(parts: Parts, saved: Saved | None) -> Progress:
     return progress
 
 
+def has_all_that_moves(parts: Parts, saved: Saved) -> bool:
+    """Return whether a state has all that is known to move. The same on all ranks.
+
+    What began to move after it was saved, and only an attribute holds, is not in it.
+    """
+    buffers = parts.replica.buffers
+    hidden = [name for name in buffers.to_save(()) if not buffers.are_saved([name])]
+    is_here = all(f"{MOVING}{name}" in saved.specs for name in hidden)
+    return all(parts.group.gather_json(is_here))  # collective
+
+
 @torch.no_grad()
 def restore(parts: Parts, saved: Saved) -> Progress:
     """Load a state; it goes over NCCL where there is one. Collective: all ranks.
@@ -188,7 +202,10 @@ def restore(parts: Parts, saved: Saved) -> Progress:
     model = receive(group, saved, names, device)  # collective
     parts.replica.module.load_state_dict({n.removeprefix("model."): t for n, t in model.items()})
     del model
-    rest = [name for name in saved.specs if not name.startswith("model.")]
+    if names := [name for name in saved.specs if name.startswith(MOVING)]:
+        moving = receive(group, saved, names, device)  # collective
+        parts.replica.buffers.load({n.removeprefix(MOVING): t for n, t in moving.items()})
+    rest = [name for name in saved.specs if not name.startswith(("model.", MOVING))]
     large = [name for name in rest if is_simple and saved.specs[name].shape]
     small = [name for name in rest if name not in set(large)]  # such as step counts on the host
     state = receive(group, saved, large, device)  # collective

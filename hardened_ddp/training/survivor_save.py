@@ -79,7 +79,7 @@ def save_as_survivor(error: Exception, stepper: Stepper, saver: Saver, folder: P
         if stepper.boundaries is not None:
             _save_boundary(stepper, saver, folder, error=error, limit_s=DEVICE_LIMIT_S)
             return
-        if not _is_mine(group, progress.step):
+        if _is_lost(stepper) or not _is_mine(group, progress.step):
             return
         _note_failure(folder, progress.step, error)
         # WHY is_finite: the loss is checked when it is reported, which may be some steps ago
@@ -110,12 +110,13 @@ def save_while_stuck(
                 _save_boundary(stepper, saver, folder, error=error, limit_s=LOCK_LIMIT_S)
             return
         is_good = progress.step == 0 or stepper.is_finite()
-        if not (is_good and stepper.is_whole and _is_mine(stepper.parts.group, progress.step)):
+        is_good = is_good and stepper.is_whole and not _is_lost(stepper)
+        if not (is_good and _is_mine(stepper.parts.group, progress.step)):
             return
         if error is not None:
             _note_failure(folder, progress.step, error)
         if progress.step > 0:
-            tensors = collect_tensors(stepper.parts, buffers=stepper.buffers_before)
+            tensors = collect_tensors(stepper.parts, buffers=stepper.buffers_before or ())
             saver.save_in_need(replace(progress), tensors=tensors)
             _say_saved(progress, stepper.parts.group.launch, folder)
     except Exception:  # WHY broad: the process ends in any case
@@ -170,7 +171,7 @@ def _save_boundary(
             return
         if error is not None:
             _note_failure(folder, progress.step, error)
-        if progress.step == 0:
+        if progress.step == 0 or _is_lost(stepper):
             return
         state = ask_within(partial(_copy, stepper, boundary), COPY_LIMIT_S)
         if state is None:
@@ -192,6 +193,18 @@ def _copy(stepper: Stepper, boundary: Boundary) -> Tensors | None:
     if not math.isfinite(read_beside(boundary.loss, parts.device)):
         return None
     return copy_beside(collect_tensors(parts, buffers=boundary.buffers), parts.device)
+
+
+def _is_lost(stepper: Stepper) -> bool:
+    """Return whether a forward under way changed what nobody has as it was; say so. Rank-local."""
+    lost = stepper.lost(reads_bits=stepper.boundaries is None)
+    if lost:
+        log.warning(
+            "the forward under way changed %s for the first time: nothing is saved, the last "
+            "checkpoint stays",
+            ", ".join(lost[:8]),
+        )
+    return bool(lost)
 
 
 def _say_saved(progress: Progress, launch: Launch, folder: Path) -> None:

@@ -1,0 +1,364 @@
+"""Models whose forward changes tensors beside gradients, each in another way; for --model.
+
+All of them use what they change for their output, so that a wrong value goes into the weights.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+WIDTH = 5
+
+
+class Base(nn.Module):
+    """A layer whose bias is zero, and a count of the forwards in training, in a buffer."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, num_classes)
+        nn.init.zeros_(self.body.bias)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+            self.change(inputs)
+        logits: torch.Tensor = self.head(torch.tanh(self.body(inputs)) + self.shift(inputs))
+        return logits
+
+    def change(self, inputs: torch.Tensor) -> None:
+        """Change what shift depends on."""
+
+    def shift(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return what the output depends on besides the weights."""
+        raise NotImplementedError
+
+
+class ZeroTeacher(Base):
+    """A frozen copy follows the weights, of which some are zero at first."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.teacher = copy.deepcopy(self.body).requires_grad_(False)
+
+    @torch.no_grad()
+    def change(self, inputs: torch.Tensor) -> None:
+        for its, mine in zip(self.teacher.parameters(), self.body.parameters(), strict=True):
+            its.lerp_(mine, 0.1)
+
+    def shift(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.teacher(inputs))
+
+
+class DataTeacher(ZeroTeacher):
+    """The same through .data, which no version counts."""
+
+    def change(self, inputs: torch.Tensor) -> None:
+        for its, mine in zip(self.teacher.parameters(), self.body.parameters(), strict=True):
+            its.data.mul_(0.9).add_(mine.data, alpha=0.1)
+
+
+class ForeachTeacher(ZeroTeacher):
+    """The same by one operator for all of them."""
+
+    @torch.no_grad()
+    def change(self, inputs: torch.Tensor) -> None:
+        torch._foreach_lerp_(list(self.teacher.parameters()), list(self.body.parameters()), 0.1)
+
+
+class ReplacedTeacher(ZeroTeacher):
+    """The same by new memory for each tensor, as MoCo does it."""
+
+    def change(self, inputs: torch.Tensor) -> None:
+        for its, mine in zip(self.teacher.parameters(), self.body.parameters(), strict=True):
+            its.data = its.data * 0.9 + mine.data * 0.1
+
+
+class ZeroedTarget(ZeroTeacher):
+    """A target network that is copied in every 4th call."""
+
+    def __init__(self, num_classes: int, every: int = 4) -> None:
+        super().__init__(num_classes)
+        self.every = every
+
+    @torch.no_grad()
+    def change(self, inputs: torch.Tensor) -> None:
+        if int(self.calls) % self.every == 0:
+            self.teacher.load_state_dict(self.body.state_dict())
+
+
+class DataTarget(ZeroedTarget):
+    """The same through .data, in every 2nd call; if no trial sees it, only the values tell."""
+
+    def __init__(self, num_classes: int, every: int = 2) -> None:
+        super().__init__(num_classes, every)
+
+    def change(self, inputs: torch.Tensor) -> None:
+        if int(self.calls) % self.every == 0:
+            self.teacher.weight.data.copy_(self.body.weight.data)
+
+
+class HiddenTeacher(Base):
+    """A teacher in a list: neither its parameters nor its state are the model's."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.hidden = [copy.deepcopy(self.body).requires_grad_(False)]
+
+    @torch.no_grad()
+    def change(self, inputs: torch.Tensor) -> None:
+        for its, mine in zip(self.hidden[0].parameters(), self.body.parameters(), strict=True):
+            its.lerp_(mine, 0.1)
+
+    def shift(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.hidden[0](inputs))
+
+
+class HiddenTarget(HiddenTeacher):
+    """Copied in every 7th call."""
+
+    def __init__(self, num_classes: int, every: int = 7) -> None:
+        super().__init__(num_classes)
+        self.every = every
+
+    @torch.no_grad()
+    def change(self, inputs: torch.Tensor) -> None:
+        if int(self.calls) % self.every == 0:
+            self.hidden[0].load_state_dict(self.body.state_dict())
+
+
+class Shadow:
+    """Averages of parameters, in an object that is no module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.of = {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    @torch.no_grad()
+    def follow(self, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            self.of[name] = 0.9 * self.of[name] + 0.1 * parameter
+
+
+class Shadowed(Base):
+    """Has such averages."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.shadow = Shadow(self.body)
+
+    def change(self, inputs: torch.Tensor) -> None:
+        self.shadow.follow(self.body)
+
+    def shift(self, inputs: torch.Tensor) -> torch.Tensor:
+        of = self.shadow.of
+        return torch.tanh(nn.functional.linear(inputs, of["weight"], of["bias"]))
+
+
+class PlainMean(Base):
+    """A mean of its inputs in a plain attribute, which is a new tensor each time."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.mean, self.shown = torch.zeros(3), torch.zeros(1)
+
+    def change(self, inputs: torch.Tensor) -> None:
+        self.mean = 0.9 * self.mean + 0.1 * inputs.mean(dim=0)
+        self.shown = inputs * 2
+
+    def shift(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.mean.sum() * torch.ones(1, WIDTH)
+
+
+class Queue(Base):
+    """A queue of the last outputs with its place, in plain attributes, written in place."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.queue, self.place = torch.zeros(4, 3), torch.zeros((), dtype=torch.int64)
+
+    def change(self, inputs: torch.Tensor) -> None:
+        self.queue[int(self.place) % 4] = inputs.mean(dim=0)
+        self.place += 1
+
+    def shift(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.queue.mean() * torch.ones(1, WIDTH)
+
+
+class Unsaved(Base):
+    """A buffer that is not in the state dict, and is bound anew each time."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.register_buffer("mean", torch.zeros(3), persistent=False)
+        self.mean: torch.Tensor
+
+    def change(self, inputs: torch.Tensor) -> None:
+        self.mean = self.mean * 0.9 + inputs.mean(dim=0)
+
+    def shift(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.mean.sum() * torch.ones(1, WIDTH)
+
+
+class Numpy(Base):
+    """A buffer of zeros that is averaged by way of numpy."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.mean: torch.Tensor
+
+    def change(self, inputs: torch.Tensor) -> None:
+        torch.from_numpy(self.mean.numpy()).lerp_(self.body.bias.detach(), 0.1)
+
+    def shift(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.mean
+
+
+class Decayed(Base):
+    """Weights that are trained, and that forward decays; spectral norm in its head."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.head = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, num_classes))
+
+    @torch.no_grad()
+    def change(self, inputs: torch.Tensor) -> None:
+        self.body.bias.mul_(0.9)
+        self.body.weight.data.clamp_(-0.5, 0.5)
+
+    def shift(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(1, WIDTH)
+
+
+class InBackward(ZeroTeacher):
+    """The average is moved by a hook in backward, through .data."""
+
+    def change(self, inputs: torch.Tensor) -> None:
+        """Move nothing yet."""
+
+    def shift(self, inputs: torch.Tensor) -> torch.Tensor:
+        shift: torch.Tensor = torch.tanh(self.teacher(inputs)) + 0 * self.body.bias
+        if shift.requires_grad:
+            shift.register_hook(self.follow)
+        return shift
+
+    def follow(self, gradient: torch.Tensor) -> None:
+        self.teacher.bias.data.lerp_(self.body.bias.data, 0.2)
+
+
+MOVING = [ZeroTeacher, DataTeacher, ForeachTeacher, ReplacedTeacher, ZeroedTarget, DataTarget]
+MOVING += [HiddenTeacher, HiddenTarget, Shadowed, PlainMean, Queue, Unsaved]
+MOVING += [Numpy, Decayed, InBackward]
+
+
+class Normalising(nn.Module):
+    """Changes its input in place, and may be given in any of several forms."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, WIDTH), nn.Linear(WIDTH, num_classes)
+
+    def change(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.mul_(3).add_(0.25)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.last(torch.tanh(self.first(self.change(inputs))))
+        return logits
+
+
+class Standardising(Normalising):
+    def change(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.sub_(0.5).div_(0.25)
+
+
+class DroppingOut(Normalising):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        self.drop = nn.Dropout(0.3, inplace=True)
+
+    def change(self, inputs: torch.Tensor) -> torch.Tensor:
+        dropped: torch.Tensor = self.drop(inputs)
+        return dropped
+
+
+class Rectifying(Normalising):
+    def change(self, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.leaky_relu_(inputs, 0.1)
+
+
+class ThroughAView(Normalising):
+    def change(self, inputs: torch.Tensor) -> torch.Tensor:
+        inputs.view(-1)[::2].mul_(2)
+        return inputs
+
+
+class ThroughData(Normalising):
+    def change(self, inputs: torch.Tensor) -> torch.Tensor:
+        inputs.data.exp_()
+        return inputs
+
+
+class Masking(Normalising):
+    def change(self, inputs: torch.Tensor) -> torch.Tensor:
+        inputs[inputs > 1] -= 1.5
+        return inputs
+
+
+class Noisy(Normalising):
+    def change(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.add_(torch.randn_like(inputs), alpha=0.3)
+
+
+class NoisyNowAndThen(Normalising):
+    """Changes its input in one of eight calls or so: in few trials."""
+
+    def change(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.mul_(-2) if self.training and float(torch.rand(())) < 0.12 else inputs
+
+
+class OfNests(Normalising):
+    """Is given a dict with a list in it."""
+
+    def forward(self, **inputs: Any) -> torch.Tensor:
+        part = inputs["parts"][0]["point"]
+        return super().forward(part + inputs["more"].div_(2))
+
+
+class ChangingLabels(Normalising):
+    """Makes its own loss, and changes the labels for it."""
+
+    def change(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        logits = super().forward(inputs)
+        if labels is None:
+            return {"logits": logits}
+        labels.neg_().add_(1)
+        return {"logits": logits, "loss": nn.functional.cross_entropy(logits, labels)}
+
+
+CHANGING = [Normalising, Standardising, DroppingOut, Rectifying, ThroughAView, ThroughData]
+CHANGING += [Masking, Noisy, NoisyNowAndThen, OfNests, ChangingLabels]
+
+
+class Nests(torch.utils.data.Dataset[tuple[dict[str, Any], int]]):
+    """Points, each in a dict with a list in it."""
+
+    num_classes = 2
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Any], int]:
+        point = torch.randn(3, generator=torch.Generator().manual_seed(index))
+        return {"parts": [{"point": point}], "more": point.flip(0)}, int(point[0] > 0)
+
+
+def nests(train: bool, size: int = 40) -> Nests:
+    return Nests(size if train else 17)
