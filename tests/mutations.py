@@ -328,10 +328,9 @@ MUTATIONS = [
         "return math.isfinite(sum(sums))",
         f"{NUMBERS} {REPLICA}",
     ),
-    Mutation(
-        "model/checksum.py", "whole.mul_(factors[: len(piece)]).sum()", "whole.sum()", NUMBERS
-    ),
-    Mutation("model/checksum.py", "        pair.mul_(_FACTOR)\n", "", NUMBERS),
+    Mutation("model/checksum.py", "torch.dot(part, row[: len(part)])", "part.sum()", NUMBERS),
+    Mutation("model/checksum.py", "words.bitwise_xor_(upper).mul_(", "words.mul_(", NUMBERS),
+    Mutation("model/checksum.py", "((upper, factors[1]),", "((piece, factors[1]),", NUMBERS),
     Mutation(
         "model/memory_format.py",
         "is_chosen = all(group.gather_json(",

@@ -226,6 +226,25 @@ def test_values_that_changed_places_are_seen() -> None:
     assert pairs[0] != pairs[1]
 
 
+@pytest.mark.parametrize("start", [0, 1, 7, 32_770])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_changes_that_cancel_in_a_linear_sum_are_seen(dtype: torch.dtype, start: int) -> None:
+    values = torch.zeros(70_000, dtype=dtype)
+    changed = values.clone()
+    values[start : start + 4] = torch.tensor([1, 2, 2, 1], dtype=dtype)
+    changed[start : start + 4] = torch.tensor([2, 1, 1, 2], dtype=dtype)
+    signs = values.clone()
+    signs[[start, start + 2]] *= -1  # the highest bit of two words, or of two of their halves
+    found = {str(checksums({"values": t}).tolist()) for t in (values, changed, signs)}
+    assert len(found) == 3
+
+
+def test_a_part_of_another_tensor_has_the_checksum_of_its_copy() -> None:
+    flat = torch.randn(90_001)
+    for part in (flat[1:], flat[3:70_000], flat[5:6], flat[:0], flat[:80_000].view(200, 400).t()):
+        assert torch.equal(checksums({"": part}), checksums({"": part.contiguous().clone()}))
+
+
 def test_the_verdict_names_the_ranks_that_differ_from_most() -> None:
     same, other, third = ({"a": "1", "b": number} for number in "234")
     found = judge([other, same, same])

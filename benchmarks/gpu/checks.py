@@ -29,7 +29,7 @@ from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.first_mistakes import FirstMistakes
 
 _MIB = 2**20
-_MOST_WORKSPACE_MIB = 300  # of checksums: two workspaces of 128 MiB
+_MOST_WORKSPACE_MIB = 300  # of checksums: while factors of 128 MiB are mixed, as much again
 
 
 def nan_and_inf_are_found_in_every_type(device: torch.device) -> str:

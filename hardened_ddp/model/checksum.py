@@ -2,17 +2,25 @@
 
 Owns the arithmetic, on the device of the tensors. It uses integers that wrap around, so the order
 of additions does not matter and every bit counts, also those of NaN.
+WHY hashed factors, each for its position: factors that are linear in it, such as place * STEP,
+miss changes that cancel out, such as +d, -d, -d, +d of four neighbours. WHY odd: no change of one
+word is lost. WHY two sums, of which one is of the upper bits: the highest bit, a float's sign,
+times any odd factor is the highest bit, so in one sum two changed signs would cancel.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# In elements of 8 bytes. On the CPU: what fits a core's cache; on a GPU: few kernels.
-_PIECE = {"cpu": 1 << 15, "cuda": 1 << 24}
-# Any large odd numbers; these are those of SplitMix64, as in ranks/seeding.py.
-_FACTOR, _STEP = 0xBF58476D1CE4E5B9 - (1 << 64), 0x9E3779B97F4A7C15 - (1 << 64)
+_BYTES = 8  # of a word
+# In words. On the CPU: what fits a core's cache beside the factors; on a GPU: few kernels.
+_PIECE = {"cpu": 1 << 15, "cuda": 1 << 23}
+# Those of SplitMix64, as in ranks/seeding.py, of which _FIRST and _SECOND mix the bits.
+_STEP, _FIRST, _SECOND = (
+    value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+_UPPER = 31
+"""Both sums see the lowest bit of a float in the upper half of a word: they share bit 31 and 32."""
 
 
 @torch.no_grad()
@@ -23,9 +31,8 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     for tensor in tensors.values():
         if tensor.device not in tools:
             size = _PIECE["cpu" if tensor.is_cpu else "cuda"]
-            # each position has its own factor: so two values that swap positions are noticed
-            places = torch.arange(size, device=tensor.device).mul_(_STEP).bitwise_or_(1)
-            tools[tensor.device] = places, torch.empty_like(places)
+            factors = _factors(2 * size, tensor.device).view(2, size)
+            tools[tensor.device] = factors, torch.empty_like(factors[0])
         found.append(_checksum(_words(tensor), *tools[tensor.device]))
     devices = [pair.device for pair in found if not pair.is_cpu]
     return torch.stack([pair.to(devices[0]) if devices else pair for pair in found])
@@ -33,23 +40,45 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 def combine(pairs: torch.Tensor) -> torch.Tensor:
     """Combine all pairs into one, of shape (2,)."""
-    places = torch.arange(len(pairs), device=pairs.device).mul_(_STEP).bitwise_or_(1)
-    return pairs.mul(places[:, None]).sum(dim=0)
+    return pairs.mul(_factors(2 * len(pairs), pairs.device).view(-1, 2)).sum(dim=0)
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """View the bits of a tensor as integers, flattened."""
+def _factors(size: int, device: torch.device) -> torch.Tensor:
+    """Hash the numbers below size to odd ones."""
+    words = torch.arange(1, size + 1, device=device).mul_(_STEP)
+    for shift, factor in ((30, _FIRST), (27, _SECOND), (31, 1)):
+        # WHY the mask: a shift of a negative number brings ones in
+        upper = words.bitwise_right_shift(shift).bitwise_and_((1 << (64 - shift)) - 1)
+        words.bitwise_xor_(upper).mul_(factor)
+    return words.bitwise_or_(1)
+
+
+def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """View the bits of a tensor as integers of 8 bytes, in pieces; the last one is filled up."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    return tensor.detach().contiguous().view(-1).view(_WORDS[tensor.element_size()])
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    for piece in torch.split(raw, _BYTES * _PIECE["cpu" if tensor.is_cpu else "cuda"]):
+        if missing := -len(piece) % _BYTES:
+            piece = torch.cat([piece, piece.new_zeros(missing)])
+        elif piece.storage_offset() % _BYTES:  # a part of another tensor
+            piece = piece.clone()
+        yield piece.view(torch.int64)
 
 
-def _checksum(words: torch.Tensor, factors: torch.Tensor, workspace: torch.Tensor) -> torch.Tensor:
-    """Return the two numbers of words. workspace: as large as factors; it is overwritten."""
-    pair = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for piece in torch.split(words, len(factors)):
-        whole = workspace[: len(piece)].copy_(piece)
-        pair.mul_(_FACTOR)
-        pair[0] += whole.sum()
-        pair[1] += whole.mul_(factors[: len(piece)]).sum()
-    return pair
+def _checksum(
+    words: Iterator[torch.Tensor], factors: torch.Tensor, workspace: torch.Tensor
+) -> torch.Tensor:
+    """Return the two numbers of words. workspace: as large as a row of factors; overwritten."""
+    sums: list[torch.Tensor] = []
+    for piece in words:
+        space = workspace[: len(piece)]
+        upper = torch.bitwise_right_shift(piece, _UPPER, out=space)
+        for part, row in ((upper, factors[1]), (piece, factors[0])):  # upper is in the workspace
+            if part.is_cpu:
+                sums.append(torch.dot(part, row[: len(part)]))
+            else:  # CUDA has no dot of integers
+                sums.append(torch.mul(part, row[: len(part)], out=space).sum())
+    if len(sums) == 2:  # as a rule
+        return torch.stack(sums)
+    return combine(torch.stack(sums).view(-1, 2)) if sums else workspace.new_zeros(2)
