@@ -274,7 +274,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     data = build_data(config.data, leaves_out=leaves_out, task=config.task.task)
     precision = Precision(config.optimizer.amp, group.device)  # autocast; a GradScaler for fp16
     group.check_equal(  # collective: do all ranks mean the same run?
-        facts_of_rank(agreed_settings(config), data.fingerprint, precision.name)
+        facts_of_rank(agreed_settings(config), data.told, precision.name)
     )
     # A DistributedSampler: each rank gets its share of every window of global_batch samples.
     meta = None if saved is None else saved.meta  # the numbers of the checkpoint to resume from

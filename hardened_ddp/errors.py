@@ -10,6 +10,10 @@ Imports the standard library only, so that every layer can use it.
 
 from typing import ClassVar
 
+ANY_FAILURE = (Exception, SystemExit)
+"""What the user's code may raise. WHY SystemExit: sys.exit(0) in it would end the rank, or a worker,
+with status 0 and without a word."""
+
 
 class HardenedError(Exception):
     """Base of all our errors: a failure that has a known cause and a next step."""

@@ -86,7 +86,7 @@ OWNERS = {
     ),
     "print": "reporting/* diagnosis/* drills/* ddp_training.py",
     "sys.exit exit quit": "ddp_training.py",
-    "SystemExit": "ddp_training.py data/import_path.py",  # the latter catches a user's
+    "SystemExit": "ddp_training.py errors.py data/import_path.py step/failure.py",  # a user's
     "os._exit": "guard/watchdog.py drills/injectors.py",
 }
 

@@ -257,7 +257,8 @@ def test_ranks_with_different_data_are_refused_by_name(tmp_path: Path) -> None:
     argv = [*POINTS, "--dataset", "tests.plugins:other_points_on_rank_1"]
     finished = train([*argv, "--output_dir", str(tmp_path)], 2)
     assert finished.statuses == (2, 2)
-    assert "rank 1: dataset is" in finished.output
+    assert "rank 1: dataset is '41 samples and 41 to test, with" in finished.output
+    assert "rank 0 has '40 samples and 40 to test, with" in finished.output
     assert finished.output.count("DDP-G02") == 1
 
 

@@ -23,7 +23,7 @@ from hardened_ddp.data.import_path import import_callable
 from hardened_ddp.data.length_split import LengthSplit
 from hardened_ddp.data.nesting import fields_of, is_dataclass
 from hardened_ddp.data.read_errors import describe
-from hardened_ddp.errors import DataError, SampleError
+from hardened_ddp.errors import ANY_FAILURE, DataError, SampleError
 
 Collate = Callable[[list[Any]], Any]
 """Takes the samples of a batch, as the dataset returns them; returns (inputs, labels), or a mapping
@@ -55,7 +55,7 @@ def find_collate(dataset: Any, setting: str) -> Collate | None:  # Any: a map-st
         return found
     try:
         made = found()
-    except Exception as error:  # WHY broad: the user's code
+    except ANY_FAILURE as error:  # WHY broad: the user's code
         raise DataError(
             f"--collate {setting} can't be made without arguments: {describe(error)}",
             fix="name a function that takes a list of samples, or a class without arguments",
@@ -108,7 +108,7 @@ def collate_plainly(
         return Batch(torch.empty(0), empty, empty, bad)
     try:
         inputs, targets = split_targets(collate(list(samples)))
-    except Exception as error:  # WHY broad: default_collate raises what it meets
+    except ANY_FAILURE as error:  # WHY broad: default_collate raises what it meets
         shapes = [_shape(sample) for sample in samples]
         usual, count = Counter(shapes).most_common(1)[0]
         # WHY no majority: samples that all differ are meant to, and none of them is wrong.
@@ -153,7 +153,7 @@ def collate_by(
             return _collate_apart(collate, samples, numbers, bad, places)
     try:
         inputs, targets = split_targets(collate(samples))
-    except Exception as error:  # WHY broad: the user's code
+    except ANY_FAILURE as error:  # WHY broad: the user's code
         found = _failing_places(collate, samples)
         if not found or len(found) == len(samples):  # no single sample is the cause
             raise SampleError(
@@ -195,7 +195,7 @@ def _failing_places(collate: Collate, samples: Sequence[Any]) -> dict[int, str]:
     for place, sample in enumerate(samples):
         try:
             collate([sample])
-        except Exception as error:  # WHY broad: the user's code; reported for its sample
+        except ANY_FAILURE as error:  # WHY broad: the user's code; reported for its sample
             found[place] = _described_with_line(error)
     return found
 

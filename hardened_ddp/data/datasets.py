@@ -47,7 +47,7 @@ from hardened_ddp.data.stream_views import StreamInOrder, StreamView
 from hardened_ddp.data.synthetic import SyntheticImages
 from hardened_ddp.data.transfer import TIMEOUT_S, locked
 from hardened_ddp.data.vision import DOWNLOADABLE, by_hand, open_downloadable, open_folder
-from hardened_ddp.errors import DataError, HardenedError
+from hardened_ddp.errors import ANY_FAILURE, DataError, HardenedError
 from hardened_ddp.settings.data import DataConfig
 
 log = logging.getLogger(__name__)
@@ -82,6 +82,9 @@ class TaskData:
     class_names: tuple[str, ...]
     fingerprint: str
     """Differs if name, arguments, length or one of a few samples differs."""
+
+    told: str
+    """The lengths and the beginning of the fingerprint, for a message."""
 
     in_memory: bool
     """Read by the batch from memory: worker processes would only slow it down."""
@@ -143,6 +146,9 @@ def build_data(config: DataConfig, *, leaves_out: bool = False, task: str = "aut
         check_labels(train, num_classes, config.dataset, leaves_out=leaves_out)
         check_labels(test, num_classes, f"{config.dataset} (test)", leaves_out=leaves_out)
     names = getattr(train, "classes", None) or [str(index) for index in range(num_classes)]
+    digest, told = fingerprint(
+        (train, test), name=config.dataset, arguments=config.dataset_args, collate=collate
+    )
     return TaskData(
         train=train,
         test=test,
@@ -151,9 +157,8 @@ def build_data(config: DataConfig, *, leaves_out: bool = False, task: str = "aut
         label_size=label_size(targets),
         labels_are_classes=are_classes,
         class_names=tuple(str(name) for name in names),
-        fingerprint=fingerprint(
-            (train, test), name=config.dataset, arguments=config.dataset_args, collate=collate
-        ),
+        fingerprint=digest,
+        told=f"{told}, with fingerprint {digest[:16]}",
         in_memory=is_in_memory(train),
     )
 
@@ -196,7 +201,7 @@ def _open(
         dataset: AnyDataset | None = build(**arguments)
     except HardenedError:
         raise
-    except Exception as error:  # WHY broad: the user's code; its file and line go in the message
+    except ANY_FAILURE as error:  # WHY broad: the user's code; its file and line go in the message
         frame = traceback.extract_tb(error.__traceback__)[-1]
         log.debug("opening the dataset %s failed", name, exc_info=True)
         raise DataError(

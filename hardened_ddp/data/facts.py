@@ -23,7 +23,7 @@ from hardened_ddp.data.nesting import dense_parts, leaves
 from hardened_ddp.data.read_errors import describe, line_of_user
 from hardened_ddp.data.stream_types import is_stream
 from hardened_ddp.data.stream_views import StreamView
-from hardened_ddp.errors import DataError, SampleError
+from hardened_ddp.errors import ANY_FAILURE, DataError, SampleError
 
 _MOST_TRIES = 8  # how many samples are tried to find a readable one
 _PLACES = ("root", "data_dir", "cache_dir")  # in dataset_args: where the data lies
@@ -55,7 +55,7 @@ def check_opened(dataset: Any, name: str) -> None:  # Any: what a user's callabl
     if is_map and not isinstance(dataset, IterableDataset):
         try:
             len(dataset)
-        except Exception as error:  # WHY broad: the user's code
+        except ANY_FAILURE as error:  # WHY broad: the user's code
             raise DataError(
                 f"dataset {name}: its length is not known: {describe(error)}{line_of_user(error)}",
                 fix="make __len__() return the number of samples",
@@ -197,8 +197,12 @@ def fingerprint(
     name: str,
     arguments: Mapping[str, Any],
     collate: Collate | None = None,
-) -> str:
-    """Hash name, arguments, and of each part its length and three samples."""
+) -> tuple[str, str]:
+    """Hash name, arguments, and of each part its length and three samples.
+
+    Also returns the lengths as text, and which of these samples can't be read.
+    """
+    sizes, bad = [], list[str]()
     # WHY not the places: the same data may have another path on another node, or after a move.
     told = {key: value for key, value in arguments.items() if key not in _PLACES}
     text = json.dumps([name.lower(), told], sort_keys=True, default=str)
@@ -206,17 +210,24 @@ def fingerprint(
     for part in parts:
         size = 0 if part is None else len(part)  # type: ignore[arg-type]  # map-style: has a length
         digest.update(f"|{size}".encode())
+        sizes.append(size)
         for file in sorted(getattr(part, "digests", {}).items()):  # of a stream's files
             digest.update(repr(file).encode())
         for index in {0, size // 2, size - 1} if size else ():
-            first, second = (_sample_bytes(part, index, collate) for _ in range(2))
+            (first, _), (second, problem) = (_read_bytes(part, index, collate) for _ in range(2))
+            bad += [problem] if problem else []
             # WHY read twice: if a dataset's samples are random, only its length is compared.
             digest.update(first if first == second else b"random")
-    return digest.hexdigest()
+    kind = "shards" if isinstance(parts[0], StreamView) else "samples"
+    return digest.hexdigest(), "; ".join(
+        [f"{sizes[0]} {kind} and {sum(sizes[1:])} to test", *bad[:2]]
+    )
 
 
-def _sample_bytes(dataset: Any, index: int, collate: Collate | None) -> bytes:  # Any: map-style
-    """Read one sample; nothing if it can't be read."""
+def _read_bytes(
+    dataset: Any, index: int, collate: Collate | None
+) -> tuple[bytes, str]:  # Any: map-style
+    """Read one sample; nothing if it can't be read, and why."""
     with preserved_rng():
         batch = Fetcher(dataset, seed=0, collate=collate)[(0, torch.tensor([index]))]
     found: list[bytes] = []
@@ -227,4 +238,5 @@ def _sample_bytes(dataset: Any, index: int, collate: Collate | None) -> bytes:  
                 found.append(dense.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(leaf, str | bytes | int | float):  # WHY no others: their text may differ
             found.append(repr(leaf).encode())
-    return b"".join(found)
+    problems = [f"sample {sample.name} can't be read: {sample.error}" for sample in batch.bad]
+    return b"".join(found), "".join(problems)

@@ -27,7 +27,7 @@ from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.nesting import stack
 from hardened_ddp.data.read_errors import describe, file_of, is_permanent, is_transient, retry_read
 from hardened_ddp.data.vision import import_torchvision
-from hardened_ddp.errors import LoaderError
+from hardened_ddp.errors import ANY_FAILURE, LoaderError
 from hardened_ddp.ranks.seeding import seed_sample
 
 __all__ = ["BadSample", "Batch", "Fetcher", "Request", "describe", "map_tensors", "split", "take"]
@@ -120,13 +120,13 @@ class Fetcher:
             return read()
         except MemoryError:
             raise
-        except Exception as error:  # WHY broad: the user's code; reported by _read_samples
+        except ANY_FAILURE as error:  # WHY broad: the user's code; reported by _read_samples
             first = error
         troubles: list[str] = []
         if is_transient(first):
             try:
                 return replace(retry_read(read, first, troubles), troubles=tuple(troubles))
-            except Exception as error:  # WHY broad: as above
+            except ANY_FAILURE as error:  # WHY broad: as above
                 troubles.append(describe(error))
         return self._read_samples(epoch, indices, split, troubles)
 

@@ -13,6 +13,7 @@ from typing import Any
 from hardened_ddp.data.read_errors import describe, is_transient
 from hardened_ddp.data.stream_types import Stream
 from hardened_ddp.data.worker_info import seen_by_user
+from hardened_ddp.errors import ANY_FAILURE
 from hardened_ddp.ranks.seeding import seed_sample
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ def open_at_state(
     epoch, position, state = shortcut
     try:
         return open_shard(stream, shard, epoch=epoch, seed=seed, position=position, state=state)
-    except Exception as error:  # WHY broad: the user's code
+    except ANY_FAILURE as error:  # WHY broad: the user's code
         if is_transient(error):
             raise
         log.warning(

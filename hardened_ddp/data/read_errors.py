@@ -83,7 +83,7 @@ def line_of_user(error: BaseException) -> str:
     That is the innermost line outside of torch, unless it is in this package.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(_TORCH):
+        if not frame.filename.startswith((_TORCH, "<frozen")):  # such as exit()
             is_ours = frame.filename.startswith(_PACKAGE)
             return "" if is_ours else f" ({frame.filename}:{frame.lineno})"
     return ""

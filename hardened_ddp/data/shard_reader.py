@@ -28,7 +28,7 @@ from hardened_ddp.data.read_errors import (
 from hardened_ddp.data.shards import UNKNOWN, id_of
 from hardened_ddp.data.stream_types import Stream
 from hardened_ddp.data.worker_info import seen_by_user
-from hardened_ddp.errors import SampleError
+from hardened_ddp.errors import ANY_FAILURE, SampleError
 from hardened_ddp.ranks.seeding import seed_sample
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class ShardReader:
             samples = self._seeded(reader, shard) if self._uses_randomness else reader.samples
             with seen_by_user(self.stream, shard):
                 found.extend(itertools.islice(samples, count))  # it keeps what came before an error
-        except Exception as error:  # WHY broad: the user's code; read() tries it again
+        except ANY_FAILURE as error:  # WHY broad: the user's code; read() tries it again
             log.debug("shard %d, sample %d", shard, index + len(found), exc_info=True)
             self._open.pop(shard, None)
             if is_transient(error):
@@ -120,14 +120,14 @@ class ShardReader:
                 return self._read_with_retries(epoch, shard, index, troubles)
             except (MemoryError, EndOfShard, Given):
                 raise
-            except Exception as error:  # WHY broad: the user's code
+            except ANY_FAILURE as error:  # WHY broad: the user's code
                 if self._go_beyond(epoch, shard, index, error) == index:
                     raise  # else one before it is bad, and is now left out
 
     def _read_with_retries(self, epoch: int, shard: int, index: int, troubles: list[str]) -> Any:
         try:
             return self._read_once(epoch, shard, index)
-        except Exception as error:  # WHY broad: as above
+        except ANY_FAILURE as error:  # WHY broad: as above
             if isinstance(error, MemoryError | EndOfShard | Given) or is_permanent(error):
                 raise
             first = error
@@ -190,7 +190,7 @@ class ShardReader:
             try:
                 with contextlib.suppress(Given):
                     self._next(reader, shard)
-            except Exception as error:  # WHY broad: the user's code
+            except ANY_FAILURE as error:  # WHY broad: the user's code
                 if place not in passed or self._failed is not reader:
                     raise
                 self._go_on(reader, shard, error)

@@ -18,6 +18,7 @@ from hardened_ddp.data.sampler import Window, split_micro_batches
 from hardened_ddp.data.shards import Facts
 from hardened_ddp.data.shelves import Items, split_bad
 from hardened_ddp.data.stream_types import Stream
+from hardened_ddp.errors import ANY_FAILURE
 
 _AT_ONCE = 16
 """Steps whose batches are made together if their samples are at hand. WHY: a step of a model leaves
@@ -84,7 +85,7 @@ class BatchMaker:
         for step in steps:
             try:
                 batches = self._make_all(step)
-            except Exception:  # WHY broad: whatever it is, the steps before it are trained
+            except ANY_FAILURE:  # WHY broad: whatever it is, the steps before it are trained
                 yield from made
                 raise
             made.append((replace(step, items=Items()), batches))

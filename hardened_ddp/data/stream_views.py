@@ -15,6 +15,7 @@ from hardened_ddp.data.read_errors import EndOfShard, Given
 from hardened_ddp.data.shard_reader import ShardReader
 from hardened_ddp.data.shards import shard_of
 from hardened_ddp.data.stream_types import Stream, digests_of, name_of, sizes_of
+from hardened_ddp.errors import ANY_FAILURE
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class StreamView(Dataset[Any]):  # Any: whatever the stream gives
                 self._reader.read(0, shard, 0, [])
             except EndOfShard:
                 continue
-            except Exception:  # WHY broad: the user's code; whoever reads the sample meets it again
+            except ANY_FAILURE:  # WHY broad: the user's code; who reads the sample meets it again
                 log.debug("shard %d, sample 0", shard, exc_info=True)
             finally:
                 self._reader.close()
@@ -109,7 +110,7 @@ class StreamInOrder(Dataset[Any]):  # Any: as above
                 reader.read(0, shard, count, [])
             except EndOfShard as over:
                 return over.end
-            except Exception as error:  # WHY broad: the user's code; it is met again in evaluation
+            except ANY_FAILURE as error:  # WHY broad: users' code; met again in evaluation
                 if reader.is_blocked(0, shard):
                     log.warning("shard %d of the test part ends early: %s", shard, error)
                     return count + 1

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hardened_ddp.data.extras import import_extra
 from hardened_ddp.data.fetch import describe
-from hardened_ddp.errors import CheckpointError, HardenedError, ModelError
+from hardened_ddp.errors import ANY_FAILURE, CheckpointError, HardenedError, ModelError
 from hardened_ddp.export.preparation import IMAGE_PROCESSOR, TOKENIZER, write_preparation
 from hardened_ddp.model.described import DESCRIPTION
 from hardened_ddp.model.huggingface import HubModel as HubNet
@@ -125,7 +125,7 @@ def write_model(
         got = [run(*tensors) for tensors in inputs]
     except HardenedError:
         raise
-    except Exception as error:  # WHY broad: the user's model, and tracers raise any exception
+    except ANY_FAILURE as error:  # WHY broad: the user's model, and tracers raise any exception
         log.debug("the export failed", exc_info=True)
         raise ModelError(
             f"the model {meta['model']} can't be written as {form}: {describe(error)}",

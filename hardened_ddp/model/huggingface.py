@@ -26,7 +26,7 @@ from hardened_ddp.data.hub_place import (
     is_on_disk,
     no_answer,
 )
-from hardened_ddp.errors import HardenedError, ModelError
+from hardened_ddp.errors import ANY_FAILURE, HardenedError, ModelError
 from hardened_ddp.settings.model import ModelConfig
 
 _KINDS = (
@@ -171,7 +171,7 @@ def build_from_config(hub_config: Mapping[str, Any], *, input_shape: tuple[int, 
         described = transformers.AutoConfig.for_model(**hub_config)
         kind = _kind_of(transformers, described, "auto", has_classes=False)
         net = getattr(transformers, f"AutoModelFor{kind}").from_config(described)
-    except Exception as error:  # WHY broad: as in load_hub_model
+    except ANY_FAILURE as error:  # WHY broad: as in load_hub_model
         raise ModelError(
             f"the model of the checkpoint can't be built again: {describe(error)}",
             fix="install the version of transformers that it was trained with: "

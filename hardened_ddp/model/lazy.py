@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_l
 
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.read_errors import describe, line_of_user
-from hardened_ddp.errors import ModelError
+from hardened_ddp.errors import ANY_FAILURE, ModelError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.seeding import seed_update
 from hardened_ddp.task.output import fix_for
@@ -43,7 +43,7 @@ def shape_by_forward(model: nn.Module, sample: Batch, group: Group, *, seed: int
     try:
         with torch.no_grad():
             caller.forward(model, sample)
-    except Exception as error:  # WHY broad: it is the user's model, and the other ranks wait
+    except ANY_FAILURE as error:  # WHY broad: it is the user's model, and the other ranks wait
         log.debug("the first forward failed", exc_info=True)
         problem = {
             "message": f"the model failed on a first batch: {describe(error)}{line_of_user(error)}",

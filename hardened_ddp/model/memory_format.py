@@ -18,7 +18,7 @@ from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.fetch import preserved_rng
 from hardened_ddp.data.nesting import tensors_of
 from hardened_ddp.data.read_errors import describe, line_of_user
-from hardened_ddp.errors import ModelError
+from hardened_ddp.errors import ANY_FAILURE, ModelError
 from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.group import Group
@@ -113,7 +113,7 @@ class Trial:
             # Where random numbers change the outputs, their order in memory does too.
             if not _are_alike(usual, last) and _are_alike(last, drawn_again):
                 raise ModelError("the outputs differ: is the order of memory used, by strides?")
-        except Exception:  # WHY broad: the user's model; one with view() in it fails here
+        except ANY_FAILURE:  # WHY broad: the user's model; one with view() in it fails here
             log.debug("this model does not work with channels last", exc_info=True)
             num_weights = num_values = 0
         finally:
@@ -127,7 +127,7 @@ class Trial:
         problem = ""
         try:
             self._run(sample.to(group.device, channels_last=True))
-        except Exception as error:  # WHY broad: it is the user's model, and the other ranks wait
+        except ANY_FAILURE as error:  # WHY broad: it is the user's model, and the other ranks wait
             log.debug("the model fails with channels last", exc_info=True)
             problem = f"{describe(error)}{line_of_user(error)}"
         if problems := [found for found in group.gather_json(problem) if found]:  # collective

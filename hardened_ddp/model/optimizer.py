@@ -16,8 +16,8 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hardened_ddp.data.import_path import import_callable
-from hardened_ddp.data.read_errors import describe
-from hardened_ddp.errors import OptimizerError
+from hardened_ddp.data.read_errors import describe, line_of_user
+from hardened_ddp.errors import ANY_FAILURE, OptimizerError
 from hardened_ddp.model.optimizer_state import KNOWN, is_known
 from hardened_ddp.model.parameter_groups import Group, check_options
 from hardened_ddp.settings.declare import ImportPath
@@ -161,10 +161,11 @@ def _call(
     words = ", ".join(f"{name}={value!r}" for name, value in given.items())
     try:
         found = build(parameters, **given)
-    except Exception as error:  # WHY broad: the user's code, and torch's checks of values
+    except ANY_FAILURE as error:  # WHY broad: the user's code, and torch's checks of values
         log.debug("building the optimizer failed", exc_info=True)
         raise OptimizerError(
-            f"{config.optimizer} can't be built with {words}: {describe(error)}",
+            f"{config.optimizer} can't be built with {words}: {describe(error)}"
+            f"{line_of_user(error)}",
             fix="correct --optimizer_args, or the settings it comes from; the traceback is in "
             "this rank's log",
         ) from error

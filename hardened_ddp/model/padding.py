@@ -17,6 +17,7 @@ from torch import nn
 
 from hardened_ddp.data.batch import Batch, map_tensors, take
 from hardened_ddp.data.length_split import FEWEST_SAMPLES, LengthSplit
+from hardened_ddp.errors import ANY_FAILURE
 from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.forward_collectives import watching
 from hardened_ddp.model.memory_format import Trial
@@ -92,7 +93,7 @@ def _try_all(trial: Trial, samples: Sequence[Batch], group: Group) -> list[int |
             if sum(map(_num_values, alone)) < _num_values(batch):
                 with watching(trial.model, group, refuses=True):
                     found.append(_try_one(trial, batch, alone))
-    except Exception:  # WHY broad: the user's model and collate; the probe has tried them together
+    except ANY_FAILURE:  # WHY broad: the user's model and collate; the probe has tried both
         log.debug("split_by_length: the trial failed", exc_info=True)
         found.append(None)
     finally:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hardened_ddp.data.read_errors import describe
-from hardened_ddp.errors import OptimizerError
+from hardened_ddp.errors import ANY_FAILURE, OptimizerError
 from hardened_ddp.settings.optimizer import OptimizerConfig
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def check_options(optimizer: Optimizer) -> None:
 def _called(make: Callable[..., Any], whose: str, *given: nn.Module) -> Any:
     try:
         return make(*given)
-    except Exception as error:  # WHY broad: the user's code
+    except ANY_FAILURE as error:  # WHY broad: the user's code
         log.debug("parameter_groups failed", exc_info=True)
         raise OptimizerError(
             f"{whose} parameter_groups() failed: {describe(error)}",
@@ -156,7 +156,7 @@ def _refuse_several(what: str, owner: object) -> None:
     try:
         inspect.signature(configure).bind()
         count = _count_optimizers(configure())
-    except Exception:  # WHY broad: the user's code, and it may need a trainer that is not here
+    except ANY_FAILURE:  # WHY broad: the user's code, and it may need a trainer that is not here
         log.debug("configure_optimizers of the %s can't be called here", what, exc_info=True)
     if count > 1 or is_manual:
         found = f"configure_optimizers() gives {count}" if count > 1 else "it updates by itself"

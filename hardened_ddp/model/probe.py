@@ -16,7 +16,7 @@ from torch import nn
 
 from hardened_ddp.data.fetch import Batch, preserved_rng
 from hardened_ddp.data.read_errors import describe, line_of_user
-from hardened_ddp.errors import HardenedError, ModelError, UnusedParameterError
+from hardened_ddp.errors import ANY_FAILURE, HardenedError, ModelError, UnusedParameterError
 from hardened_ddp.model.effects import Effects, InputEffects, untouched
 from hardened_ddp.model.forward_collectives import (
     NO_COLLECTIVES,
@@ -109,7 +109,7 @@ def probe(
         mine["learned"] = task.learned()
     except HardenedError as error:
         mine["error"] = {"message": error.message, "fix": error.fix}
-    except Exception as error:  # WHY broad: it is the user's model, and the other ranks wait
+    except ANY_FAILURE as error:  # WHY broad: it is the user's model, and the other ranks wait
         log.debug("the probe failed", exc_info=True)
         mine["error"] = {
             "message": f"{describe(error)}{line_of_user(error)}",

@@ -18,9 +18,9 @@ from typing import Any, assert_never
 from torch.optim import Optimizer
 
 from hardened_ddp.data.import_path import import_callable
-from hardened_ddp.data.read_errors import describe
+from hardened_ddp.data.read_errors import describe, line_of_user
 from hardened_ddp.data.run_length import UNKNOWN_STEPS
-from hardened_ddp.errors import OptimizerError
+from hardened_ddp.errors import ANY_FAILURE, OptimizerError
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.optimizer import LrSchedule, OptimizerConfig
 
@@ -163,10 +163,10 @@ class Schedule:
         def share(step: int) -> float:
             try:
                 found = build(step=step, **arguments)
-            except Exception as error:  # WHY broad: the user's code
+            except ANY_FAILURE as error:  # WHY broad: the user's code
                 raise OptimizerError(
                     f"--lr_schedule {path} failed at step {step} with {dict(arguments)}: "
-                    f"{describe(error)}",
+                    f"{describe(error)}{line_of_user(error)}",
                     fix=_FORMS,
                 ) from error
             is_number = isinstance(found, numbers.Real) and not isinstance(found, bool)
@@ -187,10 +187,11 @@ class Schedule:
     ) -> Any:  # Any: a scheduler
         try:
             made = build(optimizer=self.optimizer, **arguments)
-        except Exception as error:  # WHY broad: the user's code, and torch's checks of values
+        except ANY_FAILURE as error:  # WHY broad: the user's code, and torch's checks of values
             log.debug("building the schedule failed", exc_info=True)
             raise OptimizerError(
-                f"--lr_schedule {path} can't be built with {dict(arguments)}: {describe(error)}",
+                f"--lr_schedule {path} can't be built with {dict(arguments)}: {describe(error)}"
+                f"{line_of_user(error)}",
                 fix="correct --lr_schedule_args; it takes: "
                 + ", ".join(name for name in inspect.signature(build).parameters),
             ) from error

@@ -15,6 +15,7 @@ import torch
 from hardened_ddp.data.batch import Batch, take
 from hardened_ddp.data.fetch import preserved_rng
 from hardened_ddp.data.nesting import tensors_of
+from hardened_ddp.errors import ANY_FAILURE
 from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.forward_collectives import watching
 from hardened_ddp.model.memory_format import Trial
@@ -71,7 +72,7 @@ def _try(trial: Trial, batch: Batch, group: Group) -> list[float]:
             # WHY once more: a model that draws random numbers gives another loss each time
             if _is_near(together, apart) or not _is_near(together, loss_of(batch)):
                 return []
-    except Exception:  # WHY broad: the user's model; the probe has tried what must work
+    except ANY_FAILURE:  # WHY broad: the user's model; the probe has tried what must work
         log.debug("the trial of the loss of samples failed", exc_info=True)
         return []
     finally:

@@ -20,7 +20,7 @@ from hardened_ddp.data.hub_place import PREFIX
 from hardened_ddp.data.import_path import import_callable, meant_path
 from hardened_ddp.data.read_errors import describe, line_of_user
 from hardened_ddp.data.vision import import_torchvision
-from hardened_ddp.errors import DataError, HardenedError, ModelError
+from hardened_ddp.errors import ANY_FAILURE, DataError, HardenedError, ModelError
 from hardened_ddp.model.dense_gradients import make_dense
 from hardened_ddp.model.gradient_checkpointing import checkpoint_blocks
 from hardened_ddp.model.huggingface import load_hub_model
@@ -195,7 +195,7 @@ def _call(build: Callable[..., Any], facts: Mapping[str, Any], config: ModelConf
         model = build(**{**known, **config.model_args})
     except (HardenedError, MemoryError, torch.OutOfMemoryError):  # each has an error of its own
         raise
-    except Exception as error:  # WHY broad: the user's code; its file and line go in the message
+    except ANY_FAILURE as error:  # WHY broad: the user's code; its file and line go in the message
         log.debug("building the model failed", exc_info=True)
         raise ModelError(
             f"{config.model} can't be built with model_args {dict(config.model_args)}: "

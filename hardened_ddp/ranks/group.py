@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from hardened_ddp import errors
 from hardened_ddp.errors import (
+    ANY_FAILURE,
     GroupError,
     HardenedError,
     MainRankError,
@@ -248,7 +249,7 @@ class Group:
                 outcome = {"kind": type(error).__name__, "error": error.message, "fix": error.fix}
                 if self.world_size == 1:
                     raise
-            except Exception as error:  # WHY broad: any failure must reach the ranks that wait
+            except ANY_FAILURE as error:  # WHY broad: any failure must reach the ranks that wait
                 if self.world_size == 1:
                     raise
                 log.exception("%s failed", what)

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Literal
 
 from hardened_ddp.data.fetch import Batch, describe
+from hardened_ddp.data.read_errors import line_of_user
 from hardened_ddp.errors import (
     ConfigError,
     HardenedError,
@@ -102,7 +103,7 @@ def _first_of(samples: Sequence[int]) -> str:
 
 
 def explain_failure(
-    error: Exception, group: Group, *, step: int, phase: str, samples: Sequence[int]
+    error: BaseException, group: Group, *, step: int, phase: str, samples: Sequence[int]
 ) -> HardenedError:
     """Return our error for an exception in a step: with rank, step, phase and samples."""
     if (lost := lost_peer(error, group)) is not None:
@@ -142,10 +143,16 @@ def errors_told(group: Group) -> Iterator[None]:
     one of ours if it is known.
     """
     try:
-        yield
+        try:
+            yield
+        except SystemExit as ended:  # nothing of ours leaves so: where no one expected it
+            raise _explain_exit(ended, group) from ended
     except HardenedError as error:
         group.publish_failure(error.message)
         _tell(error, group)
+        raise
+    except KeyboardInterrupt as error:  # by Ctrl-C, or by the user's code
+        group.publish_failure(f"KeyboardInterrupt{line_of_user(error)}")
         raise
     except Exception as error:
         known = explain_outside(error, group)
@@ -159,6 +166,14 @@ def errors_told(group: Group) -> Iterator[None]:
         raise known from error
 
 
+def _explain_exit(ended: SystemExit, group: Group) -> StepError:
+    return StepError(
+        f"rank {group.launch.rank}, {group.tracker.work}: the code that is trained ends the "
+        f"program, by SystemExit({ended.code}){line_of_user(ended)}",
+        fix="raise an exception that says what is wrong there; the traceback is in this rank's log",
+    )
+
+
 def _tell(error: Exception, group: Group) -> None:
     if isinstance(error, PeerLostError):  # each has lost it in its own way
         log_failure(error)
@@ -170,7 +185,7 @@ def _tell(error: Exception, group: Group) -> None:
         log.debug("another rank tells why this one ends: %s", error)
 
 
-def explain_evaluation(error: Exception, group: Group) -> HardenedError:
+def explain_evaluation(error: BaseException, group: Group) -> HardenedError:
     """Return our error for an exception in an evaluation: with the rank."""
     if (lost := lost_peer(error, group)) is not None:
         return lost

@@ -102,7 +102,7 @@ class StepRetry:
         if failure is not None and not is_alone and (buckets is None or not buckets.stand_in()):
             raise error_of(failure.kind, failure.text)
 
-    def failure_of(self, error: Exception, batches: Sequence[Batch]) -> Failure:
+    def failure_of(self, error: BaseException, batches: Sequence[Batch]) -> Failure:
         """Return this rank's failure for an exception. Rank-local.
 
         Raises PeerLostError if another rank ended; or error itself if nothing is retried.

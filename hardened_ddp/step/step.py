@@ -22,7 +22,7 @@ from hardened_ddp.checkpoint.disk import Disk, sync_files
 from hardened_ddp.data.batch import Batch, split
 from hardened_ddp.data.ledger import LedgerWriter
 from hardened_ddp.data.sampler import Window
-from hardened_ddp.errors import HardenedError
+from hardened_ddp.errors import ANY_FAILURE, HardenedError
 from hardened_ddp.model.optimizer_state import is_known
 from hardened_ddp.model.precision import clip
 from hardened_ddp.ranks.phase import Phase
@@ -172,7 +172,7 @@ class Stepper:
                 self.retry.run_watched(attempt, batches)
             else:
                 self.forward_backward(attempt, batches, keep_local=keep_local)
-        except Exception as error:  # WHY broad: whatever it is, the other ranks must learn of it
+        except ANY_FAILURE as error:  # WHY broad: whatever it is, the other ranks must learn of it
             return self.retry.failure_of(error, batches)
         parts.replica.note_written()
         expects_all = not parts.replica.looks_for_unused
@@ -417,7 +417,7 @@ class Stepper:
         """Undo the changes of a step that fails, and name the step in the error."""
         try:
             yield
-        except Exception as error:
+        except ANY_FAILURE as error:
             if self.is_whole:
                 self.parts.replica.note_written()
                 self.parts.replica.put_back_buffers(attempt.buffers)

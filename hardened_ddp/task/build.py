@@ -14,7 +14,7 @@ from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.datasets import TaskData
 from hardened_ddp.data.import_path import import_callable
 from hardened_ddp.data.read_errors import describe, line_of_user
-from hardened_ddp.errors import ConfigError, HardenedError, ModelError
+from hardened_ddp.errors import ANY_FAILURE, ConfigError, HardenedError, ModelError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import Config
 from hardened_ddp.task.choose import CHOICES, task_that_fits
@@ -117,11 +117,11 @@ def build_task(name: str, model: nn.Module, data: TaskData, config: Config) -> T
         task = build(**{**known, **config.task.task_args})
     except HardenedError:
         raise
-    except Exception as error:  # WHY broad: it may be the user's class
+    except ANY_FAILURE as error:  # WHY broad: it may be the user's class
         log.debug("building the task failed", exc_info=True)
         raise ConfigError(
             f"--task {name} can't be built with task_args {dict(config.task.task_args)}: "
-            f"{describe(error)}",
+            f"{describe(error)}{line_of_user(error)}",
             fix="check --task_args against the constructor of the task",
         ) from error
     task = _as_task(task, name)
@@ -174,7 +174,7 @@ def _fitting_name(model: nn.Module, sample: Batch, group: Group) -> str:
             mine = {"name": name, "why": why}
     except HardenedError as error:
         mine = {"error": error.message, "fix": error.fix}
-    except Exception as error:  # WHY broad: the user's model; the probe then tells it in full
+    except ANY_FAILURE as error:  # WHY broad: the user's model; the probe then tells it in full
         log.debug("the first forward failed", exc_info=True)
         mine = {
             "error": f"the model failed on a first batch: {describe(error)}{line_of_user(error)}",

@@ -17,7 +17,7 @@ from torch import nn
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.fetch import preserved_rng
 from hardened_ddp.data.import_path import import_callable
-from hardened_ddp.errors import ConfigError, ModelError
+from hardened_ddp.errors import ANY_FAILURE, ConfigError, ModelError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.task.output import split_output
 from hardened_ddp.task.task import Metric
@@ -103,7 +103,7 @@ class OwnMetrics:
             if callable(getattr(metric, "to", None)):  # its state, to where the output is
                 metric.to(output.device)
             metric.update(output, labels)
-        except Exception as error:  # WHY broad: the user's code
+        except ANY_FAILURE as error:  # WHY broad: the user's code
             raise ModelError(
                 f"metric {name}: update(output {tuple(output.shape)}, labels "
                 f"{tuple(labels.shape)}) failed: {type(error).__name__}: {error}",
@@ -113,7 +113,7 @@ class OwnMetrics:
     def _compute(self, name: str) -> float:
         try:
             return float(self._objects[name].compute())
-        except Exception as error:  # WHY broad: the user's code
+        except ANY_FAILURE as error:  # WHY broad: the user's code
             raise ModelError(
                 f"metric {name}: compute() did not return a number: "
                 f"{type(error).__name__}: {error}",
@@ -133,7 +133,7 @@ def _built(name: str, how: Any) -> Any:  # Any: the user's class
     build = import_callable(path, setting="metrics", error=ConfigError)
     try:
         found = build(**arguments)
-    except Exception as error:  # WHY broad: the user's code
+    except ANY_FAILURE as error:  # WHY broad: the user's code
         raise ConfigError(
             f"metrics: {path} can't be built with {arguments}: {type(error).__name__}: {error}",
             fix="give its arguments: --metrics '{NAME: {class: package.module:Class, argument: "

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.fetch import preserved_rng
-from hardened_ddp.errors import ModelError
+from hardened_ddp.errors import ANY_FAILURE, ModelError
 from hardened_ddp.task.output import logits_of, may_be_left_out, split_output
 from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.tables import TokenTable
@@ -165,7 +165,7 @@ class Tokens(Task):
                 wanted = split_output(self.forward(model, batch))[0]
                 self.labels_name = ""
                 found = split_output(self.forward(model, batch))[0]
-        except Exception:  # WHY broad: the user's model, which then needs the labels
+        except ANY_FAILURE:  # WHY broad: the user's model, which then needs the labels
             log.debug("the model needs the labels", exc_info=True)
             return False
         finally:

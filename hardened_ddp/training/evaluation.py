@@ -15,7 +15,7 @@ from torch import nn
 
 from hardened_ddp.data.batch import take
 from hardened_ddp.data.loader import BadSample, Batch, EvalLoader
-from hardened_ddp.errors import HardenedError, SampleError
+from hardened_ddp.errors import ANY_FAILURE, HardenedError, SampleError
 from hardened_ddp.model.forward_collectives import (
     NO_COLLECTIVES,
     ForwardCollectives,
@@ -129,7 +129,7 @@ class EvaluationLoop:
             return figures, self._gather(left_out)  # collective
         except HardenedError:
             raise
-        except Exception as error:  # WHY broad: the model and the test set are the user's code
+        except ANY_FAILURE as error:  # WHY broad: the model and the test set are the user's code
             raise explain_evaluation(error, self.group) from error
 
     @torch.no_grad()
@@ -150,7 +150,7 @@ class EvaluationLoop:
                 )
         except HardenedError:
             raise
-        except Exception as error:  # WHY broad: the model and the test set are the user's code
+        except ANY_FAILURE as error:  # WHY broad: the model and the test set are the user's code
             raise explain_evaluation(error, self.group) from error
 
     def _add_own(self, output: Any, batch: Batch | None) -> None:  # Any: of the model

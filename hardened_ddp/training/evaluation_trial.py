@@ -13,7 +13,7 @@ import torch
 from hardened_ddp.data.fetch import Batch, preserved_rng
 from hardened_ddp.data.loader import EvalLoader
 from hardened_ddp.data.read_errors import describe, line_of_user
-from hardened_ddp.errors import HardenedError, ModelError
+from hardened_ddp.errors import ANY_FAILURE, HardenedError, ModelError
 from hardened_ddp.model.forward_collectives import watching
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.parts import Parts
@@ -61,7 +61,7 @@ def check_evaluation(parts: Parts) -> None:
                     _score(parts, batch)
     except HardenedError as error:
         mine = {"error": error.message, "fix": error.fix}
-    except Exception as error:  # WHY broad: it is the user's code, and the other ranks wait
+    except ANY_FAILURE as error:  # WHY broad: it is the user's code, and the other ranks wait
         log.debug("the trial of the test set failed", exc_info=True)
         mine = {
             "error": f"{describe(error)}{line_of_user(error)}",

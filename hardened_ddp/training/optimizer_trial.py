@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from hardened_ddp.checkpoint.tensors import plan_file
 from hardened_ddp.data.fetch import describe, preserved_rng
-from hardened_ddp.errors import CheckpointError, HardenedError, OptimizerError
+from hardened_ddp.errors import ANY_FAILURE, CheckpointError, HardenedError, OptimizerError
 from hardened_ddp.model.optimizer import build_optimizer, described
 from hardened_ddp.model.optimizer_state import is_known, restore_state, save_state
 from hardened_ddp.model.parameter_groups import Group, parameter_groups
@@ -64,7 +64,7 @@ def try_optimizer(schedule: Schedule, groups: Sequence[Group]) -> None:
             _try([_stand_ins(group) for group in groups], config, schedule.total_steps)
     except HardenedError:
         raise
-    except Exception as error:  # WHY broad: the user's code
+    except ANY_FAILURE as error:  # WHY broad: the user's code
         log.debug("the trial of the optimizer failed", exc_info=True)
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise OptimizerError(

@@ -104,15 +104,13 @@ def count_steps(
     return RunLength(total, schedule=most, most=most)
 
 
-def facts_of_rank(
-    settings: Mapping[str, str], dataset_fingerprint: str, precision: str
-) -> dict[str, str]:
+def facts_of_rank(settings: Mapping[str, str], dataset: str, precision: str) -> dict[str, str]:
     """Return what must be equal on all ranks before they may train together. Rank-local."""
     return {
         "code": code_hash(),
         "torch": torch.__version__,
         **settings,
-        "dataset": dataset_fingerprint,
+        "dataset": dataset,
         "precision": precision,  # WHY: with amp auto it depends on the GPU
     }
 
