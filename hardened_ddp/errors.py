@@ -11,8 +11,8 @@ Imports the standard library only, so that every layer can use it.
 from typing import ClassVar
 
 ANY_FAILURE = (Exception, SystemExit)
-"""What the user's code may raise. WHY SystemExit: sys.exit(0) in it would end the rank, or a worker,
-with status 0 and without a word."""
+"""What the user's code may raise. WHY SystemExit: sys.exit(0) in it would end a rank or a worker
+without a word, with status 0."""
 
 
 class HardenedError(Exception):

@@ -190,4 +190,5 @@ def test_where_one_rank_leaves_all_end_with_its_cause(
     log.write_text(done.output, encoding="utf-8")
     assert ddp_training.main(["explain", str(log)]) == 0
     told = capsys.readouterr().out
-    assert "SystemExit" in told and "rank 1" in told, told
+    assert "SystemExit" in told, told
+    assert "rank 1" in told, told

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Subset
 
 from hardened_ddp.data.stream_types import is_stream, name_of
-from hardened_ddp.errors import SampleError
+from hardened_ddp.errors import ANY_FAILURE, SampleError
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def is_permanent(error: BaseException) -> bool:
     return isinstance(error, _PERMANENT)
 
 
-def retry_read(read: Callable[[], T], error: Exception, troubles: list[str]) -> T:
+def retry_read(read: Callable[[], T], error: BaseException, troubles: list[str]) -> T:
     """Retry read while its errors are transient. Waits 2.6 s at most.
 
     error: what the first try raised. Adds retried errors to troubles. Raises the last error.
@@ -118,7 +118,7 @@ def retry_read(read: Callable[[], T], error: Exception, troubles: list[str]) -> 
         time.sleep(wait_s)
         try:
             return read()
-        except Exception as next_error:  # WHY broad: the user's code; raised below, or retried
+        except ANY_FAILURE as next_error:  # WHY broad: the user's code; raised below, or retried
             error = next_error
     raise error
 

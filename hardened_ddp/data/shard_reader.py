@@ -130,7 +130,7 @@ class ShardReader:
         except ANY_FAILURE as error:  # WHY broad: as above
             if isinstance(error, MemoryError | EndOfShard | Given) or is_permanent(error):
                 raise
-            first = error
+            first: BaseException = error
 
         def again() -> Any:  # Any: as above
             try:
@@ -242,7 +242,7 @@ class ShardReader:
             raise Given(sample)
         return sample
 
-    def _go_beyond(self, epoch: int, shard: int, index: int, error: Exception) -> int:
+    def _go_beyond(self, epoch: int, shard: int, index: int, error: BaseException) -> int:
         """Prepare to read behind a sample that failed twice, if the reader allows it; say which."""
         failed = self._failed
         place = index if failed is None else failed.position
@@ -255,7 +255,7 @@ class ShardReader:
             self._go_on(failed, shard, error)
         return place
 
-    def _go_on(self, failed: OpenShard, shard: int, error: Exception) -> None:
+    def _go_on(self, failed: OpenShard, shard: int, error: BaseException) -> None:
         """Keep a reader that raised: it may go on behind the bad sample."""
         failed.position, failed.after_error = failed.position + 1, describe(error)
         failed.state_after_error = self._copy_state(failed, shard)

@@ -115,7 +115,9 @@ def logits_of(output: Any, *, need: str) -> torch.Tensor:  # Any: whatever a mod
     return logits
 
 
-def fix_for(error: Exception, inputs: Any, *, has_labels: bool = True) -> str:  # Any: nested data
+def fix_for(
+    error: BaseException, inputs: Any, *, has_labels: bool = True
+) -> str:  # Any: nested data
     """Say what to do about an error of a first forward."""
     if fix := fix_for_gradients(error):
         return fix
@@ -147,7 +149,7 @@ def fix_for(error: Exception, inputs: Any, *, has_labels: bool = True) -> str:  
     return _fix_by_shape(str(error), named)
 
 
-def fix_for_gradients(error: Exception) -> str:
+def fix_for_gradients(error: BaseException) -> str:
     """Say what to do if a forward needs gradients where none are computed; else empty."""
     if "does not require grad" not in str(error):
         return ""
