@@ -73,7 +73,7 @@ def _may_pay(trial: Trial, findings: Findings, group: Group, config: Config) -> 
     is_recurrent = any(isinstance(module, nn.RNNBase) for module in trial.model.modules())
     is_small = (config.data.batch_size or AUTO_BATCH_SIZE) < FEWEST_SAMPLES
     # WHY not on a GPU: small parts may not fill it. WHY no moving buffers: statistics of a batch.
-    moves = findings.moving_buffers or findings.own_tensors
+    moves = findings.moving_buffers or findings.own_tensors or findings.moves_attributes
     depends = group.device.type != "cpu" or moves or findings.collectives
     is_fixed = config.model.compile or config.ddp.static_graph
     return not (is_recurrent or is_small or depends or is_fixed or trial.task.name == "own")

@@ -66,6 +66,9 @@ class Findings:
     changes_inputs: bool = False
     """Forward or loss change a batch in place."""
 
+    moves_attributes: bool = False
+    """It changes plain attributes, such as a counter of its calls."""
+
 
 def probe(
     module: nn.Module, samples: Sequence[Batch], *, task: Task, precision: Precision, group: Group

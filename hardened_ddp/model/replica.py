@@ -31,6 +31,7 @@ from hardened_ddp.data.nesting import tensors_of
 from hardened_ddp.model.buckets import Buckets, count_on, flag_of, forget_used
 from hardened_ddp.model.compiling import Compilations, compile_model
 from hardened_ddp.model.forward_collectives import NO_COLLECTIVES, ForwardCollectives
+from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
@@ -65,6 +66,9 @@ class Replica:
         self._parameters = list(self.trainable.values())
         self._has_complex = any(parameter.is_complex() for parameter in self._parameters)
         self.buffers = MovingBuffers(module, moving_buffers)
+        self.attributes = MovingAttributes()
+        """What forward changes besides tensors."""
+
         self.channels_last = channels_last
         """Whether images are stored with channels last."""
 
@@ -122,6 +126,10 @@ class Replica:
         names = self.buffers.names
         self.buffers = MovingBuffers(self.module, names, own=own, outputs=outputs)
         self.copies_inputs = changes_inputs
+
+    def note_attributes(self, found: MovingAttributes) -> None:
+        """Note what forward changes besides tensors. Rank-local: all ranks call it."""
+        self.attributes = found
 
     def use_hook(self, buckets: Buckets) -> None:
         """Let our communication hook send the gradients. Rank-local."""

@@ -1,7 +1,7 @@
 """One attempt at a step: what a retry needs, and the outcome."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 
 from hardened_ddp.data.loader import Batch
 from hardened_ddp.data.sampler import Window
+from hardened_ddp.model.moving_attributes import Copies
 from hardened_ddp.step.boundary import Event
 from hardened_ddp.step.failure import Failure
 from hardened_ddp.step.late import Flag
@@ -36,6 +37,9 @@ class Attempt:
     """The moving buffers before it."""
 
     totals_before: Mark
+    attributes: Copies = field(default_factory=dict)
+    """The plain attributes that may move, before it."""
+
     scale_before: Sequence[torch.Tensor] = ()
     """Scale and growth tracker of fp16's scaler before it."""
 

@@ -21,7 +21,7 @@ import torch
 from hardened_ddp.checkpoint.disk import Disk, sync_files
 from hardened_ddp.data.batch import Batch, split
 from hardened_ddp.data.ledger import LedgerWriter
-from hardened_ddp.data.sampler import Window
+from hardened_ddp.data.sampler import Window, WindowSampler
 from hardened_ddp.errors import ANY_FAILURE, HardenedError
 from hardened_ddp.model.optimizer_state import is_known
 from hardened_ddp.model.precision import clip
@@ -136,6 +136,8 @@ class Stepper:
         # What a retry restores: forward changes the buffers, and adds to the losses.
         self.buffers_before = buffers = parts.replica.copy_buffers(batches)
         attempt = Attempt(window, batches, buffers, self.totals.mark())
+        if parts.replica.attributes.watched:
+            attempt.attributes = parts.replica.attributes.begin_step()
         if parts.precision.scaler is not None:
             attempt.scale_before = parts.precision.mark()
         if self._schedule.has_state:
@@ -261,6 +263,9 @@ class Stepper:
                 replica.scale_gradients(size / num_valid)
         if attempt.flag is None and not self._counts_samples:  # with a flag: done on the device
             mean.divide(replica, attempt, count, step=self.progress.step)
+        if replica.attributes.shared and self.parts.group.world_size > 1:
+            is_even = self._is_even(attempt.window) and num_valid == size
+            replica.attributes.equalize(self.parts.group, is_even=is_even)  # collective
         if attempt.outcome is Outcome.DONE:
             if replica.buffers.names:
                 replica.sync_buffers()  # collective
@@ -310,6 +315,8 @@ class Stepper:
                 self._end_schedule_step()
             self.progress.commit(attempt.window)
             self.buffers_before = None
+            if attempt.attributes:
+                self.parts.replica.attributes.end_step()
             if self.boundaries is not None:
                 self.boundaries.after_update(attempt)
             self.unread = attempt if attempt.flag is not None else None
@@ -359,6 +366,11 @@ class Stepper:
         can = parts.replica.can_overlap if world_size > 1 else self._is_late
         return can and window.is_for_all(world_size)
 
+    def _is_even(self, window: Window) -> bool:
+        """Return whether each rank has as many samples of it. The same on all ranks."""
+        is_cut_evenly = isinstance(self.parts.sampler, WindowSampler)  # a stream's shards may end
+        return is_cut_evenly and not window.size % self.parts.group.world_size
+
     def _is_read_next(self, window: Window) -> bool:
         """Return whether the loss or the weights of this step are read before the next one."""
         parts, step = self.parts, self.progress.step
@@ -396,6 +408,7 @@ class Stepper:
         self.parts.replica.put_back_buffers(attempt.buffers)
         self.parts.optimizer.zero_grad(set_to_none=True)
         self.totals.go_back(attempt.totals_before)
+        self.parts.replica.attributes.put_back(attempt.attributes)
 
     def lost(self, *, reads_bits: bool = True) -> list[str]:
         """Name what a forward under way changed, and nobody has as it was. Rank-local.
@@ -411,6 +424,7 @@ class Stepper:
         """Undo what a commit without an update has changed besides the tensors. Rank-local."""
         self.parts.precision.go_back(attempt.scale_before)
         self._schedule.go_back(attempt.schedule_before)
+        self.parts.replica.attributes.put_back(attempt.attributes)
 
     @contextlib.contextmanager
     def explained(self, attempt: Attempt) -> Iterator[None]:
@@ -421,6 +435,7 @@ class Stepper:
             if self.is_whole:
                 self.parts.replica.note_written()
                 self.parts.replica.put_back_buffers(attempt.buffers)
+                self.parts.replica.attributes.put_back(attempt.attributes)
             if isinstance(error, HardenedError):
                 raise
             samples = [int(index) for batch in attempt.batches for index in batch.indices]

@@ -6,6 +6,7 @@ Does not own: how a model is built (model/zoo.py), what a trial finds (model/pro
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,7 @@ from hardened_ddp.data.loader_setup import AnyLoader
 from hardened_ddp.model.comm_hook import choose_comm_hook
 from hardened_ddp.model.lazy import shape_by_forward
 from hardened_ddp.model.memory_format import Trial, choose_channels_last
+from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.padding import choose_split
 from hardened_ddp.model.probe import choose_find_unused, probe, warm_up
 from hardened_ddp.model.replica import Replica, wrap
@@ -48,11 +50,13 @@ def model_and_task(
         task=config.task.task,
     )
     samples = loader.sample_batches(group.device)
+    as_built = MovingAttributes(model)
     shape_by_forward(model, samples[0], group, seed=config.device.seed)  # collective
     load_initial_weights(model, "" if saved else config.model.init_from, group)  # collective
     model = place_model(model, config.model, device=group.device, world_size=group.world_size)
     # The task makes a loss and metrics of the output. auto: the first batch says which task it is.
     task = choose_task(model, samples[0], data, config, group, saved=saved)  # collective
+    as_built.reset()
     return model, task, samples
 
 
@@ -70,9 +74,12 @@ def build_replica(
     loader: learns how it cuts the micro-batches for this model.
     """
     model, task, precision = trial.model, trial.task, trial.precision
+    attributes = MovingAttributes(model, task)
     # Try it on a few samples without DDP: which parameters get no gradient, and on which rank?
     # DDP would wait for those for ever, unless find_unused_parameters is on.
     findings = probe(model, samples, task=task, precision=precision, group=group)  # collective
+    # Also step counters and private generators: which change, and can they be resumed?
+    findings = replace(findings, moves_attributes=attributes.agree(group))  # collective
     find_unused = choose_find_unused(config.ddp.find_unused_parameters, findings)
     # WHY no condition around it: one rank alone may have found collectives in its forward
     warn_of_shared_loss(trial, () if findings.collectives else samples, group)  # collective
@@ -103,6 +110,7 @@ def build_replica(
         outputs=findings.outputs,
         changes_inputs=findings.changes_inputs,
     )
+    replica.note_attributes(attributes)
     replica.note_collectives(findings.collectives)  # such as those of SyncBatchNorm
     # What sends them can also answer for a rank whose backward failed.
     retries, counts = config.loop.step_retry == "on", not task.counts_samples

@@ -19,6 +19,7 @@ from hardened_ddp.data.datasets import TaskData, build_data, prepare_data
 from hardened_ddp.data.loader import Batch
 from hardened_ddp.data.loader_setup import build_eval_loader
 from hardened_ddp.errors import DataError, StepError
+from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.garbage import collect_as_usual
 from hardened_ddp.ranks.group import Group
@@ -62,6 +63,7 @@ def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch
     task = build_task(saved_task["name"], model, data, config)
     task.take_over(saved_task["learned"])
+    MovingAttributes(model, task).load(shared.meta.get("attributes", {}))
     table = task.table(group.device)
     report = measure(model, task, table, data, config, group)  # collective
     report |= {

@@ -199,7 +199,7 @@ def evaluate(
     module.eval()
     try:
         totals = Totals(task, parts.device)
-        with parts.group.tracker.within(Phase.EVALUATION):
+        with parts.group.tracker.within(Phase.EVALUATION), parts.replica.attributes.kept():
             found = loop.run(  # collective
                 module, totals, look, before_read=mistakes.copy, should_stop=should_stop
             )

@@ -16,6 +16,7 @@ from hardened_ddp.checkpoint.tensors import differences, specs_of
 from hardened_ddp.errors import CheckpointMismatchError, ModelError
 from hardened_ddp.model.described import build_described
 from hardened_ddp.model.lazy import shape_by_weights
+from hardened_ddp.model.moving_attributes import TASK, MovingAttributes
 
 MODEL_PREFIX = "model."
 
@@ -44,6 +45,8 @@ def rebuild_model(weights: Mapping[str, Tensor], meta: Mapping[str, Any]) -> nn.
             fix="has its code changed since the training? Use the code of that time",
         )
     model.load_state_dict(dict(weights))
+    found = meta.get("attributes", {})
+    MovingAttributes(model).load({n: v for n, v in found.items() if not n.startswith(TASK)})
     return model.eval()
 
 

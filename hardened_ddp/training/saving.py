@@ -234,6 +234,7 @@ def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
         "seed": parts.config.device.seed,
         "optimizer": type(parts.optimizer).__name__,
         "optimizer_state": save_state(parts.schedule, parts.replica.trainable)[1],
+        "attributes": parts.replica.attributes.state(),
         "precision": {} if scaler is None else dict(scaler.state_dict()),
         "dataset": parts.config.data.dataset,
         "dataset_fingerprint": parts.data.fingerprint,

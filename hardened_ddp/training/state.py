@@ -167,6 +167,7 @@ def begin(parts: Parts, saved: Saved | None) -> Progress:
     if saved is None:
         check_forwards(parts, Progress())
         progress = Progress(most_samples=fit_into_memory(parts))  # collective
+        parts.replica.attributes.reset()  # the trials are over
     else:
         progress = restore(parts, saved)  # collective
         check_forwards(parts, progress)
@@ -211,6 +212,7 @@ def restore(parts: Parts, saved: Saved) -> Progress:
     state = receive(group, saved, large, device)  # collective
     state |= receive(group, saved, small, cpu)  # collective
     restore_state(parts.schedule, parts.replica.trainable, state, meta.get("optimizer_state", {}))
+    parts.replica.attributes.load(meta.get("attributes", {}))
     if parts.precision.scaler is not None:
         parts.precision.restore(dict(meta["precision"]))
     parts.sampler.restore(meta.get("stream"), epoch=int(meta["epoch"]), cursor=int(meta["cursor"]))
