@@ -193,8 +193,26 @@ def other_points_on_rank_1(train: bool) -> Points:
     return Points(40 + (os.environ.get("RANK") == "1"))
 
 
+class Forwards:
+    """The number of forwards of a model in this process, with those of trials and retries.
+
+    WHY no plain attribute: a retry would put it back, and the fault of one moment come again.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+
+    def __get__(self, model: nn.Module, kind: type) -> int:
+        return self._counts[id(model)]
+
+    def __set__(self, model: nn.Module, count: int) -> None:
+        self._counts[id(model)] = count
+
+
 class Poisoned(nn.Module):
     """Gives NaN from its forward number nan_from on."""
+
+    num_forwards = Forwards()
 
     def __init__(self, num_classes: int, nan_from: int = 10**9) -> None:
         super().__init__()
@@ -209,6 +227,8 @@ class Poisoned(nn.Module):
 
 class PoisonedBackward(nn.Module):
     """Its loss is always a number; the gradient of one forward, number nan_at, is not."""
+
+    num_forwards = Forwards()
 
     def __init__(self, num_classes: int, nan_at: int = 8) -> None:
         super().__init__()
@@ -242,6 +262,8 @@ class OwnLoss(nn.Module):
 class Fading(nn.Module):
     """Stops using its second layer after a number of forwards, on one rank only."""
 
+    num_forwards = Forwards()
+
     def __init__(self, num_classes: int, last: int = 8) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(3, num_classes), nn.Linear(num_classes, num_classes)
@@ -260,6 +282,8 @@ class Fading(nn.Module):
 class Crashing(nn.Module):
     """Raises from one forward on, after its buffers have changed, on one rank only."""
 
+    num_forwards = Forwards()
+
     def __init__(self, num_classes: int, rank: int = 0, forward_number: int = 8) -> None:
         super().__init__()
         self.layer, self.norm = nn.Linear(3, num_classes), nn.BatchNorm1d(3)
@@ -277,6 +301,8 @@ class Crashing(nn.Module):
 
 class Dying(nn.Module):
     """Kills its process in one forward, on one rank only."""
+
+    num_forwards = Forwards()
 
     def __init__(self, num_classes: int, rank: int = 1, forward_number: int = 3) -> None:
         super().__init__()
@@ -326,6 +352,8 @@ class FailingOnce(nn.Module):
     the statistics that it began with.
     """
 
+    num_forwards = Forwards()
+
     def __init__(self, num_classes: int, faults: dict[str, dict[str, str]] | None = None) -> None:
         super().__init__()
         self.norm, self.drop = nn.BatchNorm1d(3), nn.Dropout(0.3)
@@ -357,6 +385,8 @@ class FailingOnce(nn.Module):
 
 class Greedy(nn.Module):
     """Has no memory for more than most samples at once, on rank 1, after its first forwards."""
+
+    num_forwards = Forwards()
 
     def __init__(self, num_classes: int, most: int = 1000, num_first: int = 8) -> None:
         super().__init__()
@@ -439,6 +469,8 @@ def is_first_time(marker: str) -> bool:
 
 class Hanging(nn.Module):
     """Hangs in one of its forwards, on one rank; with a marker only once."""
+
+    num_forwards = Forwards()
 
     def __init__(
         self,
@@ -540,6 +572,8 @@ class Pausing(nn.Module):
 class SlowAtFirst(nn.Module):
     """Takes two seconds for one of its first forwards, and for each one in an evaluation."""
 
+    num_forwards = Forwards()
+
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         self.layer = nn.Linear(3, num_classes)
@@ -593,6 +627,8 @@ class Spoiler(nn.Module):
 class Spoiled(nn.Module):
     """Its second block spoils numbers in the forwards first to last, on one rank only."""
 
+    num_forwards = Forwards()
+
     def __init__(
         self, num_classes: int, kind: str = "", rank: int = 1, first: int = 8, last: int = 10**9
     ) -> None:
@@ -637,6 +673,8 @@ class Flipping(nn.Module):
     what: weight; nan, the exponent's bit that makes the weight enormous; or state, a number that
     the optimizer keeps.
     """
+
+    num_forwards = Forwards()
 
     def __init__(
         self,
@@ -685,6 +723,8 @@ class Norming(nn.Module):
 
     fails_at: the forward of training, those of the trials too, in which rank 1 raises.
     """
+
+    num_forwards = Forwards()
 
     def __init__(self, fails_at: int = -1, all_modes: bool = False) -> None:
         super().__init__()

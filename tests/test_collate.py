@@ -23,6 +23,7 @@ from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.loader import TrainLoader
 from hardened_ddp.data.sampler import WindowSampler
 from hardened_ddp.errors import DataError, SampleError
+from tests.plugins import Forwards
 from tests.ranks import train
 from tests.scripted import make_stream, read
 
@@ -105,6 +106,8 @@ def rows(train: bool) -> Rows:
 
 class SumOfRow(torch.nn.Module):
     """Takes rows padded with zeros; rank 1 fails in one forward, or when there are two rows."""
+
+    num_forwards = Forwards()
 
     def __init__(self, num_classes: int, fails_at: int = 0, most_rows: int = 99) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from drills.injectors import FAULTS
-from tests.plugins import is_first_time
+from tests.plugins import Forwards, is_first_time
 
 VOCABULARY, LENGTH = 11, 9
 
@@ -126,6 +126,8 @@ class OwnLM(TinyLM):
 class StumblingLM(TinyLM):
     """Raises in one forward of one rank, once."""
 
+    num_forwards = Forwards()
+
     def __init__(self, marker: str, forward_number: int = 9) -> None:
         super().__init__(dropout=0.2)
         self.marker, self.forward_number, self.num_forwards = marker, forward_number, 0
@@ -140,6 +142,8 @@ class StumblingLM(TinyLM):
 
 class TightLM(TinyLM):
     """Runs out of memory in one forward of rank 1, or in the backward of it; 0: never."""
+
+    num_forwards = Forwards()
 
     def __init__(self, forward_number: int = 0, in_backward: bool = False) -> None:
         super().__init__(dropout=0.2)

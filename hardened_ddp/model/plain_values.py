@@ -69,8 +69,8 @@ def kind_of(value: Any) -> str:
         if kind in _EMPTY and isinstance(value, cls):  # such as a Random of the user's
             return kind
     is_opaque = isinstance(value, nn.Module | torch.Tensor | type) or not hasattr(value, "__dict__")
-    cls: Any = type(value)  # Any: mypy takes a type for no key
-    return "kept" if is_opaque or not _is_users(cls) else "object"
+    found: Any = type(value)  # Any: mypy takes a type for no key
+    return "kept" if is_opaque or not _is_users(found) else "object"
 
 
 @cache
