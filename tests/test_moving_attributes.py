@@ -1,5 +1,6 @@
 """Plain attributes that change in forward end as in an undisturbed run, after a kill or a retry."""
 
+import json
 import random
 from collections import Counter, OrderedDict, deque
 from enum import Enum
@@ -13,7 +14,11 @@ from torch import nn
 
 from drills.faults import find
 from drills.work import Work
+from hardened_ddp.errors import CheckpointMismatchError
+from hardened_ddp.model.moving_attributes import MovingAttributes
+from hardened_ddp.model.plain_values import as_json, copy_of, put_back, read_json
 from tests.forked_drills import forked_drills
+from tests.ranks import train
 
 
 class Mixed(nn.Module):
@@ -199,8 +204,6 @@ class Nested(Mixed):
 MODELS = [Counting, Drawing, Nested, Late, DrawingByNumpy, DrawingByTorch, Averaging, Remembering]
 MODELS += [Turning, Holding, Arrays, Lazy]
 FAULTS = ["raise-backward-one", "kill-forward", "nan-once", "kill-all"]
-
-
 CASES = [("raise-backward-one", Remembering), ("kill-all", DrawingByNumpy)]
 CASES += [(f, m) for f in FAULTS for m in MODELS if (f, m) not in CASES]
 
@@ -215,7 +218,7 @@ def test_a_fault_leaves_the_attributes_as_in_the_undisturbed_run(
     work = Work(
         model=f"tests.test_moving_attributes:{model.__name__}",
         dataset="tests.plugins:points",
-        # 30 windows of 12 and one of 7: uneven; one of 1: without a sample for a rank
+        # seven windows of 12 samples, and one of a single sample: one rank has none
         dataset_args={"size": 85},
         flags=("--batch_size=6", "--num_workers=0", "--max_steps=15", "--eval_every=1"),
     )
@@ -223,3 +226,104 @@ def test_a_fault_leaves_the_attributes_as_in_the_undisturbed_run(
     assert found is not None, fault
     verdict = forked_drills(tmp_path, work=work).run(found)
     assert verdict.passed, verdict
+
+
+VALUES: list[Any] = [
+    *(None, True, 3, -(2**80), "text", b"\0\xff", 0.1, -0.0, float("nan"), float("-inf")),
+    *(1 - 2j, [1, [2.5]], (1, (None,)), {1, 2}, frozenset({"a"}), deque([1], maxlen=2)),
+    {"a": 1, (1, 2): [3], None: {4}},
+    np.arange(6.0).reshape(2, 3),
+    np.float32(0.1),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_value_is_the_same_after_json(value: Any) -> None:
+    copy = copy_of(value)
+    again = put_back(read_json(json.loads(json.dumps(as_json(copy))), None))
+    assert type(again) is type(value)
+    assert copy_of(again) == copy
+    assert repr(again) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: random.Random(1),
+        lambda: np.random.default_rng(1),
+        lambda: np.random.Generator(np.random.MT19937(1)),
+        lambda: np.random.RandomState(1),
+        lambda: torch.Generator().manual_seed(1),
+    ],
+)
+def test_a_generator_is_put_back_in_place_and_made_anew_from_json(make: Any) -> None:
+    def draw(source: Any) -> float:
+        is_torch = isinstance(source, torch.Generator)
+        drawn = (
+            torch.rand((), generator=source)
+            if is_torch
+            else source.normalvariate(0, 1)
+            if isinstance(source, random.Random)
+            else source.normal()
+        )
+        return float(drawn)
+
+    source = make()
+    draw(source)
+    copy = copy_of(source)
+    text = json.dumps(as_json(copy))
+    assert copy_of(source) == copy
+    first = draw(source)
+    assert copy_of(source) != copy
+    assert put_back(copy) is source
+    assert draw(source) == first
+    assert draw(put_back(read_json(json.loads(text), None))) == first
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        ["list"],
+        ["no such", 1],
+        ["float", "x"],
+        [[], 1],
+        ["random", 3],
+        ["numpy generator", ["dict", [["bit_generator", "seed"]]]],
+    ],
+)
+def test_what_was_not_written_so_is_refused(data: Any) -> None:
+    model = Counting()
+    with pytest.raises(CheckpointMismatchError, match="num_calls"):
+        MovingAttributes(model).load({"num_calls": data})
+
+
+class Opaque(Mixed):
+    """Changes what can't be copied, and what differs on each rank."""
+
+    def build(self) -> None:
+        self.numbers, self.tensors, self.rows = iter(range(9**9)), [torch.zeros(())], 0.0
+
+    def factor(self, inputs: torch.Tensor) -> float:
+        self.tensors.append(self.tensors[-1] + 1)
+        self.numbers = iter(range(next(self.numbers) + 5, 9**9))
+        self.rows += float(inputs.detach().double().sum())
+        return 1.0
+
+
+def test_what_cannot_be_saved_or_differs_is_named_before_the_first_step(tmp_path: Path) -> None:
+    argv = ["--cpu_only", "--no_config", "--num_workers", "0", "--dataset", "tests.plugins:points"]
+    argv += ["--model", "tests.test_moving_attributes:Opaque", "--batch_size", "4"]
+    argv += ["--max_steps", "2", "--eval_every", "0", "--output_dir", str(tmp_path)]
+    done = train(argv, 2).ok()
+    lines = done.output.splitlines()
+    [unsaved] = [line for line in lines if "which no checkpoint holds" in line]
+    assert "numbers, tensors" in unsaved
+    [own] = [line for line in lines if "to other values on each rank" in line]
+    assert ": rows." in own
+    first = next(place for place, line in enumerate(lines) if "epoch 1/" in line)
+    assert max(lines.index(unsaved), lines.index(own)) < first
+
+
+def test_a_model_without_such_attributes_pays_nothing_in_a_step() -> None:
+    attributes = MovingAttributes(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    assert (attributes.watched, attributes.shared, attributes.state()) == ((), (), {})

@@ -2,9 +2,9 @@
 
 Owns finding them in a model and in the user's task, and when they are put back: after a trial,
 before a retry, from a checkpoint. Tensors are not meant here: see moving_buffers.py.
-What changes is found in three ways. A trial shows what changes in each forward. The code of a class
-shows what its methods assign, however late, and each generator may be used: both are copied before
-each step too. Anything else is compared when a checkpoint is saved, and before a retry.
+What changes is found in three ways. A trial shows what changes in each forward. The code of the
+user's classes shows what methods assign, however late, and each generator may be used: both are
+copied before each step too. All else is compared when a checkpoint is saved, and before a retry.
 What goes wrong here: an object of a library, or written in C. It can't be copied: it is named.
 Read next: plain_values.py.
 """
@@ -29,6 +29,7 @@ from hardened_ddp.model.plain_values import (
     as_json,
     copy_of,
     is_generator,
+    is_users,
     kept_parts,
     kind_of,
     put_back,
@@ -261,7 +262,7 @@ def _assigned(cls: Any) -> frozenset[str]:  # Any: mypy takes a type for no key
     """Name the attributes that methods of a class assign, but for its constructor."""
     waiting: list[Any] = []
     for base in cls.__mro__:
-        if base.__module__.split(".")[0] not in ("torch", *_OURS):
+        if is_users(base):  # WHY no others: a model of a library would pay for it in each step
             waiting += [getattr(part, "__func__", part) for n, part in vars(base).items()
                         if n != "__init__"]  # fmt: skip
     found: set[str] = set()

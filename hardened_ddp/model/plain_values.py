@@ -70,11 +70,11 @@ def kind_of(value: Any) -> str:
             return kind
     is_opaque = isinstance(value, nn.Module | torch.Tensor | type) or not hasattr(value, "__dict__")
     found: Any = type(value)  # Any: mypy takes a type for no key
-    return "kept" if is_opaque or not _is_users(found) else "object"
+    return "kept" if is_opaque or not is_users(found) else "object"
 
 
 @cache
-def _is_users(cls: type) -> bool:
+def is_users(cls: type) -> bool:
     """Return whether a class is of the user's own code: not of an installed package."""
     name = cls.__module__
     file = getattr(sys.modules.get(name), "__file__", None) or ""
@@ -113,8 +113,10 @@ def _copy(value: Any, room: list[int]) -> Copy:
             content = _as_text(value)
         case "array" | "number":
             content = [value.dtype.str, list(value.shape), _as_text(value.tobytes())]
-        case "list" | "tuple" | "deque":
+        case "list" | "tuple":
             content = [_copy(part, room) for part in list(value)]
+        case "deque":
+            content = [_copy(value.maxlen, room), _copy(list(value), room)]
         case "set" | "frozenset":
             content = sorted((_copy(part, room) for part in list(value)), key=_sort_key)
         case "dict" | "object":
@@ -143,7 +145,7 @@ def put_back(copy: Copy) -> Any:
         case "list":
             target[:] = [put_back(part) for part in content]
         case "deque":
-            parts = [put_back(part) for part in content]
+            parts = put_back(content[1])
             target.clear()
             target.extend(parts)
         case "set" | "dict" | "object":
@@ -197,8 +199,11 @@ def read_json(data: Any, live: Any) -> Copy:
     match kind:
         case "list" | "deque" | "set" | "tuple" | "frozenset":
             olds = list(live) if is_same and "set" not in kind else []
+            olds = [None, olds] if kind == "deque" else olds
             olds += [None] * (len(content) - len(olds))
             content = [read_json(part, old) for part, old in zip(content, olds, strict=False)]
+            if kind == "deque" and not is_same:
+                target = deque(maxlen=put_back(content[0]))
             if kind in ("tuple", "frozenset"):
                 target = {"tuple": tuple, "frozenset": frozenset}[kind](map(put_back, content))
         case "dict" | "object":
@@ -264,7 +269,8 @@ def _mark(value: Any) -> tuple[Any, ...]:
     if isinstance(value, torch.device | torch.dtype | torch.Size):
         return (repr(value),)
     if isinstance(value, torch.Tensor):
-        return (id(value), -1 if value.is_inference() else value._version)
+        is_counted = not value.is_inference() and hasattr(value, "_version")
+        return (id(value), value._version if is_counted else -1)
     return (id(value), len(value) if isinstance(value, list | dict | set | deque) else 0)
 
 
