@@ -270,8 +270,8 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     group.tracker.begin("downloading and opening the dataset")
     # Data. Each node downloads once; then every rank opens the same files.
     group.run_on_local_main(lambda: prepare_data(config.data), what="preparing data")  # collective
-    leaves_out = config.loop.continue_on_error
-    data = build_data(config.data, leaves_out=leaves_out, task=config.task.task)
+    leaves_out, tests = config.loop.continue_on_error, config.loop.eval_every > 0
+    data = build_data(config.data, leaves_out=leaves_out, task=config.task.task, evaluates=tests)
     precision = Precision(config.optimizer.amp, group.device)  # autocast; a GradScaler for fp16
     group.check_equal(  # collective: do all ranks mean the same run?
         facts_of_rank(agreed_settings(config), data.told, precision.name)

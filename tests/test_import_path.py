@@ -30,7 +30,9 @@ WAYS = pytest.mark.parametrize(
 MISTAKES = {
     "no.such.module:it": "can't be imported: No module named 'no'",
     "tests.test_import_path:nothing": "can't be imported: .* has no attribute 'nothing'",
-    ":it": "can't be imported: Empty module name",
+    ":it": "is no import path",
+    "./bad:good": "is no import path",
+    "tests.test_import_path:": "is no import path",
     "tests.test_import_path:NUMBER": "is of type int, not a class or function",
     "builtins:dict": "has no signature",
 }
@@ -58,6 +60,7 @@ def test_a_name_that_is_nearly_right_gets_the_right_one_as_advice() -> None:
     [
         ("tests.plugins.Points", "did you mean tests.plugins:Points?"),
         ("tests/plugins.py:Points", "did you mean tests.plugins:Points?"),
+        ("./tests/plugins:Points", "did you mean tests.plugins:Points?"),
     ],
 )
 @WAYS

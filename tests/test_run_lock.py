@@ -209,7 +209,10 @@ def test_a_process_that_lost_its_lock_while_it_was_stopped_commits_no_checkpoint
         assert store.steps() == [2, 1]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"mark": {"pid": 1}}', "null"])
+BROKEN = ["", "{", "[]", '{"mark": {"pid": 1}}', "null"]
+
+
+@pytest.mark.parametrize("content", [*BROKEN, pytest.param("[" * 100_000, id="brackets")])
 def test_a_lock_that_cannot_be_read_is_nobodys_to_break(tmp_path: Path, content: str) -> None:
     (tmp_path / LOCK_NAME).write_text(content)
     with pytest.raises(RunFolderError, match="can't be read as a lock") as caught:

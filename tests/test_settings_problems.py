@@ -223,6 +223,16 @@ class TestProblems:
                 resolve(parse(words))
             assert str(caught.value).isascii()
 
+    def test_a_path_that_the_locale_cant_read_is_told_with_what_to_set(self) -> None:
+        with pytest.raises(ConfigError) as caught:
+            resolve(parse(["--data_dir", "/data/\udcc3\udca9"]))
+        assert "export LC_ALL=C.UTF-8" in str(caught.value)
+
+    def test_many_aliases_of_one_file_are_one_line(self) -> None:
+        lines = [f"  k{number}: *x\n" for number in range(30)]
+        Path("my.yaml").write_text("model_args: &x {a: 1}\ndataset_args:\n" + "".join(lines))
+        assert problem_of("--config my.yaml").startswith("my.yaml:1: uses an alias")
+
     def test_a_long_value_is_cut_short(self) -> None:
         assert len(problem_of(f"--epochs {'x' * 5000}")) < 200
         assert len(problem_of(f"--{'x' * 5000}")) < 200

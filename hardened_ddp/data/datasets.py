@@ -43,6 +43,7 @@ from hardened_ddp.data.import_path import import_callable, meant_path
 from hardened_ddp.data.iterable import adapt
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.published import fetch_dataset, is_here
+from hardened_ddp.data.stream_types import says_sizes
 from hardened_ddp.data.stream_views import StreamInOrder, StreamView
 from hardened_ddp.data.synthetic import SyntheticImages
 from hardened_ddp.data.transfer import TIMEOUT_S, locked
@@ -108,17 +109,21 @@ def prepare_data(config: DataConfig) -> None:
                 raise DataError(error.message, fix=error.fix or by_hand(name, folder)) from error
 
 
-def build_data(config: DataConfig, *, leaves_out: bool = False, task: str = "auto") -> TaskData:
+def build_data(
+    config: DataConfig, *, leaves_out: bool = False, task: str = "auto", evaluates: bool = True
+) -> TaskData:
     """Open the training and the test set; downloads nothing. Rank-local. Raises DataError.
 
     leaves_out: samples with a label out of range will be left out, so they are not an error here.
-    task: as --task names it.
+    task: as --task names it. evaluates: else a test stream is not counted, which may have no end.
     """
     name = _known_name(config.dataset)
     train, test = (_open(name, config, train=train) for train in (True, False))
     test_stream = None if test is None else adapt(test, config.dataset, is_resumed=False)
+    # WHY not in the fingerprint: a run may be resumed with an evaluation, or without one
+    is_counted = test_stream is not None and not says_sizes(test_stream)
     if test_stream is not None:
-        test = StreamInOrder(test_stream, config.dataset)
+        test = StreamInOrder(test_stream, config.dataset) if evaluates or not is_counted else None
     if train is not None and (stream := adapt(train, config.dataset)) is not None:
         train = StreamView(stream)
     if train is None or len(train) == 0:  # type: ignore[arg-type]  # map-style: it has a length
@@ -147,7 +152,10 @@ def build_data(config: DataConfig, *, leaves_out: bool = False, task: str = "aut
         check_labels(test, num_classes, f"{config.dataset} (test)", leaves_out=leaves_out)
     names = getattr(train, "classes", None) or [str(index) for index in range(num_classes)]
     digest, told = fingerprint(
-        (train, test), name=config.dataset, arguments=config.dataset_args, collate=collate
+        (train, None if is_counted else test),
+        name=config.dataset,
+        arguments=config.dataset_args,
+        collate=collate,
     )
     return TaskData(
         train=train,

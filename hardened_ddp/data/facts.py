@@ -71,6 +71,11 @@ def check_opened(dataset: Any, name: str) -> None:  # Any: what a user's callabl
             f"dataset {name}: its num_classes is {number!r}, not a number",
             fix="make num_classes the number of classes",
         )
+    if number is not None and not isinstance(number, torch.Tensor) and int(number) < 1:  # type: ignore[call-overload]  # a number
+        raise DataError(
+            f"dataset {name}: its num_classes is {number!r}; need a whole number from 1",
+            fix="make num_classes the number of classes, or leave it out where labels are none",
+        )
 
 
 def read_example(dataset: AnyDataset, name: str, collate: Collate | None = None) -> Batch:

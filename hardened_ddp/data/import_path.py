@@ -29,6 +29,13 @@ def import_callable(path: str, *, setting: str, error: type[HardenedError]) -> C
     """Import what a setting names as package.module:callable. Rank-local. Raises error."""
     module_name, _, name = path.partition(":")
     told = f"--{setting} {path}"
+    if not all(map(str.isidentifier, [*module_name.split("."), name])):
+        meant = meant_path(path)
+        raise error(
+            f"{told} is no import path: it has the form package.module:callable, of names with "
+            "dots between them",
+            fix=f"did you mean {meant}?" if meant else _FIX,
+        )
     try:
         found = getattr(_import(module_name, told, error), name)
     except AttributeError as missing:

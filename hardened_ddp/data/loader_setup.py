@@ -58,7 +58,15 @@ def build_sampler(
         "drop_last": config.data.drop_last,
     }
     if not isinstance(data.train, StreamView):
-        return WindowSampler(data.train, **how)
+        found = WindowSampler(data.train, **how)
+        if config.data.drop_last and not found.drop_last and launch.is_main:
+            log.warning(
+                "drop_last: off, because all %d samples are fewer than the %d of a step: each "
+                "epoch is this one short step. A smaller --batch_size makes full ones",
+                found.num_total,
+                global_batch,
+            )
+        return found
     block, digests = config.data.shuffle_block, data.train.digests
     sampler = ShardSampler(data.train.stream, **how, shuffle_block=block, digests=digests)
     if config.data.drop_last and not sampler.declares_length:

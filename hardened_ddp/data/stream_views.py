@@ -15,9 +15,12 @@ from hardened_ddp.data.read_errors import EndOfShard, Given
 from hardened_ddp.data.shard_reader import ShardReader
 from hardened_ddp.data.shards import shard_of
 from hardened_ddp.data.stream_types import Stream, digests_of, name_of, sizes_of
-from hardened_ddp.errors import ANY_FAILURE
+from hardened_ddp.errors import ANY_FAILURE, DataError
 
 log = logging.getLogger(__name__)
+
+MOST_COUNTED = 2**20
+"""Samples of a shard of a test part that are counted: larger ones say their length."""
 
 FORWARDED = ("num_classes", "classes", "collate_fn", "in_memory", "uses_randomness")
 """What a dataset may say of itself."""
@@ -67,7 +70,7 @@ class StreamInOrder(Dataset[Any]):  # Any: as above
 
     def __init__(self, stream: Stream, name: str) -> None:
         """Count the samples, by reading them all if the stream does not say their number."""
-        self.stream = stream
+        self.stream, self._name = stream, name
         sizes = sizes_of(stream)
         if (sizes < 0).any():
             log.info("%s: the test part does not say its length: counting its samples", name)
@@ -103,9 +106,16 @@ class StreamInOrder(Dataset[Any]):  # Any: as above
         return shard, place - int(self._stops[shard - 1] if shard else 0)
 
     def _count(self, shard: int) -> int:
-        """Count the samples of a shard, bad ones too."""
+        """Count the samples of a shard, bad ones too. Raises DataError where they have no end."""
         reader, count = ShardReader(self.stream, seed=0), 0
         while True:
+            if count >= MOST_COUNTED:
+                raise DataError(
+                    f"dataset {self._name}: shard {shard} of the test part has given "
+                    f"{count:,} samples, and goes on: it has no end, or does not say its length",
+                    fix="let it end (itertools.islice), or give it sizes, the samples of each "
+                    "shard; --eval_every 0 trains without a test",
+                )
             try:
                 reader.read(0, shard, count, [])
             except EndOfShard as over:

@@ -14,6 +14,7 @@ Read next: probe.py (what is learned before wrapping), step/step.py (the caller)
 """
 
 import contextlib
+import hashlib
 import inspect
 import math
 import operator
@@ -28,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.nesting import tensors_of
+from hardened_ddp.errors import ModelError, RankMismatchError
 from hardened_ddp.model.buckets import Buckets, count_on, flag_of, forget_used
 from hardened_ddp.model.compiling import Compilations, compile_model
 from hardened_ddp.model.forward_collectives import NO_COLLECTIVES, ForwardCollectives
@@ -154,6 +156,22 @@ class Replica:
         if all(parameter.grad is not None for parameter in self._parameters):
             return []
         return [name for name, parameter in self.trainable.items() if parameter.grad is None]
+
+    def refuse_new_parameters(self) -> None:
+        """Raise ModelError if one became trainable, or was made anew, since. Rank-local.
+
+        WHY refused: neither the optimizer nor the sums over the ranks would know of it.
+        """
+        known = self.trainable
+        named = self.module.named_parameters()
+        if new := [n for n, p in named if p.requires_grad and known.get(n) is not p]:
+            raise ModelError(
+                f"after the first step parameters became trainable, or were made anew: "
+                f"{', '.join(new[:8])}. They would never be trained",
+                fix="let them be trainable from the start, with a learning rate of their own "
+                "(parameter_groups of the model), which is 0 at first; or begin a new run with "
+                "them, from this one's weights: --init_from CHECKPOINT",
+            )
 
     def has_finite_gradients(self) -> bool:
         """Return whether all gradients are finite. Rank-local; waits for the device.
@@ -311,6 +329,37 @@ class Replica:
             self.buffers.equalize(  # collective
                 group.sum_, world_size=group.world_size, is_main=group.launch.is_main
             )
+
+
+def check_same_model(module: nn.Module, group: Group) -> None:
+    """Raise RankMismatchError if ranks have built different models. Collective: all ranks."""
+    if group.world_size == 1:
+        return
+    parts = {n: f"{tuple(b.shape)} {b.dtype}" for n, b in module.named_buffers()}
+    for name, parameter in module.named_parameters():
+        frozen = "" if parameter.requires_grad else ", frozen"
+        parts[name] = f"{tuple(parameter.shape)} {parameter.dtype}{frozen}"
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()
+    if len(set(group.gather_json(digest))) == 1:  # collective
+        return
+    everyone = group.gather_json(parts)  # collective
+    first = everyone[0]
+    problems = []
+    for rank, theirs in enumerate(everyone):
+        names = [n for n in {**first, **theirs} if theirs.get(n) != first.get(n)][:2]
+        # WHY the order too: gradients are summed in it
+        names = names or ([] if list(theirs) == list(first) else [next(iter(theirs))])
+        problems += [
+            f"rank {rank}: {n} is {theirs.get(n, 'not there')}, rank 0 has "
+            f"{first.get(n, 'none')}"
+            + ("" if theirs.get(n) != first.get(n) else " in another place")
+            for n in names
+        ]
+    raise RankMismatchError(
+        "the ranks have built different models: " + "; ".join(problems[:4]),
+        fix="build the same model on every rank: nothing of it may depend on the rank, on "
+        "os.environ or on the order of a set",
+    )
 
 
 def wrap(

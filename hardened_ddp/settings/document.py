@@ -177,6 +177,7 @@ class _Reader:
         self.problems: list[str] = []
         self.bad_keys: set[str] = set()
         self._seen: set[int] = set()
+        self._num_aliases = 0
 
     def entries(self, node: Any, *, depth: int = 0) -> list[Entry]:  # Any: yaml is imported late
         """Give the pairs of a mapping; a key that comes twice is a problem."""
@@ -185,11 +186,13 @@ class _Reader:
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             key = str(key_node.value) if key_node.id == "scalar" else f"a {key_node.id}"
-            known_problems = len(self.problems)
+            known_problems = len(self.problems) + self._num_aliases
             value = self.value(value_node, depth=depth + 1)
             if key in first_lines:
                 self._add(line, f"{as_word(key)}: is already set in line {first_lines[key]}")
-            elif len(self.problems) > known_problems:  # WHY no entry: one mistake, one line
+            elif (
+                len(self.problems) + self._num_aliases > known_problems
+            ):  # WHY no entry: one mistake, one line
                 self.bad_keys.add(key)
             else:
                 entries.append(Entry(key=key, value=value, line=line))
@@ -201,7 +204,11 @@ class _Reader:
         line = node.start_mark.line + 1
         if id(node) in self._seen:
             # WHY: an alias may contain itself, and a few lines of them can fill the memory
-            self._add(line, "uses an alias (*name), which is not supported: write the value out")
+            if not self._num_aliases:  # WHY once: one anchor may have dozens of them
+                self._add(
+                    line, "uses an alias (*name), which is not supported: write the value out"
+                )
+            self._num_aliases += 1
             return None
         if depth > DEEPEST:
             self._add(line, f"is nested more than {DEEPEST} levels deep")

@@ -20,7 +20,7 @@ from hardened_ddp.model.memory_format import Trial, choose_channels_last
 from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.padding import choose_split
 from hardened_ddp.model.probe import choose_find_unused, probe, warm_up
-from hardened_ddp.model.replica import Replica, wrap
+from hardened_ddp.model.replica import Replica, check_same_model, wrap
 from hardened_ddp.model.shared_loss import warn_of_shared_loss
 from hardened_ddp.model.zoo import build_model, place_model
 from hardened_ddp.ranks.group import Group
@@ -75,6 +75,7 @@ def build_replica(
     """
     model, task, precision = trial.model, trial.task, trial.precision
     attributes = MovingAttributes(model, task)
+    check_same_model(model, group)  # collective
     # Try it on a few samples without DDP: which parameters get no gradient, and on which rank?
     # DDP would wait for those for ever, unless find_unused_parameters is on.
     findings = probe(model, samples, task=task, precision=precision, group=group)  # collective

@@ -105,6 +105,7 @@ class Run:
     def report_losses(self) -> None:
         """Sum the losses over the ranks since the last report, and report them. Collective."""
         sums = self.stepper.read_totals()  # collective
+        self.parts.replica.refuse_new_parameters()
         refuse_non_finite(sums["loss"], step=self.progress.step)
         rate = float(self.parts.optimizer.param_groups[0]["lr"])
         self.report.log_training(self.progress, sums, rate, self.stepper.grad_norm)

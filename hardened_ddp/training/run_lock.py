@@ -280,5 +280,5 @@ def _parse(content: bytes) -> _Holder | None:
             restart=int(body["restart"]),
             beats=int(body["beats"]),
         )
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
