@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ddp_doctor.explain.catalogue import FAMILIES
+from ddp_doctor.explain.catalogue.python import BUILT_IN, OPERATION, RAISED
+from ddp_doctor.explain.catalogue.silent import FINISHED, SILENT
+from ddp_doctor.explain.events import Fix
 from docs.pictures.draw import write_all
-from hardened_ddp.diagnosis.explain.catalogue import FAMILIES
-from hardened_ddp.diagnosis.explain.catalogue.python import BUILT_IN, OPERATION, RAISED
-from hardened_ddp.diagnosis.explain.catalogue.silent import FINISHED, SILENT
-from hardened_ddp.diagnosis.explain.events import Fix
 from hardened_ddp.settings.record import names_of, template, yaml_word
 from hardened_ddp.settings.schema import SETTINGS, TITLES, limits
 from tests.processes import ROOT

@@ -29,16 +29,19 @@ LAYERS = [
     "guard",
 ]
 LAYERS += ["step", "training", "export", "diagnosis"]
+HANDS_OVER = ("diagnosis/tools.py",)
 LAUNCHERS = sorted((ROOT / "launchers").glob("*.py"))
 PRODUCT = [ROOT / "ddp_training.py", *sorted((ROOT / "hardened_ddp").rglob("*.py"))]
 PRODUCT += sorted((ROOT / "drills").glob("*.py"))
+PRODUCT += sorted((ROOT / "ddp_doctor").rglob("*.py"))
 NAMELESS = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}
 MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 6
 # A file ends where its subject ends; a package has room for so many lines in all. A feature that
 # needs more takes it from what docs/PROMISES.md does not name.
 BUDGETS = {
     "ddp_training.py": 450,
-    "hardened_ddp/diagnosis/*": 16_000,
+    "ddp_doctor/*": 12_900,
+    "hardened_ddp/diagnosis/*": 3_400,
     "hardened_ddp/*": 34_000,
     "drills/*": 2_700,
     "launchers/*": 750,
@@ -62,9 +65,9 @@ HARMLESS += " torch.distributed.*Store torch.distributed.*Store.* torch.distribu
 HARMLESS += " torch.distributed.elastic.* torch.distributed.run"
 OWNERS = {
     HARMLESS: "*",
-    # diagnosis/audit/injected/: it runs inside of a foreign program
+    # ddp_doctor/audit/injected/: it runs inside of a foreign program
     "os.environ os.environb os.getenv os.putenv os.unsetenv os.getenvb": (
-        "ranks/launch.py diagnosis/audit/injected/*"
+        "ranks/launch.py ddp_doctor/__main__.py ddp_doctor/audit/injected/*"
     ),
     "torch.distributed.*.DistributedDataParallel torch.nn.parallel.*": (
         "model/replica.py model/buckets.py model/comm_hook.py"
@@ -82,10 +85,10 @@ OWNERS = {
     "threading.Thread threading.Timer _thread.* concurrent.futures.Thread*": (
         "guard/watchdog.py guard/hang.py checkpoint/snapshot.py reporting/* data/worker_pool.py "
         "ranks/patience.py ranks/parent.py ranks/process.py "
-        "diagnosis/audit/injected/*"
+        "ddp_doctor/audit/injected/*"
     ),
-    "print": "reporting/* diagnosis/* drills/* ddp_training.py",
-    "sys.exit exit quit": "ddp_training.py",
+    "print": "reporting/* diagnosis/* ddp_doctor/* drills/* ddp_training.py",
+    "sys.exit exit quit": "ddp_training.py ddp_doctor/__main__.py",
     "SystemExit": "ddp_training.py errors.py data/import_path.py step/failure.py",  # a user's
     "os._exit": "guard/watchdog.py drills/injectors.py",
 }
@@ -94,7 +97,9 @@ OWNERS = {
 def find_upward_imports(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
     """A layer imports only layers above it in LAYERS; nobody imports the script or the tests.
 
-    drills/ stands outside: the script and the tests alone import it.
+    drills/ stands outside: the script and the tests alone import it. ddp_doctor is a product of its
+    own: it imports nothing but itself and the standard library, and only the script's hand-over
+    imports it.
     """
     own = name.split("/")[0].removesuffix(".py")
     allowed = LAYERS[: LAYERS.index(own) + 1] if own in LAYERS else LAYERS
@@ -107,8 +112,19 @@ def find_upward_imports(name: str, tree: ast.AST, full: dict[str, str]) -> Itera
             yield f"imports {module}"
         elif parts[0] == "drills" and own not in ("ddp_training", "drills"):
             yield f"imports {module}: only the script does"
+        elif own == "ddp_doctor" and not may_be_in_doctor(name, parts[0]):
+            yield f"imports {module}: this folder works alone"
+        elif parts[0] == "ddp_doctor" and own != "ddp_doctor" and name not in HANDS_OVER:
+            yield f"imports {module}: only {HANDS_OVER} does"
         elif parts[0] == "hardened_ddp" and len(parts) > 1 and parts[1] not in allowed:
             yield f"imports {module}, and may import only: {', '.join(allowed)}"
+
+
+def may_be_in_doctor(name: str, package: str) -> bool:
+    """Whether ddp_doctor may import a package: torch only inside the observed program."""
+    if package == "torch":
+        return name.startswith("ddp_doctor/audit/injected/")
+    return package == "ddp_doctor" or package in sys.stdlib_module_names
 
 
 def find_foreign_acts(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
@@ -185,6 +201,9 @@ BREAKS: dict[Rule, list[tuple[str, str]]] = {
         ("data/loader.py", "from . import sampler"),
         ("errors.py", "import ddp_training"),
         ("diagnosis/doctor.py", "from drills import runner"),
+        ("ddp_doctor/explain/exits.py", "from hardened_ddp.errors import ConfigError"),
+        ("ddp_doctor/explain/exits.py", "def f():\n    import torch"),
+        ("step/step.py", "from ddp_doctor.explain.command import run_explain"),
     ],
     find_foreign_acts: [
         ("ranks/group.py", "import os\nos.environ['A'] = '1'"),

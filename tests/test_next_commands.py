@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from ddp_doctor.explain.catalogue import FAMILIES
 from drills.faults import all_faults
-from hardened_ddp.diagnosis.explain.catalogue import FAMILIES
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.settings.typed_command import (
     SCRIPT,

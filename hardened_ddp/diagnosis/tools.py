@@ -8,6 +8,9 @@ import os
 import sys
 from pathlib import Path
 
+from ddp_doctor.errors import UnreadableLogError as UnreadableInput
+from ddp_doctor.errors import UsageError
+from hardened_ddp.errors import ConfigError, UnreadableLogError
 from hardened_ddp.ranks.launch import environment
 from hardened_ddp.reporting.sinks import printed
 from hardened_ddp.settings.cli import Request
@@ -16,6 +19,15 @@ from hardened_ddp.settings.typed_command import own_command
 
 def run_tool(request: Request) -> int:
     """Run the command of request; return the exit status. Raises HardenedError."""
+    try:
+        return _run(request)
+    except UnreadableInput as error:  # ddp_doctor knows nothing of our codes
+        raise UnreadableLogError(error.message, fix=error.fix) from error
+    except UsageError as error:
+        raise ConfigError(error.message, fix=error.fix) from error
+
+
+def _run(request: Request) -> int:
     output = printed(sys.stdout)  # watch draws, and escapes what it draws
     match request.command:
         case "doctor":
@@ -23,8 +35,8 @@ def run_tool(request: Request) -> int:
 
             return run_doctor(output=output, env=environment())
         case "explain":
-            from hardened_ddp.diagnosis.explain.command import run_explain
-            from hardened_ddp.diagnosis.explain.commands import Commands
+            from ddp_doctor.explain.command import run_explain
+            from ddp_doctor.explain.commands import Commands
 
             return run_explain(
                 [_named(log) for log in request.options["log"].splitlines()],
@@ -49,10 +61,29 @@ def run_tool(request: Request) -> int:
             run = find_run_folder(request.options["run"], Config().run.output_dir)
             return check_ledger(run, output=output)
         case "audit":
-            from hardened_ddp.diagnosis.audit.command import run_audit
+            from ddp_doctor.audit.command import Request as Audit
+            from ddp_doctor.audit.command import run_audit
 
-            return run_audit(request, output=output, env=environment())
+            audit = Audit(
+                source=request.options["source"],
+                program=request.program,
+                num_steps=_positive(request, "steps"),
+                patience_s=_positive(request, "hang_after"),
+                wants_json=bool(request.options["json"]),
+                usage=own_command("audit", "--help"),
+            )
+            return run_audit(audit, output=output, env=environment())
     raise ValueError(f"{request.command} is no command of run_tool")
+
+
+def _positive(request: Request, name: str) -> int:
+    value = request.options[name]
+    if not value.isdigit() or int(value) < 1:
+        raise ConfigError(
+            f"--{name}: found {value!r}, needs a whole number from 1",
+            fix=own_command("audit", "--help"),
+        )
+    return int(value)
 
 
 def _named(log: str) -> str:

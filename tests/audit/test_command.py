@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import ddp_training
-from hardened_ddp.diagnosis.audit.injected.recorder import Recorder, user_line
-from hardened_ddp.diagnosis.audit.program import BUSY_STALLS, hangs
-from hardened_ddp.diagnosis.audit.records import Follower, read_ranks
+from ddp_doctor.audit.injected.recorder import Recorder, user_line
+from ddp_doctor.audit.program import BUSY_STALLS, hangs
+from ddp_doctor.audit.records import Follower, read_ranks
 from tests.audit.programs import MISTAKES, PLAIN, Case
 from tests.commands import Completed, run_command
 from tests.processes import ROOT

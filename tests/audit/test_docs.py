@@ -1,6 +1,6 @@
 """docs/AUDIT.md tells the verdicts that there are, as the code has them."""
 
-from hardened_ddp.diagnosis.audit.catalogue import CATALOGUE
+from ddp_doctor.audit.catalogue import CATALOGUE
 from tests.documents import AUDIT, README, commands_of, table_rows
 
 

@@ -1,7 +1,7 @@
 """Judging how programs ended, from records."""
 
-from hardened_ddp.diagnosis.audit.endings import judge_endings
-from hardened_ddp.diagnosis.audit.records import Rank, Ranks
+from ddp_doctor.audit.endings import judge_endings
+from ddp_doctor.audit.records import Rank, Ranks
 
 LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:13215"
 

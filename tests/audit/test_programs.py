@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hardened_ddp.diagnosis.audit.catalogue import OBSERVED
-from hardened_ddp.diagnosis.audit.judge import judge
-from hardened_ddp.diagnosis.audit.records import Ranks, read_ranks
-from hardened_ddp.diagnosis.audit.verdict import Verdict
+from ddp_doctor.audit.catalogue import OBSERVED
+from ddp_doctor.audit.judge import judge
+from ddp_doctor.audit.records import Ranks, read_ranks
+from ddp_doctor.audit.verdict import Verdict
 from tests.audit.programs import HEALTHY, LOOP, MISTAKES, NEEDS, WRAP, Case
 from tests.processes import PATIENCE, ROOT, clean_environment
 from tests.ranks import free_port

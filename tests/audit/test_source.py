@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import ddp_training
-from hardened_ddp.diagnosis.audit.catalogue import SOURCE
-from hardened_ddp.diagnosis.audit.script import Script
-from hardened_ddp.diagnosis.audit.source_rules import read_script
-from hardened_ddp.diagnosis.audit.verdict import Verdict, as_json
+from ddp_doctor.audit.catalogue import SOURCE
+from ddp_doctor.audit.script import Script
+from ddp_doctor.audit.source_rules import read_script
+from ddp_doctor.audit.verdict import Verdict, as_json
 from tests.commands import run_command
 
 HEAD = """

@@ -1,8 +1,8 @@
 """Judging steps from records: what a comparison of the ranks must not mix up."""
 
-from hardened_ddp.diagnosis.audit.records import Rank, Ranks, Record
-from hardened_ddp.diagnosis.audit.updates import judge_updates
-from hardened_ddp.diagnosis.audit.weights import has_local_steps
+from ddp_doctor.audit.records import Rank, Ranks, Record
+from ddp_doctor.audit.updates import judge_updates
+from ddp_doctor.audit.weights import has_local_steps
 
 
 def rank_with(number: int, sampled: list[int]) -> Rank:

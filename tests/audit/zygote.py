@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 
-from hardened_ddp.diagnosis.audit.injected.observer import Observer, start
+from ddp_doctor.audit.injected.observer import Observer, start
 from hardened_ddp.errors import HardenedError
 
 POLL_S = 0.02

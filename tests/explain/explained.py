@@ -5,7 +5,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from hardened_ddp.diagnosis.explain.command import run_explain
+from ddp_doctor.explain.command import run_explain
 
 
 def explain(*logs: Path) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import ddp_training
-from hardened_ddp.diagnosis.explain.catalogue import CAUSES
-from hardened_ddp.diagnosis.explain.events import Tier
-from hardened_ddp.diagnosis.explain.matching import Matcher, literal_of
-from hardened_ddp.diagnosis.explain.reader import Search
+from ddp_doctor.explain.catalogue import CAUSES
+from ddp_doctor.explain.events import Tier
+from ddp_doctor.explain.matching import Matcher, literal_of
+from ddp_doctor.explain.reader import Search
 from tests.explain import healthy
 from tests.explain.composed import LOGS, PEER, Composed, block_of, log_of, timeouts, traceback_of
 from tests.explain.explained import code_of, explain, explain_text, rank_of

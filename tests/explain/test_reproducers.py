@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hardened_ddp.diagnosis.explain.catalogue import BY_CODE, CAUSES
+from ddp_doctor.explain.catalogue import BY_CODE, CAUSES
 from tests.explain import reproducers
 from tests.explain.explained import code_of, explain, explain_text, rank_of
 from tests.explain.reproducers import Reproducer

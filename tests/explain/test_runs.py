@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from ddp_doctor.explain.catalogue.own import STEPS
+from ddp_doctor.explain.command import run_explain
 from hardened_ddp import errors
-from hardened_ddp.diagnosis.explain.catalogue.own import STEPS
-from hardened_ddp.diagnosis.explain.command import run_explain
 from hardened_ddp.settings.cli import parse
 from tests.explain.composed import PEER, block_of, timeouts, traceback_of
 from tests.explain.explained import code_of, explain, rank_of

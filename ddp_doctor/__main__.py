@@ -1,0 +1,64 @@
+"""The command line of explain and audit, without the trainer beside it."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TextIO, cast
+
+from ddp_doctor.errors import DoctorError
+from ddp_doctor.terminal import PrintableOutput, printable
+
+NAME = "python -m ddp_doctor"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; a mistake of the user is one line and 2."""
+    asked = _parser().parse_args(argv)
+    output = cast(TextIO, PrintableOutput(sys.stdout))
+    try:
+        # WHY imported here: explain needs nothing of audit, and answers at once
+        if asked.command == "explain":
+            from ddp_doctor.explain.command import run_explain
+
+            return run_explain(asked.log, wants_json=asked.json, output=output, progress=sys.stderr)
+        from ddp_doctor.audit.command import Request, run_audit
+
+        request = Request(
+            source=asked.source,
+            program=tuple(asked.program),
+            num_steps=asked.steps,
+            patience_s=asked.hang_after,
+            wants_json=asked.json,
+            usage=f"{NAME} audit --help",
+        )
+        return run_audit(request, output=output, env=os.environ)
+    except DoctorError as error:
+        print(printable(f"ddp_doctor: error: {error}"), file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # whoever read the output has gone, as in: ... | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is not sent yet
+        return 141  # what a shell gives for SIGPIPE
+    except KeyboardInterrupt:
+        return 130  # what a shell gives for Ctrl-C
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=NAME, description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    explain = commands.add_parser("explain", help="which rank failed, why, and how to fix it")
+    explain.add_argument("log", nargs="+", help="log files, .gz, folders of logs, or - for stdin")
+    explain.add_argument("--json", action="store_true", help="write JSON instead of text")
+    audit = commands.add_parser("audit", help="what is silently wrong in a program or a source")
+    audit.add_argument("--steps", type=int, default=50, help="optimizer steps to observe per rank")
+    audit.add_argument(
+        "--hang_after", type=int, default=20, help="seconds without progress that count as a hang"
+    )
+    audit.add_argument("--source", default="", help="Python file to read; nothing is run")
+    audit.add_argument("--json", action="store_true", help="write JSON instead of text")
+    audit.add_argument("program", nargs="*", help="the command to observe, after --")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""The command audit: read a source, or run a program under observation, and report.
+
+Owns its output and its exit status: 0 healthy, 1 mistakes found, 2 could not observe.
+Does not own: what a mistake is (source_rules.py, judge.py).
+"""
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from ddp_doctor.audit.judge import judge, unseen
+from ddp_doctor.audit.program import Ending, run_program
+from ddp_doctor.audit.records import Ranks, read_ranks
+from ddp_doctor.audit.script import Script
+from ddp_doctor.audit.source_rules import read_script
+from ddp_doctor.audit.speed import time_lines
+from ddp_doctor.audit.verdict import Verdict, as_json, as_text
+from ddp_doctor.errors import UsageError
+from ddp_doctor.terminal import PrintableOutput
+
+HEALTHY, MISTAKES, UNSEEN = 0, 1, 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What is asked for: a source to read, or a program to run."""
+
+    source: str
+    program: tuple[str, ...]
+    num_steps: int
+    patience_s: int
+    wants_json: bool
+    usage: str
+    """The command that shows the options."""
+
+
+def run_audit(request: Request, *, output: TextIO, env: Mapping[str, str]) -> int:
+    """Print the report and return the exit status. Raises UsageError for wrong options."""
+    source, program = request.source, request.program
+    if bool(source) == bool(program):
+        found = "both --source and a program" if source else "neither a program nor --source FILE"
+        raise UsageError(f"audit looks at one thing, and was given {found}", fix=request.usage)
+    if source:
+        verdicts = read_script(Script(Path(source)))
+        return _report(verdicts, request, output, seen=f"{source} was read, not run")
+    for name, number in (("steps", request.num_steps), ("hang_after", request.patience_s)):
+        if number < 1:
+            text = f"--{name}: found {number}, needs a whole number from 1"
+            raise UsageError(text, fix=request.usage)
+    with tempfile.TemporaryDirectory(prefix="audit-") as folder:
+        ending = run_program(
+            program,
+            Path(folder),
+            num_steps=request.num_steps,
+            patience_s=request.patience_s,
+            env=env,
+            stdout=sys.stderr if request.wants_json else None,  # the report alone is on stdout
+        )
+        ranks = read_ranks(Path(folder))
+    return _report_program(ranks, ending, request, output)
+
+
+def _report_program(ranks: Ranks, ending: Ending, request: Request, output: TextIO) -> int:
+    steps = {rank.number: _work_of(ranks, rank.number) for rank in ranks}
+    verdicts = judge(ranks, hung=ending.hung) if len(ranks) else []
+    has_mistakes = any(verdict.is_mistake for verdict in verdicts)
+    if not has_mistakes and not any(steps.values()):
+        why = _why_unseen(ranks, ending)
+        if request.wants_json:
+            print(as_json(verdicts, was_observed=False), file=output)
+        print(f"audit: could not observe the program: {why}", file=PrintableOutput(sys.stderr))
+        return UNSEEN
+    if not request.wants_json:
+        lines = [*time_lines(ranks), *(f"not seen: {what}" for what in unseen(ranks))]
+        print("\n".join(["", *lines, ""]), file=output)
+    told = ", ".join(f"rank {number}: {count}" for number, count in steps.items())
+    how = "hung" if ending.hung else "was ended" if ending.status is None else "ended"
+    if ending.status:
+        how += f" with status {ending.status}"
+    seen = f"the program {how}; steps seen: {told}"
+    return _report(verdicts, request, output, seen=seen, num_ranks=len(ranks))
+
+
+def _work_of(ranks: Ranks, number: int) -> int:
+    rank = ranks.by_number[number]
+    return max([rank.step_count, *(int(r["n"]) for r in rank.all("by_hand"))])
+
+
+def _why_unseen(ranks: Ranks, ending: Ending) -> str:
+    if not len(ranks):
+        why = "no process of it trains with torch, or they run with python -I, -E or -S, or with "
+        why += "another PYTHONPATH"
+    elif errors := [end["error"] for rank in ranks if (end := rank.last("exit")) and end["error"]]:
+        why = f"it failed before the first optimizer step: {errors[0].splitlines()[0][:200]}"
+    else:
+        why = "none of its ranks made a step of a torch optimizer, or a backward through DDP"
+    return f"{why} (its exit status: {ending.status})"
+
+
+def _report(
+    verdicts: list[Verdict], request: Request, output: TextIO, *, seen: str, num_ranks: int = 0
+) -> int:
+    """Print the verdicts, and what they rest on. num_ranks: 0 for a source."""
+    num_mistakes = sum(verdict.is_mistake for verdict in verdicts)
+    if request.wants_json:
+        print(as_json(verdicts, num_ranks=num_ranks), file=output)
+    else:
+        found = f"{num_mistakes or 'no'} mistake{'' if num_mistakes == 1 else 's'} found"
+        if num_ranks == 1:
+            found = f"{num_mistakes or 'nothing'} found in one process, the only one that trained, "
+            found += "so there was nothing to compare between ranks: start at least two (for "
+            found += "instance: torchrun --nproc_per_node=2, accelerate launch --num_processes 2)"
+        print("\n".join([*as_text(verdicts), f"audit: {found}; {seen}"]), file=output)
+    return MISTAKES if num_mistakes else HEALTHY

@@ -1,0 +1,184 @@
+"""Judges how a program ended: exceptions, collectives that differ, who is where when it hangs.
+
+Ranks call collectives in one order; the first place where the orders differ is the cause, whatever
+it leads to. Also files that several ranks write.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ddp_doctor.audit.records import Rank, Ranks, Record
+from ddp_doctor.audit.verdict import Verdict, at, shown_path
+
+_ECHOES = ("Connection", "peer", "recvValue", "Broken pipe", "timed out", "Socket", "TCPStore")
+"""Words of exceptions that another rank's end causes."""
+
+
+def judge_endings(ranks: Ranks, *, hung: bool) -> Iterator[Verdict]:
+    """Yield why a program hung or failed, and files that ranks share."""
+    failures = [(rank, end) for rank in ranks if (end := rank.last("exit")) and end["error"]]
+    own = [(r, e) for r, e in failures if not any(word in e["error"] for word in _ECHOES)]
+    differing = list(_collectives(ranks, hung=hung, failed=bool(failures)))
+    yield from differing
+    for rank, end in own[:1]:
+        yield Verdict(
+            code="exception",
+            sentence=f"rank {rank.number} fails: {end['error'].splitlines()[0][:200]}",
+            **at(end["line"]),
+            evidence=(f"after {rank.step_count} optimizer steps",),
+            softened=bool(differing),
+        )
+    if failures and not own and not differing:
+        yield from _left_alone(ranks, *failures[0])
+    if hung and not differing:
+        yield from _hang(ranks)
+    yield from _shared_files(ranks)
+
+
+def _left_alone(ranks: Ranks, rank: Rank, end: Record) -> Iterator[Verdict]:
+    """Yield a rank that lost its connection to ranks which had come to their end.
+
+    A forward of DDP on one rank alone is no call of the program, and with gloo nobody waits in it.
+    """
+    others = [other for other in ranks if other is not rank]
+    has_finished = bool(others) and all(other.ended_well for other in others)
+    if has_finished and {other.step_count for other in others} == {rank.step_count}:
+        yield Verdict(
+            code="collectives-differ",
+            sentence=f"rank {rank.number} alone calls a collective, or a forward of DDP, which has "
+            "collectives of its own: the others have come to their end",
+            **at(end["line"]),
+            evidence=(
+                end["error"].splitlines()[0][:200],
+                f"all ranks made {rank.step_count} steps",
+            ),
+        )
+
+
+def _collectives(ranks: Ranks, *, hung: bool, failed: bool) -> Iterator[Verdict]:
+    by_group: dict[str, dict[int, list[Record]]] = defaultdict(dict)
+    for rank in ranks:
+        for record in rank.all("collective"):
+            members = record["ranks"] or list(ranks.by_number)
+            calls = by_group[record["group"]]
+            for member in members:
+                calls.setdefault(member, [])
+            calls[rank.number].append(record)
+    everybody_ended = all(rank.ended_well for rank in ranks)
+    for calls in by_group.values():
+        if len(calls) < 2 or any(number not in ranks.by_number for number in calls):
+            continue
+        for place in range(max(map(len, calls.values()))):
+            at_place = {n: c[place] if place < len(c) else None for n, c in calls.items()}
+            kinds = {(c["op"], c["what"]) for c in at_place.values() if c}
+            missing = [number for number, call in at_place.items() if call is None]
+            if len(kinds) > 1 or (missing and (hung or failed or everybody_ended)):
+                if missing and not hung and not _stays_away(ranks, missing):
+                    break
+                yield _differing(ranks, place, at_place)
+                return
+            if missing:
+                break
+
+
+def _stays_away(ranks: Ranks, missing: list[int]) -> bool:
+    """Whether ranks without a call came to their end, rather than being ended before it."""
+    return all(ranks.by_number[number].ended_well for number in missing)
+
+
+def _differing(ranks: Ranks, place: int, calls: dict[int, Record | None]) -> Verdict:
+    told = []
+    for number, call in calls.items():
+        if call:
+            told.append(f"rank {number}: {call['op']} {call['what']} at {_short(call['line'])}")
+        else:
+            told.append(f"rank {number}: not called; it {_stands(ranks.by_number[number])}")
+    missing = [number for number, call in calls.items() if call is None]
+    first = next(call for call in calls.values() if call)
+    # WHY: a rank that sleeps or computes is late, and its line is the cause
+    late = [s for n in missing if (s := ranks.by_number[n].last("stall")) and not s["waits"]]
+    fewest = _rarest(calls)
+    return Verdict(
+        code="hang" if late else "collectives-differ",
+        sentence=f"the ranks do not call the same collectives: the {_ordinal(place + 1)} one "
+        "differs"
+        if not late
+        else "one rank does not come to a collective in which others wait",
+        **at(late[0]["line"] if late else (fewest or first)["line"]),
+        evidence=tuple(told),
+    )
+
+
+def _rarest(calls: dict[int, Record | None]) -> Record | None:
+    """Give the call of the smallest party: the odd one out."""
+    parties: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for call in calls.values():
+        if call:
+            parties[call["op"], call["line"]].append(call)
+    return min(parties.values(), key=len)[0] if parties else None
+
+
+def _hang(ranks: Ranks) -> Iterator[Verdict]:
+    stalls = {rank.number: rank.last("stall") for rank in ranks}
+    told = tuple(f"rank {rank.number} {_stands(rank)}" for rank in ranks)
+    busy = [stall for stall in stalls.values() if stall and not stall["waits"]]
+    places = {stall["line"] for stall in stalls.values() if stall}
+    ended = [rank.number for rank in ranks if rank.last("exit")]
+    if not any(stalls.values()):
+        return
+    first = (busy or [stall for stall in stalls.values() if stall])[0]
+    if ended:
+        why = f"rank {ended[0]} has ended, and the others wait for it"
+    elif busy:
+        why = "one rank does not come, and the others wait for it"
+    elif len(places) > 1:
+        why = "the ranks wait at different lines"
+    else:
+        why = "all ranks wait at one line"
+    yield Verdict(
+        code="hang",
+        sentence=f"the program makes no progress: {why}",
+        **at(first["line"]),
+        evidence=told,
+    )
+
+
+def _stands(rank: Rank) -> str:
+    """Say where a rank is, from its last stall or its end."""
+    end, stall = rank.last("exit"), rank.last("stall")
+    if end:
+        return "has ended" + (f" with {end['error'].splitlines()[0][:80]}" if end["error"] else "")
+    if stall is None:
+        return "was not heard of"
+    where = "waits in backward" if stall["in_backward"] else f"stands in {stall['function']}"
+    if stall["waits"] and not stall["in_backward"]:
+        where = f"waits in {stall['function']}"
+    return f"{where} at {_short(stall['line'])}"
+
+
+def _shared_files(ranks: Ranks) -> Iterator[Verdict]:
+    writers: dict[tuple[str, str], dict[int, Record]] = defaultdict(dict)
+    for rank in ranks:
+        for record in rank.all("write"):
+            key = (rank.process["host"], record["path"])
+            writers[key].setdefault(rank.number, record)
+    for (_, path), by_rank in writers.items():
+        if len(by_rank) > 1:
+            first = by_rank[min(by_rank)]
+            yield Verdict(
+                code="same-file",
+                sentence=f"{len(by_rank)} ranks write one file: {shown_path(path)}",
+                **at(first["line"]),
+                evidence=(f"ranks {', '.join(map(str, sorted(by_rank)))}",),
+            )
+
+
+def _short(line: str) -> str:
+    path, _, number = line.rpartition(":")
+    return f"{shown_path(path)}:{number}" if path else line or "a line of a library"
+
+
+def _ordinal(number: int) -> str:
+    endings = {1: "st", 2: "nd", 3: "rd"}
+    is_teen = number % 100 in (11, 12, 13)
+    return f"{number}{'th' if is_teen else endings.get(number % 10, 'th')}"

@@ -1,0 +1,154 @@
+"""Observes collectives by the user's line, and a main thread that makes no progress.
+
+The collectives that the program calls are recorded in order; those inside DDP's backward are not.
+A thread looks twice a second whether batches, backwards, steps or collectives are counted on; if
+not, it records where the main thread stands. What that means the report decides, which sees all
+ranks.
+"""
+
+import sys
+import threading
+import time
+from typing import Any
+
+from ddp_doctor.audit.injected.recorder import Foreign, Recorder, user_line
+
+OPERATIONS = (
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "monitored_barrier",
+    "broadcast_object_list",
+    "all_gather_object",
+    "gather_object",
+    "scatter_object_list",
+)
+MAX_RECORDS = 5000
+POLL_S = 0.5
+IDLE_SHARE = 0.3
+"""Of the time that a process waits for others: it uses less CPU than that."""
+
+
+class Collectives:
+    """The process group of one process, and the watch for hangs."""
+
+    def __init__(self, recorder: Recorder, patience_s: float) -> None:
+        self._recorder, self._patience_s = recorder, patience_s
+        self._depth = 0
+        self._num_records = 0
+        self._num_by_group: dict[str, int] = {}
+        self._is_watching = False
+        self._module: Foreign = None
+
+    def patch(self, module: Foreign) -> None:
+        """Patch torch.distributed.distributed_c10d."""
+        self._module = module
+        self._recorder.wrap(module, "init_process_group", after=self._note_init)
+        for name in OPERATIONS:
+            if hasattr(module, name):
+                self._patch_operation(module, name)
+
+    def _patch_operation(self, module: Foreign, name: str) -> None:
+        original = getattr(module, name)
+        note = self._recorder.guarded(self._note_call)
+
+        def call(*args: Foreign, **kwargs: Foreign) -> Foreign:
+            if self._depth == 0:
+                note(name, args, kwargs)
+            self._depth += 1
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                self._recorder.progress += 1
+
+        call.__name__, call.__qualname__, call.__doc__ = name, name, original.__doc__
+        call.__module__, call.__wrapped__ = original.__module__, original  # type: ignore[attr-defined]  # what functools.wraps sets
+        code = getattr(original, "__code__", None)
+        if code is not None:
+            call.__code__ = call.__code__.replace(co_filename=code.co_filename)
+        setattr(module, name, call)
+
+    def _note_call(self, name: str, args: Foreign, kwargs: Foreign) -> None:
+        if self._num_records >= MAX_RECORDS:
+            return
+        self._num_records += 1
+        group = kwargs.get("group")
+        if group is None:
+            group = next((a for a in args if isinstance(a, self._module.ProcessGroup)), None)
+        ranks = [] if group is None else self._module.get_process_group_ranks(group)
+        key = "world" if group is None else "-".join(map(str, ranks))
+        index = self._num_by_group[key] = self._num_by_group.get(key, 0) + 1
+        first = args[0] if args else kwargs.get("tensor")
+        # WHY only these: of the others each rank may have other sizes
+        has_shape = name in ("all_reduce", "broadcast") and hasattr(first, "shape")
+        self._recorder.emit(
+            "collective",
+            group=key,
+            ranks=ranks,
+            index=index,
+            op=name,
+            what=f"{str(first.dtype).rpartition('.')[2]}{list(first.shape)}" if has_shape else "",
+            line=user_line(),
+        )
+
+    def _note_init(self, token: Foreign, result: Foreign, *args: Any, **kwargs: Any) -> None:
+        self._recorder.is_rank = True
+        module = self._module
+        self._recorder.emit(
+            "init",
+            rank=module.get_rank(),
+            world=module.get_world_size(),
+            backend=str(module.get_backend()),
+            line=user_line(),
+        )
+        if not self._is_watching:
+            self._is_watching = True
+            ident = threading.main_thread().ident
+            watch = self._recorder.guarded(self._watch)
+            threading.Thread(target=watch, args=(ident,), daemon=True, name="audit").start()
+
+    def _watch(self, ident: int) -> None:
+        recorder = self._recorder
+        last, since, cpu_s = recorder.progress, time.monotonic(), time.process_time()
+        while not recorder.is_over:
+            time.sleep(POLL_S)
+            recorder.flush()
+            if recorder.progress == last:
+                passed_s = time.monotonic() - since
+                if passed_s < self._patience_s:
+                    continue
+                used_s = time.process_time() - cpu_s
+                self._emit_stall(ident, is_idle=used_s < IDLE_SHARE * passed_s)
+            last, since, cpu_s = recorder.progress, time.monotonic(), time.process_time()
+
+    def _emit_stall(self, ident: int, *, is_idle: bool) -> None:
+        frame = sys._current_frames().get(ident)
+        if frame is None:
+            return
+        name, function = frame.f_code.co_filename, frame.f_code.co_name
+        is_torch = "torch/distributed/" in name or "parallel/distributed.py" in name
+        self._recorder.emit(
+            "stall",
+            line=user_line(frame),
+            function=function,
+            # Python's threads of this process use CPU too: only an idle one surely waits
+            is_idle=is_idle,
+            waits=is_idle and (is_torch or function == "_engine_run_backward"),
+            in_collective=self._depth > 0,
+            in_backward=function == "_engine_run_backward",
+        )
+
+    def forget(self) -> None:
+        """Begin anew in a forked child, where no other thread lives."""
+        self._is_watching, self._depth = False, 0
+        self._num_by_group.clear()

@@ -1,0 +1,186 @@
+"""Observes DataLoaders: which samples come in which pass, and how long the program waits for them.
+
+A pass is one iteration over a loader. All of it is seen in the main process: the n-th list of
+indices belongs to the n-th batch, with and without workers. Contents are hashed, so that equal
+samples are known also where indices say nothing (parts per rank, iterable datasets).
+"""
+
+import time
+from typing import Any
+
+from ddp_doctor.audit.injected.fingerprints import leaves, sample_hashes, text_hashes
+from ddp_doctor.audit.injected.recorder import Foreign, Recorder, user_line
+
+MAX_PASSES, MAX_BATCHES, MAX_LEAVES = 4, 400, 4
+"""Of a loader, of a pass, of a batch: more is counted, and not recorded."""
+
+MAX_HASHED, ENOUGH_HASHED = 32, 256
+"""Batches, and samples, of a pass whose contents are hashed although their indices are known."""
+
+_ATTRIBUTE = "_hardened_ddp_audit"
+
+
+class Loaders:
+    """The DataLoaders of one process."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._made_at: dict[int, str] = {}
+        self._known: dict[tuple[int, str], int] = {}
+        self._passes: dict[int, int] = {}
+        self.current: tuple[int, int] | None = None
+        """Loader and pass of the newest batch."""
+
+        self.wait_s = 0.0
+        self._num_batches: dict[int, int] = {}
+        """Since the last optimizer step, by loader."""
+
+    def patch(self, module: Foreign) -> None:
+        """Patch torch.utils.data.dataloader."""
+        wrap = self._recorder.wrap
+        wrap(module.DataLoader, "__init__", after=self._note_made)
+        wrap(module.DataLoader, "__iter__", before=self._forget_batches, after=self._note_pass)
+        base = getattr(module, "_BaseDataLoaderIter", None)
+        if base is not None:
+            wrap(base, "_next_index", after=self._note_indices)
+            self._patch_next(base)
+
+    def _patch_next(self, base: Foreign) -> None:
+        fetch = base.__next__
+        recorder = self._recorder
+        note_end = recorder.guarded(self._note_end)
+        note_batch = recorder.guarded(self._note_batch)
+
+        def __next__(iterator: Foreign) -> Foreign:
+            began = time.perf_counter()
+            try:
+                batch = fetch(iterator)
+            except StopIteration:
+                note_end(iterator)
+                raise
+            came = time.perf_counter()
+            self.wait_s += came - began
+            note_batch(iterator, batch)
+            recorder.own_s += time.perf_counter() - came
+            return batch
+
+        base.__next__ = __next__
+
+    def _note_made(
+        self, token: Foreign, result: Foreign, loader: Foreign, *a: Any, **k: Any
+    ) -> None:
+        self._made_at[id(loader)] = user_line()
+
+    def _forget_batches(self, loader: Foreign) -> None:
+        iterator = getattr(loader, "_iterator", None)
+        if iterator is not None:  # persistent workers: the same iterator again
+            iterator.__dict__[_ATTRIBUTE] = {"indices": []}
+
+    def _note_pass(self, token: Foreign, iterator: Foreign, loader: Foreign) -> None:
+        self._recorder.is_rank = True
+        line, dataset, sampler = user_line(), loader.dataset, loader.sampler
+        made = self._made_at.get(id(loader), line)
+        key = (id(dataset), made)
+        number = self._known.setdefault(key, len(self._known))
+        self._passes[number] = self._passes.get(number, -1) + 1
+        notes = iterator.__dict__.setdefault(_ATTRIBUTE, {"indices": []})
+        notes.update(of=(number, self._passes[number]), num_batches=0)
+        batch_sampler = getattr(loader, "batch_sampler", None)
+        inner = getattr(batch_sampler, "sampler", sampler)
+        self._recorder.emit(
+            "pass",
+            loader=number,
+            number=self._passes[number],
+            size=_length(dataset),
+            dataset=type(dataset).__name__,
+            base=_base_of(dataset),
+            sampler=type(inner).__name__,
+            shuffles=_shuffles(inner),
+            has_set_epoch=any(hasattr(s, "set_epoch") for s in (inner, sampler, dataset)),
+            drop_last=bool(getattr(inner, "drop_last", False)),
+            replicas=getattr(inner, "num_replicas", None),
+            workers=loader.num_workers,
+            line=line,
+            made=made,
+        )
+
+    def _note_indices(self, token: Foreign, indices: Foreign, iterator: Foreign) -> None:
+        notes = iterator.__dict__.setdefault(_ATTRIBUTE, {"indices": []})
+        notes["indices"].append(indices)
+
+    def _note_end(self, iterator: Foreign) -> None:
+        notes = iterator.__dict__.get(_ATTRIBUTE, {})
+        if "of" in notes:
+            loader, number = notes["of"]
+            self._recorder.emit("end", loader=loader, number=number, batches=notes["num_batches"])
+
+    def _note_batch(self, iterator: Foreign, batch: Foreign) -> None:
+        notes = iterator.__dict__.get(_ATTRIBUTE, {})
+        if "of" not in notes:
+            return
+        indices: Foreign = notes["indices"].pop(0) if notes["indices"] else None
+        indices = [indices] if isinstance(indices, int) else indices
+        self.current, self._recorder.progress = notes["of"], self._recorder.progress + 1
+        notes["num_batches"] += 1
+        loader, number = notes["of"]
+        self._num_batches[loader] = self._num_batches.get(loader, 0) + 1
+        if number >= MAX_PASSES or notes["num_batches"] > MAX_BATCHES:
+            return
+        parts = leaves(batch, [])
+        has_indices = isinstance(indices, list | tuple) and bool(indices)
+        if has_indices and indices[0] is not None:
+            size = len(indices)
+        else:
+            has_indices = False
+            size = next((len(p) for p in parts if getattr(p, "ndim", 1) > 0), 1)
+        is_plain = has_indices and all(type(i) is int for i in indices)
+        is_few = (notes["num_batches"] - 1) * size < ENOUGH_HASHED
+        is_hashed = not is_plain or (is_few and notes["num_batches"] <= MAX_HASHED)
+        self._recorder.emit(
+            "batch",
+            loader=loader,
+            number=number,
+            size=size,
+            indices=list(indices) if is_plain else None,
+            hashes=_hashes(parts[:MAX_LEAVES], size) if is_hashed else [],
+        )
+
+    @property
+    def num_batches(self) -> int:
+        """Batches of the current loader since the last optimizer step."""
+        return self._num_batches.get(self.current[0], 0) if self.current else 0
+
+    def after_step(self) -> None:
+        """Begin to count for the next optimizer step."""
+        self.wait_s, self._num_batches = 0.0, {}
+
+    def forget(self) -> None:
+        """Begin anew in a forked child."""
+        self._passes, self.current = {}, None
+
+
+def _hashes(parts: list[Foreign], size: int) -> list[str]:
+    found = []
+    for part in parts:
+        if hasattr(part, "ndim"):
+            if part.ndim > 0 and len(part) == size and part.device.type == "cpu" and part.numel():
+                found.append(sample_hashes(part, size))
+        elif len(part) == size:
+            found.append(text_hashes(part))
+    return found
+
+
+def _length(dataset: Foreign) -> int | None:
+    return len(dataset) if hasattr(type(dataset), "__len__") else None
+
+
+def _base_of(dataset: Foreign) -> str:
+    """Say whether a dataset is a part of another one, such as a Subset."""
+    return "part" if hasattr(dataset, "indices") and hasattr(dataset, "dataset") else "whole"
+
+
+def _shuffles(sampler: Foreign) -> bool | None:
+    """Whether a sampler gives another order each time; None: nobody can tell."""
+    if hasattr(sampler, "shuffle"):
+        return bool(sampler.shuffle)
+    return {"SequentialSampler": False, "RandomSampler": True}.get(type(sampler).__name__)

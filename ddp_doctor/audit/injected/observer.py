@@ -1,0 +1,115 @@
+"""Puts the observer's parts together, before the program's first line.
+
+Read first: recorder.py. Each part patches what it observes when the program imports it; a program
+without torch is left as it is.
+"""
+
+import atexit
+import os
+import sys
+from typing import Any
+
+from ddp_doctor.audit.injected.clipping import Clipping
+from ddp_doctor.audit.injected.collectives import Collectives
+from ddp_doctor.audit.injected.files import Files
+from ddp_doctor.audit.injected.importing import Patch, PatchingFinder
+from ddp_doctor.audit.injected.loaders import Loaders
+from ddp_doctor.audit.injected.randomness import Randomness
+from ddp_doctor.audit.injected.recorder import (
+    Foreign,
+    Recorder,
+    is_library,
+    user_line,
+)
+from ddp_doctor.audit.injected.replicas import Replicas
+from ddp_doctor.audit.injected.training import Training
+
+PATIENCE_VARIABLE = "HARDENED_DDP_AUDIT_PATIENCE"
+_LAST = 100
+"""Of multiprocessing's finalizers: those with a higher number run before."""
+
+
+class Observer:
+    """All parts, and the beginning and end of a process."""
+
+    def __init__(self, folder: str, patience_s: float) -> None:
+        self.recorder = Recorder(folder)
+        self.loaders = Loaders(self.recorder)
+        self.replicas = Replicas(self.recorder, self.loaders)
+        self.training = Training(self.recorder, self.loaders, self.replicas)
+        self.collectives = Collectives(self.recorder, patience_s)
+        self.randomness = Randomness(self.recorder, self.loaders)
+        self.clipping = Clipping(self.recorder, self.training)
+        self.files = Files(self.recorder)
+        self._loads: list[str] = []
+
+    def patches(self) -> dict[str, list[Patch]]:
+        """Say which modules are patched, and how."""
+        guarded = self.recorder.guarded
+        table: dict[str, list[Patch]] = {
+            "torch.random": [self.randomness.patch_random],
+            "torch.optim.optimizer": [self.training.patch_optimizer],
+            "torch.optim.lr_scheduler": [self.training.patch_schedulers],
+            "torch.autograd": [self.training.patch_autograd],
+            "torch.nn.functional": [self.randomness.patch_functional],
+            "torch.nn.modules.module": [self.patch_module],
+            "torch.nn.parallel.distributed": [self.replicas.patch],
+            "torch.nn.utils.clip_grad": [self.clipping.patch_clipping],
+            "torch.amp.grad_scaler": [self.clipping.patch_scaler],
+            "torch.utils.data.dataloader": [self.loaders.patch],
+            "torch.utils.data._utils.fetch": [self.randomness.patch_fetch],
+            "torch.distributed.distributed_c10d": [self.collectives.patch],
+            "torch.serialization": [self.files.patch_serialization],
+            "safetensors.torch": [self.files.patch_safetensors],
+        }
+        return {name: [guarded(patch) for patch in some] for name, some in table.items()}
+
+    def patch_module(self, module: Foreign) -> None:
+        """Patch torch.nn.modules.module: weights that one rank loads are an explanation."""
+        self.recorder.wrap(module.Module, "load_state_dict", before=self._note_load)
+
+    def _note_load(self, *args: Any, **kwargs: Any) -> None:
+        self.recorder.emit("load", line=user_line())
+
+    def finish(self, code: Foreign = None) -> None:
+        """Record how the process ends, once."""
+        recorder = self.recorder
+        if not recorder.is_rank or recorder.is_over:
+            return
+        recorder.is_over = True
+        self.files.flush()
+        error = getattr(sys, "last_value", None)
+        recorder.emit(
+            "exit",
+            error=f"{type(error).__name__}: {error}"[:400] if error is not None else "",
+            line=_raised_at(error),
+            code=code if isinstance(code, int) else None,
+        )
+
+    def begin_child(self) -> None:
+        """Forget what belongs to the parent."""
+        parts = (self.recorder, self.loaders, self.replicas, self.training)
+        for part in (*parts, self.collectives, self.randomness, self.files):
+            part.forget()
+
+
+def _raised_at(error: BaseException | None) -> str:
+    """Give the innermost line of the user's that an exception passed."""
+    found, traceback = "", getattr(error, "__traceback__", None)
+    while traceback is not None:
+        name = traceback.tb_frame.f_code.co_filename
+        found = found if is_library(name) else f"{name}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return found
+
+
+def start(folder: str) -> Observer:
+    """Observe this process from now on. Called by sitecustomize.py."""
+    observer = Observer(folder, float(os.environ.get(PATIENCE_VARIABLE, "20")))
+    finish = observer.recorder.guarded(observer.finish)
+    sys.meta_path.insert(0, PatchingFinder(observer.patches()))
+    os.register_at_fork(after_in_child=observer.recorder.guarded(observer.begin_child))
+    observer.recorder.wrap(os, "_exit", before=finish)
+    observer.files.watch()
+    atexit.register(finish)
+    return observer

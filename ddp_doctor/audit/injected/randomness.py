@@ -1,0 +1,140 @@
+"""Observes seeds, dropout, BatchNorm's mode, and random numbers that a dataset draws.
+
+Ranks whose generators are in one state draw one mask and one augmentation. The states are hashed
+before the first draws; the draws themselves are untouched.
+"""
+
+import random
+import sys
+import zlib
+from typing import Any
+
+from ddp_doctor.audit.injected.loaders import Loaders
+from ddp_doctor.audit.injected.recorder import (
+    Foreign,
+    Recorder,
+    is_called_by_user,
+    is_library,
+    model_line,
+    user_line,
+)
+
+MAX_SEEDS, MAX_FETCHES, MAX_DRAWS = 20, 4, 6
+
+
+class Randomness:
+    """Modes and generators of one process."""
+
+    def __init__(self, recorder: Recorder, loaders: Loaders) -> None:
+        self._recorder, self._loaders = recorder, loaders
+        self._num_seeds = 0
+        self._num_fetches = 0
+        self._seen: dict[tuple[Foreign, ...], int] = {}
+
+    def patch_random(self, module: Foreign) -> None:
+        """Patch torch.random."""
+        self._recorder.wrap(module, "manual_seed", before=self._note_seed)
+
+    def patch_functional(self, module: Foreign) -> None:
+        """Patch torch.nn.functional."""
+        self._recorder.wrap(module, "dropout", before=self._note_dropout)
+        self._recorder.wrap(module, "batch_norm", before=self._note_batch_norm)
+
+    def patch_fetch(self, module: Foreign) -> None:
+        """Patch torch.utils.data._utils.fetch."""
+        fetcher = getattr(module, "_MapDatasetFetcher", None)
+        if fetcher is not None:
+            self._recorder.wrap(fetcher, "fetch", before=self._begin_fetch, after=self._end_fetch)
+
+    def _note_seed(self, seed: Foreign, *args: Any, **kwargs: Any) -> None:
+        self._num_seeds += 1
+        if self._num_seeds <= MAX_SEEDS and (self._recorder.is_rank or self._num_seeds < 4):
+            self._recorder.emit(
+                "seed", value=int(seed), line=user_line(), by_user=is_called_by_user()
+            )
+
+    def _note_dropout(
+        self, input: Foreign, p: float = 0.5, training: bool = True, *a: Any, **k: Any
+    ) -> None:
+        if training and 0 < p < 1:
+            self._note_mode("dropout", input)
+
+    def _note_batch_norm(self, input: Foreign, *rest: Any, **named: Any) -> None:
+        """Take batch_norm(input, running_mean, running_var, weight, bias, training, ...)."""
+        training = named.get("training", rest[4] if len(rest) > 4 else False)
+        mean = named.get("running_mean", rest[0] if rest else None)
+        if training and mean is not None:
+            self._note_mode("batch_norm", input)
+
+    def _note_mode(self, name: str, input: Foreign) -> None:
+        """Record a layer in train mode: the first of each pass, and a few more for dropout."""
+        torch = sys.modules["torch"]
+        has_grad = bool(torch.is_grad_enabled())
+        key = (name, self._loaders.current, has_grad)
+        number = self._seen[key] = self._seen.get(key, 0) + 1
+        if number > (MAX_DRAWS if name == "dropout" else 1) or torch.compiler.is_compiling():
+            return
+        if not self._recorder.is_rank or _is_updating_statistics():
+            return
+        state = ""
+        if name == "dropout":
+            is_cuda = input.is_cuda
+            numbers = torch.cuda.get_rng_state(input.device) if is_cuda else torch.get_rng_state()
+            state = f"{zlib.crc32(numbers.numpy()):08x}"
+        self._recorder.emit(
+            "mode",
+            op=name,
+            of=self._loaders.current,
+            has_grad=has_grad,
+            state=state,
+            number=number,
+            line=model_line(),
+        )
+
+    def _begin_fetch(self, fetcher: Foreign, *args: Any) -> Foreign:
+        self._num_fetches += 1
+        return _states() if self._num_fetches <= MAX_FETCHES else None
+
+    def _end_fetch(self, before: Foreign, result: Foreign, fetcher: Foreign, *args: Any) -> None:
+        if before is None:
+            return
+        after = _states()
+        drawn = {name: before[name] for name in before if after[name] != before[name]}
+        if drawn:
+            worker = sys.modules["torch"].utils.data.get_worker_info()
+            code: Foreign = getattr(type(fetcher.dataset).__getitem__, "__code__", None)
+            is_own = code is not None and not is_library(code.co_filename)
+            self._recorder.emit(
+                "augment",
+                drawn=drawn,
+                dataset=type(fetcher.dataset).__name__,
+                worker=None if worker is None else worker.id,
+                number=self._num_fetches,
+                line=f"{code.co_filename}:{code.co_firstlineno}" if is_own else "",
+            )
+
+    def forget(self) -> None:
+        """Begin anew in a forked child."""
+        self._num_fetches = 0
+
+
+def _states() -> dict[str, str]:
+    """Hash the states of the generators that a dataset may use."""
+    states = {"random": f"{zlib.crc32(repr(random.getstate()).encode()):08x}"}
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None:
+        states["torch"] = f"{zlib.crc32(torch.get_rng_state().numpy()):08x}"
+    if numpy is not None:
+        _, keys, *place = numpy.random.get_state()
+        states["numpy"] = f"{zlib.crc32(keys.tobytes() + repr(place).encode()):08x}"
+    return states
+
+
+def _is_updating_statistics() -> bool:
+    """Whether BatchNorm runs in train mode to gather statistics for averaged weights (SWA)."""
+    frame: Foreign = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("swa_utils.py"):
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,52 @@
+"""Starts the observer in each Python process of an audited program, before its first line.
+
+Python imports a module of this name at start up. The audit puts this folder on PYTHONPATH, so
+torchrun's ranks, spawned ranks and the workers of a DataLoader are reached too. The sitecustomize
+that would have been imported without the audit is imported afterwards.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+
+FOLDER_VARIABLE = "HARDENED_DDP_AUDIT_FOLDER"
+_PACKAGE = "ddp_doctor"
+
+
+def _start(folder: str) -> None:
+    """Import the observer without leaving a trace in the program's own imports."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    root = here
+    for _ in range(3):  # injected, audit, ddp_doctor
+        root = os.path.dirname(root)
+    sys.path.insert(0, root)
+    try:
+        from ddp_doctor.audit.injected.observer import start
+
+        start(folder)
+    finally:
+        sys.path.remove(root)
+        # WHY: the program may have a ddp_doctor of its own
+        for name in [n for n in sys.modules if n.split(".")[0] == _PACKAGE]:
+            del sys.modules[name]
+
+
+def _chain() -> None:
+    """Import the sitecustomize that this one hides, if there is one."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    # Children get this folder from PYTHONPATH again.
+    sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != here]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+if __name__ == "sitecustomize" and os.environ.get(FOLDER_VARIABLE):
+    try:
+        _start(os.environ[FOLDER_VARIABLE])
+    except Exception as error:  # the program must run, observed or not
+        print(f"audit: this process is not observed: {error!r}", file=sys.stderr)
+    _chain()

@@ -1,0 +1,295 @@
+"""Observes optimizer steps and backwards: what the ranks must have in common is recorded here.
+
+A sampled step has fingerprints of all gradients and parameters. The first ones are sampled, then
+every 2^k-th: a power of two, so that ranks with other costs have sampled steps in common.
+"""
+
+import time
+import weakref
+from typing import Any
+
+from ddp_doctor.audit.injected.fingerprints import UNREADABLE, fingerprints
+from ddp_doctor.audit.injected.loaders import Loaders
+from ddp_doctor.audit.injected.losses import loss_factor
+from ddp_doctor.audit.injected.optimizers import (
+    Optimizer,
+    is_compiling,
+    is_engine_loaded,
+    is_sharded,
+    parameters_of,
+    probe_values,
+    probes_of,
+    ratio,
+    rounded,
+    sampling_interval,
+)
+from ddp_doctor.audit.injected.recorder import Foreign, Recorder, user_line
+from ddp_doctor.audit.injected.replicas import Replicas
+
+FIRST_STEPS = 4  # all of them are sampled; then only as many as cost little
+STILL_AT = (4, 16, 48)
+"""Steps after which parameters that did not move are listed."""
+
+BY_HAND_AT = (3, 6, 12, 24, 48, 96)
+"""Numbers of backwards after which weights are looked at that no torch optimizer moves."""
+
+MAX_FACTORS = 8
+
+
+class Training:
+    """The optimizers and backwards of one process."""
+
+    def __init__(self, recorder: Recorder, loaders: Loaders, replicas: Replicas) -> None:
+        self._recorder, self._loaders, self._replicas = recorder, loaders, replicas
+        self._optimizers: weakref.WeakKeyDictionary[Foreign, Optimizer] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._held: set[int] = set()  # ids of parameters of all optimizers, also of those gone
+        self._every = 1
+        self._inside: Foreign = None
+        self._num_total = 0
+        self._last_step_at = self._last_cpu_s = 0.0
+        self._step_began_at = self._backward_s = 0.0
+        self._counts: dict[str, int] = {}
+        self._backward_line = ""
+        self._backward_lines: dict[str, int] = {}
+        self._factors: list[tuple[float, str]] = []
+        self._schedule_lines: set[str] = set()
+        self._weights_before: list[Foreign] = []
+        self._backward_before_s = 0.0
+        self.amp_scale = 1.0
+        self.is_sampled = True
+
+    def patch_optimizer(self, module: Foreign) -> None:
+        """Patch torch.optim.optimizer with its own global hooks."""
+        module.register_optimizer_step_pre_hook(self._recorder.guarded(self._before_step))
+        module.register_optimizer_step_post_hook(self._recorder.guarded(self._after_step))
+        self._recorder.wrap(module.Optimizer, "__init__", after=self._note_made)
+
+    def patch_autograd(self, module: Foreign) -> None:
+        """Patch torch.autograd."""
+        self._recorder.wrap(
+            module, "backward", before=self._before_backward, after=self._after_backward
+        )
+
+    def patch_schedulers(self, module: Foreign) -> None:
+        """Patch torch.optim.lr_scheduler: the line that sets other rates on one rank."""
+        for name in ("LRScheduler", "ReduceLROnPlateau"):
+            if hasattr(module, name):
+                self._recorder.wrap(getattr(module, name), "step", before=self._note_schedule)
+
+    def _note_schedule(self, *args: Any, **kwargs: Any) -> None:
+        if (line := user_line()) not in self._schedule_lines:
+            self._schedule_lines.add(line)
+            self._recorder.emit("schedule", line=line)
+
+    def _note_made(
+        self, token: Foreign, result: Foreign, optimizer: Foreign, *a: Any, **k: Any
+    ) -> None:
+        self._optimizers[optimizer] = Optimizer(len(self._optimizers), user_line())
+        self._held |= {id(p) for p in parameters_of(optimizer)}
+
+    def _before_step(self, optimizer: Foreign, args: Foreign, kwargs: Foreign) -> None:
+        if is_compiling():
+            return
+        began = time.perf_counter()
+        if self._inside is not None and self._inside is not optimizer:
+            return  # a step inside a step (ZeroRedundancyOptimizer): only the outer one counts
+        self._inside = optimizer
+        self._recorder.is_rank = True
+        known = self._optimizers.get(optimizer)
+        if known is None:
+            known = self._optimizers[optimizer] = Optimizer(len(self._optimizers), user_line())
+        if known.num_steps == 0:
+            self._describe(optimizer, known)
+        known.num_steps += 1
+        if self.is_sampled:
+            self._weights_before = fingerprints(probes_of(parameters_of(optimizer)))
+        self._step_began_at = time.perf_counter()
+        self._backward_before_s = self._backward_s
+        self._recorder.own_s += self._step_began_at - began
+
+    def _describe(self, optimizer: Foreign, known: Optimizer) -> None:
+        parameters, names = parameters_of(optimizer), self._replicas.names()
+        averaged = self._replicas.averaged()
+        known.first = fingerprints(parameters)
+        self._recorder.emit(
+            "optimizer",
+            o=known.number,
+            type=type(optimizer).__name__,
+            line=known.line,
+            names=[names.get(id(p), "") for p in parameters],
+            shapes=["x".join(map(str, p.shape)) for p in parameters],
+            made=[self._replicas.made_at.get(id(p), "") for p in parameters],
+            in_ddp=[int(id(p) in averaged) for p in parameters],
+            trainable=[int(p.requires_grad) for p in parameters],
+            numel=sum(p.numel() for p in parameters),
+            is_sharded=any(is_sharded(p) for p in parameters) or is_engine_loaded(),
+            first=known.first,
+        )
+
+    def _after_step(self, optimizer: Foreign, args: Foreign, kwargs: Foreign) -> None:
+        if is_compiling() or self._inside is not optimizer:
+            return
+        self._inside = None
+        if (known := self._optimizers.get(optimizer)) is None:
+            return
+        ended = time.perf_counter()
+        wall_s = ended - self._last_step_at if self._last_step_at else None
+        inner_s = self._backward_s - self._backward_before_s
+        # WHY CPU time, of this thread: on a busy machine the clock shows what others do
+        is_first = known.num_steps <= FIRST_STEPS
+        step_cpu_s = time.process_time() - self._last_cpu_s if is_first else 0.0
+        began_cpu_s = time.thread_time() if is_first else 0.0
+        fields: dict[str, Foreign] = {}
+        if self.is_sampled:
+            fields = self._sample(optimizer, known)
+        line = user_line()
+        if known.num_steps == FIRST_STEPS and wall_s:
+            used_s = time.thread_time() - began_cpu_s
+            self._every = sampling_interval(used_s, step_s=min(wall_s, step_cpu_s))
+        self._recorder.emit(
+            "step",
+            o=known.number,
+            n=known.num_steps,
+            line=line,
+            lr=[float(g["lr"]) for g in optimizer.param_groups if "lr" in g],
+            of=self._loaders.current,
+            batches=self._loaders.num_batches,
+            backwards=self._counts,
+            backward_line=self._backward_line,
+            backward_lines=self._backward_lines,
+            wall_s=rounded(wall_s),
+            wait_s=rounded(self._loaders.wait_s),
+            forward_s=rounded(self._replicas.forward_s),
+            backward_s=rounded(self._backward_s),
+            optimizer_s=rounded(ended - self._step_began_at - inner_s),
+            has_closure=inner_s > 0,
+            own_s=rounded(self._recorder.own_s),
+            **fields,
+        )
+        self._begin_next(known)
+
+    def _begin_next(self, known: Optimizer) -> None:
+        """Begin to count for the next step."""
+        self._counts, self._factors, self._backward_lines = {}, [], {}
+        self._backward_s, self._recorder.own_s = 0.0, 0.0
+        self._loaders.after_step()
+        self._replicas.after_step()
+        known.num_backwards, known.num_zero, known.last_values = 0, 0, None
+        upcoming = known.num_steps + 1
+        self.is_sampled = upcoming <= FIRST_STEPS or upcoming % self._every == 0
+        self._replicas.is_sampled = self.is_sampled
+        self._recorder.progress += 1
+        self._last_step_at = time.perf_counter()
+        self._last_cpu_s = time.process_time() if upcoming <= FIRST_STEPS else 0.0
+
+    def _sample(self, optimizer: Foreign, known: Optimizer) -> dict[str, Foreign]:
+        parameters = parameters_of(optimizer)
+        # WHY gradients after the step: with a closure (Lightning, LBFGS) backward runs inside it.
+        both = fingerprints([p.grad for p in parameters] + parameters)
+        gradients, weights = both[: len(parameters)], both[len(parameters) :]
+        if known.num_steps in STILL_AT:
+            self._emit_still(optimizer, known, gradients, weights)
+        local, values = known.last_values, probe_values(parameters)
+        return {
+            "g": gradients,
+            "w": weights,
+            "before": self._weights_before,
+            "buffers": self._replicas.buffers(),
+            "inputs": self._replicas.inputs,
+            "forward_line": self._replicas.forward_line,
+            "lines": self._replicas.lines(),
+            "factors": self._factors,
+            "amp_scale": self.amp_scale,
+            "ratio": ratio(local, values),
+            "values": None if self._replicas.living() else [local, values],
+            "num_zero": known.num_zero,
+            "num_looks": known.num_backwards,
+        }
+
+    def _emit_still(
+        self, optimizer: Foreign, known: Optimizer, gradients: list[Foreign], weights: list[Foreign]
+    ) -> None:
+        """List parameters that have gradients, and did not move although they should have."""
+        rates = [float(g.get("lr", 1)) for g in optimizer.param_groups for _ in g["params"]]
+        still = []
+        for i, parameter in enumerate(parameters_of(optimizer)):
+            if gradients[i] in (None, 0, UNREADABLE) or weights[i] != known.first[i]:
+                continue
+            # WHY: rounding may keep a parameter with tiny gradients, as a bias before BatchNorm
+            size = parameter.detach().abs().max().clamp_min(1e-30)
+            if rates[i] == 0 or rates[i] * float(parameter.grad.abs().max() / size) > 1e-6:
+                still.append([i, rates[i]])
+        self._held |= {id(p) for other in list(self._optimizers) for p in parameters_of(other)}
+        names = self._replicas.names()
+        orphans = [
+            names.get(id(p), "")
+            for _, ddp in self._replicas.living()
+            for p in ddp.module.parameters()
+            if p.requires_grad and id(p) not in self._held
+        ]
+        self._recorder.emit(
+            "still", o=known.number, n=known.num_steps, still=still, orphans=orphans
+        )
+
+    def _before_backward(self, tensors: Foreign, *args: Any, **kwargs: Any) -> float:
+        began = time.perf_counter()
+        self._num_total += 1
+        self._recorder.progress += 1
+        counts = self._replicas.count_backward()
+        for name, number in counts.items():
+            self._counts[name] = self._counts.get(name, 0) + number
+        self._counts["all"] = self._counts.get("all", 0) + 1
+        self._backward_line = user_line()
+        lines = self._backward_lines
+        lines[self._backward_line] = lines.get(self._backward_line, 0) + 1
+        if self.is_sampled:
+            self._look(tensors)
+        if self._num_total in BY_HAND_AT:
+            self._look_by_hand()
+        self._recorder.own_s += time.perf_counter() - began
+        return time.perf_counter()
+
+    def _look(self, tensors: Foreign) -> None:
+        loss = tensors if hasattr(tensors, "grad_fn") else tensors[0] if len(tensors) == 1 else None
+        if loss is not None and len(self._factors) < MAX_FACTORS:
+            self._factors.append(loss_factor(loss))
+        for optimizer, known in list(self._optimizers.items()):
+            known.num_backwards += 1
+            probes = probes_of(parameters_of(optimizer))
+            if all(p.grad is None or not bool(p.grad.any()) for p in probes):
+                known.num_zero += 1
+
+    def _look_by_hand(self) -> None:
+        """Look at weights that may be moved without an optimizer of torch."""
+        living = self._replicas.living()
+        if living and not any(known.num_steps for known in self._optimizers.values()):
+            parameters = [p for _, ddp in living for p in ddp.module.parameters()]
+            self._recorder.emit(
+                "by_hand",
+                n=self._num_total,
+                names=[n for _, ddp in living for n, _ in ddp.module.named_parameters()],
+                w=fingerprints(parameters),
+                line=self._backward_line,
+            )
+
+    def _after_backward(self, began: float, *args: Any, **kwargs: Any) -> None:
+        ended = time.perf_counter()
+        self._backward_s += ended - began
+        if self.is_sampled and self._inside is None:
+            for optimizer, known in list(self._optimizers.items()):
+                known.last_values = probe_values(parameters_of(optimizer))
+        self._recorder.own_s += time.perf_counter() - ended
+
+    def next_steps(self) -> dict[int, int]:
+        """Give the number of the step that comes next, by optimizer."""
+        return {known.number: known.num_steps + 1 for known in self._optimizers.values()}
+
+    def all_gradients(self) -> list[Foreign]:
+        """List the gradients of all optimizers; None where there is none."""
+        return [p.grad for optimizer in list(self._optimizers) for p in parameters_of(optimizer)]
+
+    def forget(self) -> None:
+        """Begin anew in a forked child."""
+        self._optimizers.clear()

@@ -1,0 +1,253 @@
+"""Judges the data: does each rank get its own samples, each sample once, in a new order each epoch?
+
+Passes are matched between ranks by the line of their DataLoader. Equal indices mean equal samples
+only if the contents agree: ranks may have parts of their own. Contents may be augmented: one equal
+column (a label, a text) of a batch is enough.
+"""
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ddp_doctor.audit.records import Rank, Ranks, Record
+from ddp_doctor.audit.verdict import Verdict, at
+
+SAME = 0.9
+"""Share of equal places from which two orders count as the same."""
+
+FEWEST = 8
+"""Samples: with fewer of them nothing is said."""
+
+Key = tuple[str, int, int]
+"""A pass on all ranks: line of the loader, which loader of that line, which pass over it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Pass:
+    """One iteration of one rank over a loader."""
+
+    about: Record
+    trains: bool
+    indices: list[int] = field(default_factory=list)
+    keys: list[tuple[str, ...]] = field(default_factory=list)
+    """One per sample: a hash of each column."""
+
+    num_seen: int = 0
+    num_batches: int | None = None
+    """Of a pass that came to its end."""
+
+    batch_size: int = 1
+    ended_at: float = 0.0
+
+
+def read_passes(rank: Rank) -> dict[Key, Pass]:
+    """Collect the passes of a rank."""
+    trained = rank.trained_passes()
+    names: dict[int, tuple[str, int]] = {}
+    counts: Counter[str] = Counter()
+    passes: dict[Key, Pass] = {}
+    for about in rank.all("pass"):
+        if about["loader"] not in names:
+            names[about["loader"]] = (about["made"], counts[about["made"]])
+            counts[about["made"]] += 1
+        key = (*names[about["loader"]], about["number"])
+        passes[key] = Pass(about=about, trains=(about["loader"], about["number"]) in trained)
+    for batch in rank.all("batch"):
+        of = passes[(*names[batch["loader"]], batch["number"])]
+        of.num_seen += 1
+        of.indices += batch["indices"] or []
+        of.batch_size = max(of.batch_size, batch["size"])
+        columns = [[text[i : i + 8] for i in range(0, len(text), 8)] for text in batch["hashes"]]
+        of.keys += list(zip(*columns, strict=True)) if columns else []
+    for end in rank.all("end"):
+        of = passes[(*names[end["loader"]], end["number"])]
+        of.num_batches, of.ended_at = end["batches"], end["t"]
+    return passes
+
+
+def judge_samples(ranks: Ranks) -> Iterator[Verdict]:
+    """Yield what is wrong with the samples of training."""
+    by_key: dict[Key, dict[int, Pass]] = defaultdict(dict)
+    for rank in ranks:
+        for key, one in read_passes(rank).items():
+            if one.trains:
+                by_key[key][rank.number] = one
+    for key, by_rank in by_key.items():
+        pairs = itertools.combinations(sorted(by_rank), 2)
+        found = [v for a, b in pairs for v in _pair(a, by_rank[a], b, by_rank[b], ranks)]
+        yield from found[:1]
+        if not found:
+            yield from _coverage(by_rank, ranks)
+        yield from _repeated(by_rank)
+        yield from _order(by_rank, by_key.get((key[0], key[1], key[2] + 1), {}))
+        yield from _uneven(by_rank, ranks)
+    if not by_key:
+        yield from _inputs(ranks)
+
+
+def _are_same_set(x: Pass, y: Pass) -> bool:
+    """Whether equal indices are equal samples on two ranks."""
+    if not x.indices or not y.indices:
+        return False
+    if x.about["base"] == "part" or y.about["base"] == "part":
+        return False
+    mine, yours = (dict(zip(p.indices, p.keys, strict=False)) for p in (x, y))
+    both = [i for i in mine if i in yours]
+    if len(both) < 4:
+        return bool(x.about["size"] == y.about["size"])
+    return any(
+        sum(mine[i][c] == yours[i][c] for i in both) >= 0.98 * len(both)
+        and len({mine[i][c] for i in both}) > 1
+        for c in range(len(mine[both[0]]))
+    )
+
+
+def _pair(a: int, x: Pass, b: int, y: Pass, ranks: Ranks) -> Iterator[Verdict]:
+    by_index = _are_same_set(x, y)
+    mine: Sequence[object] = x.indices if by_index else x.keys
+    yours: Sequence[object] = y.indices if by_index else y.keys
+    number = min(len(mine), len(yours))
+    if number < FEWEST:
+        return
+    own, theirs = set(mine), set(yours)
+    both = len(own & theirs)
+    # Without indices, equal contents may be other samples: labels, tokens of a small vocabulary.
+    is_varied = by_index or len(own) > 0.5 * len(mine)
+    is_equal = sum(m == n for m, n in zip(mine, yours, strict=False)) > SAME * number
+    repeats = 1 - len(own) / len(mine)
+    where = f"pass {x.about['number']}, sampler {x.about['sampler']}"
+    if is_equal and is_varied and len(own) >= min(FEWEST, number):
+        yield Verdict(
+            code="same-samples",
+            sentence=f"ranks {a} and {b} train on the same samples in the same order: "
+            f"{ranks.world_size} ranks do the work of one",
+            **at(x.about["made"]),
+            evidence=(f"{number} samples compared ({where})", f"loop: {x.about['line']}"),
+        )
+        return
+    chance = 0.5 * len(own) * len(theirs) / max(x.about["size"] or 0, len(own | theirs))
+    # WHY the batch: a sampler pads its last one
+    is_much = both > ranks.world_size * max(x.batch_size, y.batch_size) // 2 and both >= max(
+        chance, 0.2 * min(len(own), len(theirs))
+    )
+    replaces = repeats > 0.05 or "Weighted" in x.about["sampler"]
+    if is_much and is_varied and not replaces:
+        yield Verdict(
+            code="samples-overlap",
+            sentence=f"ranks {a} and {b} share samples within one epoch: the loader is not split "
+            "over the ranks",
+            **at(x.about["made"]),
+            evidence=(f"{both} of {min(len(own), len(theirs))} samples are shared ({where})",),
+        )
+
+
+def _coverage(by_rank: dict[int, Pass], ranks: Ranks) -> Iterator[Verdict]:
+    """Yield a sampler that leaves out samples which no rank gets."""
+    passes = list(by_rank.values())
+    first = passes[0]
+    is_whole = len(by_rank) == ranks.world_size and all(p.num_batches for p in passes)
+    if not is_whole or not first.indices or first.about["base"] == "part":
+        return
+    if any(len(p.indices) < (p.num_batches or 0) for p in passes):
+        return
+    declared = first.about["replicas"]
+    size, used = first.about["size"] or 0, set().union(*(p.indices for p in passes))
+    is_split = all(_are_same_set(first, other) for other in passes[1:])
+    missing = size - len(used)
+    is_wrong = declared is not None and declared != ranks.world_size
+    if is_split and is_wrong and missing > ranks.world_size * first.batch_size:
+        yield Verdict(
+            code="samples-missing",
+            sentence=f"{missing} of {size} samples are used by no rank: the sampler splits for "
+            f"{declared} ranks, and there are {ranks.world_size}",
+            **at(first.about["made"]),
+            evidence=(f"{len(used)} samples used in pass {first.about['number']}",),
+        )
+
+
+def _repeated(by_rank: dict[int, Pass]) -> Iterator[Verdict]:
+    """Yield an iterable dataset that every worker gives in full."""
+    one = next(iter(by_rank.values()))
+    workers = one.about["workers"]
+    if one.indices or workers < 2 or len(one.keys) < FEWEST * workers:
+        return
+    counts = Counter(Counter(one.keys).values())
+    num_distinct = sum(counts.values())
+    if counts[workers] + counts[workers - 1] > SAME * num_distinct and counts[1] < num_distinct / 2:
+        yield Verdict(
+            code="samples-repeated",
+            sentence=f"each sample comes {workers} times: every one of the {workers} workers reads "
+            "the whole dataset",
+            **at(one.about["made"]),
+            evidence=(f"{num_distinct} different samples among {len(one.keys)}",),
+        )
+
+
+def _order(by_rank: dict[int, Pass], following: dict[int, Pass]) -> Iterator[Verdict]:
+    for number, one in list(by_rank.items())[:1]:
+        other = following.get(number)
+        if other is None:
+            return
+        mine: Sequence[object] = one.indices or one.keys
+        yours: Sequence[object] = other.indices or other.keys
+        length = min(len(mine), len(yours))
+        about = one.about
+        is_long = length >= max(FEWEST, min(3 * one.batch_size, len(mine)))
+        if not is_long or mine[:length] != yours[:length] or len(set(mine)) <= length / 2:
+            return
+        if not about["shuffles"] or (not about["has_set_epoch"] and about["base"] == "part"):
+            return
+        yield Verdict(
+            code="same-order",
+            sentence="two epochs have the same order, though the sampler shuffles: "
+            + (
+                "set_epoch(epoch) is not called"
+                if about["has_set_epoch"]
+                else "its generator is seeded anew in each epoch"
+            ),
+            **at(about["line"]),
+            evidence=(
+                f"{length} samples of passes {about['number']} and {about['number'] + 1} are in "
+                f"the same order ({about['sampler']})",
+                f"loader: {about['made']}",
+            ),
+        )
+
+
+def _uneven(by_rank: dict[int, Pass], ranks: Ranks) -> Iterator[Verdict]:
+    counts = {number: one.num_batches or one.num_seen for number, one in by_rank.items()}
+    ended = [one.num_batches for one in by_rank.values() if one.num_batches]
+    joins = any(rank.all("join") for rank in ranks)
+    if len(by_rank) < 2 or joins or not ended or min(ended) >= max(counts.values()):
+        return
+    about = next(iter(by_rank.values())).about
+    told = ", ".join(f"rank {number}: {count}" for number, count in counts.items())
+    yield Verdict(
+        code="uneven-steps",
+        sentence="the ranks have other numbers of batches in one epoch: who has more waits for "
+        "ever in its next all-reduce",
+        **at(about["line"]),
+        evidence=(f"batches in pass {about['number']}: {told}",),
+    )
+
+
+def _inputs(ranks: Ranks) -> Iterator[Verdict]:
+    """Yield equal inputs of DDP's forward where no DataLoader is used."""
+    inputs = [
+        [x for step in rank.all("step") for x in step.get("inputs", []) if x is not None]
+        for rank in ranks
+    ]
+    for number, (mine, yours) in enumerate(itertools.pairwise(inputs)):
+        own, theirs = set(mine), set(yours)
+        # WHY half of them: one rank may have drawn a few more, for an evaluation
+        if min(len(own), len(theirs)) >= 4 and len(own & theirs) > 0.5 * len(own):
+            step = next(s for s in ranks.first.all("step") if s.get("inputs"))
+            yield Verdict(
+                code="same-samples",
+                sentence=f"ranks {number} and {number + 1} train on the same batches: "
+                f"{ranks.world_size} ranks do the work of one",
+                **at(step["forward_line"]),
+                evidence=(f"{len(own & theirs)} of {len(own)} inputs of DDP's forward are equal",),
+            )
+            return

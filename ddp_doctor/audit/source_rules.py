@@ -1,0 +1,238 @@
+"""What can be seen in a file without running it, one rule each.
+
+A rule yields nothing where it is not sure: helpers in other files, frameworks that do the work
+themselves, and conditions that may depend on the rank all count in favour of the program.
+"""
+
+import ast
+from collections.abc import Callable, Iterator
+
+from ddp_doctor.audit.script import (
+    FRAMEWORKS,
+    LOOPS,
+    OTHER_LAUNCHERS,
+    Script,
+    found,
+    last_name,
+    names_in,
+)
+from ddp_doctor.audit.source_collectives import (
+    find_one_rank_collective,
+    find_one_rank_forward,
+)
+from ddp_doctor.audit.verdict import Verdict
+
+_OPENERS = ("BytesIO", "open", "StringIO", "NamedTemporaryFile", "TemporaryFile", "mkstemp")
+_UNIQUE = ("rank", "pid", "uuid", "temp", "tmp", "buf", "worker", "hostname", "node", "gpu")
+
+
+def find_bypass(script: Script) -> Iterator[Verdict]:
+    """Yield calls of model.module(x) whose loss goes backward in the same loop or function."""
+    for call in script.calls("module"):
+        function = call.func
+        if not isinstance(function, ast.Attribute):
+            continue
+        model = ast.unparse(function.value)
+        # WHY a function, too: that of one batch has no loop in it
+        scopes = (*LOOPS, ast.FunctionDef)
+        scope = next((n for n in script.above(call) if isinstance(n, scopes)), None)
+        if model not in script.ddp_models or scope is None or script.is_without_grad(call):
+            continue
+        inside = list(ast.walk(scope))
+        is_also_whole = any(
+            isinstance(n, ast.Call) and ast.unparse(n.func) == model for n in inside
+        )
+        if not is_also_whole and _reaches_backward(call, scope):
+            yield found(
+                script,
+                call,
+                "bypasses-ddp",
+                f"{model}.module(...) is called in training: DDP's forward does not run, so the "
+                "gradients are not averaged and every rank trains a model of its own",
+            )
+
+
+def _reaches_backward(call: ast.Call, scope: ast.AST) -> bool:
+    """Whether a value made by a call flows, by assignments around it, into a backward."""
+
+    def carries(node: ast.AST, names: set[str]) -> bool:
+        return any(n is call or (isinstance(n, ast.Name) and n.id in names) for n in ast.walk(node))
+
+    tainted: set[str] = set()
+    is_reached = False
+    statements = sorted(
+        (n for n in ast.walk(scope) if isinstance(n, ast.Assign | ast.AugAssign | ast.Call)),
+        key=lambda n: (n.lineno, n.col_offset),
+    )
+    for node in statements:
+        if isinstance(node, ast.Assign) and carries(node.value, tainted):
+            tainted |= {n.id for t in node.targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+        elif isinstance(node, ast.AugAssign) and carries(node.value, tainted):
+            tainted |= {node.target.id} if isinstance(node.target, ast.Name) else set()
+        elif isinstance(node, ast.Call) and last_name(node.func) == "backward":
+            is_reached = is_reached or carries(node, tainted)
+    return is_reached
+
+
+def find_missing_set_epoch(script: Script) -> Iterator[Verdict]:
+    """Yield shuffling DistributedSamplers of a training that never calls set_epoch."""
+    trains = any(True for _ in script.calls("backward"))
+    if "set_epoch" in script.text or not trains or script.imports_any(FRAMEWORKS):
+        return
+    if not any(_is_epoch_loop(node) for node in script.nodes):
+        return
+    for call in script.calls("DistributedSampler"):
+        shuffle = next((k.value for k in call.keywords if k.arg == "shuffle"), None)
+        statement = next((n for n in script.above(call) if isinstance(n, ast.stmt)), None)
+        words = ast.unparse(statement).lower() if statement else ""
+        is_eval = any(word in words for word in ("val", "test", "eval", "dev", "pred"))
+        # WHY True only: a name or an expression may be False when it runs
+        if not is_eval and (shuffle is None or ast.unparse(shuffle) == "True"):
+            yield found(
+                script,
+                call,
+                "set-epoch-missing",
+                "this DistributedSampler shuffles, but set_epoch is called nowhere in the file: "
+                "all epochs have the same order",
+            )
+
+
+def _is_epoch_loop(node: ast.AST) -> bool:
+    """Whether a loop is named so, or goes over a number and has a loop over batches in it."""
+    if not isinstance(node, ast.For):
+        return False
+    words = (ast.unparse(node.target) + " " + ast.unparse(node.iter)).lower()
+    return "epoch" in words or (_counts(node) and any(map(_trains_on_batches, ast.walk(node))))
+
+
+def _counts(loop: ast.For) -> bool:
+    return isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "range"
+
+
+def _trains_on_batches(node: ast.AST) -> bool:
+    # WHY not a loop that counts: it may go over the micro-batches of one step
+    return (
+        isinstance(node, ast.For)
+        and not _counts(node)
+        and any(isinstance(n, ast.Attribute) and n.attr == "backward" for n in ast.walk(node))
+    )
+
+
+def find_save_on_all_ranks(script: Script) -> Iterator[Verdict]:
+    """Yield torch.save to a fixed path that every rank reaches."""
+    if not script.is_distributed:
+        return
+    for call in script.calls("save"):
+        if ast.unparse(call.func) != "torch.save" or len(call.args) < 2:
+            continue
+        if script.is_for_some_ranks(call) or not _is_fixed_path(script, call.args[1]):
+            continue
+        function = script.function_of(call)
+        if isinstance(function, ast.Lambda):
+            continue
+        name = getattr(function, "name", "")
+        callers = list(script.calls(name)) if name else []
+        # WHY: who is called from other files only, nobody knows
+        is_unsure = not callers or any(map(script.is_for_some_ranks, callers))
+        if name and is_unsure and name != "main" and name not in _spawned(script):
+            continue
+        yield found(
+            script,
+            call,
+            "save-on-all-ranks",
+            f"torch.save writes {ast.unparse(call.args[1])} on every rank at the same time",
+        )
+
+
+def _spawned(script: Script) -> set[str]:
+    """Collect the functions that spawn runs on every rank."""
+    return {last_name(call.args[0]) for call in script.calls("spawn") if call.args}
+
+
+def _is_fixed_path(script: Script, path: ast.expr) -> bool:
+    """Whether a path is surely the same on all ranks: only texts, and names made of texts."""
+    if any(part in name.lower() for name in names_in(path) for part in (*_UNIQUE, *_OPENERS)):
+        return False
+    if isinstance(path, ast.Constant):
+        return isinstance(path.value, str) and not path.value.startswith("/dev/")
+    if isinstance(path, ast.JoinedStr):
+        return True
+    if isinstance(path, ast.Name):
+        values = [
+            node.value
+            for node in script.nodes
+            if isinstance(node, ast.Assign)
+            and any(isinstance(t, ast.Name) and t.id == path.id for t in node.targets)
+        ]
+        return bool(values) and all(
+            not isinstance(value, ast.Name) and _is_fixed_path(script, value) for value in values
+        )
+    if isinstance(path, ast.BinOp):
+        return isinstance(path.right, ast.Constant) or isinstance(path.left, ast.Constant)
+    return isinstance(path, ast.Call) and last_name(path.func) == "join"
+
+
+def find_local_rank_argument(script: Script) -> Iterator[Verdict]:
+    """Yield --local_rank options of scripts that never read LOCAL_RANK."""
+    if "LOCAL_RANK" in script.text or script.imports_any(FRAMEWORKS):
+        return
+    starts = any(True for name in ("spawn", "Process") for _ in script.calls(name))
+    if starts or not script.is_distributed:
+        return
+    for call in script.calls("add_argument"):
+        words = {arg.value for arg in call.args if isinstance(arg, ast.Constant)}
+        if words & {"--local_rank", "--local-rank"}:
+            yield found(
+                script,
+                call,
+                "local-rank-argument",
+                "torchrun passes no --local_rank (torch.distributed.launch did): the option keeps "
+                "its default, so all ranks use one device",
+            )
+
+
+def find_hard_coded_device(script: Script) -> Iterator[Verdict]:
+    """Yield devices with a fixed index in a script that runs on all ranks."""
+    if not script.is_distributed or script.imports_any(OTHER_LAUNCHERS):
+        return
+    for node in script.nodes:
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        name, first = ast.unparse(node.func), node.args[0]
+        value = first.value if isinstance(first, ast.Constant) else None
+        is_index = type(value) is int and last_name(node.func) in ("cuda", "set_device")
+        is_named = isinstance(value, str) and value.startswith(("cuda:", "xpu:", "npu:"))
+        takes_device = last_name(node.func) in ("to", "cuda", "device", "set_device")
+        if not (is_index or (is_named and takes_device)) or any(script.branches_of(node)):
+            continue
+        if name.startswith(("torch.load", "tl.")) or not _is_top_of_training(script, node):
+            continue
+        yield found(
+            script,
+            node,
+            "hard-coded-device",
+            f"{ast.unparse(node)} names the same GPU on every rank",
+        )
+
+
+def _is_top_of_training(script: Script, node: ast.AST) -> bool:
+    """Whether the function also sets up DDP, or is the file itself: no helper for one GPU."""
+    function = script.function_of(node)
+    words = {last_name(n.func) for n in ast.walk(function) if isinstance(n, ast.Call)}
+    return bool(words & {"DistributedDataParallel", "DDP", "init_process_group"})
+
+
+RULES: tuple[Callable[[Script], Iterator[Verdict]], ...] = (
+    find_bypass,
+    find_missing_set_epoch,
+    find_one_rank_collective,
+    find_one_rank_forward,
+    find_save_on_all_ranks,
+    find_local_rank_argument,
+    find_hard_coded_device,
+)
+
+
+def read_script(script: Script) -> list[Verdict]:
+    """Apply all rules to one file."""
+    return [verdict for rule in RULES for verdict in rule(script)]

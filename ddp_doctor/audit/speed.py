@@ -1,0 +1,160 @@
+"""Where the time of a step goes on each rank, and what would make it shorter. Advice only."""
+
+from collections.abc import Iterator
+from statistics import median
+
+from ddp_doctor.audit.records import Rank, Ranks, Record
+from ddp_doctor.audit.verdict import Verdict, at
+
+PARTS = ("wait_s", "forward_s", "backward_s", "optimizer_s")
+_NAMES = {
+    "wait_s": "data",
+    "forward_s": "forward",
+    "backward_s": "backward and all-reduce",
+    "optimizer_s": "optimizer",
+}
+SLOW = 1.3
+"""Times the others' own work: then a rank is slow."""
+
+LEAST_MS = 1.0
+"""What a rank must be slower by in each step: less is noise."""
+
+MUCH = 0.2
+"""Share of a step from which waiting for data is worth a word."""
+
+FEWEST = 6
+"""Steps: the first ones are warm-up."""
+
+
+def split_times(rank: Rank) -> dict[str, float]:
+    """Give the median milliseconds of a step, and of its parts."""
+    steps = [s for s in rank.all("step") if s["wall_s"]][2:]
+    if len(steps) < FEWEST:
+        return {}
+    times = {name: 1e3 * median(step[name] for step in steps) for name in PARTS}
+    times["step"] = 1e3 * median(step["wall_s"] for step in steps)
+    times["audit"] = 1e3 * median(step["own_s"] for step in steps)
+    times["other"] = max(0.0, times["step"] - sum(times[name] for name in PARTS) - times["audit"])
+    return times
+
+
+def time_lines(ranks: Ranks) -> list[str]:
+    """Write the times of all ranks as a table."""
+    rows = [(rank.number, times) for rank in ranks if (times := split_times(rank))]
+    if not rows:
+        return []
+    lines = ["time of a step in ms (median); what DDP's forward does not cover is other"]
+    for number, times in rows:
+        parts = [f"{_NAMES[name]} {times[name]:.1f}" for name in PARTS]
+        parts += [f"other {times['other']:.1f}", f"the audit itself {times['audit']:.1f}"]
+        lines.append(f"  rank {number}: {times['step']:.1f} = {', '.join(parts)}")
+    return lines
+
+
+def judge_speed(ranks: Ranks) -> Iterator[Verdict]:
+    """Yield advice, each with its measured share."""
+    times = {rank.number: split_times(rank) for rank in ranks}
+    if len(times) > 1 and all(times.values()):
+        yield from _slow_rank(ranks, times)
+    first = times[ranks.first.number]
+    if first:
+        yield from _data(ranks.first, first)
+    for wrap in ranks.first.all("ddp"):
+        yield from _ddp(ranks.first, wrap, first)
+
+
+def _slow_rank(ranks: Ranks, times: dict[int, dict[str, float]]) -> Iterator[Verdict]:
+    # WHY not backward: in it the fast ranks wait for the slow one. In forward, too, if it begins
+    # with a broadcast of the buffers.
+    waits = any(wrap["broadcasts"] and wrap["num_norms"] for wrap in ranks.first.all("ddp"))
+    parts = ("wait_s", "other") if waits else ("wait_s", "forward_s", "other")
+    work = {n: sum(t[part] for part in parts) for n, t in times.items()}
+    slow = max(work, key=lambda n: work[n])
+    others = median(ms for number, ms in work.items() if number != slow)
+    least_ms = max(LEAST_MS, 0.1 * times[slow]["step"])
+    if work[slow] > SLOW * others and work[slow] - others > least_ms:
+        part = max(
+            parts,
+            key=lambda p: times[slow][p] - median(t[p] for n, t in times.items() if n != slow),
+        )
+        step = ranks.by_number[slow].all("step")[0]
+        yield Verdict(
+            code="slow-rank",
+            sentence=f"rank {slow} is slow, and all others wait for it: {work[slow]:.1f} ms of "
+            f"own work per step, the others {others:.1f}; most of it in "
+            f"{_NAMES.get(part, 'code outside the forward')}",
+            **at(step["line"]),
+            evidence=(f"a step takes {times[slow]['step']:.1f} ms",),
+        )
+
+
+def _data(rank: Rank, times: dict[str, float]) -> Iterator[Verdict]:
+    share = times["wait_s"] / times["step"]
+    about = next(iter(rank.all("pass")), None)
+    if about and share > MUCH:
+        workers = about["workers"]
+        yield Verdict(
+            code="slow-data",
+            sentence=f"{share:.0%} of a step is spent waiting for data, with num_workers={workers}",
+            **at(about["made"]),
+            evidence=(f"{times['wait_s']:.1f} of {times['step']:.1f} ms",),
+        )
+
+
+def _ddp(rank: Rank, wrap: Record, times: dict[str, float]) -> Iterator[Verdict]:
+    steps = [s for s in rank.all("step") if "g" in s]
+    is_only = len(rank.all("ddp")) == 1
+    unused = [{i for i, g in enumerate(step["g"]) if g is None} for step in steps]
+    if wrap["find_unused"] and is_only and len(steps) > 3 and len(rank.all("optimizer")) == 1:
+        if not any(unused):
+            yield Verdict(
+                code="find-unused-needless",
+                sentence="find_unused_parameters=True searches the graph in every step, and every "
+                "parameter had a gradient",
+                **at(wrap["line"]),
+                evidence=(f"{len(steps)} steps looked at",),
+            )
+        elif all(some == unused[0] for some in unused) and not wrap["static_graph"]:
+            yield Verdict(
+                code="static-graph-possible",
+                sentence="the same parameters are unused in every step: static_graph=True needs "
+                "no search",
+                **at(wrap["line"]),
+                evidence=(f"{len(unused[0])} unused parameters in {len(steps)} steps",),
+            )
+    if not wrap["bucket_view"] and wrap["numel"] > 1_000_000:
+        size_mb = wrap["numel"] * 4 / 2**20
+        yield Verdict(
+            code="bucket-view-possible",
+            sentence=f"gradient_as_bucket_view=True saves {size_mb:.0f} MiB per rank and a copy of "
+            "all gradients",
+            **at(wrap["line"]),
+            evidence=(f"{wrap['numel']} parameters",),
+        )
+    needless = [
+        s
+        for s in steps[1:]
+        if s["backwards"].get("sync", 0) > 1
+        and not s["backwards"].get("no_sync")
+        and not s["has_closure"]
+        and len(s["backward_lines"]) == 1
+    ]
+    late = [s for s in steps[1:] if s["backwards"].get("late")]
+    if late:
+        yield Verdict(
+            code="no-sync-without-effect",
+            sentence="no_sync() covers the backward only: DDP decides in the forward, so all "
+            "gradients are averaged all the same",
+            **at(late[0]["backward_line"]),
+            evidence=(f"{late[0]['backwards']['late']} backwards of a step",),
+        )
+    elif is_only and len(needless) > 2:
+        number = needless[0]["backwards"]["sync"]
+        share = times["backward_s"] / times["step"] if times else 0.0
+        yield Verdict(
+            code="no-sync-missing",
+            sentence=f"the gradients are averaged {number} times per step: under no_sync() once "
+            "would do",
+            **at(needless[0]["backward_line"]),
+            evidence=(f"backward with all-reduce takes {share:.0%} of a step",),
+        )

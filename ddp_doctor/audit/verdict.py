@@ -1,0 +1,113 @@
+"""What an audit finds: a code, how bad it is, a sentence, the user's line, evidence, the fix.
+
+Owns the form of a verdict, and both ways to print it: text for people, JSON for programs.
+Does not own: which verdicts there are (catalogue.py), what leads to them.
+"""
+
+import json
+import os
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from ddp_doctor.audit.catalogue import CATALOGUE, Severity
+
+WIDTH = 100
+_INDENT = "    "
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """One thing that is wrong, or could be faster."""
+
+    code: str
+    """A key of CATALOGUE."""
+
+    sentence: str
+    file: str = ""
+    """The user's file; empty if no line of it is to blame."""
+
+    line: int = 0
+    evidence: tuple[str, ...] = ()
+    softened: bool = False
+    """It is true, but may be meant so, or follows from another verdict: advice only."""
+
+    @property
+    def severity(self) -> Severity:
+        return "advice" if self.softened else CATALOGUE[self.code].severity
+
+    @property
+    def is_mistake(self) -> bool:
+        return self.severity != "advice"
+
+    @property
+    def place(self) -> str:
+        return f"{shown_path(self.file)}:{self.line}" if self.file else ""
+
+
+class Place(TypedDict):
+    """The keyword arguments file and line of a Verdict."""
+
+    file: str
+    line: int
+
+
+def at(place: str) -> Place:
+    """Split FILE:LINE, as a record has it; an empty one stays empty."""
+    file, _, line = place.rpartition(":")
+    return {"file": file, "line": int(line)} if line.isdigit() else {"file": "", "line": 0}
+
+
+def shown_path(path: str) -> str:
+    """Give a path as a reader would type it here: relative, unless that leads upwards."""
+    relative = os.path.relpath(path) if os.path.isabs(path) else path
+    return path if relative.startswith("..") else relative
+
+
+def in_order(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Sort: errors first, then by place."""
+    order = ("error", "warning", "advice")
+    return sorted(verdicts, key=lambda v: (order.index(v.severity), v.file, v.line, v.code))
+
+
+def as_json(verdicts: Sequence[Verdict], *, was_observed: bool = True, num_ranks: int = 0) -> str:
+    """Write the verdicts for programs. Unobserved is never healthy.
+
+    num_ranks: how many ranks were compared; 0 for a source.
+    """
+    rows = [
+        {
+            "code": verdict.code,
+            "severity": verdict.severity,
+            "sentence": verdict.sentence,
+            "file": verdict.file,
+            "line": verdict.line,
+            "evidence": list(verdict.evidence),
+        }
+        for verdict in in_order(verdicts)
+    ]
+    is_healthy = was_observed and not any(verdict.is_mistake for verdict in verdicts)
+    report = {"verdicts": rows, "healthy": is_healthy}
+    return json.dumps(report | ({"ranks": num_ranks} if num_ranks else {}), indent=2)
+
+
+def as_text(verdicts: Sequence[Verdict]) -> list[str]:
+    """Write the verdicts for people: the worst first, each with what to do."""
+    lines: list[str] = []
+    for verdict in in_order(verdicts):
+        head = f"{verdict.severity} {verdict.code}"
+        lines.append(f"{verdict.place}: {head}" if verdict.file else head)
+        lines += _wrapped(verdict.sentence)
+        for fact in verdict.evidence:
+            lines += _wrapped(f"seen: {fact}")
+        lines += [*_wrapped(f"fix: {CATALOGUE[verdict.code].fix}"), ""]
+    return lines
+
+
+def _wrapped(text: str) -> list[str]:
+    first, *others = text.splitlines() or [""]
+    lines = textwrap.wrap(
+        first, WIDTH - len(_INDENT), break_long_words=False, break_on_hyphens=False
+    )
+    return [_INDENT + line for line in (*lines, *others)]

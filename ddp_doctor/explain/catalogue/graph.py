@@ -1,0 +1,199 @@
+"""Causes in the model and its graph: what DDP expects of forward and backward."""
+
+from ddp_doctor.explain.events import Blame, Cause, Fix, Tier
+
+_REDUCER = "torch/csrc/distributed/c10d/reducer.cpp"
+
+
+CAUSES = (
+    Cause(
+        code="graph-unused",
+        title="parameters of the model got no gradient in the last backward",
+        phrases=(
+            r"Expected to have finished reduction in the prior iteration before starting a new "
+            r"one\."
+            r" This error indicates that your module has parameters",
+            r"[Pp]arameter indices which did not receive grad for rank (?P<ranks>\d+): "
+            r"(?P<indices>[\d ]+)",
+            r"[Pp]arameters which did not receive grad for rank (?P<ranks>\d+): (?P<names>.+)",
+            r"parameters (?:in this model |that )were not used in producing the loss returned by "
+            r"training_step",
+        ),
+        blame=Blame.SPEAKER,
+        why="DDP waits for one gradient per parameter. Forward skipped a layer, or returned an "
+        "output that the loss does not use, or backward raised an error that was caught",
+        fix=Fix(
+            plain="Name the parameters with TORCH_DISTRIBUTED_DEBUG=INFO. Then use them in every "
+            "forward, or set requires_grad=False before DDP(model), or delete them. If they are "
+            "meant to be unused: DistributedDataParallel(model, find_unused_parameters=True). "
+            "If an output is not part of the loss: return only what the loss uses.",
+            lightning='Trainer(strategy="ddp_find_unused_parameters_true")',
+            accelerate="Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
+            "find_unused_parameters=True)])",
+            trainer="TrainingArguments(ddp_find_unused_parameters=True)",
+            suite="--find_unused_parameters auto (the default) or on",
+        ),
+        confirm="After loss.backward() print [n for n, p in model.named_parameters() if "
+        "p.requires_grad and p.grad is None].",
+        source=_REDUCER,
+        test="graph_unused",
+    ),
+    Cause(
+        code="graph-static-changed",
+        title="the graph changed although static_graph=True promises that it does not",
+        phrases=(
+            r"This error indicates that your training graph has changed in this iteration",
+            r"not compatible with static_graph set to True",
+            r"static graph training has unused parameters",
+        ),
+        why="With static_graph each step must use the same parameters the same number of times",
+        fix=Fix(
+            plain="Remove static_graph=True (or model._set_static_graph()); "
+            "use find_unused_parameters=True if parameters are unused in some steps.",
+            lightning="DDPStrategy(static_graph=False)",
+            suite="remove --static_graph",
+            accelerate="DistributedDataParallelKwargs(static_graph=False)",
+        ),
+        confirm="Train without static_graph: the message goes away, or names the unused "
+        "parameters.",
+        source=_REDUCER,
+        test="graph_static_changed",
+    ),
+    Cause(
+        code="graph-ready-twice",
+        title="a parameter got its gradient twice in one backward",
+        phrases=(
+            r"Expected to mark a variable ready only once",
+            r"Parameter at index (?P<index>\d+)(?: with name (?P<name>\S+))? has been marked as "
+            r"ready twice",
+        ),
+        why="A parameter is used in several reentrant checkpoints or in several forwards before "
+        "one backward, or outside of DDP's forward",
+        fix=Fix(
+            plain="torch.utils.checkpoint.checkpoint(..., use_reentrant=False); or "
+            "DistributedDataParallel(model, static_graph=True) if the graph is the same in each "
+            "step; do one forward per backward, and drop find_unused_parameters=True if no "
+            "parameter is unused.",
+            lightning="DDPStrategy(static_graph=True)",
+            accelerate="DistributedDataParallelKwargs(static_graph=True)",
+            trainer="TrainingArguments(gradient_checkpointing_kwargs={'use_reentrant': False}, "
+            "ddp_find_unused_parameters=False)",
+            suite="--gradient_checkpointing uses use_reentrant=False; or --static_graph",
+        ),
+        confirm="TORCH_DISTRIBUTED_DEBUG=INFO names the parameter.",
+        source=_REDUCER,
+        test="graph_ready_twice",
+    ),
+    Cause(
+        code="graph-inplace",
+        title="a tensor that backward needs was changed in place",
+        phrases=(r"has been modified by an inplace operation",),
+        why="Something wrote into a tensor after forward: an in-place operation of the model, or "
+        "DDP's broadcast of the buffers when forward runs twice before backward",
+        fix=Fix(
+            plain="If forward runs twice per step (GAN, siamese, contrastive): "
+            "DistributedDataParallel(model, broadcast_buffers=False), or put both inputs in one "
+            "forward, or SyncBatchNorm. Otherwise replace x += y by x = x + y and "
+            "ReLU(inplace=True) by ReLU().",
+            lightning="DDPStrategy(broadcast_buffers=False)",
+            accelerate="DistributedDataParallelKwargs(broadcast_buffers=False)",
+            trainer="TrainingArguments(ddp_broadcast_buffers=False)",
+            suite="change the model; --debug names the forward line",
+        ),
+        confirm="torch.autograd.set_detect_anomaly(True) prints the forward line. If one process "
+        "without DDP does not fail, it is the buffers.",
+        source="torch/csrc/autograd/saved_variable.cpp",
+        or_else="With buffers (BatchNorm) and two forwards it is DDP's buffer broadcast; "
+        "without DDP in the stack it is the model's own in-place operation.",
+        test="graph_inplace",
+    ),
+    Cause(
+        code="graph-backward-twice",
+        title="backward went through the same graph twice",
+        phrases=(r"Trying to backward through the graph a second time",),
+        why="The loss of an earlier step is still part of this one, or backward was called twice",
+        fix=Fix(
+            plain="Detach what is kept between steps (hidden = hidden.detach(), "
+            "total += loss.item()); add losses and call backward once; retain_graph=True only if "
+            "two backwards are meant.",
+        ),
+        confirm="One step after a restart works, the second fails: state is kept between steps.",
+        source="torch/csrc/autograd/saved_variable.cpp",
+        test="graph_backward_twice",
+    ),
+    Cause(
+        code="graph-no-grad",
+        title="the loss has no graph",
+        phrases=(r"element \d+ of tensors does not require grad and does not have a grad_fn",),
+        why="Forward ran under no_grad, its output was detached or turned into numbers, or all "
+        "parameters are frozen",
+        fix=Fix(
+            plain="Look for torch.no_grad(), .detach(), .item(), .data, torch.tensor(loss) between "
+            "the model and the loss; with reentrant checkpointing and frozen inputs use "
+            "use_reentrant=False or model.enable_input_require_grads().",
+            trainer="with PEFT and gradient_checkpointing: "
+            "gradient_checkpointing_kwargs={'use_reentrant': False}",
+            lightning="training_step returns the loss itself, not loss.item() or loss.detach()",
+        ),
+        confirm="print(loss.requires_grad, loss.grad_fn) before backward.",
+        source="torch/csrc/autograd (run_backward)",
+        test="graph_no_grad",
+    ),
+    Cause(
+        code="graph-nothing-to-train",
+        title="DDP was given a module without a parameter to train",
+        phrases=(
+            r"DistributedDataParallel is not needed when a module doesn't have any parameters? "
+            r"that",
+        ),
+        why="All parameters are frozen (requires_grad=False), or the module has none",
+        fix=Fix(
+            plain="Wrap only the modules that are trained; freeze after deciding what is trained, "
+            "and do not wrap frozen teachers or encoders.",
+        ),
+        confirm="print(sum(p.requires_grad for p in model.parameters())).",
+        source="torch/nn/parallel/distributed.py",
+        test="graph_nothing_to_train",
+    ),
+    Cause(
+        code="graph-models-differ",
+        title="the ranks do not have the same model",
+        phrases=(
+            r"DDP expects same model across all ranks, but Rank (?P<one>\d+) has (?P<mine>\d+) "
+            r"params",
+            r"params\[\d+\] in this process with sizes .* appears not to match",
+            r"\[(?P<one>\d+)\]: params\[\d+\] in this process with sizes",
+        ),
+        tier=Tier.MISMATCH,
+        blame=Blame.NOBODY,
+        why="The ranks built models with another number or another shape of parameters: other "
+        "arguments, other data (number of classes, vocabulary), or another checkout",
+        fix=Fix(
+            plain="Build the model from what all ranks share: compute vocabulary and number of "
+            "classes on rank 0 and broadcast_object_list it; same code and files on each node.",
+            suite="settings, code and data of all ranks are compared at the start (DDP-G02)",
+        ),
+        confirm="print(rank, [tuple(p.shape) for p in model.parameters()]) before DDP(model).",
+        source="torch/csrc/distributed/c10d/reducer.cpp, verify_params_across_processes",
+        test="graph_models_differ",
+    ),
+    Cause(
+        code="graph-checkpoint-differs",
+        title="the recomputed forward differs from the first one",
+        phrases=(
+            r"torch\.utils\.checkpoint: (?:A different number of tensors was saved|Recomputed "
+            r"values"
+            r" for the following tensors have different metadata)",
+            r"torch\.utils\.checkpoint: (?:Unpack is being triggered|trying to save more tensors)",
+        ),
+        why="Code under checkpoint() does something else the second time: randomness outside of "
+        "torch, a counter, a cache, or autocast that is not active in backward",
+        fix=Fix(
+            plain="Make the checkpointed function depend on its arguments only; keep autocast "
+            "around it; debug=True of checkpoint() shows both runs.",
+        ),
+        confirm="checkpoint(..., debug=True) prints the operations of both forwards.",
+        source="torch/utils/checkpoint.py",
+        test="graph_checkpoint_differs",
+    ),
+)

@@ -1,0 +1,282 @@
+"""Causes in memory: of the GPU, of the host, of a container, of a job."""
+
+from ddp_doctor.explain.events import Blame, Cause, Fix, Tier
+
+_HOST = (
+    "Fewer DataLoader workers, a smaller prefetch_factor, tensors or arrays instead of Python "
+    "lists "
+    "in the dataset (each worker copies them), memory-mapped files, more memory for the job."
+)
+_CONTAINER = "needs a container runtime; composed from its format string"
+
+CAUSES = (
+    Cause(
+        code="memory-gpu",
+        title="the GPU ran out of memory",
+        phrases=(
+            r"CUDA out of memory",
+            r"HIP out of memory",
+            r"(?:torch\.|cuda\.)OutOfMemoryError",
+            r"CUDA error: out of memory",
+            r"Cuda failure (?:2 )?'out of memory'",
+        ),
+        why="Activations grow with the batch; weights, gradients and AdamW's state take about 16 "
+        "bytes per parameter. The other ranks then wait for this one",
+        fix=Fix(
+            plain="Halve the batch and double gradient accumulation; autocast with bfloat16; "
+            "activation checkpointing; map_location='cpu' when loading; "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation. If only "
+            "GPU 0 is full: torch.cuda.set_device(LOCAL_RANK), no .cuda() on GPU 0 by all ranks.",
+            lightning="Trainer(accumulate_grad_batches=2, precision='bf16-mixed')",
+            accelerate="Accelerator(gradient_accumulation_steps=2, mixed_precision='bf16'); "
+            "find_executable_batch_size",
+            trainer="TrainingArguments(per_device_train_batch_size=..., "
+            "gradient_accumulation_steps=..., gradient_checkpointing=True, "
+            "auto_find_batch_size=True)",
+            suite="it halves micro-batches by itself; --batch_size auto --global_batch_size N",
+        ),
+        confirm="torch.cuda.memory_summary(); nvidia-smi for other processes on that GPU.",
+        source="c10/cuda/CUDACachingAllocator.cpp",
+        test="memory_gpu",
+    ),
+    Cause(
+        code="memory-kernel-oom",
+        title="the kernel killed a process because the node or the container was out of memory",
+        phrases=(
+            r"Out of memory: Killed process (?P<pid>\d+) \((?P<name>[^)]+)\)",
+            r"Memory cgroup out of memory: Kill(?:ed)? process (?P<pid>\d+)",
+            r"oom-kill:constraint=",
+            r"invoked oom-killer",
+            r"oom_reaper: reaped process (?P<pid>\d+)",
+        ),
+        tier=Tier.KILLED,
+        blame=Blame.NOBODY,
+        why="Host memory was full; the kernel chose the largest process and sent SIGKILL, so it "
+        "could not log anything",
+        fix=Fix(plain=_HOST),
+        confirm="dmesg -T | grep -i 'killed process'; memory.events of the cgroup.",
+        source="Linux mm/oom_kill.c",
+        no_test="needs the kernel's log; composed from its format string",
+    ),
+    Cause(
+        code="memory-slurm-oom",
+        title="Slurm killed the job's processes for memory",
+        phrases=(
+            r"Detected (?P<count>\d+) oom[-_]kill event",
+            r"oom-kill event\(s\) in (?P<step>\S+)",
+            r"Some of your (?:processes|step tasks) (?:may have been|have been OOM) [Kk]illed",
+            r"Exceeded (?:job|step) memory limit",
+            r"task (?P<task>[\d,-]+): Out Of Memory",
+        ),
+        tier=Tier.KILLED,
+        blame=Blame.NOBODY,
+        why="The processes of this node used more memory than --mem or --mem-per-cpu allowed",
+        fix=Fix(plain="sbatch --mem=0 (all of the node) or a larger --mem. " + _HOST),
+        confirm="sacct -j JOB --format=JobID,State,MaxRSS,ReqMem; state is OUT_OF_MEMORY.",
+        source="Slurm src/plugins/task/cgroup",
+        no_test="needs Slurm with cgroups; composed from its format string",
+    ),
+    Cause(
+        code="memory-pod-oom",
+        title="the container was killed for memory (OOMKilled)",
+        phrases=(
+            r"OOMKilled",
+            r"[Cc]ontainer .*(?:exceeded|exceeds) (?:its )?memory limit",
+            r"The node was low on resource: memory",
+        ),
+        tier=Tier.KILLED,
+        blame=Blame.NOBODY,
+        why="All processes of the pod together used more than resources.limits.memory",
+        fix=Fix(
+            plain="Raise resources.limits.memory; an emptyDir of medium Memory (/dev/shm) counts, "
+            "too. " + _HOST,
+        ),
+        confirm="kubectl describe pod: Last State: Terminated, Reason: OOMKilled, Exit Code: 137.",
+        source="Kubernetes, kubelet",
+        no_test=_CONTAINER,
+    ),
+    Cause(
+        code="memory-worker-killed",
+        title="a DataLoader worker was killed, most likely for lack of memory",
+        phrases=(r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Killed",),
+        tier=Tier.KILLED,
+        blame=Blame.SPEAKER,
+        why="The kernel or the container ran out of memory and killed the worker with SIGKILL",
+        fix=Fix(
+            plain=_HOST,
+            suite="the run goes on with fewer workers",
+            trainer="dataloader_num_workers=2, dataloader_prefetch_factor=2",
+        ),
+        confirm="dmesg | grep -i oom; grep oom_kill /sys/fs/cgroup/memory.events.",
+        source="torch/utils/data/_utils/signal_handling.py",
+        test="memory_worker_killed",
+    ),
+    Cause(
+        code="memory-host",
+        title="the host refused memory",
+        phrases=(
+            r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)",
+            r"\[Errno 12\] Cannot allocate memory",
+            r"Unable to allocate [\d.]+ [KMGT]iB for an array",
+            r"std::bad_alloc",
+            r"\bMemoryError\b",
+        ),
+        why="The process asked for more than there is, or than ulimit -v or the container allows",
+        fix=Fix(plain=_HOST),
+        confirm="free -g and ulimit -v at that moment; how large is the allocation in the message?",
+        source="c10/core/impl/alloc_cpu.cpp",
+        test="memory_host",
+    ),
+    Cause(
+        code="memory-shm",
+        title="shared memory (/dev/shm) is full",
+        phrases=(
+            r"unable to allocate shared memory\(shm\) for file",
+            r"unable to open shared memory object",
+            r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Bus error",
+            r"workers are out of shared memory",
+            r"unable to mmap \d+ bytes from file <.*torch_",
+        ),
+        why="Workers hand their batches over through /dev/shm; a container has 64 MB by default",
+        fix=Fix(
+            plain="docker run --shm-size=8g or --ipc=host; Kubernetes: emptyDir with medium Memory "
+            "at /dev/shm; fewer workers or a smaller prefetch_factor; "
+            "torch.multiprocessing.set_sharing_strategy('file_system').",
+            suite="batches go through pipes by themselves then",
+            trainer="dataloader_num_workers=0 as a workaround",
+        ),
+        confirm="df -h /dev/shm while it runs.",
+        source="torch/csrc, torch/utils/data/_utils/signal_handling.py",
+        test="memory_shm",
+    ),
+    Cause(
+        code="memory-pinned",
+        title="page-locked (pinned) memory could not be allocated",
+        phrases=(
+            r"Pin memory thread exited unexpectedly",
+            r"CUDA error: .*cudaHostAlloc",
+            r"Caught \w+ in pin memory thread",
+        ),
+        why="The thread that pins batches died: an error in a custom batch, no memory, or the GPU "
+        "was gone",
+        fix=Fix(
+            plain="pin_memory=False shows the first error; pin_memory() of a custom batch class; "
+            "torch.cuda.set_device before the loader.",
+            trainer="dataloader_pin_memory=False",
+        ),
+        confirm="The run works with pin_memory=False.",
+        source="torch/utils/data/_utils/pin_memory.py",
+        no_test="needs a GPU; composed from the format string",
+    ),
+    Cause(
+        code="killed-sigkill",
+        title="a process was killed with SIGKILL",
+        phrases=(
+            r"Signal 9 \(SIGKILL\) received by PID (?P<pid>\d+)",
+            r"exitcode: -9\)",
+            r"terminated with signal SIGKILL",
+            r"died with <Signals\.SIGKILL: 9>",
+            r"exited on signal 9 \(Killed\)",
+            r"exits with return code = -9",
+            r"line \d+: +\d+ Killed\b",
+            r"exit (?:code|status):? *137\b",
+            r"returned non-zero exit status -9\b",
+        ),
+        tier=Tier.EXCEPTION,
+        is_generic=True,
+        why="Nothing in the process can log that. Most often the kernel or the container was "
+        "out of "
+        "memory; else the scheduler, or a person",
+        fix=Fix(
+            plain="If it was memory: " + _HOST,
+            suite="the surviving ranks save; --num_workers 1, --prefetch_factor 1",
+        ),
+        confirm="dmesg -T | grep -i 'killed process'; grep oom_kill "
+        "/sys/fs/cgroup/memory.events; sacct or kubectl describe pod.",
+        source="torch/distributed/elastic/multiprocessing/errors",
+        or_else="Memory: dmesg names the pid. Scheduler: its accounting says TIMEOUT or PREEMPTED. "
+        "Neither: somebody ran kill -9.",
+        test="killed_sigkill",
+    ),
+    Cause(
+        code="killed-segfault",
+        title="a process crashed in native code (SIGSEGV)",
+        phrases=(
+            r"Signal 11 \(SIGSEGV\) received by PID (?P<pid>\d+)",
+            r"Fatal Python error: Segmentation fault",
+            r"Segmentation fault(?: +\(core dumped\)|$|:)",
+            r"exitcode: -11\)",
+            r"terminated with signal SIGSEGV",
+            r"died with <Signals\.SIGSEGV",
+            r"returned non-zero exit status -11\b",
+            r"\*\*\* SIGSEGV received at time=",
+            r"DataLoader worker \(pid (?P<pid>\d+)\) is killed by signal: Segmentation fault",
+            r"exited on signal 11",
+        ),
+        is_generic=True,
+        why="An extension (image or video decoding, HDF5, custom CUDA, an ABI that does not fit "
+        "torch) or a full stack",
+        fix=Fix(
+            plain="PYTHONFAULTHANDLER=1 shows the Python line; num_workers=0 shows whether it is "
+            "the dataset; ulimit -s unlimited; reinstall the extension for this torch.",
+            suite="--debug prints the Python stacks; --num_workers 0",
+        ),
+        confirm="The stack that PYTHONFAULTHANDLER=1 prints ends in that extension.",
+        source="Python's faulthandler; torch elastic",
+        or_else="TORCH_DISTRIBUTED_DEBUG=DETAIL on gloo: torch 2.13 crashes on all ranks when DDP "
+        "is made; use INFO.",
+        test="killed_segfault",
+    ),
+    Cause(
+        code="killed-bus",
+        title="a process got a bus error (SIGBUS)",
+        phrases=(
+            r"Signal 7 \(SIGBUS\) received by PID (?P<pid>\d+)",
+            r"Fatal Python error: Bus error",
+            r"exitcode: -7\)",
+            r"Bus error(?: +\(core dumped\))",
+            r"died with <Signals\.SIGBUS",
+        ),
+        is_generic=True,
+        why="/dev/shm is full, or a memory-mapped file was cut or lies on a disk that failed",
+        fix=Fix(
+            plain="Raise shared memory (--shm-size=8g); copy memory-mapped data to a local "
+            "disk; do "
+            "not write files that others map.",
+        ),
+        confirm="df -h /dev/shm and the dataset's disk.",
+        source="torch/distributed/elastic/multiprocessing/errors",
+        test="killed_bus",
+    ),
+    Cause(
+        code="killed-sigill",
+        title="a process executed an instruction that this CPU does not have (SIGILL)",
+        phrases=(
+            r"Signal 4 \(SIGILL\) received by PID (?P<pid>\d+)",
+            r"exitcode: -4\)",
+            r"Illegal instruction(?: +\(core dumped\)|$)",
+            r"died with <Signals\.SIGILL",
+        ),
+        is_generic=True,
+        why="A package was built for a newer CPU (AVX-512) than that of this node",
+        fix=Fix(plain="Install it on the oldest node, or build without -march=native."),
+        confirm="lscpu on this node and on one that works: compare the flags.",
+        source="Linux, torch/distributed/elastic/multiprocessing/errors",
+        no_test="needs a CPU that lacks an instruction; composed from the text",
+    ),
+    Cause(
+        code="memory-ray",
+        title="Ray killed a worker because its node ran low on memory",
+        phrases=(
+            r"killed due to memory pressure \(OOM\)",
+            r"Task was killed due to the node running low on memory",
+        ),
+        tier=Tier.KILLED,
+        blame=Blame.NOBODY,
+        why="All processes of the node together crossed Ray's memory threshold",
+        fix=Fix(plain="RAY_memory_usage_threshold=0.98 only if it is close. " + _HOST),
+        confirm="ray logs raylet.out -ip HOST | grep -i memory.",
+        source="Ray, src/ray/common/memory_monitor",
+        no_test="Ray is not a part of the tests of explain; composed from its text",
+    ),
+)

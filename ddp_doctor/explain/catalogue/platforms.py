@@ -1,0 +1,161 @@
+"""Causes of Windows and macOS, and of packages around DDP."""
+
+from ddp_doctor.explain.events import Blame, Cause, Fix, Tier
+
+_WINDOWS = "needs Windows; composed from the format string"
+_MACOS = "needs macOS; composed from the format string"
+
+CAUSES = (
+    Cause(
+        code="windows-libuv",
+        title="this torch was built without libuv",
+        phrases=(
+            r"use_libuv was requested but PyTorch was built without libuv support",
+            r"was built without libuv support",
+        ),
+        blame=Blame.NOBODY,
+        why="torch 2.4 and newer want libuv for the store; wheels for Windows had none",
+        fix=Fix(
+            plain="set USE_LIBUV=0 before torchrun; init_method='tcp://127.0.0.1:29500?use_libuv=0'."
+        ),
+        confirm="It goes away with USE_LIBUV=0.",
+        source="torch/csrc/distributed/c10d/TCPStore.cpp",
+        no_test=_WINDOWS,
+    ),
+    Cause(
+        code="windows-paging-file",
+        title="Windows could not commit memory for another process",
+        phrases=(
+            r"\[WinError 1455\]",
+            r"The paging file is too small for this operation to complete",
+        ),
+        why="Each worker loads torch's DLLs anew, and Windows reserves memory for them",
+        fix=Fix(plain="Fewer num_workers; a larger paging file."),
+        confirm="num_workers=0 works.",
+        source="Windows error 1455",
+        no_test=_WINDOWS,
+    ),
+    Cause(
+        code="windows-dll",
+        title="a DLL of torch or CUDA can't be loaded",
+        phrases=(
+            r"\[WinError 126\]",
+            r"\[WinError 127\]",
+            r"DLL load failed while importing (?P<name>\w+)",
+        ),
+        why="The Visual C++ runtime is missing, or another CUDA or OpenMP comes first in PATH",
+        fix=Fix(plain="Install the current Visual C++ Redistributable; a fresh environment."),
+        confirm="python -c 'import torch' in a fresh environment.",
+        source="Windows loader",
+        no_test=_WINDOWS,
+    ),
+    Cause(
+        code="windows-hostname",
+        title="gloo on Windows or Docker Desktop took an address that can't be reached",
+        phrases=(
+            r"kubernetes\.docker\.internal",
+            r"\[WinError 10049\]",
+            r"The requested address is not valid in its context",
+        ),
+        blame=Blame.NOBODY,
+        why="The host's name resolves to an entry that Docker Desktop wrote to the hosts file",
+        fix=Fix(
+            plain="MASTER_ADDR=127.0.0.1; remove the entry from the hosts file; "
+            "set GLOO_SOCKET_IFNAME to the interface."
+        ),
+        confirm="ping HOSTNAME gives 127.0.0.1.",
+        source="torch issue tracker: gloo on Windows",
+        no_test=_WINDOWS,
+    ),
+    Cause(
+        code="openmp-twice",
+        title="two OpenMP runtimes were loaded",
+        phrases=(r"OMP: Error #15: Initializing lib\w+",),
+        why="numpy or another package brings a second libiomp5 or libomp",
+        fix=Fix(
+            plain="Install all from one channel (pip or conda); KMP_DUPLICATE_LIB_OK=TRUE as "
+            "a workaround."
+        ),
+        confirm="conda list | grep -iE 'omp|mkl'.",
+        source="LLVM OpenMP runtime",
+        no_test=_MACOS,
+    ),
+    Cause(
+        code="openmp-threads",
+        title="the process could not start a thread",
+        phrases=(
+            r"libgomp: Thread creation failed: (?P<what>.+)",
+            r"OMP: Error #34: System unable to allocate necessary resources for OMP thread",
+            r"can't start new thread",
+            r"pthread_create failed",
+            r"(?:fork|clone|[Tt]hread\w*|BlockingIOError)\b.*Resource temporarily unavailable",
+        ),
+        why="The limit of processes (ulimit -u, pids of the container) is reached: ranks x "
+        "workers x "
+        "OpenMP threads",
+        fix=Fix(
+            plain="OMP_NUM_THREADS=1; fewer workers; ulimit -u; --pids-limit of the container."
+        ),
+        confirm="cat /sys/fs/cgroup/pids.max; ps -eLf | wc -l.",
+        source="libgomp; Python's threading",
+        test="openmp_threads",
+    ),
+    Cause(
+        code="openmp-advice",
+        title="torchrun set OMP_NUM_THREADS",
+        phrases=(r"Setting OMP_NUM_THREADS environment variable for each process",),
+        tier=Tier.ADVICE,
+        blame=Blame.NOBODY,
+        why="Advice of torchrun",
+        fix=Fix(plain="Set OMP_NUM_THREADS to cores / ranks."),
+        confirm="It is printed by runs that work, too.",
+        source="torch/distributed/run.py",
+        no_test="advice of each torchrun; tested as a healthy log",
+    ),
+    Cause(
+        code="macos-fork",
+        title="macOS killed a forked process",
+        phrases=(
+            r"\+\[\w+ initialize\] may have been in progress in another thread when fork\(\) was "
+            r"called",
+            r"OBJC_DISABLE_INITIALIZE_FORK_SAFETY",
+        ),
+        why="Objective-C frameworks can't be used after fork",
+        fix=Fix(plain="multiprocessing_context='spawn'; OBJC_DISABLE_INITIALIZE_FORK_SAFETY=YES."),
+        confirm="num_workers=0 works.",
+        source="macOS libobjc",
+        no_test=_MACOS,
+    ),
+    Cause(
+        code="macos-mps",
+        title="the Apple GPU lacks this operation, or memory",
+        phrases=(
+            r"MPS backend out of memory",
+            r"The operator '(?P<name>[^']+)' is not currently implemented for the MPS device",
+            r"Cannot convert a MPS Tensor to float64",
+        ),
+        why="MPS has one GPU, no process group for its tensors, and fewer operators",
+        fix=Fix(plain="PYTORCH_ENABLE_MPS_FALLBACK=1; DDP on the CPU with gloo; float32."),
+        confirm="device='cpu' works.",
+        source="aten/src/ATen/mps",
+        no_test=_MACOS,
+    ),
+    Cause(
+        code="tracker-login",
+        title="a tracking service wants a login",
+        phrases=(
+            r"wandb\.errors\.(?:\w+\.)*UsageError: api_key not configured",
+            r"wandb: ERROR (?P<what>.+)",
+            r"wandb\.errors\.(?:\w+\.)*(?:CommError|AuthenticationError)",
+        ),
+        why="wandb (or another tracker) has no key on this node, or no network",
+        fix=Fix(
+            plain="WANDB_MODE=offline or wandb login; start trackers on rank 0 only.",
+            lightning="WandbLogger logs on rank 0 by itself",
+            trainer="report_to='none'",
+        ),
+        confirm="wandb login --verify on the node.",
+        source="wandb",
+        no_test="wandb is not a package of this suite; composed from its format string",
+    ),
+)

@@ -1,0 +1,222 @@
+"""Causes in mixed precision, in numbers that are not finite, and in torch.compile."""
+
+from ddp_doctor.explain.events import Blame, Cause, Fix, Tier
+
+_AMP = "torch/amp/grad_scaler.py"
+
+CAUSES = (
+    Cause(
+        code="amp-unscale-twice",
+        title="gradients were unscaled twice in one step",
+        phrases=(
+            r"unscale_\(\) has already been called on this optimizer since the last update",
+            r"unscale_\(\) is being called after step",
+        ),
+        why="scaler.unscale_(optimizer) ran twice before scaler.update(), often because clipping "
+        "runs in each micro-step of accumulation",
+        fix=Fix(
+            plain="Per optimizer step once: scaler.unscale_(opt); clip_grad_norm_; "
+            "scaler.step(opt); "
+            "scaler.update().",
+            accelerate="accelerator.clip_grad_norm_ only if accelerator.sync_gradients",
+            lightning="Trainer(gradient_clip_val=1.0) instead of a clipping of your own",
+            trainer="TrainingArguments(max_grad_norm=1.0) instead of a clipping of your own",
+        ),
+        confirm="The lines around clip_grad_norm_ in the loop.",
+        source=_AMP,
+        test="amp_unscale_twice",
+    ),
+    Cause(
+        code="amp-no-inf-checks",
+        title="the scaler found no gradient to check",
+        phrases=(r"No inf checks were recorded for this optimizer",),
+        why="No parameter of this optimizer has a gradient: backward was not called, or the "
+        "optimizer holds other parameters than the model",
+        fix=Fix(
+            plain="scaler.scale(loss).backward() before scaler.step; make the optimizer after the "
+            "model was moved and wrapped; skip the step if there was no backward.",
+        ),
+        confirm="print(any(p.grad is not None for g in opt.param_groups for p in g['params'])).",
+        source=_AMP,
+        test="amp_no_inf_checks",
+    ),
+    Cause(
+        code="amp-fp16-weights",
+        title="the model's weights are float16 and the scaler can't unscale their gradients",
+        phrases=(
+            r"Attempting to unscale FP16 gradients",
+            r"ValueError: Attempting to unscale (?:BF16|FP16)",
+        ),
+        why="With a GradScaler weights stay float32; autocast makes the copies",
+        fix=Fix(
+            plain="No model.half(); load with torch_dtype=float32; or bfloat16 without a scaler.",
+            lightning="precision='16-mixed', not '16-true'",
+            trainer="load the model in float32 with fp16=True; or bf16=True",
+            accelerate="load the model in float32 and give Accelerator(mixed_precision='fp16')",
+        ),
+        confirm="print({p.dtype for p in model.parameters()}).",
+        source=_AMP,
+        test="amp_fp16_weights",
+    ),
+    Cause(
+        code="amp-dtype",
+        title="two tensors have different float types",
+        phrases=(
+            r"expected (?:m1 and m2 to have the same dtype|scalar type (?:Half|BFloat16|Float) "
+            r"but found)",
+            r"mat1 and mat2 must have the same dtype, but got (?P<one>\w+) and (?P<two>\w+)",
+            r"Input type \((?P<one>[\w.]+)\) and bias type \((?P<two>[\w.]+)\) should be the same",
+            r"\"\w+\" not implemented for '(?:Half|BFloat16)'",
+            r"FlashAttention only supports? fp16 and bf16 data type",
+        ),
+        why="One part runs outside of autocast, or was cast by hand",
+        fix=Fix(
+            plain="with torch.autocast(device.type, dtype=torch.bfloat16): around forward and "
+            "loss; "
+            "no .half() beside it; .to(weight.dtype) where it is needed.",
+        ),
+        confirm="print the dtypes in the line that the traceback names.",
+        source="aten/src/ATen/native",
+        test="amp_dtype",
+    ),
+    Cause(
+        code="amp-unsupported",
+        title="this device does not support the float type that was asked for",
+        phrases=(
+            r"Current CUDA Device does not support bfloat16",
+            r"Your setup doesn't support bf16/gpu",
+            r"bf16 mixed precision requires PyTorch",
+            r"User specified an unsupported autocast device_type",
+        ),
+        why="bfloat16 needs an Ampere GPU or newer",
+        fix=Fix(
+            plain="float16 with a GradScaler, or float32.",
+            trainer="fp16=True instead of bf16=True",
+            suite="--amp auto chooses what the GPU can do",
+            lightning="Trainer(precision='16-mixed')",
+            accelerate="Accelerator(mixed_precision='fp16')",
+        ),
+        confirm="torch.cuda.is_bf16_supported().",
+        source="torch/amp/autocast_mode.py",
+        no_test="needs an old GPU; composed from the format string",
+    ),
+    Cause(
+        code="amp-nan",
+        title="loss or gradient is NaN or infinite",
+        phrases=(
+            # WHY three: "loss is " alone stands in each line of many programs
+            r"[Ll]oss is nan",
+            r"[Ll]oss is NaN",
+            r"[Ll]oss is inf",
+            r"found (?:NaN|Inf) in (?:local )?(?:forward |backward )?(?P<what>loss|grad)",
+            r"(?:nan|NaN|inf)\b.*[Ss]topping training",
+            r"Function '(?P<name>\w+)' returned nan values in its \d+th output",
+            r"The total norm of order [\d.]+ for gradients from `parameters` is non-finite",
+            r"Minimum loss scale reached",
+            r"Current loss scale already at minimum",
+            r"ValueError: Input contains (?:NaN|infinity)",
+        ),
+        why="The learning rate is too high, float16 overflowed, or a sample has NaN, a log of 0 or "
+        "a division by 0",
+        fix=Fix(
+            plain="Clip gradients, warm up, lower the learning rate, bfloat16 instead of float16; "
+            "assert torch.isfinite(x).all() on inputs; eps in log and sqrt.",
+            suite="the rank, the samples and the module are named (DDP-S03)",
+            lightning="Trainer(gradient_clip_val=1.0, precision='bf16-mixed', detect_anomaly=True)",
+            accelerate="accelerator.clip_grad_norm_; Accelerator(mixed_precision='bf16')",
+            trainer="TrainingArguments(bf16=True, max_grad_norm=1.0, warmup_ratio=0.1, "
+            "logging_nan_inf_filter=False)",
+        ),
+        confirm="torch.autograd.set_detect_anomaly(True) names the function.",
+        source="torch/autograd/anomaly_mode, torch/nn/utils/clip_grad.py, DeepSpeed",
+        test="amp_nan",
+    ),
+    Cause(
+        code="amp-overflow-advice",
+        title="the scaler skipped a step",
+        phrases=(
+            r"Gradient overflow\. +Skipping step",
+            r"OVERFLOW! Rank \d+ Skipping step",
+            r"optimizer\.step\(\)` before `lr_scheduler\.step\(\)",
+        ),
+        tier=Tier.ADVICE,
+        blame=Blame.NOBODY,
+        why="Normal in float16: the scale is halved and training goes on",
+        fix=Fix(plain="Nothing, unless it is printed at every step."),
+        confirm="It stops after some steps.",
+        source="apex, DeepSpeed",
+        no_test="needs a GPU; composed from the format string",
+    ),
+    Cause(
+        code="compile-failed",
+        title="torch.compile could not compile the model",
+        phrases=(
+            r"BackendCompilerFailed: (?P<what>.*)",
+            r"InductorError: (?P<what>.*)",
+            r"LoweringException: (?P<what>.*)",
+            r"backend='inductor' raised",
+            r"torch\._inductor\.exc\.\w+",
+            r"DDPOptimizer backend: Found a higher order op in the graph",
+        ),
+        why="The backend failed on this code; the lines below its name say why",
+        fix=Fix(
+            plain="Train without torch.compile first; TORCHDYNAMO_VERBOSE=1; "
+            "torch._dynamo.config.optimize_ddp=False for operators in DDP's buckets; "
+            "@torch.compiler.disable on the part that fails.",
+            trainer="torch_compile=False",
+            suite="remove --compile",
+        ),
+        confirm="The run works without torch.compile.",
+        source="torch/_dynamo/exc.py",
+        is_generic=True,
+        test="compile_failed",
+    ),
+    Cause(
+        code="compile-compiler",
+        title="torch.compile found no compiler",
+        phrases=(
+            r"InvalidCxxCompiler",
+            r"No working C\+\+ compiler found",
+            r"Failed to find C compiler\. Please specify via CC",
+            r"Cannot find a working triton installation",
+            r"Compiler: cl is not found",
+            r"fatal error: Python\.h: No such file",
+        ),
+        why="Inductor needs a C++ compiler, Python's headers, and Triton for GPUs",
+        fix=Fix(
+            plain="apt install build-essential python3-dev; pip install triton (triton-windows); "
+            "or torch.compile off.",
+        ),
+        confirm="c++ --version and python -c 'import triton' on the node.",
+        source="torch/_inductor",
+        test="compile_compiler",
+    ),
+    Cause(
+        code="compile-graph-break",
+        title="torch.compile met code that it can't trace",
+        phrases=(
+            r"torch\._dynamo\.exc\.(?:Unsupported|UserError|TorchRuntimeError|InternalTorchDynamoError)",
+            r"call_function .* in skip_files",
+            r"Data[- ]dependent (?:branching|control flow|operator)",
+        ),
+        why="With fullgraph=True (or export) every operation must be traceable",
+        fix=Fix(
+            plain="fullgraph=False; move .item(), print and Python side effects out of forward."
+        ),
+        confirm="TORCH_LOGS=graph_breaks lists them.",
+        source="torch/_dynamo/exc.py",
+        test="compile_graph_break",
+    ),
+    Cause(
+        code="compile-recompiles",
+        title="torch.compile recompiles too often",
+        phrases=(r"torch\._dynamo hit config\.(?:recompile_limit|cache_size_limit)",),
+        tier=Tier.ADVICE,
+        blame=Blame.NOBODY,
+        why="Shapes or values change from step to step, so it falls back to eager",
+        fix=Fix(plain="torch.compile(dynamic=True), padded batches; mark_dynamic."),
+        confirm="TORCH_LOGS=recompiles.",
+        source="torch/_dynamo/convert_frame.py",
+        no_test="a warning, not a failure; tested as a healthy log",
+    ),
+)

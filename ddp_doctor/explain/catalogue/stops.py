@@ -1,0 +1,276 @@
+"""Causes outside of the program: signals, schedulers, Kubernetes, and what launchers say."""
+
+from ddp_doctor.explain.events import Blame, Cause, Fix, Tier
+
+_SLURM = "needs a Slurm that cancels jobs; composed from its format string"
+_CLUSTER = "needs a cluster; composed from the format string"
+
+CAUSES = (
+    Cause(
+        code="stop-time-limit",
+        title="the scheduler ended the job at its time limit",
+        phrases=(
+            r"CANCELLED AT \S+ DUE TO TIME LIMIT",
+            r"PBS: job killed: walltime",
+            r"TERM_RUNLIMIT",
+            r"was active on the node longer than the specified deadline",
+        ),
+        tier=Tier.KILLED,
+        blame=Blame.NOBODY,
+        why="The job ran longer than it asked for",
+        fix=Fix(
+            plain="Save checkpoints and resume: sbatch --time=..., --signal=B:USR1@300 with a "
+            "handler that saves, --requeue.",
+            lightning="SLURMEnvironment(auto_requeue=True)",
+            trainer="save_steps, then train(resume_from_checkpoint=True)",
+            suite="--time_limit; it saves before the limit and requeues",
+        ),
+        confirm="sacct -j JOB --format=State,Elapsed,Timelimit.",
+        source="Slurm src/slurmd/slurmstepd",
+        no_test=_SLURM,
+    ),
+    Cause(
+        code="stop-preempted",
+        title="the scheduler took the node back (preemption)",
+        phrases=(
+            r"CANCELLED AT \S+ DUE TO PREEMPTION",
+            r"[Pp]reempted in order to admit",
+            r"reempted by (?:a )?pod",
+        ),
+        tier=Tier.KILLED,
+        blame=Blame.NOBODY,
+        why="A job of higher priority, or the cloud, took the machine",
+        fix=Fix(
+            plain="Handle SIGTERM: save, exit 0; sbatch --requeue; restartPolicy: OnFailure.",
+            lightning="SLURMEnvironment(auto_requeue=True)",
+            suite="it saves on SIGTERM and resumes; --requeue",
+            trainer="save_steps, then train(resume_from_checkpoint=True)",
+        ),
+        confirm="sacct -j JOB --format=State says PREEMPTED.",
+        source="Slurm src/slurmd/slurmstepd, Kubernetes",
+        no_test=_SLURM,
+    ),
+    Cause(
+        code="stop-node-failed",
+        title="a node of the job failed",
+        phrases=(
+            r"CANCELLED AT \S+ DUE TO NODE FAILURE",
+            r"Node failure on (?P<host>\S+)",
+            r"NodeNotReady",
+            r"Node is not ready",
+        ),
+        tier=Tier.HARDWARE,
+        blame=Blame.NOBODY,
+        why="The scheduler lost contact with the node: it crashed, was rebooted, or is cut off",
+        fix=Fix(plain="Start again without it: sbatch --exclude=NODE; report it."),
+        confirm="sinfo -R or kubectl describe node.",
+        source="Slurm src/slurmctld, Kubernetes",
+        no_test=_SLURM,
+    ),
+    Cause(
+        code="stop-cancelled",
+        title="the job was cancelled",
+        phrases=(
+            r"slurmstepd: error: \*\*\* (?:JOB|STEP) \S+ ON (?P<host>\S+) CANCELLED AT \S+ \*\*\*",
+            r"(?:JOB|STEP) \S+ ON \S+ CANCELLED AT [\dT:-]+ (?:\*\*\*|DUE TO (?:SIGNAL|TASK))",
+        ),
+        tier=Tier.TEARDOWN,
+        blame=Blame.NOBODY,
+        why="Somebody ran scancel, or one task failed and srun ended the others",
+        fix=Fix(plain="Look for the first failed task; srun --kill-on-bad-exit=1 prints it first."),
+        confirm="sacct -j JOB --format=JobID,State,ExitCode: CANCELLED by UID is a person.",
+        source="Slurm src/slurmd/slurmstepd",
+        no_test=_SLURM,
+    ),
+    Cause(
+        code="memory-scheduler",
+        title="the scheduler ended the job for its use of memory",
+        phrases=(
+            r"TERM_MEMLIMIT",
+            r"PBS: job killed: v?mem ",
+            r"memory usage exceeded request_memory",
+        ),
+        tier=Tier.KILLED,
+        blame=Blame.NOBODY,
+        why="The job used more memory than it asked for",
+        fix=Fix(
+            plain="Ask for more: bsub -M and -R 'rusage[mem=...]', qsub -l mem=...; or fewer "
+            "DataLoader workers.",
+        ),
+        confirm="bhist -l JOB, qstat -fx JOB: the memory that was used.",
+        source="LSF, PBS, HTCondor",
+        no_test="needs such a scheduler; composed from its text",
+    ),
+    Cause(
+        code="stop-evicted",
+        title="Kubernetes evicted the pod",
+        phrases=(
+            r"The node was low on resource: (?P<what>[\w-]+)",
+            r"Pod .* (?:was )?[Ee]victed",
+            r"Usage of EmptyDir volume \"(?P<what>[^\"]+)\" exceeds the limit",
+            r"TaintManagerEviction",
+        ),
+        tier=Tier.KILLED,
+        blame=Blame.NOBODY,
+        why="The node ran out of memory, disk or was drained",
+        fix=Fix(
+            plain="Set resources.requests to what is used (ephemeral-storage, too); write "
+            "checkpoints to a volume, not to the container's disk.",
+        ),
+        confirm="kubectl describe pod and kubectl get events.",
+        source="Kubernetes, kubelet",
+        no_test=_CLUSTER,
+    ),
+    Cause(
+        code="stop-sighup",
+        title="the terminal was closed (SIGHUP)",
+        phrases=(
+            r"got signal: 1\b",
+            r"[Rr]eceived (?:Signals\.)?SIGHUP",
+            r"Received 1 death signal",
+        ),
+        tier=Tier.KILLED,
+        blame=Blame.NOBODY,
+        why="The ssh session or terminal that torchrun was started in ended; nohup does not help, "
+        "because torchrun handles SIGHUP itself",
+        fix=Fix(plain="Start it in tmux or screen, or with setsid, or as a job of a scheduler."),
+        confirm="It ended when the connection did: last, journalctl -u ssh.",
+        source="torch/distributed/elastic/multiprocessing/api.py",
+        test="stop_sighup",
+    ),
+    Cause(
+        code="stop-sigterm",
+        title="the job was told to stop (SIGTERM)",
+        phrases=(
+            r"got signal: 15\b",
+            r"Received (?:Signals\.)?SIGTERM(?! death signal, shutting down workers)",
+            r"Received (?:Signals\.)?SIGTERM death signal",
+            r"Signal 15 \(SIGTERM\) received by PID (?P<pid>\d+)",
+            r"exitcode: -15\)",
+            r"terminated with signal SIGTERM",
+            r"Sending process (?P<pid>\d+) closing signal (?:Signals\.)?SIGTERM",
+            r"Closing process \d+ via signal SIGTERM",
+        ),
+        tier=Tier.TEARDOWN,
+        blame=Blame.NOBODY,
+        why="The launcher ends the other ranks like this after one failed; without any failure "
+        "before it, the scheduler or a person ended the job",
+        fix=Fix(
+            plain="Look for the first failure before it. If there is none: sacct, kubectl describe "
+            "pod, or the cloud's events; handle SIGTERM to save a checkpoint.",
+            suite="it saves on SIGTERM; start again with --resume newest",
+            lightning="SLURMEnvironment(auto_requeue=True)",
+            trainer="save_steps, then train(resume_from_checkpoint=True)",
+        ),
+        confirm="No other rank has an error before this time.",
+        source="torch/distributed/elastic/multiprocessing/api.py",
+        test="stop_sigterm",
+    ),
+    Cause(
+        code="stop-interrupt",
+        title="the job was stopped by hand (Ctrl-C)",
+        phrases=(
+            r"KeyboardInterrupt",
+            r"got signal: 2\b",
+            r"[Rr]eceived (?:Signals\.)?SIGINT death signal",
+            r"Detected KeyboardInterrupt",
+        ),
+        tier=Tier.TEARDOWN,
+        blame=Blame.NOBODY,
+        why="SIGINT was sent: Ctrl-C in the terminal, or the scheduler",
+        fix=Fix(plain="Start it again."),
+        confirm="Nothing else failed before it.",
+        source="Python",
+        test="stop_interrupt",
+    ),
+    Cause(
+        code="stop-aborted",
+        title="a process aborted (SIGABRT)",
+        phrases=(
+            r"Signal 6 \(SIGABRT\) received by PID (?P<pid>\d+)",
+            r"exitcode: -6\)",
+            r"terminated with signal SIGABRT",
+            r"died with <Signals\.SIGABRT",
+            r"\*\*\* SIGABRT received at time=",
+            r"Fatal Python error: Aborted",
+            r"terminate called (?:after throwing an instance of '(?P<what>[^']+)'|without an "
+            r"active)",
+            r"Aborted +\(core dumped\)",
+        ),
+        tier=Tier.TEARDOWN,
+        is_generic=True,
+        why="C++ code ended the process: NCCL's watchdog after a timeout, or an exception that "
+        "nothing caught. Its message stands before",
+        fix=Fix(plain="Read what stands before it on the same rank: what() has the reason."),
+        confirm="The lines before it on that rank.",
+        source="torch/distributed/elastic/multiprocessing/errors",
+        test="stop_aborted",
+    ),
+    Cause(
+        code="launch-slurm-step",
+        title="Slurm could not start the tasks",
+        phrases=(
+            r"srun: error: Unable to (?:create step|confirm allocation|allocate resources)[^:]*: "
+            r"(?P<what>.+)",
+            r"Batch job submission failed: (?P<what>.+)",
+            r"Task launch for StepId=\S+ failed on node (?P<name>[^:]+): (?P<what>.+)",
+            r"(?:srun|sbatch): error: (?P<what>.*(?:[Ii]nvalid|not available|More processors "
+            r"requested|Requested node configuration).*)",
+            r"execve\(\): (?P<name>\S+): (?P<what>.+)",
+        ),
+        blame=Blame.NOBODY,
+        why="The request does not fit the cluster or the allocation: GPUs, CPUs or memory that the "
+        "job does not have, or a program that the node does not have",
+        fix=Fix(
+            plain="Compare #SBATCH lines with sinfo -o '%P %G %c %m'; srun needs the same --gres; "
+            "--cpus-per-task for srun, too (since Slurm 22.05).",
+        ),
+        confirm="srun --pty hostname with the same options.",
+        source="Slurm src/srun",
+        no_test=_SLURM,
+    ),
+    Cause(
+        code="launch-mpi",
+        title="mpirun could not start the processes",
+        phrases=(
+            r"There are not enough slots available in the system to satisfy",
+            r"PMI2_Init failed",
+            r"OPAL ERROR: .*PMI",
+            r"not built with .*PMI support",
+            r"ORTE (?:was unable to|does not know how to|has lost communication)",
+            r"PRTE (?:was unable to|has lost communication)",
+            r"mpirun has detected an attempt to run as root",
+            r"Host key verification failed",
+            r"MPI_ABORT was invoked on rank (?P<ranks>\d+)",
+        ),
+        blame=Blame.NOBODY,
+        why="Too few slots in the host list, no ssh to the other nodes, or MPI and Slurm do not "
+        "fit",
+        fix=Fix(
+            plain="mpirun -np N --hostfile with slots=; --oversubscribe; --allow-run-as-root in "
+            "containers; ssh without password between nodes; srun --mpi=pmix.",
+        ),
+        confirm="mpirun -np N hostname.",
+        source="Open MPI help texts",
+        no_test="Open MPI is not a part of the tests of explain; composed from its texts",
+    ),
+    Cause(
+        code="launch-command",
+        title="the command or a file of it was not found",
+        phrases=(
+            r"can't open file '?(?P<path>[^':]+)'?: \[Errno 2\]",
+            r"executable file not found in \$PATH",
+            r"command not found",
+            r"ErrImagePull",
+            r"ImagePullBackOff",
+        ),
+        blame=Blame.NOBODY,
+        why="The environment is not active in the job, or a path is not the same on this node",
+        fix=Fix(
+            plain="Activate the environment in the job's script; absolute paths; which torchrun."
+        ),
+        confirm="Run the same line on that node.",
+        source="the shell, Python",
+        test="launch_command",
+    ),
+)

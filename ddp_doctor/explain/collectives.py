@@ -1,0 +1,289 @@
+"""What the watchdogs of several ranks say together: who is missing, who is behind, who differs.
+
+Owns one record per rank and process group, from the lines of NCCL's watchdog and of gloo's check of
+collectives (TORCH_DISTRIBUTED_DEBUG=DETAIL). A rank that prints one waits; it is the cause only if
+most ranks agree and it differs. Sequence numbers are compared within one process group only.
+Does not own: flight recorder dumps, which say more (flight_recorder.py).
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from ddp_doctor.explain.events import Line
+
+_WORK = re.compile(
+    r"\[(?P<group>[^\]]*?)Rank (?P<rank>\d+)\] +(?:Process group watchdog .*\] +)?Watchdog caught "
+    r"collective operation timeout: WorkNCCL\((?:SeqNum=(?P<seq>\d+), )?OpType=(?P<op>\w+)"
+    r"(?:, NumelIn=(?P<numel>\d+), NumelOut=(?P<out>\d+))?"
+)
+_STATUS = re.compile(
+    r"\[(?:(?P<group>PG [^\]]*?) )?Rank (?P<rank>\d+)\].*?(?:(?:sequence id|at work|NCCL work): "
+    r"(?P<seq>\d+).*?)?[Ll]ast enqueued (?:NCCL )?work: (?P<enqueued>-?\d+),.*?"
+    r"last completed (?:NCCL )?work: (?P<completed>-?\d+)"
+)
+_FINGERPRINT = re.compile(
+    r"Rank (?P<rank>\d+) is running collective: CollectiveFingerPrint\(SequenceNumber=(?P<seq>\d+)"
+    r", OpType=(?P<op>\w+)(?:, TensorShape=\[(?P<shape>[\d, ]*)\])?"
+)
+_LEAVING = re.compile(
+    r"taking the entire process down|watchdog thread terminated with exception|Signal 6 \(SIGABRT\)"
+    r"|first observed failure"
+)
+_EQUAL_SIZES = {
+    "ALLREDUCE",
+    "ALL_REDUCE",
+    "BROADCAST",
+    "_ALLGATHER_BASE",
+    "_REDUCE_SCATTER_BASE",
+    "REDUCE",
+}
+_DEFAULT_GROUP = re.compile(r"default_pg|GUID 0\b|^PG 0\b|^PG \(0\)|^$")
+_NO_SEQ = -1
+_MOST_APART = 100
+_MOST_PLACES, _MOST_NAMED = 4, 16
+
+
+@dataclass(slots=True)
+class Work:
+    """The collective that one rank waited for."""
+
+    rank: int
+    seq: int
+    op: str
+    numel: int
+    line: Line
+    group: str = ""
+    enqueued: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What the records say together."""
+
+    kind: str
+    """mismatch, apart, missing, or waiting."""
+
+    ranks: tuple[int, ...]
+    """Those that are missing, or elsewhere than most; none if it can't be told."""
+
+    text: str
+    works: tuple[Work, ...]
+    is_sure: bool = False
+
+
+class Collectives:
+    """Collects the records."""
+
+    def __init__(self) -> None:
+        self._works: dict[tuple[int, int, str], Work] = {}
+        self._enqueued: dict[int, int] = {}
+        self._history: dict[int, dict[int, Work]] = {}
+        """What each rank called, by number."""
+
+        self.num_leaving = 0
+        self.ranks_of_files: set[int] = set()
+        """The ranks that have a log of their own."""
+
+    def take(self, line: Line) -> None:
+        """Note what a line says."""
+        text = line.text
+        if "atchdog" in text or "nqueued" in text:
+            if match := _WORK.search(text):
+                self._add_work(match, line)
+            if match := _STATUS.search(text):
+                self._add_status(match, line)
+        elif "FingerPrint" in text:
+            found = list(_FINGERPRINT.finditer(text))
+            # WHY: within a sub-group its ranks have other numbers
+            if found and line.rank in (None, int(found[0]["rank"])):
+                for match in found:
+                    self._add_fingerprint(match, line)
+        if _LEAVING.search(text):
+            self.num_leaving += 1
+
+    def add(self, work: Work) -> None:
+        """Note the collective that a rank did not complete."""
+        self._works.setdefault((work.rank, work.seq, work.op), work)
+
+    def note_newest(self, rank: int, seq: int) -> None:
+        """Note a rank that completed all that it started."""
+        self._enqueued.setdefault(rank, seq)
+
+    def note_history(self, works: Iterable[Work]) -> None:
+        """Note all collectives of a rank, also those that it completed."""
+        for work in works:
+            self._history.setdefault(work.rank, {}).setdefault(work.seq, work)
+
+    def _first_difference(self, world_size: int | None) -> Finding | None:
+        """Find the first number at which the ranks called different collectives."""
+        ranks = list(self._history.values())
+        common = set.intersection(*map(set, ranks)) if len(ranks) > 1 else set()
+        found = (self._mismatch([of[seq] for of in ranks], world_size) for seq in sorted(common))
+        return next(filter(None, found), None)
+
+    def _add_work(self, match: re.Match[str], line: Line) -> None:
+        rank = int(match["rank"]) if line.rank is None else line.rank
+        seq = int(match["seq"] or _NO_SEQ)
+        self.add(Work(rank, seq, match["op"], int(match["numel"] or 0), line))
+        work = self._works[rank, seq, match["op"]]
+        work.group = work.group or match["group"]
+
+    def _add_fingerprint(self, match: re.Match[str], line: Line) -> None:
+        numel = math.prod(int(size) for size in re.findall(r"\d+", match["shape"] or ""))
+        self.add(Work(int(match["rank"]), int(match["seq"]), match["op"], numel, line))
+
+    def _add_status(self, match: re.Match[str], line: Line) -> None:
+        rank = int(match["rank"]) if line.rank is None else line.rank
+        enqueued = int(match["enqueued"])
+        group = match["group"] or ""
+        found = [
+            work
+            for work in self._works.values()
+            if work.rank == rank and match["seq"] and work.seq == int(match["seq"])
+        ]
+        for work in found:
+            work.group, work.enqueued = group or work.group, enqueued
+        if not found and _DEFAULT_GROUP.search(group):
+            self._enqueued.setdefault(rank, enqueued)
+
+    def analyse(self, *, world_size: int | None) -> Finding | None:
+        """Compare the records of the group that most ranks are in."""
+        if differing := self._first_difference(world_size):
+            return differing
+        works = self._first_of_each_rank()
+        if not works:
+            return None
+        by_rank = {work.rank: work for work in works}
+        seqs = {work.seq for work in works}
+        if len(seqs) == 1 and len(works) > 1 and _NO_SEQ not in seqs:
+            differing = self._mismatch(works, world_size)
+            if differing:
+                return differing
+        if apart := self._apart(works, world_size):
+            return apart
+        if not all(_DEFAULT_GROUP.search(work.group) for work in works):
+            # WHY no more: which ranks are in a smaller group is not known
+            return Finding("waiting", (), _told(works), tuple(works))
+        lagging = sorted(
+            rank
+            for rank, enqueued in self._enqueued.items()
+            if rank not in by_rank and max(seqs) != _NO_SEQ and enqueued < max(seqs)
+        )
+        if lagging:
+            text = f"{_ranks(lagging)} had not started the collective that the others wait in"
+            num_known = len(by_rank) + len(lagging)
+            # WHY: of the ranks that say nothing, others may be behind, too
+            is_whole = num_known == (world_size or max(*by_rank, *lagging) + 1)
+            named = tuple(lagging) if is_whole else ()
+            return Finding("missing", named, text, tuple(works), is_sure=is_whole)
+        return self._missing(works, world_size) or Finding(
+            "waiting", (), _told(works), tuple(works)
+        )
+
+    def _first_of_each_rank(self) -> list[Work]:
+        """Take the largest group's records, and of each rank the earliest collective."""
+        groups: dict[str, dict[int, Work]] = {}
+        for work in self._works.values():
+            key = "" if _DEFAULT_GROUP.search(work.group) else work.group
+            mine = groups.setdefault(key, {})
+            if work.rank not in mine or work.seq < mine[work.rank].seq:
+                mine[work.rank] = work
+        if not groups:
+            return []
+        # WHY the default group on equal size: only its ranks are those of the job
+        name = max(groups, key=lambda key: (len(groups[key]), key == ""))
+        return sorted(groups[name].values(), key=lambda work: work.rank)
+
+    @staticmethod
+    def _mismatch(works: Sequence[Work], world_size: int | None) -> Finding | None:
+        """Compare what the ranks called at one number."""
+
+        def called(work: Work) -> tuple[str, int]:
+            return work.op, work.numel if work.op in _EQUAL_SIZES else 0
+
+        if len(set(map(called, works))) == 1:
+            return None
+        text = f"at one number the ranks called different collectives: {_told(works)}"
+        odd = _odd_ones(works, called, world_size)
+        return Finding("mismatch", odd, text, tuple(works), is_sure=True)
+
+    @staticmethod
+    def _apart(works: Sequence[Work], world_size: int | None) -> Finding | None:
+        """Find the ranks that are at another number than most."""
+        known = [work for work in works if work.seq != _NO_SEQ]
+        seqs = {work.seq for work in known}
+        if len(seqs) < 2:
+            return None
+        is_one_group = all(work.group for work in known)
+        # WHY: within one group no rank gets far ahead, so these may count in different groups
+        is_near = is_one_group or max(seqs) - min(seqs) <= _MOST_APART
+        odd = _odd_ones(known, lambda work: (work.seq, work.op), world_size) if is_near else ()
+        return Finding("apart", odd, _told(known), tuple(known), is_sure=is_one_group)
+
+    def _missing(self, works: Sequence[Work], world_size: int | None) -> Finding | None:
+        """Find the ranks without a record, and name them if the log is whole enough to tell."""
+        speakers = {work.rank for work in works}
+        if len(speakers) < 2 and world_size is None:
+            return None
+        size = world_size if world_size is not None else max(speakers) + 1
+        missing = sorted(set(range(size)) - speakers)
+        if not missing:
+            return None
+        if self.num_leaving == 0:  # it may be cut off, and other ranks may have spoken below
+            text = f"{_told(works)}; nothing is known of {_ranks(missing)}"
+            return Finding("missing", (), text, tuple(works))
+        elsewhere = [w for w in self._works.values() if w.rank in missing and w.line.rank == w.rank]
+        # WHY first those without a record: the others may wait for them in a smaller group
+        named = [rank for rank in missing if rank not in {w.rank for w in elsewhere}] or missing
+        text = f"{_told(works)}; {_ranks(named)} reported no wait"
+        if named == missing and elsewhere:
+            text = f"{_told(works)}; {_told(elsewhere)}, of another group"
+        elif not self._is_heard(named, works) or 2 * len(named) >= size:
+            text = f"{_told(works)}; of {_ranks(named)} there is no log here"
+            named = []
+        is_sure = world_size is not None
+        return Finding("missing", tuple(named), text, tuple(works), is_sure=is_sure)
+
+    def _is_heard(self, ranks: Sequence[int], works: Sequence[Work]) -> bool:
+        """Whether these logs would have what these ranks report."""
+        speakers: dict[str, set[int]] = {}
+        for work in works:
+            speakers.setdefault(work.line.file, set()).add(work.rank)
+        is_file_of_one = len(speakers) > 1 and all(len(of) == 1 for of in speakers.values())
+        return not is_file_of_one or set(ranks) <= self.ranks_of_files
+
+
+def _odd_ones(
+    works: Sequence[Work], place_of: Callable[[Work], object], world_size: int | None
+) -> tuple[int, ...]:
+    """List the ranks that are not where most ranks are; none if no place has most of all ranks."""
+    [(place, count)] = Counter(map(place_of, works)).most_common(1)
+    is_whole_job = all(_DEFAULT_GROUP.search(work.group) for work in works)
+    size = max(len(works), world_size or 0 if is_whole_job else 0)
+    if 2 * count <= size:
+        return ()
+    return tuple(sorted(work.rank for work in works if place_of(work) != place))
+
+
+def _told(works: Sequence[Work]) -> str:
+    """Say which ranks wait in which collective, the fewest first."""
+    places: dict[tuple[int, str, int], list[int]] = {}
+    for work in works:
+        places.setdefault((work.seq, work.op, work.numel), []).append(work.rank)
+    parts = []
+    for (seq, op, numel), ranks in sorted(places.items(), key=lambda item: (len(item[1]), item[1])):
+        number = f" number {seq}" if seq != _NO_SEQ else ""
+        size = f" of {numel} elements" if numel else ""
+        parts.append(f"{_ranks(ranks)} in {op}{number}{size}")
+    more = f"; {len(parts) - _MOST_PLACES} more" if len(parts) > _MOST_PLACES else ""
+    return "; ".join(parts[:_MOST_PLACES]) + more
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    names = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    if len(ranks) > _MOST_NAMED:
+        names += f" and {len(ranks) - _MOST_NAMED} more"
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"

@@ -1,0 +1,293 @@
+"""Lines to events: everything that a log says about a failure, once.
+
+Owns the order in which a line is asked: launcher's block, tracebacks of its stream, collectives,
+phrases of the catalogue; and that memory stays bounded: of each message and rank the first is kept,
+the others are counted.
+Does not own: which event is the cause (verdict.py).
+"""
+
+import re
+
+from ddp_doctor.explain.catalogue import BY_CODE
+from ddp_doctor.explain.catalogue.python import cause_of_type
+from ddp_doctor.explain.events import Blame, Event, Line, Raised, Tier
+from ddp_doctor.explain.evidence import Evidence
+from ddp_doctor.explain.flight_recorder import read_dump, take_dump
+from ddp_doctor.explain.matching import Match, Matcher
+from ddp_doctor.explain.prefixes import Habits, parse_line, with_lead
+from ddp_doctor.explain.sources import Source
+from ddp_doctor.explain.structured import lines_of
+from ddp_doctor.explain.tracebacks import Assembler, Found
+
+_LOOSE = re.compile(
+    r"(?:E +)?(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Timeout)): "
+    r"(?P<message>.+)"
+)
+_ERROR_LINE = re.compile(
+    r"^(?:\S+: )?(?:fatal|FATAL|[Ee]rror|ERROR|CRITICAL|E:|Fatal error)\b[ :\]]"
+    r"|^(?:srun|slurmstepd|sbatch|mpirun|docker|\w+\.py): (?:fatal|error)"
+    r"|\bExecuteUserScriptError:|Reporting training FAILURE|Failed - Training job failed"
+)
+_RETRIED = re.compile(r"\b[Rr]etry(?:ing)?\b|\bWARNING\b")
+"""What a program says when it goes on."""
+
+_WARNS = re.compile(r"\[W\d{0,4} [^\]]*\.cpp:\d+\]")
+_SPAWNED = re.compile(r"-- Process (?P<rank>\d+) terminated with the following error")
+_BOX = ("\u2502", "\u2503", "\u256d", "\u2570")
+_LAUNCHER_TYPES = {
+    "ChildFailedError",
+    "CalledProcessError",
+    "ProcessRaisedException",
+    "ProcessExitedException",
+}
+_MAX_EVENTS = 4000
+_MAX_STREAMS = 4096
+_MAX_IDLE_LINES = 4096
+"""Lines of others within which an open traceback goes on; more ranks than that do not alternate."""
+
+
+class Collector:
+    """Takes lines and makes events of them."""
+
+    def __init__(self, matcher: Matcher) -> None:
+        self.evidence = Evidence()
+        self._matcher = matcher
+        self._source = Source(name="", path=None)
+        self._habits = Habits()
+        self._streams: dict[tuple[object, ...], Assembler] = {}
+        self._open: set[tuple[object, ...]] = set()
+        self._of_found: dict[int, Event] = {}
+        self._seen: dict[tuple[object, ...], Event] = {}
+        self._order = 0
+        self._spawned: int | None = None
+        self._tail = 0
+        self._idle_lines = 0
+
+    @property
+    def wants_more(self) -> bool:
+        """A traceback or a block is open, or a message may go on in the next lines."""
+        if self._tail > 0:
+            return True
+        # WHY a limit: nothing closes the last traceback of a rank that writes no more, and without
+        # it each line of the others' training output would be read until the end of the log
+        is_open = bool(self._open) or self.evidence.exits.is_open
+        return is_open and self._idle_lines < _MAX_IDLE_LINES
+
+    def start_file(self, source: Source, habits: Habits) -> None:
+        """Begin with another file."""
+        self._source, self._habits = source, habits
+        self._spawned, self._tail = None, 0
+        own = (source.rank, source.local, source.task)
+        self.evidence.collectives.ranks_of_files |= {rank for rank in own if rank is not None}
+
+    def end_file(self) -> None:
+        """Give up what is still open: the log was cut off there."""
+        for stream in list(self._open):
+            found = self._streams[stream].cut_off()
+            if found:
+                self._add_exception(found, [])
+        self._open.clear()
+        self._streams.clear()
+        self._of_found.clear()
+        self.evidence.exits.end()
+
+    def take(self, raw: str, number: int) -> None:
+        """Take one line of the file."""
+        for part in lines_of(raw):
+            self._take_line(part, number)
+
+    def _take_line(self, raw: str, number: int) -> None:
+        line = parse_line(raw, file=self._source.name, number=number, habits=self._habits)
+        if line.lead and "Traceback (most" in line.text and self._habits.lead is None:
+            self._habits = with_lead(self._habits, line.lead)
+            line = parse_line(raw, file=self._source.name, number=number, habits=self._habits)
+        source = self._source
+        line.rank = source.rank if line.rank is None else line.rank
+        line.local = source.local if line.local is None else line.local
+        line.task = source.task if line.task is None else line.task
+        self._order += 1
+        self._tail -= self._tail > 0
+        self._idle_lines += 1
+        line.order = self._order
+        text = line.text
+        if not text or text.lstrip().startswith("frame #"):
+            self._pass_blank(line)
+            return
+        evidence = self.evidence
+        if evidence.exits.take(line):
+            self._idle_lines = 0
+            return
+        if evidence.exits.rank is not None:
+            line.rank = evidence.exits.rank
+        text = line.text
+        self._note_facts(line)
+        evidence.collectives.take(line)
+        self._take_text(line, text)
+
+    def _pass_blank(self, line: Line) -> None:
+        stream = line.stream
+        if stream in self._open:
+            self._streams[stream].take(line)
+            self._note_open(stream)
+
+    def _take_text(self, line: Line, text: str) -> None:
+        stream = line.stream
+        if stream not in self._streams and len(self._streams) > _MAX_STREAMS:
+            self._streams.clear()
+            self._open.clear()
+        assembler = self._streams.setdefault(stream, Assembler())
+        was_message = assembler.in_message
+        found = assembler.take(line)
+        self._note_open(stream)
+        if found:
+            self._add_exception(found, self._matcher.find(found.raised.whole))
+            return
+        if line.raw.startswith(_BOX) or (assembler.num_open and text[:1].isspace()):
+            return
+        matches = self._matcher.find(text)
+        if matches and was_message is not None and assembler.in_message is was_message:
+            self._add_to_exception(was_message, matches, line)
+        elif matches:
+            self._add_message(matches[0], line)
+        elif not assembler.is_open:
+            self._take_loose(line)
+
+    def _note_open(self, stream: tuple[object, ...]) -> None:
+        if self._streams[stream].is_open:
+            self._open.add(stream)
+            self._idle_lines = 0
+        else:
+            self._open.discard(stream)
+
+    def _note_facts(self, line: Line) -> None:
+        if self.evidence.note(line):
+            self._seen.clear()  # WHY: what a new attempt says is not a repetition
+        spawned = _SPAWNED.search(line.text)
+        if spawned:
+            self._spawned = int(spawned["rank"])
+        if "Traceback" in line.text or "Exception" in line.text:
+            self._tail = 4
+
+    def _add_exception(self, found: Found, matches: list[Match]) -> None:
+        raised, line = found.raised, found.line
+        if line.rank is None and self._spawned is not None:
+            line.rank, self._spawned = self._spawned, None
+        match = matches[0] if matches else None
+        if match is None and raised.before is not None and raised.link != "handling":
+            earlier = self._matcher.find(raised.before.whole)
+            match = earlier[0] if earlier else None
+        tier = match.cause.tier if match else Tier.EXCEPTION
+        cause = match.cause if match else cause_of_type(raised)
+        # CalledProcessError is all that some launchers say of a process that a signal ended
+        is_killed = raised.name == "CalledProcessError" and match is not None
+        if raised.name in _LAUNCHER_TYPES and not is_killed:
+            tier, cause = Tier.LAUNCHER, None
+        before = self.evidence.event_of(raised.before)
+        if before is not None and raised.link == "inner" and before.tier == Tier.EXCEPTION:
+            before.is_weak = True  # a quoted traceback says more than the exception that quotes it
+        event = Event(
+            kind="exception",
+            tier=tier,
+            line=line,
+            cause=cause,
+            rank=line.rank,
+            ranks=_named(match),
+            host=line.host,
+            fields=match.fields if match else {},
+            raised=raised,
+            is_weak=found.is_weak or (match is None and raised.is_of_launcher),
+            chained=before,
+        )
+        kept = self._keep(event, (raised.type, raised.shape))
+        self._of_found[id(found)] = kept
+
+    def _add_to_exception(self, found: Found, matches: list[Match], line: Line) -> None:
+        """The message of an exception goes on, and this line of it is known."""
+        event = self._of_found.get(id(found))
+        if event is None or event.tier == Tier.LAUNCHER:
+            return
+        match = matches[0]
+        if match.cause.tier in (Tier.TEARDOWN, Tier.ADVICE):
+            return
+        known = event.cause
+        is_guess = known is None or known.code.startswith("python-")
+        if known is None or is_guess or (known.is_generic and not match.cause.is_generic):
+            event.cause, event.tier, event.detail = match.cause, match.cause.tier, line
+        if event.cause is match.cause:
+            event.fields = {**match.fields, **event.fields}
+            event.ranks = event.ranks or _named(match)
+
+    def _add_message(self, match: Match, line: Line) -> None:
+        tier = match.cause.tier
+        event = Event(
+            kind="message",
+            tier=tier,
+            line=line,
+            cause=match.cause,
+            rank=line.rank,
+            ranks=_named(match),
+            host=line.host,
+            fields=match.fields,
+            is_weak=bool(_RETRIED.search(line.raw))
+            or (
+                # a store or a peer is gone: at the end of a good run, too
+                tier == Tier.LOST and bool(_WARNS.search(line.raw))
+            ),
+        )
+        self._keep(event, (_named(match), event.is_weak))
+
+    def _take_loose(self, line: Line) -> None:
+        """An exception's last line alone, or a line that a program calls an error."""
+        loose = _LOOSE.match(line.text)
+        if loose and not line.text.endswith("Warning"):
+            raised = Raised(type=loose["type"], message=loose["message"].strip())
+            is_launcher = raised.name in _LAUNCHER_TYPES
+            event = Event(
+                kind="exception",
+                tier=Tier.LAUNCHER if is_launcher else Tier.EXCEPTION,
+                line=line,
+                cause=None if is_launcher else cause_of_type(raised),
+                rank=line.rank,
+                host=line.host,
+                raised=raised,
+                is_weak=True,
+            )
+            self._keep(event, (raised.type, raised.shape))
+        elif _ERROR_LINE.search(line.text):
+            self.evidence.error_line = line
+
+    def _keep(self, event: Event, what: tuple[object, ...]) -> Event:
+        """Keep an event, or count it if its like is there."""
+        code = event.cause.code if event.cause else ""
+        line = event.line
+        key = (event.kind, code, event.rank, line.local, line.task, line.host, *what)
+        if event.rank is None and line.local is None and line.task is None:
+            key = (*key, event.line.file)
+        before = self._seen.get(key)
+        if before is not None:
+            before.count += 1
+            if event.kind == "exception" and before.is_weak and not event.is_weak:
+                before.is_weak, before.raised, before.line = False, event.raised, line
+            return before
+        if len(self.evidence.events) < _MAX_EVENTS:
+            self._seen[key] = event
+            self.evidence.events.append(event)
+        return event
+
+    def take_dump(self, data: bytes) -> bool:
+        """Read a flight recorder dump; False if it is not one."""
+        dump = read_dump(data)
+        if dump is None:
+            return False
+        line = take_dump(dump, self._source.name, self.evidence.collectives)
+        if line is not None:
+            cause = BY_CODE["nccl-timeout"]
+            self._keep(Event(kind="collective", tier=cause.tier, line=line, cause=cause), ())
+        return True
+
+
+def _named(match: Match | None) -> tuple[int, ...]:
+    """Give the ranks that the message accuses."""
+    if match is None or match.cause.blame == Blame.NOBODY or "ranks" not in match.fields:
+        return ()
+    return tuple(int(number) for number in re.findall(r"\d{1,7}", match.fields["ranks"]))

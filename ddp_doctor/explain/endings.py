@@ -1,0 +1,197 @@
+"""How each file ends, and which failures the program got over: a retry, a restart, a logged error.
+
+Owns the words of success, the signs that training went on or is all NaN, and making events weak.
+Does not own: what weak events mean for the verdict (verdict.py).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ddp_doctor.explain.catalogue import BY_CODE
+from ddp_doctor.explain.events import Event, Line, Tier
+from ddp_doctor.explain.exits import Exit
+
+_SUCCESS = re.compile(
+    r"(?i)\b(?:training (?:is |has )?(?:complete|finished|done|successful)|finished training"
+    r"|max_(?:epochs|steps)=\d+` reached|train_runtime|successfully finished"
+    r"|completed successfully|finished: \d+ steps|exit code 0|all done|job succeeded"
+    r"|state(?:=|: )COMPLETED)"
+    r"|训练(?:完成|结束)|学習(?:完了|終了)|학습 ?완료"
+)
+_SAVED = re.compile(
+    r"(?i)\b(?:checkpoint|state|model|weights)\b.{0,40}\b(?:saved|written)\b"
+    r"|\bsaved (?:the |a )?(?:checkpoint|state|model)|\bgraceful(?:ly)?\b|\brequeue"
+)
+"""What a program says that was told to stop, and saved before it did."""
+
+_STOPS = {"stop-sigterm", "stop-interrupt", "stop-sighup"}
+_COUNTER = re.compile(
+    r"(?i)\b(?:step|epoch|iter(?:ation)?|batch)s?['\"]?[ =:#\[]{0,3}(?P<name>\d+(?:\.\d+)?)"
+    r"|(?:[eé]po(?:ch|que|ca|che)|paso|schritt|[eé]tape|эпоха|шаг)[ =:#]{0,3}(?P<word>\d+)"
+    r"|第 ?(?P<ordinal>\d+) ?[轮步次]"
+    r"|(?P<bar>\d+)/\d+ \["
+)
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+_LOSS = re.compile(r"(?i)\b(?:loss|grad_?norm)\b['\"]?[ =:]{1,3}(?P<nan>['\"]?nan\b)?")
+_IS_SEVERE = re.compile(r"\[[EF]\d{0,4} ")
+"""The level of glog that c10d's watchdog uses for what ends the process."""
+
+_UNCAUGHT = re.compile(r"\[rank\d+\]: ")
+"""torch's except hook: it runs for what nobody caught."""
+
+_TAIL_CHARS = 4096
+_ENOUGH_NAN = 3
+
+
+@dataclass(slots=True)
+class Ending:
+    """What the last lines of a file say. Numbers are those of lines; 0 if there is none."""
+
+    success: int = 0
+    saved: int = 0
+    progress: list[int] = field(default_factory=list)
+    """Lines whose counter is higher than in the line of the same shape before."""
+
+    first_of_progress: dict[int, int] = field(default_factory=dict)
+    """For a line of progress, the line that it is compared with."""
+
+    nan: int = 0
+    """The last line, if the loss is NaN in all of the last ones."""
+
+    nan_text: str = ""
+
+    def goes_on_after(self, number: int) -> bool:
+        """Whether training made progress after this line."""
+        return any(self.first_of_progress[later] > number for later in self.progress)
+
+
+class Tail:
+    """Keeps the end of a file."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def take(self, block: bytes) -> None:
+        """Take the file's newest block."""
+        self.text = (self.text + block[-_TAIL_CHARS:].decode("utf-8", "replace"))[-_TAIL_CHARS:]
+
+
+def ending_of(tail: str, num_lines: int) -> Ending:
+    """Read the last lines of a file that has num_lines in all."""
+    ending = Ending()
+    lines = tail.rstrip("\n").split("\n")
+    newest: dict[str, tuple[float, int]] = {}
+    nans: list[bool] = []
+    for number, line in enumerate(lines, start=num_lines - len(lines) + 1):
+        if _SUCCESS.search(line):
+            ending.success = number
+        if _SAVED.search(line):
+            ending.saved = number
+        for part in line.split("\r"):
+            _note_progress(part, number, newest, ending)
+            if losses := list(_LOSS.finditer(part)):
+                nans.append(any(loss["nan"] for loss in losses))
+                ending.nan, ending.nan_text = number, part.strip()
+    if len(nans) < _ENOUGH_NAN or not all(nans[-_ENOUGH_NAN:]):
+        ending.nan, ending.nan_text = 0, ""
+    return ending
+
+
+def _note_progress(
+    text: str, number: int, newest: dict[str, tuple[float, int]], ending: Ending
+) -> None:
+    counters = [float(found[found.lastgroup or 0]) for found in _COUNTER.finditer(text)]
+    if not counters:
+        return
+    shape = _NUMBER.sub("#", text.strip())
+    total = sum(counters)
+    before = newest.get(shape)
+    if before is not None and total > before[0]:
+        ending.progress.append(number)
+        ending.first_of_progress[number] = before[1]
+    newest[shape] = (total, number)
+
+
+def nan_event(endings: Mapping[str, Ending]) -> Event | None:
+    """A run that ends as it should, with a loss that is NaN."""
+    for name, ending in endings.items():
+        if ending.nan:
+            text = ending.nan_text
+            line = Line(file=name, number=ending.nan, text=text, raw=text)
+            return Event(kind="message", tier=Tier.EXCEPTION, line=line, cause=BY_CODE["amp-nan"])
+    return None
+
+
+def without_restarted(exits: Sequence[Exit], endings: dict[str, Ending]) -> list[Exit]:
+    """Leave out the processes of an attempt after which another one of torchrun's succeeded."""
+    return [
+        ended
+        for ended in exits
+        if ended.from_block
+        or "failed (exitcode" not in ended.line.text
+        or ended.line.file not in endings
+        or ended.line.number >= endings[ended.line.file].success
+    ]
+
+
+def weaken_survived(
+    events: Sequence[Event], endings: dict[str, Ending], restarted: Sequence[Exit]
+) -> None:
+    """Mark the events that the process went on after as weak."""
+    files = {ended.line.file for ended in restarted}
+    chained = {id(event.chained) for event in events if event.chained is not None}
+    for event in events:
+        if event.tier in (Tier.HARDWARE, Tier.KILLED, Tier.ADVICE) or event.kind == "collective":
+            continue
+        ending = endings.get(event.line.file)
+        if ending is not None and _went_on(event, ending, event.line.file in files):
+            event.is_weak = True
+    for stream in _streams(events).values():
+        outermost = 3
+        for event in reversed(stream):
+            # WHY: a library that logs an exception and goes on is no cause of what comes later
+            if _catcher(event) > outermost and id(event) not in chained:
+                event.is_weak = True
+            outermost = min(outermost, _catcher(event))
+
+
+def _streams(events: Sequence[Event]) -> dict[tuple[object, ...], list[Event]]:
+    """Sort the exceptions of one output into a list, in their order."""
+    streams: dict[tuple[object, ...], list[Event]] = {}
+    for event in sorted(events, key=lambda event: event.line.order):
+        if event.raised is not None and event.tier < Tier.LAUNCHER and not event.is_weak:
+            streams.setdefault(event.line.stream, []).append(event)
+    return streams
+
+
+def _catcher(event: Event) -> int:
+    return event.raised.catcher if event.raised is not None and event.chained is None else 0
+
+
+def _went_on(event: Event, ending: Ending, has_restarted: bool) -> bool:
+    number = event.line.number
+    code = event.cause.code if event.cause is not None else ""
+    if ending.success > number:
+        return has_restarted or not _UNCAUGHT.search(event.line.raw)
+    if event.kind != "message":
+        return False
+    if code in _STOPS:
+        return ending.saved > number
+    is_sure = event.tier in (Tier.TIMEOUT, Tier.MISMATCH) or _IS_SEVERE.search(event.line.raw)
+    return ending.goes_on_after(number) and not is_sure
+
+
+def name_known_crash(events: Sequence[Event], all_events: Sequence[Event]) -> None:
+    """Say of crashes in native code which one it is, if the stack of one of them shows it."""
+    known = BY_CODE["gloo-detail-crash"]
+    if any(event.cause is known for event in all_events):
+        for event in events:
+            if event.cause is BY_CODE["killed-segfault"]:
+                event.cause = known
+
+
+def is_closing(event: Event) -> bool:
+    """Whether a launcher ended this process, because another one had failed."""
+    is_stop = event.cause is BY_CODE["stop-sigterm"]
+    return is_stop and (event.kind == "exit" or "losing " in event.line.text)

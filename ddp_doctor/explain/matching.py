@@ -1,0 +1,166 @@
+"""Which entries of the catalogue a text matches, fast enough for millions of lines.
+
+Owns the index: each phrase has a piece of literal text that is looked for first, with `in`; the
+regular expression is compiled and tried only if that piece is there.
+Does not own: the phrases (catalogue/).
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from ddp_doctor.explain.events import Cause
+
+# Words that many messages have, and few other lines. WHY so few: each costs a pass over the lines
+# that are new.
+_WORDS = (
+    b"rror",
+    b"RROR",
+    b"xception",
+    b"Traceback",
+    b"Exit",
+    b"Interrupt",
+    b"ailed",
+    b"ailure",
+    b"FAILED",
+    b"imeout",
+    b"imed out",
+    b"SIG",
+    b"ignal ",
+    b"illed",
+    b"exitcode",
+    b"exit code",
+    b"atal",
+    b"DDP-",
+    b"Errno",
+    b'  File "',
+)
+# Words that many messages have, and many lines of training output.
+_COMMON_WORDS = (
+    b"NCCL",
+    b"nccl",
+    b" not ",
+    b"xpected",
+    b"n't ",
+    b" is ",
+    b"annot",
+    b"nable to",
+    b"nvalid",
+    b"emory",
+    b"ismatch",
+    b"been ",
+    b"onnection",
+    b"CUDA",
+    b"bort",
+)
+_LITERAL_ESCAPES = set(".()[]{}|*+?^$\\/-'\"#& ")
+_SHORTEST = 4
+_SAME_DIGITS = str.maketrans("0123456789", "0" * 10)
+_LONGEST_FORM = 1000
+_MAX_FORMS = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A cause, and what its phrase found in the text."""
+
+    cause: Cause
+    fields: Mapping[str, str]
+
+
+class Matcher:
+    """The catalogue as an index."""
+
+    def __init__(self, causes: Sequence[Cause]) -> None:
+        self._rules: dict[str, list[tuple[str, Cause]]] = {}
+        for cause in causes:
+            for phrase in cause.phrases:
+                self._rules.setdefault(literal_of(phrase), []).append((phrase, cause))
+        self._literals = tuple(self._rules)
+        self._forms = tuple((literal.translate(_SAME_DIGITS), literal) for literal in self._rules)
+        self._literals_of: dict[str, tuple[str, ...]] = {}
+
+    def find(self, text: str) -> list[Match]:
+        """List what matches: the lowest tier first, and in it the specific causes."""
+        found: dict[str, Match] = {}
+        for literal in self._literals_like(text):
+            if literal in text:
+                for phrase, cause in self._rules[literal]:
+                    match = _compiled(phrase).search(text)
+                    if match and cause.code not in found:
+                        fields = {k: v for k, v in match.groupdict().items() if v is not None}
+                        found[cause.code] = Match(cause, fields)
+        return sorted(found.values(), key=lambda m: (m.cause.tier, m.cause.is_generic))
+
+    def _literals_like(self, text: str) -> tuple[str, ...]:
+        """List the literals that text has, digits aside: known for lines that come again."""
+        if len(text) > _LONGEST_FORM:
+            return self._literals
+        form = text.translate(_SAME_DIGITS)
+        known = self._literals_of.get(form)
+        if known is None:
+            if len(self._literals_of) >= _MAX_FORMS:
+                self._literals_of.clear()
+            known = tuple(literal for like, literal in self._forms if like in form)
+            self._literals_of[form] = known
+        return known
+
+    def words(self, *, are_rare: bool = False) -> tuple[bytes, ...]:
+        """List words such that every line that matches a phrase has one of them.
+
+        are_rare: no words of usual output among them, but several times as many words.
+        """
+        words = [*_WORDS, *(() if are_rare else _COMMON_WORDS)]
+        for literal in sorted(self._literals, key=len):
+            encoded = literal.encode()
+            if not any(word in encoded for word in words):
+                words.append(encoded)
+        return tuple(words)
+
+
+@cache
+def _compiled(phrase: str) -> re.Pattern[str]:
+    return re.compile(phrase)
+
+
+def literal_of(phrase: str) -> str:
+    """Give the longest text that everything that matches phrase contains.
+
+    Raises ValueError if it is too short to be looked for.
+    """
+    longest = max(_literals(phrase), key=len, default="")
+    if len(longest) < _SHORTEST:
+        raise ValueError(f"no literal text in the phrase {phrase!r}")
+    return longest
+
+
+def _literals(phrase: str) -> Iterator[str]:
+    """Yield runs of literal characters outside of groups."""
+    run, depth, index = "", 0, 0
+    while index < len(phrase):
+        char = phrase[index]
+        width = 1
+        is_literal = char not in ".^$*+?{}[]()|\\"
+        if char == "\\":
+            width = 2
+            char = phrase[index + 1]
+            is_literal = char in _LITERAL_ESCAPES
+        elif char == "[":
+            width = phrase.index("]", index + 2) + 1 - index
+        elif char == "{":
+            width = phrase.index("}", index) + 1 - index
+        follower = phrase[index + width : index + width + 1]
+        if is_literal and depth == 0 and follower not in ("?", "*", "{"):
+            run += char
+            if follower == "+":
+                yield run
+                run = ""
+        else:
+            yield run
+            run = ""
+            depth += (char == "(" and width == 1) - (char == ")" and width == 1)
+            if char == "|" and depth == 0:
+                raise ValueError(f"alternatives outside of a group: {phrase!r}")
+        index += width
+    yield run

@@ -1,0 +1,194 @@
+"""The prefixes of a log line: who wrote it, when, and on which rank.
+
+Owns what launchers, schedulers, containers and log libraries put in front of a line. A prefix that
+may be something else (`3: ` of srun --label) counts only if most of the file has it.
+Does not own: reading files (reader.py), the ranks that messages name (catalogue/).
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from ddp_doctor.explain.events import Line
+
+_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\u200b\ufeff]")
+_CLOCK = r"\d\d:\d\d:\d\d(?:[.,]\d+)?"
+_DATED = re.compile(
+    rf"\[?(?P<date>\d{{4}}[-/]\d\d[-/]\d\d|\d\d/\d\d/\d{{4}})[T _](?P<clock>{_CLOCK})"
+    r"(?:Z| ?[+-]\d\d:?\d\d)?\]?"
+    r"(?: std(?:err|out) [FP])?(?: ?[-|,:]+ ?|[ \t]|$|(?=\[))"
+)
+_CLOCKED = re.compile(rf"\[?(?P<clock>{_CLOCK})\]?(?: ?[-|:]+ ?| )(?=.*\S)")
+_SYSLOG = re.compile(
+    rf"(?:<\d+>)?(?P<month>[A-Z][a-z]{{2}}) +(?P<day>\d+) (?P<clock>{_CLOCK}) (?P<host>[\w.-]+) "
+    r"(?=kernel:|\w[\w./@-]*(?:\[\d+\])?:)"
+)
+_LEVEL = re.compile(r"\[(?:DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL)\](?::|(?=\s*\S)) ?")
+_UPTIME = re.compile(r"(?:kernel: )?\[ *\d+\.\d{3,}\] ?")
+_DMESG = re.compile(rf"\[[A-Z][a-z]{{2}} [A-Z][a-z]{{2}} +\d+ (?P<clock>{_CLOCK}) \d{{4}}\] ?")
+_GLOG = re.compile(
+    rf"\[?[DIWEFV](?:\d{{3,4}})? ?(?P<clock>{_CLOCK})? *(?:\d+ )?"
+    r"[\w./\\-]+\.(?:cpp|hpp|py|cc|h):\d+\] ?"
+)
+_RANKS = (
+    re.compile(r"\[rank ?:? ?(?P<rank>\d+)\]:? ?"),
+    re.compile(r"\[(?:RANK|Rank|GLOBAL_RANK)[ =:]*(?P<rank>\d+)\](?::|(?= [A-Z][a-z]+:)) ?"),
+    re.compile(r"(?:RANK|rank|Rank)[ _=]?(?P<rank>\d+)(?:\[\d+\])?(?:\[\w+\])?[:|]+ ?"),
+    re.compile(r"\[\d+,(?:mpirank:)?(?P<rank>\d+)(?:,[\w-]+)?\]<std(?:err|out|diag)>: ?"),
+    re.compile(r"(?:[0-9a-f]{8} )?\[rank=(?P<rank>\d+)\] \|\| ?"),
+    re.compile(r"\(\w+\[rank=(?P<rank>\d+)\] pid=\d+(?:, ip=(?P<host>[\w.:]+))?\) ?"),
+)
+_LOCALS = (
+    re.compile(r"\[(?:default|trainer|worker)(?P<local>\d+)\]: ?"),
+    re.compile(r"\[(?P<local>\d{1,3})\]:(?=\[rank|Traceback|  File| ?\w+Error)"),
+)
+_NCCL = re.compile(
+    r"(?P<host>[\w.-]+):\d+:\d+ \[(?P<local>-?\d+)\] (?=\S+ ?\S* NCCL |NCCL |[\w/]+\.\w+:\d+)"
+)
+_HOSTS = (
+    re.compile(r"\[pod/(?P<host>[\w.-]+)/[\w.-]+\] ?"),
+    re.compile(r"\(\w+ pid=\d+(?:, ip=(?P<host>[\w.:]+))?\) ?"),
+    re.compile(r"(?P<host>[a-z][\w.]*[-_]\d+) +\| "),
+)
+_LABEL = re.compile(r" *(?P<label>\d{1,5}): ?")
+_NAMED_HOST = re.compile(r"(?P<host>[a-zA-Z][\w-]*\d[\w.-]*): ?")
+_WORDS_BEHIND = re.compile(r"Traceback \(most|  File \"|\[rank|\[E|[\w.]+(?:Error|Exception): ")
+_LATE_RANK = re.compile(r"[^'\"]*?(\[rank\d+\]:.*)")
+_TIMES = re.compile(r"\d+(?:[:.,]\d+)+")
+_NO_LEAD = re.compile(r"[\"'%{]|it/s|[Ee]xception|[Ee]rror|^[^\w\[(<]*$")
+"""What stands before a traceback, and is a progress bar or a message."""
+
+_BAR = re.compile(r"\d+%\||\d(?:\.\d+)?(?:it/s|s/it)")
+_PANEL = re.compile(r"^[│┃|]\s(.*?)\s*[│┃|]$")
+_MAX_PREFIXES = 8
+_MAX_UNKNOWN_PREFIX = 80
+_ENOUGH = 0.6
+"""Share of a file's lines that must have a doubtful prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Habits:
+    """The doubtful prefixes that this file has."""
+
+    has_labels: bool = False
+    """srun --label: the task before each line."""
+
+    has_hosts: bool = False
+    """pdsh and DeepSpeed: the host before each line."""
+
+    lead: re.Pattern[str] | None = None
+    """A prefix that is not known, as it stood before a traceback."""
+
+
+def habits_of(sample: str) -> Habits:
+    """Look at a part of a file."""
+    lines = [line for line in clean(sample).splitlines() if line.strip()]
+    stripped = [_DATED.sub("", line, count=1) for line in lines]
+    counts: Counter[str] = Counter()
+    for line in stripped:
+        counts["label"] += bool(_LABEL.match(line))
+        named = _NAMED_HOST.match(line)
+        counts["host"] += bool(named)
+    need = max(2, _ENOUGH * len(lines))
+    return Habits(has_labels=counts["label"] >= need, has_hosts=counts["host"] >= need)
+
+
+def clean(text: str) -> str:
+    """Take away colours and control characters."""
+    if "\x1b" in text:
+        text = _ANSI.sub("", text)
+    return _CONTROL.sub("", text)
+
+
+def parse_line(raw: str, *, file: str, number: int, habits: Habits) -> Line:
+    """Take the prefixes off a line and keep what they say."""
+    text = clean(raw).rstrip()
+    line = Line(file=file, number=number, text=text, raw=text.strip())
+    for _ in range(_MAX_PREFIXES):
+        rest = _peel(line, habits)
+        if rest is None or rest == line.text:
+            break
+        line.text = rest
+    _cut_bar(line)
+    panel = _PANEL.match(line.text)
+    if panel:
+        line.text = panel[1]
+    return line
+
+
+def _peel(line: Line, habits: Habits) -> str | None:
+    """Take one prefix off, and note what it says; None if there is none."""
+    text = line.text
+    for pattern in _RANKS:
+        if match := pattern.match(text):
+            if line.rank is None or "[rank" in match[0]:
+                line.rank = int(match["rank"])
+            return text[match.end() :]
+    for pattern in _LOCALS:
+        if match := pattern.match(text):
+            line.local = int(match["local"])
+            return text[match.end() :]
+    for pattern in (_DATED, _SYSLOG, _DMESG, _GLOG, _CLOCKED):
+        if match := pattern.match(text):
+            _note_time(line, match.groupdict())
+            return text[match.end() :]
+    for pattern in (_UPTIME, _LEVEL):
+        if match := pattern.match(text):
+            return text[match.end() :]
+    if match := _NCCL.match(text):
+        line.host = match["host"]
+        return text[match.end() :]
+    for pattern in _HOSTS:
+        if match := pattern.match(text):
+            line.host = match["host"] or line.host
+            return text[match.end() :]
+    return _peel_doubtful(line, habits)
+
+
+def with_lead(habits: Habits, lead: str) -> Habits:
+    """Learn a prefix that stood before a traceback: all its lines have it, with other numbers."""
+    pattern = re.sub(r"\d+", r"\\d+", re.escape(lead))
+    return replace(habits, lead=re.compile(pattern))
+
+
+def _peel_doubtful(line: Line, habits: Habits) -> str | None:
+    text = line.text
+    if habits.lead is not None and (lead := habits.lead.match(text)):
+        line.lead = _TIMES.sub("", lead[0])
+        return text[lead.end() :]
+    label = _LABEL.match(text)
+    if label and (habits.has_labels or _WORDS_BEHIND.match(text[label.end() :])):
+        if line.task is None:
+            line.task = int(label["label"])
+        return text[label.end() :]
+    named = _NAMED_HOST.match(text)
+    if named and (habits.has_hosts or _WORDS_BEHIND.match(text[named.end() :])):
+        line.host = named["host"]
+        return text[named.end() :]
+    return None
+
+
+def _note_time(line: Line, found: dict[str, str | None]) -> None:
+    clock = (found.get("clock") or "").replace(",", ".")
+    date = (found.get("date") or "").replace("/", "-")
+    if found.get("host"):
+        line.host = found["host"]
+    if clock and len(date + clock) >= len(line.time):
+        line.time = f"{date} {clock}".strip()
+
+
+def _cut_bar(line: Line) -> None:
+    """A progress bar has no line end, so a message may stand behind it in the same line."""
+    text = line.text
+    if "Traceback (most" in text and not text.startswith(("Traceback", "Original", "  ", "\u256d")):
+        cut = text.index("Traceback (most")
+        if cut <= _MAX_UNKNOWN_PREFIX and not _NO_LEAD.search(text[:cut]):
+            line.lead = text[:cut]
+        line.text = text[cut:]
+    elif "[rank" in text and line.rank is None:
+        late = _LATE_RANK.match(text)
+        if late and (_BAR.search(text) or len(text) - len(late[1]) < _MAX_UNKNOWN_PREFIX):
+            line.text = late[1]
+            rest = _peel(line, Habits())
+            line.text = rest if rest is not None else line.text

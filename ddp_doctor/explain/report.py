@@ -1,0 +1,360 @@
+"""What explain prints: one sentence, its evidence, the fix, how to confirm it; or the same as JSON.
+
+Owns the words around the catalogue's.
+Does not own: the verdict (verdict.py).
+"""
+
+import json
+import shlex
+import textwrap
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddp_doctor.explain.catalogue.own import GUIDE, STEPS
+from ddp_doctor.explain.commands import Commands
+from ddp_doctor.explain.events import Cause, Event, Tier
+from ddp_doctor.explain.evidence import Evidence
+from ddp_doctor.explain.guilt import CERTAIN, GUESS, LIKELY
+from ddp_doctor.explain.run_story import ENDED_WELL, Story, lines_of
+from ddp_doctor.explain.verdict import Verdict
+
+EXIT_KNOWN, EXIT_UNKNOWN = 0, 1
+_WIDTH = 100
+_MAX_TEXT = 240
+# How the catalogue writes a command of ours: at the end of its text.
+_COMMAND = "python ddp_training.py "
+_NAMES = {
+    "plain": "plain torch",
+    "lightning": "Lightning",
+    "accelerate": "Accelerate",
+    "trainer": "Trainer",
+    "suite": "this suite",
+}
+_COLLECT = (
+    "one log per rank: torchrun --log-dir logs --redirects 3 --tee 3 ... ; srun --label",
+    "tracebacks in torchrun's last block: @record of torch.distributed.elastic.multiprocessing."
+    "errors above main()",
+    "the collectives at a hang: TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 "
+    "TORCH_DISTRIBUTED_DEBUG=DETAIL (on nccl; INFO on gloo); give the dumps to explain, too",
+    "crashes in native code: PYTHONFAULTHANDLER=1; of the machine: dmesg -T, sacct, kubectl "
+    "describe pod",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What explain says of one job."""
+
+    names: tuple[str, ...]
+    """What to give to explain for this job alone."""
+
+    verdict: Verdict
+    evidence: Evidence
+    story: Story | None = None
+    """Of a run folder of ours: its attempts."""
+
+    problem: str = ""
+    """Why nothing can be said."""
+
+    commands: Commands = field(default_factory=Commands)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the job failed, and did not go on since."""
+        is_over = self.story is not None and self.story.state in (*ENDED_WELL, "stopped")
+        return self.verdict.kind != "healthy" and not is_over
+
+    @property
+    def typed(self) -> str:
+        """The names as a shell takes them."""
+        return " ".join(map(shlex.quote, self.names))
+
+
+def exit_status(verdict: Verdict) -> int:
+    """Give 0 for explained or healthy, 1 for a failure that is not known."""
+    return EXIT_UNKNOWN if verdict.kind == "unknown" else EXIT_KNOWN
+
+
+def sentence_of(verdict: Verdict) -> str:
+    """Say who failed, where and why, in one sentence or two."""
+    root = verdict.root
+    if root is None or root.cause is None:
+        return _unknown_sentence(verdict)
+    cause = root.cause
+    parts = [f"{_subject(verdict)}: {cause.title}"]
+    if root.raised is not None and root.tier == Tier.EXCEPTION:
+        parts.append(f" ({_raised(root)})")
+    elif verdict.finding is not None and verdict.finding.text:
+        parts.append(f" ({verdict.finding.text})")
+    why = _why(cause, root)
+    return "".join(parts) + f". {why[:1].upper()}{why[1:]}" + ("" if why.endswith(".") else ".")
+
+
+def _subject(verdict: Verdict) -> str:
+    guilty = verdict.guilty
+    if guilty is not None and guilty.rank is not None:
+        return f"Rank {guilty.rank}" + (f" on {guilty.host}" if guilty.host else "")
+    if guilty is not None and guilty.host:
+        return f"Host {guilty.host}"
+    if verdict.ranks_alike:
+        return f"Ranks {', '.join(map(str, verdict.ranks_alike[:16]))}"
+    return "The job"
+
+
+def _raised(event: Event) -> str:
+    raised = event.raised
+    assert raised is not None
+    message = raised.message.splitlines()[0] if raised.message else ""
+    text = f"{raised.name}: {message}" if message else raised.name or "an exception"
+    text = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
+    frame = raised.own_frame
+    place = f" at {raised.where}" if raised.where else ""
+    inside = f" in {frame.function}" if frame and frame.function else ""
+    return text + place + inside
+
+
+def _why(cause: Cause, root: Event) -> str:
+    fields: defaultdict[str, str] = defaultdict(lambda: "?", root.fields)
+    return cause.why.format_map(fields).strip()
+
+
+def _unknown_sentence(verdict: Verdict) -> str:
+    root, ended = verdict.root, verdict.root_exit
+    if root is not None and root.raised is not None:
+        return f"{_subject(verdict)}: {_raised(root)}. explain does not know this failure."
+    if ended is not None and ended.rank is not None:
+        how = f"signal {-ended.status}" if ended.status < 0 else f"exit status {ended.status}"
+        return (
+            f"A process failed (rank {ended.rank}, {how}), and this log does not say why: its own "
+            "output is not in it."
+        )
+    return "Something failed, and this log does not say what."
+
+
+def confidence_of(verdict: Verdict) -> tuple[str, str]:
+    """Say how sure the cause is, and why."""
+    root = verdict.root
+    if root is None or root.cause is None:
+        return GUESS, "no entry of the catalogue fits"
+    if root.kind == "status":
+        return LIKELY, "it is inferred from the last sign of life of each rank"
+    if root.tier in (Tier.TEARDOWN, Tier.LOST):
+        return GUESS, "the log has only what follows from a failure"
+    if root.is_weak:
+        return GUESS, "the log is cut off, or the process went on after this exception"
+    if root.kind == "exit":
+        return GUESS, "the log has only the end of the process"
+    if root.tier == Tier.TIMEOUT:
+        return LIKELY, "it is inferred from what the waiting ranks print"
+    if root.cause.or_else or root.cause.is_generic:
+        return LIKELY, "this message has several causes"
+    return CERTAIN, "the message has this cause only"
+
+
+def as_json(answer: Answer) -> str:
+    """Write an answer for programs."""
+    return json.dumps(_entry(answer), indent=2)
+
+
+def _entry(answer: Answer) -> dict[str, Any]:  # Any: JSON
+    verdict, story = answer.verdict, answer.story
+    root = verdict.root
+    cause = root.cause if root is not None else None
+    guilty = verdict.guilty
+    return {
+        "verdict": verdict.kind,
+        "cause": {"code": cause.code, "title": cause.title, "sentence": sentence_of(verdict)}
+        if cause is not None and verdict.kind == "explained"
+        else None,
+        "guilty": {"rank": guilty.rank, "host": guilty.host, "confidence": guilty.confidence}
+        if guilty is not None
+        else None,
+        "evidence": [
+            {"file": e.line.file, "line": e.line.number, "text": e.line.raw[:1000]}
+            for e in verdict.evidence
+        ],
+        "fixes": [
+            {"for": _NAMES[name], "text": f"{text} {command}".strip()}
+            for name, text, command in _fixes(answer)
+        ]
+        + [{"for": _NAMES["suite"], "text": " ".join(step).strip()} for step in _steps(answer)],
+        "echoes": verdict.num_echoes,
+        "confidence": confidence_of(verdict)[0] if verdict.kind == "explained" else None,
+        "exceptions": [
+            {
+                "rank": e.rank,
+                "type": e.raised.type,
+                "message": e.raised.message,
+                "at": e.raised.where,
+            }
+            for e in verdict.first_exceptions
+            if e.raised is not None
+        ],
+        "run": asdict(story) if story is not None else None,
+    }
+
+
+def list_of(answers: Sequence[Answer], *, as_json: bool) -> str:
+    """Write a line for each of several jobs, and what to type for one of them."""
+    if as_json:
+        jobs = [{"names": answer.names, **_entry(answer)} for answer in answers]
+        return json.dumps({"verdict": "several jobs", "jobs": jobs}, indent=2) + "\n"
+    bad = [answer for answer in answers if answer.has_failed]
+    width = min(48, max(len(answer.typed) for answer in answers))
+    lines = [f"{len(answers)} jobs, {len(bad) or 'none'} with a failure. All about one of them:"]
+    lines += [f"  {answers[0].commands.own('explain', *(bad or answers)[0].names)}", ""]
+    lines += [f"{answer.typed:<{width}}  {_short(answer)}" for answer in answers]
+    return "\n".join(lines) + "\n"
+
+
+def _short(answer: Answer) -> str:
+    """Say the verdict in half a sentence."""
+    verdict, cause = answer.verdict, answer.verdict.root and answer.verdict.root.cause
+    if answer.problem:
+        return answer.problem
+    if verdict.kind == "explained" and cause:
+        text = f"{_subject(verdict)}: {cause.title} ({cause.code})"
+    else:
+        text = "no failure" if verdict.kind == "healthy" else _unknown_sentence(verdict)
+    if answer.story is None:
+        return text
+    return f"{lines_of(answer.story)[0].removeprefix(answer.story.folder).strip()} {text}"
+
+
+def as_text(answer: Answer) -> str:
+    """Write an answer for people."""
+    verdict, story = answer.verdict, answer.story
+    lines = []
+    if story is not None:
+        head, *attempts = lines_of(story)
+        lines = [head, *(part for line in attempts for part in _wrap(line, "  ")), ""]
+    if verdict.kind == "healthy":
+        noise = f" ({verdict.num_echoes} warnings and notes)" if verdict.num_echoes else ""
+        where = "its logs" if story is not None else "this log"
+        return "\n".join([*lines, f"Healthy: no failure in {where}{noise}.\n"])
+    if story is not None and story.failed:
+        lines.append(f"The failure of attempt {story.failed[-1]}, the newest one")
+    lines += [*_wrap(sentence_of(verdict), ""), ""]
+    if verdict.kind == "explained":
+        level, reason = confidence_of(verdict)
+        lines += _wrap(f"Confidence: {level}: {reason}.", "")
+        if verdict.guilty is not None and verdict.guilty.rank is not None:
+            guilty = verdict.guilty
+            how = "a guess" if guilty.confidence == "guess" else guilty.confidence
+            lines += _wrap(f"The rank is {how}: {guilty.reason}.", "")
+        lines.append("")
+    lines += _evidence_lines(verdict)
+    cause = verdict.root.cause if verdict.root is not None else None
+    if verdict.kind == "unknown" or cause is None:
+        lines += _collect_lines(verdict)
+    else:
+        lines += _fix_lines(cause, answer)
+    if verdict.num_echoes:
+        text = "line is an echo" if verdict.num_echoes == 1 else "lines are echoes"
+        lines.append(f"{verdict.num_echoes} {text}: consequences, repeats, advice.")
+    return "\n".join(lines) + "\n"
+
+
+def _evidence_lines(verdict: Verdict) -> list[str]:
+    lines = ["Evidence"] if verdict.evidence else []
+    for event in verdict.evidence:
+        text = event.line.raw
+        text = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + " ..."
+        lines.append(f"  {event.line.file}:{event.line.number}: {text}")
+    return [*lines, ""] if lines else []
+
+
+def _fix_lines(cause: Cause, answer: Answer) -> list[str]:
+    lines = ["Fix"]
+    for name, text, command in _fixes(answer):
+        lines += [*_wrap(f"{_NAMES[name]}: {text}", "  "), *[f"    {command}"] * bool(command)]
+    for text, command in _steps(answer):
+        lines += _wrap(text, "  ") + [f"    {command}"] * bool(command)
+    if cause.code.startswith("DDP-"):
+        lines.append(f"  More: {GUIDE.format(code=cause.code)}")
+    lines += ["", *_wrap(f"Confirm: {cause.confirm}", "")]
+    if cause.or_else:
+        lines += _wrap(f"Or else: {cause.or_else}", "")
+    if answer.verdict.next_step:
+        # WHY whole: a command is pasted
+        lines.append(f"The run itself says: {answer.verdict.next_step}")
+    lines += _wrap(f"Code: {cause.code}; the message comes from {cause.source}", "")
+    return [*lines, ""]
+
+
+def _steps(answer: Answer) -> list[tuple[str, str]]:
+    """Give what to do about an error of this suite, each with its command.
+
+    A command that needs more than is known here is left out; so is a resume that is not needed.
+    """
+    root = answer.verdict.root
+    code = root.cause.code if root is not None and root.cause is not None else ""
+    known: dict[str, str] = {}
+    if answer.story is not None:
+        run = Path(answer.story.folder)
+        guilty = answer.verdict.guilty
+        rank = guilty.rank if guilty is not None else None
+        logs = sorted(run.glob("logs/rank-*.log"))
+        known = {
+            "run": shlex.quote(str(run)),
+            "log": shlex.quote(str(run / "logs" / f"rank-{rank}.log"))
+            if rank is not None
+            else " ".join(shlex.quote(str(log)) for log in logs[:8]),
+            "again": answer.commands.resume(run, answer.story.attempts[-1].num_ranks),
+        }
+        if stacks := answer.evidence.stacks:
+            named = [s for s in stacks if s.rank == rank and not s.worker] or stacks
+            known["stack"] = shlex.quote(named[0].line.file)
+    is_over = answer.story is not None and answer.story.state in ENDED_WELL
+    found = []
+    for text, command in STEPS.get(code, ()):
+        if is_over and "{again}" in command:
+            continue
+        try:
+            _, is_own, arguments = command.partition(_COMMAND)
+            command = answer.commands.own(*arguments.split()) if is_own else command
+            found.append((text, command.format_map(known)))
+        except KeyError:
+            found.append((text.removesuffix(":") + ".", ""))
+    return found
+
+
+def _collect_lines(verdict: Verdict) -> list[str]:
+    lines = []
+    if verdict.first_exceptions:
+        lines.append("First exception of each rank")
+        for event in verdict.first_exceptions:
+            name = f"rank {event.rank}" if event.rank is not None else "a rank"
+            lines += _wrap(f"{name}: {_raised(event)}", "  ")
+        lines.append("")
+    lines.append("To know more, collect")
+    for text in _COLLECT:
+        lines += _wrap(f"- {text}", "  ")
+    return [*lines, ""]
+
+
+def _fixes(answer: Answer) -> list[tuple[str, str, str]]:
+    """Give the fix for each way of running DDP, and its command; of our own errors _steps do."""
+    cause = answer.verdict.root.cause if answer.verdict.root is not None else None
+    if cause is None or cause.code in STEPS:
+        return []
+    found = []
+    for name in _NAMES:
+        words, command, arguments = getattr(cause.fix, name).partition(_COMMAND)
+        typed = answer.commands.own(*arguments.split()) if command else ""
+        found.append((name, words.rstrip(), typed))
+    return [(name, words, typed) for name, words, typed in found if words or typed]
+
+
+def _wrap(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + "  " * bool(indent),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

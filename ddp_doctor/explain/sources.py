@@ -1,0 +1,199 @@
+"""The files that explain reads, and what their names say about the rank.
+
+Owns how a path becomes files: a file, a folder of logs, `-` for standard input, or .gz; and which
+files of a folder surely belong to different jobs.
+Does not own: reading lines (reader.py), what a run folder of ours says (run_folder.py).
+"""
+
+import gzip
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, cast
+
+from ddp_doctor.errors import UnreadableLogError
+from ddp_doctor.explain.flight_recorder import PICKLE
+
+STDIN = "-"
+_LOG_NAMES = re.compile(
+    r"(?:\.(?:log|out|err|txt|gz|stderr|stdout|json|jsonl|pickle)|std(?:out|err)(?:\.\d+)?"
+    r"|\.[oe]\d+|log\.?\d*|trace_rank_?\d+)$"
+)
+_NOT_LOGS = re.compile(
+    r"(?:^|/)(?:events\.out\.tfevents|requirements|\.|checkpoints?/|step-\d+/|tensorboard/|status/(?!rank-\d+\.json$)|held_rank_\d+\.txt$"
+    r"|skipped_samples\.jsonl|config\.json|tokenizer|vocab|merges|README)|(?:manifest|trainer_state|settings)\.json$"
+)
+_ELASTIC = re.compile(r"attempt_\d+/(?P<local>\d+)/(?:std(?:out|err)\.log|error\.json)$")
+_RANK_NAME = re.compile(r"(?:rank|process|proc|worker)[-_.]?(?P<rank>\d+)(?=\D|$)")
+_SLURM_TASK = re.compile(r"(?:^|/)(?!slurm)[\w.]*?\d{2,}[-_.](?P<task>\d{1,4})\.(?:out|err|log)$")
+_STACKS = re.compile(r"rank_(?P<rank>\d+)(?:_worker_(?P<worker>\d+))?\.txt$")
+_MAX_FILES = 4096
+_JOB_ID = re.compile(r"(?:^|/)slurm-(?P<slurm>\d+)[^/]*$|\.[oe](?P<id>\d+)$")
+_RUN_ID = re.compile(r"(?P<folder>.*/(?P<id>[^/]+?)_[a-z0-9_]{8})/attempt_\d+/")
+_PART_OF_JOB = re.compile(
+    r"(?i)node|host|master|launch|torchrun|elastic|std(?:out|err)|err(?:or)?\b|out\b|dmesg|kern|sys"
+    r"log|journal|nvidia|nccl|ibv|slurm|kube|pod|event|agent|console|trace|gpu|main|crash|dump"
+)
+"""In names of files that are about one job beside others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """One file to read."""
+
+    name: str
+    """As shown: the path, or <stdin>."""
+
+    path: Path | None
+    rank: int | None = None
+    local: int | None = None
+    task: int | None = None
+
+    @property
+    def is_hang_verdict(self) -> bool:
+        """Whether it is the sentence that a run of ours wrote about a hang."""
+        path = self.path
+        return path is not None and path.name == "verdict.txt" and "hangs" in path.absolute().parts
+
+    @property
+    def is_status(self) -> bool:
+        """Whether it is what a rank of a run of ours was doing last."""
+        path = self.path
+        return path is not None and path.parent.name == "status" and path.suffix == ".json"
+
+    @property
+    def stack(self) -> re.Match[str] | None:
+        """The rank and the worker, if it has the stacks that a run of ours wrote in a hang."""
+        path = self.path
+        if path is None or "hangs" not in path.absolute().parts:
+            return None
+        return _STACKS.match(path.name)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.path.stat().st_size if self.path is not None else 0
+
+    def open(self) -> BinaryIO:
+        """Open it for reading bytes, unpacked. Raises OSError."""
+        if self.path is None:
+            return sys.stdin.buffer
+        with self.path.open("rb") as file:
+            is_gzip = file.read(2) == b"\x1f\x8b"
+        return cast(BinaryIO, gzip.open(self.path)) if is_gzip else self.path.open("rb")
+
+
+def find_sources(names: Sequence[str]) -> list[Source]:
+    """Turn what was given into files. Raises UnreadableLogError if nothing can be read there."""
+    sources: list[Source] = []
+    for name in names:
+        if name == STDIN:
+            sources.append(Source(name="<stdin>", path=None))
+            continue
+        path = Path(name)
+        found = _logs_in(path) if path.is_dir() else [path]
+        if not found:
+            raise UnreadableLogError(
+                f"{path} has no logs in it: no .log, .out, .err, .txt, .json or .gz file",
+                fix="give the file itself, whatever it is called",
+            )
+        for file in found:
+            try:
+                file.open("rb").close()
+            except OSError as error:
+                raise UnreadableLogError(
+                    f"{file} can't be read: {error.strerror or error}",
+                    fix="give a file, a folder of logs, or - for standard input",
+                ) from error
+            sources.append(_source(file))
+    return _without_lone_task(sources)
+
+
+def jobs_of(names: Sequence[str]) -> list[list[str]]:
+    """Sort what was given by job: for each what to give to find_sources.
+
+    Files that are given one by one, and those that may belong to any, are no job of their own.
+    """
+    jobs: dict[str, list[str]] = {}
+    for name in names:
+        is_folder = name != STDIN and Path(name).is_dir()
+        for file in map(str, _logs_in(Path(name))) if is_folder else [name]:
+            job = _job_of(Path(file), Path(name)) if is_folder else ""
+            jobs.setdefault(job, []).append(file)
+    found = [[job] if os.path.isdir(job) else files for job, files in jobs.items()]
+    num_named = len(jobs) - ("" in jobs)
+    return found if num_named > 1 or num_named == len(jobs) == 1 else [list(names)]
+
+
+def are_alike(names: Sequence[str]) -> bool:
+    """Whether no name says that its file is one rank's, or another part of a job."""
+    sources = find_sources(names)
+    own = (source.path for source in sources if source.rank == source.local == source.task)
+    paths = [path for path in own if path is not None and not _PART_OF_JOB.search(path.name)]
+    return len(paths) == len(sources) and not any(_RANK_NAME.search(path.name) for path in paths)
+
+
+def _job_of(path: Path, folder: Path) -> str:
+    """Name the job of a file by the folder of its run, or by its id; empty if it is not known."""
+    for parent in path.parents:
+        if is_run_folder(parent):
+            return str(parent)
+        if parent == folder:
+            break
+    if started := _RUN_ID.match(path.as_posix()):
+        # WHY: the launchers of several nodes share an id, and none is what --standalone has
+        return started["folder"] if started["id"] == "none" else f"id {started['id']}"
+    found = _JOB_ID.search(path.as_posix().removesuffix(".gz"))
+    return f"id {found['slurm'] or found['id']}" if found else ""
+
+
+def is_run_folder(path: Path) -> bool:
+    """Whether a run of ours wrote this folder."""
+    return (path / "attempts.jsonl").is_file() or any(path.glob("status/rank-*.json"))
+
+
+def _logs_in(folder: Path) -> list[Path]:
+    """List the logs of a folder: all levels, sorted, so that two runs read the same."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        relative = path.relative_to(folder).as_posix()
+        if not path.is_file() or _NOT_LOGS.search(relative):
+            continue
+        if _LOG_NAMES.search(path.name) or _is_dump(path):
+            found.append(path)
+    return found[:_MAX_FILES]
+
+
+def _is_dump(path: Path) -> bool:
+    """Whether it may be a flight recorder's dump: a prefix of the user's choice, and the rank."""
+    if not path.name[-1:].isdigit() or path.suffix:
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(1) == PICKLE
+    except OSError:
+        return False
+
+
+def _source(path: Path) -> Source:
+    text = path.as_posix().removesuffix(".gz")
+    elastic = _ELASTIC.search(text)
+    if elastic:
+        return Source(name=str(path), path=path, local=int(elastic["local"]))
+    named = _RANK_NAME.search(path.name)
+    if named:
+        is_rank = named[0].startswith("rank")
+        number = int(named["rank"])
+        return Source(name=str(path), path=path, rank=number if is_rank else None)
+    task = _SLURM_TASK.search(text)
+    return Source(name=str(path), path=path, task=int(task["task"]) if task else None)
+
+
+def _without_lone_task(sources: list[Source]) -> list[Source]:
+    """`job_3.out` alone may be the third job of an array: then 3 is no rank."""
+    tasks = {source.task for source in sources if source.task is not None}
+    if len(tasks) > 1:
+        return sources
+    return [Source(name=s.name, path=s.path, rank=s.rank, local=s.local) for s in sources]

@@ -1,0 +1,287 @@
+"""The verdict: which event is the cause, which rank is guilty, and what only follows from it.
+
+Owns the order of the tiers, and what makes one event of a tier come before another: specific before
+general, earlier before later, and of one rank its first exception.
+Does not own: naming the rank (guilt.py), the words (report.py).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ddp_doctor.explain.catalogue import BY_CODE
+from ddp_doctor.explain.collectives import Finding
+from ddp_doctor.explain.endings import (
+    is_closing,
+    name_known_crash,
+    nan_event,
+    weaken_survived,
+    without_restarted,
+)
+from ddp_doctor.explain.events import Event, Tier
+from ddp_doctor.explain.evidence import Evidence
+from ddp_doctor.explain.exits import Exit
+from ddp_doctor.explain.guilt import Guilty, place_events, who
+from ddp_doctor.explain.run_folder import (
+    HUNG,
+    events_of_folder,
+    newest_stacks,
+)
+from ddp_doctor.explain.silent import silent_ends
+
+_OF_SIGNAL = {
+    -9: "killed-sigkill",
+    -11: "killed-segfault",
+    -8: "killed-sigfpe",
+    -7: "killed-bus",
+    -4: "killed-sigill",
+    -6: "stop-aborted",
+    -15: "stop-sigterm",
+    -2: "stop-interrupt",
+    -1: "stop-sighup",
+}
+_FORCED, _TERMINATED = -9, -15
+_WEAK = Tier.TEARDOWN + 0.5
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What explain found."""
+
+    kind: str
+    """explained, healthy, or unknown."""
+
+    root: Event | None = None
+    guilty: Guilty | None = None
+    finding: Finding | None = None
+    evidence: list[Event] = field(default_factory=list)
+    first_exceptions: list[Event] = field(default_factory=list)
+    """Of each rank, in order."""
+
+    num_echoes: int = 0
+    root_exit: Exit | None = None
+    next_step: str = ""
+    ranks_alike: tuple[int, ...] = ()
+    """Several ranks that failed in the same way."""
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """Choose the cause among the events."""
+    verdict = _judge(evidence)
+    if verdict.kind == "healthy" and (nan := nan_event(evidence.endings)) is not None:
+        return Verdict(kind="explained", root=nan, evidence=[nan])
+    return verdict
+
+
+def _judge(evidence: Evidence) -> Verdict:
+    place_events(evidence)
+    exits = without_restarted(evidence.exits.exits, evidence.endings)
+    restarted = [ended for ended in evidence.exits.exits if ended not in exits]
+    evidence.exits.exits = exits
+    weaken_survived(evidence.events, evidence.endings, restarted)
+    finding = evidence.collectives.analyse(world_size=evidence.world_size)
+    events = [event for event in evidence.events if event.tier != Tier.ADVICE]
+    if finding is not None and finding.kind == "mismatch":
+        events.append(_mismatch(finding))
+    ended = _exit_events(evidence)
+    known = {event.cause.code for event in ended if event.cause is not None}
+    # WHY: the line that tells of the end is in there, with the rank
+    events = [e for e in events if not (e.kind == "message" and e.cause and e.cause.code in known)]
+    events += ended
+    events += silent_ends(events, evidence)
+    has_verdict = any(e.cause is not None and e.cause.code == HUNG for e in events)
+    evidence.stacks = newest_stacks(evidence.stacks)
+    events += events_of_folder(evidence.statuses, [] if has_verdict else evidence.stacks)
+    total = sum(event.count for event in evidence.events)
+    failed = [e for e in evidence.exits.exits if e.status not in (0,)]
+    if not events and not failed:
+        return _without_events(evidence)
+    root = _root(events, evidence)
+    if root is None or (root.is_weak and not failed and evidence.goes_well(root.line)):
+        if (root is not None or evidence.ends_well) and not failed:
+            return Verdict(kind="healthy", num_echoes=total)
+        return _unknown(evidence, events, total)
+    if root.is_weak and root.kind == "message" and not failed and not evidence.ends_with_error:
+        return Verdict(kind="healthy", num_echoes=total)
+    if root.is_weak and root.raised is not None and not failed and not root.raised.frames:
+        return _unknown(evidence, events, total)
+    if root.cause is None:
+        return _unknown(evidence, events, total, root=root)
+    if is_closing(root) and any(ended.status != _TERMINATED for ended in failed):
+        return _unknown(evidence, events, total)
+    name_known_crash(events, evidence.events)
+    guilty, alike = who(root, events, evidence, finding)
+    verdict = Verdict(
+        kind="explained",
+        root=root,
+        guilty=guilty,
+        finding=finding if root.tier in (Tier.TIMEOUT, Tier.MISMATCH) else None,
+        evidence=_support(root, events, evidence, finding),
+        first_exceptions=_first_exceptions(events),
+        root_exit=_exit_of(root, evidence),
+        next_step=evidence.next_step,
+        ranks_alike=alike,
+    )
+    verdict.num_echoes = max(0, total - len(verdict.evidence))
+    return verdict
+
+
+def _without_events(evidence: Evidence) -> Verdict:
+    if evidence.ends_with_error and not evidence.ends_well:
+        return Verdict(kind="unknown")
+    return Verdict(kind="healthy")
+
+
+def _mismatch(finding: Finding) -> Event:
+    return Event(
+        kind="collective",
+        tier=Tier.MISMATCH,
+        line=finding.works[0].line,
+        cause=BY_CODE["collective-mismatch"],
+        fields={"what": finding.text},
+    )
+
+
+def _exit_events(evidence: Evidence) -> list[Event]:
+    """Make events of processes that a signal ended."""
+    events = []
+    others_failed = any(e.status not in (0, _FORCED) for e in evidence.exits.exits)
+    for ended in evidence.exits.exits:
+        code = _OF_SIGNAL.get(ended.status)
+        if code is None:
+            continue
+        cause = BY_CODE[code]
+        # WHY: srun ends the other tasks with SIGKILL after one of them failed
+        is_srun = "srun: error" in ended.line.text
+        tier = (
+            Tier.TEARDOWN if ended.status == _FORCED and is_srun and others_failed else cause.tier
+        )
+        event = Event(
+            kind="exit",
+            tier=tier,
+            line=ended.line,
+            cause=cause,
+            rank=ended.rank,
+            host=ended.host,
+            fields={"pid": str(ended.pid)} if ended.pid else {},
+        )
+        events.append(event)
+    return events
+
+
+def _root(events: Sequence[Event], evidence: Evidence) -> Event | None:
+    """Take the first event of the lowest tier."""
+    found = [event for event in events if event.tier < Tier.LAUNCHER]
+    found = _without_aftermath(found)
+    if not found:
+        return None
+    times = {bool(event.line.time) for event in found if event.tier == Tier.EXCEPTION}
+    by_time = times == {True}
+    return min(found, key=lambda event: _order(event, by_time))
+
+
+def _order(event: Event, by_time: bool) -> tuple[object, ...]:
+    """The key by which the cause comes first."""
+    tier = _WEAK if event.is_weak else float(event.tier)
+    is_general = event.cause is None or event.cause.is_generic
+    # Explicit lists of ranks first; a process that raised before one that was only seen to end.
+    names_none = not event.ranks and event.tier in (Tier.TIMEOUT, Tier.LOST)
+    return (
+        tier,
+        names_none,
+        event.kind == "exit" or (is_general and event.kind == "message"),
+        is_general and not (by_time and event.kind == "exception"),
+        event.began.time if by_time else "",
+        event.began.order,
+        is_general,
+        event.line.order,
+    )
+
+
+def _without_aftermath(events: Sequence[Event]) -> list[Event]:
+    """Drop what a rank says after its own first exception: the process is already ending."""
+    first: dict[int, int] = {}
+    for event in sorted(events, key=lambda event: event.line.order):
+        is_first = event.kind == "exception" and event.tier == Tier.EXCEPTION and not event.is_weak
+        if is_first and event.rank is not None:
+            first.setdefault(event.rank, event.began.order)
+    return [
+        event
+        for event in events
+        if event.tier not in (Tier.EXCEPTION, Tier.MISMATCH)
+        or event.kind in ("exit", "collective")
+        or event.rank is None
+        or event.began.order <= first.get(event.rank, event.began.order)
+    ]
+
+
+def _support(
+    root: Event, events: Sequence[Event], evidence: Evidence, finding: Finding | None
+) -> list[Event]:
+    """Choose one to five lines that show it: the cause, its like on other ranks, its effects."""
+    chosen = [root]
+    if root.cause is not None and root.cause.code == HUNG:
+        chosen += [Event(kind="stack", tier=root.tier, line=s.line) for s in evidence.stacks[:4]]
+    if root.detail is not None:
+        chosen.append(Event(kind="message", tier=root.tier, line=root.detail))
+    same = [e for e in events if e is not root and e.cause is root.cause and e.cause is not None]
+    chosen += same[:2]
+    if finding is not None and root.tier in (Tier.TIMEOUT, Tier.MISMATCH):
+        shown = [root.line.number]
+        for work in finding.works:
+            if work.line.number not in shown and len(chosen) < 4:
+                shown.append(work.line.number)
+                chosen.append(Event(kind="collective", tier=root.tier, line=work.line))
+    later = [e for e in events if e not in chosen and e.tier > root.tier and not e.is_weak]
+    chosen += sorted(later, key=lambda e: e.line.order)[:1]
+    lines: dict[tuple[str, int], Event] = {}
+    for event in chosen:
+        lines.setdefault((event.line.file, event.line.number), event)
+    ended = _exit_of(root, evidence)
+    if ended is not None and (ended.line.file, ended.line.number) not in lines:
+        lines[ended.line.file, ended.line.number] = Event(
+            kind="exit", tier=Tier.LAUNCHER, line=ended.line
+        )
+    return list(lines.values())[:5]
+
+
+def _exit_of(root: Event, evidence: Evidence) -> Exit | None:
+    """Find how the process of the cause ended."""
+    pid = root.fields.get("pid")
+    for ended in evidence.exits.exits:
+        if root.rank is not None and ended.rank == root.rank:
+            return ended
+        if pid and ended.pid is not None and str(ended.pid) == pid:
+            return ended
+    roots = [ended for ended in evidence.exits.exits if ended.is_root]
+    return roots[0] if len(roots) == 1 and root.rank is None else None
+
+
+def _first_exceptions(events: Sequence[Event]) -> list[Event]:
+    """List the first exception of each rank."""
+    first: dict[object, Event] = {}
+    for event in sorted(events, key=lambda event: (event.is_weak, event.line.order)):
+        if event.kind == "exception" and event.tier < Tier.LAUNCHER:
+            key = event.rank if event.rank is not None else (event.line.file, event.line.local)
+            first.setdefault(key, event)
+    return sorted(first.values(), key=lambda event: event.line.order)[:16]
+
+
+def _unknown(
+    evidence: Evidence, events: Sequence[Event], total: int, *, root: Event | None = None
+) -> Verdict:
+    guilty = None
+    alike: tuple[int, ...] = ()
+    if root is not None:
+        guilty, alike = who(root, events, evidence, None)
+    exits = [ended for ended in evidence.exits.exits if ended.status != 0]
+    roots = [ended for ended in exits if ended.is_root] or exits
+    return Verdict(
+        kind="unknown",
+        root=root,
+        guilty=guilty,
+        evidence=[root] if root else [],
+        first_exceptions=_first_exceptions(events),
+        num_echoes=max(0, total - 1),
+        root_exit=roots[0] if roots else None,
+        ranks_alike=alike,
+    )

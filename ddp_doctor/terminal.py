@@ -1,0 +1,31 @@
+"""Text of files, names and exceptions, so that it can't steer the terminal that shows it."""
+
+import re
+from typing import Any, TextIO
+
+# The control characters, and those that change the direction of a text or end its line.
+_CONTROLS = re.compile(
+    "[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u061c\\u200e\\u200f\\u2028-\\u202e\\u2066-\\u2069]"
+)
+
+
+def printable(text: str) -> str:
+    """Escape what would steer a terminal or turn the text around; line breaks and tabs stay.
+
+    WHY as JSON does it: JSON stays valid.
+    """
+    text = text.replace("\r\n", "\n")
+    return text if text.isprintable() else _CONTROLS.sub(lambda m: f"\\u{ord(m[0]):04x}", text)
+
+
+class PrintableOutput:
+    """A stream that gets only such text."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(printable(text))
+
+    def __getattr__(self, name: str) -> Any:  # Any: whatever else a stream has
+        return getattr(self._stream, name)

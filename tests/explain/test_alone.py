@@ -1,0 +1,93 @@
+"""ddp_doctor without the rest of the repository: what it needs, and what it knows of our runs."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddp_doctor.explain.catalogue.own import TITLES
+from ddp_doctor.explain.run_folder import WAITS
+from ddp_doctor.terminal import printable
+from hardened_ddp import errors
+from hardened_ddp.ranks.phase import FIRST_WAIT, Phase
+from hardened_ddp.settings import wording
+from tests.processes import ROOT
+
+LOG = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/home/me/train.py", line 31, in <module>
+[rank1]:     loss.backward()
+[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.
+"""
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Path:
+    """A folder that has ddp_doctor, and nothing else of the repository."""
+    shutil.copytree(ROOT / "ddp_doctor", tmp_path / "ddp_doctor")
+    return tmp_path
+
+
+def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    """Run it with the standard library only: -S leaves site-packages out."""
+    return subprocess.run(
+        [sys.executable, "-S", "-m", "ddp_doctor", *words],
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_explain_works_with_that_one_folder_and_the_standard_library(alone: Path) -> None:
+    (alone / "job.log").write_text(LOG)
+    done = run(alone, "explain", "job.log", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["cause"]["code"] == "memory-gpu"
+
+
+def test_audit_reads_a_source_with_that_one_folder(alone: Path) -> None:
+    (alone / "train.py").write_text("import torch\n")
+    done = run(alone, "audit", "--source", "train.py")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("explain", "missing.log"),
+        ("audit",),
+        ("audit", "--source", "missing.py"),
+        ("audit", "--steps", "0", "--", "true"),
+        ("audit", "--", "no-such-program"),
+    ],
+)
+def test_a_mistake_of_the_user_is_one_message_and_status_2(
+    alone: Path, words: tuple[str, ...]
+) -> None:
+    done = run(alone, *words)
+    assert done.returncode == 2
+    assert done.stderr.startswith("ddp_doctor: error: ")
+    assert "next: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_it_knows_every_code_of_the_trainer() -> None:
+    classes = [value for value in vars(errors).values() if isinstance(value, type)]
+    ours = [cls for cls in classes if issubclass(cls, errors.HardenedError)]
+    first = {cls.code: (cls.__doc__ or "").splitlines()[0].rstrip(".") for cls in ours}
+    assert {code: text[0].lower() + text[1:] for code, text in first.items()} == TITLES
+
+
+def test_it_knows_the_phases_in_which_a_rank_waits() -> None:
+    assert {phase.label for phase in Phase if phase >= FIRST_WAIT} == WAITS
+
+
+def test_text_that_steers_a_terminal_is_escaped_as_the_trainer_does() -> None:
+    text = "".join(map(chr, range(0x2100))) + "a\r\nb"
+    assert printable(text) == wording.printable(text)
+    assert "\x1b" not in printable(text)
