@@ -19,8 +19,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # WHY imported here: explain needs nothing of audit, and answers at once
         if asked.command == "explain":
-            from ddp_doctor.explain.command import run_explain
+            from ddp_doctor.explain.command import run_cause, run_explain
 
+            if asked.cause:
+                return run_cause(asked.cause, output=output)
             return run_explain(asked.log, wants_json=asked.json, output=output, progress=sys.stderr)
         from ddp_doctor.audit.command import Request, run_audit
 
@@ -47,7 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=NAME, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     explain = commands.add_parser("explain", help="which rank failed, why, and how to fix it")
-    explain.add_argument("log", nargs="+", help="log files, .gz, folders of logs, or - for stdin")
+    explain.add_argument("log", nargs="*", help="log files, .gz, folders of logs, or - for stdin")
+    explain.add_argument("--cause", default="", metavar="CODE", help="print one cause in full")
     explain.add_argument("--json", action="store_true", help="write JSON instead of text")
     audit = commands.add_parser("audit", help="what is silently wrong in a program or a source")
     audit.add_argument("--steps", type=int, default=50, help="optimizer steps to observe per rank")

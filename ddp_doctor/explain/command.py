@@ -11,12 +11,13 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import TextIO
 
-from ddp_doctor.errors import UnreadableLogError
-from ddp_doctor.explain.catalogue import CAUSES
+from ddp_doctor.errors import UnreadableLogError, UsageError
+from ddp_doctor.explain.catalogue import BY_CODE, CAUSES
 from ddp_doctor.explain.collector import Collector
 from ddp_doctor.explain.commands import Commands
 from ddp_doctor.explain.endings import Tail, ending_of
@@ -26,7 +27,14 @@ from ddp_doctor.explain.flight_recorder import MAX_BYTES, PICKLE
 from ddp_doctor.explain.matching import Matcher
 from ddp_doctor.explain.prefixes import habits_of
 from ddp_doctor.explain.reader import Search, decoder_of, read_lines, read_sample
-from ddp_doctor.explain.report import Answer, as_json, as_text, exit_status, list_of
+from ddp_doctor.explain.report import (
+    Answer,
+    as_json,
+    as_text,
+    describe,
+    exit_status,
+    list_of,
+)
 from ddp_doctor.explain.run_folder import read_stack, read_status
 from ddp_doctor.explain.run_story import ENDED_WELL, Story, tell
 from ddp_doctor.explain.sources import (
@@ -59,6 +67,11 @@ def run_explain(
     commands: Commands | None = None,
 ) -> int:
     """Explain the logs; return 0 explained or healthy, 1 unknown. Raises UnreadableLogError."""
+    if not names:
+        raise UsageError(
+            "no log was given, so there is nothing to explain",
+            fix="name a log, or - for standard input, or the code of a cause with --cause",
+        )
     jobs, reading = jobs_of(names), Reading(progress, commands or Commands())
     if len(jobs) > 1:
         answers = [_answer_of_one(words, reading) for words in jobs]
@@ -67,6 +80,19 @@ def run_explain(
     write = as_json if wants_json else as_text
     output.write(write(answers[0]) if len(answers) == 1 else list_of(answers, as_json=wants_json))
     return max(exit_status(answer.verdict) for answer in answers)
+
+
+def run_cause(code: str, *, output: TextIO, commands: Commands | None = None) -> int:
+    """Print what the catalogue has of one cause, by its code. Raises UsageError."""
+    if code not in BY_CODE:
+        own = (commands or Commands()).own
+        near = get_close_matches(code, BY_CODE, n=1)
+        raise UsageError(
+            f"--cause: found {code!r}, which is no code of the catalogue",
+            fix=own("explain", "--cause", near[0]) if near else "docs/CAUSES.md lists the codes",
+        )
+    output.write(describe(BY_CODE[code]))
+    return 0
 
 
 @dataclass(frozen=True, slots=True)

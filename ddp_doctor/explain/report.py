@@ -258,6 +258,16 @@ def as_text(answer: Answer) -> str:
     return "\n".join(lines) + "\n"
 
 
+def describe(cause: Cause) -> str:
+    """Write all that the catalogue has of one cause, without a log."""
+    why = cause.why.format_map(defaultdict(lambda: "...")).strip().rstrip(".")
+    lines = [*_wrap(f"{cause.code}: {cause.title}. {why[:1].upper()}{why[1:]}.", ""), ""]
+    if cause.phrases:
+        lines += ["In the log, as regular expressions"]
+        lines += [f"  {phrase}" for phrase in cause.phrases] + [""]
+    return "\n".join([*lines, *_fix_lines(cause, "")])
+
+
 def _evidence_lines(verdict: Verdict) -> list[str]:
     lines = ["Evidence"] if verdict.evidence else []
     for event in verdict.evidence:

@@ -35,15 +35,18 @@ def _run(request: Request) -> int:
 
             return run_doctor(output=output, env=environment())
         case "explain":
-            from ddp_doctor.explain.command import run_explain
+            from ddp_doctor.explain.command import run_cause, run_explain
             from ddp_doctor.explain.commands import Commands
 
+            commands = Commands(own=own_command, resume=_resume)
+            if code := request.options["cause"]:
+                return run_cause(code, output=output, commands=commands)
             return run_explain(
                 [_named(log) for log in request.options["log"].splitlines()],
                 wants_json=bool(request.options["json"]),
                 output=output,
                 progress=sys.stderr,
-                commands=Commands(own=own_command, resume=_resume),
+                commands=commands,
             )
         case "watch":
             from hardened_ddp.diagnosis.watch import run_watch

@@ -57,8 +57,10 @@ COMMANDS: Mapping[str, Command] = {
                 text="Log files, .gz, folders of logs, run folders, newest for the newest run in "
                 "runs, or - for standard input.",
                 is_word=True,
+                is_optional=True,
                 is_repeated=True,
             ),
+            Option(name="cause", text="Code of a cause of docs/CAUSES.md: print it in full."),
             Option(name="json", text="Write JSON instead of text.", is_switch=True),
         ),
     ),

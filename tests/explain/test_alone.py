@@ -4,11 +4,14 @@ import json
 import shutil
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
+from ddp_doctor.explain.catalogue import CAUSES
 from ddp_doctor.explain.catalogue.own import TITLES
+from ddp_doctor.explain.command import run_cause
 from ddp_doctor.explain.run_folder import WAITS
 from ddp_doctor.terminal import printable
 from hardened_ddp import errors
@@ -60,6 +63,8 @@ def test_audit_reads_a_source_with_that_one_folder(alone: Path) -> None:
     "words",
     [
         ("explain", "missing.log"),
+        ("explain",),
+        ("explain", "--cause", "graph-unusd"),
         ("audit",),
         ("audit", "--source", "missing.py"),
         ("audit", "--steps", "0", "--", "true"),
@@ -91,3 +96,19 @@ def test_text_that_steers_a_terminal_is_escaped_as_the_trainer_does() -> None:
     text = "".join(map(chr, range(0x2100))) + "a\r\nb"
     assert printable(text) == wording.printable(text)
     assert "\x1b" not in printable(text)
+
+
+def test_every_cause_is_printed_in_full_by_its_code() -> None:
+    for cause in CAUSES:
+        output = StringIO()
+        assert run_cause(cause.code, output=output) == 0
+        words = " ".join(output.getvalue().split())
+        parts = (cause.title, cause.fix.plain, cause.fix.lightning, cause.confirm, cause.or_else)
+        assert [part for part in parts if " ".join(part.split()) not in words] == [], cause.code
+        assert all(phrase in output.getvalue() for phrase in cause.phrases), cause.code
+
+
+def test_the_code_of_a_cause_is_all_that_is_needed(alone: Path) -> None:
+    done = run(alone, "explain", "--cause", "graph-unused")
+    assert done.returncode == 0, done.stderr
+    assert "find_unused_parameters=True" in done.stdout
