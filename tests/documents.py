@@ -2,160 +2,118 @@
 
     python -m tests.documents      write config.yaml, pictures and generated parts of documents anew
 
-Owns: reading the documents, and their generated parts: settings (from their sections), layout (from
-the first line of each file), causes (from the catalogue of explain), faults (from
-docs/PEERS_ON_FAULTS.md), and the capture of the first run (docs/first_run.txt).
+Owns: reading the documents, and their generated parts: causes (from the catalogue of explain),
+verdicts (from that of audit), faults (from docs/PEERS_ON_FAULTS.md), and the capture of the first
+run (docs/first_run.txt).
 Does not own: whether what they say is true (test_docs.py).
 """
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from ddp_doctor.explain.catalogue import FAMILIES
+from ddp_doctor.audit.catalogue import OBSERVED, SOURCE, Kind
+from ddp_doctor.explain.catalogue import BY_CODE, FAMILIES
 from ddp_doctor.explain.catalogue.python import BUILT_IN, OPERATION, RAISED
 from ddp_doctor.explain.catalogue.silent import FINISHED, SILENT
-from ddp_doctor.explain.events import Fix
+from ddp_doctor.explain.events import Cause
 from docs.pictures.draw import write_all
-from hardened_ddp.settings.record import names_of, template, yaml_word
-from hardened_ddp.settings.schema import SETTINGS, TITLES, limits
+from hardened_ddp.settings.record import template
 from tests.processes import ROOT
 
-README, TROUBLES = "README.md", "DDP_TROUBLESHOOTING.md"
+README, TROUBLES, CONTRIBUTING = "README.md", "DDP_TROUBLESHOOTING.md", "CONTRIBUTING.md"
 GLOSSARY, READING = "docs/GLOSSARY.md", "docs/READING_ORDER.md"
 CAUSES = "docs/CAUSES.md"
 CONCEPTS, DRILLS = "docs/CONCEPTS.md", "docs/DRILLS.md"
 OWN_TRAINING = "docs/OWN_TRAINING.md"
 AUDIT, MANUAL = "docs/AUDIT.md", "docs/MANUAL.md"
-SETTINGS_PAGE, LAYOUT, PROMISES = "docs/SETTINGS.md", "docs/LAYOUT.md", "docs/PROMISES.md"
+PROMISES = "docs/PROMISES.md"
 TASKS, STREAMS = "docs/TASKS.md", "docs/STREAMS.md"
 PEERS = "docs/PEERS_ON_FAULTS.md"
 DOCUMENTS = (
-    *(README, TROUBLES, GLOSSARY, READING, CONCEPTS, DRILLS, AUDIT, OWN_TRAINING, MANUAL),
-    *(SETTINGS_PAGE, LAYOUT, PROMISES, TASKS, STREAMS),
+    *(README, TROUBLES, GLOSSARY, READING, CONCEPTS, DRILLS, AUDIT, OWN_TRAINING),
+    *(MANUAL, PROMISES, TASKS, STREAMS),
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "tutorial").glob("*.md")),
 )
 GENERATED = {
     README: ("capture: docs/first_run.txt", "generated: faults"),
-    SETTINGS_PAGE: ("generated: settings",),
-    LAYOUT: ("generated: layout",),
     CAUSES: ("generated: causes",),
+    AUDIT: ("generated: verdicts of a run", "generated: verdicts of a source"),
 }
 """Which parts of which document are made from code or from measurements."""
 
-# What the tree says of files that can't say it themselves.
-ONE_LINERS = {
-    "README.md": "What the project does, and how to use it.",
-    "DDP_TROUBLESHOOTING.md": "Every error: symptom, cause, fix.",
-    "launch_examples.sh": "Numbered presets; without arguments it lists them.",
-    "train.slurm": "Trains as a Slurm job: sbatch train.slurm.",
-    "setup.sh": "Installs what is missing, into .venv.",
-    "config.yaml": "Every setting with its default.",
-    "requirements.txt": "What training needs, with versions that fit together.",
-    "requirements-dev.txt": "What the tests need in addition.",
-    "requirements-extras.txt": "What only some commands need: exports, Hugging Face, wandb.",
-    "CONTRIBUTING.md": "The rules of the code, and recipes.",
-    "pyproject.toml": "Settings of ruff, mypy and pytest.",
-    "Makefile": "make check, quick, test, format.",
-    ".ci/run": "What every change must pass: make check.",
-    "docs/MANUAL.md": "Launchers, data, resume, drills, exports and the run folder in full.",
-    "docs/SETTINGS.md": "Every setting with its default and what it does.",
-    "docs/PROMISES.md": "What the project promises, and the test of each promise.",
-    "docs/LAYOUT.md": "Every file and what it is for.",
-    "docs/TASKS.md": "What a model learns, and what is measured.",
-    "docs/STREAMS.md": "Training on data that can only be read from front to back.",
-    "docs/BENCHMARKS.md": "Speed, start and memory beside a bare loop and the peers.",
-    "docs/PEERS_ON_FAULTS.md": "What bare DDP, the peers and this project lose at each fault.",
-    "docs/CAUSES.md": "The causes that explain knows: what stands in the log, and the fix.",
-    "docs/AUDIT.md": "audit: what it sees in a DDP program, how, at what cost, and what not.",
-    "docs/CONCEPTS.md": "How data parallel training works, for students.",
-    ".ci/components.sh": "Installs MPI and Slurm for the tests, where it can.",
-    "docs/OWN_TRAINING.md": "Your own optimizer, schedule, parameter groups and batches.",
-    "docs/DRILLS.md": "Every fault drill, its result, and the time that it costs.",
-    "docs/tutorial/README.md": "Break it, mend it: eight chapters in plain PyTorch.",
-    "docs/GLOSSARY.md": "The terms of DDP and of this project.",
-    "docs/READING_ORDER.md": "Which file to read first, and six exercises.",
-    "docs/first_run.txt": "What the first run prints.",
-    "docs/report.png": "A report: a run with a rank killed and a rank that hung, which finished.",
-    "docs/pictures/first_run.svg": "The curves of that run.",
-    "docs/pictures/lost_at_a_fault.svg": "What is lost at a fault, by whom.",
+SECTIONS = {
+    "1": ("graph-unused",),
+    "2": ("memory-worker-killed", "memory-shm", "memory-pinned", "killed-sigkill"),
+    "4": ("memory-gpu", "memory-host"),
+    "5": ("nccl-timeout", "gloo-timeout", "collective-missing", "gloo-ddp-outlives-group"),
+    "DDP-L01": ("nccl-duplicate-gpu", "gpu-ordinal"),
+    "DDP-G01": ("gloo-connect",),
+    "DDP-G02": ("graph-models-differ",),
+    "DDP-G04": ("lost-peer",),
+    "DDP-D02": ("gpu-assert",),
+    "DDP-K01": ("checkpoint-corrupt",),
 }
-LAYERS = ["settings", "ranks", "reporting", "data", "task", "model", "checkpoint", "guard", "step"]
-LAYERS += ["training", "export", "diagnosis"]
-
-
-def settings_tables() -> str:
-    """Write every setting as a Markdown table for each section."""
-    lines = []
-    for section, title in TITLES.items():
-        lines += [f"## {title}", "", "| setting | default | takes | what it does |"]
-        lines += ["| --- | --- | --- | --- |"]
-        for name in names_of(section):
-            setting = SETTINGS[name]
-            takes = limits(setting).replace(" | ", ", ")
-            if not takes:
-                takes = {bool: "true, false", dict: "a mapping"}.get(setting.type, "text")
-            default = yaml_word(setting.default)
-            lines.append(f"| `{name}` | `{default}` | {takes} | {setting.facts.text} |")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def layout_tree() -> str:
-    """Write what every file is for, in its own words, as a tree."""
-    in_docs = [name for name in ONE_LINERS if name.startswith("docs/")]
-    top = ["ddp_training.py", "test_ddp_training.py", "conftest.py", "download.py"]
-    top += [name for name in ONE_LINERS if name not in in_docs]
-    lines = ["```text", *(entry(name, purpose_of(ROOT / name), 0) for name in top)]
-    lines += ["hardened_ddp/", entry("errors.py", purpose_of(ROOT / "hardened_ddp/errors.py"), 1)]
-    for layer in LAYERS:
-        folder = ROOT / "hardened_ddp" / layer
-        lines.append(entry(f"{layer}/", purpose_of(folder / "__init__.py"), 1))
-        files = [path for path in sorted(folder.glob("*.py")) if path.name != "__init__.py"]
-        lines += [entry(path.name, purpose_of(path), 2) for path in files]
-        for part in sorted(p.parent for p in folder.glob("*/__init__.py")):
-            lines.append(entry(f"{part.name}/", purpose_of(part / "__init__.py"), 2))
-            files = [p for p in sorted(part.rglob("*.py")) if p.name != "__init__.py"]
-            lines += [entry(str(p.relative_to(part)), purpose_of(p), 3) for p in files]
-    for folder in ("drills", "launchers", "benchmarks", "examples", "docs", "tests"):
-        files = [p for p in sorted((ROOT / folder).rglob("*.py")) if p.name != "__init__.py"]
-        lines += [f"{folder}/"] * bool(files)
-        names = [str(path.relative_to(ROOT / folder)) for path in files]
-        lines += [entry(n, purpose_of(p), 1) for n, p in zip(names, files, strict=True)]
-    lines.append("docs/")
-    lines += [entry(name.removeprefix("docs/"), ONE_LINERS[name], 1) for name in in_docs]
-    return "\n".join([*lines, "```", ""])
+"""Sections of DDP_TROUBLESHOOTING.md, and the causes of explain that each one treats."""
+_LONGEST_PHRASE = 80
+_LONGEST_FIX = 100
 
 
 def causes_table() -> str:
     """Write the catalogue of explain as an index: what stands in the log, and what it means."""
     lines = []
+    sections = {code: section for section, codes in SECTIONS.items() for code in codes}
+    assert sections.keys() <= BY_CODE.keys()
     for family, causes in FAMILIES.items():
         if family == "This suite":
             continue
-        lines += [f"### {family}", "", "| in the log | cause | fix | how to confirm it |"]
-        lines += ["| --- | --- | --- | --- |"]
+        lines += [f"### {family}", "", "| in the log | cause | fix |", "| --- | --- | --- |"]
+        if family == "Python":
+            types = ", ".join(f"`{name}`" for name in BUILT_IN)
+            cells = (types, "named by its type (python-keyerror and so on)", short_fix(causes[0]))
+            lines.append(f"| {' | '.join(cells)} |")
         for cause in causes:
-            # WHY a dict: two phrases may look alike
-            shown = dict.fromkeys(f"`{spoken(phrase)}`" for phrase in cause.phrases)
-            said = ", ".join(list(shown)[:2]) or IN_A_TRACEBACK[cause.code]
-            cells = (said, f"{cause.title} ({cause.code})", fixes_of(cause.fix), cause.confirm)
+            if cause in BUILT_IN.values():
+                continue
+            said = IN_A_TRACEBACK.get(cause.code) or f"`{shortened(spoken(cause.phrases[0]))}`"
+            more = f" [{sections[cause.code]}]" if cause.code in sections else ""
+            cells = (said, f"{cause.title} ({cause.code})", short_fix(cause) + more)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
-    return "\n".join(lines)
+    for section in SECTIONS:
+        title = re.search(rf"^##+ ({section}[. ].*)$", text_of(TROUBLES), re.MULTILINE)
+        assert title, section
+        lines.append(f"[{section}]: ../{TROUBLES}#{anchor_of(title[1])}")
+    return "\n".join([*lines, ""])
 
 
-def fixes_of(fix: Fix) -> str:
-    """Give the fix for plain torch, and those of the frameworks in which it differs."""
-    named = {"Lightning": fix.lightning, "Accelerate": fix.accelerate, "Trainer": fix.trainer}
-    others = [f"{name}: {text.rstrip('.')}" for name, text in named.items() if text]
-    return "<br>".join([fix.plain, *others])
+def short_fix(cause: Cause) -> str:
+    """Give the first sentences of the fix for plain torch, as far as they fit one line."""
+    first, *others = re.split(r"(?<=[.;]) +(?![^()]*\))", cause.fix.plain)
+    for part in others:
+        if len(f"{first} {part}") > _LONGEST_FIX:
+            return f"{first.rstrip('.;')} ..."
+        first += f" {part}"
+    return first
 
 
-IN_A_TRACEBACK = {cause.code: f"`{name}:`" for name, cause in BUILT_IN.items()}
-IN_A_TRACEBACK |= {
+def shortened(phrase: str) -> str:
+    """Cut a long message after a word."""
+    if len(phrase) <= _LONGEST_PHRASE:
+        return phrase
+    return phrase[:_LONGEST_PHRASE].rpartition(" ")[0]
+
+
+def verdicts_table(kinds: Mapping[str, Kind]) -> str:
+    """Write verdicts of audit: each code with its severity and its meaning."""
+    lines = ["| code | severity | what it means |", "| --- | --- | --- |"]
+    lines += [f"| `{code}` | {kind.severity} | {kind.meaning} |" for code, kind in kinds.items()]
+    return "\n".join([*lines, ""])
+
+
+IN_A_TRACEBACK = {
     RAISED.code: "another exception, from a `raise` of the program",
     OPERATION.code: "another exception, from a line of the program without `raise`",
     SILENT.code: "torchrun's table: one rank failed that printed no exception; the others lost it",
@@ -250,8 +208,12 @@ def outcome(happened: str, steps_lost: str, samples: str) -> str:
 
 def rendered(document: str, *, only: str = "") -> str:
     """Give the text of a document with its generated parts made anew."""
-    makers = {"generated: settings": settings_tables, "generated: layout": layout_tree}
-    makers |= {"generated: causes": causes_table, "generated: faults": faults_table}
+    makers = {
+        "generated: causes": causes_table,
+        "generated: faults": faults_table,
+        "generated: verdicts of a run": partial(verdicts_table, OBSERVED),
+        "generated: verdicts of a source": partial(verdicts_table, SOURCE),
+    }
 
     def part(match: re.Match[str]) -> str:
         what = match[1]
@@ -280,18 +242,6 @@ def rendered(document: str, *, only: str = "") -> str:
     )
 
 
-def entry(name: str, purpose: str, depth: int) -> str:
-    return f"{'  ' * depth + name:<30} {purpose}"
-
-
-def purpose_of(path: Path) -> str:
-    """Give the first line of a Python file's docstring, or what ONE_LINERS says of the file."""
-    if path.suffix != ".py":
-        return ONE_LINERS[str(path.relative_to(ROOT))]
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return text.splitlines()[0] if text else ""
-
-
 def text_of(document: str) -> str:
     return (ROOT / document).read_text(encoding="utf-8")
 
@@ -310,8 +260,11 @@ def table_rows(document: str, *, cells: int = 0) -> list[list[str]]:
 
 def anchors_of(text: str) -> set[str]:
     """Give the anchors that a Markdown reader makes of the headings."""
-    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return {anchor_of(title) for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+
+
+def anchor_of(title: str) -> str:
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
 
 
 def has_function(test: str) -> bool:

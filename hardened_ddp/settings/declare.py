@@ -1,7 +1,7 @@
 """How a setting is declared: its default, its text, and the values that it takes.
 
 The dataclass of each section is in its own file (data.py, loop.py, ...); config.py groups them.
-The text beside a setting is its only documentation: --help, config.yaml, docs/SETTINGS.md show it.
+The text beside a setting is its only documentation: --help and config.yaml show it.
 WHY not a docstring under the field: Python throws those away, so there would be a second copy.
 
 Owns the bounds that several sections use; those of one section are in its file.
