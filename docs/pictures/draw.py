@@ -1,7 +1,7 @@
 """Draws the pictures of the documents as SVG: python -m docs.pictures.draw
 
-Owns: the four pictures of docs/CONCEPTS.md, and the curves of the first run (from
-docs/first_run.txt). What was lost at each fault is read from docs/PEERS_ON_FAULTS.md.
+Owns: the pictures of docs/CONCEPTS.md and docs/READING_ORDER.md, and the curves of the first run
+(from docs/first_run.txt). What was lost at each fault is read from docs/PEERS_ON_FAULTS.md.
 tests/test_docs.py compares the files with what is drawn here.
 """
 
@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent.parent
+RUN_TOOLS = "hardened_ddp/diagnosis"
 BLUE, ORANGE, GREEN, RED, GREY = "#3b6fb6", "#d98324", "#3f8f4f", "#b8433d", "#8a8f98"
 LIGHT = {BLUE: "#dbe6f4", ORANGE: "#f8e6d0", GREEN: "#dcefdf", RED: "#f4dcda", GREY: "#ececee"}
 
@@ -197,8 +198,8 @@ def loss_of(fault: str, peer: str) -> tuple[str, str]:
     """Give what a contender lost at a fault, in a word, and its color."""
     text = (DOCS / "PEERS_ON_FAULTS.md").read_text(encoding="utf-8")
     section = text.partition(f"### {fault}\n")[2].partition("\n### ")[0]
-    [row] = [line for line in section.splitlines() if line.startswith(f"| {peer} |")]
-    _, happened, steps, *_ = (cell.strip() for cell in row.strip("|").split("|"))
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "]
+    [(happened, steps)] = [row[1:3] for row in rows if peer in row[0].split(", ")]
     if "NaN" in happened:
         return "all weights", RED
     if "without a step" in happened:
@@ -221,6 +222,42 @@ def lost_at_a_fault() -> str:
             lost, color = loss_of(fault, peer)
             picture.box((180 + column * 112, y), (106, 30), lost, color)
     picture.text((20, 50 + 36 * (len(FAULTS) + 1)), "Measured on 2 ranks: docs/PEERS_ON_FAULTS.md")
+    return picture.svg()
+
+
+def products() -> str:
+    """Draw the three products, what each reads, and who starts them."""
+    picture = Picture(760, 326, "The three products")
+    picture.box(
+        (20, 20), (720, 44), "ddp_training.py: the run as one page; hands the others their command"
+    )
+    columns = (
+        (
+            "hardened_ddp",
+            BLUE,
+            ("trains: settings, ranks, reporting,", "data, task, model, checkpoint,"),
+        ),
+        (RUN_TOOLS, GREEN, ("looks at runs: doctor, watch,", "report, verify-ledger")),
+        ("ddp_doctor", ORANGE, ("helps any DDP program:", "explain a log, audit a run")),
+    )
+    more = (
+        ("guard, step, training, export;", "imports torch"),
+        ("imports the layers that own", "the files of a run"),
+        ("imports nothing of the others;", "works as one folder, alone"),
+    )
+    for column, (title, color, lines) in enumerate(columns):
+        x = 20 + column * 245
+        picture.arrow((x + 115, 64), (x + 115, 92))
+        picture.box((x, 94), (230, 130), color=color)
+        picture.text((x + 115, 116), title, anchor="middle", bold=True)
+        for row, line in enumerate((*lines, *more[column])):
+            picture.text((x + 115, 142 + row * 21), line, anchor="middle")
+    picture.box((20, 262), (475, 44), "run folder: checkpoints, status, metrics, ledger, logs")
+    picture.box((510, 262), (230, 44), "logs and records of any program")
+    picture.arrow((135, 224), (135, 260))
+    picture.arrow((380, 260), (380, 226))
+    picture.arrow((460, 260), (540, 226))
+    picture.arrow((625, 260), (625, 226))
     return picture.svg()
 
 
@@ -261,6 +298,7 @@ def first_run() -> str:
 
 
 PICTURES = {
+    "products.svg": products,
     "dp_and_ddp.svg": dp_and_ddp,
     "ring_all_reduce.svg": ring_all_reduce,
     "buckets.svg": buckets,
