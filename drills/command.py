@@ -240,7 +240,7 @@ def _drill_of(row: str) -> str:
 
 
 def markdown(verdicts: "Sequence[Verdict]", num_ranks: int) -> list[str]:
-    """Format the table of DRILLS.md."""
+    """Format the results as a Markdown table."""
     import torch
 
     lines = [

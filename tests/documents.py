@@ -3,8 +3,8 @@
     python -m tests.documents      write config.yaml, pictures and generated parts of documents anew
 
 Owns: reading the documents, and their generated parts: causes (from the catalogue of explain),
-verdicts (from that of audit), faults (from docs/PEERS_ON_FAULTS.md), and the capture of the first
-run (docs/first_run.txt).
+verdicts (from that of audit), drills (from their list), faults (from docs/PEERS_ON_FAULTS.md), and
+the capture of the first run (docs/first_run.txt).
 Does not own: whether what they say is true (test_docs.py).
 """
 
@@ -20,6 +20,8 @@ from ddp_doctor.explain.catalogue.python import BUILT_IN, OPERATION, RAISED
 from ddp_doctor.explain.catalogue.silent import FINISHED, SILENT
 from ddp_doctor.explain.events import Cause
 from docs.pictures.draw import write_all
+from drills.fault import Fault
+from drills.faults import all_faults
 from hardened_ddp.settings.record import template
 from tests.processes import ROOT
 
@@ -33,13 +35,14 @@ PROMISES = "docs/PROMISES.md"
 TASKS, STREAMS = "docs/TASKS.md", "docs/STREAMS.md"
 PEERS = "docs/PEERS_ON_FAULTS.md"
 DOCUMENTS = (
-    *(README, TROUBLES, GLOSSARY, READING, CONCEPTS, DRILLS, AUDIT, OWN_TRAINING),
+    *(README, TROUBLES, CONTRIBUTING, GLOSSARY, READING, CONCEPTS, DRILLS, AUDIT, OWN_TRAINING),
     *(MANUAL, PROMISES, TASKS, STREAMS),
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "tutorial").glob("*.md")),
 )
 GENERATED = {
     README: ("capture: docs/first_run.txt", "generated: faults"),
     CAUSES: ("generated: causes",),
+    DRILLS: ("generated: drills",),
     AUDIT: ("generated: verdicts of a run", "generated: verdicts of a source"),
 }
 """Which parts of which document are made from code or from measurements."""
@@ -57,31 +60,37 @@ SECTIONS = {
     "DDP-K01": ("checkpoint-corrupt",),
 }
 """Sections of DDP_TROUBLESHOOTING.md, and the causes of explain that each one treats."""
-_LONGEST_PHRASE = 80
-_LONGEST_FIX = 100
+_LONGEST_PHRASE = 48
+_LONGEST_FIX = 60
 
 
 def causes_table() -> str:
     """Write the catalogue of explain as an index: what stands in the log, and what it means."""
-    lines = []
+    lines = ["| in the log | cause | fix |", "| --- | --- | --- |"]
     sections = {code: section for section, codes in SECTIONS.items() for code in codes}
     assert sections.keys() <= BY_CODE.keys()
+    types = f"`KeyError` and {len(BUILT_IN) - 1} other types of Python's own"
+    last = ""
     for family, causes in FAMILIES.items():
         if family == "This suite":
             continue
-        lines += [f"### {family}", "", "| in the log | cause | fix |", "| --- | --- | --- |"]
+        lines.append(f"| **{family}** | | |")
         if family == "Python":
-            types = ", ".join(f"`{name}`" for name in BUILT_IN)
-            cells = (types, "named by its type (python-keyerror and so on)", short_fix(causes[0]))
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(
+                f"| {types} | named by its type (python-keyerror and so on) | {RAISED.fix.plain} |"
+            )
         for cause in causes:
             if cause in BUILT_IN.values():
                 continue
             said = IN_A_TRACEBACK.get(cause.code) or f"`{shortened(spoken(cause.phrases[0]))}`"
-            more = f" [{sections[cause.code]}]" if cause.code in sections else ""
-            cells = (said, f"{cause.title} ({cause.code})", short_fix(cause) + more)
+            fix = short_fix(cause)
+            what = "as above" if fix == last else fix
+            last = fix
+            if cause.code in sections:
+                what = f"see [{sections[cause.code]}]"
+            cells = (said, f"{cause.title} ({cause.code})", what)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-        lines.append("")
+    lines.append("")
     for section in SECTIONS:
         title = re.search(rf"^##+ ({section}[. ].*)$", text_of(TROUBLES), re.MULTILINE)
         assert title, section
@@ -92,9 +101,11 @@ def causes_table() -> str:
 def short_fix(cause: Cause) -> str:
     """Give the first sentences of the fix for plain torch, as far as they fit one line."""
     first, *others = re.split(r"(?<=[.;]) +(?![^()]*\))", cause.fix.plain)
+    if len(first) > 2 * _LONGEST_FIX:
+        first, *others = re.split(r"(?<=,) +(?![^()]*\))", cause.fix.plain)
     for part in others:
         if len(f"{first} {part}") > _LONGEST_FIX:
-            return f"{first.rstrip('.;')} ..."
+            return f"{first.rstrip('.,;')} ..."
         first += f" {part}"
     return first
 
@@ -175,14 +186,14 @@ FAULTS = {
 
 def faults_table() -> str:
     """Write what each contender lost at each fault, one row a fault, from the measured tables."""
-    names = ("bare", "accelerate", "lightning", "trainer", "ddp_training.py")
+    contenders = ("bare", "accelerate", "lightning", "trainer", "ddp_training.py")
     titles = ("fault", "torchrun alone", "Accelerate", "Lightning", "HF Trainer", "this project")
     lines = [f"| {' | '.join(titles)} | drill |", "| --- " * (len(titles) + 1) + "|"]
     for fault, (label, shown_by) in FAULTS.items():
         section = text_of(PEERS).partition(f"### {fault}\n")[2].partition("\n### ")[0]
         rows = [line.strip("| ").split(" | ") for line in section.splitlines() if "|" in line]
-        measured = {name: rest for name, *rest in rows}
-        cells = [outcome(*measured[name][:3]) for name in names]
+        measured = {name: rest for names, *rest in rows for name in names.split(", ")}
+        cells = [outcome(*measured[name][:3]) for name in contenders]
         lines.append(f"| {label} | {' | '.join(cells)} | `{shown_by}` |")
     return "\n".join([*lines, ""])
 
@@ -206,10 +217,35 @@ def outcome(happened: str, steps_lost: str, samples: str) -> str:
     return said + f"; {surplus} twice, {missing} never" * (samples != "0 / 0")
 
 
+def drills_tables() -> str:
+    """Write a table for each outcome of a drill: the drills that end so, and what happens."""
+    outcomes: dict[str, dict[str, list[Fault]]] = {}
+    for fault in all_faults():
+        # one row for a signal to a rank, whatever the phase
+        is_signal = fault.signal and fault.text.startswith("a rank ")
+        family = fault.name.split("-")[0] if is_signal else fault.name
+        outcome = fault.verdict.replace(fault.code, "a code") if fault.code else fault.verdict
+        outcomes.setdefault(outcome, {}).setdefault(family, []).append(fault)
+    lines = []
+    for outcome, families in outcomes.items():
+        lines += [f"### {outcome[0].upper()}{outcome[1:]}", "", "| drill | what happens |"]
+        lines += ["| --- | --- |"]
+        for faults in families.values():
+            phases = [fault.name.removeprefix(faults[0].name.split("-")[0]) for fault in faults[1:]]
+            names = ", ".join(f"`{name}`" for name in (faults[0].name, *phases))
+            text, code = faults[0].text, faults[0].code
+            if len(faults) > 1:
+                text = re.split(" (?:while|in|before) ", text)[0]
+            lines.append(f"| {names} | {text}{f': {code}' * bool(code)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
 def rendered(document: str, *, only: str = "") -> str:
     """Give the text of a document with its generated parts made anew."""
     makers = {
         "generated: causes": causes_table,
+        "generated: drills": drills_tables,
         "generated: faults": faults_table,
         "generated: verdicts of a run": partial(verdicts_table, OBSERVED),
         "generated: verdicts of a source": partial(verdicts_table, SOURCE),
@@ -265,6 +301,18 @@ def anchors_of(text: str) -> set[str]:
 
 def anchor_of(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def promised() -> dict[str, list[str]]:
+    """Give each promise with its tests, which are in tests/ unless they are at the top."""
+    found: dict[str, list[str]] = {}
+    for promise, tests in table_rows(PROMISES, cells=2):
+        file = ""
+        for told, name in re.findall(r"`([\w./]*)(::[^`]+)`", tests):
+            file = told or file  # the next test of the same file is told without it
+            place = file if (ROOT / file).is_file() else f"tests/{file}"
+            found.setdefault(promise, []).append(place + name)
+    return found
 
 
 def has_function(test: str) -> bool:

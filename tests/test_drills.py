@@ -5,7 +5,6 @@ processes of its own, some tests try as it is typed.
 """
 
 import io
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -26,7 +25,6 @@ from drills.two_hosts import why_not
 from hardened_ddp.errors import ConfigError, HardenedError
 from hardened_ddp.settings.cli import parse
 from tests.commands import run_command
-from tests.documents import DRILLS, TROUBLES, table_rows
 from tests.forked_drills import forked_drills
 from tests.marks import slow_after
 from tests.ranks import run_program
@@ -319,22 +317,6 @@ class TestBoard:
         assert [rank for rank in range(4) if injection.is_for(rank, 4)] == [0, 2]
         assert [rank for rank in range(2) if injection.is_for(rank, 2)] == [0]
         assert Injection(kind="raise", phase="forward").is_for(3, 4)
-
-
-class TestDocuments:
-    def test_the_table_of_drills_is_that_of_the_program(self) -> None:
-        rows = [row[:3] for row in table_rows(DRILLS, cells=5)[1:] if row[0].startswith("`")]
-        assert rows == [[f"`{f.name}`", f.text, f.verdict] for f in all_faults()]
-
-    def test_a_drill_that_the_troubleshooting_names_says_that_code(self) -> None:
-        rows = [row for row in table_rows(TROUBLES) if re.fullmatch(r"`[a-z-]+`", row[0])]
-        assert len(rows) >= 8
-        for name, code, besides in (row for row in rows if row[1].startswith("DDP-")):
-            fault = find(name.strip("`"))
-            assert fault is not None, name
-            assert fault.code == code or "warning" in code, name
-            for other in re.findall(r"`([^`]+)`", besides):
-                assert find(other) is not None, other
 
 
 def test_a_fault_in_backward_hits_whether_the_task_takes_the_loss_or_the_logits() -> None:

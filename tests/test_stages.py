@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests import stages
-from tests.documents import PROMISES, table_rows
+from tests.documents import promised
 from tests.ranks import run_program
 from tests.stages import run_stage, soak
 
@@ -79,9 +79,9 @@ def test_the_first_stage_has_a_test_of_each_promise_and_a_soak_finds_its_own() -
     argv = ["python", "-m", "pytest", *stages.CONFIGURED, "--collect-only", "-q"]
     done = run_program([*argv, "-m", "not slow", *stages.EVERYWHERE], timeout_s=60).ok()
     first = {re.sub(r"\[.*", "", line) for line in done.stdout.splitlines() if "::" in line}
-    for promise, _, tests in (row for row in table_rows(PROMISES, cells=3) if "::" in row[-1]):
+    for promise, tests in promised().items():
         if not promise.startswith(NOT_AT_FIRST):
-            assert first & set(re.findall(r"`([^`]+)`", tests)), promise
+            assert first & set(tests), promise
     found = run_program([*argv, "--rounds=1", "--plans=1", *stages.SOAKED], timeout_s=60).ok()
     assert sum("::" in line for line in found.stdout.splitlines()) == len(stages.SOAKED)
 
