@@ -178,7 +178,7 @@ def _entry(answer: Answer) -> dict[str, Any]:  # Any: JSON
         ],
         "fixes": [
             {"for": _NAMES[name], "text": f"{text} {command}".strip()}
-            for name, text, command in _fixes(answer)
+            for name, text, command in _fixes(cause, answer.commands)
         ]
         + [{"for": _NAMES["suite"], "text": " ".join(step).strip()} for step in _steps(answer)],
         "echoes": verdict.num_echoes,
@@ -258,14 +258,20 @@ def as_text(answer: Answer) -> str:
     return "\n".join(lines) + "\n"
 
 
-def describe(cause: Cause) -> str:
+def describe(cause: Cause, commands: Commands) -> str:
     """Write all that the catalogue has of one cause, without a log."""
     why = cause.why.format_map(defaultdict(lambda: "...")).strip().rstrip(".")
-    lines = [*_wrap(f"{cause.code}: {cause.title}. {why[:1].upper()}{why[1:]}.", ""), ""]
+    why = f" {why[:1].upper()}{why[1:]}." if why else ""
+    lines = [*_wrap(f"{cause.code}: {cause.title}.{why}", ""), ""]
     if cause.phrases:
         lines += ["In the log, as regular expressions"]
         lines += [f"  {phrase}" for phrase in cause.phrases] + [""]
-    return "\n".join([*lines, *_fix_lines(cause, "")])
+    lines += ["Fix"]
+    for name, text, command in _fixes(cause, commands):
+        lines += [*_wrap(f"{_NAMES[name]}: {text}", "  "), *[f"    {command}"] * bool(command)]
+    for text, _ in STEPS.get(cause.code, ()):
+        lines += _wrap(text.removesuffix(":") + ".", "  ")  # its command needs a run
+    return "\n".join([*lines, *_confirm_lines(cause), ""])
 
 
 def _evidence_lines(verdict: Verdict) -> list[str]:
@@ -279,20 +285,26 @@ def _evidence_lines(verdict: Verdict) -> list[str]:
 
 def _fix_lines(cause: Cause, answer: Answer) -> list[str]:
     lines = ["Fix"]
-    for name, text, command in _fixes(answer):
+    for name, text, command in _fixes(cause, answer.commands):
         lines += [*_wrap(f"{_NAMES[name]}: {text}", "  "), *[f"    {command}"] * bool(command)]
     for text, command in _steps(answer):
         lines += _wrap(text, "  ") + [f"    {command}"] * bool(command)
+    lines += _confirm_lines(cause)
+    if answer.verdict.next_step:
+        # WHY whole: a command is pasted
+        lines.insert(-1, f"The run itself says: {answer.verdict.next_step}")
+    return [*lines, ""]
+
+
+def _confirm_lines(cause: Cause) -> list[str]:
+    """Say how to be sure, and where the message comes from."""
+    lines = []
     if cause.code.startswith("DDP-"):
         lines.append(f"  More: {GUIDE.format(code=cause.code)}")
     lines += ["", *_wrap(f"Confirm: {cause.confirm}", "")]
     if cause.or_else:
         lines += _wrap(f"Or else: {cause.or_else}", "")
-    if answer.verdict.next_step:
-        # WHY whole: a command is pasted
-        lines.append(f"The run itself says: {answer.verdict.next_step}")
-    lines += _wrap(f"Code: {cause.code}; the message comes from {cause.source}", "")
-    return [*lines, ""]
+    return lines + _wrap(f"Code: {cause.code}; the message comes from {cause.source}", "")
 
 
 def _steps(answer: Answer) -> list[tuple[str, str]]:
@@ -346,15 +358,14 @@ def _collect_lines(verdict: Verdict) -> list[str]:
     return [*lines, ""]
 
 
-def _fixes(answer: Answer) -> list[tuple[str, str, str]]:
+def _fixes(cause: Cause | None, commands: Commands) -> list[tuple[str, str, str]]:
     """Give the fix for each way of running DDP, and its command; of our own errors _steps do."""
-    cause = answer.verdict.root.cause if answer.verdict.root is not None else None
     if cause is None or cause.code in STEPS:
         return []
     found = []
     for name in _NAMES:
         words, command, arguments = getattr(cause.fix, name).partition(_COMMAND)
-        typed = answer.commands.own(*arguments.split()) if command else ""
+        typed = commands.own(*arguments.split()) if command else ""
         found.append((name, words.rstrip(), typed))
     return [(name, words, typed) for name, words, typed in found if words or typed]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_doctor.explain.catalogue import CAUSES
-from ddp_doctor.explain.catalogue.own import TITLES
+from ddp_doctor.explain.catalogue.own import STEPS, TITLES
 from ddp_doctor.explain.command import run_cause
 from ddp_doctor.explain.run_folder import WAITS
 from ddp_doctor.terminal import printable
@@ -103,7 +103,9 @@ def test_every_cause_is_printed_in_full_by_its_code() -> None:
         output = StringIO()
         assert run_cause(cause.code, output=output) == 0
         words = " ".join(output.getvalue().split())
-        parts = (cause.title, cause.fix.plain, cause.fix.lightning, cause.confirm, cause.or_else)
+        steps = [text.removesuffix(":") for text, _ in STEPS.get(cause.code, ())]
+        fixes = steps or (cause.fix.plain, cause.fix.lightning)
+        parts = (cause.title, *fixes, cause.confirm, cause.or_else)
         assert [part for part in parts if " ".join(part.split()) not in words] == [], cause.code
         assert all(phrase in output.getvalue() for phrase in cause.phrases), cause.code
 
