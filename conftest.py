@@ -1,6 +1,7 @@
 """Every test is checked for what it leaves behind; the longest run first, side by side.
 
---times shows the CPU time of each test, --rounds, --plans and --seed are for random faults.
+--times shows the CPU time of each test, --rounds, --plans and --seed are for random faults, and
+--shuffle N puts the tests into a random order.
 """
 
 import gc
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests import ranks
+from tests.hostile import shuffled
 from tests.leftovers import leaves_nothing_behind
 from tests.marks import slow_after
 
@@ -55,6 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rounds", type=int, default=8, help="of the chaos test")
     parser.addoption("--plans", type=int, default=2, help="of the test of fault plans")
     parser.addoption("--seed", type=int, default=0, help="of the first round and plan")
+    parser.addoption("--shuffle", type=int, help="a random order of the tests: its seed")
     parser.addoption("--times", action="store_true", help="show CPU seconds by test and file")
 
 
@@ -77,7 +80,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(name, slow_after(1, seeds))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (seed := config.getoption("--shuffle")) is not None:
+        items[:] = shuffled(items, lambda item: _group_of(item.nodeid), seed=seed)
+        return
     order = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
 
@@ -93,10 +99,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: "Producer") -> "Load
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            """Name what must stay together: a file, or a function with its cases."""
-            path, _, _ = nodeid.partition("::")
-            name = os.path.basename(path)
-            return nodeid.partition("[")[0] if name in LONG and name not in WHOLE else path
+            return _group_of(nodeid)
 
     return Scheduling(config, log)
 
@@ -136,6 +139,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section(f"CPU seconds: {tests.total():.0f}")
     for name, used_s in [*files.most_common(), *tests.most_common(MOST_TESTS_SHOWN)]:
         terminalreporter.write_line(f"{used_s:8.1f}  {name}")
+
+
+def _group_of(nodeid: str) -> str:
+    """Name what must stay together: a file, or a function with its cases."""
+    path, _, _ = nodeid.partition("::")
+    name = os.path.basename(path)
+    return nodeid.partition("[")[0] if name in LONG and name not in WHOLE else path
 
 
 def _cpu_seconds() -> float:

@@ -127,6 +127,9 @@ def _new_processes(before: Snapshot) -> list[str]:
 def _our_new_pids(before: Snapshot) -> list[int]:
     """List new processes with the session's mark, and forks of pytest, which show no mark."""
     own_pid, mark = os.getpid(), session_mark()
+    # WHY not those of our parent: pytest-xdist starts a worker again that has died, and that one
+    # shows what we show
+    foreign_parents = (os.getppid(),) if os.getppid() > 1 else ()
     found = []
     for pid in list_pids() - before.pids - ranks.server_pids():
         process = read_process(pid)
@@ -135,7 +138,11 @@ def _our_new_pids(before: Snapshot) -> list[int]:
         is_ours = (
             process.parent == own_pid
             or read_environment(pid).get(SESSION_MARK) == mark
-            or (process.group == os.getpgrp() and is_fork_of(pid, own_pid))
+            or (
+                process.group == os.getpgrp()
+                and process.parent not in foreign_parents
+                and is_fork_of(pid, own_pid)
+            )
         )
         is_tool = process.parent == own_pid and any(
             tool in read_command_line(pid) for tool in _OWN_TOOLS

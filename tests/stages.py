@@ -2,12 +2,14 @@
 
     python test_ddp_training.py                    each promise once: what a new user runs
     python test_ddp_training.py --all              every promise and every drill: what CI runs
+    python test_ddp_training.py --hostile [--seed N]    the first under what new machines do
     python test_ddp_training.py --soak [--for 30m] [--seed N]
                                                    random faults, again and again, until Ctrl-C
     python test_ddp_training.py tests/test_loader.py -x    these tests, slow ones too
 
 All other arguments are pytest's. Owns: the choice of a stage, and the rounds of a soak.
-Does not own: which tests are slow (their marks), and what runs side by side (conftest.py).
+Does not own: which tests are slow (their marks), what runs side by side (conftest.py), and what
+new machines do (hostile.py).
 """
 
 import argparse
@@ -22,6 +24,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hostile import run_hostile
 from tests.processes import ROOT
 
 CONFIGURED = ("-c", str(ROOT / "pyproject.toml"))
@@ -42,6 +45,9 @@ def run_stage(argv: Sequence[str]) -> int:
     if "--soak" in words:
         words.remove("--soak")
         return soak(words)
+    if "--hostile" in words:
+        words.remove("--hostile")
+        return run_hostile(words)
     if "--quick" in words:
         print("test: there is no --quick; did you mean no flag? (--all runs the slow tests, too)")
         return int(pytest.ExitCode.USAGE_ERROR)
