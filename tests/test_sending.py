@@ -1,8 +1,10 @@
 """Loader workers share the tensors of a dataset, and copies of other data are told."""
 
 import logging
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from hardened_ddp.data.sending import measure_sending
 from hardened_ddp.data.stream import BatchStream
 from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.settings.data import DataConfig
+from tests.ranks import run_ranks
 
 MIB = 2**20
 
@@ -59,6 +62,22 @@ def are_shared_in_a_worker() -> bool:
 
 def test_a_worker_shares_the_tensors_of_its_dataset() -> None:
     assert are_shared_in_a_worker()
+
+
+def are_shared_with_temporary_files_in(folder: Path) -> bool:
+    tempfile.tempdir = str(folder)
+    found = are_shared_in_a_worker()
+    assert tempfile.gettempdir() == str(folder)
+    return found
+
+
+def test_a_worker_is_reached_though_temporary_paths_are_too_long_for_a_socket(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / ("long " * 30)
+    folder.mkdir()
+    assert run_ranks(are_shared_with_temporary_files_in, 1, folder) == [True]
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("number", [254, pytest.param(300, marks=pytest.mark.slow)])

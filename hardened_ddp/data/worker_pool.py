@@ -14,10 +14,12 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import util
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -39,6 +41,10 @@ _LONGEST_GAP_S = 4 * POLL_S  # a longer one was no wait: the process was stopped
 _NUM_NOTES = 3  # of each worker: the sample being read, its pid, the descriptor of its stacks
 END_S = 5.0  # how long workers may take to end before they are killed
 SENDING_S = 1.0  # how long one that is to be killed may take to send what it has begun to send
+
+# Of a socket's path, the kernel takes 107 bytes.
+_LONGEST_PARENT_OF_SOCKETS = 107 - len("/pymp-XXXXXXXX/listener-XXXXXXXX")
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 
 _NOT_RECEIVED = "a batch could not be received"
 # Messages of the kernel, torch and us when shared memory is full or too many files are open.
@@ -80,6 +86,7 @@ class WorkerPool:
         self._workers: list[BaseProcess] = []
         worker_signals.kill_at_exit(self, self._workers)
         self._iterator: Iterator[Any] | None = None  # Any: what _Reader sends
+        _shorten_socket_paths()
         context = multiprocessing.get_context(plan.start_method)
         self._notes = context.RawArray("q", _NUM_NOTES * plan.num_workers)
         if plan.start_method == "forkserver":
@@ -265,6 +272,24 @@ def _batch_of(parts: Any) -> Batch:  # Any: as _parts_of returned them
 
 def _unchanged(data: Any) -> Any:
     return data  # WHY: torch's default would turn the sample numbers into tensors
+
+
+def _shorten_socket_paths() -> None:
+    """Have multiprocessing make its sockets in a shorter folder if TMPDIR is too long for them.
+
+    WHY: else no worker is reached, as on clusters whose TMPDIR names the user, the job and more.
+    """
+    if len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_PARENT_OF_SOCKETS:
+        return
+    chosen = tempfile.tempdir
+    try:
+        for folder in _SHORT_FOLDERS:
+            if os.access(folder, os.W_OK | os.X_OK):
+                tempfile.tempdir = folder
+                util.get_temp_dir()  # from now on, it returns this one
+                return
+    finally:
+        tempfile.tempdir = chosen
 
 
 def _prepare_worker(worker_id: int) -> None:
