@@ -24,7 +24,7 @@ from tests.ranks import (
     Completed,
     Finished,
     Program,
-    free_port,
+    held_port,
     run_command,
     run_program,
     start_command,
@@ -102,7 +102,7 @@ def test_a_command_as_typed_trains_and_leaves_a_whole_run_folder(
 def test_other_flags_of_torchrun_train_and_leave_a_whole_run_folder(
     command: str, accuracy: float, tmp_path: Path
 ) -> None:
-    command = command.replace("12355", str(free_port(prefer=12355)))
+    command = command.replace("12355", str(held_port()))
     run_program([*command.split(), "--output_dir", tmp_path], timeout_s=120).ok()
     _check_run_folder(only_run(tmp_path), command, accuracy)
 

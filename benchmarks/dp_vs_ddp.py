@@ -100,8 +100,11 @@ def run_ddp_rank(rank: int, arguments: argparse.Namespace, result: Path) -> None
 
 def measure(arguments: argparse.Namespace, *, is_ddp: bool) -> float:
     """Give samples per second of one way, measured in new processes."""
-    arguments.port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
+    with socket.socket() as holder, tempfile.TemporaryDirectory() as folder:
+        holder.bind(("127.0.0.1", 0))
+        # WHY after bind: rank 0 can listen on the port, and until then nobody else gets it
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        arguments.port = holder.getsockname()[1]
         result = Path(folder) / "seconds"
         torch.multiprocessing.spawn(
             run_ddp_rank if is_ddp else run_one_process,
@@ -109,13 +112,6 @@ def measure(arguments: argparse.Namespace, *, is_ddp: bool) -> float:
             nprocs=arguments.ranks if is_ddp else 1,
         )
         return arguments.batch_size * arguments.steps / float(result.read_text())
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def main() -> None:

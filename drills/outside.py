@@ -18,6 +18,7 @@ from drills.injections import Board, Pause
 from drills.processes import Ranks, send
 from hardened_ddp.checkpoint.manifest import STATE_NAME
 from hardened_ddp.checkpoint.verify import find_newest
+from hardened_ddp.ranks.port import port_of
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
 
 PATIENCE_S = 8.0
@@ -123,9 +124,9 @@ class Outside:
 
 
 @contextmanager
-def occupied(port: int) -> Iterator[None]:
-    """Listen on port, as another program would."""
-    with socket.create_server(("127.0.0.1", port)):
+def occupied(holder: socket.socket) -> Iterator[None]:
+    """Listen on the port of holder, as another program would."""
+    with socket.create_server(("127.0.0.1", port_of(holder))):
         yield
 
 

@@ -9,7 +9,6 @@ Does not own: faults (outside.py).
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -192,13 +191,6 @@ def clean(env: Mapping[str, str]) -> dict[str, str]:
         for name, value in env.items()
         if name not in _NAMES and not name.startswith(_LAUNCHERS)
     }
-
-
-def free_port() -> int:
-    """Return a port that no program listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
 
 
 def send(pid: int, number: int) -> None:

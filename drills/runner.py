@@ -13,8 +13,9 @@ from drills.compare import Attempt, Record, Verdict, judge
 from drills.fault import Fault
 from drills.injections import Board
 from drills.outside import Outside, occupied
-from drills.processes import HOST, Ranks, Starter, free_port
+from drills.processes import HOST, Ranks, Starter
 from drills.work import Work
+from hardened_ddp.ranks.port import hold_port, port_of
 from hardened_ddp.reporting.summary import finished_at
 
 NO_FAULT = Fault(name="undisturbed", text="nothing happens")
@@ -82,12 +83,16 @@ class Drills:
             is_first = not record.attempts
             can_not_start = is_first and fault.outside in CAN_NOT_START
             outside.has_acted |= can_not_start
-            port = free_port()
-            with occupied(port) if can_not_start and "port" in fault.outside else nullcontext():
+            is_taken = can_not_start and "port" in fault.outside
+            with hold_port() as holder, occupied(holder) if is_taken else nullcontext():
                 missing = int(can_not_start and "rank" in fault.outside)
                 host = NO_HOST if can_not_start and "host" in fault.outside else HOST
                 ranks = starter(
-                    flags, num_ranks=self.work.num_ranks, port=port, missing=missing, host=host
+                    flags,
+                    num_ranks=self.work.num_ranks,
+                    port=port_of(holder),
+                    missing=missing,
+                    host=host,
                 )
                 self._watch(ranks, outside, record)
             if finished_at(run) is None:

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hardened_ddp.errors import HardenedError, LaunchError
 from hardened_ddp.ranks.launch import Launch, end_with_launcher, prepare_environment, read_launch
 from hardened_ddp.ranks.place import command_words, with_arguments
+from hardened_ddp.ranks.port import hold_port, port_of
 from launchers.running import ROOT, limit_threads, make_parser, read_arguments, run_script
 
 POLL_S = 0.05
@@ -63,9 +64,9 @@ def agree_on_rendezvous(rank: int, folder: Path, timeout_s: float) -> tuple[str,
                 fix="correct /etc/hosts, or give rank 0 the address of its network card: -x "
                 "MASTER_ADDR=... of mpirun",
             )
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-            port = probe.getsockname()[1]
+        holder = hold_port()
+        port = port_of(holder)
+        holder.detach()  # WHY: it is held until this process, which will listen on it, ends
         folder.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".new")
         aside.write_text(f"{address} {port}\n", encoding="utf-8")

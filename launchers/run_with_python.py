@@ -15,7 +15,6 @@ On one machine, rank and local rank are the same number.
 
 import os
 import signal
-import socket
 import sys
 from multiprocessing import connection
 from pathlib import Path
@@ -23,19 +22,12 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from hardened_ddp.ranks.port import hold_port, port_of
 from launchers.running import limit_threads, make_parser, read_arguments, run_script
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 # How long ranks may take to save when another process has failed, or the user stops the run.
 GRACE_S = 30.0
-
-
-def free_port() -> int:
-    """Ask the kernel for a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -71,11 +63,11 @@ def run_rank(rank: int, world_size: int, port: int, lesson: bool, words: list[st
     run_script(words)
 
 
-def start_and_wait(num_ranks: int, *, lesson: bool, words: list[str]) -> int:
+def start_and_wait(num_ranks: int, port: int, *, lesson: bool, words: list[str]) -> int:
     """Start the ranks, wait for all of them, and return the exit status."""
     import torch.multiprocessing as mp
 
-    arguments = (num_ranks, free_port(), lesson, words)
+    arguments = (num_ranks, port, lesson, words)
     ranks = mp.start_processes(  # type: ignore[no-untyped-call]  # torch gives it no types
         run_rank, args=arguments, nprocs=num_ranks, join=False, start_method="spawn"
     )
@@ -122,7 +114,9 @@ def main(argv: list[str]) -> int:
             import torch
 
             num_ranks = 2 if "--cpu_only" in words else torch.cuda.device_count() or 2
-        return start_and_wait(num_ranks, lesson=not options.no_lesson, words=words)
+        with hold_port() as holder:
+            port = port_of(holder)
+            return start_and_wait(num_ranks, port, lesson=not options.no_lesson, words=words)
     except ModuleNotFoundError as error:
         from hardened_ddp.settings.packages import missing_package
 

@@ -68,6 +68,7 @@ def leaves_nothing_behind() -> Iterator[None]:
     os.environ[SESSION_MARK] = session_mark()
     before = take_snapshot()
     yield
+    ranks.release_ports()
     still_running = [f"rank still running: process {pid}" for pid in ranks.kill_running()]
     leftovers = still_running + find_leftovers(before)
     if leftovers:

@@ -14,10 +14,8 @@ What goes wrong here: a rank hangs. Then all are asked for their stacks, killed,
 """
 
 import atexit
-import contextlib
 import os
 import pickle
-import random
 import shlex
 import socket
 import sys
@@ -26,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from hardened_ddp.ranks.port import hold_port, port_of
 from tests.commands import Completed, run_command, start_command
 from tests.processes import ROOT, clean_environment
 from tests.rank_link import RankLink, RankServer
@@ -37,7 +36,7 @@ __all__ = [
     "Program",
     "RankFailure",
     "Running",
-    "free_port",
+    "held_port",
     "run_command",
     "run_program",
     "run_ranks",
@@ -49,11 +48,11 @@ __all__ = [
     "train_as_typed",
 ]
 
-_PORTS = range(20000, 32000)  # WHY: below the ports that the kernel gives to whoever asks for any
 _server: RankServer | None = None
 _shared: tuple[bytes, Path] | None = None  # address and log of another process's server
 _link: RankLink | None = None
 _all_running: list[Running] = []
+_holders: list[socket.socket] = []
 
 
 def run_ranks(
@@ -81,7 +80,7 @@ def start_ranks(
 
     target is a function at the top level of a test module.
     """
-    port = free_port()
+    port = held_port()
     jobs = [
         {
             "kind": "call",
@@ -114,7 +113,7 @@ def start_training(
     """
     if launcher == "none" and world_size != 1:
         raise ValueError(f"without a launcher there is one rank, and not {world_size}")
-    port = free_port()
+    port = held_port()
     jobs = []
     for rank in range(world_size - missing):
         variables = _launch(rank, world_size, port) if launcher != "none" else {}
@@ -193,16 +192,16 @@ def train_as_typed(command: str, *more: str | Path, cwd: Path | None = None) -> 
     return train([*words[1:], *more], world_size, launcher=launcher, cwd=cwd)
 
 
-def free_port(*, prefer: int = 0) -> int:
-    """Return a TCP port that nobody listens on; the preferred one if that is so."""
-    port = prefer
-    while True:
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("", port or _random_port()))
-            found: int = probe.getsockname()[1]
-            return found
-        port = 0
+def held_port() -> int:
+    """Return a TCP port that stays free for who is told it, until the test ends."""
+    _holders.append(hold_port())
+    return port_of(_holders[-1])
+
+
+def release_ports() -> None:
+    """Give back the ports of a test."""
+    while _holders:
+        _holders.pop().close()
 
 
 def kill_running() -> list[int]:
@@ -286,11 +285,6 @@ def _start_in_folder(
     running = Running(link, folder, pids)
     _all_running.append(running)
     return folder, running
-
-
-def _random_port() -> int:
-    # WHY the system's own randomness: tests that set a seed must not get the same ports
-    return random.SystemRandom().choice(_PORTS)
 
 
 def _launch(rank: int, world_size: int, port: int) -> dict[str, str]:

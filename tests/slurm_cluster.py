@@ -22,7 +22,7 @@ from typing import Self
 
 from tests.commands import Completed, run_command
 from tests.processes import PATIENCE, clean_environment, deadline
-from tests.ranks import free_port
+from tests.ranks import held_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun")
 POLL_S = 0.2
@@ -177,7 +177,7 @@ class SlurmCluster:
 
 def _configuration(folder: Path) -> str:
     host = socket.gethostname().partition(".")[0]
-    ports = [free_port() for _ in range(3)]
+    ports = [held_port() for _ in range(3)]
     return f"""
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)

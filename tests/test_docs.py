@@ -39,7 +39,7 @@ from tests.documents import (
 )
 from tests.processes import ROOT
 from tests.ranks import (
-    free_port,
+    held_port,
     run_command,
     run_program,
     start_program,
@@ -360,7 +360,7 @@ class TestCommands:
     def test_two_nodes_find_each_other_with_the_flags_of_torchrun(self, tmp_path: Path) -> None:
         [command] = [line for line in text_of(TROUBLES).splitlines() if "--nnodes=2" in line]
         command = command.replace("--nproc_per_node=8", "--nproc_per_node=1")
-        command = command.replace("node0:29500", f"127.0.0.1:{free_port()}")
+        command = command.replace("node0:29500", f"127.0.0.1:{held_port()}")
         command = command.replace("/shared/runs", str(tmp_path))
         argv = [*shlex.split(command), "--cpu_only", "--max_steps", "3"]
         env = {"GLOO_SOCKET_IFNAME": "lo"}

@@ -20,8 +20,9 @@ from tests.leftovers import clear_away, find_leftovers, take_snapshot
 from tests.processes import ROOT, SESSION_MARK, read_process, session_mark
 from tests.ranks import (
     RankFailure,
-    free_port,
+    held_port,
     kill_running,
+    release_ports,
     run_command,
     run_program,
     run_ranks,
@@ -320,9 +321,18 @@ def test_a_library_in_the_virtual_environment_of_a_checkout_is_not_of_the_checko
     assert is_of_checkout(__file__, prefix)
 
 
-def test_a_free_port_can_be_bound() -> None:
-    with socket.create_server(("127.0.0.1", free_port())) as listener:
-        assert listener.getsockname()[1] not in range(32768, 61000)
+def test_a_held_port_is_for_those_who_are_told_it() -> None:
+    port = held_port()
+    with socket.socket() as other, pytest.raises(OSError, match="already in use"):
+        other.bind(("127.0.0.1", port))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=10)
+    for address in ("127.0.0.1", ""):  # again and again, as ranks that restart
+        with socket.create_server((address, port)):
+            socket.create_connection(("127.0.0.1", port), timeout=10).close()
+    release_ports()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=10)
 
 
 def test_a_test_that_leaves_something_behind_fails_and_the_next_one_starts_clean(

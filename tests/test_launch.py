@@ -38,7 +38,7 @@ from hardened_ddp.ranks.rendezvous import _listen
 from tests.launcher_environments import TORCHRUN
 from tests.marks import slow_after
 from tests.processes import ROOT, deadline
-from tests.ranks import free_port, run_ranks, start_training
+from tests.ranks import held_port, run_ranks, start_training
 
 CPU = torch.device("cpu")
 STOPPED = "ddp_training.py: stopped by Ctrl-C; there was nothing to save\n"
@@ -242,10 +242,8 @@ def meet_at_taken_port(port: int) -> str:
 
 
 def test_a_taken_port_is_named() -> None:
-    port = free_port()
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", port))
-        holder.listen()
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
         messages = run_ranks(meet_at_taken_port, 2, port)
     assert f"port {port} of this machine is taken" in messages[0]
 
@@ -254,7 +252,7 @@ def test_a_taken_port_is_named() -> None:
     ("address", "is_four"), [("10.0.0.1", True), ("::1", False), ("node-1", False)]
 )
 def test_clients_of_an_ipv4_address_are_not_looked_up_as_ipv6(address: str, is_four: bool) -> None:
-    launch = Launch(master_addr=address, master_port=free_port(), world_size=2, num_nodes=2)
+    launch = Launch(master_addr=address, master_port=held_port(), world_size=2, num_nodes=2)
     with socket.socket(fileno=_listen(launch)) as listener:
         assert (listener.family == socket.AF_INET) == (is_four or not socket.has_dualstack_ipv6())
 

@@ -14,7 +14,7 @@ from tests.marks import slow_after
 from tests.processes import kill
 from tests.ranks import (
     Program,
-    free_port,
+    held_port,
     run_program,
     start_program,
     start_training,
@@ -45,7 +45,7 @@ DYING += ["--model_args", "{forward_number: 4}", "--epochs", "100", "--timeout_s
 
 def test_ten_of_ten_restarts_go_on_at_the_next_step(tmp_path: Path) -> None:
     """Ranks are started as torchrun starts them again: on the same port, and with their count."""
-    env = {"MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "job"}
+    env = {"MASTER_PORT": str(held_port()), "TORCHELASTIC_RUN_ID": "job"}
     for count in range(11):
         again = {**env, "TORCHELASTIC_RESTART_COUNT": str(count)}
         train([*DYING, "--output_dir", tmp_path], 2, env=again)
@@ -58,7 +58,7 @@ def test_ten_of_ten_restarts_go_on_at_the_next_step(tmp_path: Path) -> None:
 def test_restarts_by_torchrun_itself_go_on_at_the_next_step(
     rendezvous: str, tmp_path: Path
 ) -> None:
-    argv = ["torchrun", rendezvous.format(port=free_port()), "--nproc_per_node=2"]
+    argv = ["torchrun", rendezvous.format(port=held_port()), "--nproc_per_node=2"]
     argv += ["--max_restarts=3", "ddp_training.py", *map(str, DYING)]
     run_program([*argv, "--output_dir", tmp_path], timeout_s=60)
     assert len(read_failures(tmp_path / "run")) == 4, "an attempt did not come to its end"
@@ -235,7 +235,7 @@ def test_any_number_of_ranks_goes_on_with_the_same_samples_in_each_step(tmp_path
 def test_a_node_that_joins_or_dies_changes_nothing_but_the_speed(tmp_path: Path) -> None:
     """Two agents with elastic rendezvous: one starts alone, one joins it, and is killed."""
     launch = ["torchrun", "--nnodes=1:2", "--nproc_per_node=1", "--max_restarts=3"]
-    launch += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--rdzv_id=job"]
+    launch += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{held_port()}", "--rdzv_id=job"]
     output = tmp_path / "elastic"
     train_it = ["--local_addr=127.0.0.1", "ddp_training.py", *map(str, STEADY)]
     train_it += ["--epochs", "1000", "--batch_size", "24", "--checkpoint_every_steps", "0"]

@@ -15,7 +15,7 @@ import pytest
 
 from hardened_ddp.training.survivor_save import read_failures
 from tests.marks import slow_after
-from tests.ranks import free_port, run_command, run_program, start_command, train
+from tests.ranks import held_port, run_command, run_program, start_command, train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, read_summary
 
 SMALL = ["--cpu_only", "--model", "mlp", "--num_workers", "0"]
@@ -186,7 +186,7 @@ def make_ssh(folder: Path) -> Path:
 def test_several_hosts_train_as_one_run(by_torchrun: dict[str, str], tmp_path: Path) -> None:
     ssh, output = make_ssh(tmp_path), tmp_path / "runs"
     argv = ["launchers/launch.py", "--hosts", "127.0.0.2,127.0.0.3", "--nproc_per_node", "1"]
-    argv += ["--ssh", str(ssh), "--port", str(free_port()), "--env", "GLOO_SOCKET_IFNAME=lo"]
+    argv += ["--ssh", str(ssh), "--port", str(held_port()), "--env", "GLOO_SOCKET_IFNAME=lo"]
     run_command(["python", *argv, *RUN, "--output_dir", output], timeout_s=LIMIT_S).ok()
     assert sorted((tmp_path / "hosts").read_text().split()) == ["127.0.0.2", "127.0.0.3"]
     assert read_summary(only_run(output))["world_size"] == 2
@@ -199,7 +199,7 @@ def test_a_host_that_fails_ends_the_launch_with_its_status(tmp_path: Path) -> No
     script = tmp_path / "broken.py"
     script.write_text("import sys\nsys.exit(7)\n")
     argv = ["launchers/launch.py", "--hosts", "127.0.0.2", "--nproc_per_node", "1"]
-    argv += ["--ssh", str(ssh), "--port", str(free_port()), str(script)]
+    argv += ["--ssh", str(ssh), "--port", str(held_port()), str(script)]
     done = run_command(["python", *argv], timeout_s=90)
     assert done.status == 1  # torchrun's own
     assert "127.0.0.2 ended with status 1" in done.stderr

@@ -62,17 +62,18 @@ def serve() -> None:
             importlib.import_module(name)
     for line in iter(sys.stdin.readline, ""):
         job = json.loads(line)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        pids = []
-        for rank in range(job["ranks"]):
-            pid = os.fork()
-            if pid == 0:
-                _be_rank(rank, port, **job)
-                return
-            pids.append(pid)
-        print(json.dumps(_wait(pids)), flush=True)
+        with socket.socket() as holder:
+            holder.bind(("127.0.0.1", 0))
+            # WHY after bind: rank 0 can listen on the port, and until then nobody else gets it
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            pids = []
+            for rank in range(job["ranks"]):
+                pid = os.fork()
+                if pid == 0:
+                    _be_rank(rank, holder.getsockname()[1], **job)
+                    return
+                pids.append(pid)
+            print(json.dumps(_wait(pids)), flush=True)
 
 
 def _be_rank(

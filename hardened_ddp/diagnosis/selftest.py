@@ -7,7 +7,6 @@ code of a real run (ranks/launch.py, ranks/group.py) with gloo on this machine's
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import IO
 
 from hardened_ddp.diagnosis.check import Check
 from hardened_ddp.ranks.launch import environment, prepare_environment, read_launch
+from hardened_ddp.ranks.port import hold_port, port_of
 
 _LIMIT_S = 20.0
 _GROUP_LIMIT_S = 15.0
@@ -30,13 +30,16 @@ _LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "GROUP_", "ROLE_", "MASTER_")
 def check_all_reduce(env: Mapping[str, str], *, limit_s: float = _LIMIT_S) -> Check:
     """Have two processes add up a number over gloo, within limit_s."""
     start = monotonic()
-    port = _free_port()
     ranks: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryFile() as first, tempfile.TemporaryFile() as second:
+    with (
+        hold_port() as holder,
+        tempfile.TemporaryFile() as first,
+        tempfile.TemporaryFile() as second,
+    ):
         outputs = (first, second)
         try:
             for rank, output in enumerate(outputs):
-                ranks.append(_start(rank, port, env, output))
+                ranks.append(_start(rank, port_of(holder), env, output))
             failed = _wait(ranks, until=start + limit_s)
         finally:
             for process in ranks:
@@ -127,12 +130,6 @@ def _last_line(output: IO[bytes]) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith("next: ")]
     return lines[-1] if lines else ""
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
 
 
 if __name__ == "__main__":

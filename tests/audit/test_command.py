@@ -15,7 +15,7 @@ from ddp_doctor.audit.records import Follower, read_ranks
 from tests.audit.programs import MISTAKES, PLAIN, Case
 from tests.commands import Completed, run_command
 from tests.processes import ROOT
-from tests.ranks import free_port, run_program
+from tests.ranks import held_port, run_program
 
 SPAWNED = PLAIN.replace("def main():\n", "def main(rank):\n    world_size = 2\n")
 SPAWNED = SPAWNED.replace('("gloo")', '("gloo", rank=rank, world_size=world_size)')
@@ -39,7 +39,7 @@ for step in range(8):
 
 
 def launch(script: Path) -> list[str]:
-    port = free_port()
+    port = held_port()
     return ["torchrun", "--nproc_per_node=2", f"--master_port={port}", str(script)]
 
 
@@ -92,7 +92,7 @@ def test_a_mistake_ends_with_1_and_text_names_line_evidence_and_fix(tmp_path: Pa
 
 @pytest.mark.slow
 def test_ranks_that_spawn_starts_are_observed(tmp_path: Path) -> None:
-    source = SPAWNED.replace("{port}", str(free_port())).replace(
+    source = SPAWNED.replace("{port}", str(held_port())).replace(
         "(model(x), y)\n", "(model.module(x), y)  # here\n"
     )
     script = tmp_path / "train.py"

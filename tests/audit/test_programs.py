@@ -16,7 +16,7 @@ from ddp_doctor.audit.records import Ranks, read_ranks
 from ddp_doctor.audit.verdict import Verdict
 from tests.audit.programs import HEALTHY, LOOP, MISTAKES, NEEDS, WRAP, Case
 from tests.processes import PATIENCE, ROOT, clean_environment
-from tests.ranks import free_port
+from tests.ranks import held_port
 
 LIMIT_S = 40
 
@@ -44,7 +44,7 @@ class Zygote:
             "folder": str(folder),
             "cwd": str(script.parent),
             "world": 2,
-            "port": free_port(),
+            "port": held_port(),
             "timeout_s": LIMIT_S * PATIENCE,
         }
         assert self._process.stdin is not None

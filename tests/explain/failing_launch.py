@@ -42,8 +42,7 @@ def launch_port(rank: int, folder: Path) -> None:
 def launch_client_timeout(rank: int, folder: Path) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
-    dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=SECOND)
+        dist.TCPStore("127.0.0.1", closed.getsockname()[1], 2, is_master=False, timeout=SECOND)
 
 
 @reproduces("launch-ranks-missing")
