@@ -1051,7 +1051,8 @@ class TestSummary:
         lines = closing_lines(
             tmp_path / "run", status="stopped", result="", resume="", has_tensorboard=False
         )
-        assert lines[:2] == ["stopped: no evaluation", f"run folder:  {tmp_path}/run"]
+        folder = shlex.quote(f"{tmp_path}/run")
+        assert lines[:2] == ["stopped: no evaluation", f"run folder:  {folder}"]
         assert not any("tensorboard" in line for line in lines)
 
 

@@ -51,6 +51,8 @@ def run_watch(options: Mapping[str, str], *, output: TextIO) -> int:
     can_redraw = output.isatty() and not console.is_dumb_terminal
     if options["once"] or not can_redraw or run.state != "running":
         view = view_of(run, width=console.width, is_plain=True)
+        if not output.isatty():  # a program that reads it finds the first lines unfolded
+            console.width = max(PLAIN_WIDTH, *map(len, view.head))
         console.print(drawn(view, run.state, width=console.width, is_plain=True))
         return exit_status(run)
     try:
