@@ -14,7 +14,7 @@ from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.checkpoint.snapshot import CheckpointWriter
 from hardened_ddp.checkpoint.verify import load_checkpoint
 
-LIMIT_S = 20
+LIMIT_S = 90
 
 
 class GatedDisk:

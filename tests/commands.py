@@ -22,12 +22,12 @@ from typing import Self, TypeVar
 
 from tests.processes import (
     COMMAND_MARK,
-    PATIENCE,
     ROOT,
     clean_environment,
     deadline,
     find_marked,
     kill_marked,
+    limit_of,
     read_environment,
     read_process,
 )
@@ -152,15 +152,15 @@ class Command:
             if has_ended:
                 self._fail(f"ended with status {self._process.returncode} before {what}")
             if time.monotonic() > end:
-                self._fail(f"ran {PATIENCE * timeout_s:g} s, still without {what}")
+                self._fail(f"ran {limit_of(timeout_s):g} s, still without {what}")
             time.sleep(POLL_S)
 
     def wait(self, *, timeout_s: float) -> Completed:
         """Wait for the end. Raises CommandFailure after timeout_s, when all of it is killed."""
         try:
-            status = self._process.wait(PATIENCE * timeout_s)
+            status = self._process.wait(limit_of(timeout_s))
         except subprocess.TimeoutExpired:
-            self._fail(f"did not end within {PATIENCE * timeout_s:g} s")
+            self._fail(f"did not end within {limit_of(timeout_s):g} s")
         wall_s = time.monotonic() - self._started_at
         return Completed(self.argv, status, self.stdout, self.stderr, wall_s)
 

@@ -22,9 +22,9 @@ import pytest
 
 from tests import ranks
 from tests.processes import (
+    PATIENCE,
     ROOT,
     SESSION_MARK,
-    deadline,
     is_fork_of,
     kill,
     list_pids,
@@ -92,7 +92,7 @@ def take_snapshot() -> Snapshot:
 
 def find_leftovers(before: Snapshot, *, grace_s: float = GRACE_S) -> list[str]:
     """Say what is there that was not there before; what is ending has grace_s for that."""
-    end = deadline(grace_s)
+    end = time.monotonic() + PATIENCE * grace_s
     lasting = [*_changed_state(before), *_new_files(before)]
     while ending := [
         *_new_processes(before),

@@ -24,6 +24,12 @@ PATIENCE = 3
 """The limits in the tests are for an idle machine of 2 cores. So many times as long on any other:
 a limit is there to end what hangs, and a slow machine is no fault."""
 
+HOUR_S = 3600.0
+"""A limit that no test reaches, for what must end by something else."""
+
+LEAST_S = 90.0
+"""The shortest limit: where 20 processes are busy, a second becomes a minute."""
+
 
 @dataclass(frozen=True, slots=True)
 class Process:
@@ -39,9 +45,14 @@ class Process:
         return self.state not in ("Z", "X")
 
 
+def limit_of(timeout_s: float) -> float:
+    """Say how many seconds to wait for what takes timeout_s at most on an idle machine."""
+    return max(LEAST_S, PATIENCE * timeout_s)
+
+
 def deadline(timeout_s: float) -> float:
     """Say until when, by time.monotonic(), to wait for what takes timeout_s at most."""
-    return time.monotonic() + PATIENCE * timeout_s
+    return time.monotonic() + limit_of(timeout_s)
 
 
 def session_mark() -> str:

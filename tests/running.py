@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tests.commands import POLL_S, Completed, tail
-from tests.processes import PATIENCE, deadline, kill, kill_group, read_process
+from tests.processes import deadline, kill, kill_group, limit_of, read_process
 from tests.rank_link import RankLink
 from tests.rank_server import ERRORS_NAME, PIDS_NAME, STACK_SIGNAL
 
@@ -135,7 +135,7 @@ class Running:
             if has_ended:
                 raise RankFailure(f"all ranks ended before {what}", self._finished())
             if time.monotonic() > end:
-                self._fail(f"{PATIENCE * timeout_s:g} s went by without {what}")
+                self._fail(f"{limit_of(timeout_s):g} s went by without {what}")
             self._link.take_news(POLL_S)
 
     def wait(self, timeout_s: float) -> Finished:
@@ -145,7 +145,7 @@ class Running:
             left_s = end - time.monotonic()
             if left_s <= 0:
                 names = ", ".join(map(str, living))
-                self._fail(f"rank {names} did not end in {PATIENCE * timeout_s:g} s")
+                self._fail(f"rank {names} did not end in {limit_of(timeout_s):g} s")
             self._link.take_news(left_s)
         return self._finished()
 

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Self
 
 from tests.commands import Completed, run_command
-from tests.processes import PATIENCE, clean_environment, deadline
+from tests.processes import clean_environment, deadline, limit_of
 from tests.ranks import held_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun")
@@ -170,7 +170,7 @@ class SlurmCluster:
                 logs = [f"{p.name}:\n{p.read_text()[-1500:]}" for p in self.folder.glob("log/*")]
                 text = "\n".join(logs)
                 raise AssertionError(
-                    f"after {PATIENCE * timeout_s:g} s still without {what}\n{text}"
+                    f"after {limit_of(timeout_s):g} s still without {what}\n{text}"
                 )
             time.sleep(POLL_S)
 

@@ -46,7 +46,7 @@ def test_saving_takes_at_most_a_hundredth_of_the_time_and_a_tenth_of_the_disk(
 
 class SlowDisk(Disk):
     def sync(self, descriptor: int) -> None:
-        threading.Event().wait(0.05)
+        threading.Event().wait(0.5)
         super().sync(descriptor)
 
 
@@ -57,7 +57,7 @@ def test_a_write_measures_how_long_the_disk_was_in_use(tmp_path: Path) -> None:
     writer.before_update()
     writer.close()
     assert writer.cost is not None
-    assert writer.cost.disk_s >= 0.1  # two files
+    assert writer.cost.disk_s >= 1.0  # two files
     assert writer.cost.training_s < writer.cost.disk_s
 
 

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from hardened_ddp.data.worker_fallback import WorkerFallback, WorkerLevel
 from hardened_ddp.errors import LoaderError
 from tests.marks import slow_after
 from tests.plugins import cause_fault
+from tests.processes import HOUR_S
 from tests.ranks import run_program, run_ranks, train
 from tests.run_folder import last_tensors, only_run, read_summary
 from tests.scripted import (
@@ -239,17 +239,15 @@ def test_a_worker_is_not_killed_while_it_sends_to_the_thread_that_pins_memory() 
 def test_when_the_thread_that_pins_memory_is_dead_batches_come_another_way(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    loader = make_loader(Scripted(), 1, loader_timeout_s=90.0)
+    loader = make_loader(Scripted(), 1, loader_timeout_s=HOUR_S)
     windows = loader.windows(0, 0)
     batches = list(next(windows)[1])
     iterator = give_dead_pinning_thread(loader)
     # As if the worker had been killed while it sent: no batch comes, and torch would start a thread
     # that waits for this lock to end the other one.
     assert iterator._worker_result_queue._wlock.acquire(timeout=30)
-    start = time.monotonic()
     batches += [batch for _, share in windows for batch in share]
     loader.close()
-    assert time.monotonic() - start < 60
     assert content(batches) == undisturbed()
     assert "the thread that pins memory has ended" in caplog.text
 

@@ -27,7 +27,7 @@ from hardened_ddp.errors import DataError
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.data import DataConfig
 from hardened_ddp.settings.model import ModelConfig
-from tests.processes import PATIENCE, ROOT
+from tests.processes import ROOT, limit_of
 
 HERE = "tests.test_datasets"
 
@@ -420,7 +420,7 @@ def test_torchvision_is_imported_whether_its_build_fits_or_not() -> None:
     done = subprocess.run(
         [sys.executable, "-c", IMPORT],
         cwd=ROOT,
-        timeout=90 * PATIENCE,
+        timeout=limit_of(90),
         capture_output=True,
         text=True,
     )

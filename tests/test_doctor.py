@@ -12,7 +12,7 @@ from hardened_ddp.diagnosis import gpus, machine, network, selftest, software, v
 from hardened_ddp.diagnosis.check import Check
 from hardened_ddp.diagnosis.doctor import list_checks, run_doctor
 from tests.commands import run_command
-from tests.processes import PATIENCE, ROOT, clean_environment
+from tests.processes import ROOT, clean_environment, limit_of
 from tests.ranks import run_program
 
 GIB = 2**30
@@ -37,7 +37,7 @@ def statuses_in(lines: Sequence[str]) -> dict[str, str]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give the all-reduce of two processes the time that a slow machine needs to import torch."""
-    patience = {"limit_s": 20.0 * PATIENCE}
+    patience = {"limit_s": limit_of(20.0)}
     monkeypatch.setattr(selftest.check_all_reduce, "__kwdefaults__", patience)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.forked_programs import is_of_checkout
 from tests.leftovers import clear_away, find_leftovers, take_snapshot
 from tests.processes import ROOT, SESSION_MARK, read_process, session_mark
@@ -139,6 +140,13 @@ def test_the_exit_status_of_a_rank_is_kept() -> None:
     assert failure.value.finished.statuses == (7,)
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits of less than a second."""
+    monkeypatch.setattr(processes, "LEAST_S", 0.0)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_hanging_rank_is_killed_and_shows_its_stack() -> None:
     with pytest.raises(RankFailure, match=r"rank 1 did not end in 1\.5 s") as failure:
         run_ranks(hang_on, 2, 1, timeout_s=0.5)
@@ -146,10 +154,14 @@ def test_a_hanging_rank_is_killed_and_shows_its_stack() -> None:
     assert "in hang_on" in str(failure.value)
 
 
-def test_a_running_rank_is_watched_signalled_and_waited_for() -> None:
+def test_a_running_rank_is_watched_signalled_and_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with start_ranks(say_and_hang, 2) as running:
         running.wait_for(lambda: "ready" in running.output(1), timeout_s=20, what="rank 1")
         running.kill(1, signal.SIGTERM)
+        running.wait_for(lambda: running.living() == [0], timeout_s=20, what="the end of rank 1")
+        monkeypatch.setattr(processes, "LEAST_S", 0.0)
         with pytest.raises(RankFailure, match=r"0\.6 s went by without a miracle"):
             running.wait_for(lambda: False, timeout_s=0.2, what="a miracle")
         assert running.wait(5).statuses == (-signal.SIGKILL, -signal.SIGTERM)
@@ -267,7 +279,9 @@ def test_a_command_sees_no_launcher_and_carries_the_mark(
     assert {"EXTRA=yes", f"{SESSION_MARK}={session_mark()}"} <= set(shown)
 
 
-def test_a_command_at_its_limit_is_killed_with_children_in_other_sessions() -> None:
+def test_a_command_at_its_limit_is_killed_with_children_in_other_sessions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     script = (
         "import subprocess, sys, time;"
         f"p = subprocess.Popen({WAITS!r}, start_new_session=True);"
@@ -275,6 +289,7 @@ def test_a_command_at_its_limit_is_killed_with_children_in_other_sessions() -> N
     )
     with start_command([sys.executable, "-c", script]) as command:
         command.wait_for(lambda: "up" in command.stdout, timeout_s=20, what="the child")
+        monkeypatch.setattr(processes, "LEAST_S", 0.0)
         with pytest.raises(AssertionError, match=r"did not end within 0\.03 s\n") as failure:
             command.wait(timeout_s=0.01)
     child = read_process(int(str(failure.value).split("child ")[1].split()[0]))

@@ -37,7 +37,7 @@ from hardened_ddp.ranks.launch import (
 from hardened_ddp.ranks.rendezvous import _listen
 from tests.launcher_environments import TORCHRUN
 from tests.marks import slow_after
-from tests.processes import ROOT, deadline
+from tests.processes import HOUR_S, ROOT, deadline, limit_of
 from tests.ranks import held_port, run_ranks, start_training
 
 CPU = torch.device("cpu")
@@ -183,7 +183,7 @@ def meet_without_rank_2() -> tuple[str, float]:
 def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
     message, seconds = run_ranks(meet_without_rank_2, 3)[0]
     assert "never joined: [2]" in message
-    assert seconds < 15
+    assert seconds < limit_of(15)
 
 
 def test_a_wait_is_told_after_seconds_and_then_each_minute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def meet_with_wrong_numbers(name: str, value: str) -> str:
     if rank == "2":
         os.environ[name] = value
     with pytest.raises(LaunchError) as caught:
-        rendezvous(timeout_s=20)
+        rendezvous(timeout_s=HOUR_S)
     return caught.value.message
 
 
@@ -224,12 +224,10 @@ def meet_with_wrong_numbers(name: str, value: str) -> str:
 def test_ranks_that_are_numbered_wrongly_are_told_at_once_on_all(
     name: str, value: str, text: str
 ) -> None:
-    started = time.monotonic()
     messages = run_ranks(meet_with_wrong_numbers, 3, name, value)
     assert len(set(messages)) == 1
     assert text in messages[0]
     assert "process " in messages[0]
-    assert time.monotonic() - started < 20
 
 
 def meet_at_taken_port(port: int) -> str:

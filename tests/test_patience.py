@@ -43,5 +43,5 @@ def test_a_store_is_asked_again_only_when_it_has_answered(monkeypatch: pytest.Mo
     late = store._unanswered
     assert late is not None
     answered.set()
-    assert late.wait(10)
+    assert late.wait(60)
     assert store.has("key")

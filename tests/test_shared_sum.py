@@ -13,6 +13,7 @@ from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.ranks.lost import lost_peer
 from hardened_ddp.ranks.shared_sum import CHUNK_BYTES, PeerGone, SharedSum, create_memory
 from tests.marks import slow_after
+from tests.processes import HOUR_S
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -84,29 +85,26 @@ def test_a_fast_rank_never_overwrites_what_a_slow_one_still_reads() -> None:
     assert run_ranks(sum_with_changing_pace, 3) == [expected] * 3
 
 
-def lose_a_rank(how: str) -> tuple[str, float]:
-    group = rendezvous(timeout_s=1 if how == "late" else 30)
+def lose_a_rank(how: str) -> str:
+    group = rendezvous(timeout_s=1 if how == "late" else HOUR_S)
     if group.launch.rank == 1:
         if how == "closes":
             assert group.shared is not None
             group.shared.close()
         time.sleep(2.5 if how == "late" else 0)
-        return "", 0.0
-    started_at = time.monotonic()
+        return ""
     with pytest.raises(PeerGone) as caught:
         group.sum_(torch.ones(4))
     lost = lost_peer(caught.value, group)
     assert lost is not None
-    return lost.message, time.monotonic() - started_at
+    return lost.message
 
 
 @pytest.mark.parametrize(
     ("how", "says"), [("closes", "rank 1 left"), ("late", "Timed out waiting 1 s for rank 1")]
 )
 def test_a_rank_that_does_not_come_is_named(how: str, says: str) -> None:
-    (message, waited_s), _ = run_ranks(lose_a_rank, 2, how)
-    assert says in message
-    assert waited_s < 10
+    assert says in run_ranks(lose_a_rank, 2, how)[0]
 
 
 def test_a_killed_rank_ends_the_wait() -> None:
@@ -115,7 +113,7 @@ def test_a_killed_rank_ends_the_wait() -> None:
     if child == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     fd = create_memory(2)
-    shared = SharedSum(fd, rank=0, pids=[os.getpid(), child], timeout_s=30)
+    shared = SharedSum(fd, rank=0, pids=[os.getpid(), child], timeout_s=HOUR_S)
     os.close(fd)
     with pytest.raises(PeerGone, match="rank 1 left"):
         shared.sum_([torch.ones(4)])
@@ -132,12 +130,12 @@ def test_a_rank_that_wrote_its_part_and_then_ended_is_not_missed(
     parent, asks = os.getpid(), tmp_path / "asks"
     child = os.fork()
     if child == 0:
-        shared = SharedSum(fd, rank=1, pids=[parent, os.getpid()], timeout_s=30)
+        shared = SharedSum(fd, rank=1, pids=[parent, os.getpid()], timeout_s=HOUR_S)
         while not asks.exists():
             time.sleep(0.001)
         shared.sum_([torch.ones(4)])
         os._exit(0)
-    shared = SharedSum(fd, rank=0, pids=[parent, child], timeout_s=30)
+    shared = SharedSum(fd, rank=0, pids=[parent, child], timeout_s=HOUR_S)
     os.close(fd)
 
     def has_left(self: SharedSum, peer: int) -> bool:

@@ -13,7 +13,7 @@ from hardened_ddp.ranks.place import Launch
 from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting import start_up
 from hardened_ddp.training.start_summary import changed_settings, not_used_line
-from tests.processes import PATIENCE, ROOT
+from tests.processes import ROOT, deadline, limit_of
 from tests.ranks import run_command, train
 from tests.settings_given import settings_of
 
@@ -120,12 +120,12 @@ def test_a_part_of_the_start_that_takes_long_gives_a_sign_of_life(
             ),
         ):
             begin()
-            end = time.monotonic() + PATIENCE * 10
+            end = deadline(10)
             while part not in caplog.text and time.monotonic() < end:
                 time.sleep(0.01)
             assert part in caplog.text
         tracker.end_step(1)
-        starting._thread.join(PATIENCE * 10)
+        starting._thread.join(limit_of(10))
         assert not starting._thread.is_alive(), "it ends with the first step"
     finally:
         starting.close()

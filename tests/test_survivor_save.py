@@ -173,7 +173,7 @@ def test_the_workers_of_a_killed_rank_end_with_it(tmp_path: Path) -> None:
         children = psutil.Process(running.pids[0]).children(recursive=True)
         assert len(children) >= 2
         running.kill(0)
-        _, living = psutil.wait_procs(children, timeout=8)
+        _, living = psutil.wait_procs(children, timeout=60)
         assert not living, f"{living} live on"
 
 
@@ -325,6 +325,6 @@ def test_a_process_that_holds_the_descriptors_of_the_last_resort_delays_no_stop(
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=holds) as holder:
         relieving = threading.Thread(target=resort.relieve, daemon=True)
         relieving.start()
-        relieving.join(10)
+        relieving.join(60)
         assert not relieving.is_alive()
         assert holder.poll() is None

@@ -120,7 +120,7 @@ def test_values_that_a_slow_tracker_does_not_get_are_told_once_and_counted(
 
     tracker = TrackerThread("slow", Slow)
     tracker.log(0, {})
-    assert waits.wait(10)
+    assert waits.wait(60)
     for step in range(1, 7):
         tracker.log(step, {})
     [told] = caplog.messages

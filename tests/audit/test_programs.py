@@ -15,7 +15,7 @@ from ddp_doctor.audit.judge import judge
 from ddp_doctor.audit.records import Ranks, read_ranks
 from ddp_doctor.audit.verdict import Verdict
 from tests.audit.programs import HEALTHY, LOOP, MISTAKES, NEEDS, WRAP, Case
-from tests.processes import PATIENCE, ROOT, clean_environment
+from tests.processes import ROOT, clean_environment, limit_of
 from tests.ranks import held_port
 
 LIMIT_S = 40
@@ -45,7 +45,7 @@ class Zygote:
             "cwd": str(script.parent),
             "world": 2,
             "port": held_port(),
-            "timeout_s": LIMIT_S * PATIENCE,
+            "timeout_s": limit_of(LIMIT_S),
         }
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -57,7 +57,7 @@ class Zygote:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(timeout=10 * PATIENCE)
+        self._process.wait(timeout=limit_of(10))
         if self._process.stdout is not None:
             self._process.stdout.close()
 
