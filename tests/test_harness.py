@@ -18,7 +18,7 @@ import pytest
 from tests import processes
 from tests.forked_programs import is_of_checkout
 from tests.leftovers import clear_away, find_leftovers, take_snapshot
-from tests.processes import ROOT, SESSION_MARK, read_process, session_mark
+from tests.processes import ROOT, SESSION_MARK, kill, read_process, session_mark
 from tests.ranks import (
     RankFailure,
     held_port,
@@ -222,6 +222,30 @@ def test_a_process_that_pytest_forks_is_noticed() -> None:
     clear_away(before)
     os.waitpid(pid, 0)
     assert find_leftovers(before) == []
+
+
+def test_a_process_that_our_parent_forks_is_no_leftover(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the worker of pytest-xdist that comes for one that has died."""
+    before = take_snapshot()
+    receiver, sender = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        pid = os.fork()
+        if pid != 0:
+            os.write(sender, str(pid).encode())
+        signal.pause()
+        os._exit(0)
+    other = int(os.read(receiver, 20))
+    try:
+        assert f"process {other} " in "".join(find_leftovers(before, grace_s=0.0))
+        monkeypatch.setattr(os, "getppid", lambda: parent)
+        assert f"process {other} " not in "".join(find_leftovers(before, grace_s=0.0))
+    finally:
+        for pid in (other, parent):
+            kill(pid)
+        os.waitpid(parent, 0)
+        os.close(receiver)
+        os.close(sender)
 
 
 def test_a_process_that_is_just_ending_is_no_leftover() -> None:
