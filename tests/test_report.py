@@ -3,11 +3,13 @@
 import io
 import json
 import math
+import os
 import re
 import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -74,18 +76,21 @@ def make_run(folder: Path, *, batch_size: int = 8) -> Path:
     return folder
 
 
-def drawn_in_a_browser(page: Path, folder: Path) -> tuple[str, str]:
+def drawn_in_a_browser(page: Path) -> tuple[str, str]:
     """Load a page in headless Chromium; return the document and what the console says."""
     browser = next((name for name in BROWSERS if shutil.which(name)), "")
     if not browser:
         pytest.skip("there is no Chromium on this machine")
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     flags += ["--enable-logging=stderr", "--virtual-time-budget=30000", "--window-size=1250,2400"]
-    flags += [f"--user-data-dir={folder / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND"]
-    ended = subprocess.run(
-        [browser, *flags, "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=300, check=True,
-    )  # fmt: skip
+    flags += ["--host-resolver-rules=MAP * ~NOTFOUND"]
+    # WHY not tmp_path: it makes a socket in its folders, whose path must be short
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        ended = subprocess.run(
+            [browser, *flags, f"--user-data-dir={folder}", "--dump-dom", page.as_uri()],
+            capture_output=True, text=True, timeout=300, check=True,
+            env={**os.environ, "TMPDIR": folder},
+        )  # fmt: skip
     said = [line for line in ended.stderr.splitlines() if "CONSOLE" in line]
     return ended.stdout, "\n".join(said)
 
@@ -98,7 +103,7 @@ def test_every_plot_is_drawn_without_a_network_and_without_an_error(tmp_path: Pa
     assert run_report(options, output=output) == 0
     assert "report.html: 2.0 MB; open it in a browser" in output.getvalue()
     assert page.stat().st_size < 5_000_000
-    document, said = drawn_in_a_browser(page, tmp_path)
+    document, said = drawn_in_a_browser(page)
     assert not said
     places = re.findall(r'class="plot[^"]*" id="(plot-\d+)"', page.read_text())
     assert len(places) >= 12

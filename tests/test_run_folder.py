@@ -177,16 +177,21 @@ def test_a_folder_that_cannot_be_used_is_known_at_the_start(tmp_path: Path) -> N
         create(Path("/proc/here"))
 
 
-def test_a_folder_without_the_right_to_write_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "locked"
-    folder.mkdir(mode=0o555)
+@pytest.mark.parametrize("mode", [0o555, 0o000])
+@pytest.mark.parametrize("name", ["locked", "locked/runs"])
+def test_a_folder_without_the_right_to_write_is_refused(
+    name: str, mode: int, tmp_path: Path
+) -> None:
+    (tmp_path / "locked").mkdir()
+    (tmp_path / "locked").chmod(mode)
 
     def probe_without_rights() -> None:
         give_up_privileges()
         with pytest.raises(RunFolderError, match="Permission denied"):
-            probe_folder(folder)
+            probe_folder(tmp_path / name)
 
     assert run_forked(probe_without_rights) == 0
+    (tmp_path / "locked").chmod(0o755)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")

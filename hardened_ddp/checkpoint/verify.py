@@ -246,7 +246,7 @@ def probe_folder(folder: Path) -> None:
     disk = Disk()
     first = folder / f".probe-{uuid.uuid4().hex}"
     second = first.with_name(f"{first.name}-renamed")
-    if folder.is_symlink():
+    if os.path.islink(folder):  # WHY not of Path: that raises where a folder above is locked
         raise RunFolderError(
             f"{folder} is a symbolic link, which could be changed to another folder during the run",
             fix=f"use the folder itself: {os.path.realpath(folder)}",
