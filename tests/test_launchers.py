@@ -117,7 +117,7 @@ class TestCheck:
     def test_all_stages_run_in_order_and_make_check_is_the_same(self, checked: Path) -> None:
         done = run_command(["make", "--silent", "check"], timeout_s=30, cwd=checked).ok()
         stages = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("==")]
-        names = ["environment", "format", "lint", "types", "shell", "tests"]
+        names = ["environment", "format", "lint", "types", "shell", "tests", "hostile"]
         assert [words[0] for words in stages] == [f"{name}:" for name in names]
         assert all(words[1] == "ok," and words[-1] == "s" for words in stages)
         assert (checked / "calls").read_text().splitlines() == [
@@ -128,6 +128,7 @@ class TestCheck:
             "python -m mypy",
             "shellcheck .ci/run ./launch_examples.sh ./setup.sh",
             "launch_examples.sh test --all",
+            "launch_examples.sh test --hostile",
         ]
 
     def test_a_fault_is_named_and_the_tests_are_not_run(self, checked: Path) -> None:
