@@ -1,10 +1,12 @@
 """The doctor's report: on this machine, in bad environments, and each check by itself."""
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -381,12 +383,27 @@ class TestNetwork:
 
 
 class TestAllReduce:
+    def test_nobody_else_gets_the_port_of_the_trial_before_rank_0_listens(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begin = selftest._start
+
+        def begin_late(rank: int, port: int, *rest: Any) -> Any:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+            return begin(rank, port, *rest)
+
+        monkeypatch.setattr(selftest, "_start", begin_late)
+        limit_s = limit_of(20.0)
+        assert selftest.check_all_reduce(clean_environment(), limit_s=limit_s).status == "ok"
+
     def test_ranks_that_do_not_end_are_killed_and_told_of(self) -> None:
         check = selftest.check_all_reduce(clean_environment(), limit_s=0.05)
         assert check.status == "FAIL"
         assert "2 ranks did not finish within 0.05 s" in check.detail
 
     def test_a_rank_that_fails_says_why(self, broken_torch: Path) -> None:
-        check = selftest.check_all_reduce({**clean_environment(), "PYTHONPATH": str(broken_torch)})
+        env = {**clean_environment(), "PYTHONPATH": str(broken_torch)}
+        check = selftest.check_all_reduce(env, limit_s=limit_of(20.0))
         assert check.status == "FAIL"
         assert "ImportError: libcudart.so.13: no such file" in check.detail
