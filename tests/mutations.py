@@ -372,9 +372,7 @@ MUTATIONS = [
         "same = all(",
         EXPORT,
     ),
-    Mutation(
-        "export/formats.py", "path.chmod((folder / CARD_NAME).stat().st_mode)", "pass", FORMATS
-    ),
+    Mutation("export/export.py", "path.chmod((aside / CARD_NAME).stat().st_mode)", "pass", FORMATS),
     # settings
     Mutation(
         "settings/rules.py",

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,7 @@ def other_points_on_rank_1(train: bool) -> Points:
 
 
 class Forwards:
-    """The number of forwards of a model in this process, with those of trials and retries.
+    """The number of forwards of a model in this process, with those of retries and most trials.
 
     WHY no plain attribute: a retry would put it back, and the fault of one moment come again.
     """
@@ -206,7 +207,10 @@ class Forwards:
         return self._counts[id(model)]
 
     def __set__(self, model: nn.Module, count: int) -> None:
-        self._counts[id(model)] = count
+        # WHY: the trial that looks at each operator is one more, and only of some models
+        callers = (frame.f_code.co_name for frame, _ in traceback.walk_stack(None))
+        if not count or "_look_closer" not in callers:
+            self._counts[id(model)] = count
 
 
 class Poisoned(nn.Module):

@@ -450,7 +450,7 @@ def test_a_module_of_the_user_may_import_torchvision_whether_its_build_fits_or_n
         [sys.executable, "-c", code],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
-        timeout=90 * PATIENCE,
+        timeout=limit_of(90),
         capture_output=True,
         text=True,
     )

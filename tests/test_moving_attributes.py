@@ -316,12 +316,14 @@ def test_what_cannot_be_saved_or_differs_is_named_before_the_first_step(tmp_path
     argv += ["--max_steps", "2", "--eval_every", "0", "--output_dir", str(tmp_path)]
     done = train(argv, 2).ok()
     lines = done.output.splitlines()
-    [unsaved] = [line for line in lines if "which no checkpoint holds" in line]
-    assert "numbers, tensors" in unsaved
+    unsaved, *_ = [line for line in lines if "which no checkpoint holds" in line]
+    assert ": numbers." in unsaved
+    [made] = [line for line in lines if "No checkpoint saves them" in line]
+    assert ": tensors[1]." in made
     [own] = [line for line in lines if "to other values on each rank" in line]
     assert ": rows." in own
     first = next(place for place, line in enumerate(lines) if "epoch 1/" in line)
-    assert max(lines.index(unsaved), lines.index(own)) < first
+    assert max(lines.index(unsaved), lines.index(own), lines.index(made)) < first
 
 
 def test_a_model_without_such_attributes_pays_nothing_in_a_step() -> None:

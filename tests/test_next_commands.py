@@ -30,7 +30,7 @@ from hardened_ddp.settings.typed_command import (
 from tests.commands import Completed, run_command, start_command
 from tests.launcher_environments import AGENT, OPEN_MPI, SRUN, TORCHRUN
 from tests.processes import ROOT
-from tests.ranks import free_port
+from tests.ranks import held_port
 from tests.run_folder import only_run, read_summary
 
 PYTHON = sys.executable
@@ -426,7 +426,7 @@ def test_a_port_that_is_taken_is_left_by_the_command_that_is_named(shell: Shell)
 
 def start_pods(shell: Shell, words: list[str | Path], count: int) -> list[subprocess.Popen[str]]:
     """Start one process for each pod of an operator, which says nothing of local ranks."""
-    port = str(free_port())
+    port = str(held_port())
     pods = []
     for rank in range(count):
         given = {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}

@@ -63,7 +63,11 @@ def test_a_state_goes_over_nccl_where_there_is_one(
     parts: Any = SimpleNamespace(
         group=SimpleNamespace(device=gpu, backend=backend),
         optimizer=torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))]),
-        replica=SimpleNamespace(module=SimpleNamespace(load_state_dict=nothing), trainable=()),
+        replica=SimpleNamespace(
+            module=SimpleNamespace(load_state_dict=nothing),
+            trainable=(),
+            attributes=SimpleNamespace(load=nothing),
+        ),
         precision=SimpleNamespace(scaler=None),
         sampler=SimpleNamespace(restore=nothing),
         schedule=None,

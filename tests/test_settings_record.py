@@ -198,7 +198,8 @@ class TestHelp:
         assert len(examples) == 6
         for example in examples:
             words = shlex.split(example)
-            request = parse(words[words.index("ddp_training.py") + 1 :])
+            script = next(n for n, word in enumerate(words) if word.endswith("ddp_training.py"))
+            request = parse(words[script + 1 :])
             assert not request.problems
             assert request.settings
 
@@ -207,7 +208,9 @@ class TestHelp:
             text = help_text(topic)
             assert text.isascii()
             assert text.replace("\n", "").isprintable()
-            assert max(map(len, text.splitlines())) <= 100
+            # a command is typed in full, where it is pasted, and not folded
+            lines = [line for line in text.splitlines() if "ddp_training.py" not in line]
+            assert max(map(len, lines)) <= 100
 
     def test_the_help_of_a_command_has_its_options(self) -> None:
         assert "usage: python ddp_training.py export RUN [--format FORMAT]" in help_text("export")
