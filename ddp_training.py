@@ -289,7 +289,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     model, task, samples = model_and_task(config, group, data, loader, saved=meta)  # collective
     group.tracker.begin("trying the model and wrapping it in DDP")
     trial = Trial(model, task, precision)
-    replica = build_replica(config, group, trial, samples, loader, saved=meta)  # collective
+    replica, sums = build_replica(config, group, trial, samples, loader, saved=meta)  # collective
     # The optimizer, and its learning rate in each step.
     schedule = build_schedule(replica.module, task, config.optimizer, total_steps=length.schedule)
     return Parts(
@@ -301,6 +301,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
         train_loader=loader,
         eval_loader=build_eval_loader(data, config.data, launch=launch, device=group.device),
         replica=replica,
+        gradients=sums,
         task=task,
         precision=precision,
         optimizer=schedule.optimizer,
@@ -368,7 +369,7 @@ def finish_epoch(run: Run) -> bool:
     from hardened_ddp.training.evaluation import evaluate
 
     parts, progress, stop = run.parts, run.progress, run.stop
-    if run.stepper.has_unread_totals:
+    if run.stepper.gradient.totals.num_steps:
         run.report_losses()  # collective
     run.stepper.end_epoch()
     best, every = None, parts.config.loop.eval_every

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.ops_models import MODELS, bare_loss, sample_inputs
 from hardened_ddp.data.batch import Batch
-from hardened_ddp.step import late, parts, step
+from hardened_ddp.step import async_device, events, parts, step
 from hardened_ddp.training import evaluation, run, run_report
 
 ROOT = str(Path(__file__).resolve().parents[1])
@@ -162,7 +162,7 @@ class StepTrace:
         Path(self._file).write_text(json.dumps(seen), encoding="utf-8")
 
 
-class HostFlag(late.Flag):
+class HostFlag(events.Flag):
     """The flag with its copy for the host as on a GPU, where reading it is a wait."""
 
     def __init__(self, is_bad: torch.Tensor) -> None:
@@ -214,12 +214,12 @@ def bare_loop(work: str, num_classes: int) -> dict[str, Any]:
 def _as_on_gpu() -> None:
     """Let this process take the branches that it would take with tensors on a GPU.
 
-    - A gradient is found to be bad one step later (step/late.py), whose flag has a copy.
+    - A gradient is found to be bad one step later (step/async_device.py), whose flag has a copy.
     - Sums of losses are copied on the device, and not read (Totals.mark asks is_cpu).
     - torch takes one operation for all tensors of a list, where it has one.
     """
     parts.LATE_DEVICES = (*parts.LATE_DEVICES, "cpu")
-    step.Flag = HostFlag  # type: ignore[misc]
+    async_device.Flag = HostFlag  # type: ignore[misc]
     torch.Tensor.is_cpu = property(lambda self: False)  # type: ignore[assignment]
     devices = _foreach_utils._get_foreach_kernels_supported_devices()
     _foreach_utils._get_foreach_kernels_supported_devices = lambda: [*devices, "cpu"]

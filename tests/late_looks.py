@@ -7,8 +7,8 @@ import logging
 
 from torch import nn
 
-from hardened_ddp.step import parts, step
-from hardened_ddp.step.late import Flag
+from hardened_ddp.step import async_device, parts
+from hardened_ddp.step.events import Flag
 from tests.plugins import FailingOnce
 
 log = logging.getLogger("hardened_ddp.late_looks")
@@ -25,7 +25,7 @@ class ToldFlag(Flag):
 
 
 parts.LATE_DEVICES = (*parts.LATE_DEVICES, "cpu")
-step.Flag = ToldFlag  # type: ignore[misc]
+async_device.Flag = ToldFlag  # type: ignore[misc]
 
 __all__ = ["FailingOnce", "mlp"]
 

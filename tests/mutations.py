@@ -323,7 +323,7 @@ MUTATIONS = [
         OPTIMIZER,
     ),
     Mutation(
-        "model/replica.py",
+        "gradients/local.py",
         "return math.isfinite(sum(sums)) or all(bool(g.isfinite().all()) for g in gradients)",
         "return math.isfinite(sum(sums))",
         f"{NUMBERS} {REPLICA}",

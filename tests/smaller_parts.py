@@ -7,7 +7,7 @@ from torch import nn
 
 from hardened_ddp.step.attempt import Attempt
 from hardened_ddp.step.failure import Failure
-from hardened_ddp.step.step import Stepper
+from hardened_ddp.step.gradient import Gradient
 from tests import late_looks, plugins
 from tests.token_data import TightLM
 
@@ -25,11 +25,11 @@ def language_model(step: int, most: int) -> nn.Module:
 
 
 def _limit(step: int, most: int) -> None:
-    run_once = Stepper.run_once
+    run = Gradient.run
 
-    def limited(stepper: Stepper, attempt: Attempt, *, keep_local: bool) -> Failure | None:
-        if stepper.progress.step >= step:
-            stepper.progress.limit_micro_batches(most)
-        return run_once(stepper, attempt, keep_local=keep_local)
+    def limited(gradient: Gradient, attempt: Attempt, *, is_retry: bool) -> Failure | None:
+        if gradient.progress.step >= step:
+            gradient.progress.limit_micro_batches(most)
+        return run(gradient, attempt, is_retry=is_retry)
 
-    Stepper.run_once = limited  # type: ignore[method-assign]  # of this process alone
+    Gradient.run = limited  # type: ignore[method-assign]  # of this process alone

@@ -24,15 +24,16 @@ from torch.utils.data import Dataset
 
 from hardened_ddp.checkpoint.files import CheckpointStore
 from hardened_ddp.checkpoint.snapshot import CheckpointWriter
-from hardened_ddp.model.buckets import Buckets
-from hardened_ddp.model.replica import Replica
+from hardened_ddp.gradients.buckets import Buckets
 from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.step import boundary, late, parts, step
+from hardened_ddp.step import async_device, events, parts
+from hardened_ddp.step.attempt import Attempt
+from hardened_ddp.step.step import Stepper
 from tests import plugins
 
 PLAN = json.loads(os.environ["STUCK_DEVICE"])
 _FOLDER = Path(PLAN["folder"])
-_copy_buffers, _update = Replica.copy_buffers, torch.optim.AdamW.step
+_compute_gradient, _update = Stepper._compute_gradient, torch.optim.AdamW.step
 
 
 class Device:
@@ -89,7 +90,7 @@ class QueuedEvent:
         self._is_set.wait()
 
 
-class QueuedFlag(late.Flag):
+class QueuedFlag(events.Flag):
     def is_up(self) -> bool:
         is_up = super().is_up()
         _device().settle()  # the host's next read of the weights comes behind the update
@@ -136,10 +137,10 @@ def do_step(optimizer: torch.optim.AdamW) -> None:
     _device().submit(update)
 
 
-def copy_buffers(self: Replica, *batches: object) -> list[torch.Tensor | None]:
-    """Copy the buffers behind the last update: the first thing that a step does."""
+def compute_gradient(self: Stepper, *arguments: Any) -> Attempt:
+    """Begin a step behind the last update."""
     _device().settle()
-    return _copy_buffers(self, *batches)
+    return _compute_gradient(self, *arguments)
 
 
 class Points(Dataset[Any]):
@@ -217,10 +218,10 @@ def _leave_in(phase: str) -> None:
 
 
 parts.LATE_DEVICES = (*parts.LATE_DEVICES, "cpu")
-boundary.new_event = late.new_event = QueuedEvent  # type: ignore[assignment, attr-defined]
-step.Flag = QueuedFlag  # type: ignore[misc]
+async_device.new_event = events.new_event = QueuedEvent  # type: ignore[assignment, attr-defined]
+async_device.Flag = QueuedFlag  # type: ignore[misc]
 Buckets._send = send  # type: ignore[method-assign]
-Replica.copy_buffers = copy_buffers  # type: ignore[method-assign]
+Stepper._compute_gradient = compute_gradient  # type: ignore[method-assign]
 CheckpointWriter.submit = submit  # type: ignore[method-assign]
 CheckpointStore.write_stream = write_stream  # type: ignore[method-assign]
 torch.optim.AdamW.step = do_step  # type: ignore[method-assign, assignment]

@@ -25,6 +25,7 @@ LAYERS = [
     "data",
     "task",
     "model",
+    "gradients",
     "checkpoint",
     "guard",
 ]
@@ -69,13 +70,9 @@ OWNERS = {
     "os.environ os.environb os.getenv os.putenv os.unsetenv os.getenvb": (
         "ranks/launch.py ddp_doctor/__main__.py ddp_doctor/audit/injected/*"
     ),
-    "torch.distributed.*.DistributedDataParallel torch.nn.parallel.*": (
-        "model/replica.py model/buckets.py model/comm_hook.py"
-    ),
+    "torch.distributed.*.DistributedDataParallel torch.nn.parallel.*": ("gradients/*"),
     # drills/injectors.py: a model that misbehaves calls a collective on its own, ends its process
-    "torch.distributed.[a-z_]*": (
-        "ranks/group.py model/replica.py model/buckets.py model/comm_hook.py drills/injectors.py"
-    ),
+    "torch.distributed.[a-z_]*": ("ranks/group.py gradients/* drills/injectors.py"),
     "torch.save torch.load safetensors*": "checkpoint/* export/*",
     "torch.manual_seed torch.seed torch.*.manual_seed* torch.*.set_rng_state*": "ranks/seeding.py",
     "torch.set_rng_state torch.use_deterministic_algorithms random.seed": "ranks/seeding.py",

@@ -16,9 +16,9 @@ from torch import nn
 
 import ddp_training
 from hardened_ddp.errors import HardenedError
-from hardened_ddp.model.buckets import count_on
-from hardened_ddp.model.replica import Replica
-from hardened_ddp.ranks.group import Group, open_group
+from hardened_ddp.gradients.local import LocalGradients
+from hardened_ddp.gradients.sums import count_on
+from hardened_ddp.ranks.group import open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
@@ -121,7 +121,7 @@ def check_waits(waits: list[list[str]], *, in_evaluation: int = 1) -> None:
     *steps, evaluation = waits
     for step in steps:
         assert len(step) <= 1, step
-        assert all(wait.startswith("event at hardened_ddp/step/boundary.py") for wait in step)
+        assert all(wait.startswith("event at hardened_ddp/step/events.py") for wait in step)
     assert len(evaluation) == in_evaluation, evaluation
 
 
@@ -201,14 +201,13 @@ def test_the_rules_are_those_of_a_gpu(waits: int, act: Callable[..., Any]) -> No
 def test_gradients_of_one_type_are_multiplied_by_one_kernel() -> None:
     # CUDA has one for all of them only if the factor is of their type.
     model = nn.Linear(3, 2)
-    group = Group(read_launch({}), CPU)
     factor = torch.tensor(0.5, dtype=torch.float64)
     with mock.patch("torch._foreach_mul_") as multiply:
         for dtypes in ([torch.float32, torch.float32], [torch.float32, torch.float64]):
-            replica = Replica(model, group, ddp=None, moving_buffers=())
+            gradients = LocalGradients(model)
             for parameter, dtype in zip(model.parameters(), dtypes, strict=True):
                 parameter.data = parameter.data.to(dtype)
                 parameter.grad = torch.ones_like(parameter)
-            replica.scale_gradients(factor)
+            gradients.scale(factor)
     kinds = [call.args[1].dtype for call in multiply.call_args_list]
     assert kinds == [torch.float32, torch.float64]

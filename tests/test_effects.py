@@ -16,8 +16,7 @@ from hardened_ddp.data.batch import Batch
 from hardened_ddp.model.effects import InputEffects, untouched
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.replica import Replica
-from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.launch import read_launch
+from hardened_ddp.step.gradient import Writes
 from tests.forked_drills import forked_drills
 from tests.marks import slow_after
 from tests.moving_models import CHANGING, MOVING, DataTarget, HiddenTarget, ZeroedTarget
@@ -181,22 +180,22 @@ def test_a_norm_that_begins_to_count_late_is_taken_up_whole() -> None:
 
 def test_a_batch_and_a_weight_that_a_forward_writes_late_are_told() -> None:
     model = nn.Linear(4, 4)
-    replica = Replica(
-        model, Group(read_launch({}), torch.device("cpu")), ddp=None, moving_buffers=()
-    )
+    replica = Replica(model, moving_buffers=())
+    writes = Writes(replica)
     batch = Batch({"a": [torch.zeros(6, 4)]}, torch.zeros(6), torch.arange(6))
-    replica.copy_buffers([batch])
+    writes.begin([batch])
     model(batch.inputs["a"][0]).sum().backward()
-    replica.note_written(reads_bits=True)
-    assert replica.unsafe(num_forwards=2) == []
+    writes.note(reads_bits=True)
+    assert writes.unsafe(num_forwards=2) == []
     batch.inputs["a"][0].add_(1)
     with torch.no_grad():
         model.bias.add_(1)
-    replica.note_written(reads_bits=True)
-    assert replica.unsafe(num_forwards=1) == ["the batch", "bias"]
+    writes.note(reads_bits=True)
+    assert writes.unsafe(num_forwards=1) == ["the batch", "bias"]
     assert replica.copies_inputs
-    assert len(replica.copy_buffers([batch])) == 1
-    assert replica.unsafe(num_forwards=1) == []
+    writes.begin([batch])
+    assert len(replica.buffers.copies()) == 1
+    assert writes.unsafe(num_forwards=1) == []
 
 
 def test_values_tell_what_no_version_does() -> None:

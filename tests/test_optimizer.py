@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from hardened_ddp.model.comm_hook import choose_comm_hook
+from hardened_ddp.gradients import choose
 from hardened_ddp.model.optimizer import (
     allocate_state,
     build_optimizer,
@@ -19,6 +19,7 @@ from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.probe import Findings, choose_find_unused
 from hardened_ddp.model.schedule import learning_rate
 from hardened_ddp.ranks.device import choose_backend
+from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.optimizer import LrSchedule, OptimizerConfig, OptimizerName
 
@@ -164,7 +165,10 @@ def test_a_search_for_unused_parameters_without_a_case_is_refused() -> None:
             choose_find_unused(UNKNOWN, Findings(names, False, "a", ()))
 
 
-def test_a_hook_without_a_case_is_refused() -> None:
-    replica: Any = SimpleNamespace(ddp=object(), group=None)
+def test_a_hook_without_a_case_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "_build_ddp", lambda *_, **__: None)
+    group: Any = SimpleNamespace(world_size=2, shared=None, backend="gloo")
+    config = Config()
+    config = replace(config, ddp=replace(config.ddp, comm_hook=UNKNOWN))
     with pytest.raises(KeyError, match="a new choice"):
-        choose_comm_hook(replica, UNKNOWN, retries=True)
+        choose.sum_gradients_of(torch.nn.Linear(2, 2), group, config, finds_unused=False)

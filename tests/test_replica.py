@@ -9,14 +9,18 @@ import torch
 from torch import nn
 
 from hardened_ddp.data.fetch import Batch
+from hardened_ddp.data.sampler import Window
 from hardened_ddp.errors import HardenedError, ModelError, UnusedParameterError
-from hardened_ddp.model.buckets import Buckets
+from hardened_ddp.gradients.buckets import Buckets
+from hardened_ddp.gradients.choose import sum_gradients_of
+from hardened_ddp.gradients.local import LocalGradients
+from hardened_ddp.gradients.sums import GradientSum, Marks
 from hardened_ddp.model.precision import Precision
-from hardened_ddp.model.probe import Findings, choose_find_unused, probe, warm_up
-from hardened_ddp.model.replica import Replica, wrap
+from hardened_ddp.model.probe import Findings, choose_find_unused, probe
+from hardened_ddp.model.replica import Replica
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import read_launch
-from hardened_ddp.settings.ddp import DdpConfig
+from hardened_ddp.settings.config import Config
 from hardened_ddp.task.classification import Classification
 from tests.ranks import run_ranks
 
@@ -57,20 +61,32 @@ def look_at(model: nn.Module, group: Group) -> Findings:
     )
 
 
+def do_backward(
+    sums: GradientSum, inputs: torch.Tensor | None, *, keeps_local: bool = False
+) -> None:
+    """Compute and add up the gradients of one step of two samples. Collective: all ranks."""
+    window = Window(epoch=0, start=0, size=2)
+    sums.begin(window, keeps_local=keeps_local)
+    if inputs is not None:
+        with sums.around(is_last=True):
+            loss = sums.call(inputs).sum()
+            loss.backward(torch.full_like(loss, sums.before_backward(0.0, is_last=True)))
+    mine = Marks(has_failed=False, num_samples=1, count=0.0)
+    assert sums.finish(mine, window=window, is_late=False) is not None  # collective
+
+
 def use_a_part_only_without_ddp() -> bool:
     group = rendezvous(shared_memory=False)
     model = Branching(uses_second=True)
-    replica = wrap(model, group, DdpConfig(), find_unused=True, moving_buffers=[])
-    with replica.no_sync():  # a window whose gradients are added up after backward
-        replica.call(torch.ones(2, 4)).sum().backward()
-    replica.sum_gradients()  # collective
+    sums = sum_gradients_of(model, group, Config(), finds_unused=True)
+    do_backward(sums, torch.ones(2, 4), keeps_local=True)  # collective
     assert model.second.weight.grad is not None
     for parameter in model.parameters():
         parameter.grad = None
     model.uses_second = False
-    replica.call(torch.ones(2, 4)).sum().backward()  # collective
+    do_backward(sums, torch.ones(2, 4))  # collective
     has_gradient = model.second.weight.grad is not None
-    replica.release()
+    sums.release()
     group.close()
     return has_gradient
 
@@ -101,12 +117,9 @@ def train_branching(shared_memory: bool) -> list[float]:
     model = Branching(uses_second=group.launch.rank == 0)
     findings = look_at(model, group)
     on = choose_find_unused("auto", findings)
-    replica = wrap(model, group, DdpConfig(), find_unused=on, moving_buffers=())
+    sums = sum_gradients_of(model, group, Config(), finds_unused=on)
     for _ in range(3):
-        loss = replica.call(torch.ones(2, 4)).sum()
-        loss.backward()
-        if replica.ddp is None:
-            replica.sum_gradients()
+        do_backward(sums, torch.ones(2, 4))  # collective
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.1 * parameter.grad
@@ -234,22 +247,21 @@ def test_labels_beyond_the_classes_are_named() -> None:
 )
 def test_large_gradients_whose_sum_is_too_large_are_numbers(value: float, is_finite: bool) -> None:
     model = nn.Linear(4, 3)
-    replica = Replica(model, Group(read_launch({}), CPU), ddp=None, moving_buffers=())
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, value)
-    assert replica.has_finite_gradients() is is_finite
+    assert LocalGradients(model).are_finite() is is_finite
 
 
 def average_buffers() -> dict[str, list[float]]:
     group = rendezvous()
     model = nn.BatchNorm1d(2)
     names = ("running_mean", "running_var", "num_batches_tracked")
-    replica = Replica(model, group, ddp=None, moving_buffers=names)
+    replica = Replica(model, moving_buffers=names)
     model(torch.full((4, 2), float(group.launch.rank)) + torch.arange(8.0).view(4, 2))
     if group.launch.rank == 0:
         model(torch.ones(4, 2))
     own = model.running_mean.tolist()
-    replica.sync_buffers()
+    replica.sync_buffers(group)
     group.close()
     return {"own": own, **{name: getattr(model, name).flatten().tolist() for name in names}}
 
@@ -269,13 +281,9 @@ def sum_without_samples() -> list[float]:
     group = rendezvous()
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
-    replica = wrap(model, group, DdpConfig(), find_unused=False, moving_buffers=())
-    sample = Batch(torch.ones(2, 4), torch.tensor([0, 1]), torch.arange(2))
-    warm_up(replica, sample, task=Classification(num_classes=3), precision=Precision("off", CPU))
-    if group.launch.rank == 1:
-        with replica.no_sync():
-            replica.call(torch.ones(1, 4)).sum().backward()
-    replica.sum_gradients()
+    sums = sum_gradients_of(model, group, Config(), finds_unused=False)
+    inputs = torch.ones(1, 4) if group.launch.rank == 1 else None
+    do_backward(sums, inputs, keeps_local=True)  # collective
     group.close()
     assert model.weight.grad is not None
     return model.weight.grad.flatten().tolist()

@@ -85,6 +85,40 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
+def how_summed(flags: list[str]) -> tuple[str, list[str]]:
+    parts = parts_of([*POINTS, "--batch_size", "4", *flags])
+    found = parts.gradients.how, _hooks_called(parts)
+    parts.close()
+    parts.group.close()
+    return found
+
+
+def _hooks_called(parts: Parts) -> list[str]:
+    """Do a step; name the calls of DDP's forward."""
+    called: list[str] = []
+    parts.gradients.call.register_forward_hook(
+        lambda module, *_: called.append(type(module).__name__)
+    )
+    saver = SimpleNamespace(reads_weights=False, before_update=lambda: None)
+    stepper = Stepper(parts, Progress(), left_out=LeftOut(parts), saver=saver)
+    stepper.do(*next(iter(parts.train_loader.windows(0, 0))))
+    return called
+
+
+@pytest.mark.parametrize(
+    ("flags", "how", "called"),
+    [
+        ([], "summed through shared memory after backward", "MLP"),
+        (["--debug"], "summed by DDP's hooks during backward", "DistributedDataParallel"),
+    ],
+    ids=["default", "debug"],
+)
+def test_with_debug_ranks_on_one_cpu_train_through_ddp_too(
+    flags: list[str], how: str, called: str
+) -> None:
+    assert run_ranks(how_summed, 2, flags) == [(how, [called])] * 2
+
+
 @pytest.mark.parametrize(
     "shared",
     slow_after(

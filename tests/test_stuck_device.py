@@ -16,7 +16,8 @@ import torch
 
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.step.boundary import Boundaries, DeviceEvent
+from hardened_ddp.step.async_device import AsyncDevice
+from hardened_ddp.step.events import DeviceEvent
 from hardened_ddp.step.progress import Progress
 from tests.ranks import start_training, train
 from tests.run_folder import find_checkpoints, last_tensors, only_run, step_of
@@ -137,33 +138,35 @@ class Switch:
 def test_a_state_holds_until_the_device_begins_the_next_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hardened_ddp.step.boundary.new_event", Switch)
+    monkeypatch.setattr("hardened_ddp.step.async_device.new_event", Switch)
     weights = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.AdamW([weights], fused=True)
     group = Group(Launch(), torch.device("cpu"))
-    parts: Any = SimpleNamespace(device=group.device, optimizer=optimizer, group=group)
+    parts: Any = SimpleNamespace(
+        device=group.device, optimizer=optimizer, group=group, looks_late=False
+    )
     progress, totals = Progress(step=4), SimpleNamespace(loss_sum=0.5)
     attempt: Any = SimpleNamespace(flag=None, buffers=(), totals_before=(0.25,))
     attempt.is_bad = lambda: False
-    boundaries = Boundaries(parts, progress, cast(Any, totals))
-    boundaries.begin(attempt)
-    assert boundaries.find(0) is None  # nothing is known to be done
+    device = AsyncDevice(parts, progress, cast(Any, totals))
+    device.begin(attempt)
+    assert device.find(0) is None  # nothing is known to be done
     attempt.begun.is_set = True
-    found = boundaries.find(0)
+    found = device.find(0)
     assert found is not None
     assert (found.progress.step, found.loss) == (4, 0.25)
-    boundaries.before_update(attempt)
+    device.before_update(attempt)
     progress.step = 5
-    boundaries.after_update(attempt)
-    before = boundaries.find(0)
+    device.after_update(attempt)
+    before = device.find(0)
     assert before is not None
     assert (before.progress.step, before.loss) == (4, 0.25)
     assert before.still_holds()
     assert before.next is not None
     before.next.before.is_set = True  # type: ignore[attr-defined]
     assert not before.still_holds()
-    assert boundaries.find(0) is None  # half updated
+    assert device.find(0) is None  # half updated
     before.next.after.is_set = True  # type: ignore[attr-defined]
-    after = boundaries.find(0)
+    after = device.find(0)
     assert after is not None
     assert (after.progress.step, after.loss) == (5, 0.5)

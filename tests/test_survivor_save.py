@@ -213,9 +213,9 @@ class FakeStepper:
 
     def __init__(self, *, is_whole: bool = True, is_finite: bool = True, step: int = 5) -> None:
         self.parts = SimpleNamespace(group=Group(Launch(), torch.device("cpu")))
-        self.is_whole = is_whole
+        self.live = SimpleNamespace(is_whole=is_whole)
         self.is_finite = lambda: is_finite
-        self.boundaries = None
+        self.device = None
         self.progress = Progress(step=step)
 
     def lost(self, *, reads_bits: bool) -> list[str]:

@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from hardened_ddp.model.buckets import Buckets
-from hardened_ddp.model.replica import Replica
+from hardened_ddp.gradients.buckets import Buckets
+from hardened_ddp.gradients.by_ddp import ByDdp
 from hardened_ddp.ranks.group import open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.step.attempt import Outcome
@@ -150,7 +150,7 @@ def gradients_without_a_count(argv: list[str], which: list[int]) -> int:
     def refuse(*_: object) -> float:
         raise AssertionError("a collective for the count")
 
-    Replica.sum_count = refuse  # type: ignore[method-assign]
+    ByDdp._sum_count = refuse  # type: ignore[method-assign]
     return len(step_gradients(argv, which))
 
 

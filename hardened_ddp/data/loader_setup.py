@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 AnySampler = WindowSampler | ShardSampler
 AnyLoader = TrainLoader | ShardLoader
 
-_WINDOWS_HELD = 4  # of a stream, if parts of a batch may be collated again: see step/late.py
+_WINDOWS_HELD = 4  # of a stream, if parts of a batch may be collated again: step/async_device.py
 
 
 def build_sampler(

@@ -26,7 +26,6 @@ from hardened_ddp.model.forward_collectives import (
     watching,
 )
 from hardened_ddp.model.precision import Precision
-from hardened_ddp.model.replica import Replica
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.ddp import FindUnused
 from hardened_ddp.settings.wording import counted
@@ -251,26 +250,6 @@ def choose_find_unused(wanted: FindUnused, findings: Findings) -> bool:
             return False
         case _:
             assert_never(wanted)
-
-
-def warm_up(replica: Replica, sample: Batch, *, task: Task, precision: Precision) -> None:
-    """Run synced forward and backward passes; discard their gradients. Collective: all ranks.
-
-    WHY: DDP rebuilds its buckets after the first backward; from 3 ranks on that changes the order
-    of additions. With the warm-up before the first step of every start, a resumed run adds in the
-    same order as the unbroken one, so it is bitwise equal. A static graph needs one pass more.
-    WHY another pass after that: the ranks agree on the new buckets in a forward, by a collective; a
-    rank without a sample in the next step would not reach it. And replica.buckets records them.
-    """
-    if replica.ddp is None:
-        return
-    for _ in range(3 if replica.ddp.static_graph else 2):
-        batch = sample.copied()
-        with untouched(replica.module):
-            with precision.autocast():
-                score = task.score(task.forward(replica.call, batch), batch)
-            score.loss_sum.backward()  # type: ignore[no-untyped-call]  # collective
-        replica.module.zero_grad(set_to_none=True)
 
 
 def _compare(everyone: Sequence[dict[str, Any]]) -> Findings:

@@ -1,6 +1,6 @@
 """Models by name or by import path, with their head fitted to the classes.
 
-Owns building a plain nn.Module. Does not own: DDP (replica.py), the data that says how many
+Owns building a plain nn.Module. Does not own: DDP (gradients/), the data that says how many
 channels and classes there are, the checkpoint that may overwrite the weights.
 What goes wrong here: a misspelled name, arguments that the model does not take, weights that can't
 be downloaded. Each is a ModelError before training.

@@ -7,7 +7,7 @@ Rules: all ranks reach every collective, in the same order (calls are marked # c
 that only rank 0 does goes through run_on_main, so that its error reaches all ranks; values travel
 as JSON bytes, never as pickles. When a peer is lost, torch raises a plain RuntimeError at the next
 collective: lost.py turns it into PeerLostError.
-Read next: model/replica.py, the DDP wrapper that averages gradients over this group.
+Read next: gradients/, which sums gradients over this group.
 """
 
 import ctypes

@@ -68,7 +68,8 @@ class LoopConfig:
         False,
         "More checks and more messages: an error in backward names its line of forward, "
         "TORCH_DISTRIBUTED_DEBUG is set to INFO, and every rank logs to the console: the parts of "
-        "its start, and at each report its times and its memory. Slow.",
+        "its start, and at each report its times and its memory. CPU ranks of one machine sum "
+        "gradients by DDP's hooks, as everywhere else, not through shared memory. Slow.",
     )
     step_retry: Literal["on", "off"] = setting(
         "on",

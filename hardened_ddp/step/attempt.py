@@ -10,9 +10,8 @@ import torch
 from hardened_ddp.data.loader import Batch
 from hardened_ddp.data.sampler import Window
 from hardened_ddp.model.moving_attributes import Copies
-from hardened_ddp.step.boundary import Event
+from hardened_ddp.step.events import Event, Flag
 from hardened_ddp.step.failure import Failure
-from hardened_ddp.step.late import Flag
 from hardened_ddp.step.progress import Mark
 
 

@@ -86,7 +86,11 @@ def _fits(parts: Parts, sample: Batch, num_samples: int) -> bool:
     try:
         batch = take(sample, [i % sample.num_samples for i in range(num_samples)])
         batch = batch.to(parts.device, channels_last=parts.replica.channels_last)
-        with untouched(parts.replica.module), parts.replica.no_sync(), uncompiled():
+        with (
+            untouched(parts.replica.module),
+            parts.gradients.around(is_last=False),
+            uncompiled(),
+        ):
             with parts.precision.autocast():
                 score = parts.task.score(parts.task.forward(parts.replica.module, batch), batch)
             score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch

@@ -14,6 +14,7 @@ from hardened_ddp.data.ledger import LedgerWriter, next_start
 from hardened_ddp.data.loader import EvalLoader
 from hardened_ddp.data.loader_setup import AnyLoader, AnySampler
 from hardened_ddp.data.run_length import RunLength
+from hardened_ddp.gradients.sums import GradientSum
 from hardened_ddp.model.optimizer import skips_by_flag
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
@@ -40,6 +41,9 @@ class Parts:
     train_loader: AnyLoader
     eval_loader: EvalLoader | None
     replica: Replica
+    gradients: GradientSum
+    """Sums them over the ranks."""
+
     task: Task
     precision: Precision
     optimizer: torch.optim.Optimizer
@@ -66,16 +70,15 @@ class Parts:
 
     @property
     def looks_late(self) -> bool:
-        """Read a step later whether a gradient was good: see late.py. The same on all ranks."""
+        """Read a step later whether a gradient was good: async_device.py. The same on all ranks."""
         if self.config.loop.step_retry == "off":
             return False
         can_skip = skips_by_flag(self.optimizer)
-        can_tell = self.group.world_size == 1 or self.replica.can_stand_in
-        return self.runs_behind and can_skip and can_tell
+        return self.runs_behind and can_skip and self.gradients.tells_of_failures
 
     @property
     def runs_behind(self) -> bool:
-        """The host only queues the work of a step, and goes on: see boundary.py."""
+        """The host only queues the work of a step, and goes on: see async_device.py."""
         return self.device.type in LATE_DEVICES
 
     @property
@@ -98,7 +101,7 @@ class Parts:
 
     def close(self) -> None:
         """End the loaders' workers, and free DDP while the process group still lives."""
-        self.replica.release()
+        self.gradients.release()
         self.train_loader.close()
         if self.eval_loader is not None:
             self.eval_loader.close()

@@ -130,6 +130,11 @@ class Totals:
             zeros[COUNT] = torch.zeros((), dtype=torch.float64)
         self.sums = {name: torch.zeros_like(zero, device=device) for name, zero in zeros.items()}
         self.num_samples = 0
+        self.grad_norm: torch.Tensor | None = None
+        """The gradient's norm in the last reported step."""
+
+        self.num_steps = 0
+        """Steps since the last reading, also those that were left out. The same on all ranks."""
 
     def add(self, score: Score, num_samples: int) -> None:
         """Add the score of one forward on num_samples samples."""
@@ -145,7 +150,7 @@ class Totals:
         """Begin again at zero."""
         for total in (self.loss_sum, *self.sums.values()):
             total.zero_()
-        self.num_samples = 0
+        self.num_samples = self.num_steps = 0
 
     def mark(self) -> Mark:
         """Copy the current sums, for go_back or a comparison. On the CPU without new scalars."""

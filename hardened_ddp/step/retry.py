@@ -1,9 +1,9 @@
 """Retry of a step in which a rank failed: all ranks try it again, or give it up.
 
 A rank that failed still takes part in the sums (with NaN in those of DDP's hooks, see
-model/buckets.py; with a mark beside those after backward), so all ranks know. Then all ranks undo
-the step, exchange their failures, and try again with local gradients: with the same random numbers
-and the same order of additions, so that the weights are those of a run without the fault.
+gradients/buckets.py; with a mark beside those after backward), so all ranks know. Then all ranks
+undo the step, exchange their failures, and try again with local gradients: with the same random
+numbers and the same order of additions, so that the weights are those of a run without the fault.
 
 What a retry changes depends on the cause. Out of memory: smaller micro-batches, with the same
 gradient. A parameter without a gradient: find_unused_parameters is on from now. Anything else: no
@@ -18,33 +18,23 @@ take part in the sums: an exception there ends the attempt.
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from hardened_ddp.data.fetch import BadSample, describe, take
+from hardened_ddp.data.fetch import BadSample, take
 from hardened_ddp.data.loader import Batch
 from hardened_ddp.errors import StepError
-from hardened_ddp.model.replica import INPUTS
-from hardened_ddp.ranks.lost import lost_peer
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.attempt import Attempt, Outcome
 from hardened_ddp.step.failure import (
     BAD_SUM,
     NUM_SHOWN,
     Failure,
-    Kind,
-    LossNotFinite,
     error_of,
     format_samples,
     join_causes,
-    where_of,
 )
-from hardened_ddp.step.memory import is_out_of_memory
-from hardened_ddp.step.nonfinite import watch
-
-if TYPE_CHECKING:
-    from hardened_ddp.step.step import Stepper
+from hardened_ddp.step.gradient import INPUTS, Gradient
 
 log = logging.getLogger(__name__)
 
@@ -52,19 +42,13 @@ log = logging.getLogger(__name__)
 class StepRetry:
     """Retries steps in which a rank failed."""
 
-    def __init__(self, stepper: "Stepper") -> None:
-        self.stepper = stepper
-        self.left_out = stepper.left_out
-        self.parts, self.progress = stepper.parts, stepper.progress
-        self.is_close = False
-        """NaN or inf came up in this step: each rank searches the module that gives it first."""
-
+    def __init__(self, gradient: Gradient) -> None:
+        self.gradient = gradient
+        self.parts, self.progress = gradient.parts, gradient.progress
         self.given_up: list[str] = []
         """Steps given up for NaN or inf since the last completed one. The same on all ranks."""
 
-        # WHY: a rank that fails in forward leaves the others in its collectives.
-        is_on = self.parts.config.loop.step_retry == "on"
-        self._retries = is_on and not self.parts.replica.collectives
+        self._retries = gradient.retries
         self._known_unused: set[str] = set()
 
     def until_done(self, attempt: Attempt) -> None:
@@ -72,78 +56,28 @@ class StepRetry:
 
         attempt.outcome says which. Raises the same error on all ranks if neither is possible.
         """
-        stepper, num_failures = self.stepper, Counter[int]()  # by rank
+        num_failures = Counter[int]()  # by rank
         try:
             while not self._is_given_up(attempt, num_failures):  # collective
-                attempt.failure = stepper.run_once(attempt, keep_local=True)
-                if stepper.sum_up(attempt, overlaps=False):  # collective
+                attempt.failure = self.gradient.run(attempt, is_retry=True)
+                if self.gradient.reduce(attempt, is_retry=True):  # collective
                     return
             attempt.outcome = Outcome.LEFT_OUT
         finally:
-            self.is_close = False
+            self.gradient.searches_for_nan = False
 
     def do_again(self, attempt: Attempt) -> None:
         """Retry a step whose flag is up; its outcome is then final. Collective: all ranks."""
         attempt.flag = None
-        if (buckets := self.parts.replica.buckets) is not None:
-            buckets.reset()  # WHY here too: DDP then rebuilds its buckets, on all ranks
+        self.parts.gradients.start_over()
         if attempt.failure is None and not math.isfinite(loss := attempt.loss()):
-            text = f"{self._where()}, samples {format_samples(attempt.batches)}: the loss is {loss}"
-            attempt.failure = Failure("not finite", text)
+            text = f"{self.gradient.where()}, samples {format_samples(attempt.batches)}: "
+            attempt.failure = Failure("not finite", f"{text}the loss is {loss}")
         self.until_done(attempt)  # collective
-
-    def stand_in(self, attempt: Attempt) -> None:
-        """Take part, with NaN, in the all-reduces of the other ranks' DDP hooks. Collective.
-
-        Raises this rank's error if that is impossible.
-        """
-        failure, buckets = attempt.failure, self.parts.replica.buckets
-        is_alone = self.parts.group.world_size == 1
-        if failure is not None and not is_alone and (buckets is None or not buckets.stand_in()):
-            raise error_of(failure.kind, failure.text)
-
-    def failure_of(self, error: BaseException, batches: Sequence[Batch]) -> Failure:
-        """Return this rank's failure for an exception. Rank-local.
-
-        Raises PeerLostError if another rank ended; or error itself if nothing is retried.
-        """
-        parts = self.parts
-        if isinstance(error, LossNotFinite):
-            found = error.found or f"samples {format_samples(batches)}: {error}"
-            return Failure("not finite", f"{self._where()}, {found}")
-        if (lost := lost_peer(error, parts.group)) is not None:
-            raise lost from error
-        if not self._retries and not parts.config.loop.continue_on_error:
-            raise error
-        log.debug("step %d failed", self.progress.step, exc_info=error)
-        kind: Kind = "out of memory" if is_out_of_memory(error) else "error"
-        text = f"{self._where()}, {parts.group.tracker.work}, samples {format_samples(batches)}: "
-        text += f"{describe(error)} ({where_of(error)})"
-        return Failure(kind, text, max(len(batch.indices) for batch in batches))
-
-    def unused_failure(self, names: Sequence[str]) -> Failure:
-        """Return this rank's failure for parameters without a gradient. Rank-local."""
-        some = f"{', '.join(names[:NUM_SHOWN])} ({len(names)} in all)"
-        rank = self.parts.group.launch.rank
-        return Failure("unused", f"rank {rank}: no gradient came for {some}")
-
-    def run_watched(self, attempt: Attempt, batches: Sequence[Batch]) -> None:
-        """Run forward and backward, searching the module that gives the first NaN or inf.
-
-        Rank-local. Raises LossNotFinite with what was found.
-        """
-        with watch(self.parts.replica.module) as finder:
-            try:
-                self.stepper.forward_backward(attempt, batches, keep_local=True)
-                problem = self._own_problem(attempt)
-            except LossNotFinite as error:
-                problem = str(error)
-        if problem:
-            raise LossNotFinite(problem, found=finder.tell(problem, batches))
 
     def name_unused(self) -> None:
         """Log which parameters get no gradient any more: they don't change. Rank-local."""
-        new = set(self.parts.replica.parameters_without_gradient()) - self._known_unused
+        new = set(self.parts.gradients.local.missing()) - self._known_unused
         if new:
             self._known_unused |= new
             log.warning("no gradient comes any more for: %s", ", ".join(sorted(new)))
@@ -154,10 +88,10 @@ class StepRetry:
         True: the step is given up. Raises one error, the same on all ranks, if nothing helps.
         num_failures: by rank, so far; this call adds to it.
         """
-        stepper, group, step = self.stepper, self.parts.group, self.progress.step
+        group, step = self.parts.group, self.progress.step
         failure = attempt.failure
-        stepper.undo(attempt)
-        mine = [failure and asdict(failure), stepper.lost()]
+        self.gradient.undo(attempt)
+        mine = [failure and asdict(failure), self.gradient.lost()]
         everyone = group.gather_json(mine)  # collective
         causes = {rank: Failure(**cause) for rank, (cause, _) in enumerate(everyone) if cause}
         if lost := sorted({name for _, names in everyone for name in names}):
@@ -166,7 +100,8 @@ class StepRetry:
             return False  # an overflow of fp16: now its scaler may skip the step for good
         if not causes:  # no rank failed, so the sum that DDP made is not finite
             causes = {0: Failure("not finite", BAD_SUM)}
-        self.is_close = any(cause.kind == "not finite" for cause in causes.values())
+        is_not_finite = any(cause.kind == "not finite" for cause in causes.values())
+        self.gradient.searches_for_nan = is_not_finite
         if self._adapt(causes):
             return False
         num_failures.update(causes.keys())
@@ -186,10 +121,10 @@ class StepRetry:
             if failure is not None:
                 attempt.batches = self._without_bad(attempt)
             return False
-        if self.is_close:
+        if is_not_finite:
             self.given_up.append(f"step {step}: {join_causes(causes)}")
         text = failure.text if failure else ""
-        self.left_out.add(attempt.batches, text, self.progress)  # collective
+        self.gradient.left_out.add(attempt.batches, text, self.progress)  # collective
         return True
 
     def _stop_undone(self, causes: dict[int, Failure], lost: list[str]) -> NoReturn:
@@ -209,7 +144,7 @@ class StepRetry:
             return False
         step, kinds = self.progress.step, {cause.kind for cause in causes.values()}
         if kinds == {"unused"} and self.parts.config.ddp.find_unused_parameters != "off":
-            self.parts.replica.look_for_unused()
+            self.parts.gradients.allow_unused()
             log.warning(
                 "find_unused_parameters is on from now; retrying step %d: %s",
                 step,
@@ -251,24 +186,12 @@ class StepRetry:
             good, bad = [], list(batch.bad)
             for index in range(len(batch.indices)):
                 single = replace(attempt, batches=[take(batch, [index])])
-                failure = self.stepper.run_once(single, keep_local=True)
+                failure = self.gradient.run(single, is_retry=True)
                 if failure is None or failure.kind == "unused":
                     good.append(index)
                 else:
                     bad.append(BadSample(int(batch.indices[index]), failure.text))
-                self.stepper.undo(attempt)
+                self.gradient.undo(attempt)
             num_good += len(good)
             found.append(replace(take(batch, good), bad=tuple(bad)))
         return found if num_good else list(attempt.batches)
-
-    def _own_problem(self, attempt: Attempt) -> str:
-        """Describe what of this rank's own loss and gradient is not finite; else empty."""
-        loss = self.stepper.totals.loss_since(attempt.totals_before)
-        if not math.isfinite(loss):
-            return f"the loss is {loss}"
-        if self.parts.precision.scaler is None and not self.parts.replica.has_finite_gradients():
-            return "the gradient is not finite"
-        return ""
-
-    def _where(self) -> str:
-        return f"rank {self.parts.group.launch.rank}, step {self.progress.step}"

@@ -1,8 +1,8 @@
 """The model of a run: built, given its task, tried without DDP, and wrapped in it.
 
 Owns the order of these steps, of which each is a collective of all ranks.
-Does not own: how a model is built (model/zoo.py), what a trial finds (model/probe.py), the wrapper
-(model/replica.py), the task's choice (task/build.py).
+Does not own: how a model is built (model/zoo.py), what a trial finds (model/probe.py), the sum of
+the gradients (gradients/), the task's choice (task/build.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,13 +14,15 @@ from torch import nn
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.datasets import TaskData
 from hardened_ddp.data.loader_setup import AnyLoader
-from hardened_ddp.model.comm_hook import choose_comm_hook
+from hardened_ddp.gradients.choose import sum_gradients_of
+from hardened_ddp.gradients.sums import GradientSum
+from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.lazy import shape_by_forward
 from hardened_ddp.model.memory_format import Trial, choose_channels_last
 from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.padding import choose_split
-from hardened_ddp.model.probe import choose_find_unused, probe, warm_up
-from hardened_ddp.model.replica import Replica, check_same_model, wrap
+from hardened_ddp.model.probe import choose_find_unused, probe
+from hardened_ddp.model.replica import Replica, check_same_model
 from hardened_ddp.model.shared_loss import warn_of_shared_loss
 from hardened_ddp.model.zoo import build_model, place_model
 from hardened_ddp.ranks.group import Group
@@ -68,7 +70,7 @@ def build_replica(
     loader: AnyLoader,
     *,
     saved: Mapping[str, Any] | None,
-) -> Replica:
+) -> tuple[Replica, GradientSum]:
     """Try the model, and wrap it in DDP. Collective: all ranks.
 
     loader: learns how it cuts the micro-batches for this model.
@@ -85,9 +87,8 @@ def build_replica(
     # WHY no condition around it: one rank alone may have found collectives in its forward
     warn_of_shared_loss(trial, () if findings.collectives else samples, group)  # collective
     # Samples of different lengths: in two parts, with less padding, if that changes nothing else.
-    loader.split_by_length(
-        choose_split(trial, samples, findings, group, config=config, saved=saved)  # collective
-    )
+    split = choose_split(trial, samples, findings, group, config=config, saved=saved)  # collective
+    loader.split_by_length(split)
     # Images with channels last: as asked, as the run began, or by a rule.
     channels_last = choose_channels_last(  # collective
         trial,
@@ -96,15 +97,11 @@ def build_replica(
         config=config,
         began_with=None if saved is None else saved["channels_last"],
     )
-    # DDP averages the gradients over the ranks by all-reduce, bucket by bucket, while backward
-    # still runs. (CPU ranks of one machine sum them after it, through shared memory.)
-    replica = wrap(  # collective
+    replica = Replica(
         model,
-        group,
-        config.ddp,
-        find_unused=find_unused,
         moving_buffers=findings.moving_buffers,
         channels_last=channels_last,
+        collectives=findings.collectives,
     )
     replica.note_effects(
         own=findings.own_tensors,
@@ -112,11 +109,25 @@ def build_replica(
         changes_inputs=findings.changes_inputs,
     )
     replica.note_attributes(attributes)
-    replica.note_collectives(findings.collectives)  # such as those of SyncBatchNorm
-    # What sends them can also answer for a rank whose backward failed.
-    retries, counts = config.loop.step_retry == "on", not task.counts_samples
-    choose_comm_hook(replica, config.ddp.comm_hook, retries=retries, counts=counts)
-    warm_up(replica, samples[0], task=task, precision=precision)  # collective
+    # DDP sends gradients while backward runs; CPU ranks of one machine add them up after it.
+    sums = sum_gradients_of(  # collective
+        model,
+        group,
+        config,
+        finds_unused=find_unused,
+        counts=not task.counts_samples,
+        calls_collectives=bool(findings.collectives),
+    )
+    sums.warm_up(lambda call: _run_once(call, trial, samples[0].copied()))  # collective
     if config.model.compile:
         replica.compile()  # after the trials, which have other sizes
-    return replica
+    return replica, sums
+
+
+def _run_once(call: nn.Module, trial: Trial, sample: Batch) -> None:
+    """Run forward and backward of a sample; discard what they change. Collective if call is DDP."""
+    with untouched(trial.model):
+        with trial.precision.autocast():
+            score = trial.task.score(trial.task.forward(call, sample), sample)
+        score.loss_sum.backward()  # type: ignore[no-untyped-call]  # collective
+    trial.model.zero_grad(set_to_none=True)

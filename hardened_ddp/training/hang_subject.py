@@ -51,7 +51,7 @@ def hang_subject(stepper: Stepper, saver: Saver, folder: Path, report: RunReport
         report.goodput.note(progress.step, is_last=True)  # the process ends after this
 
     def samples(phase: int) -> Sequence[int]:
-        batch = stepper.batch
+        batch = stepper.gradient.batch
         if phase == Phase.DATA:
             return parts.train_loader.stream.being_read()
         if phase == Phase.EVALUATION and parts.eval_loader is not None:

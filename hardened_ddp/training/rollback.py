@@ -97,9 +97,7 @@ class Rollback:
         WHY: NaN may be the first sign of a rank with bad memory. Raises error if the replicas are
         equal. All ranks have raised it, in the same state, unless a failed rank could not stand in.
         """
-        replica = self.parts.replica
-        is_raised_by_all = replica.can_stand_in or not replica.can_overlap
-        if not (self.parts.compares_every and is_raised_by_all):
+        if not (self.parts.compares_every and self.parts.gradients.tells_of_failures):
             raise error
         if not self._equalize(f": {error.message}"):  # collective
             raise error
@@ -113,7 +111,7 @@ class Rollback:
         # the steps that failed, which may be the cause.
         step, last_good = self.progress.step, self.stepper.last_good
         if not is_again and self._go_back(at_most=last_good, why=what):  # collective
-            self.stepper.left_out.note_rollback(step, self.progress.step, what)
+            self.stepper.gradient.left_out.note_rollback(step, self.progress.step, what)
             return Course.ANOTHER_STEP
         why = "again, after going back to a checkpoint" if is_again else "and no checkpoint is"
         why += "" if is_again else " from before them"
@@ -167,9 +165,9 @@ class Rollback:
             extra=ON_EVERY_RANK,
         )
         self.saver.close()  # WHY: a write under way reads the tensors that change here
-        with self.stepper.changing_state():
+        with self.stepper.live.changing():
             buffers.add(late)
-            parts.replica.sync_buffers()  # collective
+            parts.replica.sync_buffers(parts.group)  # collective
 
     def _note_equal(self) -> None:
         self._equal_at = self.progress.step
@@ -198,7 +196,7 @@ class Rollback:
         )
         if read is None:
             tensors.clear()  # WHY: the state that is replaced would stay beside the new one
-        with self.stepper.changing_state():
+        with self.stepper.live.changing():
             restore(parts, saved)  # collective
         self._discard_doubtful()
         self._equal_at = step = self.progress.step
@@ -237,7 +235,7 @@ class Rollback:
                 extra=ON_EVERY_RANK,
             )
             left_at = progress.step
-            with stepper.changing_state():
+            with stepper.live.changing():
                 progress.go_back_to(restore(self.parts, saved))  # collective
                 stepper.start_over()
             stepper.open_ledger(self.folder.folder)  # collective

@@ -108,7 +108,7 @@ class Run:
         self.parts.replica.refuse_new_parameters()
         refuse_non_finite(sums["loss"], step=self.progress.step)
         rate = float(self.parts.optimizer.param_groups[0]["lr"])
-        self.report.log_training(self.progress, sums, rate, self.stepper.grad_norm)
+        self.report.log_training(self.progress, sums, rate, self.stepper.gradient.totals.grad_norm)
 
     def work(self) -> Work:
         """Say what is trained, for the status of this rank."""

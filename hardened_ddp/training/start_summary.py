@@ -16,6 +16,7 @@ from hardened_ddp.settings.layers import RUN, Resolved
 from hardened_ddp.settings.record import yaml_word
 from hardened_ddp.settings.rules import DEFAULT
 from hardened_ddp.settings.schema import SETTINGS, flatten
+from hardened_ddp.settings.wording import counted
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 
@@ -90,16 +91,16 @@ def _ranks_line(parts: Parts) -> str:
     attempt = f" (restart {launch.attempt})" if launch.attempt else ""
     return (
         f"{count}{hosts}, started {_STARTED_BY[launch.launcher]}{attempt}: {_device_name(group)}, "
-        f"{_sums(group)}precision {_precision(parts)}"
+        f"{_sums(parts)}precision {_precision(parts)}"
     )
 
 
-def _sums(group: Group) -> str:
-    """Say over what gradients are summed."""
-    if group.world_size == 1:
+def _sums(parts: Parts) -> str:
+    """Say over what, and how, gradients are summed."""
+    if parts.group.world_size == 1:
         return "no process group, "
-    by = f" and shared memory ({torch.get_num_threads()} threads)" if group.shared else ""
-    return f"backend {group.backend}{by}, "
+    threads = counted(torch.get_num_threads(), "thread")
+    return f"backend {parts.group.backend}, gradients {parts.gradients.how}, {threads}, "
 
 
 def _device_name(group: Group) -> str:
@@ -152,7 +153,7 @@ def _auto_line(parts: Parts) -> str:
         "checkpoint_every_steps": "measured",
     }
     if parts.group.world_size > 1:
-        found["find_unused_parameters"] = "on" if parts.replica.looks_for_unused else "off"
+        found["find_unused_parameters"] = "on" if parts.gradients.allows_unused else "off"
     found = {name: word for name, word in found.items() if word}
     chosen = [f"{name} {word}" for name, word in found.items() if values[name] in (None, "auto")]
     return "auto: " + (", ".join(chosen) or "nothing")

@@ -4,9 +4,9 @@ Every rank holds the whole state of the last completed step, so as long as one r
 is lost: one surviving rank writes it, and a restart continues with the next step. Which one: rank 0
 if it can, else the first to claim it in the store; without a store, every surviving rank. If two of
 them write the same step, the second finds it there (checkpoint/files.py).
-A half updated state (Stepper.is_whole) is not saved, and after some errors none is (_NOT_SAVED).
+A half updated state (Stepper.live) is not saved, and after some errors none is (_NOT_SAVED).
 A GPU may be stuck in an all-reduce that never ends: then what it has finished is saved
-(step/boundary.py).
+(step/async_device.py).
 
 No collective here: some rank may be dead.
 """
@@ -33,7 +33,8 @@ from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.patience import ask_within
 from hardened_ddp.ranks.patient_store import poll_s
 from hardened_ddp.reporting.sinks import write_text
-from hardened_ddp.step.boundary import Boundary, beside, copy_beside, read_beside
+from hardened_ddp.step.async_device import Boundary
+from hardened_ddp.step.events import beside, copy_beside, read_beside
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.step import Stepper
@@ -70,13 +71,13 @@ def save_as_survivor(error: Exception, stepper: Stepper, saver: Saver, folder: P
     """
     is_seen_early = isinstance(error, NonFiniteError) and not error.reached_weights
     is_wanted = is_seen_early or not isinstance(error, _NOT_SAVED)
-    if not is_wanted or not stepper.is_whole:
+    if not is_wanted or not stepper.live.is_whole:
         return
     group, progress = stepper.parts.group, stepper.progress
     try:
         # WHY first: the other ranks wait for this one, and one of them may be the one that saves
         group.leave()
-        if stepper.boundaries is not None:
+        if stepper.device is not None:
             _save_boundary(stepper, saver, folder, error=error, limit_s=DEVICE_LIMIT_S)
             return
         if _is_lost(stepper) or not _is_mine(group, progress.step):
@@ -101,22 +102,22 @@ def save_while_stuck(
     """
     progress = stepper.progress
     # WHY no release: if the main thread's wait ends after all, the weights must not change.
-    if not stepper.commit_lock.acquire(timeout=LOCK_LIMIT_S):
+    if not stepper.live.lock.acquire(timeout=LOCK_LIMIT_S):
         log.warning("weights are being updated: they are not saved, the last checkpoint stays")
         return
     try:
-        if stepper.boundaries is not None:
-            if stepper.is_whole:
+        if stepper.device is not None:
+            if stepper.live.is_whole:
                 _save_boundary(stepper, saver, folder, error=error, limit_s=LOCK_LIMIT_S)
             return
         is_good = progress.step == 0 or stepper.is_finite()
-        is_good = is_good and stepper.is_whole and not _is_lost(stepper)
+        is_good = is_good and stepper.live.is_whole and not _is_lost(stepper)
         if not (is_good and _is_mine(stepper.parts.group, progress.step)):
             return
         if error is not None:
             _note_failure(folder, progress.step, error)
         if progress.step > 0:
-            tensors = collect_tensors(stepper.parts, buffers=stepper.buffers_before or ())
+            tensors = collect_tensors(stepper.parts, buffers=stepper.live.buffers_before or ())
             saver.save_in_need(replace(progress), tensors=tensors)
             _say_saved(progress, stepper.parts.group.launch, folder)
     except Exception:  # WHY broad: the process ends in any case
@@ -162,7 +163,7 @@ def _save_boundary(
     """
     parts, device = stepper.parts, stepper.parts.device
     while True:
-        boundary = None if stepper.boundaries is None else stepper.boundaries.find(limit_s)
+        boundary = None if stepper.device is None else stepper.device.find(limit_s)
         if boundary is None:
             log.warning("the device does not answer: nothing is saved, the last checkpoint stays")
             return
@@ -197,7 +198,7 @@ def _copy(stepper: Stepper, boundary: Boundary) -> Tensors | None:
 
 def _is_lost(stepper: Stepper) -> bool:
     """Return whether a forward under way changed what nobody has as it was; say so. Rank-local."""
-    lost = stepper.lost(reads_bits=stepper.boundaries is None)
+    lost = stepper.lost(reads_bits=stepper.device is None)
     if lost:
         log.warning(
             "the forward under way changed %s for the first time: nothing is saved, the last "

@@ -1,90 +1,52 @@
-"""On a GPU: the last update that the device has finished, found without waiting for the device.
+"""What only a device needs that runs behind the host, such as a GPU.
 
-Owns events around each update, and the copy of a state while the device is stuck. The host queues
-work and goes on. If another rank dies or is stopped, NCCL's all-reduce never ends, and nothing that
-was queued behind it runs: the update, the copy of the flag that tells whether the gradient was good
-(late.py), each read on the same stream. But the weights in the device's memory are those of the
-last finished update, and a second stream can still copy them. They are those of a step boundary if
-the event after that update is reached before the copy, and the one before the next update is still
-not reached after it.
+The host queues work and goes on. Two things follow from that:
+
+- Whether the gradient of a step was good is read one step later, without a wait. Reading a number
+  on a GPU waits for all work before it, and asking the other ranks would cost a message per step.
+  Instead, a rank that failed has sent NaN (gradients/buckets.py), and that, or a gradient that is
+  not finite by itself, sets a flag on the device. The flag makes the optimizer skip the update: it
+  is found_inf of torch's fused optimizers, with which GradScaler skips a step. It is the same on
+  all ranks, because the sums are. It is copied to the host while the next step already runs, and
+  read only then; if it is up, the host takes back both steps and does them again. So the host is at
+  most one step ahead of the GPU. With fp16 a gradient that is not finite is normal: GradScaler
+  skips such a step and lowers the scale. That is taken back too; the retry shows which it was.
+- If another rank dies or is stopped, NCCL's all-reduce never ends, and nothing that was queued
+  behind it runs: the update, the copy of the flag, each read on the same stream. But the weights in
+  the device's memory are those of the last finished update, and a second stream can still copy
+  them. They are those of a step boundary if the event after that update is reached before the copy,
+  and the one before the next update is still not reached after it.
 
 The host is at most one update ahead of the device, so there is only one next update.
 What goes wrong here: a kernel on the second stream. To load one may wait for the whole device, so
 there are only copies.
-Read next: training/survivor_save.py, the caller.
+Read next: training/survivor_save.py, which saves what find() returns.
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from hardened_ddp.data.sampler import Window
+from hardened_ddp.gradients.sums import Sums
 from hardened_ddp.model.optimizer import skips_by_flag
 from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.step import token_mean
+from hardened_ddp.step.attempt import Attempt
+from hardened_ddp.step.events import Event, Flag, new_event
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress, Totals
 
-if TYPE_CHECKING:
-    from hardened_ddp.step.attempt import Attempt
-
 _LOOK_EVERY_S = 0.01
-
-
-class Event(Protocol):
-    """A point in the work that was queued on a device."""
-
-    def is_reached(self) -> bool:
-        """Return whether the device is past it. Does not wait."""
-
-    def wait(self) -> None:
-        """Wait until the device is past it."""
-
-
-class DeviceEvent:
-    """An event on this thread's current stream of a GPU."""
-
-    def __init__(self) -> None:
-        # WHY blocking: else the wait for it spins, and takes a core of the loader's workers
-        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch's
-        self._event.record()
-
-    def is_reached(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]  # torch's
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-
-class HostEvent:
-    """An event on the CPU, which runs its work at once."""
-
-    def is_reached(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return
-
-
-def new_event(device: torch.device) -> Event:
-    """Return an event that comes after the work queued on device so far."""
-    return DeviceEvent() if device.type == "cuda" else HostEvent()
-
-
-def beside(device: torch.device) -> AbstractContextManager[Any]:  # Any: nothing of use
-    """Queue the work inside on a stream of its own, which waits for no other."""
-    if device.type != "cuda":
-        return nullcontext()
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # torch's
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
     """A committed step, and events around its update."""
 
-    attempt: "Attempt"
+    attempt: Attempt
     progress: Progress
     """Before it."""
 
@@ -116,14 +78,19 @@ class Boundary:
         return self.next is None or not self.next.before.is_reached() or self.next.is_skipped()
 
 
-class Boundaries:
-    """Follows the updates of a run on a device that runs behind the host."""
+class AsyncDevice:
+    """Follows the steps of a run on a device that runs behind the host."""
 
     def __init__(self, parts: Parts, progress: Progress, totals: Totals) -> None:
+        self.unconfirmed: Attempt | None = None
+        """The last step, as long as its flag has not been read."""
+
+        self.checks_one_step_late = parts.looks_late
+        """The flag is read one step later; else each step waits for its gradient."""
+
+        self._parts = parts
         self._progress = progress
         self._totals = totals
-        self._device = parts.device
-        self._tracker = parts.group.tracker
         self._current: Attempt | None = None
         self._before: Event | None = None
         self._progress_before = progress
@@ -131,19 +98,56 @@ class Boundaries:
         # WHY: such an optimizer keeps numbers on the host, which would be ahead of the weights.
         self._waits_for_gradient = not skips_by_flag(parts.optimizer)
 
-    def begin(self, attempt: "Attempt") -> None:
+    def begin(self, attempt: Attempt) -> None:
         """Note that a step begins; its buffers and sums are copied. Main thread."""
-        attempt.begun = new_event(self._device)
+        attempt.begun = new_event(self._parts.device)
         self._current = attempt
 
-    def before_update(self, attempt: "Attempt") -> None:
+    def note(self, attempt: Attempt, sums: Sums) -> None:
+        """Take up the sums of a step that only the device knows to be good. Main thread."""
+        assert sums.is_bad is not None
+        is_bad = sums.is_bad
+        if attempt.failure is None and not self._parts.task.counts_samples:
+            is_bad = token_mean.divide_on_device(
+                self._parts.gradients.local, sums.count, is_bad, num_samples=attempt.window.size
+            )
+        attempt.flag = Flag(is_bad)
+        attempt.loss_after = self._totals.loss_sum.clone()
+
+    def can_wait(self, window: Window) -> bool:
+        """Return whether the flag of the last step may be read after the step over window."""
+        sends_within = not self._parts.config.loop.continue_on_error
+        sends_within &= self._parts.gradients.sends_within(window)
+        return self.checks_one_step_late and sends_within
+
+    def has_bad_step(self) -> bool:
+        """Return whether the last step must be done again. Waits for the device."""
+        if self.unconfirmed is None:
+            return False
+        # WHY: this rank may wait here for another one that has not joined an all-reduce
+        with self._parts.group.tracker.within(Phase.ALL_REDUCE):
+            return self.unconfirmed.is_bad()
+
+    def take_bad(self) -> Attempt | None:
+        """Return the last step if it must be done again; it is confirmed now. Waits."""
+        is_bad, attempt = self.has_bad_step(), self.unconfirmed
+        self.unconfirmed = None
+        return attempt if is_bad else None
+
+    def leave_out(self, attempt: Attempt) -> None:
+        """Let the optimizer skip the update if the flag of a step is up. Main thread."""
+        if self.checks_one_step_late:
+            flag = None if attempt.flag is None else attempt.flag.on_device
+            self._parts.precision.leave_out(self._parts.optimizer, flag)
+
+    def before_update(self, attempt: Attempt) -> None:
         """Note that the update of a step comes next. Main thread, before the commit.
 
         Waits for the update before it, so that the host is not further ahead. WHY not with a flag:
         reading the flag of the step before has waited.
         """
         flag = attempt.flag
-        self._before = before = new_event(self._device) if flag is None else flag.send()
+        self._before = before = new_event(self._parts.device) if flag is None else flag.send()
         self._progress_before = replace(self._progress)
         if flag is not None:
             return
@@ -152,17 +156,18 @@ class Boundaries:
             limit = None if self._last is None else self._last.after
         if limit is not None and not limit.is_reached():
             # WHY: this rank may wait here for another one that has not joined an all-reduce
-            with self._tracker.within(Phase.ALL_REDUCE):
+            with self._parts.group.tracker.within(Phase.ALL_REDUCE):
                 limit.wait()
 
-    def after_update(self, attempt: "Attempt") -> None:
+    def after_update(self, attempt: Attempt) -> None:
         """Note that the update is queued. Main thread, within the commit."""
         assert self._before is not None  # before_update came first
-        after = new_event(self._device)
+        after = new_event(self._parts.device)
         self._last = Update(attempt, self._progress_before, self._before, after)
         self._current = None
+        self.unconfirmed = attempt if attempt.flag is not None else None
 
-    def take_back(self, attempt: "Attempt") -> None:
+    def take_back(self, attempt: Attempt) -> None:
         """Note that a step is done again, since the device skipped its update. Main thread.
 
         WHY not as the last update: a step that is done again gets another flag, or none.
@@ -171,7 +176,7 @@ class Boundaries:
 
     def forget(self) -> None:
         """Drop what is known: another state was loaded. Main thread."""
-        self._current = self._before = self._last = None
+        self._current = self._before = self._last = self.unconfirmed = None
 
     def find(self, limit_s: float) -> Boundary | None:
         """Return the last boundary that the device has reached; None: it reached none in limit_s.
@@ -195,24 +200,6 @@ class Boundaries:
             return Boundary(progress, (), self._totals.loss_sum)
         is_begun = current.begun is not None and current.begun.is_reached()
         return Boundary(progress, current.buffers, current.totals_before[0]) if is_begun else None
-
-
-def copy_beside(
-    tensors: Mapping[str, torch.Tensor], device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Copy tensors to the host, without waiting for the work that is queued on device."""
-    with beside(device):
-        # WHY empty_like: with the same memory layout the copy needs no kernel
-        return {
-            name: torch.empty_like(tensor, device="cpu").copy_(tensor)
-            for name, tensor in tensors.items()
-        }
-
-
-def read_beside(number: torch.Tensor | float, device: torch.device) -> float:
-    """Read a number on device without waiting for the work that is queued there."""
-    with beside(device):
-        return float(number)
 
 
 def _before(update: Update) -> Boundary | None:

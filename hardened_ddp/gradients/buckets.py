@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from hardened_ddp.gradients.sums import count_on
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
 
@@ -242,14 +243,6 @@ class Buckets:
         done: Work = future.then(received)
         self._futures.append(done)
         return done
-
-
-def count_on(device: torch.device, count: float | torch.Tensor) -> torch.Tensor:
-    """Return what counts in a rank's samples on device: float64, of shape ()."""
-    if isinstance(count, torch.Tensor) and count.device == device:
-        return count.to(torch.float64)
-    # WHY full: a number of the host would be copied to the device, which waits for it
-    return torch.full((), float(count), dtype=torch.float64, device=device)
 
 
 def flag_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

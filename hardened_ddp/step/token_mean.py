@@ -9,9 +9,10 @@ import math
 
 import torch
 
-from hardened_ddp.model.replica import Replica
+from hardened_ddp.gradients.local import LocalGradients
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.attempt import Attempt, Outcome
+from hardened_ddp.step.parts import Parts
 
 log = logging.getLogger(__name__)
 
@@ -21,30 +22,34 @@ def divisor(num_samples: int) -> float:
     return 2.0 ** round(math.log2(num_samples))
 
 
-def divide(replica: Replica, attempt: Attempt, count: float, *, step: int) -> None:
+def divide(parts: Parts, attempt: Attempt, count: float, *, step: int) -> None:
     """Make the gradient the mean over count, what counts in the step over all ranks. Rank-local.
 
     With a count of 0 there is nothing to learn, and no weight may change: weight decay and momentum
     would move the weights with a gradient of zeros too.
     """
     if count > 0:
-        replica.scale_gradients(divisor(attempt.window.size) / count)
+        parts.gradients.local.scale(divisor(attempt.window.size) / count)
         return
     log.warning(
         "step %d: no label of its samples counts, so no weight changes", step, extra=ON_EVERY_RANK
     )
-    replica.put_back_buffers(attempt.buffers)
+    parts.replica.put_back_buffers(attempt.buffers)
     attempt.outcome = Outcome.EMPTY
 
 
 def divide_on_device(
-    replica: Replica, count: float | torch.Tensor, is_bad: torch.Tensor, *, num_samples: int
+    gradients: LocalGradients,
+    count: float | torch.Tensor,
+    is_bad: torch.Tensor,
+    *,
+    num_samples: int,
 ) -> torch.Tensor:
     """Do as divide does, without a wait for the device; return is_bad, or 1.0 if nothing counts.
 
-    count: of this rank. is_bad: of shape (), on the device.
+    count and is_bad: over all ranks, of shape (), on the device.
     """
-    total = replica.total_count(count)
+    total = torch.as_tensor(count)
     is_empty = total <= 0
-    replica.scale_gradients(divisor(num_samples) / torch.where(is_empty, 1.0, total))
+    gradients.scale(divisor(num_samples) / torch.where(is_empty, 1.0, total))
     return torch.where(is_empty, torch.ones_like(is_bad), is_bad)

@@ -1,0 +1,104 @@
+"""CPU ranks of one machine: gradients are added up once backward is over, through shared memory.
+
+WHY not by DDP's hooks: these overlap sending with backward, which gains nothing where every core
+computes, and shared memory (ranks/shared_sum.py) is many times as fast. A mark of each rank that
+failed is added up with the gradients, so one that has no sample, or failed, takes part with zeros.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from hardened_ddp.data.sampler import Window
+from hardened_ddp.gradients.local import LocalGradients, real
+from hardened_ddp.gradients.sums import Marks, Sums
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.phase import Phase
+
+
+class AfterBackward:
+    """The GradientSum of CPU ranks that share memory."""
+
+    how = "summed through shared memory after backward"
+    tells_of_failures = True
+
+    def __init__(self, module: nn.Module, group: Group, *, allows_unused: bool) -> None:
+        self.local = LocalGradients(module)
+        self.call = module
+        self.allows_unused = allows_unused
+        self._group = group
+        self._nothing = nullcontext()
+
+    def sends_within(self, window: Window) -> bool:
+        return False
+
+    def begin(self, window: Window, *, keeps_local: bool) -> None:
+        """Nothing is left of an earlier try."""
+
+    def around(self, *, is_last: bool) -> AbstractContextManager[object]:
+        return self._nothing
+
+    def before_backward(self, count: float | torch.Tensor, *, is_last: bool) -> float:
+        return 1.0
+
+    def missing(self, window: Window) -> list[str]:
+        if self.allows_unused or not window.is_for_all(self._group.world_size):
+            return []
+        return self.local.missing()
+
+    def stand_in(self) -> bool:
+        return True  # its mark is enough
+
+    def finish(self, mine: Marks, *, window: Window, is_late: bool) -> Sums | None:
+        parameters = self.local.parameters
+        if self.allows_unused:
+            parameters = used_anywhere(parameters, self._group)  # collective
+        return sum_with_marks(parameters, mine, self._group)  # collective
+
+    def allow_unused(self) -> None:
+        self.allows_unused = True
+
+    def start_over(self) -> None:
+        """Nothing is left of a try."""
+
+    def warm_up(self, run: Callable[[nn.Module], None]) -> None:
+        """Nothing changes with the first backward."""
+
+    def release(self) -> None:
+        """It holds no process group of torch."""
+
+
+def used_anywhere(parameters: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
+    """Return the parameters that have a gradient on some rank; the others keep none. Collective."""
+    is_used = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+    uses = group.sum_(is_used).tolist()  # collective
+    return [p for p, count in zip(parameters, uses, strict=True) if count]
+
+
+def sum_with_marks(parameters: Sequence[torch.Tensor], mine: Marks, group: Group) -> Sums | None:
+    """Add up the gradients of parameters, and the marks; None: some rank failed. Collective."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = real(parameter.grad) if parameter.is_complex() else parameter.grad
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    count = 0.0 if mine.has_failed else float(mine.count)
+    marks = torch.tensor([mine.has_failed, mine.num_samples, count], device=group.device)
+    # WHY among the gradients: saves an all-reduce
+    by_dtype.setdefault(marks.dtype, []).append(marks)
+    before = group.tracker.enter(Phase.ALL_REDUCE)
+    are_finite = group.shared is not None and bool(parameters)
+    # WHY no early exit: every sum is a collective, also after one that is not finite
+    for each in by_dtype.values():
+        if group.shared is not None:
+            are_finite &= group.shared.sum_(each, checks=True)  # collective
+        else:
+            group.sum_each_(each)  # collective
+    group.tracker.enter(before)
+    num_failed, num_samples, total = marks.tolist()
+    if num_failed > 0:
+        return None
+    return Sums(num_samples=int(num_samples), count=total, are_finite=are_finite)

@@ -1,0 +1,116 @@
+"""The choice of what sums the gradients: nothing, shared memory, or DDP with one of its hooks."""
+
+import inspect
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hardened_ddp.errors import ModelError
+from hardened_ddp.gradients.after_backward import AfterBackward
+from hardened_ddp.gradients.buckets import Buckets
+from hardened_ddp.gradients.by_ddp import ByDdp
+from hardened_ddp.gradients.one_rank import OneRank
+from hardened_ddp.gradients.sums import GradientSum
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.ddp import DdpConfig
+
+log = logging.getLogger(__name__)
+
+# The dtype in which our hook sends gradients; powersgd is torch's own hook.
+_SENT_AS: Mapping[Literal["none", "bf16", "fp16"], torch.dtype | None] = {
+    "none": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def sum_gradients_of(
+    module: nn.Module,
+    group: Group,
+    config: Config,
+    *,
+    finds_unused: bool,
+    counts: bool = False,
+    calls_collectives: bool = False,
+) -> GradientSum:
+    """Give every rank rank 0's weights, and choose what sums its gradients. Collective: all ranks.
+
+    counts: what the loss is a mean over has to be added up with the gradients. calls_collectives:
+    the model does so in its forward.
+    """
+    comm_hook, retries = config.ddp.comm_hook, config.loop.step_retry == "on"
+    if group.world_size == 1:
+        return OneRank(module, group.device)
+    # WHY always: it checks that the ranks' parameters agree, and broadcasts them
+    ddp = _build_ddp(module, group, config.ddp, finds_unused=finds_unused)  # collective
+    # WHY not with --debug: whoever wants to see DDP at work is shown it
+    if group.shared is not None and comm_hook == "none" and not config.loop.debug:
+        return AfterBackward(module, group, allows_unused=finds_unused)
+    buckets = None
+    if comm_hook == "powersgd":
+        _use_power_sgd(ddp)
+    elif retries or counts or comm_hook != "none":
+        if comm_hook == "bf16" and group.backend != "nccl":
+            raise ModelError(
+                f"comm_hook bf16 needs NCCL between GPUs, and this run uses {group.backend}",
+                fix="--comm_hook fp16, which works everywhere",
+            )
+        buckets = Buckets(
+            ddp,
+            group,
+            sent_as=_SENT_AS[comm_hook],
+            counts=counts,
+            calls_collectives=calls_collectives,
+        )
+    found = ByDdp(ddp, group, buckets=buckets, counts=counts, allows_unused=finds_unused)
+    if (
+        retries and not found.tells_of_failures and not calls_collectives
+    ):  # those are said elsewhere
+        log.warning(
+            "an error of one rank within a step ends this attempt, and a restart continues from "
+            "the step before: with powersgd, or a torch whose reducer lacks _reset_state or "
+            "_rebuild_buckets, a failed rank can't tell the others in time"
+        )
+    return found
+
+
+def _build_ddp(
+    module: nn.Module, group: Group, config: DdpConfig, *, finds_unused: bool
+) -> DistributedDataParallel:
+    # WHY off: DDP's own broadcast of buffers is a collective inside forward, where the exception
+    # of one rank would leave the others waiting. torch 2.13 renamed the argument.
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    renamed = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    arguments: dict[str, Any] = {renamed: False}  # Any: mypy knows one of the names
+    return DistributedDataParallel(  # collective
+        module,
+        device_ids=[group.device.index] if group.device.type == "cuda" else None,
+        find_unused_parameters=finds_unused,
+        static_graph=config.static_graph,
+        gradient_as_bucket_view=config.gradient_as_bucket_view,
+        bucket_cap_mb=config.bucket_cap_mb,
+        **arguments,
+    )
+
+
+def _use_power_sgd(ddp: DistributedDataParallel) -> None:
+    """Compress by PowerSGD (Vogels, Karimireddy, Jaggi, 2019).
+
+    The first steps go uncompressed: early gradients change too fast for its error feedback.
+    """
+    # WHY here: the import takes a tenth of a second that most runs need not wait for.
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    state = powerSGD_hook.PowerSGDState(
+        process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=10
+    )
+    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    log.warning(
+        "comm_hook powersgd keeps an error memory on each rank that is not in checkpoints: "
+        "a resumed run is close to the unbroken one, not bitwise equal"
+    )

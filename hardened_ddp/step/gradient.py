@@ -1,0 +1,319 @@
+"""The gradient of one step: this rank's forward and backward, then the sum over the ranks.
+
+Losses are sums, divided by the samples of the whole step: so accumulation, a short last step and
+uneven shares all give the gradient of one big batch.
+Owns one try at that, and what a failure in it is called. Does not own: what follows from a failure
+(retry.py), the update (step.py), how gradients get to the other ranks (gradients/).
+"""
+
+import logging
+import math
+import operator
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from hardened_ddp.data.batch import Batch, split
+from hardened_ddp.data.fetch import describe
+from hardened_ddp.data.nesting import tensors_of
+from hardened_ddp.data.sampler import Window, WindowSampler
+from hardened_ddp.errors import ANY_FAILURE
+from hardened_ddp.gradients.sums import Marks
+from hardened_ddp.model.replica import Replica
+from hardened_ddp.ranks.lost import lost_peer
+from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.seeding import seed_step
+from hardened_ddp.step import token_mean
+from hardened_ddp.step.async_device import AsyncDevice
+from hardened_ddp.step.attempt import Attempt, Outcome
+from hardened_ddp.step.failure import (
+    BAD_SUM,
+    NUM_SHOWN,
+    Failure,
+    Kind,
+    LossNotFinite,
+    error_of,
+    format_samples,
+    where_of,
+)
+from hardened_ddp.step.left_out import LeftOut
+from hardened_ddp.step.memory import is_out_of_memory
+from hardened_ddp.step.nonfinite import watch
+from hardened_ddp.step.parts import Parts
+from hardened_ddp.step.progress import Progress, Totals
+
+log = logging.getLogger(__name__)
+
+
+INPUTS = "the batch"
+_VERSION = operator.attrgetter("_version")  # of a tensor: it grows with each write in place
+
+
+class Writes:
+    """What a forward writes that was not known to move, told by the versions of tensors."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._watched: Sequence[torch.Tensor] = ()
+        self._versions: list[int] = []
+        self._unsafe: deque[list[str]] = deque([[], []], maxlen=2)
+        """What the last two forwards were the first to write: nothing can put it back."""
+
+    def begin(self, batches: Sequence[Batch]) -> None:
+        """Note the versions of all that is believed still, before a forward of batches."""
+        inputs = [part for batch in batches for part in (batch.inputs, batch.targets)]
+        if not all([isinstance(part, torch.Tensor) for part in inputs]):
+            inputs = list(tensors_of(inputs))
+        if self._replica.copies_inputs:
+            inputs = []
+        still = self._replica.buffers.watched
+        self._watched = [*still, *[part for part in inputs if not part.is_inference()]]
+        self._versions = list(map(_VERSION, self._watched))
+        self._unsafe.append([])
+
+    def note(self, *, reads_bits: bool = False) -> None:
+        """Take up what was written since begin, and was not known to be. Rank-local.
+
+        Call it before the update, which writes the weights. reads_bits: look also at the values of
+        what is believed still, some of which was perhaps written long ago; waits for the device.
+        """
+        now = list(map(_VERSION, self._watched))
+        if now != self._versions:
+            pairs = zip(self._watched, now, self._versions, strict=True)
+            written = [tensor for tensor, new, old in pairs if new != old]
+            in_model = {id(tensor) for tensor in self._replica.buffers.watched}
+            if not all(id(tensor) in in_model for tensor in written):
+                self._replica.copies_inputs = True
+                self._unsafe[-1].append(INPUTS)
+            self._unsafe[-1] += self._replica.buffers.take_up_written(written)
+            self._watched, self._versions = (), []
+        if reads_bits:
+            self._unsafe[-1] += self._replica.buffers.changed_bits()
+
+    def unsafe(self, *, num_forwards: int) -> list[str]:
+        """Name what the last forwards wrote, and nothing can put back. Rank-local."""
+        last = list(self._unsafe)[len(self._unsafe) - num_forwards :]
+        return [name for names in last for name in names]
+
+
+class Gradient:
+    """Computes gradients of steps, and adds up the losses."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        progress: Progress,
+        totals: Totals,
+        *,
+        left_out: LeftOut,
+        device: AsyncDevice | None,
+    ) -> None:
+        """device: of a run whose host only queues the work of a step."""
+        self.parts = parts
+        self.progress = progress
+        self.totals = totals
+        self.left_out = left_out
+        self.device = device
+        self.batch: Batch | None = None
+        """The current micro-batch, for a message about a hang in it."""
+
+        self.writes = Writes(parts.replica)
+        self.searches_for_nan = False
+        """NaN or inf came up in this step: each rank searches the module that gives it first."""
+
+        config = parts.config.loop
+        # WHY: a rank that fails in forward leaves the others in its collectives.
+        self.retries = config.step_retry == "on" and not parts.replica.collectives
+        """A step in which a rank failed is tried again."""
+
+        self._leaves_out = config.continue_on_error
+        self._counts_samples = parts.task.counts_samples
+        self._watches_loss = parts.watches_loss
+        is_late = device is not None and device.checks_one_step_late
+        self._is_late = is_late and not self._leaves_out
+        """The device may be the first to know whether a step is good."""
+
+        self._checks_sums = parts.checks_loss or self._leaves_out or is_late
+        self._moves_batches = parts.device.type != "cpu" or parts.replica.channels_last
+
+    def run(self, attempt: Attempt, *, is_retry: bool) -> Failure | None:
+        """Run forward and backward on this rank's samples; return how that failed, or None.
+
+        Rank-local if is_retry; else its backward may be collective.
+        """
+        parts, progress = self.parts, self.progress
+        rank, batches = parts.group.launch.rank, attempt.batches
+        # WHY local too if samples may be left out: the sum after backward counts those that are not
+        parts.gradients.begin(attempt.window, keeps_local=is_retry or self._leaves_out)
+        if (bad := [sample for batch in batches for sample in batch.bad]) or progress.most_samples:
+            if bad and not self._leaves_out:
+                text = f"rank {rank} can't read sample {bad[0].name}: {bad[0].error}"
+                return Failure("sample", text)
+            batches = split(batches, progress.most_samples)
+        if not parts.schedule.is_constant:
+            parts.schedule.begin_step(progress.step)
+        seed = parts.config.device.seed
+        seed_step(seed, step=progress.step, rank=rank, device_type=parts.device.type)
+        try:
+            if self.searches_for_nan:
+                self._search_for_nan(attempt, batches)
+            else:
+                self._forward_backward(attempt, batches)
+        except ANY_FAILURE as error:  # WHY broad: whatever it is, the other ranks must learn of it
+            return self._failure_of(error, batches)
+        self.writes.note()
+        has_all = all(p.grad is not None for p in parts.gradients.local.parameters)
+        if not has_all and (names := parts.gradients.missing(attempt.window)):
+            some = f"{', '.join(names[:NUM_SHOWN])} ({len(names)} in all)"
+            return Failure("unused", f"rank {rank}: no gradient came for {some}")
+        return None
+
+    def reduce(self, attempt: Attempt, *, is_retry: bool) -> bool:
+        """Sum a gradient over the ranks, and make it that of a mean. Collective: all ranks.
+
+        False: some rank failed, or the gradient is not finite. The same on all ranks.
+        """
+        parts, window, failure = self.parts, attempt.window, attempt.failure
+        gradients = parts.gradients
+        if failure is not None and not gradients.stand_in():  # collective
+            raise error_of(failure.kind, failure.text)
+        mine = Marks(
+            has_failed=failure is not None,
+            num_samples=sum([len(batch.indices) for batch in attempt.batches]),
+            count=attempt.count,
+        )
+        is_late = self._is_late and not is_retry
+        sums = gradients.finish(mine, window=window, is_late=is_late)  # collective
+        if sums is None:
+            return False
+        if sums.is_bad is not None and self.device is not None:
+            self.device.note(attempt, sums)
+        elif not (sums.are_finite or self._may_be_infinite() or gradients.local.are_finite()):
+            attempt.failure = Failure("not finite", BAD_SUM)
+            return False
+        if sums.num_samples < window.size:
+            self.left_out.add(attempt.batches, "", self.progress)  # collective
+            if not sums.num_samples:
+                self.undo(attempt)
+                attempt.outcome = Outcome.LEFT_OUT
+                return True
+            if self._counts_samples:
+                gradients.local.scale(window.size / sums.num_samples)
+        if attempt.flag is None and not self._counts_samples:  # with a flag: done on the device
+            token_mean.divide(parts, attempt, float(sums.count), step=self.progress.step)
+        if parts.replica.attributes.shared and parts.group.world_size > 1:
+            is_even = self._is_even(window) and sums.num_samples == window.size
+            parts.replica.attributes.equalize(parts.group, is_even=is_even)  # collective
+        if attempt.outcome is Outcome.DONE and parts.replica.buffers.names:
+            parts.replica.sync_buffers(parts.group)  # collective
+        return True
+
+    def undo(self, attempt: Attempt) -> None:
+        """Undo what forward and backward have changed. Rank-local."""
+        self.parts.replica.put_back_buffers(attempt.buffers)
+        self.parts.optimizer.zero_grad(set_to_none=True)
+        self.totals.go_back(attempt.totals_before)
+        self.parts.replica.attributes.put_back(attempt.attributes)
+
+    def lost(self, *, is_under_way: bool = True, reads_bits: bool = True) -> list[str]:
+        """Name what the last forward changed, and nobody has as it was. Rank-local.
+
+        is_under_way: its step is not committed. reads_bits: look also at the values of what is
+        believed still; waits for the device.
+        """
+        if is_under_way:
+            self.writes.note(reads_bits=reads_bits)
+        return self.writes.unsafe(num_forwards=is_under_way + self.parts.runs_behind)
+
+    def where(self) -> str:
+        """Name this rank and the step."""
+        return f"rank {self.parts.group.launch.rank}, step {self.progress.step}"
+
+    def _forward_backward(self, attempt: Attempt, batches: Sequence[Batch]) -> None:
+        """Run micro-batches forward and backward. Collective in the last one if DDP sends there."""
+        parts, replica, gradients = self.parts, self.parts.replica, self.parts.gradients
+        tracker = parts.group.tracker
+        size = attempt.window.size
+        # If the loss is a mean over something else, such as tokens, reduce divides by that.
+        scale = 1 / (size if self._counts_samples else token_mean.divisor(size))
+        scaler = parts.precision.scaler  # fp16's; else None
+        attempt.count = 0.0
+        for index, batch in enumerate(batches):
+            is_last = index == len(batches) - 1
+            if replica.copies_inputs:
+                batch = batch.copied()
+            if self._moves_batches:
+                batch = batch.to(parts.device, channels_last=replica.channels_last)
+            self.batch = batch
+            tracker.enter(Phase.FORWARD)
+            with gradients.around(is_last=is_last):  # DDP's no_sync, but for the last one
+                with parts.precision.autocast():
+                    output = parts.task.forward(gradients.call, batch)
+                    score = parts.task.score(output, batch)
+                    del output  # WHY: backward frees what it needs; the caller's would stay
+                attempt.count = attempt.count + score.count
+                if self._watches_loss and not math.isfinite(value := score.loss_sum.item()):
+                    raise LossNotFinite(f"the loss is {value}")
+                tracker.enter(Phase.BACKWARD)
+                loss = score.loss_sum if scaler is None else scaler.scale(score.loss_sum)
+                factor = scale * gradients.before_backward(attempt.count, is_last=is_last)
+                # WHY not loss * factor: where backward starts, a factor needs no operation.
+                start = torch.full_like(loss, factor)
+                loss.backward(start)  # type: ignore[no-untyped-call]  # collective if is_last
+            self.totals.add(score, len(batch.indices))
+        self.batch = None
+        tracker.enter(Phase.OPTIMIZER)
+
+    def _is_even(self, window: Window) -> bool:
+        """Return whether each rank has as many samples of it. The same on all ranks."""
+        is_cut_evenly = isinstance(self.parts.sampler, WindowSampler)  # a stream's shards may end
+        return is_cut_evenly and not window.size % self.parts.group.world_size
+
+    def _may_be_infinite(self) -> bool:
+        """Return whether a gradient that is not finite is no failure of a step."""
+        # WHY not with a scaler: it handles an overflow of fp16 itself.
+        is_checked = self._checks_sums or self.searches_for_nan
+        return not is_checked or self.parts.precision.scaler is not None
+
+    def _failure_of(self, error: BaseException, batches: Sequence[Batch]) -> Failure:
+        """Return this rank's failure for an exception. Rank-local.
+
+        Raises PeerLostError if another rank ended; or error itself if nothing is retried.
+        """
+        if isinstance(error, LossNotFinite):
+            found = error.found or f"samples {format_samples(batches)}: {error}"
+            return Failure("not finite", f"{self.where()}, {found}")
+        if (lost := lost_peer(error, self.parts.group)) is not None:
+            raise lost from error
+        if not self.retries and not self._leaves_out:
+            raise error
+        log.debug("step %d failed", self.progress.step, exc_info=error)
+        kind: Kind = "out of memory" if is_out_of_memory(error) else "error"
+        work = self.parts.group.tracker.work
+        text = f"{self.where()}, {work}, samples {format_samples(batches)}: "
+        text += f"{describe(error)} ({where_of(error)})"
+        return Failure(kind, text, max(len(batch.indices) for batch in batches))
+
+    def _search_for_nan(self, attempt: Attempt, batches: Sequence[Batch]) -> None:
+        """Run forward and backward, searching the module that gives the first NaN or inf.
+
+        Rank-local. Raises LossNotFinite with what was found.
+        """
+        with watch(self.parts.replica.module) as finder:
+            try:
+                self._forward_backward(attempt, batches)
+                problem = self._own_problem(attempt)
+            except LossNotFinite as error:
+                problem = str(error)
+        if problem:
+            raise LossNotFinite(problem, found=finder.tell(problem, batches))
+
+    def _own_problem(self, attempt: Attempt) -> str:
+        """Describe what of this rank's own loss and gradient is not finite; else empty."""
+        loss = self.totals.loss_since(attempt.totals_before)
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if self.parts.precision.scaler is None and not self.parts.gradients.local.are_finite():
+            return "the gradient is not finite"
+        return ""
