@@ -143,7 +143,7 @@ def test_the_printed_export_command_writes_the_trained_weights(tmp_path: Path) -
 @pytest.mark.slow
 def test_the_printed_tensorboard_command_finds_curves(tmp_path: Path) -> None:
     finished = _train_shortly(tmp_path)
-    argv = printed_command(finished.outputs[0], "tensorboard --logdir")
+    argv = printed_command(finished.outputs[0], "--logdir")
     completed = run_command([*argv, "--inspect"], timeout_s=60).ok()
     assert "scalars" in completed.stdout
     assert "last_step" in completed.stdout

@@ -197,7 +197,8 @@ class MisbehavingReader:
 
 def _describe(dataset: Any, task: Any) -> None:  # Any: one of the above, TaskData
     """Give dataset what the inner one says of itself."""
-    dataset.num_classes, dataset.classes = task.num_classes, list(task.class_names)
+    if task.num_classes:
+        dataset.num_classes, dataset.classes = task.num_classes, list(task.class_names)
     dataset.uses_randomness = getattr(task.train, "uses_randomness", True)
     if (collate := getattr(task.train, "collate_fn", None)) is not None:
         dataset.collate_fn = collate
@@ -211,7 +212,7 @@ def _read(dataset: Any, index: int, read: Callable[[], Any], *, is_worker: bool)
     moments.step += is_worker  # WHY: a worker has no optimizer that counts steps
     sample = read()
     for injection in moments.bad_samples(index):
-        sample = injectors.spoil(injection.kind, sample, dataset.num_classes)
+        sample = injectors.spoil(injection.kind, sample, getattr(dataset, "num_classes", 0))
     return sample
 
 
