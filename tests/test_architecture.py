@@ -41,7 +41,7 @@ MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 6
 # needs more takes it from what docs/PROMISES.md does not name.
 BUDGETS = {
     "ddp_training.py": 450,
-    "ddp_doctor/*": 12_900,
+    "ddp_doctor/*": 13_000,
     "hardened_ddp/diagnosis/*": 3_400,
     "hardened_ddp/*": 34_000,
     "drills/*": 2_700,
