@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests import ranks
+from tests.harness import ranks
+from tests.harness.leftovers import leaves_nothing_behind
+from tests.harness.marks import slow_after
 from tests.hostile import shuffled
-from tests.leftovers import leaves_nothing_behind
-from tests.marks import slow_after
 
 if TYPE_CHECKING:
     from xdist.remote import Producer

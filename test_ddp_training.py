@@ -4,7 +4,8 @@
     python test_ddp_training.py [--all | --soak] [pytest's own arguments]     see tests/stages.py
 
 Commands run as real torchrun and python where those are the point, and on forked ranks
-(tests/ranks.py) where only the script is. Everything is written under pytest's temporary folder.
+(tests/harness/ranks.py) where only the script is. Everything is written under pytest's temporary
+folder.
 """
 
 import json
@@ -17,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import Command
-from tests.marks import slow_after
-from tests.processes import ROOT, kill
-from tests.ranks import (
+from tests.harness.commands import Command
+from tests.harness.marks import slow_after
+from tests.harness.processes import ROOT, kill
+from tests.harness.ranks import (
     Completed,
     Finished,
     Program,
@@ -33,7 +34,7 @@ from tests.ranks import (
     train,
     train_as_typed,
 )
-from tests.run_folder import (
+from tests.harness.run_folder import (
     find_checkpoints,
     find_runs,
     fingerprints,

@@ -5,7 +5,8 @@
 
 Both are measured in one run of torchrun --max_restarts=1, from outside: a step is done when its
 line stands in metrics.jsonl. The killed rank changes from round to round: 0, 1, 0, ...
-Does not own: what is saved meanwhile (tests/test_survivor_save.py proves that no step is lost).
+Does not own: what is saved meanwhile; tests/training/test_survivor_save.py proves that no step is
+lost.
 """
 
 import argparse

@@ -1,2 +1,4 @@
-"""The tests of the layers and of the architecture. Ranks, commands, the check for leftovers:
-ranks.py, commands.py, leftovers.py. The user-level contract is ../test_ddp_training.py."""
+"""Tests, in folders by what they test: a layer of the trainer, a product, a promise, the documents.
+
+harness/ has ranks, commands and the check for leftovers. What users meet: ../test_ddp_training.py.
+"""

@@ -12,6 +12,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ddp_doctor.audit.catalogue import OBSERVED, SOURCE, Kind
@@ -23,7 +24,7 @@ from docs.pictures.draw import write_all
 from drills.fault import Fault
 from drills.faults import all_faults
 from hardened_ddp.settings.record import template
-from tests.processes import ROOT
+from tests.harness.processes import ROOT
 
 README, TROUBLES, CONTRIBUTING = "README.md", "DDP_TROUBLESHOOTING.md", "CONTRIBUTING.md"
 GLOSSARY, READING = "docs/GLOSSARY.md", "docs/READING_ORDER.md"
@@ -172,7 +173,10 @@ FAULTS = {
         "newest checkpoint cut in half",
         "torn-checkpoint",
     ),
-    "resume on 1 rank instead of 2": ("resume on 1 rank instead of 2", "tests/test_restarts.py"),
+    "resume on 1 rank instead of 2": (
+        "resume on 1 rank instead of 2",
+        "tests/promises/test_restarts.py",
+    ),
     "out of memory in forward on rank 1, once": ("one rank out of memory", "memory-forward"),
     "rank 1 hangs in forward, once; torchrun --max_restarts=1": ("one rank hangs", "hang-forward"),
     "NaN loss on rank 1, once": ("NaN on one rank", "nan-once"),
@@ -304,13 +308,14 @@ def anchor_of(title: str) -> str:
 
 
 def promised() -> dict[str, list[str]]:
-    """Give each promise with its tests, which are in tests/ unless they are at the top."""
+    """Give each promise with its tests, which are in tests/ or at the top."""
+    places = {path.name: path for path in (ROOT / "tests").rglob("test_*.py")}
     found: dict[str, list[str]] = {}
     for promise, tests in table_rows(PROMISES, cells=2):
         file = ""
         for told, name in re.findall(r"`([\w./]*)(::[^`]+)`", tests):
             file = told or file  # the next test of the same file is told without it
-            place = file if (ROOT / file).is_file() else f"tests/{file}"
+            place = places.get(Path(file).name, ROOT / file).relative_to(ROOT).as_posix()
             found.setdefault(promise, []).append(place + name)
     return found
 

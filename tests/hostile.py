@@ -29,8 +29,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
+from tests.harness.processes import ROOT, kill_marked
 from tests.mutate import copy_tree
-from tests.processes import ROOT, kill_marked
 
 T = TypeVar("T")
 AGAIN = "./launch_examples.sh test --hostile"

@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.harness.processes import ROOT, clean_environment
 from tests.mutations import MUTATIONS, Mutation
-from tests.processes import ROOT, clean_environment
 
 TIMEOUT_S = 900.0
 _FAILED, _NONE_SELECTED = 1, 5  # exit statuses of pytest

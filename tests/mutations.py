@@ -16,37 +16,50 @@ class Mutation(NamedTuple):
 
 
 SAMPLER, LEDGER, DATASETS = (
-    "tests/test_sampler.py",
-    "tests/test_ledger.py",
-    "tests/test_datasets.py",
+    "tests/data/test_sampler.py",
+    "tests/data/test_ledger.py",
+    "tests/data/test_datasets.py",
 )
 LOADER, FAULTS, DOWNLOAD = (
-    "tests/test_loader.py",
-    "tests/test_data_faults.py",
-    "tests/test_download.py",
+    "tests/data/test_loader.py",
+    "tests/data/test_data_faults.py",
+    "tests/data/test_download.py",
 )
 REPORTING, GOODPUT, NUMBERS = (
-    "tests/test_reporting.py",
-    "tests/test_goodput.py",
-    "tests/test_numbers.py",
+    "tests/reporting/test_reporting.py",
+    "tests/reporting/test_goodput.py",
+    "tests/guard/test_numbers.py",
 )
-FILES, HOSTILE = "tests/test_checkpoint_files.py", "tests/test_checkpoint_hostile.py"
-CRASHES, TENSORS = "tests/test_checkpoint_crashes.py", "tests/test_checkpoint_tensors.py"
-SNAPSHOT, EXPORT = "tests/test_checkpoint_snapshot.py", "tests/test_checkpoint_export.py"
-HANGS, LAUNCH, REPLICA = "tests/test_hangs.py", "tests/test_launch.py", "tests/test_replica.py"
-ENVIRONMENTS, LOCK = "tests/test_launcher_environments.py", "tests/test_run_lock.py"
+FILES, HOSTILE = (
+    "tests/checkpoint/test_checkpoint_files.py",
+    "tests/checkpoint/test_checkpoint_hostile.py",
+)
+CRASHES, TENSORS = (
+    "tests/checkpoint/test_checkpoint_crashes.py",
+    "tests/checkpoint/test_checkpoint_tensors.py",
+)
+SNAPSHOT, EXPORT = (
+    "tests/checkpoint/test_checkpoint_snapshot.py",
+    "tests/export/test_checkpoint_export.py",
+)
+HANGS, LAUNCH, REPLICA = (
+    "tests/guard/test_hangs.py",
+    "tests/ranks/test_launch.py",
+    "tests/model/test_replica.py",
+)
+ENVIRONMENTS, LOCK = "tests/ranks/test_launcher_environments.py", "tests/training/test_run_lock.py"
 SHARED, OPTIMIZER, STEPS = (
-    "tests/test_shared_sum.py",
-    "tests/test_optimizer.py",
-    "tests/test_steps.py",
+    "tests/ranks/test_shared_sum.py",
+    "tests/model/test_optimizer.py",
+    "tests/step/test_steps.py",
 )
-OWN_OPTIMIZERS = "tests/test_own_optimizers.py"
+OWN_OPTIMIZERS = "tests/model/test_own_optimizers.py"
 PUT_BACK = f"{OWN_OPTIMIZERS} -k 'put_back or taken_back'"
-DOCTOR, FORMATS = "tests/test_doctor.py", "tests/test_export_formats.py"
+DOCTOR, FORMATS = "tests/runs/test_doctor.py", "tests/export/test_export_formats.py"
 PROBLEMS, SETTINGS, FORMAT = (
-    "tests/test_settings_problems.py",
-    "tests/test_settings.py",
-    "tests/test_memory_format.py",
+    "tests/settings/test_settings_problems.py",
+    "tests/settings/test_settings.py",
+    "tests/model/test_memory_format.py",
 )
 
 MUTATIONS = [
@@ -145,7 +158,7 @@ MUTATIONS = [
         "ranks/rendezvous.py",
         'store.set(f"{round_id}/refused", json.dumps(conflict))',
         "pass",
-        f"{LAUNCH} tests/test_restarts.py",
+        f"{LAUNCH} tests/promises/test_restarts.py",
     ),
     Mutation(
         "ranks/group.py",
@@ -231,7 +244,7 @@ MUTATIONS = [
         "checkpoint/verify.py",
         "is_open = bool(status.st_mode & stat.S_IWOTH)",
         "is_open = False",
-        "tests/test_checkpoint_faults.py",
+        "tests/checkpoint/test_checkpoint_faults.py",
     ),
     Mutation(
         "checkpoint/manifest.py",
@@ -285,7 +298,7 @@ MUTATIONS = [
         "guard/stop.py",
         "(self.folder / STOP_FILE).unlink(missing_ok=True)",
         "pass",
-        f"{LAUNCH} tests/test_restarts.py test_ddp_training.py -k 'stop'",
+        f"{LAUNCH} tests/promises/test_restarts.py test_ddp_training.py -k 'stop'",
     ),
     # model
     Mutation(
@@ -308,7 +321,7 @@ MUTATIONS = [
         "data/batch.py",
         "    if batch.read_part is not None:",
         "    if batch is None:",
-        "tests/test_collate.py",
+        "tests/data/test_collate.py",
     ),
     Mutation(
         "model/schedule.py",
@@ -347,13 +360,13 @@ MUTATIONS = [
         "model/padding.py",
         "with watching(trial.model, group, refuses=True):",
         "with watching(trial.model, group):",
-        "tests/test_length_split.py",
+        "tests/data/test_length_split.py",
     ),
     Mutation(
         "model/torchvision_models.py",
         "mean_weight = first.weight.sum(dim=1, keepdim=True) / channels",
         "mean_weight = first.weight.mean(dim=1, keepdim=True) / channels",
-        "tests/test_zoo.py",
+        "tests/model/test_zoo.py",
     ),
     # diagnosis
     Mutation("diagnosis/machine.py", "if hard != unlimited and hard < 4096:", "if False:", DOCTOR),

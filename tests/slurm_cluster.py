@@ -20,9 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.commands import Completed, run_command
-from tests.processes import clean_environment, deadline, limit_of
-from tests.ranks import held_port
+from tests.harness.commands import Completed, run_command
+from tests.harness.processes import clean_environment, deadline, limit_of
+from tests.harness.ranks import held_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun")
 POLL_S = 0.2

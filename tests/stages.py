@@ -5,7 +5,7 @@
     python test_ddp_training.py --hostile [--seed N]    the first under what new machines do
     python test_ddp_training.py --soak [--for 30m] [--seed N]
                                                    random faults, again and again, until Ctrl-C
-    python test_ddp_training.py tests/test_loader.py -x    these tests, slow ones too
+    python test_ddp_training.py tests/data/test_loader.py -x    these tests, slow ones too
 
 All other arguments are pytest's. Owns: the choice of a stage, and the rounds of a soak.
 Does not own: which tests are slow (their marks), what runs side by side (conftest.py), and what
@@ -24,15 +24,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.processes import ROOT
 from tests.hostile import run_hostile
-from tests.processes import ROOT
 
 CONFIGURED = ("-c", str(ROOT / "pyproject.toml"))
 EVERYWHERE = (str(ROOT / "test_ddp_training.py"), str(ROOT / "tests"))
 SOAKED = (
-    "tests/test_chaos.py::test_faults_at_random_moments_end_in_the_weights_of_the_undisturbed_run",
-    "tests/test_fault_plans.py::test_ten_faults_in_a_hundred_steps_leave_no_trace",
-    "tests/test_restarts.py::test_ten_of_ten_restarts_go_on_at_the_next_step",
+    "tests/promises/test_chaos.py::test_faults_at_random_moments_end_in_the_weights_of_the_undisturbed_run",
+    "tests/promises/test_fault_plans.py::test_ten_faults_in_a_hundred_steps_leave_no_trace",
+    "tests/promises/test_restarts.py::test_ten_of_ten_restarts_go_on_at_the_next_step",
 )
 """Of these, a soak does one round after the other."""
 

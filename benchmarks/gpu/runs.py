@@ -29,7 +29,7 @@ _BYTES_PER_PARAMETER = 12  # weight and two of AdamW, in fp32
 
 
 def first_tests(*, dry: bool, ends_at: float) -> Iterator[Row]:
-    """Run the checks, and on a GPU tests/test_gpu.py."""
+    """Run the checks, and on a GPU tests/step/test_gpu.py."""
     flags = ["--device", "cpu"] if dry else []
     done = run(["python", "-m", "benchmarks.gpu.checks", *flags], limit_s=_left(ends_at))
     lines = [
@@ -44,9 +44,9 @@ def first_tests(*, dry: bool, ends_at: float) -> Iterator[Row]:
     if dry:
         return
     if find_spec("pytest") is None:
-        yield Row("tests/test_gpu.py", "pytest is not installed (requirements-dev.txt)", OPEN)
+        yield Row("tests/step/test_gpu.py", "pytest is not installed (requirements-dev.txt)", OPEN)
         return
-    command = ["python", "-m", "pytest", "-v", "-rA", "tests/test_gpu.py"]
+    command = ["python", "-m", "pytest", "-v", "-rA", "tests/step/test_gpu.py"]
     # WHY: the ranks are forked from a process that has torch, which must not start the driver
     env = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "PYTEST_ADDOPTS": "", "PYTHONUNBUFFERED": "1"}
     done = run(command, limit_s=_left(ends_at), env=env)
@@ -55,7 +55,7 @@ def first_tests(*, dry: bool, ends_at: float) -> Iterator[Row]:
     for name, word in found.items():
         yield Row(name, "" if word == "PASSED" else word.lower(), _VERDICTS.get(word, MISS))
     if not found or set(found.values()) != {"PASSED"} or done.status:
-        yield _verdict("tests/test_gpu.py", done)
+        yield _verdict("tests/step/test_gpu.py", done)
 
 
 def faults(*, dry: bool, ends_at: float) -> Iterator[Row]:

@@ -2,7 +2,7 @@
 
 Owns: the pictures of docs/CONCEPTS.md and docs/READING_ORDER.md, and the curves of the first run
 (from docs/first_run.txt). What was lost at each fault is read from docs/PEERS_ON_FAULTS.md.
-tests/test_docs.py compares the files with what is drawn here.
+tests/docs/test_docs.py compares the files with what is drawn here.
 """
 
 import re

@@ -13,9 +13,9 @@ from ddp_doctor.audit.injected.recorder import Recorder, user_line
 from ddp_doctor.audit.program import BUSY_STALLS, hangs
 from ddp_doctor.audit.records import Follower, read_ranks
 from tests.audit.programs import MISTAKES, PLAIN, Case
-from tests.commands import Completed, run_command
-from tests.processes import ROOT
-from tests.ranks import held_port, run_program
+from tests.harness.commands import Completed, run_command
+from tests.harness.processes import ROOT
+from tests.harness.ranks import held_port, run_program
 
 SPAWNED = PLAIN.replace("def main():\n", "def main(rank):\n    world_size = 2\n")
 SPAWNED = SPAWNED.replace('("gloo")', '("gloo", rank=rank, world_size=world_size)')

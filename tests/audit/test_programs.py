@@ -15,8 +15,8 @@ from ddp_doctor.audit.judge import judge
 from ddp_doctor.audit.records import Ranks, read_ranks
 from ddp_doctor.audit.verdict import Verdict
 from tests.audit.programs import HEALTHY, LOOP, MISTAKES, NEEDS, WRAP, Case
-from tests.processes import ROOT, clean_environment, limit_of
-from tests.ranks import held_port
+from tests.harness.processes import ROOT, clean_environment, limit_of
+from tests.harness.ranks import held_port
 
 LIMIT_S = 40
 

@@ -17,7 +17,7 @@ from ddp_doctor.terminal import printable
 from hardened_ddp import errors
 from hardened_ddp.ranks.phase import FIRST_WAIT, Phase
 from hardened_ddp.settings import wording
-from tests.processes import ROOT
+from tests.harness.processes import ROOT
 
 LOG = """\
 [rank1]: Traceback (most recent call last):

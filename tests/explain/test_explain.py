@@ -21,8 +21,8 @@ from tests.explain import healthy
 from tests.explain.composed import LOGS, PEER, Composed, block_of, log_of, timeouts, traceback_of
 from tests.explain.explained import code_of, explain, explain_text, rank_of
 from tests.explain.variants import FORMS
-from tests.marks import slow_after
-from tests.processes import ROOT, clean_environment
+from tests.harness.marks import slow_after
+from tests.harness.processes import ROOT, clean_environment
 
 SPOKEN_BY_RANK = 3
 KEY_ERROR = traceback_of("KeyError: 'label'")

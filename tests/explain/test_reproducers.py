@@ -11,7 +11,7 @@ from tests.explain import reproducers
 from tests.explain.explained import code_of, explain, explain_text, rank_of
 from tests.explain.reproducers import Reproducer
 from tests.explain.variants import FORMS
-from tests.processes import ROOT, clean_environment
+from tests.harness.processes import ROOT, clean_environment
 
 pytestmark = pytest.mark.slow
 _LIMIT_S = 900

@@ -1,0 +1,144 @@
+"""The benchmark of faults: its arithmetic, its words, and that it lists what it has."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults.account import (
+    Line,
+    Start,
+    count_lost_steps,
+    count_samples,
+    first_poisoned_step,
+    kept_lines,
+    read_starts,
+    seconds_to_next_step,
+)
+from benchmarks.faults.cases import FAULTS, TOTAL_STEPS
+from benchmarks.faults.running import Attempt, Observed
+from benchmarks.faults.table import describe, figures_of, markdown
+from tests.harness.commands import run_command
+
+# 2 ranks, 4 samples, one of each per step: an epoch is 2 steps.
+EPOCH = [((0, 1), (2, 3)), ((2, 0), (1, 3))]
+
+
+def make_start(run: int, steps: dict[int, tuple[int, ...]], *, at: float = 0.0) -> Start:
+    """One line per step, with the ids of all ranks."""
+    lines = [Line(step, at + step, True, ids) for step, ids in steps.items()]
+    return Start(run, 0, tuple(lines))
+
+
+def test_a_start_takes_back_what_earlier_ones_did_beyond_it() -> None:
+    first = make_start(0, {1: (0, 1), 2: (2, 3), 3: (0, 3)})
+    second = make_start(1, {3: (0, 2), 4: (1, 3)})
+    assert count_lost_steps([first, second]) == 1
+    assert [line.ids for line in kept_lines([first, second])] == [(0, 1), (2, 3), (0, 2), (1, 3)]
+    samples = count_samples(kept_lines([first, second]), num_samples=4, num_epochs=2)
+    assert samples == (0, 0)
+
+
+def test_a_start_that_goes_back_behind_two_others_takes_both_back() -> None:
+    starts = [
+        make_start(0, {1: (0, 1), 2: (2, 3)}),
+        make_start(1, {3: (0, 1), 4: (2, 3)}),
+        make_start(2, {2: (2, 3)}),
+    ]
+    assert count_lost_steps(starts) == 3
+    assert [(line.step, line.ids) for line in kept_lines(starts)] == [(1, (0, 1)), (2, (2, 3))]
+
+
+def test_samples_too_often_and_missing_are_counted_apart() -> None:
+    lines = [Line(1, 0, True, (0, 1)), Line(2, 0, True, (0, 0))]
+    assert count_samples(lines, num_samples=4, num_epochs=1) == (2, 2)
+
+
+def test_lines_of_both_ranks_are_read_and_a_cut_one_is_left_out(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        lines = [
+            json.dumps({"step": step, "time": step, "finite": step < 2, "ids": ids[rank]})
+            for step, ids in enumerate(EPOCH, start=1)
+        ]
+        text = "\n".join(lines) + '\n{"step": 3, "ti'
+        (tmp_path / f"steps-0-0-rank-{rank}.jsonl").write_text(text, encoding="ascii")
+    (tmp_path / "steps-1-0-rank-0.jsonl").touch()  # a start that did no step
+    [start] = read_starts(tmp_path)
+    assert (start.first, start.last, len(start.lines)) == (1, 2, 4)
+    assert count_samples(start.lines, num_samples=4, num_epochs=2) == (0, 0)
+    assert first_poisoned_step(start.lines) == 2
+
+
+def test_time_runs_from_the_fault_to_the_next_step() -> None:
+    starts = [make_start(0, {1: (0,), 2: (1,)}), make_start(1, {3: (2,)}, at=10)]
+    assert seconds_to_next_step(starts, 5.0) == 8.0
+    assert seconds_to_next_step(starts, 20.0) is None
+
+
+def observed(*statuses: int | None, starts: list[Start], fault: str = "kill") -> Observed:
+    attempts = [Attempt(status=s, wall_s=1.0, num_orphans=0, error="") for s in statuses]
+    return Observed("bare", FAULTS[fault], attempts, starts, fault_time=0.0)
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (
+            observed(
+                1, 0, starts=[make_start(0, {1: ()}), make_start(1, {2: (), TOTAL_STEPS: ()})]
+            ),
+            "ended with status 1; second start resumed at step 2",
+        ),
+        (
+            observed(None, 1, starts=[make_start(0, {1: ()})]),
+            "hung (no step for 60 s, killed); second start: ended with status 1, without a step",
+        ),
+        (
+            observed(0, starts=[make_start(0, {1: (), TOTAL_STEPS: ()})]),
+            "went on to the end by itself",
+        ),
+        (
+            observed(0, 0, starts=[make_start(0, {1: ()}), make_start(1, {TOTAL_STEPS: ()})]),
+            f"stopped with status 0 after step 1; second start resumed at step {TOTAL_STEPS}",
+        ),
+        (
+            observed(1, 1, starts=[make_start(0, {5: ()}), make_start(1, {1: ()})]),
+            "ended with status 1; second start began anew at step 1, then ended with status 1",
+        ),
+    ],
+    ids=range(5),
+)
+def test_what_happened_is_said(seen: Observed, words: str) -> None:
+    assert describe(seen) == words
+
+
+def test_a_fault_that_never_came_is_no_result() -> None:
+    seen = observed(0, starts=[make_start(0, {TOTAL_STEPS: ()})])
+    seen.fault_time = None
+    row = figures_of(seen)
+    assert row["happened"] == "no fault came: ended with status 0"
+    assert row["steps_lost"] is None
+
+
+def test_a_run_that_did_not_end_has_no_count_of_samples() -> None:
+    row = figures_of(observed(1, 1, starts=[make_start(0, {1: ()})]))
+    assert row["surplus"] is row["missing"] is row["seconds"] is None
+
+
+def test_each_fault_has_a_table_with_a_cell_for_each_figure() -> None:
+    first, second = make_start(0, {1: (), 2: ()}), make_start(1, {2: (), TOTAL_STEPS: ()})
+    row = figures_of(observed(1, 0, starts=[first, second]))
+    other = figures_of(observed(1, 1, starts=[first], fault="nan")) | {"contender": "trainer"}
+    parts = markdown([other, row], FAULTS).split("\n\n")
+    assert parts[0] == f"### {FAULTS['kill'].title}"
+    assert parts[2] == f"### {FAULTS['nan'].title}"
+    table, other_table = parts[1].splitlines(), parts[3].splitlines()
+    assert len({line.count("|") for line in [*table, *other_table]}) == 1
+    assert table[2].startswith("| bare | ended with status 1; second start resumed at step 2 | 1 |")
+    assert other_table[2].endswith("| - | - | - |")
+
+
+def test_the_benchmark_lists_its_faults() -> None:
+    argv = ["python", "benchmarks/peer_faults.py", "--list"]
+    listed = run_command(argv, timeout_s=20).ok().stdout
+    assert all(f"{name} " in listed for name in FAULTS)

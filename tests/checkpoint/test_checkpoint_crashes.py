@@ -1,0 +1,292 @@
+"""Checkpoints under fire: a crash at any call, full and broken disks, other writers."""
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardened_ddp.checkpoint.disk import Disk
+from hardened_ddp.checkpoint.files import CheckpointStore
+from hardened_ddp.checkpoint.verify import Found, Rejected, probe_folder
+from hardened_ddp.errors import CheckpointError, RunFolderError
+from tests.checkpoint_states import assert_holds, write_step
+from tests.harness.forks import run_forked
+from tests.harness.marks import slow_after
+
+CRASHED = 9
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=3)
+
+
+# --- crashes -------------------------------------------------------------------------------------
+
+
+class DyingDisk:
+    """A disk under which the process dies at the k-th call, or in the middle of it."""
+
+    def __init__(self, dies_at: int, *, in_the_middle: bool) -> None:
+        self.num_calls = 0
+        self._dies_at = dies_at
+        self._in_the_middle = in_the_middle
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            self.num_calls += 1
+            if self.num_calls == self._dies_at:
+                if self._in_the_middle:
+                    half = (args[1][: len(args[1]) // 2],) if name == "write" else args[1:]
+                    getattr(Disk(), name)(args[0], *half)
+                os._exit(CRASHED)
+            return getattr(Disk(), name)(*args)
+
+        return call
+
+
+def prepare_first(root: Path) -> None:
+    root.parent.mkdir(parents=True)
+
+
+def prepare_full(root: Path) -> None:
+    """Leave a best one, an old one that the next write prunes, and a leftover of a dead writer."""
+    store = CheckpointStore(root, keep_last=3)
+    write_step(store, 1)
+    write_step(store, 2, best={"value": 0.5})
+    write_step(store, 3)
+    (root / ".partial-step-000000009-000000000000-1-1").mkdir()
+    os.utime(root / ".partial-step-000000009-000000000000-1-1", (1, 1))
+
+
+def prepare_broken(root: Path) -> None:
+    """Leave a valid one, and a broken one of the step that is written next."""
+    store = CheckpointStore(root, keep_last=3)
+    write_step(store, 3)
+    os.truncate(write_step(store, 4) / "state.safetensors", 100)
+
+
+@pytest.mark.parametrize("in_the_middle", [False, True], ids=["before a call", "in a call"])
+@pytest.mark.parametrize("prepare", slow_after(1, [prepare_full, prepare_first, prepare_broken]))
+def test_a_crash_at_any_call_leaves_the_old_or_the_new_checkpoint(
+    tmp_path: Path, prepare: Callable[[Path], None], in_the_middle: bool
+) -> None:
+    template = tmp_path / "template" / "checkpoints"
+    prepare(template)
+    before = CheckpointStore(template, keep_last=1)
+    old, old_best = before.find_valid()[0], before.best_step()
+    outcomes = set()
+    for dies_at in range(1, 200):
+        root = tmp_path / f"run-{dies_at}" / "checkpoints"
+        shutil.copytree(template.parent, root.parent)
+        disk: Any = DyingDisk(dies_at, in_the_middle=in_the_middle)
+        dying = CheckpointStore(root, keep_last=1, disk=disk)
+        status = run_forked(lambda dying=dying: write_step(dying, 4, best={"value": 0.7}))
+        after = CheckpointStore(root, keep_last=1)
+        found, _ = after.find_valid()
+        verdicts = [after.verify(root / f"step-{step:09d}") for step in after.steps()]
+        num_broken = sum(isinstance(verdict, Rejected) for verdict in verdicts)
+        assert num_broken <= (prepare is prepare_broken), "half of one is left"
+        if found is not None:
+            assert_holds(after, found)
+        outcomes.add(found.step if found else None)
+        assert found is not None or old is None
+        best = after.best_step()
+        assert best in {old_best, 4, None} - ({None} if old_best else set())
+        if best is not None:
+            assert isinstance(after.verify(root / f"step-{best:09d}"), Found)
+        # the next start clears up and goes on
+        assert run_forked(lambda after=after: write_step(after, 5, best={"value": 0.9})) == 0
+        last, rejected = after.find_valid()
+        assert last is not None
+        assert last.step == 5
+        assert rejected == []
+        assert sorted(os.listdir(root)) == ["best.json", "step-000000005"]
+        shutil.rmtree(root.parent)
+        if status == 0:
+            break
+        assert status == CRASHED
+    assert status == 0
+    assert dies_at > 15, "the write made fewer calls than a safe one can"
+    assert outcomes == {old.step if old else None, 4}
+
+
+# --- full disks ----------------------------------------------------------------------------------
+
+
+class FailingDisk:
+    """A disk on which calls of one name fail, after the first few."""
+
+    def __init__(self, name: str, number: int, *, after: int = 0, times: int = 1) -> None:
+        self._name = name
+        self._number = number
+        self._after = after
+        self._times = times
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            if name == self._name:
+                self._after -= 1
+                if self._after < 0 < self._times:
+                    self._times -= 1
+                    raise OSError(self._number, os.strerror(self._number))
+            return getattr(Disk(), name)(*args)
+
+        return call
+
+
+def failing_store(root: Path, disk: Any) -> CheckpointStore:
+    return CheckpointStore(root, keep_last=3, disk=disk)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize(
+    ("call", "after"),
+    [("make_folder", 0), ("create", 0), ("write", 0), ("write", 2), ("create", 1)],
+)
+def test_a_full_disk_costs_the_oldest_checkpoint_and_the_write_goes_on(
+    store: CheckpointStore, number: int, call: str, after: int
+) -> None:
+    for step in (1, 2, 3):
+        write_step(store, step, best={"value": 1.0} if step == 1 else None)
+    full = failing_store(store.root, FailingDisk(call, number, after=after))
+    write_step(full, 4)
+    assert store.steps() == [4, 3, 1]
+    found, _ = store.find_valid()
+    assert found is not None
+    assert_holds(store, found)
+
+
+def test_a_course_that_was_left_goes_first_when_the_disk_is_full(store: CheckpointStore) -> None:
+    for step in (1, 2, 3):
+        write_step(store, step)
+    store.discard_newer(2)
+    write_step(failing_store(store.root, FailingDisk("write", errno.ENOSPC)), 3)
+    assert store.steps() == [3, 2, 1]
+    assert not list(store.root.glob("discarded*"))
+
+
+@pytest.mark.parametrize("call", ["write", "sync", "rename", "create", "sync_folder"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_a_disk_that_stays_broken_is_an_error_and_the_newest_and_best_stay(
+    store: CheckpointStore, call: str, number: int
+) -> None:
+    write_step(store, 1, best={"value": 1.0})
+    write_step(store, 2)
+    broken = failing_store(store.root, FailingDisk(call, number, times=99))
+    with pytest.raises(CheckpointError, match=os.strerror(number)) as caught:
+        write_step(broken, 3)
+    if number == errno.ENOSPC:
+        needed = r"\d{4} bytes are needed, and \d+ are free now: another program gave them back, or"
+        assert caught.match(needed)
+    assert store.steps()[-2:] == [2, 1]
+    found, rejected = store.find_valid()
+    assert found is not None
+    assert rejected == []
+    write_step(store, 4)
+    assert not list(store.root.glob(".*"))
+
+
+def test_a_file_that_hits_the_limit_of_the_shell_is_an_error_that_says_so(
+    store: CheckpointStore,
+) -> None:
+    for step in (1, 2):
+        write_step(store, step)
+
+    def write_limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+        with pytest.raises(
+            CheckpointError, match=r"File too large: \d+ bytes are needed"
+        ) as caught:
+            write_step(store, 3, size=2**16)
+        assert "ulimit" in caught.value.fix
+
+    assert run_forked(write_limited) == 0
+    assert store.steps() == [2]
+    assert not list(store.root.glob(".*"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a real disk of 3 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=3m,mode=700", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, timeout=60).returncode != 0:
+        pytest.skip("needs the right to mount a small tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True, timeout=60)
+
+
+def test_a_real_full_disk_keeps_the_newest_and_the_best(small_disk: Path) -> None:
+    store = CheckpointStore(small_disk / "checkpoints", keep_last=9)
+    size = 2**18  # float32: 1 MiB
+    for step in (1, 2, 3):
+        write_step(store, step, size=size)
+    assert store.steps() == [3, 2]
+    store.mark_best(2, {"value": 0.5})
+    with pytest.raises(CheckpointError, match=r"No space left.*104\d{4} bytes are needed"):
+        write_step(store, 4, size=size)
+    assert store.steps() == [3, 2]
+    found, rejected = store.find_valid()
+    assert found is not None
+    assert rejected == []
+    assert_holds(store, found, size=size)
+    (small_disk / "filler").write_bytes(b"x" * 2**19)
+    with pytest.raises(OSError, match="No space"):
+        (small_disk / "rest").write_bytes(b"x" * 2**21)
+    with pytest.raises(RunFolderError, match="No space left"):
+        probe_folder(small_disk / "checkpoints")
+    assert not list(store.root.glob(".*"))
+
+
+# --- other writers -------------------------------------------------------------------------------
+
+
+class OvertakenDisk:
+    """A disk on which another process commits the same step just before our rename."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            if name == "rename":
+                assert (
+                    run_forked(lambda: write_step(CheckpointStore(self._root, keep_last=3), 1)) == 0
+                )
+            return getattr(Disk(), name)(*args)
+
+        return call
+
+
+def test_of_two_survivors_that_save_one_step_both_succeed(store: CheckpointStore) -> None:
+    path = write_step(failing_store(store.root, OvertakenDisk(store.root)), 1)
+    found = store.verify(path)
+    assert isinstance(found, Found)
+    assert_holds(store, found)
+    assert os.listdir(store.root) == [path.name]
+
+
+class ForgetfulDisk:
+    """A disk that renames, and says that it did not: NFS when the reply gets lost."""
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> Any:
+            result = getattr(Disk(), name)(*args)
+            if name == "rename":
+                raise FileNotFoundError(errno.ENOENT, "lost reply")
+            return result
+
+        return call
+
+
+def test_a_rename_that_worked_and_reported_an_error_counts(store: CheckpointStore) -> None:
+    path = write_step(failing_store(store.root, ForgetfulDisk()), 1)
+    assert isinstance(store.verify(path), Found)

@@ -1,0 +1,670 @@
+"""Faults of the data path: dead workers, full shared memory, failing storage, bad samples.
+
+Each ends in the batches, or the weights, of a run without it; or in exactly the bad samples left
+out, by name. Workers that are lost in simpler ways: test_loader.py.
+"""
+
+import ctypes
+import errno
+import faulthandler
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import urllib.error
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from hardened_ddp.data import read_errors, worker_pool
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.checks import Checks
+from hardened_ddp.data.fetch import Fetcher
+from hardened_ddp.data.loader import TrainLoader
+from hardened_ddp.data.memory import MemoryImages
+from hardened_ddp.data.read_errors import RetryReport, file_of, is_transient
+from hardened_ddp.data.worker_fallback import WorkerFallback, WorkerLevel
+from hardened_ddp.errors import LoaderError
+from tests.harness.marks import slow_after
+from tests.harness.processes import HOUR_S
+from tests.harness.ranks import run_program, run_ranks, train
+from tests.harness.run_folder import last_tensors, only_run, read_summary
+from tests.harness.scripted import (
+    MARKED,
+    SIZE,
+    Act,
+    Listed,
+    Scripted,
+    Whole,
+    bad_numbers,
+    content,
+    make_loader,
+    read,
+)
+from tests.plugins import cause_fault
+
+CLONE_NEWNS = 0x00020000  # of linux/sched.h
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_errors, "WAITS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(worker_pool, "POLL_S", 0.1)
+
+
+def undisturbed(epoch: int = 0) -> dict[int, tuple[float, ...]]:
+    return content(read(make_loader(Scripted()), epoch))
+
+
+# Workers that end, each in its own way, once.
+
+
+def _first_time(flag: Path) -> bool:
+    is_first = not flag.exists()
+    flag.touch()
+    return is_first
+
+
+def abort_once(flag: Path) -> None:
+    if _first_time(flag):
+        faulthandler.disable()  # its report would stand in the output of the tests
+        os.abort()
+
+
+def leave_once_without_a_word(flag: Path) -> None:
+    if _first_time(flag):
+        os._exit(0)
+
+
+def strike_once(kind: str, flag: Path) -> None:
+    if _first_time(flag):
+        cause_fault(kind)
+
+
+def strike_always(kind: str, flag: Path) -> None:
+    cause_fault(kind)
+
+
+ENDS: dict[str, tuple[Act, str]] = {
+    "segfault": (partial(strike_once, "segfault"), "SIGSEGV"),
+    "leave without a word": (leave_once_without_a_word, "exit status 0"),
+    "abort": (abort_once, "SIGABRT"),
+    "leave": (partial(strike_once, "exit"), "exit status 3"),
+}
+
+
+@pytest.mark.parametrize("end", slow_after(2, ENDS))
+def test_a_worker_that_crashes_costs_nothing(
+    end: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    act, sign = ENDS[end]
+    loader = make_loader(Scripted(act, tmp_path / "flag"), 2)
+    batches = read(loader)
+    loader.close()
+    assert content(batches) == undisturbed()
+    assert bad_numbers(batches) == []
+    assert sign in caplog.text
+    assert "continuing at the same sample with 1 instead of 2 workers" in caplog.text
+
+
+def leave_politely(flag: Path) -> None:
+    sys.exit(0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_sample_that_asks_to_exit_is_a_bad_one_and_the_rank_lives(num_workers: int) -> None:
+    loader = make_loader(Scripted(leave_politely), num_workers)
+    batches = read(loader)
+    loader.close()
+    assert bad_numbers(batches) == [MARKED]
+    assert len(content(batches)) == SIZE - 1
+
+
+# Shared memory and open files.
+
+
+@pytest.mark.parametrize("num_workers", slow_after(1, [1, 2]))
+def test_after_a_bus_error_batches_come_through_pipes(
+    num_workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = make_loader(Scripted(partial(strike_once, "bus"), tmp_path / "flag"), num_workers)
+    batches = read(loader)
+    assert loader.stream.fallback.level == WorkerLevel(num_workers, shares_memory=False)
+    loader.close()
+    assert content(batches) == undisturbed()
+    assert bad_numbers(batches) == []
+    assert "SIGBUS" in caplog.text
+    assert "with pipes instead of shared memory" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_sample_with_a_bus_error_each_time_is_named(tmp_path: Path) -> None:
+    loader = make_loader(Scripted(partial(strike_always, "bus"), tmp_path / "flag"), 1)
+    batches = read(loader)
+    loader.close()
+    assert bad_numbers(batches) == [MARKED]
+    assert "SIGBUS" in next(bad.error for batch in batches for bad in batch.bad)
+    expected = undisturbed()
+    del expected[MARKED]
+    assert content(batches) == expected
+
+
+class Many(Dataset[Any]):
+    """Samples of 20 tensors of 40 KB: much shared memory, and many open files."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Any:
+        parts = {str(number): torch.full((10_000,), float(index)) for number in range(20)}
+        return {**parts, "labels": index % 3}
+
+
+def check_many(limit: str) -> str:
+    """Read all samples under a real limit; say how it went on. In a process of its own."""
+    match limit:
+        case "file size":
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        case "open files":
+            used = len(os.listdir("/proc/self/fd"))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 60, used + 60))
+        case "shared memory":
+            assert ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS) == 0
+            subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+            command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/dev/shm"]
+            subprocess.run(command, check=True)
+    loader = make_loader(Many(), 1)
+    batches = read(loader)
+    level = loader.stream.fallback.level
+    loader.close()
+    seen = []
+    for batch in batches:
+        assert batch.inputs.keys() == {str(number) for number in range(20)}
+        for tensor in batch.inputs.values():
+            assert torch.equal(tensor[:, 0], batch.indices.float())
+        seen += batch.indices.tolist()
+    assert seen == loader.sampler.order(0).take(0, SIZE).tolist()
+    return str(level)
+
+
+def may_mount() -> bool:
+    code = f"import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare({CLONE_NEWNS}))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("limit", slow_after(1, ["file size", "open files", "shared memory"]))
+def test_too_little_shared_memory_or_too_many_open_files_cost_no_sample(limit: str) -> None:
+    if limit == "shared memory" and not may_mount():
+        pytest.skip("only root can mount a small /dev/shm for one process")
+    assert run_ranks(check_many, 1, limit) == ["1 worker through pipes"]
+
+
+def test_what_comes_through_pipes_is_the_same() -> None:
+    loader = make_loader(Scripted(), 2)
+    loader.stream.fallback.go_down(WorkerLevel(2, shares_memory=False))
+    assert content(read(loader)) == undisturbed()
+    loader.close()
+
+
+def give_dead_pinning_thread(loader: TrainLoader) -> Any:
+    """Return torch's iterator; without a GPU it has no such thread, else in this place."""
+    assert loader.stream._pool is not None
+    iterator: Any = loader.stream._pool._iterator
+    iterator._pin_memory_thread = threading.Thread()
+    iterator._pin_memory_thread.start()
+    iterator._pin_memory_thread.join()
+    iterator._pin_memory_thread_done_event = threading.Event()
+    return iterator
+
+
+def test_a_worker_is_not_killed_while_it_sends_to_the_thread_that_pins_memory() -> None:
+    loader = make_loader(Scripted(), 1)
+    windows = loader.windows(0, 0)
+    assert list(next(windows)[1])
+    lock = give_dead_pinning_thread(loader)._worker_result_queue._wlock
+    loader.close()  # with the lock of the sender, or torch's thread would stay: see conftest.py
+    assert lock.acquire(timeout=30)
+    lock.release()  # a thread of the queue may need it yet, for the sign of the end
+
+
+def test_when_the_thread_that_pins_memory_is_dead_batches_come_another_way(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loader = make_loader(Scripted(), 1, loader_timeout_s=HOUR_S)
+    windows = loader.windows(0, 0)
+    batches = list(next(windows)[1])
+    iterator = give_dead_pinning_thread(loader)
+    # As if the worker had been killed while it sent: no batch comes, and torch would start a thread
+    # that waits for this lock to end the other one.
+    assert iterator._worker_result_queue._wlock.acquire(timeout=30)
+    batches += [batch for _, share in windows for batch in share]
+    loader.close()
+    assert content(batches) == undisturbed()
+    assert "the thread that pins memory has ended" in caplog.text
+
+
+# Going back up.
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_after_calm_the_loader_goes_up_one_level_at_a_time() -> None:
+    clock = Clock()
+    fallback = WorkerFallback(WorkerLevel(4), quiet_s=10, clock=clock)
+    for level in (WorkerLevel(2), WorkerLevel(2, shares_memory=False), WorkerLevel(0)):
+        fallback.go_down(level)
+    clock.now += 9
+    assert not fallback.is_quiet()
+    found = []
+    while fallback.is_low:
+        clock.now += 10
+        assert fallback.is_quiet()
+        fallback.go_up()
+        assert not fallback.is_quiet()
+        found.append(str(fallback.level))
+    assert found == ["2 workers through pipes", "2 workers", "4 workers"]
+
+
+def test_a_fault_soon_after_going_up_doubles_the_calm_that_is_asked_for() -> None:
+    clock = Clock()
+    fallback = WorkerFallback(WorkerLevel(2), quiet_s=10, clock=clock)
+    waits = []
+    for _ in range(9):
+        fallback.go_down(WorkerLevel(1))
+        clock.now += 1
+        fallback.stay()
+        waits.append(fallback.wait_s)
+        clock.now += fallback.wait_s
+        assert fallback.is_quiet()
+        fallback.go_up()
+        clock.now += 1
+    assert waits == [10, 20, 40, 80, 160, 320, 640, 640, 640]
+    clock.now += 2000  # a long calm: the next fault is another one
+    fallback.go_down(WorkerLevel(1))
+    assert fallback.wait_s == 10
+    never = WorkerFallback(WorkerLevel(2), quiet_s=0, clock=clock)
+    never.go_down(WorkerLevel(1))
+    clock.now += 10**9
+    assert not never.is_quiet()
+
+
+@pytest.mark.parametrize(
+    "low", slow_after(1, [WorkerLevel(0), WorkerLevel(1), WorkerLevel(2, shares_memory=False)])
+)
+def test_going_up_keeps_every_sample_in_its_place(
+    low: WorkerLevel, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = make_loader(Scripted(), 2, loader_quiet_s=100.0)
+    clock = Clock()
+    loader.stream.fallback = WorkerFallback(WorkerLevel(2), quiet_s=100, clock=clock)
+    loader.stream.fallback.go_down(low)
+    batches = []
+    for number, (_, share) in enumerate(loader.windows(0, 0)):
+        batches += share
+        if number == 1:
+            assert loader.stream.fallback.level == low
+            clock.now += 101
+    assert loader.stream.fallback.level == WorkerLevel(2)
+    assert content(batches) == undisturbed()
+    assert caplog.text.count("Continuing at the same sample with 2 workers instead of") == 1
+    loader.stream.fallback.go_down(low)
+    clock.now += 201  # this fault came soon, so the calm has to last twice as long
+    assert content(read(loader, 1)) == undisturbed(1)
+    assert loader.stream.fallback.level == WorkerLevel(2)
+    loader.close()
+
+
+def test_a_killed_worker_is_missed_for_a_while_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = make_loader(Scripted(abort_once, tmp_path / "flag"), 2, loader_quiet_s=0.01)
+    assert content(read(loader, 0)) == undisturbed(0)
+    assert content(read(loader, 1)) == undisturbed(1)
+    assert loader.stream.num_workers == 2
+    loader.close()
+    down = caplog.text.index("with 1 instead of 2 workers")
+    assert "with 2 workers instead of 1" in caplog.text[down:]
+
+
+# Storage that fails for a moment.
+
+
+def transient(error: Exception) -> Act:
+    """Make an act that fails twice, whoever calls it."""
+
+    def act(flag: Path) -> None:
+        num_tries = len(flag.read_text()) if flag.exists() else 0
+        flag.write_text("x" * (num_tries + 1))
+        if num_tries < 2:
+            raise error
+
+    return act
+
+
+def _wrapped() -> Exception:
+    error = ValueError("can't decode")
+    error.__cause__ = OSError(errno.EIO, "input/output error")
+    return error
+
+
+PASSING: dict[str, Exception] = {
+    "EIO": OSError(errno.EIO, "input/output error"),
+    "timeout": TimeoutError("no answer"),
+    "reset": ConnectionResetError(errno.ECONNRESET, "reset by peer"),
+    "http": urllib.error.URLError(ConnectionRefusedError(errno.ECONNREFUSED, "refused")),
+    "wrapped": _wrapped(),
+}
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_transient_errors_are_known(name: str) -> None:
+    assert is_transient(PASSING[name])
+
+
+@pytest.mark.parametrize("kind", [Scripted, Whole, Listed])
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("name", slow_after(1, PASSING))
+def test_a_read_that_fails_for_a_moment_costs_nothing(
+    name: str,
+    num_workers: int,
+    kind: type[Scripted],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loader = make_loader(kind(transient(PASSING[name]), tmp_path / "tries"), num_workers)
+    batches = read(loader)
+    loader.close()
+    assert bad_numbers(batches) == []
+    # With the same random numbers, of the samples read after it too.
+    expected = read(make_loader(kind()))
+    assert [batch.indices.tolist() for batch in batches] == [b.indices.tolist() for b in expected]
+    assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(batches, expected, strict=True))
+    assert "the storage had errors: 2 reads were retried" in caplog.text
+    assert caplog.text.count("storage had errors") == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(errno.ENOENT, "gone"),
+        PermissionError(errno.EACCES, "no"),
+        OSError("image file is truncated"),
+        ValueError("bad"),
+        OSError(errno.ENOSPC, "full"),
+    ],
+)
+def test_what_will_not_pass_is_known(error: Exception) -> None:
+    assert not is_transient(error)
+
+
+def unreachable(flag: Path) -> None:
+    raise OSError(errno.EIO, "input/output error")
+
+
+class AllUnreachable(Scripted):
+    def __getitem__(self, index: int) -> Any:
+        unreachable(self.flag)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_storage_that_is_gone_is_named_and_not_its_samples(num_workers: int) -> None:
+    loader = make_loader(AllUnreachable(), num_workers)
+    loader.sampler.batch_size = 8
+    with pytest.raises(LoaderError, match=r"could not be reached.*input/output error"):
+        read(loader)
+    loader.close()
+
+
+def test_many_retries_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    report = RetryReport(clock=clock)
+    for _ in range(100):
+        report.note(["TimeoutError: a"])
+        clock.now += 1
+    report.flush()
+    report.flush()
+    told = [record.getMessage().split()[4] for record in caplog.records]
+    assert told == ["1", "60", "39"]
+
+
+# Values that a model can't take.
+
+
+class Wrong(Scripted):
+    """Its sample MARKED is what value says; inputs and labels are otherwise fine."""
+
+    def __init__(self, value: str, label_type: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.value, self.label_type = value, label_type
+
+    def __getitem__(self, index: int) -> Any:
+        row, label = super().__getitem__(index)
+        if index == MARKED:
+            match self.value:
+                case "negative":
+                    label = -1
+                case "too high":
+                    label = 3
+                case "half":
+                    label = 1.5
+                case other:
+                    row[1] = float(other)
+        return row, label if self.label_type is None else torch.tensor(label, dtype=self.label_type)
+
+
+class WrongWhole(Wrong, Whole):
+    pass
+
+
+TEXTS = {
+    "negative": "its label is -1, and there are 3 classes, 0 to 2",
+    "too high": "its label is 3, and there are 3 classes",
+    "half": "its label is 1.5, and there are 3 classes",
+    "nan": "1 values of its input are NaN or infinite",
+    "-inf": "1 values of its input are NaN or infinite",
+}
+CHECKS = Checks(3, inputs=True)
+
+
+@pytest.mark.parametrize("kind", [Wrong, WrongWhole])
+@pytest.mark.parametrize("value", TEXTS)
+def test_a_value_of_no_use_makes_one_bad_sample(value: str, kind: type[Wrong]) -> None:
+    batches = read(make_loader(kind(value), checks=CHECKS))
+    [bad] = [bad for batch in batches for bad in batch.bad]
+    assert bad.index == MARKED
+    assert TEXTS[value] in bad.error
+    assert all(batch.targets.dtype == torch.int64 for batch in batches)
+    assert sorted(content(batches)) == [index for index in range(SIZE) if index != MARKED]
+    if value in ("nan", "-inf"):
+        assert bad_numbers(read(make_loader(kind(value), checks=Checks(3)))) == []
+
+
+@pytest.mark.parametrize("value", ["negative", "nan"])
+def test_workers_look_too(value: str) -> None:
+    loader = make_loader(Wrong(value), 1, checks=CHECKS)
+    assert bad_numbers(read(loader)) == [MARKED]
+    loader.close()
+
+
+@pytest.mark.parametrize("label_type", [torch.uint8, torch.int32, torch.float32, torch.bool])
+def test_labels_of_other_types_are_made_int64(label_type: torch.dtype) -> None:
+    batches = read(make_loader(Wrong("0.5", label_type), checks=CHECKS))
+    assert bad_numbers(batches) == []
+    for batch in batches:
+        labels = (batch.indices % 3).to(label_type).to(torch.int64)
+        assert torch.equal(batch.targets, labels)
+
+
+def _in_memory() -> list[Any]:
+    rows = torch.zeros(6, 1, 2, 2)
+    rows[4, 0, 1, 1] = float("inf")
+    labels = torch.tensor([0, 1, 2, 5, 0, -1])
+    return [
+        TensorDataset(rows, labels),
+        MemoryImages(rows, labels, classes=["a", "b", "c"]),
+        Subset(TensorDataset(rows, labels), range(6)),
+    ]
+
+
+@pytest.mark.parametrize("dataset", _in_memory(), ids=["tensors", "images", "part"])
+def test_of_data_in_memory_the_same_is_found(dataset: Any) -> None:
+    checks = Checks.of(dataset, num_classes=3, inputs=True)
+    batch = Fetcher(dataset, seed=0, checks=checks)[(0, torch.tensor([5, 0, 4, 1, 3]))]
+    assert batch.indices.tolist() == [0, 1]
+    assert sorted(bad.index for bad in batch.bad) == [3, 4, 5]
+    good = Fetcher(dataset, seed=0, checks=checks)[(0, torch.tensor([0, 1]))]
+    assert good.bad == ()
+
+
+def test_inputs_that_are_no_plain_tensor_are_looked_at_for_nan_and_may_have_masks() -> None:
+    inputs = {"mask": torch.tensor([[0.0, -torch.inf], [0, 0], [0, 0]]), "x": torch.zeros(3, 2)}
+    inputs["x"][1, 1] = torch.nan
+    batch = Batch(inputs, torch.tensor([0, 1, 1]), torch.tensor([7, 8, 9]))
+    assert Checks(2, inputs=True).find(batch) == {1: "1 values of its input are NaN"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_large_values_are_finite(dtype: torch.dtype) -> None:
+    rows = torch.full((4, 100), torch.finfo(dtype).max, dtype=dtype)
+    batch = Batch(rows, torch.zeros(4, dtype=torch.int64), torch.arange(4))
+    assert Checks(2, inputs=True).find(batch) == {}
+
+
+def test_the_file_of_a_sample_is_found_where_it_is_known(tmp_path: Path) -> None:
+    (tmp_path / "b.jpg").touch()
+    folder = SimpleNamespace(samples=[("gone.jpg", 0), (str(tmp_path / "b.jpg"), 1)])
+    assert file_of(folder, 1) == str(tmp_path / "b.jpg")
+    assert file_of(folder, 0) == ""
+    assert file_of(folder, 0, FileNotFoundError(errno.ENOENT, "gone", "gone.jpg")) == "gone.jpg"
+    part: Any = Subset(folder, [1])  # type: ignore[arg-type]  # all that is looked at is samples
+    assert file_of(part, 0) == str(tmp_path / "b.jpg")
+    assert file_of(TensorDataset(torch.zeros(2)), 0) == ""
+
+
+# Whole runs.
+
+RUN: list[str | Path] = ["--dataset", "tests.plugins:faulty_points", "--cpu_only", "--ledger"]
+RUN += [
+    "--model",
+    "mlp",
+    "--batch_size",
+    "4",
+    "--epochs",
+    "2",
+    "--num_workers",
+    "0",
+    "--eval_every",
+    "0",
+]
+
+
+def run(folder: Path, *flags: str | Path, world_size: int = 2, **faults: Any) -> Any:
+    """Train on points with these faults; what happened once is remembered in folder/flags."""
+    flags_folder = folder / "flags"
+    flags_folder.mkdir(parents=True)
+    for index in range(40):
+        (flags_folder / f"point-{index}").touch()
+    arguments = {"flags": str(flags_folder), **faults}
+    given = ["--dataset_args", json.dumps(arguments), "--output_dir", folder / "runs"]
+    return train([*RUN, *given, *flags], world_size)
+
+
+def assert_ledger_is_exact(folder: Path, *, num_left_out: int = 0) -> None:
+    command = [sys.executable, "ddp_training.py", "verify-ledger", only_run(folder / "runs")]
+    output = run_program(command, timeout_s=60).ok().stdout
+    assert output.count("40 samples, each exactly once") == 2
+    assert output.count(f"{num_left_out} of them left out") == (2 if num_left_out else 0)
+
+
+@pytest.mark.slow
+def test_a_run_with_lost_workers_and_failing_reads_ends_in_the_weights_of_an_undisturbed_one(
+    tmp_path: Path,
+) -> None:
+    faults = {5: "kill itself", 11: "transient", 29: "segfault"}
+    run(tmp_path / "undisturbed").ok()
+    flags = ["--num_workers", "1", "--loader_quiet_s", "0.01"]
+    faulty = run(tmp_path / "faulty", *flags, faults=faults).ok()
+    assert last_tensors(tmp_path / "faulty/runs") == last_tensors(tmp_path / "undisturbed/runs")
+    for words in (
+        "ended with SIGKILL",
+        "storage had errors",
+        "Continuing at the same sample with 1",
+    ):
+        assert words in faulty.output
+    tried = {path.name for path in (tmp_path / "faulty/flags").glob("tried-*")}
+    assert tried == {f"tried-{index}" for index in faults}
+    assert not (only_run(tmp_path / "faulty/runs") / "skipped_samples.jsonl").exists()
+    assert_ledger_is_exact(tmp_path / "faulty")
+
+
+@pytest.mark.slow
+def test_values_of_no_use_are_left_out_by_name_with_the_weights_of_samples_that_are_broken(
+    tmp_path: Path,
+) -> None:
+    faults = {3: "nan", 13: "label", 22: "half", 30: "infinite"}
+    flags = ["--continue_on_error"]
+    run(tmp_path / "wrong", *flags, faults=faults).ok()
+    run(tmp_path / "broken", *flags, faults=dict.fromkeys(faults, "broken")).ok()
+    assert last_tensors(tmp_path / "wrong/runs") == last_tensors(tmp_path / "broken/runs")
+    folder = only_run(tmp_path / "wrong/runs")
+    lines = (folder / "skipped_samples.jsonl").read_text(encoding="utf-8").splitlines()
+    entries = [json.loads(line) for line in lines]
+    assert sorted(entry["index"] for entry in entries) == sorted([*faults] * 2)
+    for entry in entries:
+        assert entry["file"] == str(tmp_path / f"wrong/flags/point-{entry['index']}")
+        assert "its " in entry["error"]
+    assert read_summary(folder)["num_left_out"] == 8
+    assert_ledger_is_exact(tmp_path / "wrong", num_left_out=4)
+
+
+@pytest.mark.parametrize("form", slow_after(1, ["--shared_memory", "--no_shared_memory"]))
+@pytest.mark.parametrize("kind", slow_after(1, ["label", "nan", "broken"]))
+def test_without_the_flag_one_bad_sample_stops_all_ranks_with_that_cause(
+    kind: str, form: str, tmp_path: Path
+) -> None:
+    finished = run(tmp_path, form, faults={13: kind})
+    assert all(finished.statuses)
+    assert finished.output.count("can't read sample 13 (") >= 1
+    assert finished.output.count("] ERROR [DDP-") == 1  # by one rank
+    assert f"{tmp_path}/flags/point-13" in finished.output
+    assert "Traceback" not in finished.output
+
+
+@pytest.mark.slow
+def test_test_samples_of_no_use_end_all_ranks_or_are_left_out_and_counted(tmp_path: Path) -> None:
+    faults = {2: "label", 16: "nan"}
+    flags = ["--eval_every", "1"]
+    finished = run(tmp_path / "strict", *flags, test_faults={2: "label"})
+    assert all(finished.statuses)
+    assert finished.output.count("test sample 2 (") == 1
+    finished = run(tmp_path / "loose", *flags, "--continue_on_error", test_faults=faults).ok()
+    assert "(15 samples, 2 left out)" in finished.outputs[0]
+    assert finished.outputs[0].count("left out of the evaluation: test sample 16 (") == 1
+    assert read_summary(only_run(tmp_path / "loose/runs"))["num_left_out"] == 0
+
+
+@pytest.mark.slow
+def test_labels_that_a_dataset_lists_are_looked_at_before_the_first_step(tmp_path: Path) -> None:
+    listed = ["--dataset", "tests.plugins:listed_points", "--dataset_args", "{wrong: [4, 7]}"]
+    argv = [*RUN, *listed, "--output_dir"]
+    finished = train([*argv, tmp_path / "strict"], 1)
+    assert finished.statuses == (2,)
+    assert "sample 4 has label 9, but there are 2 classes" in finished.output
+    loose = train([*argv, tmp_path / "loose", "--continue_on_error"], 1).ok()
+    assert "2 such samples will be left out" in loose.output
+    assert read_summary(only_run(tmp_path / "loose"))["num_left_out"] == 4

@@ -1,0 +1,625 @@
+"""Datasets: what is opened by which name, what is found out of it, and what a mistake is told."""
+
+import gzip
+import importlib.util
+import logging
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Subset, TensorDataset
+
+from hardened_ddp.data import vision
+from hardened_ddp.data.datasets import build_data, prepare_data
+from hardened_ddp.data.facts import is_in_memory
+from hardened_ddp.data.fetch import Fetcher
+from hardened_ddp.data.memory import MemoryImages
+from hardened_ddp.data.workers import plan_workers, read_cpu_quota
+from hardened_ddp.errors import DataError
+from hardened_ddp.model.zoo import build_model
+from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.model import ModelConfig
+from tests.harness.processes import ROOT, limit_of
+
+HERE = "tests.data.test_datasets"
+
+
+class Pairs(torch.utils.data.Dataset[Any]):
+    """A map-style dataset of somebody else."""
+
+    def __init__(self, size: int = 20, *, num_classes: int | None = 2, noise: float = 0.0) -> None:
+        self.size = size
+        self.noise = noise
+        if num_classes is not None:
+            self.num_classes = num_classes
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3, 4, 4), float(index)) + self.noise * torch.rand(1), index % 2
+
+
+class Named(Pairs):
+    def __getitem__(self, index: int) -> dict[str, Any]:  # type: ignore[override]
+        image, label = super().__getitem__(index)
+        return {"pixels": image, "mask": torch.ones(4), "labels": label}
+
+
+def open_pairs(*, train: bool, size: int = 20, noise: float = 0.0) -> Pairs:
+    return Pairs(size if train else 4, noise=noise)
+
+
+class Unseeded(Pairs):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.full((3, 4, 4), random.SystemRandom().random()), index % 2
+
+
+def open_unseeded(*, train: bool, root: str = "") -> Pairs:
+    return Unseeded()
+
+
+def open_named(*, train: bool) -> Named:
+    return Named()
+
+
+def open_without_test(*, train: bool) -> Pairs | None:
+    return Pairs() if train else None
+
+
+def open_without_classes(*, train: bool) -> Pairs:
+    return Pairs(num_classes=None)
+
+
+def open_by_targets(*, train: bool) -> Pairs:
+    dataset = Pairs(num_classes=None)
+    dataset.targets = [0, 1, 4, 1]  # type: ignore[attr-defined]
+    return dataset
+
+
+def open_label_out_of_range(*, train: bool) -> Pairs:
+    dataset = Pairs(num_classes=3)
+    dataset.targets = torch.tensor([0, 2, 3, 1])  # type: ignore[attr-defined]
+    return dataset
+
+
+def open_other_classes(*, train: bool) -> Pairs:
+    dataset = Pairs(num_classes=None)
+    dataset.classes = ["cat", "dog"] if train else ["cat", "owl"]  # type: ignore[attr-defined]
+    return dataset
+
+
+def open_empty(*, train: bool) -> Pairs:
+    return Pairs(0)
+
+
+def open_iterable(*, train: bool) -> Any:
+    return iter([1, 2, 3])
+
+
+def open_unlabelled(*, train: bool) -> Any:
+    dataset = TensorDataset(torch.zeros(4, 2))
+    dataset.num_classes = 2  # type: ignore[attr-defined]
+    return dataset
+
+
+def open_broken(*, train: bool) -> Any:
+    raise ValueError("the index file is cut off")
+
+
+def open_in_data_dir(*, train: bool, data_dir: str) -> Pairs:
+    return Pairs(len(data_dir))
+
+
+DOWNLOADS: list[tuple[bool, str]] = []
+
+
+def open_downloaded(*, train: bool, data_dir: str, download: bool) -> Pairs:
+    if download:
+        DOWNLOADS.append((train, data_dir))
+    return Pairs()
+
+
+def config(dataset: str, **settings: Any) -> DataConfig:
+    name = f"{HERE}:{dataset}" if dataset.startswith("open_") else dataset
+    return DataConfig(dataset=name, **settings)
+
+
+def test_digits_are_the_1797_of_scikit_learn() -> None:
+    data = build_data(config("digits"))
+    assert isinstance(data.train, MemoryImages)
+    assert isinstance(data.test, MemoryImages)
+    assert (len(data.train), len(data.test)) == (1437, 360)
+    assert (data.num_classes, data.input_shape, data.in_memory) == (10, (1, 8, 8), True)
+    assert data.class_names == tuple("0123456789")
+    image, label = data.train[0]
+    assert (image.shape, image.dtype, label.dtype) == ((1, 8, 8), torch.float32, torch.int64)
+    assert abs(float(data.train.images.mean())) < 0.01
+    assert abs(float(data.train.images.std()) - 1) < 0.01
+    # Each of the 1,797 is in one part: the classes add up to what the data set's authors count.
+    labels = torch.cat([data.train.labels, data.test.labels])
+    assert labels.bincount().tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert data.test.labels.bincount().min() > 20
+
+
+def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"(?s)scikit-learn.*pip install"):
+        build_data(config("digits"))
+
+
+def test_synthetic_images_are_a_function_of_their_number() -> None:
+    arguments = {"num_samples": 10**9, "image_size": 8, "channels": 1, "num_classes": 4}
+    first, second = (build_data(config("synthetic", dataset_args=arguments)) for _ in range(2))
+    assert (len(first.train), first.num_classes) == (10**9, 4)  # type: ignore[arg-type]
+    assert first.input_shape == (1, 8, 8)
+    for index in (0, 5, 10**9 - 1):
+        (image, label), (again, again_label) = first.train[index], second.train[index]
+        assert torch.equal(image, again)
+        assert label == again_label
+    assert first.test is not None
+    assert not torch.equal(first.train[0][0], first.test[0][0])
+
+
+@pytest.mark.parametrize("name", ["fashion-mnist", "FashionMNIST", "Image_Folder", "CIFAR10"])
+def test_a_name_may_be_spelled_in_its_usual_ways(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        build_data(config(name, data_dir=str(tmp_path), download=False))
+    assert "no dataset is called" not in caught.value.message
+
+
+def test_an_unknown_name_gets_the_nearest_one_and_the_list() -> None:
+    with pytest.raises(DataError, match=r"did you mean cifar10\?") as caught:
+        build_data(config("ciffar10"))
+    assert "digits | synthetic | mnist" in caught.value.fix
+
+
+MISTAKES = {
+    "open_empty": "no training sample",
+    "open_iterable": "is an iterator, which can be read only once",
+    "open_label_out_of_range": "sample 2 has label 3.*3 classes",
+    "open_other_classes": "different classes \\(dog, owl",
+    "open_nothing_of_that_name": "can't be imported",
+    "no.such.module:it": "can't be imported",
+}
+
+
+def test_labels_and_their_number_may_be_unknown_until_a_model_needs_them() -> None:
+    unlabelled = build_data(DataConfig(dataset="tests.data.test_datasets:open_unlabelled"))
+    assert not unlabelled.labels_are_classes
+    unknown = build_data(DataConfig(dataset="tests.data.test_datasets:open_without_classes"))
+    assert unknown.num_classes == 0
+    with pytest.raises(DataError, match="does not say how many classes"):
+        build_model(ModelConfig(model="mlp"), num_classes=0, input_shape=(2,))
+    arguments = {"num_classes": 3}
+    model = build_model(
+        ModelConfig(model="mlp", model_args=arguments), num_classes=0, input_shape=(2,)
+    )
+    assert model(torch.zeros(1, 2)).shape == (1, 3)
+
+
+@pytest.mark.parametrize("dataset", MISTAKES)
+def test_a_dataset_that_is_of_no_use_is_refused_before_training(dataset: str) -> None:
+    with pytest.raises(DataError, match=MISTAKES[dataset]) as caught:
+        build_data(config(dataset))
+    assert caught.value.fix
+
+
+def test_an_error_in_foreign_code_names_its_file_and_line() -> None:
+    with pytest.raises(DataError, match=r"index file is cut off \(.*test_datasets.py:\d+\)"):
+        build_data(config("open_broken"))
+
+
+@pytest.mark.parametrize("dataset", ["digits", "open_pairs"])
+def test_arguments_that_a_dataset_does_not_take_are_named(dataset: str) -> None:
+    with pytest.raises(DataError, match=r"does not take dataset_args.*colour") as caught:
+        build_data(config(dataset, dataset_args={"colour": 1}))
+    assert ("size" in caught.value.fix) == (dataset == "open_pairs")
+
+
+def test_your_own_dataset_gets_its_arguments_and_the_data_dir() -> None:
+    data = build_data(config("open_pairs", dataset_args={"size": 7}))
+    assert len(data.train) == 7  # type: ignore[arg-type]
+    assert (data.num_classes, data.input_shape, data.in_memory) == (2, (3, 4, 4), False)
+    assert data.class_names == ("0", "1")
+    data = build_data(config("open_in_data_dir", data_dir="abcd"))
+    assert len(data.train) == 4  # type: ignore[arg-type]
+
+
+def test_there_need_not_be_a_test_set() -> None:
+    assert build_data(config("open_without_test")).test is None
+
+
+def test_samples_may_be_mappings_with_labels() -> None:
+    data = build_data(config("open_named"))
+    batch = Fetcher(data.train, seed=0)[(0, torch.tensor([3, 4]))]
+    assert set(batch.inputs) == {"pixels", "mask"}
+    assert batch.inputs["pixels"].shape == (2, 3, 4, 4)
+    assert batch.targets.tolist() == [1, 0]
+    assert data.input_shape == ()
+
+
+def test_the_largest_target_tells_the_number_of_classes() -> None:
+    assert build_data(config("open_by_targets")).num_classes == 5
+
+
+def test_the_fingerprint_follows_the_data_and_not_its_place() -> None:
+    def fingerprint(dataset: str, **arguments: Any) -> str:
+        return build_data(config(dataset, dataset_args=arguments)).fingerprint
+
+    same = fingerprint("synthetic", image_size=8)
+    assert fingerprint("synthetic", image_size=8) == same
+    others = [
+        fingerprint("synthetic", image_size=16),
+        fingerprint("synthetic", image_size=8, num_samples=11),
+        fingerprint("synthetic", image_size=8, test_samples=11),
+        fingerprint("digits"),
+        fingerprint("open_pairs"),
+        fingerprint("open_pairs", size=19),
+    ]
+    assert len({same, *others}) == 1 + len(others)
+    # Of random samples the seeded value counts, and looking at them moves nobody else's numbers.
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    assert fingerprint("open_pairs", noise=1.0) == fingerprint("open_pairs", noise=1.0)
+    assert torch.equal(torch.rand(1), expected)
+    # Of samples that no seed repeats only the number counts; and of no data its folder.
+    assert fingerprint("open_unseeded") == fingerprint("open_unseeded")
+    assert fingerprint("open_unseeded", root="/a") == fingerprint("open_unseeded", root="/b")
+
+
+def test_augment_without_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        build_data(config("open_pairs", augment=True))
+    assert "augment is on, running without" in caplog.text
+
+
+def test_a_part_of_slow_data_is_not_taken_for_data_in_memory() -> None:
+    assert not is_in_memory(Subset(Pairs(), [1, 2]))
+    assert is_in_memory(Subset(TensorDataset(torch.zeros(4)), [1, 2]))
+
+
+def test_only_what_can_download_is_prepared(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "data"
+    prepare_data(config("open_downloaded", data_dir=str(folder), download=False))
+    prepare_data(config("digits", data_dir=str(folder)))
+    assert not DOWNLOADS
+    assert not folder.exists()
+    prepare_data(config("open_downloaded", data_dir=str(folder)))
+    assert [train for train, _ in DOWNLOADS] == [True, False]
+    assert {place for _, place in DOWNLOADS} == {str(folder)}
+    build_data(config("open_downloaded", data_dir=str(folder)))
+    assert len(DOWNLOADS) == 2
+    DOWNLOADS.clear()
+
+
+def test_a_data_dir_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="can't be written"):
+        prepare_data(config("open_downloaded", data_dir=str(tmp_path / "file" / "data")))
+
+
+def write_mnist(folder: Path, *, images: np.ndarray, labels: np.ndarray) -> None:
+    """Write MNIST's files, in its format, with these images in both parts."""
+    raw = folder / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part in ("train", "t10k"):
+        head = np.array([0x803, *images.shape], dtype=">i4").tobytes()
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(head + images.tobytes())
+        head = np.array([0x801, len(labels)], dtype=">i4").tobytes()
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(head + labels.tobytes())
+
+
+def test_mnist_is_kept_as_bytes_and_normalised_by_the_batch(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (12, 28, 28), dtype=np.uint8)
+    write_mnist(tmp_path, images=images, labels=np.arange(12, dtype=np.uint8) % 10)
+    data = build_data(config("mnist", data_dir=str(tmp_path), download=False))
+    assert isinstance(data.train, MemoryImages)
+    assert data.train.images.dtype == torch.uint8
+    assert (data.num_classes, data.input_shape) == (10, (1, 28, 28))
+    found, labels = data.train.__getitems__([3, 11])
+    expected = (torch.from_numpy(images[[3, 11]]).float() / 255 - 0.1307) / 0.3081
+    torch.testing.assert_close(found, expected[:, None])
+    assert labels.tolist() == [3, 1]
+
+
+def test_colour_images_get_their_channels_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 32, 32, 3), dtype=np.uint8)
+    source = SimpleNamespace(data=pixels, targets=[0, 1, 2, 3], classes=list("abcdefghij"))
+    torchvision = SimpleNamespace(datasets=SimpleNamespace(CIFAR10=lambda *a, **k: source))
+    monkeypatch.setattr(vision, "import_torchvision", lambda: torchvision)
+    data = build_data(config("cifar10"))
+    found, _ = data.train[2]
+    mean, deviation = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2470, 0.2435, 0.2616])
+    expected = (torch.from_numpy(pixels[2]) / 255 - mean) / deviation
+    torch.testing.assert_close(found, expected.permute(2, 0, 1))
+
+
+def test_missing_and_damaged_files_come_with_the_steps_by_hand(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="can't be found whole") as caught:
+        build_data(config("mnist", data_dir=str(tmp_path), download=False))
+    assert "download.py --dataset mnist" in caught.value.fix
+    assert str(tmp_path) in caught.value.fix
+    write_mnist(tmp_path, images=np.zeros((2, 28, 28), np.uint8), labels=np.zeros(2, np.uint8))
+    for path in (tmp_path / "MNIST" / "raw").iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DataError, match="can't be found whole"):
+        build_data(config("mnist", data_dir=str(tmp_path), download=False))
+
+
+def write_pictures(root: Path, part: str, names: list[str]) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for number, name in enumerate(names):
+        (root / part / name).mkdir(parents=True)
+        for index in range(3):
+            colour = (40 * index, 100 * number, 0)
+            image.new("RGB", (20, 14), colour).save(root / part / name / f"{index}.png")
+
+
+def test_a_folder_of_pictures_has_one_class_per_sub_folder(tmp_path: Path) -> None:
+    write_pictures(tmp_path, "train", ["cat", "dog"])
+    write_pictures(tmp_path, "val", ["cat", "dog"])
+    arguments = {"root": str(tmp_path), "image_size": 8}
+    data = build_data(config("image_folder", dataset_args=arguments))
+    assert (data.class_names, data.input_shape, data.in_memory) == (
+        ("cat", "dog"),
+        (3, 8, 8),
+        False,
+    )
+    assert len(data.train) == 6  # type: ignore[arg-type]
+    batch = Fetcher(data.train, seed=0)[(0, torch.arange(6))]
+    assert batch.targets.tolist() == [0, 0, 0, 1, 1, 1]
+    # A broken picture is one bad sample, and names itself.
+    broken = tmp_path / "train" / "cat" / "1.png"
+    broken.write_bytes(broken.read_bytes()[:40])
+    batch = Fetcher(data.train, seed=0)[(0, torch.arange(6))]
+    assert [bad.index for bad in batch.bad] == [1]
+    assert batch.indices.tolist() == [0, 2, 3, 4, 5]
+    write_pictures(tmp_path, "train", ["owl"])
+    with pytest.raises(DataError, match="different classes \\(owl"):
+        build_data(config("image_folder", dataset_args=arguments))
+
+
+def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        build_data(config("image_folder", dataset_args={"root": str(tmp_path)}))
+
+
+IMPORT = """
+import logging, sys
+logging.basicConfig(level=logging.WARNING, format="WARNED %(message)s", stream=sys.stdout)
+from hardened_ddp.data.datasets import build_data
+from hardened_ddp.data.vision import import_torchvision
+from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.model import ModelConfig
+build_data(DataConfig())
+assert not {"sklearn", "torchvision"} & set(sys.modules), "digits need neither"
+try:
+    import torchvision
+    print("FITS")
+except RuntimeError:
+    print("DOES NOT FIT")
+for _ in range(2):
+    print("FOUND", import_torchvision().models.resnet18(num_classes=3).fc.out_features)
+"""
+
+
+@pytest.mark.slow
+def test_torchvision_is_imported_whether_its_build_fits_or_not() -> None:
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT],
+        cwd=ROOT,
+        timeout=limit_of(90),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("FOUND 3") == 2
+    assert "WARNED" not in done.stdout, "nothing needs to be done"
+
+
+@pytest.mark.slow
+def test_a_module_of_the_user_may_import_torchvision_whether_its_build_fits_or_not(
+    tmp_path: Path,
+) -> None:
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
+    (tmp_path / "its_model.py").write_text(
+        "from torchvision.models import resnet18\n"
+        "from torchvision.ops import nms\n\n\n"
+        "def make(num_classes):\n    return resnet18(num_classes=num_classes)\n"
+    )
+    code = (
+        "from hardened_ddp.data.import_path import import_callable\n"
+        "from hardened_ddp.errors import ModelError\n"
+        "make = import_callable('its_model:make', setting='model', error=ModelError)\n"
+        "print('FOUND', make(3).fc.out_features)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        timeout=limit_of(90),
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "FOUND 3\n", done.stderr
+
+
+@pytest.fixture
+def make_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Put another torchvision, which does this when it is imported, before the real one."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def make(line: str) -> None:
+        for name in ("", "models", "datasets", "transforms", "transforms/v2"):
+            folder = tmp_path / "torchvision" / name
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "__init__.py").write_text(f"__version__ = '9.9'\n{'' if name else line}\n")
+            # WHY: what this import leaves in sys.modules has to go away with the test.
+            full_name = "torchvision" + (f".{name.replace('/', '.')}" if name else "")
+            monkeypatch.setitem(sys.modules, full_name, ModuleType(full_name))
+            monkeypatch.delitem(sys.modules, full_name)
+
+    return make
+
+
+def test_a_torchvision_that_fits_is_left_alone(
+    make_torchvision: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    make_torchvision("")
+    assert vision.import_torchvision.__wrapped__().__version__ == "9.9"
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("raise ModuleNotFoundError('No module named torchvision')", "not installed"),
+        ("raise ImportError('undefined symbol: _ZN')", "does not fit torch.*undefined symbol"),
+        ("raise OSError('libcudart.so.13: cannot open')", "does not fit torch.*libcudart"),
+    ],
+)
+def test_a_torchvision_that_cannot_be_had_is_refused(
+    make_torchvision: Callable[[str], None], line: str, told: str
+) -> None:
+    make_torchvision(line)
+    with pytest.raises(DataError, match=told) as caught:
+        vision.import_torchvision.__wrapped__()
+    assert "pip install" in caught.value.fix
+
+
+def test_augmentation_does_not_depend_on_the_batch() -> None:
+    images = torch.randint(0, 256, (30, 3, 16, 16), dtype=torch.uint8)
+    data = MemoryImages(
+        images, torch.arange(30), classes=["a"], scale=((0.5,) * 3, (0.25,) * 3)
+    ).augmented()
+    together, _ = data.fetch(torch.arange(30), seed=1, epoch=2)
+    shuffled = torch.randperm(30)
+    assert torch.equal(data.fetch(shuffled, seed=1, epoch=2)[0], together[shuffled])
+    alone = torch.cat([data.fetch(torch.tensor([i]), seed=1, epoch=2)[0] for i in range(30)])
+    assert torch.equal(alone, together)
+    for seed, epoch in ((1, 3), (2, 2)):
+        assert not torch.equal(data.fetch(torch.arange(30), seed=seed, epoch=epoch)[0], together)
+
+
+def test_augmentation_shifts_every_way_and_mirrors_colour_only() -> None:
+    def centre_of_dot(channels: int, start: int) -> set[tuple[int, int]]:
+        images = torch.zeros(400, channels, 8, 8)
+        images[:, :, 3, start] = 1.0
+        data = MemoryImages(images, torch.zeros(400), classes=["a"]).augmented()
+        found = data.fetch(torch.arange(400), seed=0, epoch=0)[0][:, 0]
+        return {(int(row), int(column)) for _, row, column in found.nonzero().tolist()}
+
+    shifted = {(row, column) for row in (2, 3, 4) for column in (0, 1, 2)}
+    assert centre_of_dot(1, 1) == shifted
+    mirrored = {(row, 7 - column) for row, column in shifted}
+    assert centre_of_dot(3, 1) == shifted | mirrored
+
+
+def write_cgroup(root: Path, files: dict[str, str], own: str) -> float | None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    (root / "own").write_text(own)
+    return read_cpu_quota(root, own=root / "own")
+
+
+@pytest.mark.parametrize(
+    ("files", "own", "cpus"),
+    [
+        ({"cpu.max": "max 100000\n"}, "0::/\n", None),
+        ({"cpu.max": "150000 100000\n"}, "0::/\n", 1.5),
+        ({"job/cpu.max": "400000 100000\n"}, "0::/job/step\n", 4.0),
+        (
+            {"job/cpu.max": "200000 100000\n", "job/step/cpu.max": "max 100000\n"},
+            "0::/job/step\n",
+            2.0,
+        ),
+        (
+            {"job/cpu.max": "200000 100000\n", "job/step/cpu.max": "500000 100000\n"},
+            "0::/job/step\n",
+            2.0,
+        ),
+        ({"cpu.max": "300000 100000\n"}, "0::/a/path/of/the/host\n", 3.0),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, "4:cpu:/\n", None),
+        (
+            {"cpu/d/cpu.cfs_quota_us": "50000\n", "cpu/d/cpu.cfs_period_us": "100000\n"},
+            "4:cpu,cpuacct:/d\n",
+            0.5,
+        ),
+        ({"cpu.max": "not a number\n"}, "garbage\n", None),
+        ({}, "", None),
+    ],
+)
+def test_a_containers_cpu_quota_is_read(
+    tmp_path: Path, files: dict[str, str], own: str, cpus: float | None
+) -> None:
+    assert write_cgroup(tmp_path, files, own) == cpus
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, *, cpus: int, **facts: Any) -> Any:
+    """Plan for a machine with this many CPUs."""
+    monkeypatch.setattr("hardened_ddp.data.workers.cpu_budget", lambda: cpus)
+    settings = {key: facts.pop(key) for key in ("num_workers", "prefetch_factor") if key in facts}
+    needed = {"in_memory": False, "local_world_size": 1, "uses_gpu": False, "batch_bytes": 1000}
+    return plan_workers(DataConfig(**settings), **{**needed, **facts})
+
+
+def test_workers_follow_the_cpus_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan(monkeypatch, cpus=16, in_memory=True).num_workers == 0
+    assert plan(monkeypatch, cpus=64).num_workers == 8
+    assert plan(monkeypatch, cpus=8, local_world_size=2).num_workers == 3
+    assert plan(monkeypatch, cpus=2, local_world_size=2).num_workers == 0
+    assert plan(monkeypatch, cpus=2, local_world_size=2, uses_gpu=True).num_workers == 1
+    assert plan(monkeypatch, cpus=1, local_world_size=8, uses_gpu=True).num_workers == 1
+
+
+def test_more_workers_than_cpus_are_kept_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = plan(monkeypatch, cpus=4, local_world_size=2, num_workers=6)
+    assert found.num_workers == 6
+    assert "each of 2 ranks has 2 CPUs: expect it to be slower than 2 workers" in found.reasons[0]
+    found = plan(monkeypatch, cpus=4, local_world_size=4, num_workers=6)
+    assert found.reasons[0].endswith("has 1 CPU: expect it to be slower than 1 worker")
+    assert plan(monkeypatch, cpus=4, num_workers=3).reasons == ()
+
+
+def test_batches_that_do_not_fit_into_shared_memory_mean_fewer_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    room = SimpleNamespace(f_bavail=64, f_frsize=2**20)  # the 64 MiB of a container
+    monkeypatch.setattr("os.statvfs", lambda path: room)
+    for batch_mib, expected in ((1, (4, 4)), (5, (4, 2)), (20, (2, 1)), (100, (0, 1))):
+        found = plan(
+            monkeypatch, cpus=8, num_workers=4, prefetch_factor=4, batch_bytes=batch_mib * 2**20
+        )
+        assert (found.num_workers, found.prefetch_factor) == expected
+        assert bool(found.reasons) == (batch_mib > 1)
+    # The ranks of a node share it.
+    found = plan(
+        monkeypatch, cpus=8, num_workers=4, prefetch_factor=4, batch_bytes=2**20, local_world_size=8
+    )
+    assert found.num_workers * found.prefetch_factor * 8 * 1.5 <= 64
+
+
+def test_the_digits_file_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "datasets" / "data"
+    folder.mkdir(parents=True)
+    (folder / "digits.csv.gz").write_bytes(gzip.compress(b"1,2,3\n"))
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    with pytest.raises(DataError, match="can't be read"):
+        build_data(config("digits"))

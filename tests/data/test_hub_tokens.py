@@ -1,0 +1,126 @@
+"""Tokenised texts that save_to_disk() wrote: --dataset hf:FOLDER. No network is used."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hardened_ddp.data.datasets import build_data
+from hardened_ddp.errors import DataError
+from hardened_ddp.settings.data import DataConfig
+from tests.harness.ranks import run_program, train
+from tests.harness.run_folder import last_tensors, only_run, read_summary
+from tests.model.test_hub_text import VOCABULARY, saved
+
+datasets: Any = pytest.importorskip("datasets", reason="needs requirements-extras.txt")
+pytest.importorskip("transformers", reason="needs requirements-extras.txt")
+
+
+def counting(lengths: Sequence[int]) -> dict[str, list[Any]]:
+    """Texts that count from their number on, each as long as given."""
+    ids = [[(number + i) % VOCABULARY for i in range(n)] for number, n in enumerate(lengths)]
+    return {"input_ids": ids, "labels": ids, "text": ["a text"] * len(ids)}
+
+
+def save(folder: Path, columns: Mapping[str, Any], test: Mapping[str, Any] | None = None) -> Path:
+    """Save a set, or one with two parts, and return its folder."""
+    rows = datasets.Dataset.from_dict(dict(columns))
+    if test is not None:
+        part = datasets.Dataset.from_dict(dict(test))
+        rows = datasets.DatasetDict({"train": rows, "validation": part})
+    rows.save_to_disk(folder / "set")
+    return folder / "set"
+
+
+def opened(folder: Path, task: str = "tokens", **arguments: Any) -> Any:
+    return build_data(DataConfig(dataset=f"hf:{folder}", dataset_args=arguments), task=task)
+
+
+def batch_of(data: Any, *indices: int) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = data.train.collate_fn(data.train.__getitems__(list(indices)))
+    return found
+
+
+@pytest.mark.parametrize("model", ["GPT2LMHeadModel", "BertForMaskedLM"])
+def test_a_tokenised_folder_trains(model: str, tmp_path: Path) -> None:
+    lengths = [5 + number % 4 for number in range(48)]
+    folder = save(tmp_path, counting(lengths), counting(lengths[:12]))
+    argv: list[str | Path] = ["--model", saved(tmp_path, model), "--task", "tokens", "--cpu_only"]
+    argv += ["--dataset", f"hf:{folder}", "--batch_size", "8", "--learning_rate", "0.02"]
+    argv += ["--epochs", "2", "--ledger"]
+    train([*argv, "--num_workers", "0", "--output_dir", tmp_path / "here"], 2, timeout_s=240).ok()
+    run = only_run(tmp_path / "here")
+    done = run_program(["python", "ddp_training.py", "verify-ledger", str(run)], timeout_s=120).ok()
+    assert done.stdout.count("48 samples, each exactly once") == 2
+    assert read_summary(run)["test_perplexity"] < VOCABULARY
+    train([*argv, "--num_workers", "2", "--output_dir", tmp_path / "sent"], 2, timeout_s=240).ok()
+    assert last_tensors(tmp_path / "here") == last_tensors(tmp_path / "sent")
+
+
+def test_rows_are_padded_and_padding_counts_nowhere(tmp_path: Path) -> None:
+    data = opened(save(tmp_path, counting([3, 5, 4])), pad=7)
+    assert data.test is None
+    batch = batch_of(data, 0, 1)
+    assert batch["input_ids"].tolist() == [[0, 1, 2, 7, 7], [1, 2, 3, 4, 5]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1] * 5]
+    assert batch["labels"].tolist() == [[0, 1, 2, -100, -100], [1, 2, 3, 4, 5]]
+    assert set(batch) == {"input_ids", "attention_mask", "labels"}
+    assert set(opened(tmp_path / "set", columns=["input_ids"]).train[0]) == {"input_ids", "labels"}
+
+
+def test_a_set_keeps_its_mask_and_gets_none_where_no_row_is_padded(tmp_path: Path) -> None:
+    columns = counting([4, 4])
+    assert set(opened(save(tmp_path, columns)).train[0]) == {"input_ids", "labels"}
+    columns |= {"attention_mask": [[0, 1, 1, 1], [1] * 4], "token_type_ids": [[0, 0, 1, 1]] * 2}
+    data = opened(save(tmp_path / "masked", columns))
+    assert batch_of(data, 0, 1)["attention_mask"].tolist() == [[0, 1, 1, 1], [1, 1, 1, 1]]
+    assert batch_of(data, 1)["token_type_ids"].tolist() == [[0, 0, 1, 1]]
+
+
+def test_the_ids_may_be_the_labels(tmp_path: Path) -> None:
+    columns = {"input_ids": [[1, 2, 0], [3, 4, 5]], "attention_mask": [[1, 1, 0], [1, 1, 1]]}
+    folder = save(tmp_path, columns)
+    with pytest.raises(
+        DataError, match=r"no column label or .*; it has: input_ids, attention_m"
+    ) as e:
+        opened(folder)
+    assert "{label: input_ids}" in e.value.fix
+    batch = batch_of(opened(folder, label="input_ids"), 0, 1)
+    assert batch["labels"].tolist() == [[1, 2, -100], [3, 4, 5]]
+    assert batch["input_ids"].tolist() == columns["input_ids"]
+
+
+def test_classes_are_those_of_the_column(tmp_path: Path) -> None:
+    names = datasets.ClassLabel(names=["no", "yes"])
+    kinds = {"input_ids": datasets.List(datasets.Value("int32")), "tags": datasets.List(names)}
+    rows = datasets.Dataset.from_dict(
+        {"input_ids": [[1, 2], [3, 4]], "tags": [[0, 1], [1, 1]]}, datasets.Features(kinds)
+    )
+    rows.save_to_disk(tmp_path / "tags")
+    data = opened(tmp_path / "tags", label="tags")
+    assert (data.num_classes, data.class_names) == (2, ("no", "yes"))
+    assert opened(tmp_path / "tags", label="input_ids", num_classes=9).num_classes == 9
+
+
+def test_one_label_for_each_text_of_another_length_needs_the_padding_token(tmp_path: Path) -> None:
+    columns = counting([3, 5, 4]) | {"labels": [0, 2, 1]}
+    folder = save(tmp_path, columns)
+    with pytest.raises(DataError, match="texts of 3 to 5 tokens have one label each"):
+        opened(folder, task="classification")
+    data = opened(folder, task="classification", pad=0)
+    assert data.num_classes == 3
+    assert batch_of(data, 0, 1)["labels"].tolist() == [0, 2]
+
+
+def test_a_set_of_other_columns_is_told_with_those_that_it_has(tmp_path: Path) -> None:
+    folder = save(tmp_path, {"sentence": ["a", "b"], "stars": [1, 2]})
+    argv = ["--dataset", f"hf:{folder}", "--task", "tokens", "--cpu_only", "--output_dir", tmp_path]
+    done = train(argv)
+    assert done.statuses == (2,), json.dumps(done.output)
+    assert "has no column image or img or pixel_values or images" in done.output
+    assert "it has: sentence, stars" in done.output
+    assert "of a text: its tokens in a column input_ids" in done.output
+    assert "download" not in done.output

@@ -1,0 +1,533 @@
+"""Batches: every sample once, whoever reads it, and whatever happens to the reader."""
+
+import errno
+import logging
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from hardened_ddp.data import read_errors, worker_pool
+from hardened_ddp.data.fetch import Batch, Fetcher
+from hardened_ddp.data.loader import BatchStream, EvalLoader, TrainLoader
+from hardened_ddp.data.memory import MemoryImages
+from hardened_ddp.data.sampler import WindowSampler
+from hardened_ddp.data.workers import WorkerPlan
+from hardened_ddp.errors import LoaderError, SampleError
+from hardened_ddp.settings.data import DataConfig
+from tests.harness.processes import HOUR_S, deadline
+from tests.harness.ranks import run_ranks
+from tests.harness.scripted import (
+    MARKED,
+    SIZE,
+    Act,
+    Listed,
+    Scripted,
+    Whole,
+    bad_numbers,
+    content,
+    die_once,
+    make_loader,
+    make_stream,
+    numbers,
+    read,
+)
+
+
+def die_once_when_all_else_is_read(flag: Path) -> None:
+    if not flag.exists():
+        time.sleep(0.5)  # WHY: until what this worker sent before has been received
+        die_once(flag)
+
+
+def crash_always(flag: Path) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang_always(flag: Path) -> None:
+    time.sleep(60)  # the test kills it
+
+
+def raise_unpicklable(flag: Path) -> None:
+    class Local(Exception):
+        def __init__(self, first: int, second: int) -> None:
+            super().__init__(first, second)
+
+    raise Local(1, 2)
+
+
+def raise_unprintable(flag: Path) -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    raise Silent
+
+
+def give_another_shape(flag: Path) -> Any:
+    return torch.zeros(5), 0
+
+
+def give_nothing_usable(flag: Path) -> Any:
+    return "text"
+
+
+def fail_twice(flag: Path) -> None:
+    attempts = len(flag.read_text()) if flag.exists() else 0
+    flag.write_text("x" * (attempts + 1))
+    if attempts < 2:
+        raise OSError(errno.ESTALE, "stale file handle")
+
+
+@pytest.fixture(autouse=True)
+def no_worker_is_left() -> Iterator[None]:
+    yield
+    left = multiprocessing.active_children()
+    for process in left:
+        process.kill()
+        process.join(60)
+    assert not left
+
+
+@pytest.fixture(autouse=True)
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_errors, "WAITS_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(worker_pool, "POLL_S", 0.1)
+
+
+@pytest.mark.parametrize("dataset", [Scripted(), Whole(), Listed()], ids=["one", "whole", "listed"])
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_batch_is_the_same_whoever_reads_it(dataset: Scripted, num_workers: int) -> None:
+    loader = make_loader(dataset, num_workers)
+    batches = read(loader)
+    loader.close()
+    expected = read(make_loader(dataset))
+    assert [batch.indices.tolist() for batch in batches] == [
+        batch.indices.tolist() for batch in expected
+    ]
+    assert sorted(numbers(batches)) == list(range(SIZE))
+    assert content(batches) == content(expected)
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_sample_is_the_same_on_any_number_of_ranks(is_part: bool) -> None:
+    dataset: Dataset[Any] = Scripted()
+    if is_part:  # a Subset has __getitems__, which must not make its random numbers the batch's
+        dataset = torch.utils.data.Subset(Scripted(), range(SIZE))
+    alone = content(read(make_loader(Scripted())))
+    for world_size in (1, 2, 3, 4):
+        ranks = [make_loader(dataset, rank=r, world_size=world_size) for r in range(world_size)]
+        together = {}
+        for loader in ranks:
+            together.update(content(read(loader)))
+        assert together == alone
+    assert content(read(make_loader(Scripted()), epoch=1)) != alone
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_rank_without_samples_gets_the_step_without_a_batch(num_workers: int) -> None:
+    dataset = torch.utils.data.Subset(Scripted(), [0, 1, 2])
+    loader = make_loader(dataset, num_workers, rank=3, world_size=4)
+    found = list(loader.windows(0, 0))
+    loader.close()
+    assert [(window.size, batches) for window, batches in found] == [(3, [])]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("cursor", [8, 13, SIZE - 1, SIZE])
+def test_an_epoch_can_start_at_any_cursor(num_workers: int, cursor: int) -> None:
+    loader = make_loader(Scripted(), num_workers)
+    found = numbers(read(loader, start=cursor))
+    loader.close()
+    assert found == loader.sampler.order(0).take(cursor, SIZE).tolist()
+
+
+@pytest.mark.parametrize("is_lasting", [True, False])
+def test_workers_serve_epoch_after_epoch_and_breaks_between(is_lasting: bool) -> None:
+    loader = make_loader(Scripted(), 2, persistent_workers=is_lasting)
+    expected = make_loader(Scripted())
+    assert content(read(loader, 0)) == content(read(expected, 0))
+    first = {process.pid for process in multiprocessing.active_children()}
+    assert bool(first) == is_lasting
+    windows = loader.windows(1, 0)
+    for _ in windows:  # left in the middle, as a stop does it
+        second = {process.pid for process in multiprocessing.active_children()}
+        break
+    assert (second == first) == is_lasting
+    assert content(read(loader, 1)) == content(read(expected, 1))
+    loader.close()
+
+
+@pytest.mark.slow
+def test_forkserver_workers_read_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    loader = make_loader(Scripted(), 1, start_method="forkserver")
+    assert content(read(loader)) == content(read(make_loader(Scripted())))
+    loader.close()
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("act", [die_once, die_once_when_all_else_is_read])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_killed_worker_costs_nothing(
+    act: Act, num_workers: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # WHY: that is when torch itself would notice
+    loader = make_loader(Scripted(act, tmp_path / "flag"), num_workers, loader_timeout_s=HOUR_S)
+    batches = read(loader)
+    loader.close()
+    assert content(batches) == content(read(make_loader(Scripted())))
+    assert bad_numbers(batches) == []
+    assert "ended with SIGKILL" in caplog.text
+    assert caplog.text.count("No sample is lost") == 1
+    assert f"instead of {num_workers} workers" in caplog.text
+
+
+def test_after_a_loss_the_next_epoch_is_whole_too(tmp_path: Path) -> None:
+    loader = make_loader(Scripted(die_once, tmp_path / "flag"), 2)
+    read(loader, 0)
+    assert content(read(loader, 1)) == content(read(make_loader(Scripted()), 1))
+    loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_sample_that_crashes_its_reader_is_named_and_the_rank_lives(num_workers: int) -> None:
+    loader = make_loader(Scripted(crash_always), num_workers)
+    batches = read(loader)
+    loader.close()
+    assert bad_numbers(batches) == [MARKED]
+    assert "ended with SIGKILL" in next(bad.error for batch in batches for bad in batch.bad)
+    expected = content(read(make_loader(Scripted())))
+    del expected[MARKED]
+    assert content(batches) == expected
+
+
+def test_samples_are_tried_one_at_a_time_to_find_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[int, int]] = []
+
+    class Watched(worker_pool.WorkerPool):
+        def __init__(self, fetcher: Fetcher, plan: WorkerPlan, **how: Any) -> None:
+            started.append((plan.num_workers, plan.prefetch_factor))
+            super().__init__(fetcher, plan, **how)
+
+    monkeypatch.setattr("hardened_ddp.data.stream.WorkerPool", Watched)
+    loader = make_loader(Scripted(crash_always), 2)
+    assert bad_numbers(read(loader)) == [MARKED]
+    loader.close()
+    # Two workers, one, then single samples: with a second request under way, the sample before the
+    # one that crashes could be lost with the worker, and take the blame.
+    assert started[0] == (2, 2)
+    assert (1, 1) in started
+
+
+def test_a_sample_that_hangs_its_reader_is_named() -> None:
+    loader = make_loader(Scripted(hang_always), 1, loader_timeout_s=1.0)
+    batches = read(loader)
+    loader.close()
+    assert bad_numbers(batches) == [MARKED]
+    assert "no batch in 1 s" in next(bad.error for batch in batches for bad in batch.bad)
+    assert len(content(batches)) == SIZE - 1
+
+
+class AllCrash(Scripted):
+    def __getitem__(self, index: int) -> Any:
+        crash_always(self.flag)
+
+
+def test_if_every_sample_kills_its_reader_the_storage_is_named_and_not_the_samples() -> None:
+    dataset = AllCrash()
+    sampler = WindowSampler(dataset, num_replicas=1, rank=0, seed=1, global_batch=8, batch_size=8)
+    loader = TrainLoader(sampler, make_stream(dataset, 1))
+    with pytest.raises(LoaderError, match="ended or hung the worker each time"):
+        read(loader)
+    loader.close()
+
+
+BAD = {
+    raise_unpicklable: "Local: (1, 2)",
+    raise_unprintable: "Silent",
+    give_another_shape: "others",
+}
+
+
+@pytest.mark.parametrize("act", BAD)
+@pytest.mark.parametrize("kind", [Scripted, Whole, Listed])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_bad_sample_costs_itself_only(act: Act, kind: type[Scripted], num_workers: int) -> None:
+    loader = make_loader(kind(act), num_workers)
+    batches = read(loader)
+    loader.close()
+    assert bad_numbers(batches) == [MARKED]
+    assert BAD[act] in next(bad.error for batch in batches for bad in batch.bad)
+    expected = content(read(make_loader(Scripted())))
+    del expected[MARKED]
+    assert {index: row[0] for index, row in content(batches).items()} == {
+        index: row[0] for index, row in expected.items()
+    }
+
+
+def test_a_batch_of_bad_samples_only_is_empty() -> None:
+    batch = Fetcher(Scripted(raise_unpicklable), seed=0)[(0, torch.tensor([MARKED]))]
+    assert (batch.num_samples, batch.indices.tolist(), batch.targets.tolist()) == (0, [], [])
+    assert [bad.index for bad in batch.bad] == [MARKED]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_that_never_make_a_batch_are_an_error_with_their_numbers(num_workers: int) -> None:
+    loader = make_loader([("text", object)] * 8, num_workers)
+    with pytest.raises(SampleError, match="can't be made into a batch"):
+        read(loader)
+    loader.close()
+
+
+def test_a_read_that_fails_twice_is_tried_again(tmp_path: Path) -> None:
+    batches = read(make_loader(Scripted(fail_twice, tmp_path / "attempts")))
+    assert bad_numbers(batches) == []
+    assert (tmp_path / "attempts").read_text() == "xxx"
+    assert content(batches) == content(read(make_loader(Scripted())))
+
+
+@pytest.mark.parametrize(
+    ("error", "num_tries"),
+    [(FileNotFoundError(errno.ENOENT, "gone"), 1), (OSError("image file is truncated"), 2)],
+)
+def test_what_will_not_change_is_not_waited_for(error: OSError, num_tries: int) -> None:
+    attempts: list[int] = []
+
+    def fail(flag: Path) -> None:
+        attempts.append(1)
+        raise error
+
+    assert bad_numbers(read(make_loader(Scripted(fail)))) == [MARKED]
+    assert len(attempts) == num_tries
+
+
+def test_a_dataset_that_cannot_be_sent_is_read_in_process(caplog: pytest.LogCaptureFixture) -> None:
+    dataset = Scripted(lambda flag: None)
+    loader = make_loader(dataset, 2, start_method="forkserver")
+    assert content(read(loader)) == content(read(make_loader(Scripted())))
+    assert "num_workers 2 requested, using 0" in caplog.text
+    assert not multiprocessing.active_children()
+
+
+class Unsendable(Scripted):
+    """Its batches hold something that can't be pickled."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        inputs = {"x": torch.zeros(len(indices), 2), "names": [lambda: 0]}
+        return inputs, torch.zeros(len(indices), dtype=torch.int64)
+
+
+def test_batches_that_cannot_be_sent_do_not_hang(caplog: pytest.LogCaptureFixture) -> None:
+    loader = make_loader(Unsendable(), 1, loader_timeout_s=HOUR_S)
+    assert sorted(numbers(read(loader))) == list(range(SIZE))
+    loader.close()
+    assert "continuing at the same sample with no instead of 1 workers" in caplog.text
+
+
+def test_a_slow_batch_is_waited_for() -> None:
+    dataset = Scripted(lambda flag: time.sleep(0.7))  # several turns of POLL_S
+    loader = make_loader(dataset, 1, loader_timeout_s=30.0)
+    assert numbers(read(loader)) == loader.sampler.order(0).take(0, SIZE).tolist()
+    assert loader.stream.num_workers == 1
+    loader.close()
+
+
+SIGNALS_OF_A_RANK = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
+
+
+def blocked_signals(pid: int | None) -> set[int]:
+    mask = int(status_of(pid, "SigBlk"), 16)
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
+
+
+def status_of(pid: int | None, name: str) -> str:
+    text = Path(f"/proc/{pid}/status").read_text()
+    return text.partition(f"{name}:")[2].split()[0]
+
+
+def test_the_fork_server_leaves_them_alone_while_it_imports_torch() -> None:
+    loader = make_loader(Scripted(), 1, start_method="forkserver")
+    next(loader.windows(0, 0))
+    (worker,) = multiprocessing.active_children()
+    fork_server = int(status_of(worker.pid, "PPid"))
+    assert fork_server != os.getpid()
+    assert blocked_signals(fork_server) >= SIGNALS_OF_A_RANK
+    assert not blocked_signals(os.getpid()) & SIGNALS_OF_A_RANK
+    loader.close()
+
+
+TRACKER = """
+import os
+from hardened_ddp.data.worker_signals import signals_of_rank_blocked
+with signals_of_rank_blocked():
+    pass
+[tracker] = open(f"/proc/self/task/{os.getpid()}/children").read().split()
+for pid in (tracker, "self"):
+    print(open(f"/proc/{pid}/status").read().split("SigBlk:")[1].split()[0])
+"""
+
+
+def test_the_tracker_of_shared_memory_leaves_them_alone_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TRACKER], capture_output=True, text=True, timeout=60, check=True
+    )
+    of_tracker, own = (int(mask, 16) for mask in re.findall(r"[0-9a-f]{16}", done.stdout))
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # SIGINT it ignores
+        assert of_tracker >> (number - 1) & 1
+    assert own == 0
+
+
+def leave_a_worker() -> None:
+    loader = make_loader(Scripted(), 1)
+    next(loader.windows(0, 0))
+    kept.append(loader)
+
+
+kept: list[object] = []
+
+
+def test_a_process_that_left_its_workers_ends() -> None:
+    """They take no SIGTERM, which multiprocessing sends at the end before it waits for them."""
+    run_ranks(leave_a_worker, 1, timeout_s=20)
+
+
+def test_workers_leave_the_ranks_signals_alone_and_die_with_it() -> None:
+    loader = make_loader(Scripted(), 1)
+    rest = loader.windows(0, 0)
+    first = next(rest)
+    (worker,) = multiprocessing.active_children()
+    for number in SIGNALS_OF_A_RANK:
+        os.kill(worker.pid or 0, number)
+    # WHY without: programs that the dataset starts have the worker's mask, and end by SIGTERM
+    assert blocked_signals(worker.pid) & SIGNALS_OF_A_RANK == SIGNALS_OF_A_RANK - {signal.SIGTERM}
+    assert len([first, *rest]) == loader.sampler.num_windows
+    assert multiprocessing.active_children() == [worker]
+    loader.close()
+    assert not worker.is_alive()
+
+
+def touch_and_hang(flag: Path) -> None:
+    flag.write_text(str(os.getpid()))
+    time.sleep(60)  # the test kills it
+
+
+def read_until_killed(flag: Path) -> None:
+    read(make_loader(Scripted(touch_and_hang, flag), 1))
+
+
+def test_no_worker_outlives_a_killed_rank(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    rank = multiprocessing.get_context("fork").Process(target=read_until_killed, args=(flag,))
+    rank.start()
+    end = deadline(20)
+    # WHY: between two requests a worker looks for its parent itself; in a hung sample it can't.
+    while not (flag.exists() and flag.read_text()) and time.monotonic() < end:
+        time.sleep(0.01)
+    worker = int(flag.read_text())
+    assert worker != rank.pid
+    assert _is_running(worker)
+    rank.kill()
+    rank.join(60)
+    end = deadline(5)
+    while _is_running(worker) and time.monotonic() < end:
+        time.sleep(0.01)
+    has_outlived = _is_running(worker)
+    if has_outlived:
+        os.kill(worker, signal.SIGKILL)
+    assert not has_outlived
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def test_reading_leaves_the_random_numbers_of_data_without_randomness_alone() -> None:
+    data = MemoryImages(torch.zeros(SIZE, 1, 8, 8), torch.zeros(SIZE), classes=["a"])
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    for num_workers in (0, 1):
+        torch.manual_seed(3)
+        loader = make_loader(data, num_workers)
+        read(loader)
+        loader.close()
+        assert torch.equal(torch.rand(2), expected)
+
+
+def test_all_generators_are_seeded_for_a_sample() -> None:
+    class Random(Scripted):
+        def __getitem__(self, index: int) -> Any:
+            drawn = [float(torch.rand(())), random.random(), np.random.rand()]
+            return torch.tensor(drawn), 0
+
+    fetcher = Fetcher(Random(), seed=1)
+    together = fetcher[(0, torch.tensor([4, 5]))].inputs
+    assert torch.equal(fetcher[(0, torch.tensor([5]))].inputs[0], together[1])
+    assert not (together[0] == together[1]).any()
+
+
+def test_data_in_memory_is_cut_out_without_a_copy_of_its_numbers() -> None:
+    images = torch.arange(SIZE * 4.0).view(SIZE, 1, 2, 2)
+    data = MemoryImages(images, torch.arange(SIZE), classes=["a"])
+    for num_workers in (0, 1):
+        loader = make_loader(data, num_workers)
+        batches = read(loader)
+        loader.close()
+        for batch in batches:
+            assert torch.equal(batch.inputs, images[batch.indices])
+            assert torch.equal(batch.targets, batch.indices)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_evaluation_reads_each_test_sample_once(world_size: int, num_workers: int) -> None:
+    found: list[int] = []
+    for rank in range(world_size):
+        stream = make_stream(Scripted(), num_workers)
+        loader = EvalLoader(SIZE, stream, batch_size=7, rank=rank, world_size=world_size)
+        for _ in range(2):
+            batches = list(loader)
+        loader.close()
+        assert all(batch.num_samples <= 7 for batch in batches)
+        found += numbers(batches)
+    assert found == list(range(SIZE))
+
+
+def test_a_batch_moves_all_its_tensors() -> None:
+    batch = Batch(
+        {"a": torch.zeros(2, 3, 4, 4), "b": [torch.zeros(2), ("x", torch.ones(2))]},
+        torch.zeros(2),
+        torch.arange(2),
+    )
+    assert batch.to(torch.device("cpu")) is batch
+    moved = batch.to(torch.device("meta"))
+    assert moved.inputs["a"].device.type == moved.inputs["b"][1][1].device.type == "meta"
+    assert moved.inputs["b"][1][0] == "x"
+    assert moved.indices.device.type == "cpu"
+    image = Batch(torch.zeros(2, 3, 4, 4), torch.zeros(2), torch.arange(2))
+    image = image.to(torch.device("cpu"), channels_last=True)
+    assert image.inputs.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_was_asked_and_what_runs_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    plan = WorkerPlan(
+        num_workers=0, prefetch_factor=2, start_method="fork", reasons=("asked 4, running 0",)
+    )
+    with caplog.at_level(logging.WARNING):
+        for _ in ("training", "test"):
+            BatchStream(Fetcher(Scripted(), seed=0), plan, DataConfig(), pin_memory=False)
+    assert caplog.text.count("asked 4, running 0") == 1

@@ -1,0 +1,151 @@
+"""Loader workers share the tensors of a dataset, and copies of other data are told."""
+
+import logging
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from hardened_ddp.data import sending
+from hardened_ddp.data.block_reader import BlockReader
+from hardened_ddp.data.fetch import Fetcher
+from hardened_ddp.data.sending import measure_sending
+from hardened_ddp.data.stream import BatchStream
+from hardened_ddp.data.workers import WorkerPlan
+from hardened_ddp.settings.data import DataConfig
+from tests.harness.ranks import run_ranks
+
+MIB = 2**20
+
+
+class InMemory(Dataset[Any]):
+    """Ten samples; each says whether the worker that reads it shares the data."""
+
+    def __init__(self, other: Any = None) -> None:
+        self.data = torch.zeros(10, MIB // 4)
+        self.view = self.data[:5]
+        self.other = other
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([float(self.data.is_shared())]), 0
+
+
+class Held:
+    """A stream of one shard whose samples are tensors in memory."""
+
+    num_shards = 1
+
+    def __init__(self) -> None:
+        self.samples = [torch.full((1,), float(i)) for i in range(1000)]
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+        return iter(self.samples)
+
+
+def are_shared_in_a_worker() -> bool:
+    plan = WorkerPlan(num_workers=1, prefetch_factor=2, start_method="forkserver")
+    stream = BatchStream(Fetcher(InMemory(), seed=0), plan, DataConfig(), pin_memory=False)
+    [batch] = list(stream.batches(lambda: iter([(0, torch.arange(10))])))
+    stream.close()
+    assert stream.num_workers == 1
+    return bool(batch.inputs.all())
+
+
+def test_a_worker_shares_the_tensors_of_its_dataset() -> None:
+    assert are_shared_in_a_worker()
+
+
+def are_shared_with_temporary_files_in(folder: Path) -> bool:
+    tempfile.tempdir = str(folder)
+    found = are_shared_in_a_worker()
+    assert tempfile.gettempdir() == str(folder)
+    return found
+
+
+def test_a_worker_is_reached_though_temporary_paths_are_too_long_for_a_socket(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / ("long " * 30)
+    folder.mkdir()
+    assert run_ranks(are_shared_with_temporary_files_in, 1, folder) == [True]
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("number", [254, pytest.param(300, marks=pytest.mark.slow)])
+def test_a_dataset_of_as_many_tensors_as_a_process_can_be_sent_files_has_a_worker(
+    number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = InMemory([torch.zeros(1) for _ in range(number)])
+    plan = WorkerPlan(num_workers=1, prefetch_factor=2, start_method="forkserver")
+    stream = BatchStream(Fetcher(dataset, seed=0), plan, DataConfig(), pin_memory=False)
+    [batch] = list(stream.batches(lambda: iter([(0, torch.arange(10))])))
+    stream.close()
+    assert stream.num_workers == 1
+    assert not batch.inputs.any()
+    assert not caplog.text
+
+
+def test_a_stream_that_holds_many_tensors_has_a_worker(caplog: pytest.LogCaptureFixture) -> None:
+    plan = WorkerPlan(num_workers=1, prefetch_factor=2, start_method="forkserver")
+    reader = BlockReader(Held(), seed=0)
+    stream = BatchStream(reader, plan, DataConfig(), pin_memory=False)
+    [batch] = list(stream.batches(lambda: iter([(0, torch.arange(10))])))
+    stream.close()
+    assert stream.num_workers == 1
+    assert len(batch.indices) == 10
+    assert not caplog.text
+
+
+def test_tensors_are_copied_where_shared_memory_is_too_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sending, "_SHM_MARGIN", 1e12)
+    assert not are_shared_in_a_worker()
+
+
+def test_the_cost_of_a_dataset_is_what_workers_do_not_share() -> None:
+    cost = measure_sending(Fetcher(InMemory(np.zeros(3 * MIB, np.uint8)), seed=0))
+    assert (cost.tensor_bytes, cost.num_tensors) == (10 * MIB, 1)
+    assert 3 * MIB <= cost.private_bytes < 3.1 * MIB
+    names = measure_sending(
+        Fetcher(InMemory([f"image-{i:090}" for i in range(MIB // 100)]), seed=0)
+    )
+    assert 2 * MIB < names.private_bytes < 5 * MIB  # a str takes 49 bytes and its text
+
+
+def test_many_small_tensors_are_copied_because_each_would_be_an_open_file() -> None:
+    many = measure_sending(Fetcher(InMemory([torch.zeros(1) for _ in range(1000)]), seed=0))
+    assert not many.fits(local_world_size=1)
+
+
+def test_many_tensors_that_are_copied_are_named_as_the_reason() -> None:
+    cost = sending.SendingCost(tensor_bytes=200 * MIB, num_tensors=5000, private_bytes=0)
+    assert "it is copied (it holds 5000 tensors)" in cost.warning(num_workers=2, shares=False)
+
+
+def test_workers_that_each_copy_much_are_told_with_the_size(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sending, "MOST_PRIVATE_BYTES", 2 * MIB)
+    plan = WorkerPlan(num_workers=4, prefetch_factor=2, start_method="forkserver")
+    with caplog.at_level(logging.WARNING):
+        fetcher = Fetcher(InMemory(np.zeros(30 * MIB, np.uint8)), seed=0)
+        BatchStream(fetcher, plan, DataConfig(), pin_memory=False).close()
+        assert "each of 4 workers takes about 30 MiB of memory" in caplog.text
+        caplog.clear()
+        BatchStream(Fetcher(InMemory(), seed=0), plan, DataConfig(), pin_memory=False).close()
+        assert not caplog.text
+
+
+def test_a_dataset_that_cannot_be_sent_is_found_by_the_trial() -> None:
+    with pytest.raises(TypeError, match="lock"):
+        measure_sending(Fetcher(InMemory(threading.Lock()), seed=0))

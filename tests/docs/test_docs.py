@@ -1,0 +1,446 @@
+"""The documents: what they name exists, and every command in them runs.
+
+A command stands in a bash block, one a line. It is run here, or by the test that ELSEWHERE names.
+What goes wrong here: a document is older than the code; python -m tests.documents writes it anew.
+"""
+
+import ast
+import json
+import re
+import shlex
+import signal
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from docs.pictures.draw import PICTURES, ring
+from drills.faults import find
+from hardened_ddp.errors import HardenedError
+from hardened_ddp.settings.schema import SETTINGS
+from tests.documents import (
+    CONTRIBUTING,
+    DOCUMENTS,
+    FAULTS,
+    GENERATED,
+    MANUAL,
+    OWN_TRAINING,
+    READING,
+    README,
+    TROUBLES,
+    anchors_of,
+    commands_of,
+    has_function,
+    promised,
+    prose_of,
+    rendered,
+    table_rows,
+    text_of,
+)
+from tests.harness.processes import ROOT
+from tests.harness.ranks import (
+    held_port,
+    run_command,
+    run_program,
+    start_program,
+    start_training,
+    train_as_typed,
+)
+from tests.harness.run_folder import fingerprints
+from tests.launchers.test_run_with import INSPECT
+from tests.launchers.test_run_with import LAUNCHERS as RUN_WITH
+from tests.launchers.test_slurm import SBATCH, SRUN
+
+TYPED_TEST = "test_ddp_training.py::test_a_command_as_typed_trains_and_leaves_a_whole_run_folder"
+# Commands that are not run here, and the test that does run them. Those of its table TYPED, too.
+ELSEWHERE = {
+    "./launch_examples.sh test": "tests/stages.py::run_stage",  # the one under way
+    # it needs network; there with a server of its own, and as typed without any
+    "python download.py --dataset mnist --model resnet18 --data_dir data": (
+        "tests/data/test_download.py::test_without_network_the_command_says_what_to_do_by_hand"
+    ),
+    **dict.fromkeys(
+        (
+            "python examples/hf_trainer/train.py",
+            "torchrun --standalone --nproc_per_node=2 examples/hf_trainer/train.py",
+        ),
+        "tests/docs/test_hf_trainer.py::test_it_learns_the_digits_on_one_process_and_with_torchrun",
+    ),
+}
+ELSEWHERE |= dict.fromkeys(
+    RUN_WITH, "tests/launchers/test_run_with.py::test_every_launcher_ends_in_the_same_weights"
+)
+ELSEWHERE |= {
+    "python ddp_training.py drill all --table drills.md": (
+        "tests/drills/test_drills.py::test_a_fault_comes_to_its_verdict"
+    ),
+    "python ddp_training.py drill kill-forward": (
+        "tests/drills/test_drills.py::test_one_drill_as_it_is_typed_with_a_model_and_data_of_the_user"
+    ),
+    INSPECT: "tests/launchers/test_run_with.py::test_each_process_is_shown_once_in_rank_order",
+    SRUN: "tests/launchers/test_slurm.py"
+    "::test_srun_of_one_task_per_rank_ends_in_the_weights_of_torchrun",
+    SBATCH: "tests/launchers/test_slurm.py::test_a_submitted_job_finishes_on_two_nodes",
+}
+ELSEWHERE[
+    "torchrun --nnodes=1:2 --nproc_per_node=2 --max_restarts=3 --rdzv_backend=c10d --rdzv_id=job"
+    " --rdzv_endpoint=localhost:29401 ddp_training.py"
+] = "tests/promises/test_restarts.py::test_a_node_that_joins_or_dies_changes_nothing_but_the_speed"
+# Run here, but not as they stand: what would take too long, or never ends, is shortened.
+INSTEAD = {
+    "./launch_examples.sh 1": "./launch_examples.sh 1 --dry-run",
+    "tensorboard --logdir runs": "tensorboard --logdir runs --inspect",
+    **{line: line.replace("0.1", "0") for line in commands_of(READING) if "pause_s: 0.1" in line},
+}
+# Commands of the script run on forked ranks, but for these: no other test starts them for real.
+FOR_REAL = {"python ddp_training.py evaluate runs/first"}
+FOR_REAL |= {line for line in commands_of(README) if " audit " in line}
+# Commands that end with another status than 0, because the text says so.
+STATUSES = {
+    'grep -h "DDP-" runs/first/logs/*.log | grep -v "DDP-G04"': 1,  # a good run has none
+    "torchrun --nproc_per_node=2 ddp_training.py --cpu_only --max_steps 5"
+    " --model forgetful:Forgetful --find_unused_parameters off": 1,
+}
+TEST_OF_OTHER_RANKS = "test_any_number_of_ranks_goes_on_with_the_same_samples_in_each_step"
+HOSTS = {"docs.pytorch.org", "docs.nvidia.com", "arxiv.org"}
+"""Where links of the documents may lead to, besides files of this repository."""
+OTHER_PROGRAMS = {"shm-size", "ipc", "cap-add", "pid", "logdir", "local_addr", "shutdown-timeout"}
+OTHER_PROGRAMS |= {"local_rank"}  # of old launchers
+OTHER_PROGRAMS |= {"ntasks", "ntasks-per-node", "gpus-per-node", "partition", "nodes", "signal"}
+OURS = {"config", "no_config", "help", "format", "output", "dry-run"}
+OURS |= {"width", "ranks"}  # of benchmarks/dp_vs_ddp.py; ranks of the command drill, too
+OURS |= {"table"}  # of the command drill
+OURS |= {"once", "every"}  # of the command watch
+OURS |= {"cause"}  # of the command explain
+OURS |= {"steps", "hang_after", "json", "source", "lint"}  # of the command audit
+OURS |= {"all", "hostile", "soak", "for", "dev"}  # of the tests, and of setup.sh
+OURS |= {"nesterov"}  # of a recipe
+OURS |= {"inspect", "nproc", "hosts"}  # of launchers/
+OURS |= {"break", "kill"}  # of the tutorial
+
+
+class TestErrorCodes:
+    def test_every_code_has_its_section_and_every_section_its_code(self) -> None:
+        sections = re.findall(r"^### (DDP-[A-Z]\d\d) ", text_of(TROUBLES), re.MULTILINE)
+        assert len(set(sections)) == len(sections)
+        assert set(sections) == {error.code for error in error_classes()}
+
+    def test_no_two_errors_share_a_code(self) -> None:
+        codes = [error.code for error in error_classes()]
+        assert len(set(codes)) == len(codes)
+
+    def test_a_section_has_symptom_cause_and_fix(self) -> None:
+        found = re.split(r"^##+ ", text_of(TROUBLES), flags=re.MULTILINE)
+        sections = [part for part in found if re.match(r"DDP-|[1-5]\. ", part)]
+        assert len(sections) == len(error_classes()) + 5
+        for section in sections:
+            parts = re.findall(r"^\*\*(Symptom|Cause|Fix)\b", section, re.MULTILINE)
+            assert parts == ["Symptom", "Cause", "Fix"], section.splitlines()[0]
+
+    def test_a_symptom_has_words_that_the_program_really_says(self) -> None:
+        said = said_by_the_program()
+        sections = re.split(r"^### ", text_of(TROUBLES), flags=re.MULTILINE)
+        for section in sections:
+            # WHY but two: of these the words are those of torch, or of the user's code.
+            if section[:4] == "DDP-" and section[:7] not in ("DDP-S01", "DDP-S02"):
+                symptom = section.partition("**Symptom.**")[2].partition("**Cause.**")[0]
+                quotes = " ".join(re.findall(r"`([^`]+)`", symptom)).replace("\n", " ")
+                parts = re.split(r"\.\.\.|\d+|'[^']*'|[\[\]:;(),]", quotes)
+                words = [part.split() for part in parts]
+                threes = [" ".join(w[i : i + 3]) for w in words for i in range(len(w) - 2)]
+                assert any(three in said for three in threes), section.splitlines()[0]
+
+    def test_status_and_retry_are_those_of_the_classes(self) -> None:
+        rows = [row for row in table_rows(TROUBLES, cells=3) if row[-1].startswith("DDP-")]
+        told = {code: row[:2] for row in rows for code in row[-1].split(", ")}
+        assert told == {
+            error.code: [str(error.exit_status), "yes" if error.is_retryable else "no"]
+            for error in error_classes()
+        }
+
+
+class TestReadme:
+    def test_it_is_short_and_tells_early_how_to_bring_a_model(self) -> None:
+        text = text_of(README)
+        lines = text.splitlines()
+        assert len(lines) <= 280
+        assert lines.index("## Your own model and data") < 80
+
+    @pytest.mark.parametrize(
+        ("document", "kind"), [(name, kind) for name, kinds in GENERATED.items() for kind in kinds]
+    )
+    def test_a_generated_part_is_up_to_date(self, document: str, kind: str) -> None:
+        old, new = text_of(document), rendered(text_of(document), only=kind)
+        assert f"<!-- {kind}" in old
+        assert old == new, "write it anew with: python -m tests.documents"
+
+    def test_a_promise_is_kept_by_a_test_that_exists(self) -> None:
+        promises = promised()
+        assert len(promises) >= 10
+        for promise, tests in promises.items():
+            assert tests
+            for test in tests:
+                assert has_function(test), f"{test} does not exist: {promise}"
+
+    def test_a_drill_shows_what_the_table_of_faults_says_of_this_project(self) -> None:
+        rows = table_rows(README, cells=7)[2:]
+        assert len(rows) == len(FAULTS)
+        for row in rows:
+            ours, name = row[-2], row[-1].strip("`")
+            fault = find(name)
+            if fault is None:
+                assert has_function(f"{name}::{TEST_OF_OTHER_RANKS}"), row
+                continue
+            assert (fault.ends == "continues") == (ours == "continues, nothing lost"), row
+            assert fault.ends == "continues" or fault.keeps == "same weights", row
+            assert not fault.leaves_out, row
+
+    def test_a_preset_has_the_flags_that_the_table_says(self) -> None:
+        rows = [row for row in table_rows(README) if re.fullmatch(r"`(\d+|test)`", row[0])]
+        assert [row[0] for row in rows] == [f"`{n}`" for n in (*range(1, 11), "test")]
+        listed = run_command(["./launch_examples.sh"], timeout_s=20).ok().stdout
+        for preset, _, flags in rows:
+            argv = ["./launch_examples.sh", preset.strip("`"), "--dry-run"]
+            printed = run_command(argv, timeout_s=20).ok().stdout
+            assert all(flag in printed for flag in re.findall(r"--\w+", flags)), printed
+            assert re.search(rf"^\W*{preset.strip('`')}\b", listed, re.MULTILINE), listed
+
+
+class TestPictures:
+    @pytest.mark.parametrize("name", PICTURES)
+    def test_a_picture_is_what_its_script_draws_today(self, name: str) -> None:
+        drawn = PICTURES[name]()
+        ElementTree.fromstring(drawn)
+        old = (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8")
+        assert old == drawn, "draw it anew with: python -m tests.documents"
+
+    def test_the_ring_ends_with_the_sum_of_all_ranks_on_each(self) -> None:
+        *_, before, last = ring()
+        assert {part for row in last for part in row} == {"0123"}
+        assert {part for row in before for part in row} != {"0123"}
+
+
+class TestLength:
+    @pytest.mark.parametrize(("document", "most"), [(README, 16_000), (CONTRIBUTING, 10_000)])
+    def test_what_a_newcomer_reads_first_is_short(self, document: str, most: int) -> None:
+        assert len(text_of(document)) <= most
+
+    def test_all_documents_together_have_at_most_250_kb(self) -> None:
+        patterns = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "examples/**/*.md")
+        pages = {page for pattern in patterns for page in ROOT.glob(pattern)}
+        sizes = {str(page.relative_to(ROOT)): page.stat().st_size for page in pages}
+        assert sum(sizes.values()) <= 250 * 1024, sorted(sizes.items(), key=lambda item: item[1])
+
+
+class TestAllDocuments:
+    @pytest.mark.parametrize("document", DOCUMENTS)
+    def test_a_link_leads_somewhere(self, document: str) -> None:
+        for target in re.findall(r"\]\(([^)]+)\)", prose_of(document)):
+            name, _, anchor = target.partition("#")
+            path = (ROOT / document).parent / name if name else ROOT / document
+            if name.startswith("https:"):
+                continue
+            assert path.exists(), target
+            if anchor:
+                assert anchor in anchors_of(path.read_text(encoding="utf-8")), target
+
+    @pytest.mark.parametrize("document", DOCUMENTS)
+    def test_a_file_that_is_named_exists(self, document: str) -> None:
+        made_by_a_run = {"manifest.json", "summary.json", "best.json", "my.yaml"}
+        made_by_a_run |= {"verdict.txt", "rank_1.txt", "rank_1_worker_4711.txt"}
+        made_by_a_run |= {"hangs/held_rank_0.txt"}
+        for name in re.findall(
+            r"`((?:[\w.]+/)*[\w.]+\.(?:py|sh|yaml|txt|md))`", prose_of(document)
+        ):
+            is_made = name in made_by_a_run or f"Save this as `{name}`" in text_of(document)
+            places = (ROOT / name, ROOT / "hardened_ddp" / name)
+            assert is_made or any(place.exists() for place in places), name
+
+    @pytest.mark.parametrize("document", DOCUMENTS)
+    def test_a_flag_that_is_named_exists(self, document: str) -> None:
+        from torch.distributed.run import get_args_parser
+
+        torchrun = {
+            flag.lstrip("-")
+            for action in get_args_parser()._actions
+            for flag in action.option_strings
+        }
+        known = {*SETTINGS, *(f"no_{name}" for name in SETTINGS), *OURS, *OTHER_PROGRAMS, *torchrun}
+        words = prose_of(document) + "\n".join(commands_of(document))
+        for flag in re.findall(r"(?<![\w-])--([a-z][\w-]*)", words):
+            assert flag in known, flag
+
+    @pytest.mark.parametrize("document", DOCUMENTS)
+    def test_a_document_is_plain_and_belongs_to_no_machine(self, document: str) -> None:
+        text = text_of(document)
+        assert text.isascii()
+        hosts = set(re.findall(r"https?://([^/)\s]+)", text))
+        assert hosts <= HOSTS, "a link to a page that nobody here reads"
+        assert not re.search(r"/(?:work|home|root|tmp)/|pypi|index-url", text)
+        assert not re.search(r"#\d{3,}", text), "an issue's number says nothing to a reader"
+        lines = [line for line in prose_of(document).splitlines() if not line.startswith("|")]
+        assert not [line for line in lines if len(line) > 100 and "](http" not in line]
+
+    def test_a_test_that_runs_a_command_elsewhere_exists(self) -> None:
+        for test in (TYPED_TEST, *ELSEWHERE.values()):
+            assert has_function(test), test
+
+
+class TestCommands:
+    @pytest.mark.slow
+    @pytest.mark.timeout(1200)  # some thirty commands, each with a limit of its own
+    @pytest.mark.parametrize("document", [README, MANUAL, TROUBLES, OWN_TRAINING])
+    def test_the_commands_of_a_document_run_in_their_order(
+        self, document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write_examples(document, tmp_path, monkeypatch)
+        if document in (TROUBLES, MANUAL):  # they speak of a run that there is already
+            run_training("python ddp_training.py --run_name first", tmp_path, max_steps=1)
+        elsewhere = {*typed_elsewhere(), *ELSEWHERE}
+        elsewhere |= set() if document == README else set(commands_of(README))
+        for index, command in enumerate(commands_of(document)):
+            if command not in elsewhere:
+                # WHY more each time: a command that continues a run must find something to do
+                run_documented(command, tmp_path, max_steps=2 + index)
+
+    @pytest.mark.slow
+    def test_the_model_of_the_readme_learns(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write_examples(README, tmp_path, monkeypatch)
+        [command] = [line for line in commands_of(README) if "--model_args" in line]
+        run_training(command, tmp_path, max_steps=0)
+        [summary] = tmp_path.glob("runs/*/summary.json")
+        assert json.loads(summary.read_text(encoding="utf-8"))["test_accuracy"] > 0.97
+
+    @pytest.mark.slow
+    def test_the_exercises_come_out_as_their_answers_say(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write_examples(READING, tmp_path, monkeypatch)
+        outputs = [run_documented(line, tmp_path, max_steps=0) for line in commands_of(READING)]
+        ours, torchs, _, _, _, _, _, sums, auto, off, _, resumed = outputs
+        shares = ast.literal_eval(ours)
+        assert [len(share) for share in shares] == [5, 3, 2]
+        assert sorted(sample for share in shares for sample in share) == list(range(10))
+        assert sum(len(share) for share in ast.literal_eval(torchs)) == 12
+        losses = [read_losses(tmp_path / "runs" / name) for name in ("one", "two", "four")]
+        assert len(losses[0]) == 60
+        for other in losses[1:]:
+            assert other == pytest.approx(losses[0], rel=1e-5)
+        assert len({line.split()[0] for line in sums.splitlines()}) == 1
+        assert "spare.weight" in auto
+        assert "find_unused_parameters: on" in auto
+        assert "DDP-M02" in off
+        assert "passed over" in resumed
+        assert "sha256" in resumed
+
+    @pytest.mark.slow
+    def test_exercise_3_leaves_time_to_press_ctrl_c(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write_examples(READING, tmp_path, monkeypatch)
+        whole, pieces, _ = [
+            line for line in commands_of(READING) if {"whole", "pieces"} & {*re.split(r"\W", line)}
+        ][:3]
+        argv = [*shlex.split(pieces)[2:], "--output_dir", str(tmp_path / "runs")]
+        with start_training(argv, launcher="none", cwd=tmp_path) as running:
+            running.wait_for(
+                lambda: "epoch 1 done" in running.output(0) or None, timeout_s=90, what="its start"
+            )
+            running.kill(0, signal.SIGINT)
+            stopped = running.wait(timeout_s=60).ok()
+        assert "saving first" in stopped.output
+        for line in (whole, INSTEAD[pieces]):
+            run_training(line, tmp_path, max_steps=0)
+        last = "checkpoints/step-000000180/state.safetensors"
+        found = [fingerprints(tmp_path / "runs" / name / last) for name in ("whole", "pieces")]
+        assert found[0] == found[1]
+
+    @pytest.mark.slow
+    def test_two_nodes_find_each_other_with_the_flags_of_torchrun(self, tmp_path: Path) -> None:
+        [command] = [line for line in text_of(TROUBLES).splitlines() if "--nnodes=2" in line]
+        command = command.replace("--nproc_per_node=8", "--nproc_per_node=1")
+        command = command.replace("node0:29500", f"127.0.0.1:{held_port()}")
+        command = command.replace("/shared/runs", str(tmp_path))
+        argv = [*shlex.split(command), "--cpu_only", "--max_steps", "3"]
+        env = {"GLOO_SOCKET_IFNAME": "lo"}
+        with start_program(argv, env=env) as first, start_program(argv, env=env) as second:
+            first.wait(timeout_s=90).ok()
+            second.wait(timeout_s=90).ok()
+        [run] = tmp_path.glob("[!.]*/")
+        assert (run / "logs" / "rank-1.log").is_file()
+
+
+def error_classes() -> list[type[HardenedError]]:
+    """List HardenedError and all classes below it."""
+    found = [HardenedError]
+    for error in found:  # WHY while it grows: classes below classes
+        found += error.__subclasses__()
+    return found
+
+
+def said_by_the_program() -> str:
+    """Give all texts in the program, with a line break where a value is filled in."""
+    texts = []
+    for path in (ROOT / "ddp_training.py", *(ROOT / "hardened_ddp").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts)
+
+
+def typed_elsewhere() -> set[str]:
+    """Give the commands that test_ddp_training.py runs as they are typed."""
+    from test_ddp_training import TYPED, TYPED_WITH_OTHER_FLAGS, TYPED_WITH_OTHER_LAUNCHES
+
+    return {*TYPED, *TYPED_WITH_OTHER_LAUNCHES, *TYPED_WITH_OTHER_FLAGS}
+
+
+def write_examples(document: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save the document's Python files as it tells its reader to."""
+    pattern = r"Save this as `(\w+\.py)`.*?```python\n(.*?)^```$"
+    for name, code in re.findall(pattern, text_of(document), re.DOTALL | re.MULTILINE):
+        (folder / name).write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def run_documented(command: str, folder: Path, *, max_steps: int) -> str:
+    """Run a command as a reader would, in folder, and return what it printed."""
+    status = STATUSES.get(command, 0)
+    command = INSTEAD.get(command, command)
+    words, is_real = command.split(), command in FOR_REAL
+    is_script = words[0] == "torchrun" or words[:2] == ["python", "ddp_training.py"]
+    is_script &= not {"doctor", "drill"} & {*words}  # which start processes: they are forked, too
+    if is_script and not is_real:
+        is_other = {"verify-ledger", "evaluate", "export", "--help"} & {*words}
+        is_other |= {"explain", "audit", "watch", "report"} & {*words}
+        return run_training(command, folder, max_steps=0 if is_other else max_steps)
+    command = command.replace("launchers/", f"{ROOT}/launchers/")
+    for name in ("ddp_training.py", "launch_examples.sh", "setup.sh"):
+        command = re.sub(rf"(\./)?\b{re.escape(name)}", str(ROOT / name), command)
+    env = {"PYTHONPATH": str(ROOT)}
+    if words[0] == "python" and not is_real and not re.search(r"[|;&<>$*]", command):
+        done = run_program(shlex.split(command), timeout_s=150, cwd=folder, env=env)
+    else:
+        done = run_command(["bash", "-c", command], timeout_s=150, cwd=folder, env=env)
+    assert done.status == status, f"{command}\n{done.output}"
+    assert "Traceback" not in done.output, f"{command}\n{done.output}"
+    return done.stdout
+
+
+def run_training(command: str, folder: Path, *, max_steps: int) -> str:
+    """Run a command of the script on forked ranks; a training for max_steps unless that is 0."""
+    done = train_as_typed(
+        command, *(["--max_steps", str(max_steps)] if max_steps else []), cwd=folder
+    )
+    status = STATUSES.get(command, 0)
+    assert set(done.statuses) == {status}, f"{command}\n{done.output}"
+    assert "Traceback" not in done.output, f"{command}\n{done.output}"
+    return done.output
+
+
+def read_losses(run: Path) -> list[float]:
+    """Read the training losses of a run, in the order of their steps."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [entry["loss/train"] for entry in map(json.loads, lines) if "loss/train" in entry]

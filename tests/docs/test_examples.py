@@ -1,0 +1,96 @@
+"""The examples: each learns what it says, has at most 80 lines, and comes through faults."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from drills.command import report
+from drills.faults import find
+from drills.runner import Drills
+from drills.work import Work
+from tests.harness.forked_drills import forked_drills
+from tests.harness.processes import ROOT
+from tests.harness.ranks import import_in_server, run_program, train
+from tests.harness.run_folder import only_run, read_summary
+
+EXAMPLES = ROOT / "examples"
+LEARNS = {  # a figure of the test set, its bound, and whether it has to be above it
+    "language_model": ("test_perplexity", 6.5, False),
+    "regression": ("test_r2", 0.45, True),
+    "segmentation": ("test_mean_iou", 0.75, True),
+    "streaming": ("test_accuracy", 0.93, True),
+}
+OF_SKLEARN = ("regression", "segmentation")
+FAULTS = ("kill-forward", "raise-backward-one", "memory-backward")
+
+
+def config_of(example: str) -> dict[str, Any]:  # Any: YAML
+    found: dict[str, Any] = yaml.safe_load((EXAMPLES / example / "config.yaml").read_text("utf-8"))
+    return found
+
+
+@pytest.mark.parametrize("example", LEARNS)
+def test_an_example_has_at_most_80_lines_and_says_its_command(example: str) -> None:
+    [file] = (EXAMPLES / example).glob("*.py")
+    text = file.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 80
+    assert f"--config examples/{example}/config.yaml" in text
+    assert "torchrun" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", LEARNS)
+def test_an_example_learns_what_it_says(example: str, tmp_path: Path) -> None:
+    if example in OF_SKLEARN:
+        import_in_server("sklearn.datasets")
+    argv: list[str | Path] = ["--config", EXAMPLES / example / "config.yaml", "--cpu_only"]
+    argv += ["--output_dir", tmp_path / "runs", "--data_dir", tmp_path / "data", "--ledger"]
+    train(argv, 2, timeout_s=600).ok()
+    run = only_run(tmp_path / "runs")
+    name, bound, is_above = LEARNS[example]
+    found = read_summary(run)[name]
+    assert (found > bound) == is_above, f"{name} {found}"
+    verified = train(["verify-ledger", run], launcher="none").ok()
+    assert verified.output.count("each exactly once") == config_of(example)["epochs"]
+    if example == "regression":
+        [best] = run.rglob("best.json")
+        assert '"metric": "r2"' in best.read_text(encoding="utf-8")
+    if example == "segmentation":
+        [events] = run.rglob("events.out.tfevents*")
+        assert b"pixels wrong" in events.read_bytes(), "there are pictures in TensorBoard"
+    if example == "language_model":
+        train(["export", run, "--output", tmp_path / "x"], launcher="none").ok()
+        sample = ["python", "-m", "examples.language_model.gpt", str(tmp_path / "x")]
+        text = run_program(sample, timeout_s=120).ok().stdout
+        assert text.startswith("The ")
+        words = [f" {word} " for word in ("the", "is", "of", "to", "a", "in", "and")]
+        assert sum(text.count(word) for word in words) >= 3, text
+
+
+def drills_of(example: str, folder: Path) -> Drills:
+    """Prepare drills of the first steps of an example, small ones."""
+    if example in OF_SKLEARN:
+        import_in_server("sklearn.datasets")
+    config = config_of(example)
+    flags = [f"--config={EXAMPLES / example / 'config.yaml'}", f"--data_dir={folder / 'data'}"]
+    flags += ["--epochs=1000", "--max_steps=24", "--batch_size=8", "--num_workers=0"]
+    flags += ["--eval_every=0", "--warmup_steps=0"]
+    work = Work(model=config["model"], dataset=config["dataset"], flags=tuple(flags))
+    return forked_drills(folder, work=work)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", LEARNS)
+def test_an_example_comes_through_faults_to_the_weights_of_the_undisturbed_run(
+    example: str, tmp_path: Path
+) -> None:
+    drills = drills_of(example, tmp_path)
+    for name in FAULTS:
+        fault = find(name)
+        assert fault is not None
+        output = io.StringIO()
+        [verdict] = report(drills, [fault], output)
+        assert verdict.passed, f"{output.getvalue()}{drills.output_of(fault)}"

@@ -1,0 +1,165 @@
+"""The tutorial: each break breaks as its chapter says, and each mend mends."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.docs.test_docs import ELSEWHERE, typed_elsewhere
+from tests.documents import commands_of, text_of
+from tests.harness.processes import ROOT
+from tests.harness.ranks import import_in_server, run_program
+
+SCRIPTS = sorted((ROOT / "examples" / "tutorial").glob("*.py"))
+LAUNCH = "torchrun --standalone --nproc_per_node=2 examples/tutorial/"
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """A command of a chapter, and what comes of it."""
+
+    words: str
+    """Script and flags."""
+
+    said: tuple[str, ...] = ()
+    """What it prints; the chapter says so, too."""
+
+    fails: bool = False
+
+
+OFF, OFF_7 = "largest difference from the weights of one process: ", "that of one big batch by "
+MENDED_4 = "finished; the weights are "
+RUNS = {
+    1: (Typed("1_single_process.py", ("epoch 3: accuracy 9",)),),
+    2: (Typed("2_plain_ddp.py", ("epoch 3: accuracy 9",)),),
+    3: (
+        Typed("3_samples.py --break same", ("1797 samples were used 2 times", OFF)),
+        Typed("3_samples.py --break padded", ("1 samples were used 2 times", OFF)),
+        Typed("3_samples.py --break short", ("1797 samples were used 1 times", OFF)),
+        Typed("3_samples.py", ("1797 samples were used 1 times", OFF)),
+    ),
+    4: (
+        Typed("4_kill_and_resume.py --break", (MENDED_4,)),
+        Typed("4_kill_and_resume.py --break --kill", ("Signal 9 (SIGKILL) received",), fails=True),
+        Typed("4_kill_and_resume.py --break --resume", ("rank 0 continues at step 29", MENDED_4)),
+        Typed("4_kill_and_resume.py", (MENDED_4,)),
+        Typed("4_kill_and_resume.py --kill", ("Signal 9 (SIGKILL) received",), fails=True),
+        Typed("4_kill_and_resume.py --resume", ("rank 0 continues at step 40", MENDED_4)),
+    ),
+    5: (
+        Typed(
+            "5_one_rank_raises.py --break",
+            (
+                "rank 0 leaves out a batch: sample 777: the file is truncated",
+                "rank 1 fails after",
+                "Timed out waiting 8000ms",
+            ),
+            fails=True,
+        ),
+        Typed("5_one_rank_raises.py", ("rank 0 leaves out a batch: sample 777", "finished")),
+    ),
+    6: (
+        Typed(
+            "6_unused_parameters.py --break",
+            ("fails in step 1: Expected to have finished reduction in the prior iteration",),
+            fails=True,
+        ),
+        Typed("6_unused_parameters.py", ("no gradient for old_head.weight", "finished")),
+    ),
+    7: (
+        Typed(
+            "7_out_of_memory.py --break memory",
+            ("DefaultCPUAllocator: can't allocate memory",),
+            fails=True,
+        ),
+        Typed("7_out_of_memory.py --break mean", (OFF_7, "finished")),
+        Typed(
+            "7_out_of_memory.py",
+            (OFF_7, "rank 1 has no memory for 600 samples", "finished"),
+        ),
+    ),
+    8: (
+        Typed("8_hang.py --break", ("rank 0 fails in step 20",), fails=True),
+        Typed(
+            "8_hang.py",
+            ("rank 0 fails in step 20", '8_hang.py", line 53 in <module>', "line 39 in read"),
+            fails=True,
+        ),
+    ),
+}
+
+
+def chapter_of(number: int) -> str:
+    [path] = (ROOT / "docs" / "tutorial").glob(f"{number}_*.md")
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=() if n == 3 else pytest.mark.slow) for n in RUNS]
+)
+def test_a_chapter_breaks_and_mends_as_it_says(number: int, tmp_path: Path) -> None:
+    import_in_server("sklearn.datasets")
+    chapter = text_of(chapter_of(number))
+    weights, differences = [], []
+    for typed in RUNS[number]:
+        script, *flags = typed.words.split()
+        launch = ["torchrun", "--standalone", "--nproc_per_node=2"] if number > 1 else ["python"]
+        argv = [*launch, ROOT / "examples/tutorial" / script, *flags]
+        done = run_program(argv, timeout_s=200, cwd=tmp_path)
+        assert (done.status != 0) == typed.fails, done.output
+        for phrase in typed.said:
+            assert phrase in done.output, done.output
+            assert phrase in chapter or phrase.startswith(("8_hang.py", "rank 1 fails")), phrase
+        weights += re.findall(rf"{MENDED_4}(\w+)", done.output)
+        differences += [float(x) for x in re.findall(rf"(?:{OFF}|{OFF_7})(\S+)", done.output)]
+    if number == 4:
+        whole, broken, again, mended = weights
+        assert whole == again == mended
+        assert broken != whole
+    if number in (3, 7):
+        assert min(differences[:-1]) > 1e-3 or number == 7
+        assert max(differences) > 0.1
+        assert differences[-1] < 1e-5
+
+
+@pytest.mark.slow
+def test_chapter_4_may_be_read_in_any_order(tmp_path: Path) -> None:
+    import_in_server("sklearn.datasets")
+    launch = ["torchrun", "--standalone", "--nproc_per_node=2"]
+    argv = [*launch, ROOT / "examples/tutorial/4_kill_and_resume.py"]
+    found = []
+    for killed, flags in (("--break --kill", ""), ("--kill", ""), ("--break --kill", "--resume")):
+        assert run_program([*argv, *killed.split()], timeout_s=200, cwd=tmp_path).status != 0
+        done = run_program([*argv, *flags.split()], timeout_s=200, cwd=tmp_path).ok()
+        assert "continues" not in done.output, "what another try left is not taken"
+        found += re.findall(rf"{MENDED_4}(\w+)", done.output)
+    assert len(found) == 3
+    assert len(set(found)) == 1
+
+
+@pytest.mark.parametrize("number", RUNS)
+def test_a_chapter_shows_the_code_and_the_commands_that_there_are(number: int) -> None:
+    path = chapter_of(number)
+    [script] = [one for one in SCRIPTS if one.name.startswith(f"{number}_")]
+    code = {line.strip() for line in script.read_text(encoding="utf-8").splitlines()}
+    for block in re.findall(r"^```python\n(.*?)^```$", text_of(path), re.DOTALL | re.MULTILINE):
+        for line in block.splitlines():
+            assert line.strip() in code, line
+    launch = "python examples/tutorial/" if number == 1 else LAUNCH
+    run_here = {launch + typed.words for typed in RUNS[number]}
+    told = set(commands_of(path))
+    assert run_here <= told
+    for command in told - run_here:
+        is_drill = command.startswith("python ddp_training.py drill ")
+        assert is_drill or command in {*ELSEWHERE, *typed_elsewhere(), *README_COMMANDS}, command
+
+
+README_COMMANDS = set(commands_of("README.md"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_is_short_and_uses_nothing_of_the_package(script: Path) -> None:
+    text = script.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= (40 if script.name.startswith("2_") else 80)
+    assert "hardened_ddp" not in text

@@ -1,0 +1,329 @@
+"""The drills: each fault comes to its verdict, on 2 ranks and some on 3 and 4; and the command.
+
+The ranks are forked here, which saves the import of torch; what the command itself does, with
+processes of its own, some tests try as it is typed.
+"""
+
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from drills.command import list_faults, markdown, read_order, read_work, report, write_table
+from drills.compare import Record, distance
+from drills.fault import TWO_HOSTS, Fault
+from drills.faults import all_faults, find
+from drills.injections import DEPENDS_ON_PARTS, Board, Injection
+from drills.injectors import tensors_of
+from drills.processes import SCRIPT
+from drills.runner import Drills
+from drills.two_hosts import why_not
+from hardened_ddp.errors import ConfigError, HardenedError
+from hardened_ddp.settings.cli import parse
+from tests.harness.commands import run_command
+from tests.harness.forked_drills import forked_drills
+from tests.harness.marks import slow_after
+from tests.harness.ranks import run_program
+
+DrillsOf = Callable[[int], Drills]
+# The others are slow: these show each a way that a run can end.
+QUICK = ("kill-forward", "raise-loss-one", "sigterm-data", "bad-sample-left-out")
+ON_MORE_RANKS = ("kill-sum", "kill-rank-0", "sigterm-evaluation", "raise-backward-some")
+ON_MORE_RANKS += ("nan-once", "memory-forward", "unused-parameter", "other-data", "disk-full")
+ON_FOUR_RANKS = ("kill-sum", "sigterm-evaluation", "raise-backward-some")
+UNDER_HOOKS = ("kill-backward", "raise-forward-one", "raise-backward-one", "raise-backward-all")
+UNDER_HOOKS += ("nan-once", "memory-backward", "unused-parameter")
+LATE = (*UNDER_HOOKS, "kill-forward", "kill-optimizer", "kill-sum", "sigterm-backward")
+LATE += ("raise-loss-one", "raise-optimizer", "nan-repeated", "nan-gradient", "bit-flip")
+LATE += ("stop-forward", "bad-sample", "kill-evaluation", "kill-checkpoint")
+# How many there are of a family, by the first part of the names.
+FAMILIES = {
+    "kill": 9,
+    "segfault": 7,
+    "abort": 7,
+    "stop": 7,
+    "sigterm": 7,
+    "raise": 11,
+    "memory": 5,
+    "worker": 6,
+    "bad": 8,
+    "nan": 3,
+    "hang": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def drills_of(tmp_path_factory: pytest.TempPathFactory) -> DrillsOf:
+    """Give the drills by number of ranks: with one undisturbed run for all of them."""
+
+    @cache
+    def drills(num_ranks: int) -> Drills:
+        return forked_drills(tmp_path_factory.mktemp("drills"), num_ranks=num_ranks)
+
+    return drills
+
+
+@pytest.fixture(scope="module")
+def drills_under_hooks(tmp_path_factory: pytest.TempPathFactory) -> Drills:
+    return forked_drills(tmp_path_factory.mktemp("hooks"), flags=["--no_shared_memory"])
+
+
+@pytest.fixture(scope="module")
+def drills_that_look_late(tmp_path_factory: pytest.TempPathFactory) -> Drills:
+    """Drills on CPU ranks that learn of a bad gradient one step later, as on GPUs."""
+    folder = tmp_path_factory.mktemp("late")
+    return forked_drills(folder, flags=["--no_shared_memory"], model="tests.late_looks:mlp")
+
+
+def check(drills: Drills, fault: Fault) -> None:
+    """Do one drill; show what the command would have said if it fails."""
+    output = io.StringIO()
+    [verdict] = report(drills, [fault], output)
+    assert verdict.passed, f"{output.getvalue()}{drills.output_of(fault)}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    slow_after(len(QUICK), [*QUICK, *(f.name for f in all_faults() if f.name not in QUICK)]),
+)
+def test_a_fault_comes_to_its_verdict(name: str, drills_of: DrillsOf) -> None:
+    fault = find(name)
+    assert fault is not None
+    if fault.outside == TWO_HOSTS and (reason := why_not()):
+        pytest.skip(reason)
+    check(drills_of(2), fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [*((name, 3) for name in ON_MORE_RANKS), *((name, 4) for name in ON_FOUR_RANKS)],
+)
+def test_a_fault_comes_to_its_verdict_on_more_ranks(
+    name: str, num_ranks: int, drills_of: DrillsOf
+) -> None:
+    fault = find(name)
+    assert fault is not None
+    check(drills_of(num_ranks), fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNDER_HOOKS)
+def test_a_fault_comes_to_its_verdict_where_hooks_of_ddp_average(
+    name: str, drills_under_hooks: Drills
+) -> None:
+    fault = find(name)
+    assert fault is not None
+    check(drills_under_hooks, fault)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LATE)
+def test_a_fault_comes_to_its_verdict_where_ranks_learn_of_it_a_step_later(
+    name: str, drills_that_look_late: Drills
+) -> None:
+    fault = find(name)
+    assert fault is not None
+    check(drills_that_look_late, fault)
+
+
+@pytest.mark.slow
+def test_a_drill_with_a_wrong_expectation_fails(drills_of: DrillsOf) -> None:
+    """One that goes on is expected to stop, with words that nobody says, and the other way."""
+    goes_on = Fault(
+        name="wrong-1",
+        text="nothing at all",
+        ends="stops",
+        code="DDP-G04",
+        injections=(Injection(kind="sleep", phase="forward"),),
+    )
+    verdict = drills_of(2).run(goes_on)
+    assert not verdict.passed
+    assert "it finished, but should have stopped" in verdict.problems
+    assert "no rank wrote: DDP-G04" in verdict.problems
+    never = replace(goes_on, name="wrong-2", ends="continues", code="", injections=())
+    assert drills_of(2).run(never).problems == (
+        "the fault did not happen: does the run have enough steps?",
+    )
+
+
+@pytest.mark.slow
+def test_other_weights_unequal_replicas_and_lost_samples_are_found(drills_of: DrillsOf) -> None:
+    flip = Fault(
+        name="wrong-3", text="", injections=(Injection(kind="bit", phase="update", ranks=(0,)),)
+    )
+    left_out = find("bad-sample-left-out")
+    assert left_out is not None
+    strict = replace(left_out, name="wrong-4", keeps="same weights", leaves_out=False)
+    assert "the weights differ from the undisturbed run" in drills_of(2).run(strict).problems
+    exact = replace(left_out, name="wrong-5", flags=(), ends="continues")
+    assert any("continue by itself" in problem for problem in drills_of(2).run(exact).problems)
+    verdict = drills_of(2).run(flip)
+    assert not verdict.passed, "a bit that flips on rank 0 is found by somebody"
+
+
+def test_weights_that_differ_by_more_than_rounding_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = find("memory-backward")
+    assert fault is not None
+    weights = {
+        "undisturbed": torch.ones(1000),
+        "rounded": torch.ones(1000) + 1e-6,
+        "one wrong gradient": torch.ones(1000) + 3e-3,
+    }
+    monkeypatch.setattr(Record, "parameters", lambda run: {"w": weights[run.folder.name]})
+    runs = {}
+    for name in weights:
+        (tmp_path / name).mkdir()
+        runs[name] = Record(tmp_path / name, Board(tmp_path / name), 2)
+    near = distance(fault, runs["rounded"], runs["undisturbed"])
+    assert near == (True, "1e-06 of their size away from the undisturbed run")
+    assert not distance(fault, runs["one wrong gradient"], runs["undisturbed"])[0]
+    runs["one wrong gradient"].board.write(DEPENDS_ON_PARTS, True)
+    assert distance(fault, runs["one wrong gradient"], runs["undisturbed"]) == (True, "")
+
+
+def test_a_drill_outside_of_the_tests_finds_the_script() -> None:
+    assert SCRIPT.is_file()
+
+
+class TestTable:
+    def test_it_has_every_family_with_names_texts_and_verdicts(self) -> None:
+        faults = all_faults()
+        names = [fault.name for fault in faults]
+        assert len(set(names)) == len(names) >= 80
+        for first, number in FAMILIES.items():
+            assert sum(name.startswith(f"{first}-") for name in names) == number, first
+        assert all(fault.text and fault.verdict for fault in faults)
+
+    def test_a_code_that_is_expected_exists(self) -> None:
+        codes = {HardenedError.code, *(c.code for c in HardenedError.__subclasses__())}
+        assert {fault.code for fault in all_faults()} <= {"", *codes}
+
+    def test_the_list_is_told_without_torch(self) -> None:
+        argv = ["python", "-X", "importtime", "ddp_training.py", "drill"]
+        completed = run_command(argv, timeout_s=30).ok()
+        for fault in all_faults():
+            assert fault.name in completed.stdout
+        assert "| torch\n" not in completed.stderr.replace("  ", "")
+        assert completed.stdout.splitlines() == list_faults()
+
+
+class TestCommand:
+    def test_an_unknown_drill_is_told_with_the_nearest_one(self) -> None:
+        completed = run_command(["python", "ddp_training.py", "drill", "kil-sum"], timeout_s=30)
+        assert completed.status == 2
+        assert "no drill is called 'kil-sum'; did you mean kill-sum?" in completed.stderr
+
+    @pytest.mark.parametrize(
+        ("words", "told"),
+        [
+            (["kill-sum", "--ranks", "1"], "needs 2 ranks or more"),
+            (["kill-sum", "--ranks", "many"], "--ranks: found 'many'"),
+            (["kill-sum", "--epoch", "3"], "did you mean --epochs?"),
+            (["kill-sum", "--run_name", "x"], "--run_name: a drill sets that by itself"),
+        ],
+    )
+    def test_what_it_can_not_do_is_told_before_anything_is_started(
+        self, words: list[str], told: str
+    ) -> None:
+        completed = run_command(["python", "ddp_training.py", "drill", *words], timeout_s=30)
+        assert completed.status == 2
+        assert told in completed.stderr
+
+    def test_the_drill_on_two_hosts_says_in_one_line_why_there_are_none(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("drills.command.why_not", lambda: "only root can make them")
+        with pytest.raises(ConfigError, match=r"dead-host needs two hosts.*: only root can make"):
+            read_order(parse(["drill", "dead-host"]))
+        order = read_order(parse(["drill", "all"]))
+        assert len(order.faults) == len(all_faults()) - 1
+        assert order.left_out == "only root can make them"
+
+    def test_settings_reach_the_ranks_as_they_were_typed(self) -> None:
+        words = ["nan-once", "--amp", "off", "--optimizer_args", "{eps: 0.1}", "--cpu_only"]
+        flags = read_work(parse(["drill", *words]), 2).flags
+        assert "--amp=off" in flags  # not "off", as YAML needs it
+        assert "--optimizer_args={eps: 0.1}" in flags
+
+    @pytest.mark.slow
+    def test_a_work_that_fails_by_itself_is_told_and_has_status_1(self, tmp_path: Path) -> None:
+        argv = ["python", "ddp_training.py", "drill", "nan-once", "--cpu_only", "--ranks", "1"]
+        argv += ["--dataset", "tests.plugins:points", "--model", "tests.plugins:Poisoned"]
+        argv += ["--model_args", "{nan_from: 4}"]
+        completed = run_program(argv, timeout_s=170, env={"TMPDIR": str(tmp_path)})
+        assert completed.status == 1, completed.output
+        assert "the run fails without any fault" in completed.stdout
+        assert "the loss is nan" in completed.stdout
+
+
+@pytest.mark.slow
+def test_one_drill_as_it_is_typed_with_a_model_and_data_of_the_user(
+    tmp_path: Path,
+) -> None:
+    argv = ["python", "ddp_training.py", "drill", "nan-once", "--cpu_only"]
+    argv += ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 96}"]
+    argv += ["--model", "tests.plugins:FailingOnce", "--batch_size", "6", "--ranks", "2"]
+    table = tmp_path / "table.md"
+    argv += ["--table", str(table)]
+    completed = run_command(argv, timeout_s=170, env={"TMPDIR": str(tmp_path)})
+    assert completed.status == 0, completed.output
+    for word in ("drill nan-once: the loss of one rank is NaN, once", "PASS", "the loss is nan"):
+        assert word in completed.stdout
+    assert "equal to the undisturbed run, bit for bit; replicas equal" in completed.stdout
+    assert "| `nan-once` |" in table.read_text(encoding="utf-8")
+    assert not list(tmp_path.glob("drill-*")), "a drill that passes leaves nothing"
+
+
+def test_a_table_is_written_in_its_place_and_leaves_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "table.md"
+    table = markdown([], 2)
+    table[0] += " the first day"
+    rows = ["| `kill-sum` | old |", "| `nan-once` | kept |", "| `not-there` | gone |"]
+    write_table(path, [*table, *rows])
+    path.write_text(f"# Title\n\n{path.read_text(encoding='utf-8')}\nThe end.\n", encoding="utf-8")
+    other = [f"{table[0]} the next day", *table[1:]]
+    write_table(path, [*other, "| `kill-sum` | new |", "| `kill-data` | first |"])
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = ["| `kill-data` | first |", "| `kill-sum` | new |", "| `nan-once` | kept |"]
+    assert lines == ["# Title", "", *table, *rows, "", "The end."]
+    write_table(path, [*other, *(f"| `{fault.name}` | all |" for fault in all_faults())])
+    assert path.read_text(encoding="utf-8").splitlines()[2] == other[0]
+
+
+class TestBoard:
+    def test_a_note_is_left_once_and_a_pause_ends_when_the_drill_says_so(
+        self, tmp_path: Path
+    ) -> None:
+        board = Board(tmp_path)
+        board.set_injections([Injection(kind="raise", phase="forward", ranks=(-1,))])
+        assert board.injections() == [Injection(kind="raise", phase="forward", ranks=(-1,))]
+        assert board.claim("injected-0-1")
+        assert not board.claim("injected-0-1")
+        assert board.num_injected() == 1
+        assert not board.is_bad_sample(5, may_choose=False)
+        assert board.is_bad_sample(5, may_choose=True)
+        assert not Board(tmp_path).is_bad_sample(6, may_choose=True)
+        assert Board(tmp_path).is_bad_sample(5, may_choose=False)
+
+    def test_ranks_are_counted_from_either_end(self) -> None:
+        injection = Injection(kind="raise", phase="forward", ranks=(0, -2))
+        assert [rank for rank in range(4) if injection.is_for(rank, 4)] == [0, 2]
+        assert [rank for rank in range(2) if injection.is_for(rank, 2)] == [0]
+        assert Injection(kind="raise", phase="forward").is_for(3, 4)
+
+
+def test_a_fault_in_backward_hits_whether_the_task_takes_the_loss_or_the_logits() -> None:
+    logits = torch.ones(2, 3, requires_grad=True) * 1
+    loss = logits.mean()
+    for output in ({"loss": loss, "logits": logits}, (loss, logits)):
+        assert [id(tensor) for tensor in tensors_of(output)] == [id(logits), id(loss)]
+    assert [id(tensor) for tensor in tensors_of({"logits": logits, "loss": None})] == [id(logits)]
+    assert [id(tensor) for tensor in tensors_of({"loss": loss})] == [id(loss)]
+    assert tensors_of(logits.detach()) == []

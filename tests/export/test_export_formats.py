@@ -1,0 +1,160 @@
+"""Exports that hold a whole model: each is loaded as its users load it, and gives the same logits.
+
+Those that need a package of requirements-extras.txt are skipped where it is absent.
+"""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
+from hardened_ddp.errors import CheckpointError, MissingPackageError, ModelError
+from hardened_ddp.export import formats
+from hardened_ddp.export.export import export_model
+from hardened_ddp.settings.typed_command import pip_command
+from hardened_ddp.training.rebuild import model_tensors, rebuild_model
+from tests.harness.processes import ROOT
+from tests.harness.ranks import run_program, train
+from tests.harness.run_folder import only_run
+
+
+def pins(name: str) -> set[str]:
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    return {line for line in lines if "==" in line}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("export") / "runs"
+    train(["--cpu_only", "--max_steps", "5", "--output_dir", str(folder)]).ok()
+    return only_run(folder)
+
+
+@pytest.fixture(scope="module")
+def inputs() -> torch.Tensor:
+    return torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module")
+def wanted(run: Path, inputs: torch.Tensor) -> torch.Tensor:
+    tensors, meta = load_checkpoint(open_checkpoint(run, prefer_best=True))
+    with torch.no_grad():
+        logits: torch.Tensor = rebuild_model(model_tensors(tensors), meta)(inputs)
+    return logits
+
+
+def export(run: Path, form: str, output: Path) -> Path:
+    argv = ["python", "ddp_training.py", "export", run, "--format", form, "--output", output]
+    done = run_program(argv, timeout_s=120).ok()
+    assert f"exported to {output}" in done.stdout
+    assert (output / "README.md").read_text(encoding="utf-8").isascii()
+    assert {path.stat().st_mode & 0o777 for path in output.iterdir()} == {0o664 & ~umask()}
+    return output
+
+
+def umask() -> int:
+    old = os.umask(0)
+    os.umask(old)
+    return old
+
+
+@pytest.mark.slow
+def test_huggingface_is_loaded_by_from_pretrained(
+    run: Path, tmp_path: Path, inputs: torch.Tensor, wanted: torch.Tensor
+) -> None:
+    pytest.importorskip("huggingface_hub", reason="needs requirements-extras.txt")
+    folder = export(run, "huggingface", tmp_path / "out")
+    from hardened_ddp.model.hub import HubModel
+
+    model = HubModel.from_pretrained(folder, local_files_only=True)
+    assert not model.training
+    assert list(model.class_names) == [str(digit) for digit in range(10)]
+    with torch.no_grad():
+        assert torch.equal(model(inputs), wanted)
+    model.save_pretrained(tmp_path / "again")
+    again = HubModel.from_pretrained(tmp_path / "again", local_files_only=True)
+    assert all(map(torch.equal, again.state_dict().values(), model.state_dict().values()))
+
+
+@pytest.mark.slow
+def test_torch_export_is_a_program_without_this_code(
+    run: Path, tmp_path: Path, inputs: torch.Tensor, wanted: torch.Tensor
+) -> None:
+    folder = export(run, "torch_export", tmp_path / "out")
+    assert json.loads((folder / "config.json").read_text())["input_shape"] == [1, 8, 8]
+    torch.save(inputs, tmp_path / "inputs.pt")
+    code = (
+        "import sys, torch\n"
+        f"model = torch.export.load(r'{folder / 'model.pt2'}').module()\n"
+        f"logits = model(torch.load(r'{tmp_path / 'inputs.pt'}'))\n"
+        f"torch.save(logits.detach(), r'{tmp_path / 'logits.pt'}')\n"
+        "assert not any(name.startswith('hardened_ddp') for name in sys.modules)\n"
+    )
+    run_program(["python", "-c", code], timeout_s=60, cwd=tmp_path).ok()
+    logits = torch.load(tmp_path / "logits.pt")
+    assert torch.allclose(logits, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_onnx_gives_the_same_logits_for_any_batch(
+    run: Path, tmp_path: Path, inputs: torch.Tensor, wanted: torch.Tensor
+) -> None:
+    reference = pytest.importorskip("onnx.reference", reason="needs requirements-extras.txt")
+    pytest.importorskip("onnxscript", reason="needs requirements-extras.txt")
+    folder = export(run, "onnx", tmp_path / "out")
+    evaluator = reference.ReferenceEvaluator(str(folder / "model.onnx"))
+    [logits] = evaluator.run(["logits"], {"inputs": inputs.numpy()})
+    assert torch.allclose(torch.from_numpy(logits), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_an_export_with_other_logits_is_not_kept(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_another_model(folder: Path, model: torch.nn.Module, meta: object) -> formats.Run:
+        (folder / "model.pt2").write_bytes(b"x")
+        return lambda inputs: model(inputs) + 0.01
+
+    monkeypatch.setattr(formats, "_write_torch_export", write_another_model)
+    with pytest.raises(CheckpointError, match=r"other logits than the checkpoint: .* 0\.01"):
+        export_model(run, output=tmp_path / "exports" / "x", form="torch_export")
+    assert os.listdir(tmp_path / "exports") == []
+
+
+def test_a_model_that_can_not_be_traced_is_one_error(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> formats.Run:
+        raise AssertionError("a tracer's own words")
+
+    monkeypatch.setattr(formats, "_write_torch_export", fail)
+    with pytest.raises(ModelError, match="written as torch_export: AssertionError: a tracer's"):
+        export_model(run, output=tmp_path / "x", form="torch_export")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("form", "package"), [("huggingface", "huggingface_hub"), ("onnx", "onnx")]
+)
+def test_an_absent_package_is_named_with_the_command_that_installs_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, package: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError) as caught:
+        export_model(run, output=tmp_path / "x", form=form)
+    assert str(caught.value) == (
+        f"[DDP-X02] --format {form} needs {package}, which is not installed\n"
+        f"  next: {pip_command('requirements-extras.txt')}"
+    )
+    assert not (tmp_path / "x").exists()
+
+
+def test_what_the_tests_install_of_the_extras_has_the_same_versions() -> None:
+    extras, dev = pins("requirements-extras.txt"), pins("requirements-dev.txt")
+    names = {line.partition("==")[0] for line in extras & dev}
+    needed = {"huggingface_hub", "transformers", "accelerate", "onnx", "onnxscript"}
+    assert names == needed
+    assert {line.partition("==")[0] for line in extras - dev} == {"datasets", "wandb"}

@@ -1,0 +1,388 @@
+"""A rank that hangs is named with its step, phase and sample; the run goes on and loses nothing."""
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from hardened_ddp.errors import HangError
+from hardened_ddp.guard.slow import NUM_REPORTS, SlowRanks
+from hardened_ddp.guard.verdict import (
+    HELD,
+    LONG_FACTOR,
+    SILENT,
+    STOPPED,
+    Report,
+    decide,
+    limits_ns,
+    patience_for,
+)
+from hardened_ddp.ranks.phase import NUM_PHASES, Phase
+from hardened_ddp.ranks.stacks import ask_for_stacks, is_debugged
+from hardened_ddp.ranks.tracker import NUM_FIRST_STEPS, Tracker
+from hardened_ddp.reporting.goodput import read_attempts
+from hardened_ddp.training.survivor_save import read_failures
+from tests.harness.processes import ROOT, clean_environment, deadline
+from tests.harness.ranks import Finished, run_command, run_program, start_training, train
+from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, step_of
+
+Words = list[str | Path]
+POINTS: Words = ["--cpu_only", "--batch_size", "2", "--log_interval", "1", "--eval_every", "0"]
+POINTS += ["--checkpoint_every_steps", "0", "--lr_schedule", "constant", "--epochs", "3"]
+PLAIN: Words = [*POINTS, "--dataset", "tests.plugins:points", "--num_workers", "0"]
+HANGING: Words = [*PLAIN, "--model", "tests.plugins:Hanging", "--hang_after_s", "2"]
+LEFT = HangError.exit_status
+
+
+def hung_in(run: Path) -> Path:
+    """Give the folder of the one hang in a run."""
+    [verdict] = (run / "hangs").glob("*/verdict.txt")
+    return verdict.parent
+
+
+def check_saved(finished: Finished, output: Path) -> None:
+    """The last completed step is on the disk, and the failure is noted for the next start."""
+    [checkpoint] = find_checkpoints(output)
+    assert f"the state after step {step_of(checkpoint)} is saved" in finished.output
+    [failure] = read_failures(only_run(output))  # three at one step end the restarts
+    assert failure["step"] == step_of(checkpoint)
+    assert not failure["is_peer"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rank", "how", "flags"),
+    [
+        (2, 1, "sleep", ()),
+        pytest.param(2, 0, "sleep", ("--no_shared_memory",), marks=pytest.mark.slow),
+        pytest.param(3, 1, "sleep", (), marks=pytest.mark.slow),
+        pytest.param(2, 1, "hold", (), marks=pytest.mark.slow),
+        pytest.param(2, 0, "hold", ("--no_shared_memory",), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_rank_that_hangs_in_forward_is_named_and_the_others_save_and_leave(
+    world_size: int, rank: int, how: str, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    argv = [*HANGING, *flags, "--model_args", f"{{rank: {rank}, how: {how}}}"]
+    finished = train([*argv, "--output_dir", tmp_path], world_size, timeout_s=60)
+    killed = -signal.SIGKILL if how == "hold" else LEFT
+    assert finished.statuses == tuple(killed if r == rank else LEFT for r in range(world_size))
+    folder = hung_in(only_run(tmp_path))
+    verdict = (folder / "verdict.txt").read_text(encoding="utf-8")
+    others = [r for r in range(world_size) if r != rank]
+    waiting = (
+        f"ranks {others[0]} and {others[1]} wait" if len(others) > 1 else f"rank {others[0]} waits"
+    )
+    samples = "" if how == "hold" else r" samples \[\d+, \d+\],"
+    held = ", native code holds the GIL" if how == "hold" else ""
+    pattern = rf"rank {rank}, step (\d+), forward,{samples} \d+ s{held}; {waiting} in all-reduce"
+    assert re.match(rf"{pattern} of step \1\n", verdict), verdict
+    assert "[DDP-G05] " + verdict.strip() in finished.outputs[others[0]]
+    stacks = [(folder / f"rank_{r}.txt").read_text(encoding="utf-8") for r in range(world_size)]
+    assert "tests/plugins.py" in stacks[rank]
+    assert all("tests/plugins.py" not in stacks[r] and "step.py" in stacks[r] for r in others)
+    check_saved(finished, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_rank_that_only_one_neighbour_sees_silent_is_ended_all_the_same(tmp_path: Path) -> None:
+    argv = [*PLAIN, "--model", "tests.plugins:HangingUnseen", "--hang_after_s", "2"]
+    argv += ["--model_args", "{rank: 2, how: hold}", "--output_dir", tmp_path]
+    finished = train(argv, 3, timeout_s=30)
+    assert finished.statuses == (LEFT, LEFT, -signal.SIGKILL)
+    stacks = (hung_in(only_run(tmp_path)) / "rank_2.txt").read_text(encoding="utf-8")
+    assert "tests/plugins.py" in stacks
+    check_saved(finished, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 0])
+def test_a_stopped_process_is_named_as_such_and_ended(victim: int, tmp_path: Path) -> None:
+    argv = [*PLAIN, "--model", "mlp", "--epochs", "1000", "--hang_after_s", "2"]
+    with start_training([*argv, "--output_dir", tmp_path], 2) as running:
+        running.wait_for(lambda: "step 20/" in running.output(0), timeout_s=60, what="20 steps")
+        running.kill(victim, signal.SIGSTOP)
+        finished = running.wait(30)
+    assert finished.statuses[victim] == -signal.SIGKILL
+    assert finished.statuses[1 - victim] == LEFT
+    folder = hung_in(only_run(tmp_path))
+    verdict = (folder / "verdict.txt").read_text(encoding="utf-8")
+    assert re.match(rf"rank {victim}, step \d+, .*, \d+ s, the process is stopped", verdict)
+    assert f"rank {1 - victim} waits in " in verdict
+    assert "is stopped" in (folder / f"rank_{victim}.txt").read_text(encoding="utf-8")
+    check_saved(finished, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_hang_in_the_data_names_the_sample(world_size: int, tmp_path: Path) -> None:
+    # Sample 33 may come in the first steps, where a hang takes long to be told from a slow start.
+    flags = ["--dataset", "tests.plugins:points_that_hang", "--loader_timeout_s", "2"]
+    flags += ["--dataset_args", "{index: 433, size: 600}", "--num_workers", "0"]
+    argv = [*POINTS, *flags, "--model", "mlp", "--hang_after_s", "2", "--output_dir", tmp_path]
+    finished = train(argv, world_size, timeout_s=60)
+    assert finished.statuses == (LEFT,) * world_size
+    folder = hung_in(only_run(tmp_path))
+    verdict = (folder / "verdict.txt").read_text(encoding="utf-8")
+    found = re.match(r"rank (\d), step (\d+), data, sample 433, \d+ s", verdict)
+    assert found is not None, verdict
+    assert "in hang" in (folder / f"rank_{found[1]}.txt").read_text(encoding="utf-8")
+    check_saved(finished, tmp_path)
+
+
+@pytest.mark.slow
+def test_after_a_hang_torchrun_restarts_to_the_same_weights(tmp_path: Path) -> None:
+    undisturbed = [*PLAIN, "--model", "tests.plugins:Hanging", "--model_args", "{rank: 9}"]
+    train([*undisturbed, "--output_dir", tmp_path / "undisturbed"], 2).ok()
+    once = f"{{marker: {tmp_path / 'hung'}}}"
+    argv = ["torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=2"]
+    argv += ["ddp_training.py", *map(str, HANGING), "--model_args", once]
+    done = run_program([*argv, "--output_dir", tmp_path / "hung_once"], timeout_s=90).ok()
+    assert "[DDP-G05] rank 1, step" in done.output
+    saved = re.search(r"the state after step (\d+) is saved", done.output)
+    assert saved is not None
+    assert f"from step {saved[1]}\n" in done.output
+    assert last_tensors(tmp_path / "hung_once") == last_tensors(tmp_path / "undisturbed")
+    first, _ = read_attempts(only_run(tmp_path / "hung_once"))
+    assert first["step"] == int(saved[1])
+
+
+@pytest.mark.slow
+def test_a_job_that_is_stopped_as_a_whole_and_goes_on_did_not_hang(tmp_path: Path) -> None:
+    argv = [*PLAIN, "--model", "tests.plugins:Pausing", "--epochs", "8", "--hang_after_s", "1.5"]
+    with start_training([*argv, "--output_dir", tmp_path], 2) as running:
+        running.wait_for(lambda: "step 20/" in running.output(0), timeout_s=60, what="20 steps")
+        for rank in (0, 1):
+            running.kill(rank, signal.SIGSTOP)
+        threading.Event().wait(4)  # the pause itself is what is tested
+        for rank in (1, 0):
+            running.kill(rank, signal.SIGCONT)
+        finished = running.wait(60).ok()
+    assert "a hang was suspected" not in finished.output
+    assert "[DDP-G05]" not in finished.output
+    assert not (only_run(tmp_path) / "hangs").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_alone_on_its_machine_that_holds_the_gil_is_seen_from_outside(
+    tmp_path: Path,
+) -> None:
+    """Nothing reads the stacks of a process that was only stopped: its threads may be running."""
+    argv = [*HANGING, "--model_args", "{rank: 0, how: hold, forward_number: 1000}"]
+    argv += ["--epochs", "100", "--hang_after_s", "1", "--output_dir", tmp_path]
+    with start_training(argv, 1) as running:
+        running.wait_for(lambda: "step 20/" in running.output(0), timeout_s=60, what="20 steps")
+        running.kill(0, signal.SIGSTOP)
+        threading.Event().wait(3)  # the pause itself is what is tested
+        running.kill(0, signal.SIGCONT)
+        running.wait_for(lambda: "step 400/" in running.output(0), timeout_s=60, what="400 steps")
+        hangs = only_run(tmp_path) / "hangs"
+        assert not hangs.exists()
+        held = hangs / "held_rank_0.txt"
+        running.wait_for(held.exists, timeout_s=60, what="the stacks of rank 0")
+        running.wait_for(
+            lambda: "in forward of step" in running.output(0), timeout_s=10, what="the message"
+        )
+        assert "native code holds the GIL" in running.output(0)
+        assert "tests/plugins.py" in held.read_text(encoding="utf-8")
+        running.kill(0, signal.SIGKILL)
+        running.wait(30)
+
+
+def test_a_slow_start_and_a_slow_evaluation_are_no_hangs(tmp_path: Path) -> None:
+    argv = [*PLAIN, "--model", "tests.plugins:SlowAtFirst", "--eval_every", "1", "--epochs", "2"]
+    argv += ["--hang_after_s", "0.5", "--output_dir", tmp_path]
+    finished = train(argv, 2, timeout_s=90).ok()
+    assert "a hang was suspected" not in finished.output
+    assert "[DDP-G05]" not in finished.output
+    assert finished.outputs[0].count("test accuracy") >= 2
+
+
+def test_a_slow_rank_is_named_with_its_split_of_the_step_time(tmp_path: Path) -> None:
+    argv = [*PLAIN, "--model", "tests.plugins:Straggling", "--epochs", "900"]
+    with start_training([*argv, "--output_dir", tmp_path], 3) as running:
+        running.wait_for(
+            lambda: "is slow" in running.output(0) or None, timeout_s=90, what="a slow rank's name"
+        )
+        output = running.output(0)
+    assert re.search(
+        r"rank 1 is slow: \d+(\.\d+)? ms of work a step beside .* ms of the others \(median\): .*"
+        r"forward \d+(\.\d+)? ms",
+        output,
+    ), output
+    assert "rank 0 is slow" not in output
+
+
+def at(rank: int, step: int, phase: int, age_s: float, **others: object) -> Report:
+    return Report(rank, step, phase, age_s, 60.0, **others)  # type: ignore[arg-type]  # by the test
+
+
+@pytest.mark.parametrize(
+    ("reports", "missing", "text"),
+    [
+        (
+            [
+                at(0, 412, Phase.ALL_REDUCE, 62),
+                at(1, 412, Phase.DATA, 63, samples=(9912,)),
+                at(2, 412, Phase.ALL_REDUCE, 62),
+            ],
+            (),
+            "rank 1, step 412, data, sample 9912, 63 s; "
+            "ranks 0 and 2 wait in all-reduce of step 412",
+        ),
+        # A GPU's rank queues work of later steps before it has to wait.
+        (
+            [at(0, 414, Phase.FORWARD, 61), at(1, 412, Phase.FORWARD, 61, samples=tuple(range(9)))],
+            (),
+            "rank 1, step 412, forward, samples [0, 1, 2, 3, 4, 5, 6, 7] ..., 61 s; "
+            "rank 0 is in forward of step 414",
+        ),
+        (
+            [at(0, 7, Phase.ALL_REDUCE, 61), at(1, 7, Phase.AGREEMENT, 70)],
+            (),
+            "all ranks wait for each other: rank 0 waits in all-reduce of step 7, "
+            "rank 1 waits in agreement on a stop of step 7, 70 s",
+        ),
+        (
+            [at(0, 7, Phase.ALL_REDUCE, 61), at(1, 7, Phase.ALL_REDUCE, 61, state=STOPPED)],
+            (),
+            "rank 1, step 7, all-reduce, 61 s, the process is stopped (SIGSTOP); "
+            "rank 0 waits in all-reduce of step 7",
+        ),
+        # Nobody is late by itself, but the wait would soon end in a timeout.
+        (
+            [at(0, 7, Phase.ALL_REDUCE, 541), at(1, 7, Phase.EVALUATION, 5)],
+            (),
+            "rank 1, step 7, evaluation, 5 s; rank 0 waits in all-reduce of step 7",
+        ),
+        (
+            [at(0, 7, Phase.ALL_REDUCE, 541)],
+            (1,),
+            "rank 1 can't be reached: its host, its network or its process is stopped; "
+            "rank 0 waits in all-reduce of step 7",
+        ),
+        ([at(0, 7, Phase.ALL_REDUCE, 500), at(1, 7, Phase.FORWARD, 59)], (), None),
+        ([at(0, 7, Phase.ALL_REDUCE, 500)], (1,), None),
+        ([at(0, 7, Phase.ALL_REDUCE, 61), at(1, 7, Phase.ALL_REDUCE, 59)], (), None),
+    ],
+    ids=range(9),
+)
+def test_the_verdict_names_who_holds_up_the_others(
+    reports: Sequence[Report], missing: Sequence[int], text: str | None
+) -> None:
+    verdict = decide(reports, patience_s=540, missing=missing)
+    assert (verdict and verdict.text) == text
+
+
+@pytest.mark.parametrize("state", [HELD, SILENT, "D"])
+def test_what_keeps_a_rank_from_answering_is_said(state: str) -> None:
+    verdict = decide(
+        [at(0, 7, Phase.ALL_REDUCE, 9), at(1, 7, Phase.FORWARD, 9, state=state)], patience_s=540
+    )
+    assert verdict is not None
+    assert verdict.laggards == (1,)
+    assert re.match(r"rank 1, step 7, forward, 9 s, [a-z].*; rank 0 waits", verdict.text)
+
+
+def test_a_phase_may_take_five_times_the_longest_and_never_less_than_the_floor() -> None:
+    longest = [0] * NUM_PHASES
+    longest[Phase.FORWARD] = 20 * 10**9
+    limits = limits_ns(hang_after_s=60, longest_ns=longest, is_warm=True, least_s={Phase.DATA: 150})
+    assert limits[Phase.FORWARD] == 100 * 10**9
+    assert limits[Phase.ALL_REDUCE] == 60 * 10**9
+    assert limits[Phase.DATA] == 150 * 10**9
+    assert limits[Phase.EVALUATION] == LONG_FACTOR * 60 * 10**9
+    cold = limits_ns(hang_after_s=60, longest_ns=longest, is_warm=False, least_s={})
+    assert min(cold) == LONG_FACTOR * 60 * 10**9
+
+
+def test_first_steps_teach_nothing() -> None:
+    tracker = Tracker()
+    for step in range(NUM_FIRST_STEPS):
+        tracker.enter(Phase.FORWARD)
+        assert not tracker.is_warm
+        tracker.end_step(step)
+    assert not any(tracker.longest_ns)
+    with tracker.within(Phase.FORWARD):
+        tracker.enter(Phase.DATA)
+    tracker.end_step(NUM_FIRST_STEPS)
+    assert tracker.is_warm
+    assert tracker.longest_ns[Phase.FORWARD] > 0
+    assert {"forward", "data"} <= tracker.read_split().keys()
+    assert tracker.read_split() == {}
+
+
+def work(**seconds: float) -> Mapping[str, float]:
+    return {name.replace("_", "-"): value for name, value in seconds.items()}
+
+
+def test_a_rank_is_slow_after_several_reports_and_is_named_once() -> None:
+    slow = SlowRanks()
+    told = []
+    for number in range(8):
+        splits = {
+            0: (number, work(data=0.001, forward=0.019, all_reduce=0.021)),
+            1: (number, work(data=0.025, forward=0.016)),
+            2: (number, work(data=0.001, forward=0.020, all_reduce=0.020)),
+        }
+        told += slow.note(splits)
+        told += slow.note(splits)  # nothing new
+        assert len(told) == (number + 1 >= NUM_REPORTS)
+    assert told == [
+        "rank 1 is slow: 41 ms of work a step beside 20.5 ms of the others (median): data 25 ms, "
+        "forward 16 ms"
+    ]
+    for number in range(8, 12):
+        quick = work(data=0.001, forward=0.019)
+        told += slow.note({rank: (number, quick) for rank in range(3)})
+    assert told[1:] == ["rank 1 is no longer slow: 20 ms of work a step"]
+
+
+def test_twice_as_long_is_not_slow_where_that_is_less_than_a_millisecond() -> None:
+    slow = SlowRanks()
+    for number in range(2 * NUM_REPORTS):
+        assert not slow.note({0: (number, work(forward=4e-4)), 1: (number, work(forward=8e-4))})
+
+
+@pytest.mark.parametrize(("timeout_s", "patience_s"), [(2, 1), (8, 5), (30, 27), (600, 540)])
+def test_a_verdict_has_time_before_torchs_own_timeout(timeout_s: float, patience_s: float) -> None:
+    assert patience_for(timeout_s) == patience_s
+
+
+def test_stacks_come_from_a_process_that_holds_pythons_lock() -> None:
+    code = (
+        "from hardened_ddp.ranks.stacks import offer_stacks; from tests.plugins import hang\n"
+        "print(offer_stacks(), flush=True); hang('hold')"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=clean_environment(), stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        fd = int(process.stdout.readline())
+        try:
+            end = deadline(30)
+            while "in hang" not in ask_for_stacks(process.pid, fd):  # not there yet
+                assert time.monotonic() < end
+            assert ask_for_stacks(process.pid, 2) == ""  # that is no offer: the signal would kill
+            assert process.poll() is None
+        finally:
+            process.kill()
+
+
+def test_a_debugger_is_seen(tmp_path: Path) -> None:
+    assert not is_debugged(threading.get_ident())
+    code = (
+        "import pdb, threading, sys; from hardened_ddp.ranks.stacks import is_debugged\n"
+        "main, debugger = threading.get_ident(), pdb.Pdb()\n"
+        "debugger.user_line = lambda frame: (print(is_debugged(main)), debugger.set_quit())\n"
+        "debugger.set_trace(); x = 1\n"
+        "y = 2\n"
+    )
+    done = run_command(["python", "-c", code], timeout_s=30)
+    assert done.stdout.startswith("True"), done.output

@@ -1,0 +1,261 @@
+"""Numbers that go wrong: found before they reach the weights, named, and taken back."""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hardened_ddp.guard.divergence import judge
+from hardened_ddp.model.checksum import checksums, combine
+from tests.harness.marks import slow_after
+from tests.harness.ranks import train
+from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
+
+POINTS: list[str | Path] = ["--dataset", "tests.plugins:points", "--cpu_only", "--batch_size", "4"]
+POINTS += ["--dataset_args", "{size: 48}", "--epochs", "4", "--log_interval", "1"]
+POINTS += ["--eval_every", "0", "--num_workers", "0"]
+
+Undisturbed = Callable[..., dict[str, str]]
+
+
+def run(output: Path, world_size: int, *flags: str | Path) -> Any:
+    return train([*POINTS, "--output_dir", output, *flags], world_size)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Give the final tensors of the run that nothing happens to, by ranks and flags."""
+
+    @cache
+    def final_tensors(world_size: int, *flags: str) -> dict[str, str]:
+        output = tmp_path_factory.mktemp("undisturbed")
+        run(output, world_size, *flags).ok()
+        return last_tensors(output)
+
+    return final_tensors
+
+
+def spoiled(**arguments: Any) -> list[str]:
+    return ["--model", "tests.plugins:Spoiled", "--model_args", str(arguments)]
+
+
+CULPRITS = [
+    ("nan", "the loss is nan; blocks.1.1 (Spoiler) produced the first nan, of finite inputs"),
+    ("gradient", "not finite; in backward blocks.1.1 (Spoiler) produced the first inf"),
+    ("own", "the model (Spoiled) produced the first nan, in its own forward, before head (Linear)"),
+]
+
+
+@pytest.mark.parametrize("culprit", slow_after(1, CULPRITS), ids=lambda culprit: culprit[0])
+def test_the_module_that_first_gives_no_number_is_named_with_rank_and_samples(
+    culprit: tuple[str, str], tmp_path: Path
+) -> None:
+    kind, words = culprit
+    finished = run(tmp_path, 2, *spoiled(kind=kind))
+    assert finished.statuses == (1, 1)
+    [checkpoint] = find_checkpoints(tmp_path)
+    [line] = [line for line in finished.output.splitlines() if "DDP-S03" in line]  # by one rank
+    # nothing of that step is in the checkpoint, and all before it is
+    assert f"rank 1, step {step_of(checkpoint)}, samples [" in line
+    assert words in line
+
+
+def test_a_sample_that_is_no_number_is_named(tmp_path: Path) -> None:
+    flags = ["--dataset", "tests.plugins:points_with_nan", "--no_check_inputs", *spoiled()]
+    finished = run(tmp_path, 2, *flags)
+    assert finished.statuses == (1, 1)
+    assert "samples [13]: the loss is nan; the input itself is not finite" in finished.output
+
+
+@pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))
+@pytest.mark.parametrize("kind", slow_after(1, ["gradient", "nan"]))
+def test_numbers_that_go_wrong_once_leave_no_trace_in_the_weights(
+    kind: str, world_size: int, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    once = spoiled(kind=kind, first=9, last=9, rank=world_size - 1)
+    faulty = run(tmp_path / "faulty", world_size, *once).ok()
+    assert faulty.outputs[0].count("retrying step") == 1
+    assert last_tensors(tmp_path / "faulty") == undisturbed(world_size, *spoiled())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gradient", "nan"])
+def test_numbers_that_go_wrong_within_the_hooks_of_ddp_leave_no_trace_either(
+    kind: str, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    hooks = ["--no_shared_memory"]
+    run(tmp_path / "faulty", 2, *spoiled(kind=kind, first=9, last=9), *hooks).ok()
+    assert last_tensors(tmp_path / "faulty") == undisturbed(2, *spoiled(), *hooks)
+    finished = run(tmp_path / "spoiled", 2, *spoiled(kind=kind), *hooks)
+    assert finished.statuses == (1, 1)
+    assert "blocks.1.1 (Spoiler) produced the first" in finished.output
+
+
+OFTEN = ["--checkpoint_every_steps", "4", "--ledger"]
+
+
+def test_steps_without_finite_numbers_are_rolled_back_and_done_again(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    # A step given up is seven forwards: three tries, and each of its four samples alone.
+    faulty = spoiled(kind="nan", first=13, last=13 + 3 * 7 - 1)
+    finished = run(tmp_path / "faulty", 2, *faulty, *OFTEN, "--continue_on_error").ok()
+    words = "3 steps in a row had no finite loss or gradient: going back to the checkpoint of"
+    assert words in finished.output
+    assert last_tensors(tmp_path / "faulty") == undisturbed(2, *spoiled())
+    assert is_exact(tmp_path / "faulty")
+    summary = read_summary(only_run(tmp_path / "faulty"))
+    assert (summary["num_rollbacks"], summary["num_left_out"]) == (1, 0)
+    assert summary["time"]["lost"] > 0
+
+
+@pytest.mark.slow
+def test_steps_that_stay_without_finite_numbers_stop_all_ranks(tmp_path: Path) -> None:
+    faulty = spoiled(kind="nan", first=13)
+    finished = run(tmp_path, 2, *faulty, *OFTEN, "--continue_on_error")
+    assert finished.statuses == (1, 1)
+    assert "3 steps in a row had no finite loss or gradient, again, after" in finished.output
+    assert finished.outputs[0].count("going back to the checkpoint of") == 1
+    assert finished.outputs[0].count("blocks.1.1 (Spoiler) produced the first nan") >= 6
+    first = int(
+        finished.outputs[0].partition("had no finite")[0].rpartition("step ")[2].split(":")[0]
+    )
+    assert all(step_of(checkpoint) < first - 3 for checkpoint in find_checkpoints(tmp_path))
+
+
+def flipping(**arguments: Any) -> list[str]:
+    return ["--model", "tests.plugins:Flipping", "--model_args", str(arguments)]
+
+
+FLIPS = [{"at": 11}, {"at": 11, "rank": 0}, {"at": 11, "what": "nan"}, {"at": 11, "what": "state"}]
+
+
+@pytest.mark.parametrize("flip", slow_after(1, FLIPS), ids=str)
+def test_a_bit_that_flips_on_one_of_two_ranks_leaves_no_trace_in_the_weights(
+    flip: dict[str, Any], tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    faulty = [*flipping(**flip), *OFTEN, "--check_replicas_every", "6"]
+    finished = run(tmp_path / "faulty", 2, *faulty).ok()
+    for output in finished.outputs:
+        assert "[DDP-S05]" in output
+    assert "rank 1 differs from rank 0 in model.first.weight" in finished.output
+    assert "the replicas differed: going back to the checkpoint of step 4" in finished.output
+    assert last_tensors(tmp_path / "faulty") == undisturbed(2, *flipping())
+    assert is_exact(tmp_path / "faulty")
+    summary = read_summary(only_run(tmp_path / "faulty"))
+    assert (summary["num_rollbacks"], summary["num_diverged"]) == (1, 1)
+
+
+@pytest.mark.slow
+def test_the_checkpoint_to_go_back_to_is_kept_however_few_are_to_be(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    few = ["--checkpoint_every_steps", "2", "--keep_last", "1", "--check_replicas_every", "6"]
+    finished = run(tmp_path / "faulty", 2, *flipping(at=17), *few).ok()
+    found = re.search(r"going back to the checkpoint of step (\d+)", finished.outputs[0])
+    assert found is not None
+    assert int(found[1]) <= 12  # the newest one by then: a writer that is busy leaves some out
+    assert last_tensors(tmp_path / "faulty") == undisturbed(2, *flipping())
+
+
+def test_a_rank_that_differs_gets_the_state_of_the_others(
+    tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    never = ["--checkpoint_every_steps", "0", "--check_replicas_every", "1"]
+    flip = flipping(at=11, rank=0, after=True)
+    finished = run(tmp_path / "faulty", 3, *flip, *never).ok()
+    assert "rank 0 differs from rank 1 in model.first.weight" in finished.outputs[2]
+    assert "all ranks continue with the state of rank 1" in finished.outputs[0]
+    assert last_tensors(tmp_path / "faulty") == undisturbed(3, *flipping())
+
+
+STOPS = [
+    (2, ["--checkpoint_every_steps", "0"], "and no checkpoint is from before: rank 1 differs"),
+    (3, ["--step_retry", "off"], "rank 1 differs from rank 0 in model.first.weight"),
+]
+
+
+@pytest.mark.parametrize("stop", slow_after(1, STOPS), ids=lambda stop: stop[1][0])
+def test_without_a_state_to_take_all_ranks_stop_and_doubtful_ones_are_set_aside(
+    stop: tuple[int, list[str], str], tmp_path: Path
+) -> None:
+    world_size, flags, words = stop
+    often = ["--checkpoint_every_steps", "7", *flags, "--check_replicas_every", "6"]
+    finished = run(tmp_path, world_size, *flipping(at=10), *often)
+    assert finished.statuses == (1,) * world_size
+    assert "DDP-S05" in finished.output
+    assert words in finished.output
+    # A checkpoint of step 7, after the comparison of step 6, may be of either state.
+    assert not find_checkpoints(tmp_path)
+
+
+def test_every_bit_counts_in_a_checksum() -> None:
+    tensors = {
+        "weight": torch.randn(70_000),
+        "half": torch.randn(3, 5).bfloat16(),
+        "count": torch.tensor(3),
+        "mask": torch.tensor([True, False]),
+        "image": torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last),
+    }
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    seen = {tuple(combine(checksums(tensors)).tolist())}
+    places = [("weight", i) for i in (0, 1, 32_767, 32_768, 69_999)]
+    places += [("half", 14), ("count", 0), ("mask", 1), ("image", 95)]
+    for name, place in places:
+        byte = tensors[name].flatten()[place : place + 1].clone().view(torch.uint8)
+        for bit in [0] if name == "mask" else range(8 * len(byte)):
+            changed = byte.clone()
+            changed[bit // 8] ^= 1 << bit % 8
+            flat = before[name].flatten().clone()
+            flat[place] = changed.view(flat.dtype)[0]
+            other = {**tensors, name: flat.view_as(tensors[name])}
+            seen.add(tuple(combine(checksums(other)).tolist()))
+    assert len(seen) == 1 + 5 * 32 + 16 + 64 + 1 + 32
+    assert all(torch.equal(tensors[name], before[name]) for name in tensors)
+
+
+def test_values_that_changed_places_are_seen() -> None:
+    values = torch.randn(70_000)
+    swapped = values.clone()
+    swapped[[5, 60_000]] = values[[60_000, 5]]
+    pairs = [combine(checksums({"values": tensor})).tolist() for tensor in (values, swapped)]
+    assert pairs[0] != pairs[1]
+
+
+@pytest.mark.parametrize("start", [0, 1, 7, 32_770])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_changes_that_cancel_in_a_linear_sum_are_seen(dtype: torch.dtype, start: int) -> None:
+    values = torch.zeros(70_000, dtype=dtype)
+    changed = values.clone()
+    values[start : start + 4] = torch.tensor([1, 2, 2, 1], dtype=dtype)
+    changed[start : start + 4] = torch.tensor([2, 1, 1, 2], dtype=dtype)
+    signs = values.clone()
+    signs[[start, start + 2]] *= -1  # the highest bit of two words, or of two of their halves
+    found = {str(checksums({"values": t}).tolist()) for t in (values, changed, signs)}
+    assert len(found) == 3
+
+
+def test_a_part_of_another_tensor_has_the_checksum_of_its_copy() -> None:
+    flat = torch.randn(90_001)
+    for part in (flat[1:], flat[3:70_000], flat[5:6], flat[:0], flat[:80_000].view(200, 400).t()):
+        assert torch.equal(checksums({"": part}), checksums({"": part.contiguous().clone()}))
+
+
+def test_the_verdict_names_the_ranks_that_differ_from_most() -> None:
+    same, other, third = ({"a": "1", "b": number} for number in "234")
+    found = judge([other, same, same])
+    assert (found.odd, found.source) == ([0], 1)
+    assert found.text == "rank 0 differs from rank 1 in b"
+    found = judge([same, same, other, third])
+    assert (found.odd, found.source) == ([0, 1, 2, 3], None)
+    assert found.text == "rank 2 differs from rank 0 in b; rank 3 differs from rank 0 in b"
+
+
+def is_exact(output: Path) -> bool:
+    done = train(["verify-ledger", only_run(output)], launcher="none")
+    assert "each exactly once" in done.output
+    return done.statuses == (0,)

@@ -1,0 +1,143 @@
+"""What /proc tells about processes, and the mark by which a test session knows its own.
+
+Owns: reading /proc, the mark, and killing all processes that carry one.
+A process that was started with exec shows the environment it got then; one that was only forked
+shows its parent's. So the mark is in the environment of every command and of the fork server.
+What goes wrong here: a process ends while it is read. Then it reads as empty, and never raises.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+SESSION_MARK = "HARDENED_DDP_TEST_SESSION"
+COMMAND_MARK = "HARDENED_DDP_TEST_COMMAND"
+ROOT = Path(__file__).resolve().parents[2]
+_LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC", "GROUP_", "ROLE_", "SLURM_", "OMPI_", "PMI")
+_LAUNCHER_PREFIXES += ("MPI_LOCAL", "HARDENED_DDP_LAUNCHER")
+_LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST")
+_KILL_LIMIT_S = 10.0
+PATIENCE = 3
+"""The limits in the tests are for an idle machine of 2 cores. So many times as long on any other:
+a limit is there to end what hangs, and a slow machine is no fault."""
+
+HOUR_S = 3600.0
+"""A limit that no test reaches, for what must end by something else."""
+
+LEAST_S = 90.0
+"""The shortest limit: where 20 processes are busy, a second becomes a minute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One line of /proc/PID/stat, as far as it is of use here."""
+
+    pid: int
+    state: str
+    parent: int
+    group: int
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state not in ("Z", "X")
+
+
+def limit_of(timeout_s: float) -> float:
+    """Say how many seconds to wait for what takes timeout_s at most on an idle machine."""
+    return max(LEAST_S, PATIENCE * timeout_s)
+
+
+def deadline(timeout_s: float) -> float:
+    """Say until when, by time.monotonic(), to wait for what takes timeout_s at most."""
+    return time.monotonic() + limit_of(timeout_s)
+
+
+def session_mark() -> str:
+    """Name this test session: the value of SESSION_MARK in all that it starts.
+
+    All have one length: rank_server.py writes one over another.
+    """
+    return f"{os.getpid():010}"
+
+
+def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Give os.environ without what a launcher or pytest left in it, with the mark and extra."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHER_NAMES and not name.startswith(_LAUNCHER_PREFIXES)
+    }
+    return {**env, "OMP_NUM_THREADS": "1", SESSION_MARK: session_mark(), **(extra or {})}
+
+
+def list_pids() -> frozenset[int]:
+    """List the ids of all processes."""
+    return frozenset(int(name) for name in os.listdir("/proc") if name.isdigit())
+
+
+def read_process(pid: int) -> Process | None:
+    """Read what the kernel says of a process; None if it is gone."""
+    # WHY after the last bracket: the name before it may hold blanks and brackets itself
+    fields = _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
+    if len(fields) < 3:
+        return None
+    return Process(pid=pid, state=fields[0], parent=int(fields[1]), group=int(fields[2]))
+
+
+def read_environment(pid: int) -> dict[str, str]:
+    """Read the environment that a process was started with."""
+    entries = _read(pid, "environ").decode(errors="replace").split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def read_command_line(pid: int) -> str:
+    """Read the command line of a process, with blanks between the words."""
+    return _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def is_fork_of(pid: int, other: int) -> bool:
+    """Say whether pid shows the command line and environment of other: forked, and not started."""
+    return all(_read(pid, name) == _read(other, name) != b"" for name in ("cmdline", "environ"))
+
+
+def find_marked(name: str, value: str) -> list[int]:
+    """Find the living processes that were started with NAME=VALUE in their environment."""
+    wanted = f"{name}={value}".encode()
+    found = (pid for pid in list_pids() if wanted in _read(pid, "environ").split(b"\0"))
+    return [pid for pid in found if (process := read_process(pid)) and process.is_alive]
+
+
+def kill_marked(name: str, value: str) -> None:
+    """Kill all processes with that mark, and what they start meanwhile, until none is left."""
+    end = time.monotonic() + _KILL_LIMIT_S
+    while (pids := find_marked(name, value)) and time.monotonic() < end:
+        for pid in pids:
+            kill(pid)
+        time.sleep(0.01)  # WHY: a killed process takes a moment to go; the loop looks again
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    """Send a signal to a process that may be gone already."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def kill_group(group: int) -> None:
+    """Kill a process group that may be gone already."""
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        with open(f"/proc/{pid}/{name}", "rb") as file:
+            return file.read()
+    except OSError:
+        return b""

@@ -1,0 +1,205 @@
+"""The launchers of launchers/ in real processes: who the ranks are, and how a run ends.
+
+Where a program of the test is not installed (mpirun), the test is skipped and says so.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from hardened_ddp.training.survivor_save import read_failures
+from tests.harness.marks import slow_after
+from tests.harness.ranks import held_port, run_command, run_program, start_command, train
+from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, read_summary
+
+SMALL = ["--cpu_only", "--model", "mlp", "--num_workers", "0"]
+RUN = ["ddp_training.py", *SMALL, "--epochs", "2"]
+LIMIT_S = 150
+# WHY: mpirun refuses root and more ranks than cores; and its own sockets stay on loopback.
+MPI_ENV = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_oob_tcp_if_include": "lo",
+}
+# As the README has them.
+INSPECT = "torchrun --nproc_per_node=2 launchers/run_with_torchrun.py --inspect"
+LAUNCHERS = (
+    "torchrun --nproc_per_node=2 launchers/run_with_torchrun.py ddp_training.py --epochs 2",
+    "python launchers/run_with_python.py --nproc 2 ddp_training.py --epochs 2",
+    "mpirun -np 2 python launchers/run_with_mpirun.py ddp_training.py --epochs 2",
+    "mpirun -np 2 python ddp_training.py --epochs 2",
+)
+MPICH = LAUNCHERS[2].replace("mpirun", "mpirun.mpich", 1)
+BROKEN = """
+import os, time
+if os.environ["RANK"] == "1":
+    raise ValueError("a fault of rank 1")
+time.sleep(100)
+"""
+
+
+def needs(program: str) -> None:
+    """Skip the test where a program is not installed."""
+    if program.startswith("mpirun") and shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed on this machine (see .ci/run)")
+
+
+def rank_lines(output: str) -> list[str]:
+    return [line for line in output.splitlines() if line.startswith("host ")]
+
+
+@pytest.mark.slow
+def test_each_process_is_shown_once_in_rank_order() -> None:
+    done = run_program(INSPECT.split(), timeout_s=LIMIT_S).ok()
+    host = os.uname().nodename
+    assert rank_lines(done.stdout) == [
+        f"host {host}  rank {rank}  local rank {rank}  world size 2  device cpu"
+        for rank in range(2)
+    ]
+    assert re.search(r"2 ranks, started by torchrun; rendezvous at \S+:\d+\n", done.stdout)
+    assert "all-reduce  gives every rank the sum:        3 (checked)" in done.stdout
+    assert "all-gather  gives every rank all of them:    [1, 2]" in done.stdout
+
+
+@pytest.mark.slow
+def test_four_processes_are_in_rank_order_too() -> None:
+    argv = ["torchrun", "--nproc_per_node=4", "launchers/run_with_torchrun.py", "--inspect"]
+    done = run_program(argv, timeout_s=LIMIT_S).ok()
+    found = re.findall(r"rank (\d)  local rank (\d)  world size 4", done.stdout)
+    assert found == [(str(rank), str(rank)) for rank in range(4)]
+
+
+@pytest.fixture(scope="module")
+def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The tensors that a torchrun of the script ends in; its ranks are forked."""
+    output = tmp_path_factory.mktemp("torchrun")
+    train([*RUN[1:], "--output_dir", output], 2).ok()
+    return last_tensors(output)
+
+
+@pytest.mark.parametrize("command", slow_after(1, [*LAUNCHERS, MPICH]))
+def test_every_launcher_ends_in_the_same_weights(
+    command: str, by_torchrun: dict[str, str], tmp_path: Path
+) -> None:
+    needs(command.split()[0])
+    argv = [*command.split(), *SMALL, "--output_dir", tmp_path]
+    is_torchrun = command.startswith("torchrun")
+    run = run_program if is_torchrun else partial(run_command, env=MPI_ENV)
+    done = run(argv, timeout_s=LIMIT_S).ok()
+    assert len(rank_lines(done.stdout)) == (2 if "launchers/" in command else 0)
+    assert read_summary(only_run(tmp_path))["world_size"] == 2
+    assert last_tensors(tmp_path) == by_torchrun
+
+
+@pytest.mark.slow
+def test_a_failed_child_ends_the_others_and_shows_its_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN)
+    argv = ["python", "launchers/run_with_python.py", "--nproc", "2", "--no_lesson", script]
+    done = run_command(argv, timeout_s=150)
+    assert done.status == 1
+    assert "rank 1 failed" in done.stderr
+    assert "ValueError: a fault of rank 1" in done.stderr
+    assert "broken.py" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_python_launcher_saves_and_ends_all_ranks(tmp_path: Path) -> None:
+    argv: list[str | Path] = ["python", "launchers/run_with_python.py", "--nproc", "2"]
+    argv += ["ddp_training.py", *SMALL, "--epochs", "1000", "--log_interval", "1"]
+    with start_command([*argv, "--output_dir", tmp_path]) as command:
+        command.wait_for(
+            lambda: list(tmp_path.glob("*/metrics.jsonl")), timeout_s=90, what="a step"
+        )
+        command.signal(signal.SIGTERM)
+        command.wait(timeout_s=60).ok()
+    assert read_summary(only_run(tmp_path))["status"] == "stopped"
+    assert find_checkpoints(tmp_path)
+    assert not read_failures(only_run(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "next_command"),
+    [
+        ("run_with_torchrun.py", "this process was not started by torchrun", "torchrun --standal"),
+        ("run_with_mpirun.py", "this process was not started by mpirun", "mpirun -np 2 python"),
+        ("run_with_python.py --nproc -1", "needs a number of processes", ""),
+        ("run_with_python.py no_such_script.py", "there is no script", ""),
+        ("run_with_python.py --fast ddp_training.py", "unknown option --fast", ""),
+        ("launch.py --nproc_per_node 2", "--hosts", ""),
+        ("launch.py --hosts a,a --nproc_per_node 2", "name each host once", ""),
+        ("launch.py --hosts localhost,b --nproc_per_node 2", "can't reach the first one", ""),
+        ("launch.py --hosts a --nproc_per_node 0", "needs 1 or more", ""),
+    ],
+)
+def test_a_launcher_used_wrongly_says_what_is_right(
+    command: str, text: str, next_command: str
+) -> None:
+    done = run_command(["python", *f"launchers/{command}".split()], timeout_s=60)
+    assert done.status in (1, 2)
+    assert text in done.stderr
+    assert next_command in done.stderr
+    assert "Traceback" not in done.output
+
+
+NAMES = ["run_with_torchrun", "run_with_mpirun", "run_with_python", "launch"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_is_the_text_at_the_top_of_the_file(name: str) -> None:
+    done = run_command(["python", f"launchers/{name}.py", "--help"], timeout_s=60).ok()
+    for word in ("ddp_training.py", "rank"):
+        assert word in done.stdout.lower()
+
+
+def test_a_dry_run_prints_one_torchrun_for_each_host() -> None:
+    argv = ["launchers/launch.py", "--hosts", "a,b", "--nproc_per_node", "4", "--dry-run"]
+    argv += ["--folder", "/shared/my code", "--python", "python", "--env", "NCCL_DEBUG=WARN"]
+    done = run_command(["python", *argv, "ddp_training.py", "--run_name", "x y"], timeout_s=60).ok()
+    for node_rank, line in enumerate(done.stdout.splitlines()):
+        ssh, tty, host, command = shlex.split(line)
+        assert (ssh, tty, host) == ("ssh", "-tt", "ab"[node_rank])
+        assert command == (
+            "cd '/shared/my code' && exec env NCCL_DEBUG=WARN python -m torch.distributed.run "
+            f"--nnodes=2 --node_rank={node_rank} --nproc_per_node=4 --master_addr=a "
+            "--master_port=29500 ddp_training.py --run_name 'x y'"
+        )
+    assert len(done.stdout.splitlines()) == 2
+
+
+def make_ssh(folder: Path) -> Path:
+    """Make an ssh for tests: it notes the host, and runs the command on this machine."""
+    path = folder / "ssh"
+    path.write_text(f'#!/bin/sh\necho "$2" >>"{folder}/hosts"\nexec bash -c "$3"\n')
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.slow
+def test_several_hosts_train_as_one_run(by_torchrun: dict[str, str], tmp_path: Path) -> None:
+    ssh, output = make_ssh(tmp_path), tmp_path / "runs"
+    argv = ["launchers/launch.py", "--hosts", "127.0.0.2,127.0.0.3", "--nproc_per_node", "1"]
+    argv += ["--ssh", str(ssh), "--port", str(held_port()), "--env", "GLOO_SOCKET_IFNAME=lo"]
+    run_command(["python", *argv, *RUN, "--output_dir", output], timeout_s=LIMIT_S).ok()
+    assert sorted((tmp_path / "hosts").read_text().split()) == ["127.0.0.2", "127.0.0.3"]
+    assert read_summary(only_run(output))["world_size"] == 2
+    assert last_tensors(output) == by_torchrun
+
+
+@pytest.mark.slow
+def test_a_host_that_fails_ends_the_launch_with_its_status(tmp_path: Path) -> None:
+    ssh = make_ssh(tmp_path)
+    script = tmp_path / "broken.py"
+    script.write_text("import sys\nsys.exit(7)\n")
+    argv = ["launchers/launch.py", "--hosts", "127.0.0.2", "--nproc_per_node", "1"]
+    argv += ["--ssh", str(ssh), "--port", str(held_port()), str(script)]
+    done = run_command(["python", *argv], timeout_s=90)
+    assert done.status == 1  # torchrun's own
+    assert "127.0.0.2 ended with status 1" in done.stderr

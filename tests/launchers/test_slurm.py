@@ -1,0 +1,173 @@
+"""train.slurm and srun on a real Slurm of two nodes that the tests start themselves."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.processes import ROOT
+from tests.harness.ranks import run_command, run_program
+from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, read_summary
+from tests.slurm_cluster import SlurmCluster, why_not
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),  # WHY: Slurm looks at time limits only every 30 seconds
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+]
+SMALL = ["--cpu_only", "--model", "mlp", "--num_workers", "0"]
+RUN = [*SMALL, "--epochs", "2"]
+# As the README has them.
+SRUN = "srun --ntasks=2 python ddp_training.py --epochs 2"
+SBATCH = "sbatch --nodes=2 --ntasks-per-node=1 train.slurm --epochs 2"
+JOB_LIMIT_S = 200.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    # WHY: train.slurm calls it, and it makes the shared folders, which no test must leave behind.
+    run_command([ROOT / "setup.sh", "--print_python"], timeout_s=120).ok()
+    with SlurmCluster(tmp_path_factory.mktemp("slurm") / "cluster") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def by_torchrun(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The tensors that a plain torchrun of the same run ends in."""
+    output = tmp_path_factory.mktemp("torchrun")
+    argv = ["torchrun", "--nproc_per_node=2", "ddp_training.py", *RUN, "--output_dir", output]
+    run_program(argv, timeout_s=120).ok()
+    return last_tensors(output)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_srun_of_one_task_per_rank_ends_in_the_weights_of_torchrun(
+    nodes: int, cluster: SlurmCluster, by_torchrun: dict[str, str], tmp_path: Path
+) -> None:
+    argv = SRUN.replace("srun", f"srun --nodes={nodes}").split()
+    cluster.run(*argv, *SMALL, "--output_dir", tmp_path, timeout_s=120).ok()
+    assert read_summary(only_run(tmp_path))["world_size"] == 2
+    assert last_tensors(tmp_path) == by_torchrun
+
+
+def test_one_torchrun_per_node_under_srun_is_one_run(
+    cluster: SlurmCluster, by_torchrun: dict[str, str], tmp_path: Path
+) -> None:
+    argv = ["srun", "--nodes=2", "--ntasks-per-node=1", "torchrun", "--nnodes=2"]
+    argv += ["--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=job", "--rdzv_endpoint"]
+    argv += ["127.0.0.1:29544", "ddp_training.py", *RUN]
+    cluster.run(*argv, "--output_dir", tmp_path, timeout_s=120).ok()
+    assert last_tensors(tmp_path) == by_torchrun
+
+
+def test_torchruns_that_know_nothing_of_each_other_are_refused(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    argv = ["srun", "--nodes=2", "--ntasks-per-node=1", "torchrun", "--nproc_per_node=1"]
+    argv += ["ddp_training.py", *RUN, "--output_dir", str(tmp_path)]
+    done = cluster.run(*argv, timeout_s=120)
+    assert done.status != 0
+    assert "srun started torchrun 2 times, but this one knows of 1 nodes" in done.stderr
+    assert "torchrun --nnodes=2" in done.stderr
+
+
+def test_a_submitted_job_finishes_on_two_nodes(
+    cluster: SlurmCluster, by_torchrun: dict[str, str], tmp_path: Path
+) -> None:
+    argv = [*SBATCH.split()[1:], *SMALL]
+    job, output = cluster.submit(argv, env={"OUTPUT_DIR": str(tmp_path)})
+    state = cluster.wait_for_state(job, "COMPLETED", "FAILED", timeout_s=JOB_LIMIT_S, output=output)
+    text = output.read_text()
+    assert state == "COMPLETED", text
+    assert "restart 0 of at most 20: 2 ranks on 2 nodes" in text
+    assert "head node 127.0.0.1" in text
+    assert "train.slurm: the run is finished" in text
+    assert only_run(tmp_path).name == f"slurm-{job}"
+    assert last_tensors(tmp_path) == by_torchrun
+
+
+def test_before_the_time_limit_the_job_saves_and_is_queued_again_and_loses_nothing(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    # As long as the file is there, a sample takes its time: the job then meets its limit.
+    pace = tmp_path / "slow"
+    pace.touch()
+    run = ["--cpu_only", "--num_workers", "0", "--batch_size", "10", "--epochs", "20"]
+    run += ["--model", "mlp", "--dataset", "tests.plugins:paced_points"]
+    run += ["--dataset_args", f"{{pace: {pace}}}"]
+    argv = ["--time=1", "--signal=USR1@50", "train.slurm", *run]
+    job, output = cluster.submit(argv, env={"OUTPUT_DIR": str(tmp_path / "requeued")})
+    cluster.wait_for_state(job, "RUNNING", timeout_s=60, output=output)
+    cluster.wait_for_state(job, "PENDING", "FAILED", timeout_s=JOB_LIMIT_S, output=output)
+    text = output.read_text()
+    assert "SIGUSR1: stopping" in text, text
+    assert "stopped and saved; queued again" in text, text
+    stopped_at = read_summary(only_run(tmp_path / "requeued"))
+    assert stopped_at["status"] == "stopped"
+    assert 0 < stopped_at["step"] < 400
+    pace.unlink()
+    cluster.start_now(job, minutes=10)
+    state = cluster.wait_for_state(job, "COMPLETED", "FAILED", timeout_s=JOB_LIMIT_S, output=output)
+    text = output.read_text()
+    assert state == "COMPLETED", text
+    assert "restart 1 of at most 20" in text
+    assert f"resuming {only_run(tmp_path / 'requeued')} from step {stopped_at['step']}" in text
+    argv = ["torchrun", "--nproc_per_node=2", "ddp_training.py", *run]
+    run_program([*argv, "--output_dir", tmp_path / "whole"], timeout_s=120).ok()
+    assert last_tensors(tmp_path / "requeued") == last_tensors(tmp_path / "whole")
+
+
+def test_a_job_that_was_queued_again_often_enough_stays_stopped(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    env = {"OUTPUT_DIR": str(tmp_path), "MAX_REQUEUES": "0"}
+    argv = ["train.slurm", *SMALL, "--epochs", "1000", "--log_interval", "1"]
+    job, output = cluster.submit(argv, env=env)
+    wait_for_steps(cluster, job, output, tmp_path)
+    # What Slurm's --signal does before the limit.
+    cluster.run("scancel", "--signal=USR1", job, timeout_s=30).ok()
+    cluster.wait_for_state(job, "COMPLETED", "FAILED", timeout_s=JOB_LIMIT_S, output=output)
+    assert "queued 0 times already, which is the limit" in output.read_text()
+    assert f"RUN_NAME=slurm-{job}" in output.read_text()
+    assert cluster.show(job)["Restarts"] == "0"
+
+
+def test_a_cancelled_job_saves_and_is_not_queued_again(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    argv = ["train.slurm", *SMALL, "--epochs", "1000", "--log_interval", "1"]
+    job, output = cluster.submit(argv, env={"OUTPUT_DIR": str(tmp_path)})
+    wait_for_steps(cluster, job, output, tmp_path)
+    cluster.cancel(job)
+    cluster.wait_for_state(job, "CANCELLED", timeout_s=JOB_LIMIT_S, output=output)
+    assert cluster.show(job)["Restarts"] == "0"
+    assert find_checkpoints(tmp_path)
+
+
+def test_a_job_that_fails_is_failed_and_not_queued_again(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    argv = ["train.slurm", "--cpu_only", "--model", "no_such_model"]
+    job, output = cluster.submit(argv, env={"OUTPUT_DIR": str(tmp_path)})
+    state = cluster.wait_for_state(job, "COMPLETED", "FAILED", timeout_s=JOB_LIMIT_S, output=output)
+    assert state == "FAILED"
+    assert cluster.show(job)["ExitCode"] == "2:0"
+    assert "the run failed with status 2; not queued again" in output.read_text()
+
+
+def test_python_without_srun_is_refused_in_a_job_of_several_tasks(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    argv = ["--ntasks=2", "--wrap", f"cd {ROOT} && python ddp_training.py --cpu_only"]
+    job, output = cluster.submit(argv)
+    cluster.wait_for_state(job, "COMPLETED", "FAILED", timeout_s=60, output=output)
+    assert cluster.show(job)["ExitCode"] == "2:0"
+    assert re.search(r"DDP-L01\] job \d+ has SLURM_NTASKS=2 tasks", output.read_text())
+
+
+def wait_for_steps(cluster: SlurmCluster, job: str, output: Path, runs: Path) -> None:
+    """Wait until a job trains."""
+    cluster.wait_until(
+        lambda: bool(list(runs.glob("*/metrics.jsonl"))), what=f"steps of job {job}", output=output
+    )

@@ -1,0 +1,209 @@
+"""What forward writes beside gradients is found, put back at a retry, saved and resumed."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from drills.faults import find
+from drills.work import Work
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.model.effects import InputEffects, untouched
+from hardened_ddp.model.moving_buffers import MovingBuffers
+from hardened_ddp.model.replica import Replica
+from hardened_ddp.step.gradient import Writes
+from tests.harness.forked_drills import forked_drills
+from tests.harness.marks import slow_after
+from tests.moving_models import CHANGING, MOVING, DataTarget, HiddenTarget, ZeroedTarget
+
+FLAGS = ("--batch_size=12", "--num_workers=0", "--max_steps=25", "--eval_every=0")
+FAILS_AT = 8  # the forward in which a drill's fault happens, from 1
+
+
+def work_of(model: type, *flags: str, **arguments: Any) -> Work:
+    of_nests = model.__name__ == "OfNests"
+    return Work(
+        model=f"tests.moving_models:{model.__name__}",
+        model_args=arguments,
+        dataset="tests.moving_models:nests" if of_nests else "tests.plugins:points",
+        dataset_args={"size": 360},
+        flags=(*FLAGS, *flags),
+    )
+
+
+def check(folder: Path, work: Work, *faults: str, **expected: Any) -> None:
+    drills = forked_drills(folder, work=work)
+    for name in faults:
+        found = find(name)
+        assert found is not None
+        found = replace(found, **expected)
+        verdict = drills.run(found)
+        assert verdict.passed, f"{verdict}\n{drills.output_of(found)}"
+
+
+@pytest.mark.parametrize("model", slow_after(1, MOVING))
+def test_what_forward_moves_is_that_of_the_undisturbed_run_after_any_fault(
+    model: type, tmp_path: Path
+) -> None:
+    faults = ("raise-backward-one", "kill-forward", "nan-once", "kill-sum", "raise-forward-all")
+    check(tmp_path, work_of(model), *faults)
+
+
+@pytest.mark.parametrize("model", slow_after(1, MOVING[::4]))
+def test_so_it_is_where_gradients_are_sent_within_backward(model: type, tmp_path: Path) -> None:
+    work = work_of(model, "--no_shared_memory", "--accumulation_steps=2")
+    check(tmp_path, work, "raise-backward-one", "kill-backward")
+
+
+@pytest.mark.parametrize("model", slow_after(1, [ZeroedTarget, DataTarget]))
+def test_a_step_whose_changes_nobody_can_put_back_is_left_for_a_checkpoint(
+    model: type, tmp_path: Path
+) -> None:
+    says = {"says": ("what a forward has changed can't be put back: going back",)}
+    check(tmp_path / "raise", work_of(model, every=FAILS_AT), "raise-backward-one", **says)
+    check(tmp_path / "kill", work_of(model, every=FAILS_AT), "kill-backward")
+
+
+@pytest.mark.slow
+def test_without_such_a_checkpoint_the_run_stops_and_the_same_command_continues(
+    tmp_path: Path,
+) -> None:
+    work = work_of(HiddenTarget, every=FAILS_AT)
+    stops = {"ends": "stops", "code": "DDP-S01", "says": ("can't be done again",)}
+    check(tmp_path / "raise", work, "raise-backward-one", **stops)
+    check(tmp_path / "kill", work, "kill-backward")
+
+
+@pytest.mark.parametrize("model", slow_after(1, CHANGING))
+def test_inputs_that_forward_changes_are_those_of_the_dataset_in_a_retry(
+    model: type, tmp_path: Path
+) -> None:
+    faults = ("raise-backward-one", "nan-once", "memory-forward", "memory-backward")
+    check(tmp_path, work_of(model), *faults)
+    more = ("--accumulation_steps=2", "--continue_on_error", "--eval_every=1", "--epochs=2")
+    check(tmp_path / "more", work_of(model, *more), *faults[:2])
+
+
+class Writing(nn.Module):
+    """Writes its tensors in the way that is given."""
+
+    def __init__(self, write: Callable[["Writing"], object]) -> None:
+        super().__init__()
+        self.write = write
+        self.layer = nn.Linear(4, 4)
+        nn.init.zeros_(self.layer.bias)
+        self.frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.register_buffer("buffer", torch.zeros(4))
+        self.plain, self.held = torch.zeros(4), {"a": [torch.zeros(4)]}
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.write(self)
+        logits: torch.Tensor = self.norm(self.layer(inputs)) + self.plain
+        return logits
+
+
+STATISTICS = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+WAYS: dict[str, tuple[Callable[[Any], object], set[str]]] = {
+    "nothing": (lambda m: m.frozen * 2, set()),
+    "in place": (lambda m: m.frozen.lerp_(m.layer.bias, 0.1), {"frozen"}),
+    "all at once": (lambda m: torch._foreach_mul_([m.frozen, m.buffer], 2), {"frozen", "buffer"}),
+    "a view": (lambda m: m.buffer[1:].copy_(m.frozen[1:]), {"buffer"}),
+    "data": (lambda m: m.frozen.data.mul_(2), {"frozen"}),
+    "numpy": (lambda m: torch.from_numpy(m.frozen.numpy()).mul_(2), {"frozen"}),
+    "numpy alone": (lambda m: np.add(m.buffer.numpy(), 1, out=m.buffer.numpy()), {"buffer"}),
+    "dlpack": (lambda m: torch.from_dlpack(m.buffer).mul_(2), {"buffer"}),
+    "new memory": (lambda m: setattr(m.frozen, "data", torch.zeros(4)), {"frozen"}),
+    "another buffer": (lambda m: setattr(m, "buffer", m.buffer * 2), {"buffer"}),
+    "a weight": (lambda m: m.layer.bias.mul_(2), {"layer.bias"}),
+    "a weight's data": (lambda m: m.layer.weight.data.clamp_(-1, 1), {"layer.weight"}),
+    "an attribute": (lambda m: m.plain.mul_(2), {"plain"}),
+    "another attribute": (lambda m: setattr(m, "plain", m.plain * 2), {"plain"}),
+    "in containers": (lambda m: m.held["a"][0].mul_(2), {"held['a'][0]"}),
+    "another in containers": (
+        lambda m: m.held["a"].__setitem__(0, m.held["a"][0] * 2),
+        {"held['a'][0]"},
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_written_is_found_whatever_the_values_and_undone(way: str) -> None:
+    write, expected = WAYS[way]
+    model, batch = Writing(write), Batch(torch.randn(6, 4), torch.zeros(6), torch.arange(6))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with untouched(model) as effects:
+        model(batch.inputs).sum().backward()
+        effects.run(lambda: model(batch.inputs).sum().backward(), InputEffects(batch), batch)
+        assert effects.moving() == expected | STATISTICS
+    trained = {"layer.weight", "layer.bias"}
+    for name in before.keys() - trained:
+        assert torch.equal(model.state_dict()[name], before[name]), name
+    assert not any(bool(tensor.any()) for tensor in (model.plain, model.held["a"][0]))
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "nothing"])
+def test_what_moves_is_put_back_and_loaded_into_a_model_built_anew(way: str) -> None:
+    write, expected = WAYS[way]
+    model = Writing(lambda m: None)
+    model.plain, model.held["a"][0] = torch.randn(4), torch.randn(4)
+    torch.nn.init.normal_(model.layer.bias)
+    torch.nn.init.normal_(model.buffer)
+    torch.nn.init.normal_(model.frozen)
+    buffers = MovingBuffers(model, sorted(expected | STATISTICS))
+    copies = buffers.copies()
+    saved = {name: tensor.clone() for name, tensor in buffers.to_save(()).items()}
+    for _ in range(2):
+        with torch.no_grad():
+            write(model)
+        buffers.put_back(copies)
+        now = buffers.to_save(())
+        assert all(torch.equal(now[name], saved[name]) for name in saved)
+    other = MovingBuffers(Writing(write), [])
+    other.load(saved)
+    assert all(torch.equal(other.to_save(())[name], saved[name]) for name in saved)
+
+
+def test_a_norm_that_begins_to_count_late_is_taken_up_whole() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval())
+    buffers = MovingBuffers(model, [])
+    assert buffers.take_up_written([]) == []
+    expected = sorted(f"1.{name.removeprefix('norm.')}" for name in STATISTICS)
+    assert sorted(buffers.take_up_written([model[1].num_batches_tracked])) == expected
+
+
+def test_a_batch_and_a_weight_that_a_forward_writes_late_are_told() -> None:
+    model = nn.Linear(4, 4)
+    replica = Replica(model, moving_buffers=())
+    writes = Writes(replica)
+    batch = Batch({"a": [torch.zeros(6, 4)]}, torch.zeros(6), torch.arange(6))
+    writes.begin([batch])
+    model(batch.inputs["a"][0]).sum().backward()
+    writes.note(reads_bits=True)
+    assert writes.unsafe(num_forwards=2) == []
+    batch.inputs["a"][0].add_(1)
+    with torch.no_grad():
+        model.bias.add_(1)
+    writes.note(reads_bits=True)
+    assert writes.unsafe(num_forwards=1) == ["the batch", "bias"]
+    assert replica.copies_inputs
+    writes.begin([batch])
+    assert len(replica.buffers.copies()) == 1
+    assert writes.unsafe(num_forwards=1) == []
+
+
+def test_values_tell_what_no_version_does() -> None:
+    model = nn.Linear(4, 4).requires_grad_(False)
+    model = nn.Sequential(model, nn.Linear(4, 4))
+    buffers = MovingBuffers(model, [])
+    buffers.note_bits()
+    assert buffers.changed_bits() == []
+    model[0].bias.data.add_(1)
+    assert buffers.changed_bits() == ["0.bias"]
+    assert "0.bias" in buffers.to_save(())

@@ -1,0 +1,276 @@
+"""Language models and text classifiers of transformers, small ones made here: no network."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.utils.data import Dataset
+
+from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
+from hardened_ddp.data.extras import import_extra
+from hardened_ddp.errors import ModelError
+from hardened_ddp.export.export import export_model
+from hardened_ddp.export.formats import write_model
+from hardened_ddp.export.preparation import how_to_add, write_preparation
+from hardened_ddp.model.huggingface import TextModel, build_from_config
+from hardened_ddp.model.zoo import build_model
+from hardened_ddp.settings.model import ModelConfig
+from hardened_ddp.training.rebuild import model_tensors, rebuild_model
+from tests.harness.ranks import run_program, train
+from tests.harness.run_folder import last_tensors, only_run, read_summary
+
+# WHY not importorskip: each process of pytest would import it to collect, for 0.7 s
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs requirements-extras.txt"
+)
+VOCABULARY, LENGTH = 23, 8
+SMALL = {"vocab_size": VOCABULARY, "num_hidden_layers": 1, "num_attention_heads": 2}
+BERT = {**SMALL, "hidden_size": 16, "intermediate_size": 16, "max_position_embeddings": 32}
+GPT2 = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
+LLAMA = {**SMALL, "hidden_size": 16, "intermediate_size": 16, "num_key_value_heads": 2}
+
+
+def saved(folder: Path, name: str, **more: Any) -> str:
+    """Save a small model with random weights; return how --model names it."""
+    transformers = import_extra("transformers", what="this test")
+    torch.manual_seed(0)
+    kinds = {"GPT2": GPT2, "Bert": BERT, "Llama": LLAMA}
+    base, values = next((b, v) for b, v in kinds.items() if name.startswith(b))
+    config = getattr(transformers, f"{base}Config")(**values, **more)
+    getattr(transformers, name)(config).save_pretrained(folder / name)
+    return f"hf:{folder / name}"
+
+
+def build(model: str, task: str, *, num_classes: int = 0) -> Any:
+    return build_model(ModelConfig(model=model), num_classes=num_classes, input_shape=(), task=task)
+
+
+IDS = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "num_classes", "shape"),
+    [
+        ("GPT2LMHeadModel", "tokens", 0, (2, LENGTH, VOCABULARY)),
+        ("GPT2LMHeadModel", "auto", 0, (2, LENGTH, VOCABULARY)),
+        ("LlamaForCausalLM", "tokens", 0, (2, LENGTH, VOCABULARY)),
+        ("BertForMaskedLM", "tokens", 0, (2, LENGTH, VOCABULARY)),
+        ("BertForTokenClassification", "tokens", 5, (2, LENGTH, 5)),
+        ("BertModel", "tokens", 5, (2, LENGTH, 5)),
+        ("BertForSequenceClassification", "auto", 4, (2, 4)),
+        ("BertForMaskedLM", "classification", 4, (2, 4)),
+    ],
+)
+def test_the_head_is_that_of_the_task(
+    name: str, task: str, num_classes: int, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    model = build(saved(tmp_path, name), task, num_classes=num_classes)
+    assert isinstance(model, TextModel)
+    assert model(input_ids=IDS)["logits"].shape == shape
+    again = build_from_config(model.hub_config, input_shape=())
+    again.load_state_dict(model.state_dict())
+    wanted = model.eval()(input_ids=IDS)["logits"]
+    assert torch.equal(again.eval()(input_ids=IDS)["logits"], wanted)
+
+
+def test_a_body_without_a_head_needs_a_task(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="several tasks"):
+        build(saved(tmp_path, "BertModel"), "auto")
+
+
+class Sentences(Dataset[dict[str, torch.Tensor]]):
+    """Counting texts of two lengths, padded: the labels of padding do not count."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = (torch.arange(LENGTH) + index) % VOCABULARY
+        mask = torch.arange(LENGTH) < (LENGTH if index % 3 else 5)
+        labels = torch.where(mask, ids, -100)
+        return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
+
+
+def sentences(train: bool) -> Sentences:
+    return Sentences()
+
+
+@pytest.mark.slow
+def test_a_causal_model_learns_to_count_and_is_evaluated(tmp_path: Path) -> None:
+    argv: list[str | Path] = ["--model", saved(tmp_path, "GPT2LMHeadModel"), "--task", "tokens"]
+    argv += ["--dataset", "tests.model.test_hub_text:sentences", "--cpu_only", "--num_workers", "0"]
+    argv += ["--batch_size", "8", "--learning_rate", "0.02", "--epochs", "30"]
+    train([*argv, "--output_dir", tmp_path / "runs"], 2, timeout_s=120).ok()
+    run = only_run(tmp_path / "runs")
+    summary = read_summary(run)
+    # After the shift every label that counts can be predicted.
+    assert summary["test_perplexity"] < 1.5
+    assert summary["test_token_accuracy"] > 0.95
+    assert last_tensors(tmp_path / "runs")
+    command = ["python", "ddp_training.py", "evaluate", str(run)]
+    text = run_program(command, timeout_s=90).ok().output
+    assert f"perplexity {summary['test_perplexity']:.4g}" in text
+    check_exports(run, tmp_path)
+
+
+def give_tokenizer(folder: Path) -> Any:  # Any: a tokenizer of transformers
+    """Save a tokenizer in a folder: words, and bytes for the rest."""
+    tokenizers = import_extra("tokenizers", what="this test")
+    transformers = import_extra("transformers", what="this test")
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    words = {word: number for number, word in enumerate(["<s>", "<pad>", *sorted(alphabet)])}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(words, []))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    fast = transformers.PreTrainedTokenizerFast
+    made = fast(tokenizer_object=inner, bos_token="<s>", pad_token="<pad>", model_max_length=77)
+    made.save_pretrained(folder)
+    return made
+
+
+def write_export(model: str, task: str, folder: Path, *, num_classes: int = 0) -> str:
+    """Export a model as it is after training; return what it lacks."""
+    net = build(model, task, num_classes=num_classes)
+    meta = {"model": model, "hub_config": net.hub_config, "num_classes": num_classes}
+    meta |= {"input_shape": [], "class_names": [], "dataset": "m:f"}
+    folder.mkdir()
+    return write_model(folder, "huggingface", net.state_dict(), json.loads(json.dumps(meta)))
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "num_classes"),
+    [
+        ("GPT2LMHeadModel", "tokens", 0),
+        ("LlamaForCausalLM", "tokens", 0),
+        ("BertForMaskedLM", "tokens", 0),
+        ("BertForSequenceClassification", "classification", 2),
+    ],
+)
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_an_export_has_what_the_model_came_with_and_no_other_setting(
+    name: str, task: str, num_classes: int, use_cache: bool, tmp_path: Path
+) -> None:
+    model = saved(tmp_path, name, use_cache=use_cache)
+    source, out = tmp_path / name, tmp_path / "out"
+    told = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    tokenizer = give_tokenizer(source)
+    generation = source / "generation_config.json"
+    if generation.exists():
+        given = {"max_new_tokens": 7, "do_sample": True, "temperature": 0.4}
+        generation.write_text(json.dumps(given), encoding="utf-8")
+    assert not write_export(model, task, out, num_classes=num_classes)
+    assert json.loads((out / "config.json").read_text(encoding="utf-8")) == told
+    assert (out / "generation_config.json").exists() == generation.exists()
+    if generation.exists():
+        assert (out / "generation_config.json").read_bytes() == generation.read_bytes()
+    again = import_extra("transformers", what="this test").AutoTokenizer.from_pretrained(out)
+    text = "A naïve café: 漢字 1,234\n\tdef f(x)"
+    assert again(text)["input_ids"] == tokenizer(text)["input_ids"] != []
+    assert again.model_max_length == 77
+
+
+def test_an_export_without_a_tokenizer_says_so_and_has_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = saved(tmp_path, "GPT2LMHeadModel")
+    assert write_export(model, "tokens", tmp_path / "out") == "tokenizer"
+    assert not list((tmp_path / "out").glob("*token*"))
+    told = how_to_add(tmp_path / "out", {"model": model}, kind="tokenizer")
+    assert f"none is at {model} on this machine" in told
+    assert str(tmp_path / "out") in told
+    (tmp_path / "GPT2LMHeadModel").rename(tmp_path / "moved")
+    net = build(f"hf:{tmp_path / 'moved'}", "tokens")
+    meta = {"model": model, "hub_config": net.hub_config}
+    (tmp_path / "other").mkdir()
+    assert write_model(tmp_path / "other", "huggingface", net.state_dict(), meta) == "tokenizer"
+
+
+def test_a_tokenizer_is_found_in_the_cache_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, "GPT2LMHeadModel")
+    cache = tmp_path / "cache"
+    snapshot = cache / "models--somebody--small" / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    (tmp_path / "GPT2LMHeadModel").rename(snapshot)
+    (cache / "models--somebody--small" / "refs").mkdir()
+    (cache / "models--somebody--small" / "refs" / "main").write_text("0" * 40)
+    tokenizer = give_tokenizer(snapshot)
+    hub = import_extra("huggingface_hub", what="this test")
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "out").mkdir()
+    meta = {"model": "hf:somebody/small", "dataset": "digits"}
+    assert write_preparation(tmp_path / "out", meta, kind="tokenizer")
+    again = import_extra("transformers", what="this test").AutoTokenizer
+    assert again.from_pretrained(tmp_path / "out").get_vocab() == tokenizer.get_vocab()
+
+
+def test_an_image_processor_scales_as_the_training_did(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    out.mkdir()
+    meta = {"model": f"hf:{source}", "dataset": "hf:pictures"}
+    assert not write_preparation(out, meta, kind="image processor")
+    given = {"image_processor_type": "ViTImageProcessor", "size": {"height": 8, "width": 8}}
+    given |= {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
+    (source / "preprocessor_config.json").write_text(json.dumps(given), encoding="utf-8")
+    assert write_preparation(out, meta, kind="image processor")
+    written = json.loads((out / "preprocessor_config.json").read_text(encoding="utf-8"))
+    assert written["size"] == given["size"]
+    white = (255 * written["rescale_factor"] - written["image_mean"][2]) / written["image_std"][2]
+    assert white == pytest.approx(1)
+    assert write_preparation(out, {**meta, "dataset": "cifar10"}, kind="image processor")
+    assert json.loads((out / "preprocessor_config.json").read_text()) == given
+
+
+def check_exports(run: Path, folder: Path) -> None:
+    """Load both exports of a run as their users do, and compare their logits."""
+    tensors, meta = load_checkpoint(open_checkpoint(run, prefer_best=True))
+    model = rebuild_model(model_tensors(tensors), meta)
+    wanted = model(input_ids=IDS)["logits"]
+    whole = export_model(run, output=folder / "whole", form="huggingface")
+    gpt2 = import_extra("transformers", what="this test").GPT2LMHeadModel
+    assert torch.equal(gpt2.from_pretrained(whole).eval()(input_ids=IDS).logits, wanted)
+    card = (whole / "README.md").read_text(encoding="utf-8")
+    assert "from transformers import GPT2LMHeadModel" in card
+    assert "pipeline_tag: text-generation" in card
+    weights = load_file(export_model(run, output=folder / "weights") / "model.safetensors")
+    again = build_from_config(meta["hub_config"], input_shape=())
+    again.load_state_dict(weights)
+    assert torch.equal(again.eval()(input_ids=IDS)["logits"], wanted)
+    program = export_model(run, output=folder / "program", form="torch_export")
+    assert 'model(tokens["input_ids"], tokens["attention_mask"])' in (
+        program / "README.md"
+    ).read_text(encoding="utf-8")
+    net = torch.export.load(program / "model.pt2").module()
+    assert torch.allclose(net(IDS, torch.ones_like(IDS)), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # a tracer takes half a minute where several tests share the cores
+@pytest.mark.parametrize(
+    "name",
+    ["GPT2LMHeadModel", "LlamaForCausalLM", "BertForMaskedLM", "BertForSequenceClassification"],
+)
+def test_onnx_and_torch_export_of_a_text_model_take_padded_texts_of_any_length(
+    name: str, tmp_path: Path
+) -> None:
+    evaluator = pytest.importorskip("onnx.reference").ReferenceEvaluator
+    model = build(saved(tmp_path, name), "auto").eval()
+    meta = {"model": f"hf:{name}", "hub_config": model.hub_config, "input_shape": []}
+    for form in ("onnx", "torch_export"):
+        (tmp_path / form).mkdir()
+        write_model(tmp_path / form, form, model.state_dict(), meta)
+    ids, mask = torch.arange(33).view(3, 11) % VOCABULARY, torch.ones(3, 11, dtype=torch.int64)
+    mask[1, 4:] = 0
+    wanted = model(input_ids=ids, attention_mask=mask)["logits"]
+    program = torch.export.load(tmp_path / "torch_export" / "model.pt2").module()
+    assert torch.allclose(program(ids, mask), wanted, rtol=1e-4, atol=1e-5)
+    session = evaluator(str(tmp_path / "onnx" / "model.onnx"))
+    tokens = {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}
+    [logits] = session.run(["logits"], tokens)
+    assert torch.allclose(torch.from_numpy(logits), wanted, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,169 @@
+"""Channels last by a rule, and memory that is kept from step to step."""
+
+import resource
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from hardened_ddp.data.fetch import Batch
+from hardened_ddp.errors import ModelError
+from hardened_ddp.model.memory_format import Trial, choose_channels_last
+from hardened_ddp.model.precision import Precision
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.host_memory import keep_freed_memory
+from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.model import ModelConfig
+from hardened_ddp.task.classification import Classification
+from tests.harness.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """A convolution with a BatchNorm. view() and strides need the usual order of memory."""
+
+    def __init__(
+        self,
+        *,
+        kernel: int = 3,
+        uses_view: bool = False,
+        uses_strides: bool = False,
+        is_random: bool = False,
+    ) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, kernel, padding=kernel // 2), nn.BatchNorm2d(4)
+        self.head = nn.Linear(4 * 36, 3)
+        self.uses_view, self.uses_strides, self.is_random = uses_view, uses_strides, is_random
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if self.is_random:
+            images = images + torch.randn_like(images)
+        features = self.norm(self.conv(images))
+        if self.uses_strides:  # turned images, as in the usual order
+            features = features.as_strided(features.shape, (144, 36, 1, 6))
+        flat = features.view(len(images), -1) if self.uses_view else features.flatten(1)
+        return self.head(flat)
+
+
+def choose(
+    model: nn.Module, config: Config | None = None, *, began_with: bool | None = None
+) -> bool:
+    return choose_channels_last(
+        Trial(model, Classification(num_classes=3), Precision("off", CPU)),
+        Batch(torch.randn(2, 3, 6, 6), torch.tensor([0, 2]), torch.arange(2)),
+        Group(Launch(), CPU),
+        config=Config() if config is None else config,
+        began_with=began_with,
+    )
+
+
+def of_batch(size: int) -> Config:
+    return replace(Config(), data=replace(Config().data, batch_size=size))
+
+
+# A sample is 3 x 36 values before the convolution and 4 x 36 after it: 252.
+# A kernel of 3 x 3 has 3 * 4 * 9 = 108 weights, one of 11 x 11 has 1,452, one of 1 x 1 none.
+@pytest.mark.parametrize(
+    ("kernel", "batch_size", "is_faster"), [(3, 1, True), (11, 5, False), (11, 6, True)]
+)
+def test_values_of_images_decide_against_weights_of_kernels(
+    kernel: int, batch_size: int, is_faster: bool
+) -> None:
+    model = Net(kernel=kernel)
+    weight = model.conv.weight.clone()
+    assert choose(model, of_batch(batch_size)) == is_faster
+    assert model.conv.weight.is_contiguous(memory_format=torch.channels_last) == is_faster
+    assert torch.equal(model.conv.weight, weight)
+
+
+def test_kernels_of_one_pixel_do_not_count() -> None:
+    wide = nn.Sequential(
+        nn.Conv2d(3, 64, 1), nn.AdaptiveAvgPool2d(1), nn.Conv2d(64, 512, 1), nn.Flatten()
+    )
+    assert choose(wide, of_batch(1))
+
+
+def test_on_a_gpu_it_goes_with_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    batch = Batch(torch.randn(2, 3, 6, 6), torch.tensor([0, 2]), torch.arange(2))
+    for num_values, amp, is_faster in ((1, "bf16", True), (1, "off", False), (0, "bf16", False)):
+        monkeypatch.setattr(
+            Trial, "count", lambda trial, sample, device, values=num_values: (9, values)
+        )
+        trial = Trial(Net(), Classification(num_classes=3), Precision(amp, CPU))
+        assert trial.is_faster(batch, 2, gpu) == is_faster
+
+
+def test_one_rank_where_it_is_slower_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Group, "gather_json", lambda group, mine: [mine, False])
+    assert not choose(Net())
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_was_asked_or_begun_with_is_not_tried(
+    monkeypatch: pytest.MonkeyPatch, asked: bool
+) -> None:
+    monkeypatch.setattr(Trial, "is_faster", lambda trial, *args: not asked)
+    assert choose(Net(), Config(model=ModelConfig(channels_last=asked))) == asked
+    assert choose(Net(), began_with=asked) == asked
+
+
+def test_without_images_or_when_compiled_the_usual_order_stays() -> None:
+    assert not choose(nn.Sequential(nn.Flatten(), nn.Linear(108, 3)))
+    assert not choose(Net(), Config(model=ModelConfig(compile=True)))
+
+
+@pytest.mark.parametrize("uses_view", [False, True])
+def test_the_trial_leaves_no_trace(uses_view: bool) -> None:
+    model = Net(kernel=11, uses_view=uses_view)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert not choose(model, of_batch(1))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert model.conv.weight.is_contiguous()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not model.conv._forward_hooks
+
+
+def test_a_model_that_needs_the_usual_order_keeps_it_or_is_refused() -> None:
+    assert not choose(Net(uses_view=True))
+    asked = Config(model=ModelConfig(channels_last=True))
+    with pytest.raises(ModelError, match=r"fails with channels_last: .*view") as caught:
+        choose(Net(uses_view=True), asked)
+    assert "--channels_last auto" in caught.value.fix
+    assert not choose(Net(uses_strides=True))
+    assert choose(Net(is_random=True))
+    assert not choose(Net(is_random=True, uses_view=True))
+
+
+def test_a_rank_calls_the_model_equally_often_whatever_it_finds() -> None:
+    # WHY: in a model with collectives, ranks that find otherwise would wait for each other.
+    found: list[tuple[bool, int]] = []
+    for model in (Net(), Net(uses_strides=True), Net(is_random=True)):
+        calls: list[object] = []
+        model.register_forward_hook(lambda *call, calls=calls: calls.append(call))
+        found.append((choose(model), len(calls)))
+    assert [is_chosen for is_chosen, _ in found] == [True, False, True]
+    assert len({num_calls for _, num_calls in found}) == 1
+
+
+def page_faults_of_a_loop(keeps: bool) -> int:
+    """Ask for 64 MB, fill it, and let it go, again and again."""
+    if keeps:
+        assert keep_freed_memory("cpu")
+    for turn in range(18):
+        if turn == 6:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(16_000_000)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def test_memory_that_is_kept_is_not_mapped_anew() -> None:
+    [usual], [kept] = (
+        run_ranks(page_faults_of_a_loop, 1, False),
+        run_ranks(page_faults_of_a_loop, 1, True),
+    )
+    assert kept < usual / 3  # seldom it is mapped anew once or twice, and not each of 12 times

@@ -1,0 +1,331 @@
+"""Plain attributes that change in forward end as in an undisturbed run, after a kill or a retry."""
+
+import json
+import random
+from collections import Counter, OrderedDict, deque
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from drills.faults import find
+from drills.work import Work
+from hardened_ddp.errors import CheckpointMismatchError
+from hardened_ddp.model.moving_attributes import MovingAttributes
+from hardened_ddp.model.plain_values import as_json, copy_of, put_back, read_json
+from tests.harness.forked_drills import forked_drills
+from tests.harness.ranks import train
+
+
+class Mixed(nn.Module):
+    """Classifies points; what it multiplies by depends on what it keeps beside its tensors."""
+
+    def __init__(self, num_classes: int = 2) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+        self.build()
+
+    def build(self) -> None:
+        """Make what is kept."""
+
+    def factor(self, inputs: torch.Tensor) -> float:
+        raise NotImplementedError
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        factor = self.factor(inputs) if self.training else 1.0
+        logits: torch.Tensor = self.layer(inputs) * factor
+        return logits
+
+
+class Counting(Mixed):
+    def build(self) -> None:
+        self.num_calls = 0
+
+    def factor(self, inputs: torch.Tensor) -> float:
+        self.num_calls += 1
+        return 1.0 + self.num_calls / 7
+
+
+class Drawing(Mixed):
+    def build(self) -> None:
+        self.own = random.Random(3)
+
+    def factor(self, inputs: torch.Tensor) -> float:
+        return 1.0 + self.own.random() + self.own.gauss(0, 0.1)
+
+
+class DrawingByNumpy(Mixed):
+    def build(self) -> None:
+        self.sources = [np.random.default_rng(1), np.random.Generator(np.random.Philox(2))]
+        self.old = np.random.RandomState(4)
+
+    def factor(self, inputs: torch.Tensor) -> float:
+        numbers = [source.random() for source in self.sources]
+        return 1.0 + sum(numbers) + float(self.old.normal())
+
+
+class DrawingByTorch(Mixed):
+    def build(self) -> None:
+        self.sources = {"noise": torch.Generator().manual_seed(5)}
+
+    def factor(self, inputs: torch.Tensor) -> float:
+        return 1.0 + float(torch.rand((), generator=self.sources["noise"]))
+
+
+class Averaging(Mixed):
+    def build(self) -> None:
+        self.mean, self.last = 0.0, float("nan")
+
+    def factor(self, inputs: torch.Tensor) -> float:
+        self.mean = 0.9 * self.mean + 0.1 * float(self.num_rows)
+        self.last = -0.0 if self.last != self.last else self.last - 0.25
+        return 1.0 + self.mean + self.last / 100
+
+    num_rows = 6
+
+
+class Remembering(Mixed):
+    def build(self) -> None:
+        self.recent: deque[float] = deque([1.0, 2.0], maxlen=4)
+        self.counts: Counter[str] = Counter()
+        self.seen: set[int] = set()
+        self.table: dict[Any, Any] = OrderedDict({(1, 2): [0.5, None]})
+
+    def factor(self, inputs: torch.Tensor) -> float:
+        self.recent.append(sum(self.recent) / 3)
+        self.counts["forward"] += 1
+        self.seen.add(self.counts["forward"] % 5)
+        self.table[1, 2][0] *= 1.25
+        self.table[self.counts["forward"]] = True
+        return 1.0 + self.recent[0] + len(self.seen) / 9 + len(self.table) / 50
+
+
+class Phase(Enum):
+    FIRST = "first"
+    SECOND = "second"
+
+
+class Turning(Mixed):
+    def build(self) -> None:
+        self.phase, self.is_on, self.label, self.nothing = Phase.FIRST, False, "a", None
+        self.pair: tuple[Any, ...] = (1, [2])
+
+    def factor(self, inputs: torch.Tensor) -> float:
+        self.phase = Phase.SECOND if self.phase is Phase.FIRST else Phase.FIRST
+        self.is_on = not self.is_on
+        self.label = chr(97 + (ord(self.label) - 96) % 26)
+        self.nothing = None if self.nothing is not None else 3  # type: ignore[assignment]
+        self.pair[1][0] += 1
+        self.pair = (self.pair[0] + 1, self.pair[1])
+        value = ord(self.label) / 40 + self.pair[0] / 9 + self.pair[1][0] / 8
+        return value + (self.phase is Phase.FIRST) + 2 * self.is_on + (self.nothing or 0)
+
+
+class Clock:
+    """An object of the user's, with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.ticks, self.source = 0, random.Random(9)
+
+    def tick(self) -> float:
+        self.ticks += 1
+        return self.ticks / 5 + self.source.random()
+
+
+class Holding(Mixed):
+    def build(self) -> None:
+        self.clock, self.clocks = Clock(), [Clock()]
+
+    def factor(self, inputs: torch.Tensor) -> float:
+        return 1.0 + self.clock.tick() + self.clocks[0].tick()
+
+
+class Arrays(Mixed):
+    def build(self) -> None:
+        self.mean = np.zeros(3)
+        self.most = np.float32(0.5)
+
+    def factor(self, inputs: torch.Tensor) -> float:
+        self.mean += np.arange(3) / 7
+        self.most = np.float32(self.most * 1.5 % 3)
+        return 1.0 + float(self.mean.sum()) + float(self.most)
+
+
+class Late(Mixed):
+    """Begins to count in a call that no trial makes, and draws from its generator only then."""
+
+    def build(self) -> None:
+        self.num_calls, self.num_late = 0, 0
+        self.source = random.Random(1)
+
+    def factor(self, inputs: torch.Tensor) -> float:
+        self.num_calls += 1
+        if self.num_calls % 4 == 0:
+            self.num_late += 1
+            self.source.random()
+        return 1.0 + self.num_late / 3 + self.source.getstate()[1][-1] / 700
+
+
+class Lazy(Mixed):
+    """Makes what it keeps in its first forward."""
+
+    def factor(self, inputs: torch.Tensor) -> float:
+        if not hasattr(self, "made"):
+            self.made = {"calls": 0, "source": random.Random(2)}
+        self.made["calls"] += 1
+        return 1.0 + self.made["calls"] / 5 + self.made["source"].random()
+
+
+class Inner(nn.Module):
+    def __init__(self, own: random.Random) -> None:
+        super().__init__()
+        self.own, self.num_calls = own, 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return inputs * (1.0 + self.own.random() + self.num_calls / 9)
+
+
+class Nested(Mixed):
+    """Two modules draw from one generator."""
+
+    def build(self) -> None:
+        own = random.Random(8)
+        self.parts = nn.Sequential(Inner(own), nn.Sequential(Inner(own)))
+
+    def factor(self, inputs: torch.Tensor) -> float:
+        return float(self.parts(torch.ones(())))
+
+
+MODELS = [Counting, Drawing, Nested, Late, DrawingByNumpy, DrawingByTorch, Averaging, Remembering]
+MODELS += [Turning, Holding, Arrays, Lazy]
+FAULTS = ["raise-backward-one", "kill-forward", "nan-once", "kill-all"]
+CASES = [("raise-backward-one", Remembering), ("kill-all", DrawingByNumpy)]
+CASES += [(f, m) for f in FAULTS for m in MODELS if (f, m) not in CASES]
+
+
+@pytest.mark.parametrize(
+    ("fault", "model"),
+    CASES[:2] + [pytest.param(*case, marks=pytest.mark.slow) for case in CASES[2:]],
+)
+def test_a_fault_leaves_the_attributes_as_in_the_undisturbed_run(
+    fault: str, model: type[nn.Module], tmp_path: Path
+) -> None:
+    work = Work(
+        model=f"tests.model.test_moving_attributes:{model.__name__}",
+        dataset="tests.plugins:points",
+        # seven windows of 12 samples, and one of a single sample: one rank has none
+        dataset_args={"size": 85},
+        flags=("--batch_size=6", "--num_workers=0", "--max_steps=15", "--eval_every=1"),
+    )
+    found = find(fault)
+    assert found is not None, fault
+    verdict = forked_drills(tmp_path, work=work).run(found)
+    assert verdict.passed, verdict
+
+
+VALUES: list[Any] = [
+    *(None, True, 3, -(2**80), "text", b"\0\xff", 0.1, -0.0, float("nan"), float("-inf")),
+    *(1 - 2j, [1, [2.5]], (1, (None,)), {1, 2}, frozenset({"a"}), deque([1], maxlen=2)),
+    {"a": 1, (1, 2): [3], None: {4}},
+    np.arange(6.0).reshape(2, 3),
+    np.float32(0.1),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_value_is_the_same_after_json(value: Any) -> None:
+    copy = copy_of(value)
+    again = put_back(read_json(json.loads(json.dumps(as_json(copy))), None))
+    assert type(again) is type(value)
+    assert copy_of(again) == copy
+    assert repr(again) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: random.Random(1),
+        lambda: np.random.default_rng(1),
+        lambda: np.random.Generator(np.random.MT19937(1)),
+        lambda: np.random.RandomState(1),
+        lambda: torch.Generator().manual_seed(1),
+    ],
+)
+def test_a_generator_is_put_back_in_place_and_made_anew_from_json(make: Any) -> None:
+    def draw(source: Any) -> float:
+        is_torch = isinstance(source, torch.Generator)
+        drawn = (
+            torch.rand((), generator=source)
+            if is_torch
+            else source.normalvariate(0, 1)
+            if isinstance(source, random.Random)
+            else source.normal()
+        )
+        return float(drawn)
+
+    source = make()
+    draw(source)
+    copy = copy_of(source)
+    text = json.dumps(as_json(copy))
+    assert copy_of(source) == copy
+    first = draw(source)
+    assert copy_of(source) != copy
+    assert put_back(copy) is source
+    assert draw(source) == first
+    assert draw(put_back(read_json(json.loads(text), None))) == first
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        ["list"],
+        ["no such", 1],
+        ["float", "x"],
+        [[], 1],
+        ["random", 3],
+        ["numpy generator", ["dict", [["bit_generator", "seed"]]]],
+    ],
+)
+def test_what_was_not_written_so_is_refused(data: Any) -> None:
+    model = Counting()
+    with pytest.raises(CheckpointMismatchError, match="num_calls"):
+        MovingAttributes(model).load({"num_calls": data})
+
+
+class Opaque(Mixed):
+    """Changes what can't be copied, and what differs on each rank."""
+
+    def build(self) -> None:
+        self.numbers, self.tensors, self.rows = iter(range(9**9)), [torch.zeros(())], 0.0
+
+    def factor(self, inputs: torch.Tensor) -> float:
+        self.tensors.append(self.tensors[-1] + 1)
+        self.numbers = iter(range(next(self.numbers) + 5, 9**9))
+        self.rows += float(inputs.detach().double().sum())
+        return 1.0
+
+
+def test_what_cannot_be_saved_or_differs_is_named_before_the_first_step(tmp_path: Path) -> None:
+    argv = ["--cpu_only", "--no_config", "--num_workers", "0", "--dataset", "tests.plugins:points"]
+    argv += ["--model", "tests.model.test_moving_attributes:Opaque", "--batch_size", "4"]
+    argv += ["--max_steps", "2", "--eval_every", "0", "--output_dir", str(tmp_path)]
+    done = train(argv, 2).ok()
+    lines = done.output.splitlines()
+    unsaved, *_ = [line for line in lines if "which no checkpoint holds" in line]
+    assert ": numbers." in unsaved
+    [made] = [line for line in lines if "No checkpoint saves them" in line]
+    assert ": tensors[1]." in made
+    [own] = [line for line in lines if "to other values on each rank" in line]
+    assert ": rows." in own
+    first = next(place for place, line in enumerate(lines) if "epoch 1/" in line)
+    assert max(lines.index(unsaved), lines.index(own), lines.index(made)) < first
+
+
+def test_a_model_without_such_attributes_pays_nothing_in_a_step() -> None:
+    attributes = MovingAttributes(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    assert (attributes.watched, attributes.shared, attributes.state()) == ((), (), {})

@@ -1,0 +1,241 @@
+"""Buffers that change in forward are equal on all ranks, whenever they begin to move."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from drills.faults import find
+from drills.work import Work
+from hardened_ddp.guard.divergence import differing_on_many
+from hardened_ddp.model.effects import untouched
+from hardened_ddp.model.moving_buffers import MovingBuffers, may_move
+from hardened_ddp.ranks.group import Group, open_group
+from hardened_ddp.ranks.launch import read_launch
+from tests.harness.forked_drills import forked_drills
+from tests.harness.ranks import run_ranks, train
+
+LATE = ["--cpu_only", "--dataset", "tests.plugins:points", "--dataset_args", "{size: 120}"]
+LATE += ["--batch_size", "2", "--epochs", "1", "--num_workers", "0", "--eval_every", "0"]
+LATE += ["--model", "tests.plugins:LateMean", "--check_replicas_every", "5"]
+
+
+class Every(nn.Module):
+    """Has buffers of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("of_single", torch.zeros(3, 2))
+        self.register_buffer("of_half", torch.zeros(4, dtype=torch.bfloat16))
+        self.register_buffer("of_double", torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("of_count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("of_negative", torch.zeros(2, dtype=torch.int32))
+        self.register_buffer("of_flag", torch.zeros(2, dtype=torch.bool))
+        self.register_buffer("of_wave", torch.zeros(2, dtype=torch.complex64))
+
+
+NAMES = ["of_single", "of_half", "of_double", "of_count", "of_negative", "of_flag", "of_wave"]
+
+
+def average(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Run equalize on one rank of several whose sum is known."""
+    big = 2**62 + 12345  # no float holds it
+
+    def filled(r: int) -> Every:
+        module = Every()
+        values = [1.5 + r, 0.5 * r, 1e-20 + r, big + r, -7 - r, r == 0, complex(r, -r)]
+        for name, value in zip(NAMES, values, strict=True):
+            getattr(module, name).fill_(value)
+        return module
+
+    sent: dict[int, list[torch.Tensor]] = {}
+    for other in range(world_size):
+        record = sent.setdefault(other, [])
+
+        def note(flat: torch.Tensor, record: list[torch.Tensor] = record) -> torch.Tensor:
+            record.append(flat.clone())
+            return flat
+
+        MovingBuffers(filled(other), NAMES).equalize(
+            note, world_size=world_size, is_main=other == 0
+        )
+    totals = [sum(parts[1:], parts[0].clone()) for parts in zip(*sent.values(), strict=True)]
+    module = filled(rank)
+    buffers = MovingBuffers(module, NAMES)
+    answers = iter(totals)
+    buffers.equalize(
+        lambda flat: flat.copy_(next(answers)), world_size=world_size, is_main=rank == 0
+    )
+    return [buffer.clone() for buffer in buffers.tensors]
+
+
+def test_floats_become_the_mean_and_integers_those_of_rank_0_bit_for_bit() -> None:
+    first, last = average(0, 4), average(3, 4)
+    for mine, its in zip(first, last, strict=True):
+        assert torch.equal(mine, its)
+    single, half, double, count, negative, flag, wave = first
+    assert single.tolist() == [[3.0, 3.0]] * 3
+    assert half.tolist() == [0.75] * 4
+    assert double.tolist() == [1.5, 1.5]
+    assert count.item() == 2**62 + 12345
+    assert negative.tolist() == [-7, -7]
+    assert flag.tolist() == [True, True]
+    assert wave.tolist() == [complex(1.5, -1.5)] * 2
+
+
+def test_copies_restore_the_buffers_without_a_kernel_for_each() -> None:
+    module = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(20)))
+    names = [name for name, _ in module.named_buffers()]
+    buffers = MovingBuffers(module, names)
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    copies = buffers.copies()
+    assert len({copy.untyped_storage().data_ptr() for copy in copies}) == 2  # one for each dtype
+    module(torch.randn(4, 2))
+    assert any(not torch.equal(b, before[name]) for name, b in module.named_buffers())
+    buffers.put_back(copies)
+    assert all(torch.equal(b, before[name]) for name, b in module.named_buffers())
+
+
+def test_without_foreach_they_are_copied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "_foreach_copy_", raising=False)
+    test_copies_restore_the_buffers_without_a_kernel_for_each()
+
+
+class Teacher(nn.Module):
+    """Has a copy of its layer that follows it as a moving average, and a frozen one that rests."""
+
+    def __init__(self, num_classes: int = 2) -> None:
+        super().__init__()
+        self.layer, self.teacher = nn.Linear(3, num_classes), nn.Linear(3, num_classes)
+        self.teacher.load_state_dict(self.layer.state_dict())
+        self.rests = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.teacher.requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        if self.training:
+            for mine, its in zip(self.teacher.parameters(), self.layer.parameters(), strict=True):
+                mine.data = mine.data * 0.9 + its.data * 0.1  # the device of MoCo's own code
+        logits = self.layer(inputs * self.rests)
+        if labels is None:
+            return {"logits": logits}
+        loss = nn.functional.cross_entropy(logits, labels)
+        return {"logits": logits, "loss": loss + (logits - self.teacher(inputs)).square().mean()}
+
+
+def test_a_teacher_that_begins_as_a_copy_is_found_to_move() -> None:
+    module = Teacher()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    with untouched(module) as effects:
+        module(torch.randn(4, 3))
+        assert effects.moving() == {"teacher.weight", "teacher.bias"}
+    assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
+    with untouched(module) as effects:
+        module.teacher.weight.data.add_(1)
+        assert effects.moving() == {"teacher.weight"}
+    assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
+
+
+class Averaged(nn.Module):
+    """Keeps a moving average of its weight in a buffer, which begins as a copy of it."""
+
+    def __init__(self, num_classes: int = 2) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, num_classes)
+        self.register_buffer("average", self.layer.weight.detach().clone())
+        self.register_buffer("begins_as", self.layer.weight.detach().clone())
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.average.lerp_(self.layer.weight.detach(), 0.1)
+        logits: torch.Tensor = self.layer(inputs)
+        return logits
+
+
+def test_a_buffer_that_begins_as_a_copy_of_a_weight_is_found_to_move() -> None:
+    module = Averaged()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    with untouched(module) as effects:
+        module(torch.randn(4, 3))
+        assert effects.moving() == {"average"}
+    assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
+
+
+def test_a_frozen_base_that_is_much_larger_than_what_is_trained_is_not_copied() -> None:
+    module = nn.Sequential(nn.Linear(30, 30).requires_grad_(False), nn.Linear(30, 2))
+    assert not may_move(module)
+    module = nn.Sequential(nn.Linear(30, 30).requires_grad_(False), nn.Linear(30, 30))
+    assert list(may_move(module)) == ["0.weight", "0.bias"]
+
+
+def test_moving_parameters_become_those_of_rank_0_bit_for_bit() -> None:
+    sent: list[torch.Tensor] = []
+    modules = [Teacher() for _ in range(3)]
+    names = ["teacher.weight", "teacher.bias"]
+    for rank, module in enumerate(modules):
+        MovingBuffers(module, names).equalize(
+            lambda flat: sent.append(flat.clone()) or flat, world_size=3, is_main=rank == 0
+        )
+    total = sent[0] + sent[1] + sent[2]
+    MovingBuffers(modules[2], names).equalize(
+        lambda flat: flat.copy_(total), world_size=3, is_main=False
+    )
+    assert torch.equal(modules[2].teacher.weight, modules[0].teacher.weight)
+    assert torch.equal(modules[2].teacher.bias, modules[0].teacher.bias)
+
+
+@pytest.mark.parametrize(
+    ("fault", "model"),
+    [
+        pytest.param("kill-forward", "Teacher", marks=pytest.mark.slow),
+        ("raise-backward-one", "Teacher"),
+        pytest.param("raise-backward-one", "Averaged", marks=pytest.mark.slow),
+    ],
+)
+def test_a_fault_in_a_step_leaves_the_teacher_as_in_the_undisturbed_run(
+    fault: str, model: str, tmp_path: Path
+) -> None:
+    work = Work(
+        model=f"tests.model.test_moving_buffers:{model}",
+        dataset="tests.plugins:points",
+        dataset_args={"size": 360},
+        flags=("--batch_size=12", "--num_workers=0", "--max_steps=15", "--eval_every=0"),
+    )
+    found = find(fault)
+    assert found is not None
+    verdict = forked_drills(tmp_path, work=work).run(found)
+    assert verdict.passed, verdict
+
+
+def compare_still(values: list[float]) -> list[str]:
+    group: Group = open_group(
+        read_launch(os.environ), device=torch.device("cpu"), backend="auto", timeout_s=30
+    )
+    mine = torch.full((3,), values[group.launch.rank])
+    found = differing_on_many(group, {"equal": torch.zeros(2), "mine": mine})
+    group.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ([1.0, 2.0], ["mine"]),
+        ([1.0, 1.0], []),
+        ([1.0, 2.0, 3.0], ["mine"]),
+        ([1.0, 1.0, 3.0], []),  # a flipped bit of rank 2: the replicas differ, nothing moves
+    ],
+)
+def test_a_buffer_that_moves_differs_on_more_than_one_rank(
+    values: list[float], found: list[str]
+) -> None:
+    assert run_ranks(compare_still, len(values), values) == [found] * len(values)
+
+
+def test_a_buffer_that_begins_to_move_late_is_named_and_made_equal(tmp_path: Path) -> None:
+    finished = train([*LATE, "--output_dir", tmp_path], 2).ok()
+    assert finished.output.count("buffers began to change in forward") >= 1
+    assert "between the ranks: mean." in finished.output
+    assert "the replicas are not equal" not in finished.output

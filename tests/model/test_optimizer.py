@@ -1,0 +1,174 @@
+"""The optimizer and its learning rate; and that no code guesses what an unknown choice means."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from hardened_ddp.gradients import choose
+from hardened_ddp.model.optimizer import (
+    allocate_state,
+    build_optimizer,
+    find_optimizer,
+    skips_by_flag,
+)
+from hardened_ddp.model.optimizer_state import KNOWN
+from hardened_ddp.model.precision import Precision
+from hardened_ddp.model.probe import Findings, choose_find_unused
+from hardened_ddp.model.schedule import learning_rate
+from hardened_ddp.ranks.device import choose_backend
+from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.declare import ImportPath
+from hardened_ddp.settings.optimizer import LrSchedule, OptimizerConfig, OptimizerName
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+SCHEDULES = [name for name in get_args(LrSchedule) if name != "auto"]
+OPTIMIZERS = get_args(OptimizerName)
+# Those whose state is made before the first step.
+FUSED = [n for n in OPTIMIZERS if find_optimizer(OptimizerConfig(optimizer=n))[0] in KNOWN]
+UNKNOWN: Any = "a new choice"
+"""What a setting would give if a choice was added to it, and nothing else."""
+
+
+def curve(schedule: str, *, warmup_steps: int = 0) -> list[float]:
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=warmup_steps)
+    config = replace(config, lr_schedule=schedule)  # type: ignore[arg-type]  # one of SCHEDULES
+    return [learning_rate(config, step=step, total_steps=12) for step in range(12)]
+
+
+def test_each_schedule_begins_at_the_peak_and_has_its_own_curve() -> None:
+    curves = [tuple(curve(schedule)) for schedule in SCHEDULES]
+    assert all(found[0] == 1.0 for found in curves)
+    assert len(set(curves)) == len(SCHEDULES)
+
+
+def test_the_schedules_are_the_known_ones() -> None:
+    assert curve("constant") == [1.0] * 12
+    assert curve("linear") == pytest.approx([1 - step / 12 for step in range(12)])
+    assert curve("cosine")[6] == pytest.approx(0.5)
+    assert curve("step") == pytest.approx([1.0] * 4 + [0.1] * 4 + [0.01] * 4)
+    assert curve("constant", warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+def test_a_schedule_without_a_case_is_refused() -> None:
+    with pytest.raises(AssertionError, match="a new choice"):
+        curve(UNKNOWN)
+
+
+def test_each_optimizer_is_its_own() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    kinds = {type(build_optimizer([weight], OptimizerConfig(optimizer=n))) for n in OPTIMIZERS}
+    assert len(kinds) == len(OPTIMIZERS)
+
+
+def test_an_optimizer_without_a_case_is_refused() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(AssertionError, match="a new choice"):
+        build_optimizer([weight], OptimizerConfig(optimizer=UNKNOWN))
+
+
+@pytest.mark.parametrize(
+    ("name", "args"), [*((name, {}) for name in FUSED), ("adamw", {"amsgrad": True})]
+)
+def test_the_first_step_takes_the_state_that_was_allocated_for_it(
+    name: Any, args: dict[str, Any]
+) -> None:
+    weights = []
+    for is_allocated in (False, True):
+        weight = torch.nn.Parameter(torch.ones(2))
+        config = replace(OptimizerConfig(), optimizer=name, optimizer_args=args)
+        optimizer = build_optimizer([weight], config)
+        before = {}
+        if is_allocated:
+            allocate_state(optimizer)
+            before = dict(optimizer.state[weight])
+        for _ in range(2):
+            weight.grad = torch.tensor([0.5, -2.0])
+            optimizer.step()
+        if is_allocated:
+            assert before
+            assert before.keys() == optimizer.state[weight].keys()
+            assert all(optimizer.state[weight][name] is tensor for name, tensor in before.items())
+        weights.append(weight.detach())
+    assert torch.equal(*weights)
+
+
+def test_sgd_updates_weights_of_16_bits_as_torch_does_without_its_fused_kernel() -> None:
+    start = torch.linspace(-2, 2, 40, dtype=torch.bfloat16)
+    weight, wanted = torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.clone())
+    settings = OptimizerConfig(optimizer="sgd", learning_rate=0.1, momentum=0.9, weight_decay=0.0)
+    pair = (
+        build_optimizer([weight], settings),
+        torch.optim.SGD([wanted], lr=0.1, momentum=0.9, fused=False, foreach=False),
+    )
+    for number in range(3):
+        for parameter, optimizer in zip((weight, wanted), pair, strict=True):
+            parameter.grad = start.flip(0) + number
+            optimizer.step()
+    assert torch.equal(weight, wanted)
+
+
+def test_state_is_allocated_for_known_optimizers_only() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.RMSprop([weight])
+    allocate_state(optimizer)
+    assert not optimizer.state
+
+
+class OtherAdamW(torch.optim.AdamW):
+    """Looks like torch's, and may do anything with a flag."""
+
+
+def test_only_the_fused_ones_of_torch_are_trusted_to_skip_a_step_by_a_flag() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    assert all(
+        skips_by_flag(build_optimizer([weight], OptimizerConfig(optimizer=name))) for name in FUSED
+    )
+    own = ImportPath("tests.model.test_optimizer:OtherAdamW")
+    for optimizer, args in (
+        (own, {"fused": True}),
+        ("adamw", {"fused": False}),
+        ("adamw", {"foreach": True}),
+        (ImportPath("torch.optim:RAdam"), {}),
+    ):
+        config = OptimizerConfig(optimizer=optimizer, optimizer_args=args)
+        assert not skips_by_flag(build_optimizer([weight], config)), optimizer
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+def test_a_precision_without_a_case_is_refused(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
+    with pytest.raises(AssertionError, match="a new choice"):
+        Precision(UNKNOWN, device)
+
+
+def test_fp16_on_the_cpu_is_said_to_run_in_fp32(caplog: pytest.LogCaptureFixture) -> None:
+    assert Precision("fp16", CPU).name == "off"
+    assert "fp16, which needs a GPU; running fp32" in caplog.text
+    caplog.clear()
+    assert Precision("auto", CPU).name == "off"
+    assert not caplog.records
+
+
+def test_a_backend_without_a_case_is_refused() -> None:
+    with pytest.raises(AssertionError, match="a new choice"):
+        choose_backend(CPU, UNKNOWN)
+
+
+def test_a_search_for_unused_parameters_without_a_case_is_refused() -> None:
+    for names in ((), ("a",)):
+        with pytest.raises(AssertionError, match="a new choice"):
+            choose_find_unused(UNKNOWN, Findings(names, False, "a", ()))
+
+
+def test_a_hook_without_a_case_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "_build_ddp", lambda *_, **__: None)
+    group: Any = SimpleNamespace(world_size=2, shared=None, backend="gloo")
+    config = Config()
+    config = replace(config, ddp=replace(config.ddp, comm_hook=UNKNOWN))
+    with pytest.raises(KeyError, match="a new choice"):
+        choose.sum_gradients_of(torch.nn.Linear(2, 2), group, config, finds_unused=False)

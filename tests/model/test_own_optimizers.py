@@ -1,0 +1,431 @@
+"""The user's optimizer, schedule and parameter groups: resumed bit for bit, or refused at once."""
+
+import json
+import logging
+from collections import Counter, OrderedDict
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
+from hardened_ddp.errors import OptimizerError
+from hardened_ddp.model.optimizer import build_optimizer
+from hardened_ddp.model.optimizer_state import _pack, _unpack, restore_state, save_state
+from hardened_ddp.model.parameter_groups import parameter_groups
+from hardened_ddp.model.schedule import Schedule
+from hardened_ddp.settings.declare import ImportPath
+from hardened_ddp.settings.optimizer import OptimizerConfig
+from hardened_ddp.training.optimizer_trial import build_schedule
+from tests.harness.marks import slow_after
+from tests.harness.ranks import train
+from tests.own_optimizers import Gan, Grouped
+
+OWN, SCHEDULERS = "tests.own_optimizers", "torch.optim.lr_scheduler"
+
+
+def config_of(**settings: Any) -> OptimizerConfig:
+    """Make a config; a value with a colon is an import path."""
+    made = {
+        name: ImportPath(value) if isinstance(value, str) and ":" in value else value
+        for name, value in settings.items()
+    }
+    return OptimizerConfig(**made)
+
+
+def build(model: nn.Module | None = None, *, total_steps: int = 12, **settings: Any) -> Schedule:
+    chosen = nn.Linear(3, 2) if model is None else model
+    return build_schedule(chosen, None, config_of(**settings), total_steps=total_steps)
+
+
+def rates(schedule: Schedule, num_steps: int, group: int = 0) -> list[float]:
+    found = []
+    for step in range(num_steps):
+        schedule.begin_step(step)
+        found.append(float(schedule.optimizer.param_groups[group]["lr"]))
+        schedule.optimizer.step()
+        schedule.end_step()
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"torch.optim:{name}" for name in ("RAdam", "NAdam", "Adagrad", "Rprop", "RMSprop")),
+        *(
+            "torch.optim:Adadelta",
+            "torch.optim:Adamax",
+            "torch.optim:ASGD",
+            "torch.optim:Adafactor",
+        ),
+        *(f"{OWN}:{name}" for name in ("Lion", "Adaptive", "Noisy", "OwnFormat")),
+        "torch.optim:AdamW",
+    ],
+)
+def test_an_optimizer_by_its_path_can_be_used(name: str) -> None:
+    schedule = build(optimizer=name, learning_rate=0.01)
+    assert type(schedule.optimizer).__name__ == name.partition(":")[2]
+    assert schedule.optimizer.param_groups[0]["lr"] == 0.01
+
+
+def test_an_optimizer_gets_the_settings_that_it_takes_and_its_arguments() -> None:
+    args = {"betas": [0.5, 0.6], "weight_decay": 0.7}
+    optimizer = build(optimizer=f"{OWN}:Lion", optimizer_args=args, learning_rate=0.2).optimizer
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.2, 0.7, [0.5, 0.6])
+    args = {"betas": [0.9, 0.95]}
+    group = build(optimizer="adamw", optimizer_args=args).optimizer.param_groups[0]
+    assert (list(group["betas"]), group["fused"], group["weight_decay"]) == (
+        [0.9, 0.95],
+        True,
+        0.01,
+    )
+    group = build(optimizer="sgd", optimizer_args={"nesterov": True}).optimizer.param_groups[0]
+    assert (group["nesterov"], group["momentum"]) == (True, 0.9)
+
+
+def test_the_run_is_not_touched_by_the_trial() -> None:
+    model = nn.Linear(3, 2)
+    before = [p.detach().clone() for p in model.parameters()]
+    random = torch.get_rng_state()
+    schedule = build(model, optimizer=f"{OWN}:Noisy", lr_schedule=f"{OWN}:Bouncing")
+    assert all(map(torch.equal, model.parameters(), before))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not schedule.optimizer.state
+    assert schedule.state() == {"is_up": False}
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"optimizer": "torch.optim:LBFGS"}, "its step() needs closure"),
+        ({"optimizer": f"{OWN}:Sam"}, "this one needs a closure"),
+        ({"optimizer": f"{OWN}:Raising"}, "no steps today"),
+        ({"optimizer": f"{OWN}:Forgetful"}, "keeps something outside of its state"),
+        ({"optimizer": f"{OWN}:Holding"}, "generator is a Generator: it can't be saved"),
+        ({"optimizer": f"{OWN}:Complex"}, "complex128"),
+        ({"optimizer": f"{OWN}:NotTorchs"}, "not a torch.optim.Optimizer"),
+        ({"optimizer": f"{OWN}:Other"}, "but not the 2 that it was given"),
+        ({"optimizer": f"{OWN}:Missing"}, "can't be imported"),
+        ({"optimizer": "no.such:Class"}, "can't be imported"),
+        ({"optimizer": "torch.optim:SparseAdam"}, "SparseAdam"),
+        ({"optimizer": f"{OWN}:Lion", "optimizer_args": {"beta": 1}}, "unexpected keyword"),
+        ({"optimizer": "adamw", "optimizer_args": {"betas": [2, 3]}}, "Invalid beta"),
+        ({"optimizer": "adamw", "optimizer_args": {"fuse": True}}, "unexpected keyword"),
+        ({"optimizer": f"{OWN}:WithoutRate"}, "no learning rate in its parameter groups"),
+        ({"lr_schedule": f"{SCHEDULERS}:ReduceLROnPlateau"}, "its step() needs metrics"),
+        ({"lr_schedule": f"{SCHEDULERS}:StepLR"}, "step_size"),
+        ({"lr_schedule": f"{SCHEDULERS}:CyclicLR", "optimizer": "adam"}, "base_lr"),
+        ({"lr_schedule": f"{OWN}:Unsaved"}, "without state_dict()"),
+        ({"lr_schedule": f"{OWN}:SavedInPart"}, "its next updates differ"),
+        ({"lr_schedule": f"{OWN}:negative"}, "gives -5.0 at step 6"),
+        ({"lr_schedule": f"{OWN}:word"}, "gives 'fast' at step 0"),
+        ({"lr_schedule": f"{OWN}:broken"}, "ZeroDivisionError"),
+        ({"lr_schedule": f"{OWN}:no_parameters_that_tell"}, "neither a parameter step nor"),
+        ({"lr_schedule": f"{OWN}:falling", "warmup_steps": 3}, "does not take it"),
+        ({"lr_schedule": f"{OWN}:falling", "lr_schedule_args": {"powr": 2}}, "powr"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_cannot_be_used_is_refused_before_the_first_step(
+    settings: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(OptimizerError) as caught:
+        build(**settings)
+    assert told in caught.value.message
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("how", ["a function", "cosine"])
+def test_each_group_has_its_own_peak(how: str) -> None:
+    path = f"{OWN}:falling" if how == "a function" else "linear"
+    schedule = build(Grouped(2), lr_schedule=path, learning_rate=0.1)
+    assert rates(schedule, 12) == pytest.approx([0.001 * (1 - step / 12) for step in range(12)])
+    assert rates(schedule, 12, 1) == pytest.approx([0.1 * (1 - step / 12) for step in range(12)])
+
+
+def test_a_function_of_the_step_gets_what_it_asks_for() -> None:
+    schedule = build(lr_schedule=f"{OWN}:warmed", warmup_steps=4, learning_rate=1.0)
+    assert rates(schedule, 6) == [0.25, 0.5, 0.75, 1, 1, 1]
+    args = {"power": 2}
+    schedule = build(lr_schedule=f"{OWN}:falling", lr_schedule_args=args, learning_rate=1.0)
+    assert rates(schedule, 2) == pytest.approx([1, (11 / 12) ** 2])
+    assert not schedule.has_state
+
+
+def test_a_scheduler_of_torch_is_that_of_torch() -> None:
+    schedule = build(lr_schedule=f"{SCHEDULERS}:OneCycleLR", learning_rate=0.5, optimizer="sgd")
+    weight = nn.Linear(3, 2).weight
+    plain = torch.optim.SGD([weight], 0.5, momentum=0.9)
+    expected = torch.optim.lr_scheduler.OneCycleLR(plain, max_lr=0.5, total_steps=12)
+    found = []
+    for _ in range(12):
+        found.append(plain.param_groups[0]["lr"])
+        plain.step()
+        expected.step()
+    assert rates(schedule, 12) == found
+    momentum = build(lr_schedule=f"{SCHEDULERS}:ExponentialLR", lr_schedule_args={"gamma": 0.5})
+    assert rates(momentum, 3) == pytest.approx([3e-3, 1.5e-3, 0.75e-3])
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    {
+        f"{SCHEDULERS}:MultiStepLR": {"milestones": [2, 5]},
+        f"{SCHEDULERS}:StepLR": {"step_size": 2},
+        f"{SCHEDULERS}:LinearLR": {},
+        f"{SCHEDULERS}:PolynomialLR": {},
+        f"{SCHEDULERS}:CosineAnnealingLR": {},
+        f"{SCHEDULERS}:CosineAnnealingWarmRestarts": {"T_0": 3},
+        f"{SCHEDULERS}:CyclicLR": {"base_lr": 1e-4, "cycle_momentum": False},
+        "torch.optim.swa_utils:SWALR": {"swa_lr": 0.1},
+        f"{OWN}:one_after_the_other": {},
+        f"{OWN}:by_a_lambda": {},
+    }.items(),
+)
+def test_a_scheduler_by_its_path_can_be_used(name: str, args: dict[str, Any]) -> None:
+    assert build(lr_schedule=name, lr_schedule_args=args).has_state
+
+
+def test_a_step_that_is_taken_back_takes_its_schedule_back() -> None:
+    schedule = build(lr_schedule=f"{SCHEDULERS}:OneCycleLR", optimizer="sgd", learning_rate=0.5)
+    mark, group = schedule.mark(), schedule.optimizer.param_groups[0]
+    before = (group["lr"], group["momentum"])
+    expected = rates(schedule, 5)
+    assert (group["lr"], group["momentum"]) != before
+    schedule.go_back(mark)
+    assert (group["lr"], group["momentum"]) == before
+    assert rates(schedule, 5) == expected
+
+
+def test_a_state_comes_back_as_it_was() -> None:
+    state = {
+        "t": torch.arange(3.0),
+        3: [1, (2.5, None, True), {"deep": torch.tensor(7)}],
+        "nan": float("inf"),
+        "a.b": torch.zeros(1),
+        "a": {"b": torch.ones(1)},
+        "ordered": OrderedDict(x="text"),
+        "counts": Counter([2, 2, 5]),
+    }
+    tensors: dict[str, torch.Tensor] = {}
+    found = _unpack(json.loads(json.dumps(_pack(state, "s", tensors))), tensors)
+    assert found.keys() == state.keys()
+    assert found[3][:2] == [1, (2.5, None, True)]
+    assert found[3][2]["deep"].item() == 7
+    assert (found["a.b"].item(), found["a"]["b"].item()) == (0, 1)
+    assert found["nan"] == float("inf")
+    assert (type(found["ordered"]), type(found["counts"])) == (OrderedDict, Counter)
+    assert found["counts"] == state["counts"]
+    assert torch.equal(found["t"], state["t"])  # type: ignore[arg-type]
+    for bad in ({1, 2}, object(), {(1, 2): 3}, torch.Generator(), lambda: 1):
+        with pytest.raises(OptimizerError, match="can't be saved"):
+            _pack({"x": [bad]}, "s", {})
+
+
+@pytest.mark.parametrize("scheduler", ["cosine", f"{SCHEDULERS}:OneCycleLR", f"{OWN}:Bouncing"])
+@pytest.mark.parametrize(
+    "name", ["adamw", f"{OWN}:Adaptive", f"{OWN}:OwnFormat", "torch.optim:ASGD"]
+)
+def test_a_state_is_put_back_into_an_optimizer_that_went_on(name: str, scheduler: str) -> None:
+    args = {"cycle_momentum": False} if "OneCycle" in scheduler else {}
+    model = nn.Linear(3, 2)
+    names = dict(model.named_parameters())
+    schedule = build(model, optimizer=name, lr_schedule=scheduler, lr_schedule_args=args)
+
+    def go_on(first: int, last: int) -> list[torch.Tensor]:
+        for step in range(first, last):
+            for parameter in names.values():
+                parameter.grad = torch.full_like(parameter, 0.1 * (step - 4))
+            schedule.begin_step(step)
+            schedule.optimizer.step()
+            schedule.end_step()
+        return [parameter.detach().clone() for parameter in names.values()]
+
+    before = go_on(0, 4)
+    tensors, rest = save_state(schedule, names)
+    kept = {key: tensor.clone() for key, tensor in tensors.items()}
+    rest = json.loads(json.dumps(rest))
+    expected = go_on(4, 7)
+    with torch.no_grad():
+        for parameter, value in zip(names.values(), before, strict=True):
+            parameter.copy_(value)
+    restore_state(schedule, names, kept, rest)
+    assert all(map(torch.equal, go_on(4, 7), expected))
+
+
+def test_a_scheduler_can_not_be_continued_for_more_steps_than_it_was_made_for(
+    tmp_path: Path,
+) -> None:
+    words = ["--lr_schedule", f"{SCHEDULERS}:OneCycleLR", "--model", "mlp"]
+    learn(tmp_path, *words)
+    argv = ["--cpu_only", "--resume", str(tmp_path / "run"), "--epochs", "3"]
+    finished = train(argv, 1)
+    assert finished.statuses == (2,)
+    assert "was made for 10 steps, and the run now has 15" in finished.output
+    words = ["--optimizer", "torch.optim:RAdam", "--lr_schedule", "cosine"]
+    finished = train([*argv[:-1], "2", *words], 1)
+    assert finished.statuses == (2,)
+    assert "optimizer: checkpoint has AdamW, this run uses RAdam" in finished.output
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("twice", "has body.weight twice, in groups 0 and 1"),
+        ("left out", "leaves out 2 trainable parameters: head.weight, head.bias"),
+        ("foreign", "has a parameter of shape (7,) that is not in the model"),
+        ("names", "has a str in group 0"),
+        ("no params", "has no mapping with 'params' as group 0"),
+        ("a mapping", "returned a dict"),
+        ("nothing", "returned a NoneType"),
+        ("misspelled", "has the option 'weight_decy', which AdamW does not take"),
+        ("raises", "RuntimeError: no groups today"),
+    ],
+)
+def test_groups_that_cannot_be_used_are_told(how: str, told: str) -> None:
+    with pytest.raises(OptimizerError) as caught:
+        build(Grouped(2, how))
+    assert told in caught.value.message
+    assert caught.value.fix
+
+
+def test_frozen_parameters_need_no_group() -> None:
+    model = Grouped(2, "left out")
+    model.head.requires_grad_(False)
+    assert len(build(model).optimizer.param_groups[0]["params"]) == 4
+    model.body.requires_grad_(False)
+    assert len(build(model).optimizer.param_groups[0]["params"]) == 2
+
+
+def test_the_groups_of_the_task_come_before_those_of_the_model() -> None:
+    class Task:
+        def parameter_groups(self, model: nn.Module) -> Any:
+            return list(model.parameters())
+
+    found = parameter_groups(Grouped(2), OptimizerConfig(), task=Task())
+    assert [len(group["params"]) for group in found] == [6]
+
+
+def test_norms_and_biases_decay_only_without_the_setting() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    config = OptimizerConfig(no_weight_decay=True, weight_decay=0.2)
+    groups = build_optimizer(parameter_groups(model, config), config).param_groups
+    assert [(len(g["params"]), g["weight_decay"]) for g in groups] == [(2, 0.2), (4, 0.0)]
+    assert {p.dim() for p in groups[0]["params"]} == {2, 4}
+    wide = nn.LayerNorm((3, 4))  # its weight is a matrix
+    assert [g["weight_decay"] for g in parameter_groups(wide, config)] == [0.0]
+    plain = replace(config, no_weight_decay=False)
+    assert "weight_decay" not in parameter_groups(model, plain)[0]
+    grouped = parameter_groups(Grouped(2), config)
+    assert [(len(g["params"]), g.get("weight_decay")) for g in grouped] == [
+        (1, None),
+        (3, 0.0),
+        (2, 0.3),
+    ]
+
+
+def test_a_model_for_several_optimizers_is_refused_with_what_to_use() -> None:
+    for model in (Gan(2), Gan(2, 1)):
+        model.automatic_optimization = model.num_optimizers == 2  # type: ignore[assignment]
+        with pytest.raises(OptimizerError, match="several optimizers") as caught:
+            build(model)
+        assert "parameter_groups()" in caught.value.fix
+        assert "Lightning" in caught.value.fix
+
+
+def test_a_configure_optimizers_that_is_not_used_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        build(Gan(2, 1))
+    assert "configure_optimizers() of the model is not used" in caplog.text
+
+
+RUNS = {
+    "lion": ["--optimizer", f"{OWN}:Lion", "--lr_schedule", f"{OWN}:falling"],
+    "adaptive": ["--optimizer", f"{OWN}:Adaptive", "--lr_schedule", f"{OWN}:Bouncing"],
+    "radam": ["--optimizer", "torch.optim:RAdam", "--lr_schedule", f"{SCHEDULERS}:OneCycleLR"],
+    "own-format": ["--optimizer", f"{OWN}:OwnFormat", "--no_weight_decay"],
+    "noisy": ["--optimizer", f"{OWN}:Noisy", "--lr_schedule", "linear"],
+}
+
+
+def learn(output: Path, *words: str, ok: bool = True) -> dict[str, torch.Tensor]:
+    """Train on 2 ranks; return what the last checkpoint holds."""
+    argv = ["--cpu_only", "--dataset", "tests.plugins:points", "--run_name", "run"]
+    argv += ["--output_dir", str(output), "--batch_size", "4", "--epochs", "2"]
+    argv += ["--eval_every", "0", "--check_replicas_every", "1", "--learning_rate", "0.01"]
+    finished = train([*argv, *words], 2)
+    if ok:
+        finished.ok()
+    tensors, meta = load_checkpoint(open_checkpoint(output / "run"))
+    assert meta["step"] == 10 or not ok
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "has_folder"),
+    [
+        (["--optimizer", "torch.optim:LBFGS"], "its step() needs closure", True),
+        (["--optimizer", "no.such:Class"], "can't be imported", False),
+        (["--optimizer_args", "{betaz: 1}"], "does not take optimizer_args", False),
+        (["--lr_schedule", f"{OWN}:missing"], "can't be imported", False),
+        (["--collate", f"{OWN}:missing"], "can't be imported", False),
+        (["--model", "no.such:Net"], "can't be imported", False),
+        (["--model", "nonet"], "no model is called", False),
+        (["--dataset", "no.such:data"], "can't be imported", False),
+        (["--dataset", "digitz"], "did you mean digits?", False),
+        (["--dataset", "image_folder:/x"], "--dataset_args '{root: /x}'", False),
+        (["--task", f"{OWN}:Missing"], "can't be imported", False),
+        (["--metrics", "{own: no.such:Metric}"], "can't be imported", False),
+        (["--model", f"{OWN}:Gan"], "several optimizers", True),
+    ],
+)
+def test_a_user_s_mistake_is_one_error_without_a_traceback(
+    words: list[str], told: str, has_folder: bool, tmp_path: Path
+) -> None:
+    argv = ["--cpu_only", "--dataset", "tests.plugins:points", "--model", "mlp"]
+    finished = train([*argv, "--output_dir", str(tmp_path / "runs"), *words], 2)
+    assert finished.statuses == (2, 2)
+    # What is wrong on all ranks is told by one of them.
+    assert finished.output.count(told) == 1
+    assert "Traceback" not in finished.output
+    assert (tmp_path / "runs").exists() == has_folder
+
+
+@pytest.mark.parametrize("name", slow_after(1, RUNS))
+def test_a_resumed_run_and_one_with_a_fault_have_the_same_weights_bit_for_bit(
+    name: str, tmp_path: Path
+) -> None:
+    words = [*RUNS[name], "--model", "tests.plugins:FailingOnce", "--model_args"]
+    whole = learn(tmp_path / "whole", *words, "{faults: {}}")
+    assert any(key.startswith("optimizer.") for key in whole)
+    fault = learn(tmp_path / "fault", *words, "{faults: {1: {9: forward}}}")
+    assert fault.keys() == whole.keys()
+    assert all(torch.equal(fault[key], whole[key]) for key in whole)
+    # Without a retry the fault ends the run after some steps; then it is resumed.
+    args = "{faults: {1: {9: forward}}}"
+    cut = learn(tmp_path / "cut", *words, args, "--step_retry", "off", ok=False)
+    assert any(not torch.equal(cut[key], whole[key]) for key in whole)
+    resumed = learn(tmp_path / "cut", *words, "{faults: {}}", "--step_retry", "off")
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(resumed[key], whole[key]) for key in whole)
+
+
+@pytest.mark.parametrize("ranks", slow_after(1, ["1", "01"]))
+def test_memory_that_runs_out_within_an_update_changes_no_bit(ranks: str, tmp_path: Path) -> None:
+    words = ["--optimizer", f"{OWN}:Starved", "--model", "mlp", "--checkpoint_every_steps", "3"]
+    words += ["--optimizer_args", f"{{flags: {tmp_path}}}"]
+    whole = learn(tmp_path / "whole", *words)
+    for rank in ranks:
+        (tmp_path / rank).touch()
+    cut = learn(tmp_path / "cut", *words, ok=False)
+    assert any(not torch.equal(cut[key], whole[key]) for key in whole)
+    # Of one rank: the other one has done the step, and saves it. Of both: the last checkpoint.
+    _, meta = load_checkpoint(open_checkpoint(tmp_path / "cut" / "run"))
+    assert meta["step"] == (6 if ranks == "1" else 3)
+    resumed = learn(tmp_path / "cut", *words)
+    assert resumed.keys() == whole.keys()
+    assert all(torch.equal(resumed[key], whole[key]) for key in whole)

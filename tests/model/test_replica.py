@@ -1,0 +1,321 @@
+"""The model's replicas: equal weights, equal buffers, and parameters without gradient by name."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hardened_ddp.data.fetch import Batch
+from hardened_ddp.data.sampler import Window
+from hardened_ddp.errors import HardenedError, ModelError, UnusedParameterError
+from hardened_ddp.gradients.buckets import Buckets
+from hardened_ddp.gradients.choose import sum_gradients_of
+from hardened_ddp.gradients.local import LocalGradients
+from hardened_ddp.gradients.sums import GradientSum, Marks
+from hardened_ddp.model.precision import Precision
+from hardened_ddp.model.probe import Findings, choose_find_unused, probe
+from hardened_ddp.model.replica import Replica
+from hardened_ddp.ranks.group import Group, open_group
+from hardened_ddp.ranks.launch import read_launch
+from hardened_ddp.settings.config import Config
+from hardened_ddp.task.classification import Classification
+from tests.harness.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+class Branching(nn.Module):
+    """Uses its second layer only if told to."""
+
+    def __init__(self, uses_second: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(3, 3)
+        self.uses_second = uses_second
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(inputs)
+        return self.second(hidden) if self.uses_second else hidden
+
+
+def rendezvous(*, shared_memory: bool = True) -> Group:
+    return open_group(
+        read_launch(os.environ),
+        device=CPU,
+        backend="gloo",
+        timeout_s=30,
+        shared_memory=shared_memory,
+    )
+
+
+def look_at(model: nn.Module, group: Group) -> Findings:
+    samples = [Batch(torch.randn(2, 4), torch.tensor([0, 2]), torch.arange(2)) for _ in range(2)]
+    return probe(
+        model,
+        samples,
+        task=Classification(num_classes=3),
+        precision=Precision("off", CPU),
+        group=group,
+    )
+
+
+def do_backward(
+    sums: GradientSum, inputs: torch.Tensor | None, *, keeps_local: bool = False
+) -> None:
+    """Compute and add up the gradients of one step of two samples. Collective: all ranks."""
+    window = Window(epoch=0, start=0, size=2)
+    sums.begin(window, keeps_local=keeps_local)
+    if inputs is not None:
+        with sums.around(is_last=True):
+            loss = sums.call(inputs).sum()
+            loss.backward(torch.full_like(loss, sums.before_backward(0.0, is_last=True)))
+    mine = Marks(has_failed=False, num_samples=1, count=0.0)
+    assert sums.finish(mine, window=window, is_late=False) is not None  # collective
+
+
+def use_a_part_only_without_ddp() -> bool:
+    group = rendezvous(shared_memory=False)
+    model = Branching(uses_second=True)
+    sums = sum_gradients_of(model, group, Config(), finds_unused=True)
+    do_backward(sums, torch.ones(2, 4), keeps_local=True)  # collective
+    assert model.second.weight.grad is not None
+    for parameter in model.parameters():
+        parameter.grad = None
+    model.uses_second = False
+    do_backward(sums, torch.ones(2, 4))  # collective
+    has_gradient = model.second.weight.grad is not None
+    sums.release()
+    group.close()
+    return has_gradient
+
+
+def test_a_part_that_was_used_in_a_step_without_ddp_may_be_unused_in_the_next() -> None:
+    assert run_ranks(use_a_part_only_without_ddp, 2) == [False, False]
+
+
+def probe_branching() -> tuple[tuple[str, ...], bool, str]:
+    group = rendezvous()
+    findings = look_at(Branching(uses_second=group.launch.rank == 0), group)
+    group.close()
+    return findings.unused, findings.is_varying, findings.where
+
+
+def test_probe_names_parameters_that_are_unused_on_one_rank_only() -> None:
+    for unused, is_varying, where in run_ranks(probe_branching, 2):
+        assert unused == ("second.bias", "second.weight")
+        assert is_varying
+        assert "rank 0: none" in where
+        assert "rank 1: second.bias, second.weight" in where
+
+
+def train_branching(shared_memory: bool) -> list[float]:
+    """Train with find_unused_parameters chosen by the probe; return the second layer's weights."""
+    group = rendezvous(shared_memory=shared_memory)
+    torch.manual_seed(0)
+    model = Branching(uses_second=group.launch.rank == 0)
+    findings = look_at(model, group)
+    on = choose_find_unused("auto", findings)
+    sums = sum_gradients_of(model, group, Config(), finds_unused=on)
+    for _ in range(3):
+        do_backward(sums, torch.ones(2, 4))  # collective
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+    group.close()
+    return model.second.weight.flatten().tolist() + model.first.weight.flatten().tolist()
+
+
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_auto_trains_a_model_that_uses_parameters_on_one_rank_only(shared_memory: bool) -> None:
+    first, second = run_ranks(train_branching, 2, shared_memory)
+    assert first == second
+
+
+@pytest.mark.parametrize("wanted", ["auto", "on"])
+def test_find_unused_is_on_where_needed(wanted: str) -> None:
+    assert choose_find_unused(wanted, Findings(("a",), False, "a", ()))
+
+
+def test_find_unused_off_refuses_unused_parameters_by_name() -> None:
+    with pytest.raises(UnusedParameterError, match=r"second\.weight"):
+        choose_find_unused("off", Findings(("second.weight",), False, "second.weight", ()))
+
+
+def test_find_unused_auto_stays_off_when_all_are_used() -> None:
+    assert not choose_find_unused("auto", Findings((), False, "", ()))
+
+
+def probe_failing() -> str:
+    group = rendezvous()
+    model = nn.Linear(4, 3 if group.launch.rank == 0 else 2)
+    try:
+        look_at(model, group)
+    except HardenedError as error:
+        return f"{type(error).__name__}: {error.message}"
+    finally:
+        group.close()
+    return "no error"
+
+
+def test_a_model_that_fails_on_one_rank_fails_on_all_with_one_message() -> None:
+    for message in run_ranks(probe_failing, 2):
+        assert message.startswith("ModelError")
+        assert "rank 1" in message
+        assert "(2, 2)" in message
+
+
+class Failing(nn.Module):
+    """Raises what it is given."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        raise self.error
+
+
+FIXES = {ModelError: "", ValueError: "the whole traceback is in this rank's log"}
+
+
+@pytest.mark.parametrize("kind", FIXES)
+def test_a_message_with_a_bar_arrives_whole(kind: type[Exception]) -> None:
+    group = Group(read_launch({}), CPU)
+    with pytest.raises(ModelError) as caught:
+        look_at(Failing(kind("int | None is no dtype")), group)
+    assert "int | None is no dtype" in caught.value.message
+    assert caught.value.fix.endswith(FIXES[kind])
+
+
+def test_probe_leaves_weights_buffers_and_gradients_as_they_were() -> None:
+    group = Group(read_launch({}), CPU)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    findings = look_at(model, group)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert findings.moving_buffers == ("1.num_batches_tracked", "1.running_mean", "1.running_var")
+
+
+class Remembers(nn.Module):
+    """Makes a tensor in its first forward that it reads in the next ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.before: torch.Tensor | None = None
+        self.last: torch.Tensor | None = None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        mean = inputs.mean()
+        self.before = mean if self.before is None else self.before * 0.9 + mean
+        self.last = inputs * 2
+        logits: torch.Tensor = self.layer(inputs - self.before)
+        return logits
+
+
+def test_a_tensor_that_forward_makes_and_reads_again_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Remembers()
+    findings = look_at(model, Group(read_launch({}), CPU))
+    assert findings.own_tensors == ("before",)
+    assert findings.outputs == ("last",)
+    assert "that it reads in the next one: before." in caplog.text
+    assert model.before is None
+    assert model.last is None
+
+
+def test_labels_beyond_the_classes_are_named() -> None:
+    group = Group(read_launch({}), CPU)
+    model = nn.Linear(4, 3)
+    with pytest.raises(ModelError, match="labels run from 0 to 7"):
+        probe(
+            model,
+            [Batch(torch.randn(2, 4), torch.tensor([0, 7]), torch.arange(2))],
+            task=Classification(num_classes=3),
+            precision=Precision("off", CPU),
+            group=group,
+        )
+
+
+@pytest.mark.parametrize(
+    ("value", "is_finite"), [(1.0, True), (3e38, True), (torch.inf, False), (torch.nan, False)]
+)
+def test_large_gradients_whose_sum_is_too_large_are_numbers(value: float, is_finite: bool) -> None:
+    model = nn.Linear(4, 3)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+    assert LocalGradients(model).are_finite() is is_finite
+
+
+def average_buffers() -> dict[str, list[float]]:
+    group = rendezvous()
+    model = nn.BatchNorm1d(2)
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    replica = Replica(model, moving_buffers=names)
+    model(torch.full((4, 2), float(group.launch.rank)) + torch.arange(8.0).view(4, 2))
+    if group.launch.rank == 0:
+        model(torch.ones(4, 2))
+    own = model.running_mean.tolist()
+    replica.sync_buffers(group)
+    group.close()
+    return {"own": own, **{name: getattr(model, name).flatten().tolist() for name in names}}
+
+
+def test_moving_buffers_become_the_mean_over_ranks() -> None:
+    first, second, third = run_ranks(average_buffers, 3)
+    assert first["own"] != second["own"]
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        assert first[name] == second[name] == third[name]
+    expected = sum(rank["own"][0] for rank in (first, second, third)) / 3
+    assert first["running_mean"][0] == pytest.approx(expected, rel=1e-6)
+    assert first["num_batches_tracked"] == [2.0]
+
+
+def sum_without_samples() -> list[float]:
+    """Only rank 1 has a gradient; the safe form must average it with zeros."""
+    group = rendezvous()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    sums = sum_gradients_of(model, group, Config(), finds_unused=False)
+    inputs = torch.ones(1, 4) if group.launch.rank == 1 else None
+    do_backward(sums, inputs, keeps_local=True)  # collective
+    group.close()
+    assert model.weight.grad is not None
+    return model.weight.grad.flatten().tolist()
+
+
+def test_a_rank_without_samples_takes_part_with_zeros() -> None:
+    for gradient in run_ranks(sum_without_samples, 2):
+        assert gradient == [1.0] * 12
+
+
+@pytest.mark.parametrize("can_stand_in", [True, False])
+def test_ranks_with_gpus_ask_each_other_only_if_a_failed_one_could_tell(can_stand_in: bool) -> None:
+    asked = []
+    gpus = SimpleNamespace(device=torch.device("cuda"), start_max=asked.append)
+    buckets = Buckets.__new__(Buckets)
+    buckets._group, buckets.can_stand_in = gpus, can_stand_in  # type: ignore[assignment]
+    assert not buckets.some_rank_failed(False)
+    assert len(asked) == can_stand_in
+
+
+@pytest.mark.parametrize("missing", ["_reset_state", "_rebuild_buckets"])
+def test_without_a_private_name_of_the_reducer_an_error_ends_the_attempt(missing: str) -> None:
+    called = []
+    names = {"_reset_state", "_rebuild_buckets"} - {missing}
+    reducer = SimpleNamespace(**{name: lambda name=name: called.append(name) for name in names})
+    ddp: Any = SimpleNamespace(
+        reducer=reducer, module=nn.Linear(2, 2), register_comm_hook=lambda state, hook: None
+    )
+    buckets = Buckets(ddp, Group(read_launch({}), CPU))
+    assert not buckets.can_stand_in
+    assert not buckets.stand_in()
+    buckets.reset()
+    buckets.renew()
+    assert called == [*names]
+    assert not buckets.are_old

@@ -1,0 +1,216 @@
+"""Models and data that can't be trained as they are: one clear error each, on all ranks."""
+
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hardened_ddp.data import stream_views
+from hardened_ddp.data.datasets import build_data
+from hardened_ddp.errors import DataError, HardenedError, ModelError, OptimizerError
+from hardened_ddp.model.optimizer import build_optimizer
+from hardened_ddp.model.replica import check_same_model
+from hardened_ddp.model.zoo import place_model
+from hardened_ddp.ranks.group import open_group
+from hardened_ddp.ranks.launch import read_launch
+from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.declare import ImportPath
+from hardened_ddp.settings.model import ModelConfig
+from hardened_ddp.settings.optimizer import OptimizerConfig
+from tests.harness.ranks import run_ranks, train
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """A linear layer; kind says what is odd, after so many forwards or on rank 1."""
+
+    def __init__(self, num_classes: int = 2, kind: str = "", after: int = 12) -> None:
+        super().__init__()
+        is_odd = os.environ.get("RANK") == "1"
+        self.hidden = nn.Linear(3, 4 + (is_odd and kind == "shape"))
+        self.layer = nn.Linear(self.hidden.out_features, num_classes)
+        self.kind, self.after, self.num_calls = kind, after, 0
+        match kind:
+            case "more" if is_odd:
+                self.other = nn.Linear(1, 1)
+            case "frozen here" if is_odd:
+                self.hidden.bias.requires_grad_(False)
+            case "buffer" if is_odd:
+                self.register_buffer("table", torch.zeros(2))
+            case "order" if is_odd:
+                self.hidden, hidden = nn.Identity(), self.hidden  # type: ignore[assignment]
+                del self.hidden
+                self.hidden = hidden
+            case "unfrozen":
+                self.hidden.weight.requires_grad_(False)
+            case "expanded":
+                self.scale = nn.Parameter(torch.ones(1).expand(4))
+            case "expanded buffer":
+                self.register_buffer("table", torch.ones(1).expand(4))
+            case "float8" | "uint16" | "quantized":
+                whole = torch.ones(4)
+                made = whole.to(torch.uint16 if kind == "uint16" else torch.float8_e4m3fn)
+                if kind == "quantized":
+                    made = torch.quantize_per_tensor(whole, 0.1, 0, torch.qint8)
+                self.register_buffer("table", made)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls == self.after and self.training:
+            if self.kind == "unfrozen":
+                self.hidden.weight.requires_grad_(True)
+            if self.kind == "frozen":
+                self.hidden.weight.requires_grad_(False)
+            if self.kind == "replaced":
+                self.hidden.weight = nn.Parameter(self.hidden.weight.detach() * 2)
+        logits: torch.Tensor = self.layer(self.hidden(inputs))
+        return logits
+
+
+DIFFERENT = {
+    "shape": "rank 1: hidden.weight is (5, 3) torch.float32, rank 0 has (4, 3) torch.float32",
+    "more": "rank 1: other.weight is (1, 1) torch.float32, rank 0 has none",
+    "frozen here": "rank 1: hidden.bias is (4,) torch.float32, frozen, rank 0 has (4,)",
+    "buffer": "rank 1: table is (2,) torch.float32, rank 0 has none",
+    "order": "rank 1: layer.weight is (2, 4) torch.float32, rank 0 has (2, 4) torch.float32 in",
+}
+
+
+def build_on_ranks(kinds: list[str]) -> list[str]:
+    group = open_group(read_launch(os.environ), device=CPU, backend="auto", timeout_s=60)
+    found = []
+    for kind in kinds:
+        try:
+            check_same_model(Net(kind=kind), group)
+            found.append("equal")
+        except HardenedError as error:
+            found.append(f"{error.code} {error.message}")
+    group.close()
+    return found
+
+
+def test_models_that_differ_between_ranks_are_refused_by_what_differs() -> None:
+    for found in run_ranks(build_on_ranks, 2, ["", *DIFFERENT]):
+        assert found[0] == "equal"
+        for text, told in zip(found[1:], DIFFERENT.values(), strict=True):
+            assert text.startswith("DDP-G02"), text
+            assert told in text
+
+
+def place(kind: str, world_size: int) -> nn.Module:
+    return place_model(Net(kind=kind), ModelConfig(), device=CPU, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "named"),
+    [
+        ("expanded", 1, "scale"),
+        ("float8", 2, "table (torch.float8_e4m3fn)"),
+        ("uint16", 2, "table (torch.uint16)"),
+        ("quantized", 1, "table (torch.qint8)"),
+    ],
+)
+def test_tensors_that_cannot_be_updated_or_sent_are_refused_by_name(
+    kind: str, world_size: int, named: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        place(kind, world_size)
+    assert named in caught.value.message
+    assert caught.value.fix
+
+
+def test_an_expanded_buffer_gets_memory_of_its_own() -> None:
+    model = place("expanded buffer", 2)
+    assert model.table.stride() == (1,)  # type: ignore[operator, union-attr]  # a buffer
+    place("float8", 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [
+        ("unfrozen", 2),
+        pytest.param("unfrozen", 1, marks=pytest.mark.slow),
+        pytest.param("replaced", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_parameter_that_becomes_trainable_in_mid_run_is_refused_by_name(
+    kind: str, world_size: int, tmp_path: Path
+) -> None:
+    done = train(command(kind, tmp_path), world_size)
+    assert all(status == 2 for status in done.statuses), done.output
+    assert "became trainable, or were made anew: hidden.weight" in done.output
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("shared", ["on", pytest.param("off", marks=pytest.mark.slow)])
+def test_a_parameter_that_is_frozen_in_mid_run_is_named_and_the_others_train_on(
+    shared: str, tmp_path: Path
+) -> None:
+    words = [] if shared == "on" else ["--no_shared_memory"]
+    done = train([*command("frozen", tmp_path), *words], 2).ok()
+    assert "hidden.weight" in done.output
+
+
+def command(kind: str, output: Path) -> list[str]:
+    argv = ["--cpu_only", "--no_config", "--num_workers", "0", "--dataset", "tests.plugins:points"]
+    argv += ["--dataset_args", "{size: 160}", "--batch_size", "4", "--epochs", "1"]
+    argv += ["--model", "tests.preflight.test_odd_models:Net", "--model_args", f"{{kind: {kind}}}"]
+    return [*argv, "--eval_every", "0", "--log_interval", "5", "--output_dir", str(output)]
+
+
+class Endless:
+    """A stream; its test part has no end."""
+
+    num_shards, num_classes = 2, 2
+
+    def __init__(self, train: bool) -> None:
+        if train:
+            self.sizes = [4, 4]
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+        numbers = range(4) if hasattr(self, "sizes") else itertools.count()
+        return ((torch.ones(3), number % 2) for number in numbers)
+
+
+def test_an_endless_test_stream_is_refused_and_not_counted_without_an_evaluation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream_views, "MOST_COUNTED", 100)
+    config = DataConfig(dataset="tests.preflight.test_odd_models:Endless")
+    with pytest.raises(DataError, match="has given 100 samples, and goes on") as caught:
+        build_data(config)
+    assert "--eval_every 0" in caught.value.fix
+    assert build_data(config, evaluates=False).test is None
+
+
+def no_classes(train: bool) -> Any:
+    data = torch.utils.data.TensorDataset(torch.ones(4, 3), torch.zeros(4, dtype=torch.int64))
+    data.num_classes = 0  # type: ignore[attr-defined]  # what a dataset may say of itself
+    return data
+
+
+def test_a_dataset_of_no_classes_is_refused() -> None:
+    with pytest.raises(DataError, match="its num_classes is 0"):
+        build_data(DataConfig(dataset="tests.preflight.test_odd_models:no_classes"))
+
+
+def no_optimizer(parameters: Any, lr: float) -> None:
+    """Return none, as a function without a return does."""
+
+
+def test_an_optimizer_that_is_none_is_refused() -> None:
+    config = OptimizerConfig(optimizer=ImportPath("tests.preflight.test_odd_models:no_optimizer"))
+    with pytest.raises(OptimizerError, match="returned a NoneType"):
+        build_optimizer(nn.Linear(2, 2).parameters(), config)
+
+
+def test_a_drop_last_that_would_leave_no_step_is_told(tmp_path: Path) -> None:
+    argv = ["--batch_size", "64", "--drop_last", "--max_steps", "1", "--dataset_args", "{size: 24}"]
+    done = train([*command("", tmp_path), *argv], launcher="none").ok()
+    assert "drop_last: off, because all 24 samples are fewer than the 64 of a step" in done.output

@@ -1,0 +1,192 @@
+"""Whatever happens, and whenever: the same command goes on, to the weights of the undisturbed run.
+
+A round is one run of more than a hundred steps, with faults at random moments, started again each
+time by the same command. Its seed fixes which faults, on which rank, and after which step; the
+moment within the step, or within a save, is chance. More rounds: --rounds N; another set: --seed N.
+"""
+
+import json
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from hardened_ddp.checkpoint.verify import find_newest
+from hardened_ddp.reporting.summary import finished_at
+from tests.harness.commands import POLL_S
+from tests.harness.processes import deadline, kill, read_process
+from tests.harness.ranks import start_program, start_training, train
+from tests.harness.run_folder import last_tensors, only_run, read_summary
+
+SMALL: list[str | Path] = ["--cpu_only", "--batch_size", "8", "--epochs", "2"]
+SMALL += ["--model", "tests.plugins:paced_mlp", "--model_args", "{pause_s: 0.01}"]
+SMALL += ["--log_interval", "1", "--checkpoint_every_steps", "5", "--ledger", "--run_name", "run"]
+SMALL += ["--num_workers", "0", "--tensorboard", "false", "--stop_grace_s", "1.5"]
+NUM_STEPS = {2: 180, 3: 120}
+"""By world size: 2 epochs of 1,437 samples in steps of 16 or 24."""
+
+LEAVE_ALONE_S = 40.0
+TRY_S = 60.0
+
+UNDER_TORCHRUN = ("kill the agent", "kill a rank of torchrun")
+KINDS = (
+    "kill a rank",
+    "kill all ranks",
+    "SIGTERM to a rank",
+    "SIGUSR1 to a rank",
+    "stop a rank for a while",
+    "stop a rank for good",
+    *UNDER_TORCHRUN,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    kind: str
+    after_step: int
+    victim: int
+
+
+def plan_of(seed: int) -> tuple[int, list[Fault]]:
+    """Draw the world size and the faults of a round. Each kind comes up in eight rounds."""
+    chance = random.Random(seed)
+    world_size = 2 + seed % 2
+    kinds = [KINDS[seed % len(KINDS)], chance.choice(KINDS[:-2])]
+    chance.shuffle(kinds)
+    last = NUM_STEPS[world_size] - 40
+    steps = sorted(chance.randrange(5, last) for _ in kinds)
+    return world_size, [
+        Fault(kind, step, chance.randrange(world_size))
+        for kind, step in zip(kinds, steps, strict=True)
+    ]
+
+
+class Watch:
+    """Looks at the run folder all the time: how far is it, and is there a valid checkpoint?"""
+
+    def __init__(self, output_dir: Path) -> None:
+        self.metrics = output_dir / "run" / "metrics.jsonl"
+        self.checkpoints = output_dir / "run" / "checkpoints"
+        self.has_seen_one = False
+        self.begin = 0
+
+    def start(self) -> None:
+        """Heed only steps that are done from now on."""
+        self.begin = self.metrics.stat().st_size if self.metrics.exists() else 0
+
+    def look(self) -> None:
+        """Raise AssertionError if there was a valid checkpoint before and is none now."""
+        found = find_newest(self.checkpoints)[0] if self.checkpoints.is_dir() else None
+        assert found or not self.has_seen_one, "no valid checkpoint any more"
+        self.has_seen_one = found is not None
+
+    def is_finished(self) -> bool:
+        """Say whether the run came to its end."""
+        return finished_at(self.checkpoints.parent) is not None
+
+    def is_past(self, step: int) -> bool:
+        """Say whether step was done, by the newest line of the metrics."""
+        self.look()
+        if not self.metrics.exists():
+            return False
+        new = self.metrics.read_bytes()[self.begin :].decode()
+        steps = [json.loads(line)["step"] for line in new.split("\n")[:-1]]
+        return bool(steps) and steps[-1] > step
+
+
+@pytest.fixture(scope="module")
+def undisturbed_tensors(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[int], dict[str, str]]:
+    """Give the final tensors of the run that nothing happens to, by world size."""
+
+    @cache
+    def final_tensors(world_size: int) -> dict[str, str]:
+        output = tmp_path_factory.mktemp("undisturbed")
+        train([*SMALL, "--output_dir", output], world_size).ok()
+        return last_tensors(output)
+
+    return final_tensors
+
+
+def test_faults_at_random_moments_end_in_the_weights_of_the_undisturbed_run(
+    chaos_seed: int, tmp_path: Path, undisturbed_tensors: Callable[[int], dict[str, str]]
+) -> None:
+    world_size, faults = plan_of(chaos_seed)
+    argv = [*SMALL, "--output_dir", tmp_path]
+    watch = Watch(tmp_path)
+    for fault in faults:
+        print(f"round {chaos_seed}, {world_size} ranks: {fault}")
+        watch.start()
+        disturb = disturb_torchrun if fault.kind in UNDER_TORCHRUN else disturb_ranks
+        disturb(argv, world_size, fault, watch)
+        watch.look()
+        if watch.is_finished():
+            break  # the fault did not end it
+    train(argv, world_size).ok()
+    run = only_run(tmp_path)
+    assert read_summary(run)["step"] == NUM_STEPS[world_size]
+    assert last_tensors(tmp_path) == undisturbed_tensors(world_size)
+    verified = train(["verify-ledger", run], launcher="none").ok()
+    assert verified.output.count("1437 samples, each exactly once") == 2
+
+
+def disturb_ranks(argv: list[str | Path], world_size: int, fault: Fault, watch: Watch) -> None:
+    """Start the ranks, cause the fault, and wait until all have left."""
+    with start_training(argv, world_size) as running:
+        running.wait_for(lambda: watch.is_past(fault.after_step), timeout_s=TRY_S, what="its step")
+        victim, others = fault.victim, {*range(world_size)} - {fault.victim}
+        match fault.kind:
+            case "kill a rank":
+                running.kill(victim)
+            case "kill all ranks":
+                for rank in range(world_size):
+                    running.kill(rank)
+            case "SIGTERM to a rank":
+                running.kill(victim, signal.SIGTERM)
+            case "SIGUSR1 to a rank":
+                running.kill(victim, signal.SIGUSR1)
+            case "stop a rank for a while":
+                running.kill(victim, signal.SIGSTOP)
+                if fault.after_step % 2:  # the others may have been told to stop meanwhile
+                    running.kill(min(others), signal.SIGTERM)
+                watch.look()
+                running.kill(victim, signal.SIGCONT)
+            case "stop a rank for good":
+                running.kill(victim, signal.SIGSTOP)
+                for rank in others:
+                    running.kill(rank, signal.SIGTERM)
+                running.wait_for(
+                    lambda: set(running.living()) <= {victim}, timeout_s=TRY_S, what="their end"
+                )
+                running.kill(victim)
+        running.wait_for(
+            lambda: watch.look() or not running.living(), timeout_s=LEAVE_ALONE_S, what="the end"
+        )
+
+
+def disturb_torchrun(argv: list[str | Path], world_size: int, fault: Fault, watch: Watch) -> None:
+    """Do it to a torchrun, which restarts its ranks; a killed one leaves none behind."""
+    launch = ["torchrun", "--standalone", f"--nproc_per_node={world_size}", "--max_restarts=2"]
+    with start_program([*launch, "ddp_training.py", *argv]) as command:
+        command.wait_for(lambda: watch.is_past(fault.after_step), timeout_s=TRY_S, what="its step")
+        pids = [command.pid_of_rank(rank) for rank in range(world_size)]
+        if fault.kind == "kill the agent":
+            kill(command.pid)
+        elif (pid := pids[fault.victim]) is not None:
+            kill(pid)
+            command.wait(timeout_s=TRY_S).ok()
+    end = deadline(LEAVE_ALONE_S)
+    while living := [pid for pid in pids if pid is not None and is_alive(pid)]:
+        assert time.monotonic() < end, f"ranks {living} outlive their torchrun"
+        time.sleep(POLL_S)
+
+
+def is_alive(pid: int) -> bool:
+    process = read_process(pid)
+    return process is not None and process.state != "Z"

@@ -1,0 +1,117 @@
+"""A job that was stopped as a whole and continues has not waited: limits count time awake."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from hardened_ddp.ranks import awake
+from hardened_ddp.ranks.awake import AwakeTime
+from hardened_ddp.ranks.group import Group, open_group
+from hardened_ddp.ranks.launch import read_launch
+from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.tracker import Tracker
+from tests.harness.marks import slow_after
+from tests.harness.ranks import run_ranks, start_ranks
+
+TIMEOUT_S, PAUSE_S = 2.0, 4.0
+
+
+def test_a_gap_counts_for_the_longest_that_running_explains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [50.0]
+    monkeypatch.setattr(awake.time, "monotonic", lambda: now[0])
+    waited = AwakeTime(2.0)
+    for gap_s, total_s, paused_s in ((1.0, 1.0, 0.0), (3600.0, 3.0, 3598.0), (2.0, 5.0, 0.0)):
+        now[0] += gap_s
+        assert waited.passed_s() == total_s
+        assert waited.paused_s == paused_s
+
+
+@pytest.mark.parametrize("is_noted_within", [True, False])
+def test_the_limit_of_a_phase_does_not_learn_from_a_pause(
+    is_noted_within: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0]
+    monkeypatch.setattr("hardened_ddp.ranks.tracker.monotonic_ns", lambda: now[0])
+    tracker = Tracker()
+    tracker.enter(Phase.FORWARD)
+    now[0] += 3_602_000_000_000  # 2 s of forward and an hour of pause
+    if is_noted_within:
+        tracker.note_pause(3600.0)
+    tracker.enter(Phase.BACKWARD)
+    if not is_noted_within:
+        tracker.note_pause(3600.0)
+    assert tracker.longest_ns[Phase.FORWARD] == 2_000_000_000
+
+
+def go_on_after_a_pause(what: str) -> bool:
+    """Rank 1 comes late each time, so that the pause falls into a wait of rank 0."""
+    group = open_group(
+        read_launch(os.environ), device=torch.device("cpu"), backend="auto", timeout_s=TIMEOUT_S
+    )
+    pids = group.gather_json(os.getpid())
+    helper = os.fork() if group.launch.rank == 0 else 0
+    if helper == 0 and group.launch.rank == 0:
+        pause(pids)
+    was_paused, last = False, time.monotonic()
+    for number in range(200):
+        if group.launch.rank == 1:
+            time.sleep(0.02)
+        meet(group, what, number)
+        now = time.monotonic()
+        was_paused, last = was_paused or now - last > PAUSE_S / 2, now
+    if helper:
+        os.waitpid(helper, 0)
+    group.close()
+    return was_paused
+
+
+def pause(pids: list[int]) -> None:
+    time.sleep(0.5)  # WHY: not a wait for something, the pause may come at any time
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(PAUSE_S)
+    for pid in pids:  # rank 0 first, which then finds that rank 1 is not there
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.3)
+    os._exit(0)
+
+
+def meet(group: Group, what: str, number: int) -> None:
+    mine = torch.tensor([float(number)])
+    if what == "sum":
+        assert group.sum_(mine).item() == 2 * number
+        return
+    work = group.start_max(mine)
+    assert work is not None
+    group.finish(work)
+    assert mine.item() == number
+
+
+@pytest.mark.parametrize("what", slow_after(1, ["sum", "agreement"]))
+def test_ranks_that_were_stopped_for_longer_than_the_timeout_go_on(what: str) -> None:
+    assert run_ranks(go_on_after_a_pause, 2, what) == [True, True]
+
+
+def close_with_an_agreement_under_way() -> bool:
+    group = open_group(
+        read_launch(os.environ), device=torch.device("cpu"), backend="auto", timeout_s=60
+    )
+    group.sum_(torch.zeros(1))
+    if group.launch.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    work = group.start_max(torch.zeros(1))
+    assert work is not None
+    group.close()
+    return True
+
+
+def test_a_group_closes_while_an_agreement_waits_for_a_rank_that_is_stopped() -> None:
+    with start_ranks(close_with_an_agreement_under_way, 2) as running:
+        running.wait_for(lambda: running.living() == [1], timeout_s=20, what="rank 0's end")
+        running.kill(1)
+        assert running.wait(10).statuses[0] == 0

@@ -1,0 +1,106 @@
+"""Each rank gets its own GPU, however the launcher shows them; and enough open files."""
+
+import os
+import resource
+from datetime import timedelta
+
+import pytest
+import torch
+
+from hardened_ddp.errors import LaunchError
+from hardened_ddp.ranks import open_files
+from hardened_ddp.ranks.device import pick_device
+from hardened_ddp.ranks.group import open_group
+from hardened_ddp.ranks.launch import Launch, read_launch
+from hardened_ddp.ranks.rendezvous import open_store, rendezvous
+from tests.harness.ranks import run_ranks
+from tests.launcher_environments import SRUN, TORCHRUN
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "env", "index"),
+    [
+        (4, 2, SRUN, 2),
+        (4, 2, {**SRUN, "SLURM_GPUS_PER_TASK": "1", "SLURM_GPU_BIND": "none"}, 2),
+        (1, 2, {**SRUN, "SLURM_GPUS_PER_TASK": "1"}, 0),
+        (1, 2, {**TORCHRUN, "CUDA_VISIBLE_DEVICES": "2"}, 0),
+        (2, 3, {**TORCHRUN, "CUDA_VISIBLE_DEVICES": "6,7"}, 0),
+        (1, 2, TORCHRUN, None),
+    ],
+)
+def test_a_rank_takes_a_gpu_by_what_it_sees(
+    visible: int,
+    local_rank: int,
+    env: dict[str, str],
+    index: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    has_own_gpus = read_launch(env).has_own_gpus
+    launch = Launch(launcher="torchrun", local_rank=local_rank, has_own_gpus=has_own_gpus)
+    if index is None:
+        with pytest.raises(LaunchError, match="has no GPU"):
+            pick_device(launch, cpu_only=False, backend="auto")
+    else:
+        device = pick_device(launch, cpu_only=False, backend="auto")
+        assert device == torch.device("cuda", index)
+
+
+def meet_with_gpus(gpus: list[str]) -> str:
+    launch = read_launch(os.environ)
+    store = open_store(launch, timedelta(seconds=20))
+    try:
+        met = rendezvous(store, launch, 20.0, gpu=gpus[launch.rank])
+    except LaunchError as error:
+        return str(error)
+    met.set(f"done/{launch.rank}", "")
+    if launch.is_main:  # which serves the store
+        met.wait([f"done/{rank}" for rank in range(launch.world_size)])
+    return ""
+
+
+def test_two_ranks_with_one_gpu_are_refused_on_all_ranks_before_nccl_hangs() -> None:
+    messages = run_ranks(meet_with_gpus, 3, ["GPU-a", "GPU-b", "GPU-a"])
+    assert all("ranks 0 and 2 would use the same GPU (GPU-a)" in text for text in messages)
+
+
+def meet_as_pods_with_one_gpu() -> str:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # which an operator does not set
+        del os.environ[name]
+    return meet_with_gpus(["GPU-a", "GPU-a"])
+
+
+def test_two_processes_of_an_operator_on_one_gpu_are_told_what_tells_them_apart() -> None:
+    for text in run_ranks(meet_as_pods_with_one_gpu, 2):
+        assert "ranks 0 and 1 would use the same GPU" in text
+        assert "give each its LOCAL_RANK and LOCAL_WORLD_SIZE" in text
+
+
+def test_ranks_with_gpus_of_their_own_or_none_meet() -> None:
+    assert run_ranks(meet_with_gpus, 2, ["GPU-a", "GPU-b"]) == ["", ""]
+    assert run_ranks(meet_with_gpus, 2, ["", ""]) == ["", ""]
+
+
+def open_with_few_files() -> int:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    group = open_group(
+        read_launch(os.environ), device=torch.device("cpu"), backend="auto", timeout_s=20
+    )
+    group.close()
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def test_the_limit_of_open_files_is_raised_before_the_ranks_connect() -> None:
+    assert min(run_ranks(open_with_few_files, 2)) > 128
+
+
+def test_too_low_a_hard_limit_for_so_many_ranks_is_told_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(open_files.resource, "getrlimit", lambda kind: (1024, 1024))
+    open_files.raise_open_file_limit(world_size=64)
+    with pytest.raises(LaunchError, match="each of 1000 ranks opens about 2254 files") as caught:
+        open_files.raise_open_file_limit(world_size=1000)
+    assert "ulimit -Hn" in caught.value.fix

@@ -1,0 +1,370 @@
+"""Who launched us, and how the ranks meet: bad environments end in one clear error."""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import ddp_training
+from hardened_ddp.errors import (
+    DataError,
+    GroupError,
+    HardenedError,
+    LaunchError,
+    RankMismatchError,
+)
+from hardened_ddp.guard.stop import STOP_FILE, StopRequest
+from hardened_ddp.ranks import reach
+from hardened_ddp.ranks.device import pick_device
+from hardened_ddp.ranks.group import Group, open_group
+from hardened_ddp.ranks.launch import (
+    Launch,
+    keep_nccl_from_exiting,
+    prepare_environment,
+    read_launch,
+)
+from hardened_ddp.ranks.rendezvous import _listen
+from tests.harness.marks import slow_after
+from tests.harness.processes import HOUR_S, ROOT, deadline, limit_of
+from tests.harness.ranks import held_port, run_ranks, start_training
+from tests.launcher_environments import TORCHRUN
+
+CPU = torch.device("cpu")
+STOPPED = "ddp_training.py: stopped by Ctrl-C; there was nothing to save\n"
+
+
+def test_no_launcher_is_one_rank() -> None:
+    launch = read_launch({"HOME": "/root", "MASTER_ADDR": "left over"})
+    assert (launch.launcher, launch.rank, launch.world_size) == ("none", 0, 1)
+    assert launch.is_main
+
+
+def test_torchrun_is_recognised() -> None:
+    launch = read_launch({**TORCHRUN, "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "3"})
+    assert (launch.launcher, launch.rank, launch.local_rank) == ("torchrun", 1, 1)
+    assert (launch.world_size, launch.local_world_size, launch.num_nodes) == (4, 2, 2)
+    assert launch.is_restart
+    assert launch.attempt == 3
+    assert not launch.is_main
+
+
+def test_a_requeued_slurm_job_keeps_its_name() -> None:
+    first = read_launch({"SLURM_JOB_ID": "77"})
+    second = read_launch({"SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "1"})
+    assert first.job_key == second.job_key == "slurm-77"
+    assert not first.is_restart
+    assert second.is_restart
+
+
+def test_one_node_talks_over_loopback_unless_told_otherwise() -> None:
+    env = {"NCCL_SOCKET_IFNAME": "eth7", "OMP_NUM_THREADS": "2"}
+    prepare_environment(Launch(world_size=2, num_nodes=1), env)
+    assert env == {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "eth7",
+        "OMP_NUM_THREADS": "2",
+    }
+    env = {"OMP_NUM_THREADS": "2"}
+    prepare_environment(Launch(world_size=4, num_nodes=2), env)
+    assert env == {"OMP_NUM_THREADS": "2"}
+
+
+def test_a_watched_run_keeps_nccl_from_ending_ranks_that_have_not_saved() -> None:
+    name, two_nodes = "TORCH_NCCL_ASYNC_ERROR_HANDLING", Launch(world_size=16, num_nodes=2)
+    for given, expected in (({}, "0"), ({name: "1"}, "0"), ({name: "3"}, "3")):  # 1: by torchrun
+        env: dict[str, str] = dict(given)
+        keep_nccl_from_exiting(two_nodes, env)
+        assert env[name] == expected
+    keep_nccl_from_exiting(Launch(), alone := {})
+    assert not alone
+
+
+def test_deterministic_runs_configure_cublas_unless_the_user_did() -> None:
+    env: dict[str, str] = {}
+    prepare_environment(Launch(), env, deterministic=True)
+    assert env == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    env = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    prepare_environment(Launch(), env, deterministic=True)
+    assert env == {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+
+
+@pytest.mark.parametrize("flags", [[], ["--deterministic"]])
+def test_the_run_itself_configures_cublas_if_it_is_to_be_deterministic(
+    flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop_here(launch: Launch) -> None:
+        raise KeyboardInterrupt
+
+    env: dict[str, str] = {}
+    monkeypatch.setattr(ddp_training, "environment", lambda: env)
+    monkeypatch.setattr(ddp_training, "prepare_signals", stop_here)
+    assert ddp_training.main(["--cpu_only", *flags]) == 130
+    assert ("CUBLAS_WORKSPACE_CONFIG" in env) == bool(flags)
+
+
+def test_without_a_gpu_every_rank_gets_the_cpu() -> None:
+    assert pick_device(Launch(local_rank=5), cpu_only=True, backend="auto") == CPU
+
+
+def test_output_that_nobody_reads_any_more_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)  # as head does after its lines
+    with os.fdopen(writing, "w") as output:
+        done = subprocess.run(
+            [sys.executable, ROOT / "ddp_training.py", "--help"],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_ctrl_c_before_training_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: object, **more: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ddp_training, "run_ranks", interrupted)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    assert ddp_training.main(["--cpu_only"]) == 130
+    assert capsys.readouterr().err == STOPPED
+
+
+@pytest.mark.parametrize(
+    ("imported", "status", "said"),
+    [("hardened_ddp.settings.cli", -signal.SIGINT, ""), ("hardened_ddp.diagnosis", 130, STOPPED)],
+)
+def test_ctrl_c_while_the_script_imports_gives_no_traceback(
+    imported: str, status: int, said: str
+) -> None:
+    interrupt = f"""
+import builtins, os, runpy, signal, sys
+plain = builtins.__import__
+def interrupted(name, *rest):
+    if name.startswith({imported!r}):
+        os.kill(os.getpid(), signal.SIGINT)
+    return plain(name, *rest)
+builtins.__import__ = interrupted
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv = ["ddp_training.py", "watch"]
+runpy.run_path("ddp_training.py", run_name="__main__")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", interrupt], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (status, said)
+
+
+def rendezvous(timeout_s: float = 30) -> Group:
+    return open_group(read_launch(os.environ), device=CPU, backend="auto", timeout_s=timeout_s)
+
+
+def meet_without_rank_2() -> tuple[str, float]:
+    if os.environ["RANK"] == "2":
+        return "", 0.0
+    started = time.monotonic()
+    with pytest.raises(GroupError) as caught:
+        rendezvous(timeout_s=3)
+    return caught.value.message, time.monotonic() - started
+
+
+def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
+    message, seconds = run_ranks(meet_without_rank_2, 3)[0]
+    assert "never joined: [2]" in message
+    assert seconds < limit_of(15)
+
+
+def test_a_wait_is_told_after_seconds_and_then_each_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(reach.time, "monotonic", lambda: now[0])
+    told: list[float] = []
+    notices = reach.Notices(tell=lambda text: told.append(now[0] - 1000))
+    for second in range(200):
+        now[0] = 1000.0 + second
+        if notices.is_due:
+            notices.tell("still waiting")
+    assert told == [10, 70, 130, 190]
+
+
+def test_a_name_server_that_does_not_answer_delays_no_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(reach.socket, "getaddrinfo", lambda *a, **k: answers.wait(60) and [])
+    monkeypatch.setattr(reach, "_RESOLVE_LIMIT_S", 0.1)
+    assert "the name server does not answer" in reach.why_unreachable("node7", 29500)
+    answers.set()
+
+
+def meet_with_wrong_numbers(name: str, value: str) -> str:
+    rank = os.environ["RANK"]
+    if rank == "2":
+        os.environ[name] = value
+    with pytest.raises(LaunchError) as caught:
+        rendezvous(timeout_s=HOUR_S)
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [("RANK", "1", "both have RANK=1"), ("WORLD_SIZE", "4", "WORLD_SIZE")],
+)
+def test_ranks_that_are_numbered_wrongly_are_told_at_once_on_all(
+    name: str, value: str, text: str
+) -> None:
+    messages = run_ranks(meet_with_wrong_numbers, 3, name, value)
+    assert len(set(messages)) == 1
+    assert text in messages[0]
+    assert "process " in messages[0]
+
+
+def meet_at_taken_port(port: int) -> str:
+    if os.environ["RANK"] != "0":
+        return ""  # WHY: rank 0 serves the store; without it nobody else gets anywhere
+    os.environ["MASTER_PORT"] = str(port)
+    with pytest.raises(GroupError) as caught:
+        rendezvous(timeout_s=2)
+    return caught.value.message
+
+
+def test_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        messages = run_ranks(meet_at_taken_port, 2, port)
+    assert f"port {port} of this machine is taken" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("address", "is_four"), [("10.0.0.1", True), ("::1", False), ("node-1", False)]
+)
+def test_clients_of_an_ipv4_address_are_not_looked_up_as_ipv6(address: str, is_four: bool) -> None:
+    launch = Launch(master_addr=address, master_port=held_port(), world_size=2, num_nodes=2)
+    with socket.socket(fileno=_listen(launch)) as listener:
+        assert (listener.family == socket.AF_INET) == (is_four or not socket.has_dualstack_ipv6())
+
+
+def share_values() -> tuple[object, ...]:
+    group = rendezvous()
+    rank = group.launch.rank
+    values = group.gather_json({"rank": rank, "text": "x" * rank})
+    total = group.sum_(torch.tensor([float(rank)])).item()
+    first = group.broadcast_(torch.tensor([rank + 5])).item()
+    answer = group.run_on_main(lambda: {"from": rank}, what="asking")
+    try:
+        group.run_on_main(lambda: 1 // 0, what="dividing")
+    except HardenedError as error:
+        failure = error.message
+    with pytest.raises(DataError, match="reading failed on rank 0: no such file") as caught:
+        group.run_on_main(refuse, what="reading")
+    assert caught.value.fix == "look for it"
+    try:
+        group.check_equal({"code": "a"} | ({"data": "bc"[not rank]} if rank < 2 else {}))
+    except RankMismatchError as error:
+        mismatch = error.message
+    group.close()
+    return values, total, first, answer, failure, mismatch
+
+
+def refuse() -> None:
+    raise DataError("no such file", fix="look for it")
+
+
+def test_ranks_share_values_results_and_errors_of_rank_0() -> None:
+    results = run_ranks(share_values, 3)
+    assert results[0] == results[1] == results[2]
+    values, total, first, answer, failure, mismatch = results[0]
+    assert values == [{"rank": rank, "text": "x" * rank} for rank in range(3)]
+    assert (total, first, answer) == (3.0, 5, {"from": 0})
+    assert (
+        failure
+        == "dividing failed on rank 0: ZeroDivisionError: integer division or modulo by zero"
+    )
+    assert "rank 1: data is 'b', rank 0 has 'c'; rank 2: data is None, rank 0 has 'c'" in mismatch
+
+
+def stop_one_rank(number: int) -> tuple[int, str]:
+    group = rendezvous()
+    with StopRequest(group) as stop:
+        stop.watch(Path("."))
+        stop.start_last_resort(lambda: None, grace_s=60)
+        step = 0
+        while not (reason := stop.poll()) and step < 1_000_000:  # WHY so many: a fast machine
+            if group.launch.rank == 1 and step == 50:
+                os.kill(os.getpid(), number)
+            group.sum_(torch.ones(100))  # what a step does: all ranks wait for each other
+            step += 1
+        # More signals come while the run saves: launchers send several. They are written nowhere,
+        # not even into a file that now has the descriptor which the first one was written to.
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(8)]
+            os.kill(os.getpid(), number)
+            assert [os.fstat(file.fileno()).st_size for file in files] == [0] * 8
+        stop.finish()
+    group.close()
+    return step, reason
+
+
+@pytest.mark.parametrize(
+    "number",
+    slow_after(1, [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP]),
+)
+def test_a_signal_to_one_rank_stops_all_before_the_same_step(number: int) -> None:
+    results = run_ranks(stop_one_rank, 3, number)
+    assert len(set(results)) == 1
+    step, reason = results[0]
+    assert 50 < step < 1_000_000
+    assert reason == signal.Signals(number).name
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_stop_file_ends_the_run_with_a_checkpoint(tmp_path: Path, world_size: int) -> None:
+    argv = ["--cpu_only", "--epochs", "1000", "--output_dir", str(tmp_path), "--log_interval", "1"]
+    with start_training(argv, world_size) as running:
+        metrics = running.wait_for(
+            lambda: next(tmp_path.glob("*/metrics.jsonl"), None), timeout_s=60, what="a step"
+        )
+        (metrics.parent / STOP_FILE).touch()
+        running.wait(60).ok()
+    summary = json.loads((metrics.parent / "summary.json").read_text())
+    assert summary["status"] == "stopped"
+    saved = sorted((metrics.parent / "checkpoints").glob("step-*"))
+    assert int(saved[-1].name.removeprefix("step-")) == summary["step"]
+    assert not (metrics.parent / STOP_FILE).exists(), "the run that continues would stop at once"
+
+
+def tell_notice() -> str:
+    group = rendezvous()
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.addFilter(lambda record: hasattr(record, "on_every_rank"))  # rank 0 has printed it
+    logging.getLogger("hardened_ddp.guard.stop").addHandler(handler)
+    with StopRequest(group) as stop:
+        end, num_after = deadline(40), 0
+        while num_after < 100:  # WHY so many: it is to be told once
+            if group.launch.is_main:
+                stop.tell("no new checkpoint: the disk is full")
+            stop.poll()
+            is_late = time.monotonic() > end
+            num_told, num_late = group.sum_(torch.tensor([float(bool(messages)), is_late])).tolist()
+            num_after += bool(num_late) or num_told == group.world_size - 1
+        stop.finish()
+    group.close()
+    return "\n".join(messages)
+
+
+def test_what_rank_0_could_not_write_is_told_once_on_all_other_ranks() -> None:
+    told = run_ranks(tell_notice, 3)
+    assert told == ["", *["rank 0: no new checkpoint: the disk is full"] * 2]

@@ -1,0 +1,391 @@
+"""A run on two hosts with addresses of their own: it trains, and a cut cable has a verdict."""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from drills.two_hosts import ADDRESSES, TwoHosts, why_not
+from hardened_ddp.training.run_lock import LOCK_NAME
+from tests.harness.marks import slow_after
+from tests.harness.processes import find_marked, kill
+from tests.harness.ranks import (
+    Program,
+    run_command,
+    run_program,
+    start_command,
+    start_program,
+    train,
+)
+from tests.harness.run_folder import (
+    find_checkpoints,
+    is_past,
+    last_step,
+    last_tensors,
+    only_run,
+    ranks_of_newest_start,
+    read_summary,
+    samples_by_step,
+    step_of,
+)
+
+RUN = ["--cpu_only", "--epochs", "2", "--batch_size", "64"]
+TIMEOUT_S = 8.0
+SSHD = "/usr/sbin/sshd"
+MARK = "OVER_SSH"
+MPI_ON_TWO_HOSTS = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_oob_tcp_if_include": "10.77.0.0/24",
+}
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
+    # WHY here and not as a mark: looking makes a namespace, which is for those that run these
+    if reason := why_not():
+        pytest.skip(reason)
+    (tmp_path / "etc").mkdir()
+    with TwoHosts(tmp_path / "etc") as made:
+        yield made
+
+
+def torchrun(index: int, *words: str | Path) -> list[str | Path]:
+    """Give the command of one host; the same on both but for --node_rank."""
+    argv: list[str | Path] = ["torchrun", "--nnodes=2", f"--node_rank={index}"]
+    argv += ["--nproc_per_node=1", "--master_addr=node0", "--master_port=29700"]
+    return [*argv, "ddp_training.py", *words]
+
+
+def by_hand(index: int, port: int = 29700, address: str = ADDRESSES[0]) -> dict[str, str]:
+    """Give the environment of one rank without an agent: then rank 0 itself serves the store."""
+    return {
+        "RANK": str(index),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+
+
+@pytest.mark.slow
+def test_two_hosts_train_as_one_run_with_the_weights_of_one_host(
+    hosts: TwoHosts, tmp_path: Path
+) -> None:
+    words = [*RUN, "--output_dir", tmp_path / "two"]
+    with (
+        start_program(torchrun(0, *words), host=hosts.host(0)) as first,
+        start_program(torchrun(1, *words), host=hosts.host(1)) as second,
+    ):
+        first.wait(timeout_s=150).ok()
+        second.wait(timeout_s=30).ok()
+    assert read_summary(only_run(tmp_path / "two"))["world_size"] == 2
+    train([*RUN, "--output_dir", tmp_path / "one"], 2).ok()
+    assert last_tensors(tmp_path / "two") == last_tensors(tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_a_real_ssh_server_on_each_host_is_one_run_and_ends_with_it(
+    hosts: TwoHosts, tmp_path: Path
+) -> None:
+    if missing := [program for program in (SSHD, "ssh") if shutil.which(program) is None]:
+        pytest.skip(f"not installed on this machine: {', '.join(missing)} (see .ci/run)")
+    settings = make_ssh_settings(tmp_path)
+    serve = [SSHD, "-D", "-e", "-f", settings.with_name("sshd_config")]
+    words = ["--cpu_only", "--epochs", "1000", "--log_interval", "1", "--time_limit", "120s"]
+    argv = ["python", "launchers/launch.py", "--hosts", "node0,node1", "--nproc_per_node", "1"]
+    argv += ["--ssh", f"ssh -F {settings}", "--env", f"TMPDIR={tmp_path}", "--env", f"{MARK}=1"]
+    argv += ["ddp_training.py", *words, "--output_dir", str(tmp_path / "runs")]
+    with start_command(hosts.on(0, *serve)) as first, start_command(hosts.on(1, *serve)) as second:
+        first.wait_for(lambda: "listening" in first.stderr, timeout_s=20, what="a server")
+        second.wait_for(lambda: "listening" in second.stderr, timeout_s=20, what="a server")
+        with start_command(hosts.on(0, *argv)) as launched:
+            launched.wait_for(
+                lambda: is_past(tmp_path / "runs", 5), timeout_s=90, what="steps of two hosts"
+            )
+            os.kill(launched.pid, signal.SIGINT)
+            launched.wait(timeout_s=60)
+            assert not find_marked(MARK, "1"), "the launcher waits for the ranks of all hosts"
+    summary = read_summary(only_run(tmp_path / "runs"))
+    assert (summary["status"], summary["world_size"]) == ("stopped", 2)
+    assert step_of(find_checkpoints(tmp_path / "runs")[-1]) == summary["step"]
+
+
+@pytest.mark.slow
+def test_a_killed_agent_of_an_elastic_run_changes_nothing_but_the_speed(
+    hosts: TwoHosts, tmp_path: Path
+) -> None:
+    output = tmp_path / "runs"
+    argv = ["torchrun", "--nnodes=1:2", "--nproc_per_node=1", "--max_restarts=3"]
+    argv += ["--rdzv_backend=c10d", "--rdzv_endpoint=node0:29701", "--rdzv_id=job"]
+    argv += ["--rdzv_conf=last_call_timeout=1"]
+    words = [
+        "--cpu_only",
+        "--batch_size",
+        "12",
+        "--epochs",
+        "1000",
+        "--num_workers",
+        "0",
+        "--ledger",
+    ]
+    words += ["--lr_schedule", "constant", "--log_interval", "1", "--eval_every", "0"]
+    paced = ["--model", "tests.plugins:paced_mlp", "--timeout_s", "20", "--output_dir", str(output)]
+    # WHY: torch 2.13's agents wait for each other for ever when a node joins and they share it
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+    def on(index: int) -> Program:
+        agent = [*argv, f"--local_addr={ADDRESSES[index]}"]
+        command = [*agent, "ddp_training.py", *words, *paced]
+        return start_program(command, host=hosts.host(index), env=env)
+
+    with on(0) as first, on(1) as second:
+        first.wait_for(lambda: ranks_of_newest_start(output) == 2, timeout_s=40, what="two ranks")
+        begin = last_step(output)
+        first.wait_for(lambda: is_past(output, begin + 5), timeout_s=60, what="steps of two")
+        kill(second.pid)  # the agent alone: its rank finds out by itself, and leaves
+        first.wait_for(lambda: ranks_of_newest_start(output) == 1, timeout_s=90, what="one rank")
+        begin = last_step(output)
+        first.wait_for(lambda: is_past(output, begin + 5), timeout_s=60, what="steps of one")
+        first.signal(signal.SIGTERM)
+        completed = first.wait(timeout_s=60)
+    run = only_run(output)
+    summary = read_summary(run)
+    assert "resuming" in completed.output
+    assert summary["status"] == "stopped"
+    # Two ranks with 12 samples each make the same global batch as one with 24.
+    words[words.index("12")] = "24"
+    alone = [*words, "--model", "mlp", "--run_name", "run", "--max_steps", str(summary["step"])]
+    train([*alone, "--output_dir", tmp_path / "alone"], 1).ok()
+    assert samples_by_step(run) == samples_by_step(tmp_path / "alone" / "run")
+
+
+@pytest.mark.slow
+def test_a_dead_host_with_rank_0_does_not_keep_the_run_from_a_restart_on_another(
+    hosts: TwoHosts, tmp_path: Path
+) -> None:
+    output = tmp_path / "runs"
+    argv = ["torchrun", "--nnodes=1:2", "--nproc_per_node=1", "--max_restarts=3"]
+    argv += ["--rdzv_backend=c10d", "--rdzv_endpoint=node1:29702"]  # and the id that all jobs have
+    argv += ["--rdzv_conf=last_call_timeout=1"]
+    words = ["--cpu_only", "--epochs", "1000", "--num_workers", "0", "--eval_every", "0"]
+    words += ["--log_interval", "1", "--ledger", "--timeout_s", "40"]
+    words += [
+        "--batch_size",
+        "12",
+        "--model",
+        "tests.plugins:paced_mlp",
+        "--output_dir",
+        str(output),
+    ]
+    env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see above
+
+    def on(index: int) -> Program:
+        agent = [*argv, f"--local_addr={ADDRESSES[index]}"]
+        return start_program([*agent, "ddp_training.py", *words], host=hosts.host(index), env=env)
+
+    with on(1) as second, on(0) as first:
+        second.wait_for(lambda: ranks_of_newest_start(output) == 2, timeout_s=40, what="two ranks")
+        begin = last_step(output)
+        second.wait_for(lambda: is_past(output, begin + 10), timeout_s=60, what="steps of two")
+        lock = json.loads((only_run(output) / LOCK_NAME).read_text())
+        assert lock["mark"]["host"] == "node0"
+        for pid in (first.pid, *first.living_ranks()):
+            kill(pid)
+        first.wait(timeout_s=20)
+        second.wait_for(lambda: ranks_of_newest_start(output) == 1, timeout_s=120, what="one rank")
+        begin = last_step(output)
+        second.wait_for(lambda: is_past(output, begin + 5), timeout_s=60, what="steps of one")
+        second.signal(signal.SIGTERM)
+        completed = second.wait(timeout_s=60)
+    assert "an earlier attempt of this job" in completed.output
+    assert read_summary(only_run(output))["status"] == "stopped"
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from hardened_ddp.training.run_lock import RunLock
+with RunLock.acquire(Path(sys.argv[1]), jobs=sys.argv[2:], silent_after_s=7.0):
+    print("has the lock", flush=True)
+    if "stay" in sys.argv:
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "job"),
+    [("node0", "of-nobody-else"), ("node1", "shared")],
+    ids=["same name", "elastic"],
+)
+def test_a_lock_is_taken_over_from_a_dead_host_and_never_from_a_living_one(
+    name: str, job: str, hosts: TwoHosts, tmp_path: Path
+) -> None:
+    hold = ["python", "-c", HOLD, tmp_path]
+    second, host = [*hold, job], hosts.host(1, name=name)
+    with start_program([*hold, "shared", "stay"], host=hosts.host(0)) as first:
+        first.wait_for(lambda: "has the lock" in first.stdout, timeout_s=60, what="the lock")
+        refused = run_program(second, host=host, timeout_s=60)
+        assert refused.status == 1
+        assert f"is in use by process {first.pid} on host node0" in refused.output
+        first.signal(signal.SIGKILL)
+        first.wait(timeout_s=20)
+    after = run_program(second, host=host, timeout_s=60)
+    if job == "shared":
+        assert "has the lock" in after.ok().output
+    else:  # another machine of that name: only a person can know that it is dead
+        assert "is in use by process" in after.output
+
+
+@pytest.mark.slow
+def test_mpirun_on_two_hosts_agrees_on_a_place_to_meet(hosts: TwoHosts, tmp_path: Path) -> None:
+    if shutil.which("mpirun.openmpi") is None:
+        pytest.skip("Open MPI is not installed on this machine (see .ci/run)")
+    agent = make_ssh(hosts, tmp_path / "agent", host="$1", command="${*:2}")
+    argv = ["mpirun.openmpi", "--host", "node0,node1", "-np", "2", "--mca", "plm_rsh_agent", agent]
+    argv += ["-x", "PATH", "python", "launchers/run_with_mpirun.py", "--folder", tmp_path / "meet"]
+    argv += [*["ddp_training.py", *RUN], "--output_dir", tmp_path / "runs"]
+    done = run_command(hosts.on(0, *argv), timeout_s=150, env=MPI_ON_TWO_HOSTS).ok()
+    shown = [line for line in done.stdout.splitlines() if line.startswith("host ")]
+    assert shown == [
+        f"host node{rank}  rank {rank}  local rank 0  world size 2  device cpu" for rank in (0, 1)
+    ]
+    assert read_summary(only_run(tmp_path / "runs"))["world_size"] == 2
+    assert not list((tmp_path / "meet").iterdir())
+
+
+@pytest.mark.slow
+def test_a_cut_cable_has_a_clear_verdict_on_both_hosts_within_the_timeout(
+    hosts: TwoHosts, tmp_path: Path
+) -> None:
+    words = ["--cpu_only", "--epochs", "1000", "--log_interval", "1", "--timeout_s", str(TIMEOUT_S)]
+    folders = [tmp_path / "node0", tmp_path / "node1"]
+    argvs = [["python", "ddp_training.py", *words, "--output_dir", f] for f in folders]
+    with (
+        start_program(argvs[0], host=hosts.host(0), env=by_hand(0)) as first,
+        start_program(argvs[1], host=hosts.host(1), env=by_hand(1)) as second,
+    ):
+        first.wait_for(
+            lambda: list(folders[0].glob("*/metrics.jsonl")), timeout_s=90, what="a step"
+        )
+        hosts.cut()
+        cut_at = time.monotonic()
+        done = [command.wait(timeout_s=3 * TIMEOUT_S + 20) for command in (first, second)]
+        assert time.monotonic() - cut_at < 2 * TIMEOUT_S + 10
+    for rank, completed in enumerate(done):
+        assert completed.status == 75, completed.output
+        assert "[DDP-G05]" in completed.output
+        assert f"rank {1 - rank}" in completed.output
+        assert "its host, its network or its process is stopped" in completed.output
+        assert f"rank {rank} waits in all-reduce of step" in completed.output
+        assert "Traceback" not in completed.output
+    assert find_checkpoints(folders[0])
+
+
+FAILED_RENDEZVOUS = {
+    # what is wrong: (the rank that comes, its environment, what it says)
+    "no rank 0": (1, by_hand(1), ["10.77.0.1: refused: nothing listens on that port"]),
+    "no such host": (1, by_hand(1, address="10.77.0.9"), ["10.77.0.9"]),
+    "no such name": (1, by_hand(1, address="node7"), ["the name node7 can't be resolved here"]),
+    "no rank 1": (0, by_hand(0), ["of 2 ranks these never joined: [1]", "Joined: rank 0 (process"]),
+    "rank 0 elsewhere": (
+        0,
+        by_hand(0, address=ADDRESSES[1]),
+        ["tried 10.77.0.2:29700 for 4 s", "10.77.0.1"],
+    ),
+    "alone": (0, {**by_hand(0), "GLOO_SOCKET_IFNAME": "eth9"}, ["never joined: [1]"]),
+}
+
+
+@pytest.mark.parametrize("what", slow_after(1, FAILED_RENDEZVOUS))
+def test_a_failed_rendezvous_says_what_was_tried(
+    what: str, hosts: TwoHosts, tmp_path: Path
+) -> None:
+    rank, env, texts = FAILED_RENDEZVOUS[what]
+    argv = ["python", "ddp_training.py", "--cpu_only", "--timeout_s", "4", "--output_dir", tmp_path]
+    done = run_program(argv, host=hosts.host(rank), timeout_s=60, env=env)
+    assert done.status == 1, done.output
+    assert "[DDP-G01]" in done.output
+    for text in texts:
+        assert text in done.output
+    assert "Traceback" not in done.output
+
+
+@pytest.mark.slow
+def test_a_head_node_that_cannot_be_reached_is_told_within_seconds(
+    hosts: TwoHosts, tmp_path: Path
+) -> None:
+    argv = ["python", "ddp_training.py", "--cpu_only", "--output_dir", tmp_path]
+    with start_command(hosts.on(1, *argv), env=by_hand(1, address="node7")) as waiting:
+        waiting.wait_for(
+            lambda: "s for rank 0 at node7:29700" in waiting.stderr,
+            timeout_s=15,
+            what="word of the wait",
+        )
+        lines = news_of(waiting.stderr)
+        waiting.signal(signal.SIGINT)
+        waiting.wait(timeout_s=20)
+    assert "the name node7 can't be resolved here" in lines[-1]
+    assert "10.77.0.2" in lines[-1]  # what this machine is called itself
+    assert len(lines) == 1, "torch's warnings bury it"
+
+
+def news_of(output: str) -> list[str]:
+    """Give its lines without the signs of life, which only say how long a part takes so far."""
+    return [line for line in output.splitlines() if not line.endswith(" s so far")]
+
+
+@pytest.mark.slow
+def test_rank_0_tells_for_whom_it_waits(hosts: TwoHosts, tmp_path: Path) -> None:
+    argv = ["python", "ddp_training.py", "--cpu_only", "--output_dir", tmp_path]
+    with start_command(hosts.on(0, *argv), env=by_hand(0)) as waiting:
+        waiting.wait_for(
+            lambda: "ranks these have not joined: [1]. Joined: rank 0 (process" in waiting.stderr,
+            timeout_s=15,
+            what="word of the wait",
+        )
+        assert len(news_of(waiting.stderr)) == 1, "torch's warnings bury it"
+        waiting.signal(signal.SIGINT)
+        waiting.wait(timeout_s=20)
+
+
+def make_ssh(hosts: TwoHosts, path: Path, *, host: str, command: str) -> Path:
+    """Make an ssh for tests; host and command: where bash finds them among its arguments."""
+    cases = "\n".join(
+        f'node{i}) exec {shlex.join(hosts.on(i, "bash", "-c"))} "{command}" ;;' for i in (0, 1)
+    )
+    path.write_text(f'#!/bin/bash\ncase "{host}" in\n{cases}\nesac\n')
+    path.chmod(0o755)
+    return path
+
+
+def make_ssh_settings(folder: Path) -> Path:
+    """Make keys for a server and its user, and the settings of both; give the user's."""
+    for name in ("host_key", "user_key"):
+        argv = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+        subprocess.run(argv, check=True, timeout=20)
+    Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)  # the server insists on it
+    # WHY no StrictModes: it would refuse keys below a folder that all may write to, such as /tmp
+    served = f"""Port 2222
+        HostKey {folder}/host_key
+        AuthorizedKeysFile {folder}/user_key.pub
+        StrictModes no
+        PidFile none
+        PermitRootLogin yes"""
+    (folder / "sshd_config").write_text(served)
+    asked = f"""Port 2222
+        User root
+        IdentityFile {folder}/user_key
+        UserKnownHostsFile {folder}/known_hosts
+        StrictHostKeyChecking accept-new
+        LogLevel ERROR"""
+    (folder / "ssh_config").write_text(asked)
+    return folder / "ssh_config"

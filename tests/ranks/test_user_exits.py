@@ -1,0 +1,194 @@
+"""sys.exit(0) in the user's code, wherever it is called: an error with a cause, on all ranks."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import ddp_training
+from hardened_ddp.ranks.launch import environment
+from hardened_ddp.task.task import Score, Task
+from tests.harness.marks import slow_after
+from tests.harness.ranks import train
+
+
+def leave(how: str, rank: int) -> None:
+    """End the program, if this is the rank that does."""
+    if rank in (-1, int(environment().get("RANK", "0"))):
+        match how:
+            case "exit":
+                sys.exit(0)
+            case "quit":
+                raise SystemExit
+            case "text":
+                sys.exit("no more")
+
+
+class Rows(Dataset[tuple[torch.Tensor, int]]):
+    num_classes = 2
+
+    def __init__(self, train: bool, where: str = "", how: str = "exit", rank: int = -1) -> None:
+        self.where, self.how, self.rank, self.is_train = where, how, rank, train
+        if where == "constructor":
+            leave(how, rank)
+        if where == "collate":
+            self.collate_fn = self._collate
+        if where == "whole":
+            self.__class__ = WholeRows
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if self.where in ("item", "whole") and index > 16:
+            leave(self.how, self.rank)
+        return torch.tensor([index / 24, 1.0, -1.0]), index % 2
+
+    def _collate(self, samples: list[Any]) -> Any:
+        if any(inputs[0] * 24 > 16.5 for inputs, _ in samples):
+            leave(self.how, self.rank)
+        return torch.utils.data.default_collate(samples)
+
+
+class WholeRows(Rows):
+    def __getitems__(self, numbers: list[int]) -> list[Any]:
+        if max(numbers) > 16:
+            leave(self.how, self.rank)
+        return [self[number] for number in numbers]
+
+
+class Net(nn.Module):
+    def __init__(self, where: str = "", how: str = "exit", rank: int = -1, after: int = 4) -> None:
+        super().__init__()
+        if where == "constructor":
+            leave(how, rank)
+        self.layer = nn.Linear(3, 2)
+        self.where, self.how, self.rank, self.num_left = where, how, rank, after
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.layer(inputs)
+        if self.where == "evaluation" and not self.training and len(inputs) > 2:
+            leave(self.how, self.rank)
+        if self.where == "backward" and logits.requires_grad:
+            logits.register_hook(self._count)
+        elif self.where == "forward":
+            self._count()
+        return logits
+
+    def _count(self, *_: Any) -> None:
+        self.num_left -= 1
+        if self.num_left < 0:
+            leave(self.how, self.rank)
+
+
+class Own(Task):
+    def __init__(self, where: str, how: str = "exit", rank: int = -1) -> None:
+        self.where, self.how, self.rank, self.num_left = where, how, rank, 4
+        if where == "constructor":
+            leave(how, rank)
+
+    def score(self, output: Any, batch: Any) -> Score:
+        self.num_left -= 1
+        if self.num_left < 0:
+            leave(self.how, self.rank)
+        loss = nn.functional.cross_entropy(output, batch.targets, reduction="sum")
+        return Score(loss, len(batch.targets))
+
+
+class Leaving(torch.optim.SGD):
+    def __init__(self, parameters: Any, lr: float, where: str, rank: int = -1) -> None:
+        super().__init__(parameters, lr=lr)
+        self.where, self.rank, self.num_left = where, rank, 5
+        if where == "constructor":
+            leave("exit", rank)
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_left -= 1
+        if self.num_left < 0:
+            leave("exit", self.rank)
+        return super().step(closure)
+
+
+def leaving_rate(step: int, rank: int = -1, at: int = 0) -> float:
+    if step == at:
+        leave("exit", rank)
+    return 0.1
+
+
+class LeavingSchedule(torch.optim.lr_scheduler.LambdaLR):
+    def __init__(self, optimizer: Any, rank: int = -1) -> None:
+        leave("exit", rank)
+        super().__init__(optimizer, lambda step: 0.1)
+
+
+HERE = "tests.ranks.test_user_exits"
+DATA = ("--dataset", f"{HERE}:Rows", "--dataset_args")
+MODEL = ("--model", f"{HERE}:Net", "--model_args")
+TASK = ("--task", f"{HERE}:Own", "--task_args")
+OPTIMIZER = ("--optimizer", f"{HERE}:Leaving", "--optimizer_args")
+WORKER = ("--num_workers", "1")
+
+PLACES: dict[str, tuple[tuple[str, ...], dict[str, Any], tuple[str, ...]]] = {
+    "forward": (MODEL, {"where": "forward"}, ()),
+    "sample": (DATA, {"where": "item"}, ()),
+    "dataset": (DATA, {"where": "constructor"}, ()),
+    "dataset, by text": (DATA, {"where": "constructor", "how": "text"}, ()),
+    "sample, in a worker": (DATA, {"where": "item"}, WORKER),
+    "samples": (DATA, {"where": "whole"}, ()),
+    "samples, in a worker": (DATA, {"where": "whole"}, WORKER),
+    "collate": (DATA, {"where": "collate"}, ()),
+    "collate, in a worker": (DATA, {"where": "collate"}, WORKER),
+    "model": (MODEL, {"where": "constructor"}, ()),
+    "first forward": (MODEL, {"where": "forward", "after": 0}, ()),
+    "forward, by raise": (MODEL, {"where": "forward", "how": "quit"}, ()),
+    "backward": (MODEL, {"where": "backward"}, ()),
+    "evaluation": (MODEL, {"where": "evaluation"}, ("--eval_every", "1")),
+    "task": (TASK, {"where": "constructor"}, ()),
+    "loss": (TASK, {"where": "score"}, ()),
+    "optimizer": (OPTIMIZER, {"where": "constructor"}, ()),
+    "update": (OPTIMIZER, {"where": "step"}, ()),
+    "schedule": (("--lr_schedule", f"{HERE}:LeavingSchedule", "--lr_schedule_args"), {}, ()),
+    "rate": (("--lr_schedule", f"{HERE}:leaving_rate", "--lr_schedule_args"), {"at": 3}, ()),
+    "first rate": (("--lr_schedule", f"{HERE}:leaving_rate", "--lr_schedule_args"), {}, ()),
+}
+COMMON = ("--cpu_only", "--batch_size", "4", "--epochs", "2", "--no_config", "--num_workers", "0")
+REST = {"--dataset": f"{HERE}:Rows", "--model": f"{HERE}:Net", "--eval_every": "0"}
+
+
+def command(place: str, output: Path, rank: int) -> list[str]:
+    words, given, more = PLACES[place]
+    found = [*words, json.dumps({**given, "rank": rank}), *more, "--output_dir", str(output)]
+    rest = {name: value for name, value in REST.items() if name not in found}
+    return [*COMMON, *found, *(word for pair in rest.items() for word in pair)]
+
+
+@pytest.mark.parametrize("place", slow_after(3, PLACES))
+def test_an_exit_of_the_users_code_is_an_error_that_says_where(place: str, tmp_path: Path) -> None:
+    done = train(command(place, tmp_path, -1), launcher="none")
+    assert done.statuses[0] not in (0, None), done.output
+    assert "[DDP-" in done.output, done.output
+    assert "SystemExit" in done.output
+    assert "Traceback" not in done.output
+    line = "sample" if "sample" in place else f"{Path(__file__).name}:"
+    assert line in done.output, done.output
+
+
+@pytest.mark.parametrize("place", slow_after(1, PLACES))
+def test_where_one_rank_leaves_all_end_with_its_cause(
+    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = train(command(place, tmp_path, 1), 2)
+    assert all(status not in (0, None) for status in done.statuses), done.output
+    assert "SystemExit" in done.output, done.output
+    assert "Traceback" not in done.output
+    log = tmp_path / "log.txt"
+    log.write_text(done.output, encoding="utf-8")
+    assert ddp_training.main(["explain", str(log)]) == 0
+    told = capsys.readouterr().out
+    assert "SystemExit" in told, told
+    assert "rank 1" in told, told

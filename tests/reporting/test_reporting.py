@@ -1,0 +1,1073 @@
+"""What a run says of itself: logs, progress bar, metrics, TensorBoard, times, memory, summary.
+
+Faults are real ones: full devices, closed pipes, terminals that go away, files that hit a limit.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import math
+import os
+import pty
+import resource
+import shlex
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hardened_ddp.ranks import tracker as tracker_module
+from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.tracker import Tracker
+from hardened_ddp.reporting import background, sinks, step_clock
+from hardened_ddp.reporting import metrics as metrics_module
+from hardened_ddp.reporting.event_file import crc32c
+from hardened_ddp.reporting.log import (
+    ON_EVERY_RANK,
+    add_log_file,
+    start_logging,
+    stop_logging,
+)
+from hardened_ddp.reporting.metrics import MetricsLog
+from hardened_ddp.reporting.pictures import draw_grid, encode_png
+from hardened_ddp.reporting.progress import ProgressBar
+from hardened_ddp.reporting.resources import MemorySource, ResourceMonitor
+from hardened_ddp.reporting.sinks import FileSink, TextSink
+from hardened_ddp.reporting.step_clock import GpuTimeline, StepClock
+from hardened_ddp.reporting.summary import (
+    closing_lines,
+    finished_at,
+    withdraw_summary,
+    write_summary,
+)
+from hardened_ddp.settings.typed_command import SCRIPT
+from tests.harness.commands import run_command
+from tests.harness.forks import run_forked
+from tests.harness.processes import deadline
+
+log = logging.getLogger("hardened_ddp.tests")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def logging_ends() -> Iterator[None]:
+    yield
+    stop_logging()
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> set[Path]:
+    """The files for which the disk is full: a test puts them in, and takes them out again."""
+    paths: set[Path] = set()
+    opened = sinks.open_no_link
+
+    def open_or_full(path: Path, flags: int) -> int:
+        return opened("/dev/full" if path in paths else path, flags)
+
+    monkeypatch.setattr(sinks, "open_no_link", open_or_full)
+    return paths
+
+
+@pytest.fixture
+def stderr(capfd: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    """Give what was written to stderr since the last call."""
+    return lambda: capfd.readouterr().err
+
+
+def cheapest(work: Callable[[], object], *, times: int, rounds: int = 7) -> float:
+    """Measure seconds of this thread's CPU per call, in the least disturbed of some rounds."""
+    taken = []
+    for _ in range(rounds):
+        start = time.thread_time()
+        for _ in range(times):
+            work()
+        taken.append((time.thread_time() - start) / times)
+    return min(taken)
+
+
+class TestConsole:
+    def test_rank_0_says_everything_from_info_on(self, stderr: Callable[[], str]) -> None:
+        start_logging(rank=0, world_size=2, debug=False)
+        log.debug("hidden")
+        log.info("loss 0.5")
+        log.warning("disk slow")
+        first, second = stderr().splitlines()
+        assert first[8:] == " [rank 0] loss 0.5"
+        assert second[8:] == " [rank 0] WARNING disk slow"
+        assert time.strptime(first[:8], "%H:%M:%S")
+
+    def test_other_ranks_say_only_warnings(self, stderr: Callable[[], str]) -> None:
+        start_logging(rank=1, world_size=2, debug=False)
+        log.info("hidden")
+        log.error("broken")
+        [line] = stderr().splitlines()
+        assert line[8:] == " [rank 1] ERROR broken"
+
+    def test_a_warning_of_all_ranks_is_printed_by_rank_0_and_in_all_files(
+        self, tmp_path: Path, stderr: Callable[[], str]
+    ) -> None:
+        for rank in range(2):
+            start_logging(rank=rank, world_size=2, debug=False)
+            add_log_file(tmp_path, rank=rank)
+            log.warning("retrying step 3", extra=ON_EVERY_RANK)
+            logging.getLogger("py.warnings").warning("FutureWarning: old name")
+            stop_logging()
+            said = (tmp_path / f"rank-{rank}.log").read_text()
+            assert "retrying step 3" in said
+            assert "old name" in said
+        first, second = stderr().splitlines()
+        assert first[8:] == " [rank 0] WARNING retrying step 3"
+        assert "[rank 0] WARNING" in second
+
+    def test_debug_shows_all_of_all_ranks_but_not_other_libraries_debug_lines(
+        self, stderr: Callable[[], str]
+    ) -> None:
+        start_logging(rank=1, world_size=2, debug=True)
+        log.debug("detail")
+        logging.getLogger("other").debug("noise")
+        assert stderr()[8:] == " [rank 1] detail\n"
+
+    def test_one_process_needs_no_rank_tag(self, stderr: Callable[[], str]) -> None:
+        start_logging(rank=0, world_size=1, debug=False)
+        log.info("hello")
+        assert stderr()[8:] == " hello\n"
+
+    def test_lines_are_ascii_whatever_they_say(self, stderr: Callable[[], str]) -> None:
+        start_logging(rank=0, world_size=1, debug=False)
+        log.info("sample \u00fcber \U0001f600 \udcff.png")
+        assert stderr()[8:] == " sample \\xfcber \\U0001f600 \\udcff.png\n"
+
+    def test_python_warnings_become_one_log_line(self, stderr: Callable[[], str]) -> None:
+        start_logging(rank=0, world_size=1, debug=False)
+        warnings.warn("old call", stacklevel=1)
+        [line] = stderr().splitlines()
+        assert line[8:].startswith(" WARNING ")
+        assert line.endswith("UserWarning: old call")
+
+    def test_a_line_that_cannot_be_formatted_does_not_raise(self) -> None:
+        program = (
+            "import logging\n"
+            "from hardened_ddp.reporting.log import start_logging\n"
+            "class Unprintable:\n"
+            "    def __str__(self): raise RuntimeError('no')\n"
+            "start_logging(rank=0, world_size=1, debug=False)\n"
+            "logging.info('%d steps', 'many')\n"
+            "logging.info('%s', Unprintable())\n"
+        )
+        done = run_command([sys.executable, "-c", program], timeout_s=30).ok()
+        first, second = done.stderr.splitlines()
+        assert first == "INFO <string>:6: unreadable line (TypeError)"
+        assert second == "INFO <string>:7: unreadable line (RuntimeError)"
+
+    def test_lost_lines_are_counted_and_told_of_when_writing_works_again(
+        self, stderr: Callable[[], str]
+    ) -> None:
+        start_logging(rank=0, world_size=1, debug=False)
+        fd = sys.stderr.fileno()
+        good, full = os.dup(fd), os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, fd)
+        for _ in range(3):
+            log.info("into the void")
+        os.dup2(good, fd)
+        log.info("back")
+        log.info("still there")
+        os.close(good)
+        os.close(full)
+        notice, back, still = stderr().splitlines()
+        assert "WARNING 3 older log lines could not be written" in notice
+        assert "No space left on device" in notice
+        assert back[8:] == " back"
+        assert still[8:] == " still there"
+
+    @pytest.mark.parametrize("stream", [None, "closed"])
+    def test_a_closed_stderr_does_not_raise(
+        self, stream: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        file = (tmp_path / "x").open("w")
+        start_with_none = stream is None
+        monkeypatch.setattr(sys, "stderr", None if start_with_none else file)
+        start_logging(rank=0, world_size=1, debug=False)
+        file.close()
+        log.error("nobody hears this")
+        add_log_file(tmp_path / "logs", rank=0)
+        assert "nobody hears this" in (tmp_path / "logs/rank-0.log").read_text()
+
+    def test_a_program_whose_reader_has_gone_ends_as_if_nothing_were(self, tmp_path: Path) -> None:
+        program = (
+            "import logging, sys\n"
+            "from pathlib import Path\n"
+            "from hardened_ddp.reporting.log import *\n"
+            "start_logging(rank=0, world_size=1, debug=False)\n"
+            "add_log_file(Path(sys.argv[1]), rank=0)\n"
+            "for n in range(2000): logging.getLogger('hardened_ddp').info('line %d', n)\n"
+            "stop_logging()\n"
+        )
+        read_end, write_end = os.pipe()
+        os.close(read_end)
+        status = subprocess.run(
+            [sys.executable, "-c", program, tmp_path], stderr=write_end, timeout=90, check=False
+        ).returncode
+        os.close(write_end)
+        assert status == 0
+        assert "line 1999" in (tmp_path / "rank-0.log").read_text()
+
+
+class TestLogFile:
+    def test_what_was_said_before_the_run_folder_was_known_is_in_the_file(
+        self, stderr: Callable[[], str], tmp_path: Path
+    ) -> None:
+        start_logging(rank=3, world_size=4, debug=False)
+        log.debug("early detail")
+        add_log_file(tmp_path / "logs", rank=3)
+        log.info("later")
+        stop_logging()
+        first, second = (tmp_path / "logs/rank-3.log").read_text().splitlines()
+        assert first.endswith(" DEBUG hardened_ddp.tests: early detail")
+        assert second.endswith(" INFO hardened_ddp.tests: later")
+
+    def test_what_waits_for_the_file_is_bounded(
+        self, stderr: Callable[[], str], tmp_path: Path
+    ) -> None:
+        start_logging(rank=1, world_size=2, debug=False)
+        for number in range(5000):
+            log.debug("line %d", number)
+        add_log_file(tmp_path, rank=1)
+        lines = (tmp_path / "rank-1.log").read_text().splitlines()
+        assert len(lines) == 2000
+        assert lines[-1].endswith("line 4999")
+
+    def test_what_waits_for_the_file_keeps_nothing_alive_that_was_logged(self) -> None:
+        program = (
+            "import logging, weakref\n"
+            "from hardened_ddp.reporting.log import start_logging\n"
+            "class Big: pass\n"
+            "start_logging(rank=1, world_size=2, debug=False)\n"
+            "big = Big()\n"
+            "watched = weakref.ref(big)\n"
+            "logging.info('%s', big)\n"
+            "del big\n"
+            "print(watched())\n"
+        )
+        assert run_command([sys.executable, "-c", program], timeout_s=30).ok().stdout == "None\n"
+
+    def test_a_full_disk_is_said_once_and_the_lines_are_there_when_there_is_room_again(
+        self, stderr: Callable[[], str], tmp_path: Path, full: set[Path]
+    ) -> None:
+        path = tmp_path / "rank-0.log"
+        full.add(path)
+        start_logging(rank=0, world_size=1, debug=False)
+        add_log_file(tmp_path, rank=0)
+        log.info("nothing yet")  # the device fails only when something is written
+        log.info("while full")
+        full.discard(path)
+        log.info("after")
+        text = path.read_text()
+        assert text.index("nothing yet") < text.index("while full") < text.index("after")
+
+    def test_a_folder_that_cannot_be_made_is_a_warning(
+        self, stderr: Callable[[], str], tmp_path: Path
+    ) -> None:
+        (tmp_path / "logs").write_text("a file")
+        start_logging(rank=0, world_size=1, debug=False)
+        add_log_file(tmp_path / "logs", rank=0)
+        assert "WARNING this rank's log file can't be written, training continues" in stderr()
+
+    def test_a_resumed_run_begins_on_a_new_line_behind_half_of_one(
+        self, stderr: Callable[[], str], tmp_path: Path
+    ) -> None:
+        (tmp_path / "rank-0.log").write_text("killed in the mid")
+        start_logging(rank=0, world_size=1, debug=False)
+        add_log_file(tmp_path, rank=0)
+        log.info("resumed")
+        assert (tmp_path / "rank-0.log").read_text().startswith("killed in the mid\n")
+
+    def test_logging_can_be_started_and_stopped_again_and_leaves_no_trace(
+        self, stderr: Callable[[], str], tmp_path: Path
+    ) -> None:
+        root, ours = logging.getLogger(), logging.getLogger("hardened_ddp")
+        before = (list(root.handlers), root.level, ours.level, warnings.showwarning)
+        for attempt in range(3):
+            start_logging(rank=0, world_size=1, debug=False)
+            add_log_file(tmp_path, rank=0)
+            log.info("attempt %d", attempt)
+        stop_logging()
+        stop_logging()
+        assert (list(root.handlers), root.level, ours.level, warnings.showwarning) == before
+        assert len((tmp_path / "rank-0.log").read_text().splitlines()) == 3
+
+
+class TestFileSink:
+    def test_a_file_at_its_limit_is_continued_without_a_gap_or_a_double(
+        self, tmp_path: Path
+    ) -> None:
+        records = [b"%03d-%s\n" % (number, b"x" * 96) for number in range(50)]
+
+        def write() -> None:
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2_050, hard))  # in the middle of a record
+            sink = FileSink(tmp_path / "file", keep_bytes=100_000)
+            for record in records:
+                sink.add(record)
+            assert not sink.flush()
+            assert "File too large" in str(sink.error)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+            assert sink.close()
+            assert sink.num_lost == 0
+
+        assert run_forked(write) == 0
+        assert (tmp_path / "file").read_bytes() == b"".join(records)
+
+    def test_a_record_that_was_begun_is_finished_whatever_is_dropped(self, tmp_path: Path) -> None:
+        def write() -> None:
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (250, hard))
+            sink = FileSink(tmp_path / "file", keep_bytes=250)
+            for number in range(50):
+                sink.add(b"%02d-%s-%02d\n" % (number, b"x" * 93, number))
+            assert not sink.flush()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+            assert sink.close()
+            assert sink.num_lost == 46
+
+        assert run_forked(write) == 0
+        lines = (tmp_path / "file").read_text().splitlines()
+        assert [line[:3] + line[-3:] for line in lines] == ["00--00", "01--01", "02--02", "49--49"]
+
+    def test_what_is_too_much_to_keep_is_dropped_oldest_first_and_counted(
+        self, tmp_path: Path, full: set[Path]
+    ) -> None:
+        path = tmp_path / "file"
+        full.add(path)
+        sink = FileSink(path, keep_bytes=30)
+        for number in range(10):
+            sink.add(b"record %02d\n" % number)
+            assert not sink.flush()
+        full.discard(path)
+        assert sink.close()
+        assert path.read_bytes() == b"record 07\nrecord 08\nrecord 09\n"
+        assert sink.num_lost == 7
+
+
+class Screen:
+    """What a person sees on a terminal after some output: carriage returns and newlines."""
+
+    def __init__(self, output: bytes) -> None:
+        self.lines = [""]
+        column = 0
+        for character in output.decode("ascii"):
+            if character == "\n":
+                self.lines.append("")
+            elif character == "\r":
+                column = 0
+            else:
+                line = self.lines[-1]
+                self.lines[-1] = line[:column].ljust(column) + character + line[column + 1 :]
+                column += 1
+        self.lines = [line.rstrip() for line in self.lines]
+
+
+class Terminal:
+    """A terminal in the place of stderr."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, columns: int = 100) -> None:
+        self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        self.stream = os.fdopen(slave, "w")
+        self._monkeypatch = monkeypatch
+
+    def __enter__(self) -> "Terminal":
+        # WHY not in a fixture: pytest sets sys.stderr again between setup and call.
+        self._monkeypatch.setattr(sys, "stderr", self.stream)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            self.stream.close()
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Go away, as a window does that is closed."""
+        if self.master >= 0:
+            os.close(self.master)
+        self.master = -1
+
+    def screen(self) -> list[str]:
+        """Give the lines that can be seen on it; nothing can be written to it after that."""
+        stop_logging()
+        self.stream.close()
+        output = b""
+        with contextlib.suppress(OSError):  # EIO: that was all
+            while part := os.read(self.master, 4096):
+                output += part
+        return read_screen(output.decode("ascii"))
+
+
+def read_screen(output: str) -> list[str]:
+    """Do what a terminal does with carriage returns and newlines; return the lines on it."""
+    lines, column = [""], 0
+    for character in output:
+        if character == "\n":
+            lines.append("")
+        elif character == "\r":
+            column = 0
+        else:
+            lines[-1] = lines[-1][:column].ljust(column) + character + lines[-1][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    return Terminal(monkeypatch)
+
+
+class TestProgressBar:
+    def test_on_a_terminal_there_is_one_bar_with_numbers_and_an_estimate(
+        self, terminal: Terminal
+    ) -> None:
+        with terminal:
+            bar = ProgressBar(total_steps=400, initial_step=100)
+            bar.describe(
+                epoch=2, num_epochs=5, loss=0.1234, metrics="acc 97.1%", samples_per_s=1234.4
+            )
+            bar.clear()  # so that the next update draws at once
+            bar.update(200)
+            [line] = terminal.screen()
+            bar.close()
+        assert line.startswith("epoch 2/5 | loss 0.123 acc 97.1% | 1,234 samples/s  50%|###")
+        assert "| 200/400 [00:00<00:0" in line
+        assert len(line) <= 100
+
+    def test_log_lines_stand_whole_above_the_bar(self, terminal: Terminal) -> None:
+        with terminal:
+            start_logging(rank=0, world_size=1, debug=False)
+            bar = ProgressBar(total_steps=10, initial_step=0)
+            for step in range(1, 4):
+                bar.update(step)
+                log.info("step %d is done", step)
+            lines = terminal.screen()
+            bar.close()
+        assert [line[9:] for line in lines[:3]] == [f"step {n} is done" for n in (1, 2, 3)]
+        assert "/10 [" in lines[3]
+        assert len(lines) == 4
+
+    def test_after_the_end_nothing_is_left_of_the_bar(self, terminal: Terminal) -> None:
+        with terminal:
+            start_logging(rank=0, world_size=1, debug=False)
+            bar = ProgressBar(total_steps=10, initial_step=0)
+            bar.update(10)
+            bar.close()
+            bar.close()
+            log.info("finished")
+            lines = terminal.screen()
+        assert [line[9:] for line in lines] == ["finished", ""]
+
+    def test_a_terminal_that_does_not_know_its_width_has_a_bar_all_the_same(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with Terminal(monkeypatch, columns=0) as terminal:
+            bar = ProgressBar(total_steps=10, initial_step=5)
+            [line] = terminal.screen()
+            bar.close()
+        assert line.startswith(" 50%|####")
+        assert 60 < len(line) <= 80
+
+    def test_a_number_that_is_not_known_yet_is_left_out(self, terminal: Terminal) -> None:
+        with terminal:
+            bar = ProgressBar(total_steps=10, initial_step=0)
+            bar.describe(epoch=1, num_epochs=5, samples_per_s=20)
+            bar.clear()
+            bar.update(1)
+            [line] = terminal.screen()
+            bar.close()
+        assert line.startswith("epoch 1/5 | 20 samples/s  10%|")
+
+    def test_a_terminal_that_goes_away_ends_the_bar_and_nothing_else(
+        self, terminal: Terminal, tmp_path: Path
+    ) -> None:
+        with terminal:
+            start_logging(rank=0, world_size=1, debug=False)
+            add_log_file(tmp_path, rank=0)
+            bar = ProgressBar(total_steps=10, initial_step=0)
+            terminal.hang_up()
+            bar.clear()
+            bar.update(3)
+            bar.describe(epoch=1, num_epochs=5, loss=1.0)
+            log.info("training goes on")
+            bar.update(4)
+            bar.close()
+        text = (tmp_path / "rank-0.log").read_text()
+        assert "the progress bar is closed" in text
+        assert "Input/output error" in text
+        assert "training goes on" in text
+
+    @pytest.mark.parametrize("enabled", [None, False])
+    def test_without_a_terminal_there_is_no_bar(
+        self, enabled: bool | None, stderr: Callable[[], str]
+    ) -> None:
+        bar = ProgressBar(total_steps=10, initial_step=0, enabled=enabled)
+        bar.update(5)
+        bar.describe(epoch=1, num_epochs=1)
+        bar.clear()
+        bar.close()
+        assert stderr() == ""
+
+    def test_without_a_terminal_tqdm_is_not_even_loaded(self) -> None:
+        program = (
+            "import sys\n"
+            "from hardened_ddp.reporting.progress import ProgressBar\n"
+            "ProgressBar(total_steps=9, initial_step=0).update(1)\n"
+            "print('tqdm' in sys.modules)\n"
+        )
+        done = run_command([sys.executable, "-c", program], timeout_s=30).ok()
+        assert done.stdout == "False\n"
+
+    def test_a_bar_that_was_asked_for_is_drawn_into_any_stream_but_seldom(self) -> None:
+        stream = StringIO()
+        bar = ProgressBar(total_steps=1000, initial_step=0, enabled=True, stream=stream)
+        for step in range(1000):
+            bar.update(step)
+        assert 1 <= stream.getvalue().count("/1000 [") <= 3
+        bar.close()
+
+    def test_an_update_costs_less_than_2_us(self, terminal: Terminal) -> None:
+        with terminal:
+            bar = ProgressBar(total_steps=10, initial_step=0)
+            taken = cheapest(lambda: bar.update(5), times=2000)
+            bar.close()
+        assert taken < 2e-6
+
+
+def read_lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_board(folder: Path) -> Any:  # Any: tensorboard has no types
+    """Read a run's TensorBoard files as TensorBoard does."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder / "tensorboard"), size_guidance={"images": 0, "scalars": 0})
+    return board.Reload()
+
+
+class TestMetrics:
+    def test_numbers_are_in_both_files_and_non_finite_ones_are_null_or_themselves(
+        self, tmp_path: Path
+    ) -> None:
+        metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
+        metrics.scalars(20, {"train/loss": 0.5, "train/bad": math.nan})
+        metrics.scalars(300, {"train/loss": 1e300, "train/bad": -math.inf})
+        metrics.close()
+        first, second = read_lines(tmp_path)
+        assert first == {
+            "step": 20,
+            "time": pytest.approx(time.time(), abs=60),
+            "train/loss": 0.5,
+            "train/bad": None,
+        }
+        assert second["train/bad"] is None
+        board = read_board(tmp_path)
+        points = board.Scalars("train/loss")
+        assert [(point.step, point.value) for point in points] == [(20, 0.5), (300, math.inf)]
+        assert points[0].wall_time == pytest.approx(time.time(), abs=60)
+        bad = [point.value for point in board.Scalars("train/bad")]
+        assert math.isnan(bad[0])
+        assert bad[1] == -math.inf
+
+    def test_a_text_is_shown_as_it_is(self, tmp_path: Path) -> None:
+        metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
+        metrics.text("settings", "seed: 0  # \u00e4\n" * 40)
+        metrics.close()
+        [event] = read_board(tmp_path).Tensors("settings")
+        expected = "```\n" + "seed: 0  # \u00e4\n" * 40 + "\n```"
+        assert event.tensor_proto.string_val[0].decode() == expected
+
+    def test_pictures_are_one_grid_with_their_titles_beside_it(self, tmp_path: Path) -> None:
+        metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
+        titles = [f"true {number} / predicted {number + 1}" for number in range(20)]
+        metrics.images(7, "test/mistakes", torch.randn(20, 1, 8, 8), titles)
+        metrics.close()
+        board = read_board(tmp_path)
+        [image] = board.Images("test/mistakes")
+        assert image.step == 7
+        assert (image.width, image.height) == (4 * 66 + 2, 4 * 66 + 2)
+        [event] = board.Tensors("test/mistakes/titles")
+        lines = event.tensor_proto.string_val[0].decode().splitlines()
+        assert lines[0].startswith("| true 0 / predicted 1 | true 1 / predicted 2 |")
+        assert lines[-1].endswith("| true 15 / predicted 16 |")
+
+    def test_tensorboard_itself_takes_the_records_for_valid(self, tmp_path: Path) -> None:
+        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+        metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
+        metrics.scalars(1, {"a": 1.0, "b": 2.0})
+        metrics.images(1, "pictures", torch.rand(3, 3, 40, 30), ["x", "y", "z"])
+        metrics.close()
+        [path] = (tmp_path / "tensorboard").iterdir()
+        events = list(EventFileLoader(str(path)).Load())
+        assert events[0].file_version == "brain.Event:2"
+        tags = [value.tag for event in events for value in event.summary.value]
+        assert tags == ["a", "b", "pictures", "pictures/titles"]
+
+    def test_a_restart_from_an_earlier_step_replaces_the_steps_behind_it(
+        self, tmp_path: Path
+    ) -> None:
+        for first_step, loss in ((10, 1.0), (30, 2.0)):
+            metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
+            metrics.text("settings", "seed: 0")
+            for step in range(first_step, 60, 10):
+                metrics.scalars(step, {"loss": loss})
+            metrics.close()
+            # Files of one second and one process would have one name.
+            for path in (tmp_path / "tensorboard").iterdir():
+                path.rename(path.with_name(f"{path.name}.{int(loss)}"))
+        board = read_board(tmp_path)
+        points = [(point.step, point.value) for point in board.Scalars("loss")]
+        assert points == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0), (50, 2.0)]
+        assert len(board.Tensors("settings")) == 2
+
+    def test_other_ranks_write_nothing_and_without_tensorboard_there_is_no_folder(
+        self, tmp_path: Path
+    ) -> None:
+        for folder, is_main in ((tmp_path / "main", True), (tmp_path / "other", False)):
+            metrics = MetricsLog(folder, tensorboard=not is_main, is_main=is_main)
+            metrics.scalars(1, {"loss": 1.0})
+            metrics.text("settings", "x")
+            metrics.images(1, "pictures", torch.rand(1, 1, 8, 8), ["x"])
+            metrics.close()
+        assert [path.name for path in tmp_path.iterdir()] == ["main"]
+        assert [path.name for path in (tmp_path / "main").iterdir()] == ["metrics.jsonl"]
+
+    def test_what_was_said_can_be_read_before_the_end(self, tmp_path: Path) -> None:
+        metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
+        metrics.scalars(1, {"loss": 1.0})
+        wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and read_lines(tmp_path), limit_s=5)
+        metrics.close()
+
+    def test_half_a_line_of_a_killed_run_does_not_spoil_the_next(self, tmp_path: Path) -> None:
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
+        metrics = MetricsLog(tmp_path, tensorboard=False, is_main=True)
+        metrics.scalars(2, {"loss": 1.0})
+        metrics.close()
+        last = (tmp_path / "metrics.jsonl").read_text().splitlines()[-1]
+        assert json.loads(last)["step"] == 2
+
+    def test_a_full_disk_is_one_warning_with_the_reason_and_a_count_at_the_end(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, full: set[Path]
+    ) -> None:
+        full.add(tmp_path / "metrics.jsonl")
+        metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
+        for step in range(50):
+            metrics.scalars(step, {"loss": 1.0})
+        wait_for(lambda: caplog.messages, limit_s=5)
+        metrics.close()
+        first, last = caplog.messages
+        assert "metrics.jsonl can't be written, training continues" in first
+        assert "No space left on device" in first
+        assert last.startswith("50 records of metrics could not be written")
+        assert len(read_board(tmp_path).Scalars("loss")) == 50
+
+    def test_numbers_of_the_time_without_room_are_there_when_there_is_room_again(
+        self, tmp_path: Path
+    ) -> None:
+        def write() -> None:
+            failed = threading.Event()
+            handler = logging.Handler()
+            handler.emit = lambda record: failed.set()  # type: ignore[method-assign]
+            logging.getLogger("hardened_ddp").addHandler(handler)
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1_111, hard))
+            metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
+            for step in range(1, 100):
+                metrics.scalars(step, {"loss": 1.0, "accuracy": 0.5})
+            assert failed.wait(60)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+            metrics.close()
+
+        assert run_forked(write) == 0
+        assert [line["step"] for line in read_lines(tmp_path)] == list(range(1, 100))
+        steps = [point.step for point in read_board(tmp_path).Scalars("accuracy")]
+        assert steps == list(range(1, 100))
+
+    def test_a_disk_that_hangs_holds_up_neither_the_steps_nor_the_end(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(metrics_module, "_CLOSE_LIMIT_S", 0.1)
+        pipe = tmp_path / "metrics.jsonl"
+        os.mkfifo(pipe)  # it takes 64 KiB, and then blocks
+        metrics = MetricsLog(tmp_path, tensorboard=False, is_main=True)
+        for step in range(11_000):  # WHY no limit: they would wait for ever
+            metrics.scalars(step, {"loss": 1.0})
+        metrics.close()
+        assert "the disk does not answer" in caplog.messages[-1]
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+        def is_over() -> bool:
+            with contextlib.suppress(BlockingIOError):
+                os.read(reader, 2**20)
+            return all(thread.name != "metrics" for thread in threading.enumerate())
+
+        wait_for(is_over, limit_s=10)
+        os.close(reader)
+
+    def test_a_program_that_forgets_to_close_ends_all_the_same(self) -> None:
+        program = (
+            "import threading\n"
+            "from hardened_ddp.reporting.background import ReportWriter\n"
+            "is_stuck = threading.Event()\n"
+            "def hang(): is_stuck.set(); threading.Event().wait()\n"
+            "ReportWriter(flush=lambda: True, name='metrics').do(hang)\n"
+            "is_stuck.wait()\n"
+        )
+        run_command([sys.executable, "-c", program], timeout_s=30).ok()
+
+    def test_writing_is_tried_again_later_without_a_new_report(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(background, "_RETRY_AFTER_S", 0.01)
+        outcomes = [True, False, False]
+        is_over = threading.Event()
+
+        def flush() -> bool:
+            is_written = outcomes.pop()
+            if is_written:
+                is_over.set()
+            return is_written
+
+        writer = background.ReportWriter(flush=flush, name="metrics")
+        writer.do(lambda: None)
+        assert is_over.wait(60)
+        outcomes.append(True)
+        assert writer.close(timeout_s=60)
+
+    def test_while_the_disk_hangs_what_is_too_much_is_counted_and_left_out(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(background, "_MAX_WAITING", 3)
+        hangs, goes_on, done = threading.Event(), threading.Event(), []
+
+        def hang() -> None:
+            hangs.set()
+            goes_on.wait(60)
+
+        writer = background.ReportWriter(flush=lambda: True, name="metrics")
+        writer.do(hang)
+        assert hangs.wait(60)
+        for number in range(5):
+            writer.do(partial(done.append, number))
+        assert writer.num_refused == 2
+        goes_on.set()
+        assert writer.close(timeout_s=60)
+        assert done == [0, 1, 2]
+
+    def test_a_report_that_breaks_is_left_out_and_the_next_is_written(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
+        metrics.text("half a character \udc80", "x")
+        metrics.scalars(1, {"loss": 1.0})
+        metrics.close()
+        assert "a report failed and is skipped, training continues" in caplog.text
+        assert read_board(tmp_path).Scalars("loss")
+
+    def test_8_numbers_cost_the_training_thread_less_than_300_us(self, tmp_path: Path) -> None:
+        metrics = MetricsLog(tmp_path, tensorboard=True, is_main=True)
+        values = {f"train/number_{index}": index / 3 for index in range(8)}
+        taken = cheapest(lambda: metrics.scalars(1, values), times=20, rounds=10)
+        metrics.close()
+        assert taken < 300e-6
+
+
+def wait_for(condition: Callable[[], object], *, limit_s: float) -> None:
+    """Wait until condition holds. Raises AssertionError after limit_s."""
+    end = deadline(limit_s)
+    tick = threading.Event()
+    while not condition():
+        assert time.monotonic() < end, "this took too long"
+        tick.wait(0.01)
+
+
+class TestPictures:
+    def test_the_checksum_is_castagnolis(self) -> None:
+        assert crc32c(b"123456789") == 0xE3069283  # the check value of the CRC catalogue
+
+    def test_a_png_holds_the_pixels_of_the_grid(self, tmp_path: Path) -> None:
+        from PIL import Image
+
+        images = torch.zeros(5, 3, 64, 64)
+        images[4, 0] = 7.5  # red, and as bright as it gets
+        (tmp_path / "grid.png").write_bytes(encode_png(draw_grid(images)))
+        with Image.open(tmp_path / "grid.png") as grid:
+            assert grid.size == (4 * 66 + 2, 2 * 66 + 2)
+            assert grid.getpixel((0, 0)) == (128, 128, 128)
+            assert grid.getpixel((2, 2)) == (0, 0, 0)
+            assert grid.getpixel((2, 66 + 2)) == (255, 0, 0)
+            assert grid.getpixel((65, 66 + 65)) == (255, 0, 0)
+            assert grid.getpixel((70, 70)) == (128, 128, 128)
+
+    @pytest.mark.parametrize(
+        ("shape", "side"),
+        [((1, 1, 8, 8), 64), ((1, 1, 28, 28), 56), ((1, 5, 64, 64), 64), ((1, 3, 512, 512), 128)],
+    )
+    def test_images_of_any_size_become_ones_that_can_be_looked_at(
+        self, shape: tuple[int, ...], side: int
+    ) -> None:
+        picture = draw_grid(torch.rand(shape))
+        assert picture.width == side + 4
+        assert len(picture.pixels) == picture.width * picture.height * picture.channels
+
+    def test_pixels_that_are_not_numbers_do_no_harm(self) -> None:
+        image = torch.full((1, 1, 64, 64), math.nan)
+        image[0, 0, 0, 0] = math.inf
+        assert len(draw_grid(image).pixels) == 68 * 68
+
+
+class TestStepClock:
+    def test_phases_of_several_micro_steps_add_up_to_seconds_per_step(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = [0]
+        monkeypatch.setattr(tracker_module, "monotonic_ns", lambda: now[0] * 10**9)
+        tracker = Tracker()
+        clock = StepClock(tracker, CPU)
+        micro_step = [(Phase.FORWARD, 2), (Phase.BACKWARD, 4)]
+        for step in range(2):
+            for phase, seconds in ((Phase.DATA, 1), *micro_step, *micro_step, (Phase.OPTIMIZER, 8)):
+                tracker.enter(phase)
+                now[0] += seconds
+            with tracker.within(Phase.ALL_REDUCE):
+                now[0] += 16
+            tracker.end_step(step)
+        times = {"data": 1.0, "forward": 4.0, "backward": 8.0, "optimizer": 8.0, "all-reduce": 16.0}
+        assert clock.read_and_reset() == times
+        assert clock.read_and_reset() == {}
+
+    def test_a_wait_belongs_to_the_phase_that_it_interrupts(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = [0]
+        monkeypatch.setattr(tracker_module, "monotonic_ns", lambda: now[0] * 10**9)
+        tracker = Tracker()
+        tracker.enter(Phase.EVALUATION)
+        with tracker.within(Phase.GATHER):
+            now[0] += 3
+            assert tracker.work == "evaluation"
+            assert tracker.wall_s()[Phase.EVALUATION] == 3.0
+        now[0] += 2
+        tracker.enter(Phase.DATA)
+        assert tracker.wall_s()[Phase.EVALUATION] == 5.0
+        assert tracker.wall_s()[Phase.GATHER] == 0.0
+
+    def test_to_enter_a_phase_costs_about_a_microsecond(self) -> None:
+        tracker = Tracker()
+        # 0.4 us alone; the rest is for a machine on which others work, too
+        assert cheapest(lambda: tracker.enter(Phase.FORWARD), times=5000) < 2e-6
+
+    def test_a_gpu_is_timed_by_its_own_queue_and_only_in_sampled_steps(self) -> None:
+        gpu = FakeGpu()
+        timeline = GpuTimeline(gpu.record, sample_every=4)
+        timeline.enter(Phase.DATA)
+        for _ in range(8):
+            for milliseconds, phase in (
+                (1, Phase.FORWARD),
+                (2, Phase.BACKWARD),
+                (4, Phase.OPTIMIZER),
+                (8, Phase.DATA),
+            ):
+                gpu.now += milliseconds  # of the phase before
+                timeline.enter(phase)
+        assert gpu.num_events == 2 * 5  # of steps 1 and 5, each with its start
+        assert timeline.read_and_reset() == {}  # the GPU has done nothing of it yet
+        gpu.done = gpu.now
+        expected = {"data": 0.001, "forward": 0.002, "backward": 0.004, "optimizer": 0.008}
+        assert timeline.read_and_reset() == pytest.approx(expected)
+        assert timeline.read_and_reset() == {}
+
+    def test_time_that_was_not_spent_on_training_is_left_out_on_a_gpu_too(self) -> None:
+        gpu = FakeGpu()
+        timeline = GpuTimeline(gpu.record, sample_every=1)
+        for _ in range(2):
+            timeline.enter(Phase.EVALUATION)
+            gpu.now += 1000
+            for phase in (Phase.DATA, *step_clock.PHASES[1:], Phase.DATA):
+                timeline.enter(phase)
+                gpu.now += 1
+        gpu.done = gpu.now
+        assert timeline.read_and_reset() == pytest.approx(
+            dict.fromkeys(("data", "forward", "backward", "optimizer"), 0.001)
+        )
+
+
+class FakeGpu:
+    """A GPU's queue: now is where it is filled to, done where the GPU has come to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.done = -1.0
+        self.num_events = 0
+
+    def record(self) -> "FakeEvent":
+        self.num_events += 1
+        return FakeEvent(self, self.now)
+
+
+class FakeEvent:
+    def __init__(self, gpu: FakeGpu, at: float) -> None:
+        self.gpu, self.at = gpu, at
+
+    def query(self) -> bool:
+        return self.at <= self.gpu.done
+
+    def elapsed_time(self, end_event: "FakeEvent", /) -> float:
+        return end_event.at - self.at
+
+
+class TestResources:
+    def test_memory_is_what_the_kernel_says_and_growth_counts_from_the_first_sample(self) -> None:
+        monitor = ResourceMonitor(CPU)
+        first = monitor.sample()
+        block = b"\1" * (64 * 2**20)
+        second = monitor.sample()
+        assert first["memory/rss_growth_mib"] == 0
+        assert 60 < second["memory/rss_growth_mib"] < 80
+        assert first["memory/rss_mib"] > 50
+        assert 0 < first["memory/system_used_percent"] < 100
+        assert first["memory/shm_used_mib"] >= 0
+        assert "memory/gpu_allocated_mib" not in first
+        assert len(block)
+
+    def test_a_machine_that_is_nearly_full_is_said_once(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        meminfo = tmp_path / "meminfo"
+        meminfo.write_text("MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 40 kB\n")
+        monitor = ResourceMonitor(CPU, source=MemorySource(system=meminfo))
+        assert monitor.sample()["memory/system_used_percent"] == pytest.approx(96)
+        monitor.sample()
+        [message] = [text for text in caplog.messages if "system memory" in text]
+        assert "more than 95 % full" in message
+
+    def test_a_container_is_measured_by_its_own_limit_without_its_file_cache(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        (tmp_path / "memory.max").write_text("1000000\n")
+        (tmp_path / "memory.current").write_text("990000\n")
+        (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 20000\n")
+        found = ResourceMonitor(CPU, source=MemorySource(cgroup=tmp_path)).sample()
+        assert found["memory/container_used_percent"] == pytest.approx(97)
+        assert "this container's memory is more than 95 % full" in caplog.text
+
+    def test_what_cannot_be_read_is_left_out(self, tmp_path: Path) -> None:
+        (tmp_path / "memory.max").write_text("many\n")
+        broken = tmp_path / "broken"
+        broken.write_text("?")
+        source = MemorySource(process=broken, system=broken, cgroup=tmp_path)
+        assert set(ResourceMonitor(CPU, source=source).sample()) == {"memory/shm_used_mib"}
+
+    def test_without_proc_psutil_is_asked(self, tmp_path: Path) -> None:
+        source = MemorySource(process=tmp_path / "none")
+        assert ResourceMonitor(CPU, source=source).sample()["memory/rss_mib"] > 50
+
+    def test_a_sample_costs_less_than_400_us(self) -> None:
+        monitor = ResourceMonitor(CPU)
+        # 70 us alone; the rest is for a machine on which others work, too
+        assert cheapest(monitor.sample, times=50) < 400e-6
+
+
+class TestSummary:
+    def test_it_is_complete_or_not_there(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        summary = {"step": 3, "loss": math.nan, "folder": tmp_path, "times": {"data": (0.5,)}}
+        write_summary(tmp_path, summary)
+        written = json.loads((tmp_path / "summary.json").read_text())
+        expected = {"step": 3, "loss": None, "folder": str(tmp_path), "times": {"data": [0.5]}}
+        assert written == expected
+        assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+        write_summary(tmp_path / "summary.json", {})  # not a folder
+        assert "summary.json can't be written" in caplog.text
+        assert json.loads((tmp_path / "summary.json").read_text()) == expected
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "{", "{}", "[]", "null", '"finished"', "[" * 100_000, '{"status": "finished"}']
+        + [f'{{"status": "finished", "step": {s}}}' for s in ("null", '"x"', "[1]", "Infinity")],
+    )
+    def test_one_that_is_none_means_that_the_run_is_not_finished(
+        self, text: str, tmp_path: Path
+    ) -> None:
+        (tmp_path / "summary.json").write_text(text)
+        assert finished_at(tmp_path) is None
+
+    def test_it_says_where_a_run_came_to_its_end(self, tmp_path: Path) -> None:
+        write_summary(tmp_path, {"status": "stopped", "step": 3})
+        assert finished_at(tmp_path) is None
+        write_summary(tmp_path, {"status": "finished", "step": 3})
+        assert finished_at(tmp_path) == 3
+        withdraw_summary(tmp_path)
+        assert finished_at(tmp_path) is None
+        withdraw_summary(tmp_path)
+
+    def test_the_last_lines_can_be_typed_whatever_the_folder_is_called(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
+        folder = tmp_path / "runs" / "it's my run"
+        lines = closing_lines(
+            folder,
+            status="finished",
+            result="test accuracy 97.12%",
+            resume=Launch().command("--resume", folder),
+            has_tensorboard=True,
+        )
+        assert lines[0] == "finished: test accuracy 97.12%"
+        commands = [shlex.split(line.partition(": ")[2]) for line in lines[2:]]
+        run = "runs/it's my run"
+        assert commands == [
+            ["python", "-m", "tensorboard.main", "--logdir", f"{run}/tensorboard"],
+            ["python", str(SCRIPT), "--resume", run],
+            ["python", str(SCRIPT), "evaluate", run],
+            ["python", str(SCRIPT), "export", run],
+        ]
+
+    def test_a_folder_elsewhere_is_named_in_full(self, tmp_path: Path) -> None:
+        lines = closing_lines(
+            tmp_path / "run", status="stopped", result="", resume="", has_tensorboard=False
+        )
+        folder = shlex.quote(f"{tmp_path}/run")
+        assert lines[:2] == ["stopped: no evaluation", f"run folder:  {folder}"]
+        assert not any("tensorboard" in line for line in lines)
+
+
+def test_a_terminal_that_takes_nothing_just_now_is_waited_for(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    received = []
+
+    def read() -> None:
+        while part := os.read(read_end, 65536):
+            received.append(part)
+
+    reader = threading.Thread(target=read)
+    with os.fdopen(write_end, "w") as stream:
+        sink = TextSink(stream)
+        reader.start()
+        assert sink.write("x" * 1_000_000)
+    reader.join()
+    os.close(read_end)
+    assert sum(map(len, received)) == 1_000_000

@@ -1,0 +1,163 @@
+"""Trackers: what they get, and that none of them stops training."""
+
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardened_ddp.reporting.metrics import MetricsLog
+from hardened_ddp.reporting.trackers import TrackerThread
+from tests.harness.ranks import train
+from tests.harness.run_folder import read_summary
+from tests.harness.settings_given import problem_of, settings_of
+
+ARGV = ["--cpu_only", "--max_steps", "4", "--log_interval", "2", "--run_name", "r"]
+
+
+class Recorder:
+    """Writes what it gets into the run folder."""
+
+    def __init__(self, *, folder: Path, settings: Mapping[str, Any]) -> None:
+        self.file = (folder / "recorded.jsonl").open("w")
+        self.log(-1, {"batch_size": settings["batch_size"]})
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self.file.write(json.dumps([step, *values.items()]) + "\n")
+
+    def close(self) -> None:
+        self.file.close()
+        time.sleep(0.6)  # as one that sends its last values over a network
+
+
+class Greedy(Recorder):
+    """Takes the values away that it was given, and ends its thread."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        dict.clear(values)  # type: ignore[arg-type]
+        sys.exit("no more of it")
+
+
+class Broken(Recorder):
+    """Fails at its second value, as a tracker whose server went away."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step > 0:
+            raise ConnectionError("no route to host")
+
+
+def test_a_tracker_gets_what_metrics_jsonl_gets_and_a_broken_one_is_left_behind(
+    tmp_path: Path,
+) -> None:
+    kinds = ("Greedy", "Broken", "Recorder")
+    names = ", ".join(f"tests.reporting.test_trackers:{kind}" for kind in kinds)
+    finished = train([*ARGV, "--output_dir", tmp_path, "--tracker", names], 2).ok()
+    said = "tracker tests.reporting.test_trackers:Broken failed, training continues without it"
+    assert finished.output.count(said) == 1
+    assert "no route to host" in finished.output
+    assert "Greedy failed, training continues without it: SystemExit: no more" in finished.output
+    folder = tmp_path / "r"
+    [wall] = re.findall(r"time: ([\d.]+) s in 1 attempt", finished.output)
+    assert float(wall) == pytest.approx(read_summary(folder)["time"]["wall"], abs=0.3)
+    first, *recorded = map(json.loads, (folder / "recorded.jsonl").open())
+    assert first == [-1, ["batch_size", 32]]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    assert [entry[0] for entry in recorded] == [line["step"] for line in lines]
+    assert [dict(entry[1:]).get("loss/train") for entry in recorded] == [
+        line.get("loss/train") for line in lines
+    ]
+    assert not (folder / "tensorboard").exists()
+    assert "TensorBoard:" not in finished.output
+
+
+def test_a_tracker_that_hangs_holds_nothing_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("hardened_ddp.reporting.trackers._QUIET_S", 0.05)
+    monkeypatch.setattr("hardened_ddp.reporting.trackers._CLOSE_LIMIT_S", 0.05)
+    caplog.set_level("INFO")
+    release = threading.Event()
+
+    class Hanging:
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            release.wait(60)
+
+        def close(self) -> None: ...
+
+    tracker = TrackerThread("slow", Hanging)
+    metrics = MetricsLog(tmp_path, tensorboard=False, is_main=True, trackers=[tracker])
+    try:
+        for step in range(3):
+            metrics.scalars(step, {"loss/train": 1.0})
+        metrics.close()
+    finally:
+        release.set()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
+    assert "waiting for tracker slow to take its last values" in caplog.text
+    assert "tracker slow did not close in time" in caplog.text
+
+
+def test_values_that_a_slow_tracker_does_not_get_are_told_once_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("hardened_ddp.reporting.background._MAX_WAITING", 3)
+    got: list[int | str] = []
+    waits, release = threading.Event(), threading.Event()
+
+    class Slow:
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            waits.set()
+            release.wait(60)
+            got.append(step)
+
+        def close(self) -> None:
+            got.append("closed")
+
+    tracker = TrackerThread("slow", Slow)
+    tracker.log(0, {})
+    assert waits.wait(60)
+    for step in range(1, 7):
+        tracker.log(step, {})
+    [told] = caplog.messages
+    assert "tracker slow takes its values too slowly: those of step 4" in told
+    release.set()
+    tracker.close()
+    assert got == [0, 1, 2, 3, "closed"]
+    assert caplog.messages[1:] == ["tracker slow: 3 values were dropped"]
+
+
+@pytest.mark.slow
+def test_weights_and_biases_keeps_one_run_for_a_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb", reason="requirements-extras.txt has it")
+    env = {"WANDB_MODE": "offline", "HOME": str(tmp_path), "WANDB_ERROR_REPORTING": "false"}
+    argv = [*ARGV, "--output_dir", tmp_path, "--tracker", "tensorboard,wandb"]
+    finished = train(argv, 1, env=env, timeout_s=240).ok()
+    assert "failed, training continues" not in finished.output
+    folder = tmp_path / "r" / "wandb"
+    run_id = (folder / "run-id.txt").read_text().strip()
+    train([*argv, "--max_steps", "6"], 1, env=env, timeout_s=240).ok()
+    assert (folder / "run-id.txt").read_text().strip() == run_id
+    written = list(folder.glob("offline-run-*/*.wandb"))
+    assert len(written) == 2
+    assert all(run_id in path.name and path.stat().st_size > 0 for path in written)
+    assert (tmp_path / "r" / "tensorboard").is_dir()
+
+
+@pytest.mark.parametrize("word", ["tensorbord", "wandb,", "tensorboard wandb", "none,wandb"])
+def test_an_unknown_tracker_is_refused(word: str) -> None:
+    assert "needs tensorboard, wandb, package.module:Class" in problem_of(f"--tracker '{word}'")
+
+
+def test_a_tracker_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    finished = train([*ARGV, "--output_dir", tmp_path, "--tracker", "tests.plugins:NoSuch"], 1)
+    assert finished.statuses == (2,)
+    assert "--tracker tests.plugins:NoSuch can't be imported" in finished.output
+    assert not (tmp_path / "r").exists()
+    assert settings_of("--tracker none").config.run.tracker == "none"

@@ -1,0 +1,409 @@
+"""The doctor's report: on this machine, in bad environments, and each check by itself."""
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hardened_ddp.diagnosis import gpus, machine, network, selftest, software, variables
+from hardened_ddp.diagnosis.check import Check
+from hardened_ddp.diagnosis.doctor import list_checks, run_doctor
+from tests.harness.commands import run_command
+from tests.harness.processes import ROOT, clean_environment, limit_of
+from tests.harness.ranks import run_program
+
+GIB = 2**30
+
+
+@pytest.fixture
+def broken_torch(tmp_path: Path) -> Path:
+    """Make a folder whose torch can't be imported."""
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.13: no such file')\n")
+    return tmp_path
+
+
+def statuses_in(lines: Sequence[str]) -> dict[str, str]:
+    """Read the lines of a report: the status of each check by its name."""
+    statuses = {}
+    for line in lines:
+        if line[2:6].strip() in ("ok", "warn", "FAIL") and line.startswith("  "):
+            statuses[line[8:21].strip()] = line[2:6].strip()
+    return statuses
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the all-reduce of two processes the time that a slow machine needs to import torch."""
+    patience = {"limit_s": limit_of(20.0)}
+    monkeypatch.setattr(selftest.check_all_reduce, "__kwdefaults__", patience)
+
+
+class TestReport:
+    def test_on_this_machine_training_can_run_and_under_torchrun_too(self, tmp_path: Path) -> None:
+        env = {
+            **dict.fromkeys(("RANK", "LOCAL_RANK"), "0"),
+            **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
+            "MASTER_ADDR": "node7.invalid",
+            "MASTER_PORT": "29500",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        # Its two ranks are forked here; the next test starts real ones.
+        doctor = ["python", ROOT / "ddp_training.py", "doctor"]
+        done = run_program(doctor, timeout_s=60, env=env, cwd=tmp_path)
+        report = done.stdout
+        assert done.status == 0, done.output
+        statuses = statuses_in(report.splitlines())
+        assert len(statuses) == len(list_checks(clean_environment(env)))
+        assert statuses["all-reduce"] == "ok"
+        assert statuses["writing"] == "ok"
+        assert "torchrun, rank 0 of 1" in report
+        assert report.endswith("So training can run here.\n")
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.slow
+    @pytest.mark.usefixtures("patient")
+    def test_a_bad_environment_is_named_with_what_to_do(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        bad = {
+            "RANK": "1",
+            "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+            "GLOO_SOCKET_IFNAME": "nocard7",
+            "OMP_NUM_THREADS": "many",
+        }
+        output = StringIO()
+        assert run_doctor(output=output, env={**clean_environment(), **bad}) == 1
+        lines = output.getvalue().splitlines()
+        failed = {name for name, status in statuses_in(lines).items() if status == "FAIL"}
+        expected = {"launcher", "threads", "interfaces", "all-reduce"}
+        if software.is_cpu_build():
+            expected.add("debugging")
+        assert failed == expected
+        for number, line in enumerate(lines):
+            if line.startswith("  FAIL"):
+                assert " do: " in lines[number + 1]
+        assert "nocard7" in next(line for line in lines if "all-reduce" in line)
+        assert lines[-1].endswith("So training can't run here as it is.")
+
+    def test_a_broken_torch_is_a_line_of_the_report_and_the_rest_is_checked(
+        self, broken_torch: Path
+    ) -> None:
+        done = run_command(
+            [sys.executable, ROOT / "ddp_training.py", "doctor"],
+            timeout_s=60,
+            env={"PYTHONPATH": str(broken_torch), "RANK": "1"},
+        )
+        assert done.status == 1
+        statuses = statuses_in(done.stdout.splitlines())
+        assert statuses["torch"] == "FAIL"
+        assert statuses["launcher"] == "FAIL"
+        assert statuses["python"] == "ok"
+        assert "can't be imported: libcudart.so.13: no such file" in done.stdout
+        assert "-m pip install -r " in done.stdout
+        assert "Traceback" not in done.output
+
+    def test_a_check_that_breaks_does_not_hide_the_others(self) -> None:
+        def check_stars() -> Check:
+            raise ZeroDivisionError("no stars")
+
+        output = StringIO()
+        checks = [check_stars, lambda: Check("sun", "ok", "\u2600")]
+        assert run_doctor(output=output, env={}, checks=checks) == 0
+        assert "  warn  stars          could not be checked: ZeroDivisionError: no stars" in (
+            output.getvalue()
+        )
+        assert "  ok    sun            \\u2600" in output.getvalue()
+        assert "2 checks: 0 FAIL, 1 warn." in output.getvalue()
+
+    def test_a_reader_that_stops_reading_is_no_error(self) -> None:
+        read_end, write_end = os.pipe()
+        os.close(read_end)
+        output = os.fdopen(write_end, "w")
+        assert run_doctor(output=output, env={}, checks=[lambda: Check("x", "ok", "y")]) == 0
+        with pytest.raises(BrokenPipeError):
+            output.close()
+
+
+class TestSoftware:
+    @pytest.mark.parametrize(
+        ("version", "status"),
+        [((3, 10), "FAIL"), ((3, 11), "ok"), ((3, 13), "ok"), ((4, 0), "warn")],
+    )
+    def test_python_must_be_new_enough(self, version: tuple[int, ...], status: str) -> None:
+        check = software.check_python(version)
+        assert check.status == status
+        assert bool(check.advice) == (status != "ok")
+
+    @pytest.mark.parametrize(
+        ("version", "status"),
+        [
+            ("2.10.1", "FAIL"),
+            ("2.11.0+cu128", "ok"),
+            ("2.13.0+cpu", "ok"),
+            ("2.14.0a0+git1", "warn"),
+            ("unknown", "FAIL"),
+        ],
+    )
+    def test_torch_must_be_one_of_the_versions_that_were_tried(
+        self, version: str, status: str
+    ) -> None:
+        assert software.judge_torch(version).status == status
+
+    def test_packages_that_are_missing_are_named_with_what_they_are_for(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(software, "_FEATURES", {"no-such-package": "flying"})
+        check = software.check_packages()
+        assert check.status == "warn"
+        assert "no-such-package: flying" in check.advice
+        monkeypatch.setattr(software, "_NEEDED", ("no-such-package",))
+        assert software.check_packages().status == "FAIL"
+
+
+class TestGpus:
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15",
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.104.05  Release Build",
+        ],
+    )
+    def test_the_driver_version_is_read_from_both_kinds_of_driver(
+        self, line: str, tmp_path: Path
+    ) -> None:
+        (tmp_path / "version").write_text(f"{line}\nGCC version:  gcc version 12.2.0\n")
+        assert gpus.read_driver(tmp_path / "version") == "535.104.05"
+
+    def test_a_gpu_that_this_torch_was_not_built_for_is_a_warning(self, tmp_path: Path) -> None:
+        if not software.is_cpu_build():
+            pytest.skip("this torch is built for GPUs")
+        assert gpus.check_gpus(tmp_path / "none", tmp_path).status == "ok"
+        (tmp_path / "nvidia0").touch()
+        check = gpus.check_gpus(tmp_path / "none", tmp_path)
+        assert check.status == "warn"
+        assert "built for CPUs" in check.detail
+
+    def test_gloo_is_there(self) -> None:
+        assert gpus.check_backends().detail.startswith("gloo")
+
+
+class TestMachine:
+    def test_a_container_that_is_nearly_full_fails_even_on_a_large_machine(
+        self, tmp_path: Path
+    ) -> None:
+        (tmp_path / "memory.max").write_text(f"{GIB}\n")
+        (tmp_path / "memory.current").write_text(f"{GIB - 1000}\n")
+        (tmp_path / "memory.stat").write_text("inactive_file 0\n")
+        check = machine.check_memory(tmp_path)
+        assert check.status == "FAIL"
+        assert "this container: 0.0 of 1.0 GiB free" in check.detail
+
+    def test_no_limit_is_no_container(self, tmp_path: Path) -> None:
+        (tmp_path / "memory.max").write_text("max\n")
+        assert "container" not in machine.check_memory(tmp_path).detail
+
+    def test_old_containers_are_read_too(self, tmp_path: Path) -> None:
+        folder = tmp_path / "memory"
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(f"{GIB}\n")
+        (folder / "memory.usage_in_bytes").write_text(f"{GIB}\n")
+        (folder / "memory.stat").write_text(f"cache 1\ntotal_inactive_file {GIB // 4}\n")
+        assert "0.2 of 1.0 GiB free" in machine.check_memory(tmp_path).detail
+
+    @pytest.mark.parametrize("folder", ["/proc", "/no/such/folder"])
+    def test_no_shared_memory_fails_and_says_how_to_get_some(self, folder: str) -> None:
+        check = machine.check_shared_memory(Path(folder))
+        assert check.status == "FAIL"
+        assert "--shm-size" in check.advice
+
+    @pytest.mark.parametrize(
+        ("soft", "hard", "status"), [(64, 128, "FAIL"), (1024, 1024, "warn"), (1024, -1, "ok")]
+    )
+    def test_few_open_files_are_told_of(self, soft: int, hard: int, status: str) -> None:
+        assert machine.judge_open_files(soft, hard).status == status
+
+    def test_the_disk_is_measured_where_runs_go(self, tmp_path: Path) -> None:
+        assert str(tmp_path) in machine.check_disk(tmp_path).detail
+
+    def test_writing_is_tried_in_the_folder_of_runs_and_leaves_nothing(
+        self, tmp_path: Path
+    ) -> None:
+        (tmp_path / "runs").mkdir()
+        check = machine.check_writing(tmp_path)
+        assert check.status == "ok"
+        assert f"{tmp_path}/runs" in check.detail
+        assert not list((tmp_path / "runs").iterdir())
+
+    def test_a_folder_that_cannot_be_written_fails(self) -> None:
+        check = machine.check_writing(Path("/proc"))
+        assert check.status == "FAIL"
+        assert "--output_dir" in check.advice
+
+    def test_a_full_disk_fails(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(machine.os, "fsync", raise_no_space)
+        assert "No space left" in machine.check_writing(tmp_path).detail
+        assert not list(tmp_path.iterdir())
+
+    def test_loader_workers_of_dead_runs_are_found_and_those_of_living_ones_left_alone(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def add(pid: int, name: str, parent: int) -> None:
+            folder = tmp_path / str(pid)
+            folder.mkdir()
+            (folder / "comm").write_text(f"{name}\n")
+            (folder / "stat").write_text(f"{pid} (a) b) S {parent} 0 0\n")
+
+        add(1, "tini", 0)
+        add(50, "systemd", 1)
+        add(60, "python", 1)
+        add(70, "pt_data_worker", 60)
+        add(80, "pt_data_worker", 1)
+        add(90, "pt_data_worker", 50)
+        add(95, "pt_data_worker", 4711)  # its parent ends while this looks
+        (tmp_path / "100").mkdir()
+        assert machine.find_orphans(tmp_path) == [80, 90]
+        assert machine.check_orphans(tmp_path).advice == "kill 80 90"
+        monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+        assert machine.find_orphans(tmp_path) == []  # those of other users
+
+    def test_workers_of_a_run_that_is_process_1_of_its_container_are_no_orphans(
+        self, tmp_path: Path
+    ) -> None:
+        for pid, name, parent in ((1, "python", 0), (80, "pt_data_worker", 1)):
+            folder = tmp_path / str(pid)
+            folder.mkdir()
+            (folder / "comm").write_text(name)
+            (folder / "stat").write_text(f"{pid} ({name}) S {parent} 0 0\n")
+        assert machine.check_orphans(tmp_path).status == "ok"
+
+
+def raise_no_space(descriptor: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+class TestVariables:
+    @pytest.mark.parametrize(
+        ("env", "status"),
+        [
+            ({}, "ok"),
+            ({"MASTER_PORT": "29500"}, "ok"),
+            ({"RANK": "0"}, "FAIL"),
+            ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "x"}, "FAIL"),
+        ],
+    )
+    def test_half_of_a_launcher_fails(self, env: dict[str, str], status: str) -> None:
+        assert variables.check_launcher(env).status == status
+
+    @pytest.mark.parametrize(
+        ("level", "is_cpu_build", "status"),
+        [
+            ("", True, "ok"),
+            ("INFO", True, "ok"),
+            ("detail", True, "FAIL"),
+            ("DETAIL", False, "warn"),
+            ("verbose", False, "FAIL"),
+        ],
+    )
+    def test_debugging_in_detail_crashes_cpu_builds(
+        self, level: str, is_cpu_build: bool, status: str
+    ) -> None:
+        env = {"TORCH_DISTRIBUTED_DEBUG": level}
+        assert variables.check_debugging(env, is_cpu_build=is_cpu_build).status == status
+
+    @pytest.mark.parametrize(
+        ("given", "status"),
+        [("1", "ok"), ("1,2", "ok"), ("0", "FAIL"), ("x", "FAIL"), ("99999", "warn")],
+    )
+    def test_threads_must_be_a_number_that_fits(self, given: str, status: str) -> None:
+        assert variables.check_threads({"OMP_NUM_THREADS": given}).status == status
+
+    @pytest.mark.parametrize(
+        ("name", "value", "is_right"),
+        [
+            ("GLOO_SOCKET_IFNAME", "lo", True),
+            ("GLOO_SOCKET_IFNAME", "eth0,lo", True),
+            ("GLOO_SOCKET_IFNAME", "eth", False),
+            ("NCCL_SOCKET_IFNAME", "eth", True),
+            ("NCCL_SOCKET_IFNAME", "=eth", False),
+            ("NCCL_SOCKET_IFNAME", "=eth0", True),
+            ("NCCL_SOCKET_IFNAME", "^lo,docker", True),
+            ("NCCL_SOCKET_IFNAME", "^lo,eth", False),
+            ("NCCL_SOCKET_IFNAME", "ib0", False),
+        ],
+    )
+    def test_interfaces_are_matched_as_gloo_and_nccl_do(
+        self, name: str, value: str, is_right: bool
+    ) -> None:
+        check = variables.check_interfaces({name: value}, existing=["lo", "eth0"])
+        assert (check.status == "ok") == is_right
+        assert check.advice == ("" if is_right else f"unset {name}")
+
+    def test_values_that_cost_much_and_names_of_old_are_warned_of(self) -> None:
+        env = {"NCCL_P2P_DISABLE": "1", "NCCL_DEBUG": "info", "NCCL_BLOCKING_WAIT": "0"}
+        check = variables.check_settings(env)
+        assert check.status == "warn"
+        assert "NCCL_BLOCKING_WAIT is now TORCH_NCCL_BLOCKING_WAIT" in check.detail
+        assert check.advice.endswith(": unset NCCL_P2P_DISABLE NCCL_DEBUG NCCL_BLOCKING_WAIT")
+
+    def test_other_variables_are_listed(self) -> None:
+        env = {"NCCL_DEBUG": "WARN", "GLOO_SOCKET_IFNAME": "lo", "HOME": "/root"}
+        check = variables.check_settings(env)
+        assert check == Check("variables", "ok", "GLOO_SOCKET_IFNAME=lo, NCCL_DEBUG=WARN")
+
+
+class TestNetwork:
+    def test_localhost_must_be_this_machine(self) -> None:
+        assert network.judge_localhost(["127.0.0.1", "::1"]).status == "ok"
+        assert network.judge_localhost(["10.0.0.7"]).status == "FAIL"
+
+    def test_a_name_that_belongs_to_another_machine_is_a_warning(self) -> None:
+        check = network.check_hostname("192.0.2.1")  # an address that nobody has
+        assert check.status == "warn"
+        assert "192.0.2.1 is not an address of this machine" in check.detail
+
+    def test_a_name_that_nobody_knows_is_a_warning_with_what_to_add_where(self) -> None:
+        name = "x" * 70  # longer than a name may be
+        check = network.check_hostname(name)
+        assert check.status == "warn"
+        assert f"add '127.0.0.1 {name}' to /etc/hosts" in check.advice
+
+    def test_a_name_server_that_does_not_answer_is_not_waited_for(self) -> None:
+        with pytest.raises(network.LookupFailure, match="no answer from the name server"):
+            network.look_up("localhost", limit_s=0.001)
+
+    @pytest.mark.parametrize("check", [network.check_loopback, network.check_hostname])
+    def test_this_machine_can_talk_to_itself(self, check: Callable[[], Check]) -> None:
+        assert check().status in ("ok", "warn")
+
+
+class TestAllReduce:
+    def test_nobody_else_gets_the_port_of_the_trial_before_rank_0_listens(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begin = selftest._start
+
+        def begin_late(rank: int, port: int, *rest: Any) -> Any:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+            return begin(rank, port, *rest)
+
+        monkeypatch.setattr(selftest, "_start", begin_late)
+        limit_s = limit_of(20.0)
+        assert selftest.check_all_reduce(clean_environment(), limit_s=limit_s).status == "ok"
+
+    def test_ranks_that_do_not_end_are_killed_and_told_of(self) -> None:
+        check = selftest.check_all_reduce(clean_environment(), limit_s=0.05)
+        assert check.status == "FAIL"
+        assert "2 ranks did not finish within 0.05 s" in check.detail
+
+    def test_a_rank_that_fails_says_why(self, broken_torch: Path) -> None:
+        env = {**clean_environment(), "PYTHONPATH": str(broken_torch)}
+        check = selftest.check_all_reduce(env, limit_s=limit_of(20.0))
+        assert check.status == "FAIL"
+        assert "ImportError: libcudart.so.13: no such file" in check.detail

@@ -1,0 +1,483 @@
+"""The commands watch and report, on runs of 1, 2 and 4 ranks that run, died and finished."""
+
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from hardened_ddp.diagnosis.report_page import page_of
+from hardened_ddp.diagnosis.report_plots import rank_plot
+from hardened_ddp.diagnosis.run_events import events_of, merged
+from hardened_ddp.diagnosis.run_files import RunView, find_run_folder, read_run
+from hardened_ddp.diagnosis.tools import run_tool
+from hardened_ddp.diagnosis.watch import drawn, run_watch
+from hardened_ddp.diagnosis.watch_view import COLUMNS, sparkline, view_of
+from hardened_ddp.errors import CheckpointError, ConfigError, RunFolderError
+from hardened_ddp.settings.cli import parse
+from hardened_ddp.training.run_report import _own_split
+from tests.harness.marks import slow_after
+from tests.harness.processes import ROOT, clean_environment, deadline
+from tests.harness.ranks import run_command, start_training, train
+
+ENDLESS: list[str | Path] = ["--cpu_only", "--epochs", "100000", "--eval_every", "0"]
+ENDLESS += ["--batch_size", "4", "--log_interval", "5", "--run_name", "r"]
+
+
+def watched(folder: Path, *words: str) -> tuple[int, str]:
+    """Run the command watch without a terminal; return its status and what it prints."""
+    output = io.StringIO()
+    request = parse(["watch", str(folder), "--once", *words])
+    return run_watch(request.options, output=output), output.getvalue()
+
+
+def reported(folder: Path) -> str:
+    """Return the page of the command report, without the library that draws the plots."""
+    return page_of({"r": read_run(folder)}, "")
+
+
+def await_view(folder: Path, wanted: Callable[[RunView], bool], *, what: str) -> RunView:
+    end = deadline(60)
+    while time.monotonic() < end:
+        run = read_run(folder)
+        if wanted(run):
+            return run
+        time.sleep(0.05)
+    raise AssertionError(f"{what} did not come: {watched(folder)[1]}")
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """Return the cells of each row of the printed table."""
+    lines = [line for line in text.splitlines() if line.startswith("|") and "+-" not in line]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+@pytest.mark.parametrize("world_size", slow_after(1, [2, 1, 4]))
+def test_a_run_is_shown_while_it_runs_when_it_died_and_when_it_finished(
+    world_size: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "r"
+    argv = [*ENDLESS, "--output_dir", tmp_path]
+
+    def is_at_work(run: RunView) -> bool:
+        steps = [rank["step"] for rank in run.ranks]
+        return len(steps) == world_size and min(steps) > 5 and bool(run.curve("loss/train")[0])
+
+    with start_training(argv, world_size) as running:
+        await_view(folder, is_at_work, what="a status of each rank")
+        status, text = watched(folder)
+        assert status == 0
+        assert text.splitlines()[0].startswith(f"{folder}: running, step ")
+        assert " left" in text.splitlines()[0]
+        head, *rows = rows_of(text)
+        assert [row[head.index("rank")] for row in rows] == [str(n) for n in range(world_size)]
+        for row in rows:
+            cells = dict(zip(head, row, strict=True))
+            assert cells["device"] == "cpu"
+            assert cells["doing"]
+            assert int(cells["step"]) > 5
+            shares = [int(cells[name].rstrip("%")) for name in ("forward", "backward")]
+            assert all(0 < share < 100 for share in shares)
+            assert cells["memory"].endswith(" GiB")
+            assert float(cells["samples/s"]) > 0
+        assert "loss  " in text
+        page = reported(folder)
+        assert "<td>running</td>" in page
+        assert '"title": "loss"' in page
+        assert f'"rank {world_size - 1}"' in page
+        for rank in range(world_size):
+            running.kill(rank)
+        running.wait(60)
+    status, text = watched(folder)
+    assert status == 1
+    found = re.search(rf"{re.escape(str(folder))}: dead, step (\d+)", text)
+    saved = [int(path.name[5:]) for path in folder.glob("checkpoints/step-*")]
+    curve = [point.step for point in read_run(folder).points]
+    assert found is not None
+    assert int(found[1]) >= max([*saved, *curve])
+    assert "no heartbeat since" in text
+    assert f"explain {folder}" in text
+    assert "<td>dead</td>" in reported(folder)
+    train([*argv, "--max_steps", "6", "--eval_every", "1"], world_size).ok()
+    status, text = watched(folder)
+    assert status == 0
+    assert text.startswith(f"{folder}: finished, step ")
+    assert "accuracy" in text
+    page = reported(folder)
+    assert "<td>finished</td>" in page
+    assert f"<td>{world_size} x CPU</td>" in page
+    assert "max_steps" in page
+    assert ", the newest of step " in text
+
+
+@pytest.mark.slow
+def test_in_a_terminal_it_is_drawn_until_the_run_ends(tmp_path: Path) -> None:
+    argv = [*ENDLESS, "--output_dir", tmp_path]
+    with start_training(argv, 2) as running:
+        await_view(tmp_path / "r", lambda run: run.state == "running", what="a status")
+        terminal, inner = pty.openpty()
+        words = [sys.executable, "-X", "importtime", ROOT / "ddp_training.py", "watch"]
+        command = [*words, "--output_dir", tmp_path, "--every", "0.2"]
+        environment = clean_environment({"TERM": "xterm-256color", "COLUMNS": "150"})
+        with (
+            (tmp_path / "imports").open("w") as imports,
+            subprocess.Popen(command, stdout=inner, stderr=imports, env=environment) as process,
+        ):
+            os.close(inner)
+            seen = ""
+            end = deadline(60)
+            while "running" not in seen and time.monotonic() < end:
+                seen += os.read(terminal, 65536).decode("utf-8", "replace")
+            (tmp_path / "r" / "stop.request").touch()
+            while time.monotonic() < end:
+                try:
+                    seen += os.read(terminal, 65536).decode("utf-8", "replace")
+                except OSError:  # it has closed the terminal
+                    break
+        os.close(terminal)
+        running.wait(60).ok()
+    assert process.returncode == 0
+    assert "stopped" in seen
+    assert "waits" in seen
+    imported = (tmp_path / "imports").read_text()
+    assert "rich.live" in imported
+    assert not [line for line in imported.splitlines() if line.split("|")[-1].strip() == "torch"]
+
+
+@contextmanager
+def without_rights(path: Path) -> Iterator[None]:
+    """Take all rights to a path away, also from root, who otherwise needs none."""
+    mode, user = path.stat().st_mode, os.geteuid()
+    path.chmod(0)
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        yield
+    finally:
+        os.seteuid(user)
+        path.chmod(mode)
+
+
+NEVER_EMPTY = {"best.json", "manifest.json", "config.yaml", "metrics.jsonl", "summary.json"}
+NEVER_EMPTY |= {"attempts.jsonl", "rank-0.json", "rank-1.json", "rank-0.log", "rank-1.log"}
+GARBAGE = (b"", b"\0\xff\xfe", b"[]\n", b"{}\n", b'null\n[1]\n{"step": "x", "began_at": {}}\n')
+STRANGE_RANK = {"rank": 0, "state": "running", "world_size": 2, "spent_s": [], "process": "x"}
+STRANGE_NUMBERS = ("1" + "0" * 400, "NaN", "-1")
+
+
+def test_broken_files_are_named_and_never_raise(tmp_path: Path) -> None:
+    argv: list[str | Path] = ["--cpu_only", "--max_steps", "4", "--log_interval", "2"]
+    train([*argv, "--output_dir", tmp_path, "--run_name", "r"], 2).ok()
+    folder = tmp_path / "r"
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    assert {path.name for path in files} >= NEVER_EMPTY
+    for path in files:
+        if path.suffix == ".safetensors":
+            continue
+        whole = path.read_bytes()
+        for content in (*GARBAGE, whole[: len(whole) // 2], json.dumps(STRANGE_RANK).encode()):
+            path.write_bytes(content)
+            text = watched(folder)[1]
+            reported(folder)
+            if content in GARBAGE[:2] and path.name in NEVER_EMPTY:
+                assert path.name in text.partition("problem ")[2]
+        for number in STRANGE_NUMBERS if path.suffix in (".json", ".jsonl") else ():
+            text = re.sub(r"(: )-?\d[\d.e+-]*", rf"\g<1>{number}", whole.decode())
+            path.write_text(text)
+            watched(folder)
+            reported(folder)
+        path.unlink()
+        path.mkdir()
+        assert path.name not in NEVER_EMPTY or path.name in watched(folder)[1]
+        reported(folder)
+        path.rmdir()
+        path.write_bytes(whole)
+    status, attempts = folder / "status" / "rank-1.json", folder / "attempts.jsonl"
+    status.write_text(json.dumps({**json.loads(status.read_text()), "now": time.time() + 4000}))
+    last = json.loads(attempts.read_text().splitlines()[-1])
+    attempts.write_text(json.dumps({**last, "now": last["began_at"] - 60}) + "\n")
+    for text in (watched(folder)[1], reported(folder)):
+        assert re.search(r"rank-1.json: is \d{4} s in the future", text)
+        assert "attempts.jsonl: an attempt ends before it begins" in text
+    (folder / "metrics.jsonl").write_bytes(GARBAGE[1])
+    assert "metrics.jsonl: 1 line can't be read" in watched(folder)[1]
+    assert "metrics.jsonl: 1 line can&#x27;t be read" in reported(folder)
+
+
+def test_a_rank_that_is_silent_beside_others_is_named(tmp_path: Path) -> None:
+    place = tmp_path / "status"
+    place.mkdir()
+    now = time.time()
+    for rank in range(3):
+        status = {"rank": rank, "world_size": 4, "state": "running", "every_s": 2.0, "step": 7}
+        status |= {"now": now - 60 * (rank == 1), "phase": "forward", "phase_s": 0.1}
+        (place / f"rank-{rank}.json").write_text(json.dumps(status) + "\n")
+    of_a_larger_start = {"rank": 9, "state": "running", "now": 1}
+    (place / "rank-9.json").write_text(json.dumps(of_a_larger_start))
+    status, text = watched(tmp_path)
+    assert status == 0
+    rows = rows_of(text)[1:]
+    assert [row[4] for row in rows] == ["forward", "silent, was in forward", "forward"]
+    assert rows[1][5].startswith("1m0")
+    assert "missing     no status yet of rank 3\n" in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_a_narrow_terminal_gets_fewer_columns_and_none_is_cut(width: int, tmp_path: Path) -> None:
+    (tmp_path / "status").mkdir()
+    status = {"rank": 0, "world_size": 1, "state": "running", "every_s": 2.0, "step": 123456}
+    status |= {"now": time.time(), "phase": "all-reduce", "phase_s": 0.1, "rss_mib": 9000}
+    status |= {"device": "cuda:0", "device_name": "NVIDIA H100 80GB HBM3", "gpu_mib": 70000}
+    (tmp_path / "status" / "rank-0.json").write_text(json.dumps(status))
+
+    def table() -> tuple[str, dict[str, str]]:
+        output = io.StringIO()
+        view = view_of(read_run(tmp_path), width=width, is_plain=True)
+        drawing = drawn(view, "running", width=width, is_plain=True)
+        Console(file=output, width=width).print(drawing)
+        assert max(map(len, output.getvalue().splitlines())) <= width
+        head, row = rows_of(output.getvalue())
+        return output.getvalue(), dict(zip(head, row, strict=True))
+
+    text, cells = table()
+    assert {"rank", "step", "doing", "for"} <= set(cells)
+    assert len(cells) == len(COLUMNS) or width < 200
+    assert ("waits" in cells) == (width >= 60)
+    assert cells["doing"] == "all-reduce"
+    assert text.isascii()  # no column ends with three dots
+    status |= {"now": time.time() - 60, "phase": "opening the run folder"}
+    (tmp_path / "status" / "rank-0.json").write_text(json.dumps(status))
+    _, cells = table()
+    assert (cells["rank"], cells["step"]) == ("0", "123456")
+    assert cells["doing"].startswith("silent, was")
+
+
+def make_busy_run(folder: Path, *, num_ranks: int) -> None:
+    """Write a run of many ranks with a loss of four decades, checkpoints, faults and warnings."""
+    for name in ("status", "logs", "checkpoints/step-000005000"):
+        (folder / name).mkdir(parents=True)
+    now = time.time()
+    for rank in range(num_ranks):
+        status = {"rank": rank, "world_size": num_ranks, "state": "running", "every_s": 600.0}
+        status |= {"now": now, "step": 5400, "total_steps": 9000, "phase": "all-reduce"}
+        status |= {"phase_s": 0.1, "rss_mib": 9000, "device": "cpu", "samples_per_s": 1e4}
+        status |= {"process": {"host": "gpu-node-17"}}
+        (folder / "status" / f"rank-{rank}.json").write_text(json.dumps(status))
+    points = [{"step": n, "time": 1.0, "loss/train": 2.4 * 10 ** (-n / 1200)} for n in
+              range(0, 5401, 100)]  # fmt: skip
+    lines = [*points, {"step": 5000, "time": 1.0, "loss/test": 0.02, "accuracy/test": 0.99}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(p) + "\n" for p in lines))
+    (folder / "checkpoints/step-000005000/manifest.json").write_text('{"step": 5000}')
+    for rank in range(1, num_ranks):  # a log without a line, and each is a problem
+        (folder / "logs" / f"rank-{rank}.log").touch()
+    (folder / "logs" / "rank-0.log").write_text(
+        "".join(
+            f"2026-11-22 12:00:{n:02}.000 WARNING hardened_ddp.step.retry: retrying step {n}: "
+            f"rank 1 raised OSError: {'x' * 150}\n"
+            for n in range(9)
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "num_ranks"), [(40, 24, 2), (80, 24, 2), (80, 24, 300), (120, 30, 300)]
+)
+def test_a_screen_of_any_size_has_the_current_loss_and_all_its_lines(
+    width: int, height: int, num_ranks: int, tmp_path: Path
+) -> None:
+    make_busy_run(tmp_path / "r", num_ranks=num_ranks)
+    shown = on_a_terminal(tmp_path, width=width, height=height)
+    assert len(shown) < height
+    assert max(map(len, shown)) <= width
+    [loss] = [line for line in shown if line.startswith("loss ")]
+    assert loss.startswith("loss        7.589e-05 at step 5400")
+    [faults] = [n for n, line in enumerate(shown) if line.startswith("faults      9 x retry")]
+    assert len(shown) - faults == (2 if num_ranks == 2 else 4)
+    rows = [line for line in shown if re.match(r" *\d+ .*all-reduce", line)]
+    assert len(rows) >= 2
+    assert any("more ranks" in line for line in shown) == (num_ranks == 300)
+    if width >= 80:
+        curve = re.search(r"  ([▁▂▃▄▅▆▇█]{8,}) from 2.4$", loss)
+        assert curve is not None
+        assert len(set(curve[1])) == 8  # on a linear scale most of it is the lowest bar
+
+
+def on_a_terminal(output_dir: Path, *, width: int, height: int) -> list[str]:
+    """Watch the newest run on a terminal of this size; return the lines of its first screen."""
+    terminal, inner = pty.openpty()
+    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
+    command = [sys.executable, ROOT / "ddp_training.py", "watch", "--output_dir", output_dir]
+    environment = {"TERM": "xterm-256color", "LANG": "C.UTF-8", "PYTHONUTF8": "1"}
+    environment = clean_environment(environment)
+    for name in ("COLUMNS", "LINES", "NO_COLOR"):
+        environment.pop(name, None)
+    with subprocess.Popen(
+        command, stdin=inner, stdout=inner, stderr=inner, env=environment
+    ) as process:
+        os.close(inner)
+        seen = b""
+        end = deadline(60)
+        # the next screen begins with moves of the cursor, up to the first line
+        while b"faults" not in seen.rpartition(b"\x1b[1A")[0] and time.monotonic() < end:
+            seen += os.read(terminal, 65536)
+        process.kill()
+    os.close(terminal)
+    parts = seen.decode("utf-8", "replace").split("\x1b[1A")
+    screen = next(part for part in parts if "faults" in part)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen).replace("\r", "")
+    return [line.rstrip() for line in text.strip("\n").split("\n")]
+
+
+def test_a_long_warning_takes_no_room_from_the_table(tmp_path: Path) -> None:
+    (tmp_path / "status").mkdir()
+    (tmp_path / "logs").mkdir()
+    status = {"rank": 0, "world_size": 1, "state": "running", "every_s": 2.0, "step": 345}
+    status |= {"now": time.time(), "phase": "forward", "phase_s": 0.1}
+    (tmp_path / "status" / "rank-0.json").write_text(json.dumps(status))
+    warning = "rank 0 is slow: " + "data 10.4 ms, forward 8.65 ms, " * 10
+    line = f"2026-11-22 12:00:00.000 WARNING hardened_ddp.guard.slow: {warning}\n"
+    (tmp_path / "logs" / "rank-0.log").write_text(line)
+    _, text = watched(tmp_path)
+    head, row = rows_of(text)
+    cells = dict(zip(head, row, strict=True))
+    assert (cells["step"], cells["doing"], cells["host"]) == ("345", "forward", "?")
+    assert "warning     rank 0: rank 0 is slow: data 10.4 ms" in text
+
+
+def test_a_program_that_reads_the_first_line_finds_all_of_it(tmp_path: Path) -> None:
+    folder = tmp_path / ("a folder with a long name " * 6)
+    (folder / "status").mkdir(parents=True)
+    status = {"rank": 0, "world_size": 1, "state": "running", "now": time.time() + 60, "step": 7}
+    (folder / "status" / "rank-0.json").write_text(json.dumps(status))
+    assert watched(folder)[1].splitlines()[0].startswith(f"{folder}: running, step 7")
+
+
+def test_a_name_that_the_output_cannot_encode_is_escaped(tmp_path: Path) -> None:
+    folder = tmp_path / "gr\u00f6\u00dfe"
+    (folder / "logs").mkdir(parents=True)
+    argv = [sys.executable, ROOT / "ddp_training.py", "watch", folder, "--once"]
+    done = run_command(argv, timeout_s=60, env={"PYTHONIOENCODING": "ascii"})
+    assert done.status == 0
+    assert "gr\\xf6\\xdfe: unknown" in done.stdout.replace("\n", "")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_the_table_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    (tmp_path / "status").mkdir()
+    status = {"rank": 0, "world_size": 1, "state": "running", "now": time.time() + 60, "step": 7}
+    (tmp_path / "status" / "rank-0.json").write_text(json.dumps(status))
+    output = Terminal()
+    assert run_watch(parse(["watch", str(tmp_path)]).options, output=output) == 0
+    # such a terminal has 80 columns for rich, or COLUMNS: the line is folded where the path ends it
+    seen, wanted = (
+        "".join(text.split()) for text in (output.getvalue(), f"{tmp_path}: running, step 7")
+    )
+    assert seen.startswith(wanted)
+
+
+def test_of_a_gpu_the_parts_are_those_that_the_gpu_measured(tmp_path: Path) -> None:
+    # The names are those that a rank on a GPU publishes.
+    split = _own_split(
+        {"data": 0.1, "forward": 0.3, "backward": 0.5, "optimizer": 0.1}, torch.device("cuda", 0)
+    )
+    status = {"rank": 0, "world_size": 1, "state": "running", "every_s": 2.0, "step": 7}
+    status |= {"now": time.time(), "steps_here": 7, "phase": "forward", "device": "cuda:0"}
+    status |= {"split_s": split, "spent_s": {"forward": 9.0}, "gpu_mib": 2048, "rss_mib": 1024}
+    (tmp_path / "status").mkdir()
+    (tmp_path / "status" / "rank-0.json").write_text(json.dumps(status) + "\n")
+    head, row = rows_of(watched(tmp_path)[1])
+    cells = dict(zip(head, row, strict=True))
+    parts = [cells[name] for name in ("data", "forward", "backward", "optimizer")]
+    assert parts == ["10%", "30%", "50%", "10%"]
+    assert cells["memory"] == "1.0 GiB, GPU 2.0"
+    times = {trace["name"]: trace["y"] for trace in rank_plot(read_run(tmp_path))["data"]}
+    assert times == {"data": [100], "forward": [300], "backward": [500], "optimizer": [100]}
+
+
+def test_what_ranks_log_becomes_events_with_their_kind_and_step() -> None:
+    line = "2026-11-22 12:00:0{}.000 {} {}: {}"
+    retry = "retrying step 18: rank 1 raised OSError"
+    said = [
+        line.format(1, "WARNING", "hardened_ddp.step.retry", retry),
+        "a traceback",
+        line.format(2, "INFO", "hardened_ddp.training.run_report", "epoch 1/5 step 50"),
+        line.format(3, "WARNING", "hardened_ddp", "SIGTERM: stopping at step 20, saving first"),
+        line.format(4, "ERROR", "hardened_ddp", "[DDP-R01] lost"),
+        line.format(4, "ERROR", "hardened_ddp", "why: python ddp_training.py explain runs/first"),
+        line.format(5, "WARNING", "hardened_ddp.guard.hang", "rank 2 is slow: 41.3 ms of work"),
+    ]
+    found = merged(event for rank in (0, 1) for event in events_of("\n".join(said), rank=rank))
+    kinds = [(event.kind, event.step) for event in found]
+    assert kinds == [("retry", 18), ("stop", 20), ("error", None), ("slow", None)]
+    assert [event.ranks for event in found] == [(0, 1)] * 4
+    assert found[0].text == retry
+
+
+def test_a_curve_in_one_line_shows_its_ends_and_its_middle() -> None:
+    assert sparkline([4, 3, 2, 1], "1234") == "4321"
+    assert sparkline([5] * 100, "12", width=10) == "1" * 10
+    assert sparkline([4, float("nan"), 2, float("inf"), 1], "1234") == "4?2?1"
+    assert sparkline([float("nan")], "1234") == "?"
+    assert len(sparkline(list(range(1000)), "12345678", width=60)) == 60
+    assert sparkline([1000, 100, 10, 1], "1234") == "4321"  # more than a decade
+    assert sparkline([1000, 100, 10, 0], "1234") == "4111"  # no logarithm
+
+
+def test_a_wrong_run_or_interval_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="there is no run in"):
+        run_watch(parse(["watch", "--output_dir", str(tmp_path)]).options, output=io.StringIO())
+    with pytest.raises(RunFolderError, match="is not a run folder"):
+        watched(tmp_path)
+    (tmp_path / "a file").touch()
+    with pytest.raises(RunFolderError, match="a file is a file, not a run folder"):
+        watched(tmp_path / "a file")
+    (tmp_path / "logs").mkdir()
+    with pytest.raises(ConfigError, match="needs seconds, from"):
+        watched(tmp_path, "--every", "0")
+    with pytest.raises(RunFolderError, match="there is no run xxx"):
+        watched(Path("x" * 300))  # no file system has such a name
+    with without_rights(tmp_path):
+        for words in ([str(tmp_path)], ["--output_dir", str(tmp_path)]):
+            with pytest.raises(RunFolderError, match="can't be read: Permission denied"):
+                run_watch(parse(["watch", *words]).options, output=io.StringIO())
+    assert "unknown" in watched(tmp_path)[1]
+
+
+def test_a_folder_of_the_same_name_here_does_not_hide_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("first", "runs/first/checkpoints"):
+        (tmp_path / folder).mkdir(parents=True)
+    assert find_run_folder("first", "runs") == Path("runs/first")
+
+
+def test_verify_ledger_finds_a_run_by_its_name_and_says_if_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/first/checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="runs/first has no valid checkpoint"):
+        run_tool(parse(["verify-ledger", "first"]))
+    with pytest.raises(RunFolderError, match="there is no run x: neither"):
+        run_tool(parse(["verify-ledger", "x"]))

@@ -1,0 +1,455 @@
+"""Every command that is printed works when it is pasted where the user stands.
+
+Each situation is a real command in a folder of the user's own, with a space in its name, in a shell
+in which no environment is active. The commands that it prints are pasted into a real shell there.
+srun, mpirun and sbatch are pretended: small programs that set the variables of the real ones.
+"""
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from ddp_doctor.explain.catalogue import FAMILIES
+from drills.faults import all_faults
+from hardened_ddp.ranks.launch import read_launch
+from hardened_ddp.settings.typed_command import (
+    SCRIPT,
+    StartCommand,
+    own_command,
+    pip_command,
+    shell_command,
+)
+from tests.harness.commands import Completed, run_command, start_command
+from tests.harness.processes import ROOT
+from tests.harness.ranks import held_port
+from tests.harness.run_folder import only_run, read_summary
+from tests.launcher_environments import AGENT, OPEN_MPI, SRUN, TORCHRUN
+
+PYTHON = sys.executable
+SYSTEM_PATH = "/usr/bin:/bin"
+TRAIN = ["--cpu_only", "--model", "mlp", "--num_workers", "0", "--max_steps", "3"]
+TRAIN += ["--run_name", "r", "--no_tensorboard"]
+TWO_RANKS = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+LIMIT_S = 120
+# What stands for something that the reader is to fill in.
+PLACEHOLDER = re.compile(
+    r"\b(?:NAME|PATH|FILE|FOLDER|LOG|RUN|HOST|PORT|N|COMMAND|ADDRESS)\b|[<>]|\.\.\. "
+)
+# Where a command begins in a line: a program of this Python, of a launcher or of the system.
+PROGRAMS = r"(?:\(cd |env |srun |mpirun |python |torchrun |rm |source |zcat |'?[^ ']*/bin/python)"
+COMMAND = re.compile(rf"(?:^ *|: |-> )({PROGRAMS}.*)$", re.MULTILINE)
+# One process for each rank, as the real program starts them; the last status that is not 0 counts.
+LAUNCHER = """#!{python}
+import os, subprocess, sys
+words = sys.argv[1:]
+count = int(os.environ.get("SLURM_NTASKS", 0))
+while words[0].startswith("-"):
+    word = words.pop(0)
+    if word == "-np":
+        count = int(words.pop(0))
+    elif word.startswith("--ntasks="):
+        count = int(word.partition("=")[2])
+ranks = []
+for rank in range(count):
+    values = dict(count=count, rank=rank)
+    own = {{name: text.format(**values) for name, text in {variables!r}.items()}}
+    ranks.append(subprocess.Popen(words, env=dict(os.environ) | own))
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "{rank}",
+    "SLURM_LOCALID": "{rank}",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_TASKS": "{count}",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "{count}",
+    "SLURM_STEP_NODELIST": "localhost",
+}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "{rank}",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "{rank}",
+    "OMPI_COMM_WORLD_SIZE": "{count}",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "{count}",
+}
+
+
+class Shell:
+    """A user's folder and shell: no environment is active, and the folder is not the clone."""
+
+    def __init__(self, folder: Path, programs: Path) -> None:
+        self.folder, self.programs = folder, programs
+        self.env = {"PATH": f"{programs}:{SYSTEM_PATH}"}
+
+    def pretend(self, name: str, variables: Mapping[str, str]) -> None:
+        path = self.programs / name
+        path.write_text(LAUNCHER.format(python=PYTHON, variables=dict(variables)))
+        path.chmod(0o755)
+
+    def run(self, *words: str | Path, **variables: str) -> Completed:
+        env = self.env | variables
+        return run_command(words, timeout_s=LIMIT_S, cwd=self.folder, env=env)
+
+    def paste(self, command: str, **variables: str) -> Completed:
+        return self.run("bash", "-c", command, **variables)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Shell:
+    folder, programs = tmp_path / "my own folder", tmp_path / "programs"
+    folder.mkdir()
+    programs.mkdir()
+    return Shell(folder, programs)
+
+
+def commands_in(text: str) -> list[str]:
+    """Give all commands that a text tells the user to type, each once."""
+    found = list(dict.fromkeys(match[1] for match in COMMAND.finditer(text)))
+    assert not [command for command in found if PLACEHOLDER.search(command)]
+    return found
+
+
+def command_after(text: str, label: str) -> str:
+    """Give the command that a line of a text has after some words."""
+    [line] = {line.partition(label)[2].strip() for line in text.splitlines() if label in line}
+    assert not PLACEHOLDER.search(line), line
+    return line
+
+
+def trains_on(shell: Shell, command: str, num_ranks: int, **variables: str) -> str:
+    """Paste a command, and some more steps; check on how many ranks they were done."""
+    command, _, note = command.partition("   # ")
+    goes_on = command.replace(")", " --max_steps 5)") if command.endswith(")") else ""
+    done = shell.paste(goes_on or f"{command} --max_steps 5", **variables).ok()
+    assert f"{num_ranks} rank{'s' * (num_ranks > 1)}" in done.output
+    summary = read_summary(only_run(shell.folder / "runs"))
+    assert (summary["status"], summary["step"]) == ("finished", 5)
+    assert summary["world_size"] == num_ranks
+    return note
+
+
+# What needs no training: mistakes, and the commands that look at files.
+
+QUICK = {
+    "an unknown setting": ["--epoch", "3"],
+    "a wrong value": ["--epochs", "many"],
+    "two wrong values": ["--epochs", "0", "--seed", "x"],
+    "an unknown option of a command": ["explain", "--loud", "x"],
+    "watch too often": ["watch", "--every", "0"],
+    "an unknown drill": ["drill", "no-such"],
+    "audit of nothing": ["audit"],
+    "audit with a wrong number": ["audit", "--steps", "0", "--", "true"],
+}
+
+
+@pytest.mark.parametrize("situation", QUICK)
+def test_what_a_mistake_says_to_type_next_works(situation: str, shell: Shell) -> None:
+    says = "usage: " if situation != "an unknown drill" else f"{len(all_faults())} drills"
+    done = shell.run(PYTHON, SCRIPT, *QUICK[situation])
+    assert done.status == 2
+    [command] = commands_in(done.output)
+    assert shell.paste(command).ok().stdout.startswith(says)
+
+
+def test_a_cut_archive_is_read_as_far_as_it_goes_by_the_command_that_is_named(shell: Shell) -> None:
+    import gzip
+
+    text = "x\n" * 40_000 + "RuntimeError: CUDA error: device-side assert triggered\n" * 2000
+    cut = shell.folder / "a log.gz"
+    cut.write_bytes(gzip.compress(text.encode(), compresslevel=0)[:-100])
+    done = shell.run(PYTHON, SCRIPT, "explain", cut.name)
+    assert done.status == 2
+    [command] = commands_in(done.output)
+    assert "assert" in shell.paste(command).stdout
+
+
+def test_explain_and_watch_name_commands_that_work(shell: Shell) -> None:
+    run = shell.folder / "runs" / "r"
+    (run / "logs").mkdir(parents=True)
+    lost = "[DDP-G04] rank 0 lost another rank. Cause: rank 1: it was killed\n"  # and no status
+    (run / "logs" / "rank_0.log").write_text(lost)
+    status = '{"rank": 0, "state": "running", "now": 1.0, "world_size": 2, "every_s": 1, '
+    (run / "status").mkdir()
+    (run / "status" / "rank-0.json").write_text(status + '"launcher": "torchrun", "num_nodes": 1}')
+    watched = shell.run(PYTHON, SCRIPT, "watch", "--once")
+    assert watched.status == 1
+    why = shell.paste(command_after(watched.stdout, "why: ")).stdout
+    assert "ended without a word" in why
+    resume = command_after(watched.stdout, "continue: ")
+    assert command_after(why, "to continue: ") == resume
+    assert "--nproc_per_node=2" in resume
+    assert resume.endswith("--resume runs/r")
+    gloo = shell.folder / "other.log"
+    gloo.write_text(
+        "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] "
+        "Connection closed by peer [127.0.0.1]:46171\n"
+    )
+    explained = shell.run(PYTHON, SCRIPT, "explain", gloo.name)
+    command = commands_in(explained.stdout)[-1]  # the one before is for any program
+    assert "explain newest" in command
+    assert "ended without a word" in shell.paste(command).stdout
+
+
+def test_a_command_of_the_catalogue_stands_at_the_end_and_has_no_placeholder() -> None:
+    for causes in FAMILIES.values():
+        for cause in causes:
+            assert not re.search(r"ddp_training\.py(?! (?:doctor|explain newest|--help)$)",
+                                 cause.fix.suite)  # fmt: skip
+
+
+def test_a_command_is_written_for_where_the_user_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "my env" / "bin"
+    own.mkdir(parents=True)
+    for name in ("python", "torchrun"):
+        (own / name).touch(mode=0o755)
+    monkeypatch.setattr("sys.executable", str(own / "python"))
+    monkeypatch.setenv("PATH", str(own))
+    monkeypatch.chdir(tmp_path)
+    script = shlex.quote(str(SCRIPT))
+    assert own_command("doctor") == f"python {script} doctor"
+    assert own_command("explain", tmp_path / "a b") == f"python {script} explain 'a b'"
+    torchrun = (str(own / "torchrun"), "--standalone", "x.py")
+    assert StartCommand(torchrun, str(tmp_path)).typed("--a") == "torchrun --standalone x.py --a"
+    noted = StartCommand(("srun", "x"), str(tmp_path), note="on each node")
+    assert noted.typed() == "srun x   # on each node"
+    monkeypatch.setenv("PATH", "/nowhere")  # in a new shell no environment is active
+    assert own_command("doctor") == f"'my env/bin/python' {script} doctor"
+    assert pip_command("requirements.txt").startswith("'my env/bin/python' -m pip install -r ")
+    monkeypatch.chdir(own)
+    assert own_command("doctor") == f"./python {script} doctor"
+    assert shell_command("rm", Path("-r")) == "rm ./-r"
+    # A run is continued in its own folder: there are its data, and the user's modules.
+    elsewhere = StartCommand((str(own / "python"), "x.py"), str(tmp_path)).typed("--a", Path("b"))
+    assert elsewhere == f"(cd {tmp_path} && '{own}/python' x.py --a '{own}/b')"
+    # launch_examples.sh went into the project's folder; its user did not.
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", [str(SCRIPT)])
+    assert own_command("doctor") == f"(cd {ROOT} && '{own}/python' {script} doctor)"
+
+
+def test_what_no_ancestor_shows_is_composed_from_the_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.argv", [str(SCRIPT)])
+    monkeypatch.setattr("os.getppid", lambda: 2**22 + 1)  # it has ended
+    nodes = {**AGENT, "GROUP_RANK": "1", "MASTER_ADDR": "gpu1"}
+    starts = {
+        "--standalone --nproc_per_node=2 ": {**TORCHRUN, "WORLD_SIZE": "2"},
+        "--nnodes=2 --node_rank=1 --master_addr=gpu1 --master_port=29500 --nproc_per_node=2": nodes,
+        "env PET_NNODES=2 ": {**nodes, "PET_NNODES": "2"},
+        "srun --ntasks=4 --nodes=2 --ntasks-per-node=2 --partition=a ": {
+            **SRUN,
+            "SLURM_JOB_PARTITION": "a",
+        },
+        "mpirun -np 2 ": OPEN_MPI,
+        "run_with_python.py --nproc 2 ": {
+            **{**TORCHRUN, "WORLD_SIZE": "2"},
+            "HARDENED_DDP_LAUNCHER": "spawn",
+        },
+        "env 'A=a b' sbatch train.slurm --resume x": {
+            **SRUN,
+            "HARDENED_DDP_LAUNCHER_COMMAND": "env 'A=a b' sbatch train.slurm",
+        },
+    }
+    for words, env in starts.items():
+        command = read_launch(env).command("--resume", "x")
+        assert words in command
+        assert bool(re.search("   # on each of the 2 nodes", command)) == (
+            "nnodes" in words.lower()
+        )
+
+
+# What trains. The commands of all ends of a run are those of its first one.
+
+
+@pytest.mark.slow
+def test_the_last_lines_of_two_ranks_resume_evaluate_and_export(shell: Shell) -> None:
+    done = shell.run(*TWO_RANKS, SCRIPT, *TRAIN[:-1]).ok()
+    found = {label: command_after(done.output, label) for label in LAST_LINES}
+    trains_on(shell, found["resume: "], 2)
+    assert "accuracy" in shell.paste(found["evaluate: "]).ok().stdout
+    shell.paste(found["export: "]).ok()
+    assert list(shell.folder.glob("exports/*/model.safetensors"))
+    assert "graph" in shell.paste(f"{found['TensorBoard: ']} --inspect").ok().output
+    again = shell.paste(found["resume: "]).ok()
+    assert "is finished" in again.output
+
+
+LAST_LINES = ("resume: ", "evaluate: ", "export: ", "TensorBoard: ")
+STARTS = {
+    "python": ([PYTHON, SCRIPT], 1),
+    "spawn": ([PYTHON, ROOT / "launchers/run_with_python.py", "--no_lesson", "--nproc", "2",
+               SCRIPT], 2),
+    "torchrun with a lesson": ([*TWO_RANKS, ROOT / "launchers/run_with_torchrun.py",
+                                SCRIPT], 2),
+    "launch.py": ([PYTHON, ROOT / "launchers/launch.py", "--hosts", "localhost",
+                   "--nproc_per_node", "2", SCRIPT], 2),
+    "srun": (["srun", "--ntasks=2", PYTHON, SCRIPT], 2),
+    "mpirun": (["mpirun", "-np", "2", PYTHON, SCRIPT], 2),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STARTS)
+def test_a_run_is_resumed_by_the_launcher_that_started_it(name: str, shell: Shell) -> None:
+    shell.pretend("srun", SLURM)
+    shell.pretend("mpirun", MPI)
+    words, num_ranks = STARTS[name]
+    done = shell.run(*words, *TRAIN, "--output_dir", shell.folder / "runs").ok()
+    trains_on(shell, command_after(done.output, "resume: "), num_ranks)
+
+
+@pytest.mark.slow
+def test_a_preset_from_another_folder_names_commands_for_that_folder(shell: Shell) -> None:
+    path = f"{Path(PYTHON).parent}:{SYSTEM_PATH}"
+    runs = shell.folder / "runs"
+    words = [ROOT / "launch_examples.sh", "6", *TRAIN, "--output_dir", runs]
+    done = shell.run(*words, PATH=path).ok()
+    trains_on(shell, command_after(done.output, "resume: "), 1, PATH=path)
+    evaluate = command_after(done.output, "evaluate: ")
+    assert "accuracy" in shell.paste(evaluate, PATH=path).ok().stdout
+    shown = shell.run(ROOT / "launch_examples.sh", "--dry-run", "6", "--max_epochs", PATH=path)
+    started = shell.paste(shown.stdout.strip(), PATH=path)
+    assert "--max_epochs" in started.output  # which is no setting
+    [command] = commands_in(started.output)
+    assert shell.paste(command, PATH=path).ok().stdout.startswith("usage: ")
+
+
+@pytest.mark.slow
+def test_a_slurm_job_is_continued_by_the_sbatch_that_it_names(shell: Shell) -> None:
+    shell.pretend("srun", SLURM)
+    submit = shell.programs / "sbatch"
+    job = {"SLURM_JOB_ID": "77", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_NTASKS": "2"}
+    job |= {"SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NUM_NODES": "1"}
+    job["SLURM_JOB_NODELIST"] = "localhost"
+    options = 'while [[ $1 == -* ]]; do shift; done\nexec bash "$@"\n'
+    given = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.items())
+    submit.write_text(f"#!/bin/bash\n{given}{options}")
+    (shell.programs / "scontrol").write_text("#!/bin/bash\necho localhost\n")
+    for name in ("sbatch", "scontrol"):
+        (shell.programs / name).chmod(0o755)
+    path = f"{shell.programs}:{Path(PYTHON).parent}:{SYSTEM_PATH}"
+    runs = shell.folder / "runs"
+    start = shlex.join(["sbatch", "train.slurm", *TRAIN[:-3]])
+    variables = {"PATH": path, "RUN_NAME": "r", "OUTPUT_DIR": str(runs)}
+    done = shell.paste(f"cd {shlex.quote(str(ROOT))} && {start}", **variables).ok()
+    resume = command_after(done.output, "resume: ")
+    assert "sbatch --nodes=1 --ntasks-per-node=2 train.slurm" in resume
+    trains_on(shell, f"cd {shlex.quote(str(ROOT))} && {resume}", 2, PATH=path)
+
+
+@pytest.mark.slow
+def test_a_dead_rank_is_explained_and_the_run_resumed_by_what_the_survivor_says(
+    shell: Shell,
+) -> None:
+    words = [*TWO_RANKS, SCRIPT, *TRAIN]
+    words[words.index("--max_steps") + 1] = "100000"
+    with start_command(words, cwd=shell.folder, env=shell.env) as command:
+        metrics = shell.folder / "runs/r/metrics.jsonl"
+        command.wait_for(metrics.exists, timeout_s=LIMIT_S, what="a step")
+        pid = command.wait_for(lambda: command.pid_of_rank(1), timeout_s=30, what="rank 1")
+        os.kill(pid, signal.SIGKILL)
+        died = command.wait(timeout_s=60)
+    assert died.status == 1
+    assert "rank 1" in shell.paste(command_after(died.output, "why: ")).stdout.lower()
+    resume = command_after(died.output, "to resume: ")
+    watched = shell.run(PYTHON, SCRIPT, "watch", "--once", "r")
+    assert command_after(watched.stdout, "continue: ").split()[-2:] == resume.split()[-2:]
+    step = int(died.output.partition("the state after step ")[2].split()[0])
+    done = shell.paste(f"{resume} --max_steps {step + 2}").ok()
+    assert f"resuming runs/r from step {step}" in done.output
+    assert read_summary(only_run(shell.folder / "runs"))["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_a_stopped_run_is_resumed_by_its_last_lines(shell: Shell) -> None:
+    words = [PYTHON, SCRIPT, *TRAIN]
+    words[words.index("--max_steps") + 1] = "100000"
+    with start_command(words, cwd=shell.folder, env=shell.env) as command:
+        metrics = shell.folder / "runs/r/metrics.jsonl"
+        command.wait_for(metrics.exists, timeout_s=LIMIT_S, what="a step")
+        command.signal(signal.SIGTERM)
+        stopped = command.wait(timeout_s=60).ok()
+    step = read_summary(only_run(shell.folder / "runs"))["step"]
+    resume = command_after(stopped.output, "resume: ")
+    done = shell.paste(f"{resume} --max_steps {step + 2}").ok()
+    assert f"resuming runs/r from step {step}" in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variables", "num_ranks"),
+    [
+        ({"RANK": "0", "LOCAL_RANK": "0"}, [2, 1]),
+        ({"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2"}, [2, 1]),
+        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2"}, [2, 1]),
+    ],
+    ids=["half an environment", "a batch script without srun", "an operator without torchrun"],
+)
+def test_a_start_that_is_refused_names_the_right_ones(
+    variables: dict[str, str], num_ranks: list[int], shell: Shell
+) -> None:
+    shell.pretend("srun", SLURM)
+    words = [word for word in TRAIN if word not in ("--run_name", "r")]
+    refused = shell.run(PYTHON, SCRIPT, *words, **variables)
+    assert refused.status == 2
+    found = commands_in(refused.output.replace("  or in one process: ", "").replace("  next: ", ""))
+    assert len(found) == len(num_ranks)
+    for command, expected in zip(found, num_ranks, strict=True):
+        done = shell.paste(command, **variables).ok()
+        assert f"{expected} rank{'s' * (expected > 1)}" in done.output
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken_is_left_by_the_command_that_is_named(shell: Shell) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(holder.getsockname()[1])}
+        refused = shell.run(PYTHON, SCRIPT, *TRAIN, **names)
+        assert refused.status == 1
+        done = shell.paste(command_after(refused.output, "takes a free one: "), **names).ok()
+    assert "2 ranks" in done.output
+
+
+def start_pods(shell: Shell, words: list[str | Path], count: int) -> list[subprocess.Popen[str]]:
+    """Start one process for each pod of an operator, which says nothing of local ranks."""
+    port = str(held_port())
+    pods = []
+    for rank in range(count):
+        given = {"RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+        given |= {"MASTER_PORT": port, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        pods.append(
+            subprocess.Popen(
+                words, cwd=shell.folder, env=shell.env | given, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )
+        )  # fmt: skip
+    return pods
+
+
+@pytest.mark.slow
+def test_the_pods_of_an_operator_train_and_are_resumed_in_each(shell: Shell) -> None:
+    outputs = [
+        pod.communicate(timeout=600)[0] for pod in start_pods(shell, [PYTHON, SCRIPT, *TRAIN], 2)
+    ]
+    assert "2 ranks on 2 nodes, started by an operator" in outputs[0], "\n".join(outputs)
+    command, _, note = command_after(outputs[0], "resume: ").partition("   # ")
+    assert note == "in each of the 2 pods"
+    pods = start_pods(shell, ["bash", "-c", f"{command} --max_steps 5"], 2)
+    outputs = [pod.communicate(timeout=600)[0] for pod in pods]
+    assert [pod.returncode for pod in pods] == [0, 0], "\n".join(outputs)
+    summary = read_summary(only_run(shell.folder / "runs"))
+    assert (summary["step"], summary["world_size"]) == (5, 2)

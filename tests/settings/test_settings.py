@@ -1,0 +1,293 @@
+"""Settings: where a value comes from, and how a word becomes a value."""
+
+import json
+import os
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+
+import pytest
+
+from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.device import DeviceConfig
+from hardened_ddp.settings.document import plain_value
+from hardened_ddp.settings.schema import SETTINGS, flatten
+from tests.harness.settings_given import make_run, problem_of, settings_of, values_of
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test in an empty folder: output_dir and --config are relative paths."""
+    monkeypatch.chdir(tmp_path)
+
+
+class TestOrder:
+    def test_no_arguments_give_the_defaults(self) -> None:
+        resolved = settings_of("")
+        assert resolved.config == Config()
+        assert set(resolved.sources.values()) == {"default"}
+        assert list(resolved.sources) == list(SETTINGS)
+        assert resolved.run_folder is None
+
+    def test_command_line_wins_over_file_wins_over_default(self) -> None:
+        Path("my.yaml").write_text("# mine\nbatch_size: 64\nepochs: 9\n")
+        resolved = settings_of("--config my.yaml --epochs 2")
+        assert resolved.config.data.batch_size == 64
+        assert resolved.config.loop.epochs == 2
+        assert resolved.config.loop.max_steps == 0
+        assert resolved.sources["batch_size"] == "my.yaml:2"
+        assert resolved.sources["epochs"] == "command line"
+        assert resolved.sources["max_steps"] == "default"
+
+    def test_the_last_of_two_equal_flags_wins(self) -> None:
+        values = values_of("--epochs 3 --download --epochs 4 --no_download")
+        assert (values["epochs"], values["download"]) == (4, False)
+
+    def test_a_config_is_frozen(self) -> None:
+        with pytest.raises(FrozenInstanceError):
+            Config().loop.epochs = 3  # type: ignore[misc]
+
+    def test_an_empty_file_changes_nothing(self) -> None:
+        for text in ("", "# only a comment\n", "---\n"):
+            Path("my.yaml").write_text(text)
+            assert settings_of("--config my.yaml").config == Config()
+
+    def test_a_file_with_a_byte_order_mark_is_read(self) -> None:
+        Path("my.yaml").write_text("epochs: 2\n", encoding="utf-8-sig")
+        assert values_of("--config my.yaml")["epochs"] == 2
+
+
+class TestContinuedRun:
+    @pytest.mark.parametrize(
+        "flags",
+        [
+            "--resume newest",
+            "--resume runs/first",
+            "--resume runs/first/checkpoints/step-000000010",
+            "--run_name first",
+        ],
+    )
+    def test_saved_settings_lie_between_default_and_file(self, flags: str) -> None:
+        make_run("first", command="--learning_rate 0.5 --seed 7 --batch_size 4 --epochs 2")
+        Path("my.yaml").write_text("batch_size: 8\n")
+        resolved = settings_of(f"{flags} --config my.yaml --epochs 3")
+        values = flatten(resolved.config)
+        assert (values["learning_rate"], values["seed"]) == (0.5, 7)
+        assert (values["batch_size"], values["epochs"]) == (8, 3)
+        assert resolved.sources["learning_rate"] == "run"
+        assert resolved.sources["batch_size"] == "my.yaml:1"
+        assert resolved.sources["epochs"] == "command line"
+        assert resolved.run_folder is not None
+        assert resolved.run_folder.resolve() == Path("runs/first").resolve()
+
+    def test_the_machine_and_the_place_of_the_run_are_not_inherited(self) -> None:
+        command = "--cpu_only --backend gloo --timeout_s 9 --resume never --run_name old"
+        make_run("first", command=command)
+        resolved = settings_of("--resume runs/first")
+        assert replace(resolved.config.device, seed=0) == DeviceConfig()
+        assert resolved.config.run.run_name == ""
+        assert resolved.config.run.resume == "runs/first"
+        assert resolved.sources["cpu_only"] == "default"
+
+    def test_the_file_can_say_which_run_to_continue(self) -> None:
+        make_run("first", command="--epochs 2")
+        Path("my.yaml").write_text("resume: runs/first\n")
+        assert settings_of("--config my.yaml").config.loop.epochs == 2
+
+    def test_newest_is_the_run_whose_checkpoints_changed_last(self) -> None:
+        for time_s, name in enumerate(("b", "a", "c")):
+            folder = make_run(name, command=f"--epochs {time_s + 1}")
+            os.utime(folder / "checkpoints", (time_s, time_s))
+        os.utime(make_run("without_checkpoint", step=None) / "checkpoints", (9, 9))
+        assert settings_of("--resume newest").run_folder == Path("runs/c")
+        assert settings_of("--resume newest").config.loop.epochs == 3
+
+    def test_newest_without_any_checkpoint_is_an_error(self) -> None:
+        make_run("first", step=None)
+        assert "no run with a checkpoint in runs" in problem_of("--resume newest")
+        assert "no run with a checkpoint in none" in problem_of("--resume newest --output_dir none")
+
+    def test_two_runs_to_continue_are_an_error(self) -> None:
+        make_run("first")
+        Path("my.yaml").write_text("run_name: other\n")
+        for resume in ("runs/first", "runs/first/checkpoints/step-000000010", "newest"):
+            line = problem_of(f"--resume {resume} --run_name other")
+            assert line.startswith("--run_name: --resume continues ")
+            assert "runs/first, which is another run" in line
+            assert settings_of(f"--resume {resume} --run_name first").run_folder is not None
+            # the command line overrides a file
+            assert settings_of(f"--config my.yaml --resume {resume}").run_folder is not None
+        Path("my.yaml").write_text("run_name: other\nresume: newest\n")
+        assert "my.yaml:2: resume continues runs/first, which" in problem_of("--config my.yaml")
+
+    def test_never_and_an_unknown_name_inherit_nothing(self) -> None:
+        make_run("first", command="--epochs 2")
+        assert settings_of("--run_name first --resume never").config.loop.epochs == 5
+        assert settings_of("--run_name second").run_folder is None
+
+    @pytest.mark.parametrize(
+        ("given", "told"),
+        [
+            ("runs/frist", "did you mean runs/first?"),
+            ("first", "did you mean runs/first?"),
+            ("newst", "did you mean --resume newest?"),
+            ("zzzzzz", "there are: runs/first"),
+            ("a_file", "'a_file' is not a folder"),
+            ("runs", "neither a run folder"),
+            (".", "neither a run folder"),
+        ],
+    )
+    def test_a_path_that_is_no_run_is_an_error_with_a_hint(self, given: str, told: str) -> None:
+        make_run("first")
+        Path("a_file").touch()
+        Path("config.yaml").touch()  # as in the project's own folder
+        line = problem_of(f"--resume {given}")
+        assert line.startswith("--resume: ")
+        assert told in line
+
+    def test_a_checkpoint_folder_is_found_from_inside_its_run(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = make_run("first", command="--epochs 2").resolve()
+        monkeypatch.chdir(folder / "checkpoints")
+        assert settings_of("--resume step-000000010").run_folder == folder
+
+    def test_a_broken_saved_file_is_told_with_its_line(self) -> None:
+        folder = make_run("first")
+        (folder / "config.yaml").write_text("epochs: 2\nepohcs: 3\n")
+        line = problem_of("--resume runs/first")
+        assert line.startswith("runs/first/config.yaml:2: epohcs: no such setting")
+
+    def test_a_run_saved_under_an_old_name_goes_on_with_its_value(self) -> None:
+        saved = make_run("first", command="--step_retry off") / "config.yaml"
+        saved.write_text(saved.read_text().replace("step_retry:", "recovery:"))
+        resolved = settings_of("--resume runs/first")
+        assert resolved.config.loop.step_retry == "off"
+        assert resolved.sources["step_retry"] == "run"
+        assert settings_of("--resume runs/first --step_retry on").config.loop.step_retry == "on"
+
+    def test_a_bad_value_under_an_old_name_is_told_with_its_line(self) -> None:
+        saved = make_run("first") / "config.yaml"
+        saved.write_text("epochs: 2\nrecovery: maybe\n")
+        line = problem_of("--resume runs/first")
+        assert line.startswith("runs/first/config.yaml:2: step_retry: found 'maybe'")
+
+    def test_an_old_name_beside_the_new_one_is_told(self) -> None:
+        saved = make_run("first") / "config.yaml"
+        saved.write_text("step_retry: off\nrecovery: on\n")
+        assert problem_of("--resume runs/first").endswith("did you mean step_retry?")
+
+    def test_a_rule_can_be_broken_by_an_inherited_value(self) -> None:
+        make_run("first", command="--amp fp16")
+        line = problem_of("--resume runs/first --cpu_only")
+        assert line.startswith("run: amp fp16 with --cpu_only true: ")
+        assert settings_of("--resume runs/first --cpu_only --amp off").config.optimizer.amp == "off"
+
+
+class TestWords:
+    @pytest.mark.parametrize(
+        ("flags", "name", "value"),
+        [
+            ("--learning_rate 1e-4", "learning_rate", 1e-4),
+            ("--learning_rate 1", "learning_rate", 1.0),
+            ("--learning_rate=.5", "learning_rate", 0.5),
+            ("--batch-size 64", "batch_size", 64),
+            ("--batch-size=64", "batch_size", 64),
+            ("--num_workers auto", "num_workers", None),
+            ("--num_workers 0", "num_workers", 0),
+            ("--single_gpu", "single_gpu", True),
+            ("--single_gpu false", "single_gpu", False),
+            ("--single-gpu=True", "single_gpu", True),
+            ("--no_download", "download", False),
+            ("--no-download", "download", False),
+            ("--progress", "progress", True),
+            ("--progress auto", "progress", None),
+            ("--no_progress", "progress", False),
+            ("--find_unused_parameters", "find_unused_parameters", "on"),
+            ("--find_unused_parameters --epochs 1", "find_unused_parameters", "on"),
+            ("--find_unused_parameters true", "find_unused_parameters", "on"),
+            ("--channels_last off", "channels_last", False),
+            ("--augment ON", "augment", True),
+            ("--find_unused_parameters false", "find_unused_parameters", "off"),
+            ("--find_unused_parameters off", "find_unused_parameters", "off"),
+            ("--find_unused_parameters auto", "find_unused_parameters", "auto"),
+            ("--no_find_unused_parameters", "find_unused_parameters", "off"),
+            ("--amp off", "amp", "off"),
+            ("--seed 9223372036854775807", "seed", 2**63 - 1),
+            ("--run_name 007", "run_name", "007"),
+            ("--run_name=", "run_name", ""),
+            ("--data_dir 'a b=c'", "data_dir", "a b=c"),
+            ("""--model_args '{"a": 18, "b": 1e-4}'""", "model_args", {"a": 18, "b": 1e-4}),
+            ("--model_args '{widths: [8, 16], bias: false, act: off}'", "model_args",
+             {"widths": [8, 16], "bias": False, "act": "off"}),
+            ("--dataset_args {}", "dataset_args", {}),
+            ("train --epochs 2", "epochs", 2),
+        ],
+    )  # fmt: skip
+    def test_a_flag_gives_a_typed_value(self, flags: str, name: str, value: object) -> None:
+        found = values_of(flags)[name]
+        assert found == value
+        assert type(found) is type(value)
+
+    @pytest.mark.parametrize(
+        ("line", "value"),
+        [
+            ("learning_rate: 1e-4", 1e-4),
+            ("learning_rate: 1E-3", 1e-3),
+            ("learning_rate: 1", 1.0),
+            ("learning_rate: 5e-05", 5e-05),
+            ("batch_size: 0x10", 16),
+            ("batch_size: 010", 10),  # in YAML 1.1 this was 8
+            ("num_workers: auto", None),
+            ("pin_memory: true", True),
+            ("find_unused_parameters: on", "on"),
+            ("find_unused_parameters: true", "on"),
+            ("find_unused_parameters: False", "off"),
+            ("amp: off", "off"),
+            ("comm_hook: none", "none"),
+            ('run_name: "3"', "3"),
+            ("run_name: 1_000", "1_000"),
+            ("data_dir: 12:30", "12:30"),  # in YAML 1.1 this was 750
+            ("data_dir: 2024-01-01", "2024-01-01"),
+            ("model_args:\n  size: 28\n  names: [y, n]", {"size": 28, "names": ["y", "n"]}),
+        ],
+    )
+    def test_a_line_gives_a_typed_value(self, line: str, value: object) -> None:
+        Path("my.yaml").write_text(line + "\n")
+        found = values_of("--config my.yaml")[line.partition(":")[0]]
+        assert found == value
+        assert type(found) is type(value)
+
+    def test_flags_are_never_shortened(self) -> None:
+        assert "no such setting" in problem_of("--epoch 3")
+        assert "no such setting" in problem_of("--batch 3")
+
+
+class TestTable:
+    def test_every_setting_has_a_text_that_ends_as_a_sentence(self) -> None:
+        for name, setting in SETTINGS.items():
+            assert setting.facts.text.endswith((".", "?")), name
+            assert setting.facts.text.isascii(), name
+
+    def test_every_default_fits_its_own_setting(self) -> None:
+        words = "\n".join(
+            f"{n}: {json.dumps(v)}" for n, v in flatten(Config()).items() if v is not None
+        )
+        Path("my.yaml").write_text(words)
+        assert settings_of("--config my.yaml").config == Config()
+
+    def test_every_number_has_bounds(self) -> None:
+        for name, setting in SETTINGS.items():
+            if setting.type in (int, float):
+                assert setting.facts.bounds, name
+
+    @pytest.mark.parametrize(
+        ("word", "value"),
+        [
+            ("1e-3", 1e-3), ("+5", 5), ("-0", 0), ("1.", 1.0), ("0o17", 15), ("1e", "1e"),
+            ("1e+2", 100.0), ("TRUE", True), ("tRUE", "tRUE"), ("", None), ("NaN", "NaN"),
+            ("5\n", "5\n"), ("\u0665", "\u0665"), ("inf", "inf"), (".", "."), ("-", "-"),
+        ],
+    )  # fmt: skip
+    def test_plain_words_are_read_by_yaml_1_2(self, word: str, value: object) -> None:
+        assert plain_value(word) == value
+        assert type(plain_value(word)) is type(value)

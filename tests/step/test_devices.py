@@ -1,0 +1,219 @@
+"""Tasks, metrics and steps on a GPU that is pretended: no tensors on two devices, and no waits.
+
+Each is done on the CPU, too, and must give the same numbers. See tests/pretended_gpu.py for what is
+found so, and docs/GPU.md for what is not.
+"""
+
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import ddp_training
+from hardened_ddp.errors import HardenedError
+from hardened_ddp.gradients.local import LocalGradients
+from hardened_ddp.gradients.sums import count_on
+from hardened_ddp.ranks.group import open_group
+from hardened_ddp.ranks.launch import read_launch
+from hardened_ddp.settings.cli import parse
+from hardened_ddp.settings.layers import resolve
+from hardened_ddp.step.left_out import LeftOut
+from hardened_ddp.step.parts import Parts
+from hardened_ddp.step.progress import Progress
+from hardened_ddp.step.step import Stepper
+from hardened_ddp.training.evaluation import evaluate
+from tests.harness.marks import slow_after
+from tests.pretended_gpu import CPU, GPU, Mix, PretendedGpu
+
+NUM_STEPS = 4
+COMMON = ["--cpu_only", "--num_workers", "0", "--batch_size", "4", "--eval_batch_size", "5"]
+COMMON += ["--log_interval", "1000", "--amp", "off", "--channels_last", "off"]
+POINTS = ["--dataset", "tests.plugins:points"]
+SLOPES = ["--dataset", "tests.token_data:slopes", "--model", "mlp"]
+PICTURES = ["--dataset", "tests.device_tasks:pictures"]
+SEQUENCES = ["--dataset", "tests.token_data:sequences"]
+OWN_LM = [*SEQUENCES, "--model", "tests.token_data:OwnLM", "--model_args", "{shift: 1}"]
+COUNTING = [*POINTS, "--task", "own", "--model", "tests.device_tasks:Counting", "--model_args"]
+TASKS = {
+    "classification": [
+        *POINTS,
+        "--model",
+        "mlp",
+        "--metrics",
+        "{total: tests.task.test_tasks:Sum}",
+    ],
+    "pictures and top 5": [*PICTURES, "--model", "tests.device_tasks:Net"],
+    "multilabel": ["--dataset", "tests.device_tasks:tagged", "--model", "mlp"],
+    "segmentation": [
+        "--dataset",
+        "tests.device_tasks:maps",
+        "--model",
+        "tests.device_tasks:Pixels",
+    ],
+    "regression": SLOPES,
+    "tokens": [*SEQUENCES, "--task", "tokens", "--model", "tests.token_data:TinyLM"],
+    "tokens, shifted by the model": [*OWN_LM, "--task", "tokens"],
+    "own, of tokens": [*OWN_LM, "--task", "own"],
+    "own, of samples": [*POINTS, "--task", "own", "--model", "tests.plugins:OwnLoss"],
+    "own, with a number as count": [*COUNTING, "{}"],
+    "own, with a host's tensor as count": [*COUNTING, "{as_tensor: true}"],
+    "a user's": [*SLOPES, "--task", "tests.device_tasks:Distance"],
+}
+MORE = ("tokens, shifted by the model", "own, of tokens", "own, of samples")
+MORE += ("own, with a host's tensor as count",)
+WAYS = {
+    "accumulation": ["--accumulation_steps", "2"],
+    "clipping": ["--clip_grad_norm", "0.1"],
+    "sgd": ["--optimizer", "sgd"],
+}
+
+
+def parts_on(device: torch.device, argv: list[str]) -> Parts:
+    launch = read_launch(os.environ)
+    settings = resolve(parse([*COMMON, *argv]), world_size=launch.world_size)
+    group = open_group(launch, device=device, backend="gloo", timeout_s=30, shared_memory=False)
+    torch.manual_seed(settings.config.device.seed)
+    return ddp_training.build(settings, group, None)
+
+
+def trained(
+    device: torch.device, argv: list[str], gpu: PretendedGpu | None = None
+) -> tuple[dict[str, Any], list[list[str]]]:
+    """Train some steps and evaluate; return all figures, and the waits of each step."""
+    parts = parts_on(device, argv)
+    saver = SimpleNamespace(reads_weights=False, before_update=lambda: None)
+    stepper = Stepper(parts, Progress(), left_out=LeftOut(parts), saver=saver)
+    windows = list(parts.train_loader.windows(0, 0))[:NUM_STEPS]
+    waits = []
+    for window, batches in windows:
+        if gpu is not None:
+            gpu.waits.clear()
+        stepper.do(window, batches)
+        waits.append([] if gpu is None else list(gpu.waits))
+    figures: dict[str, Any] = {
+        f"train {name}": value for name, value in stepper.read_totals().items()
+    }
+    figures["weights"] = {name: p.tolist() for name, p in parts.replica.trainable.items()}
+    if gpu is not None:
+        gpu.waits.clear()
+    assert parts.eval_loader is not None
+    found = evaluate(parts, parts.eval_loader)
+    assert found is not None
+    waits.append([] if gpu is None else list(gpu.waits))
+    figures |= found.figures
+    if (table := parts.task.table(parts.device)) is not None:
+        with torch.no_grad():
+            batch = parts.eval_loader.first_samples().to(parts.device)
+            output = parts.task.forward(parts.replica.module, batch)
+            table.add(parts.task.score(output, batch), batch)
+        figures["table"] = table.report()
+    parts.close()
+    parts.group.close()
+    return figures, waits
+
+
+def on_gpu(argv: list[str]) -> tuple[dict[str, Any], list[list[str]]]:
+    with PretendedGpu().on() as gpu:
+        return trained(GPU, argv, gpu)
+
+
+def check_waits(waits: list[list[str]], *, in_evaluation: int = 1) -> None:
+    """Check that each step waits at most for the flag of the step before it."""
+    *steps, evaluation = waits
+    for step in steps:
+        assert len(step) <= 1, step
+        assert all(wait.startswith("event at hardened_ddp/step/events.py") for wait in step)
+    assert len(evaluation) == in_evaluation, evaluation
+
+
+@pytest.mark.filterwarnings("error:Converting a tensor")
+@pytest.mark.parametrize("task", slow_after(8, sorted(TASKS, key=MORE.__contains__)))
+def test_a_task_trains_and_is_measured_on_a_gpu_as_on_the_cpu(task: str) -> None:
+    expected, _ = trained(CPU, TASKS[task])
+    found, waits = on_gpu(TASKS[task])
+    assert found == expected
+    check_waits(waits, in_evaluation=1 + ("--metrics" in TASKS[task]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("task", ["pictures and top 5", "tokens", "a user's"])
+def test_each_way_of_training_does_on_a_gpu_as_on_the_cpu(task: str, way: str) -> None:
+    argv = [*TASKS[task], *WAYS[way]]
+    expected, _ = trained(CPU, argv)
+    found, waits = on_gpu(argv)
+    assert found == expected
+    check_waits(waits)
+
+
+@pytest.mark.parametrize("count", [3, 3.0, torch.tensor(3), torch.tensor(3.0)], ids=repr)
+def test_a_count_that_is_a_number_of_the_host_is_sent_without_a_wait(count: Any) -> None:
+    with PretendedGpu().on() as gpu:
+        for given in (count, torch.full((), 3, device=GPU)):
+            found = count_on(GPU, given)
+            assert (found.device, found.dtype, found.shape) == (GPU, torch.float64, ())
+        assert not gpu.waits
+        assert found.item() == 3.0
+
+
+def test_a_planted_wait_is_found_with_its_line() -> None:
+    _, waits = on_gpu([*POINTS, "--model", "mlp", "--task", "tests.device_tasks:Reading"])
+    for step in waits[:NUM_STEPS]:
+        assert step[0].startswith("_local_scalar_dense at tests/device_tasks.py:")
+
+
+def test_a_planted_mix_of_devices_is_found() -> None:
+    with pytest.raises(HardenedError, match="all tensors to be on the same device"):
+        on_gpu([*POINTS, "--model", "mlp", "--task", "tests.device_tasks:Mixing"])
+
+
+@pytest.mark.parametrize(
+    ("waits", "act"),
+    [
+        (0, lambda here, host: here + torch.tensor(2.0)),
+        (0, lambda here, host: torch.where(here > 0, 1.0, here)),
+        (0, lambda here, host: here.copy_(host, non_blocking=True)),
+        (0, lambda here, host: torch.empty(3, pin_memory=True).copy_(here, non_blocking=True)),
+        (0, lambda here, host: here.to("cpu", non_blocking=True)),
+        (0, lambda here, host: torch.full((), 3.0, device=here.device)),
+        (1, lambda here, host: torch.empty(3).copy_(here, non_blocking=True)),
+        (1, lambda here, host: here.copy_(host)),
+        (1, lambda here, host: torch.as_tensor(3.0, device=here.device)),
+        (1, lambda here, host: torch.where(host[0] > 0, here, here)),
+        (1, lambda here, host: here[torch.tensor([0, 2])]),
+        (1, lambda here, host: here[here > 0]),
+        (1, lambda here, host: here.cpu()),
+        (1, lambda here, host: here.tolist()),
+        (1, lambda here, host: bool(here.sum() > 0)),
+    ],
+)
+def test_the_rules_are_those_of_a_gpu(waits: int, act: Callable[..., Any]) -> None:
+    host = torch.ones(3)
+    with PretendedGpu().on() as gpu:
+        here = torch.ones(3, device=GPU)
+        assert (here.device, here.is_cuda, host.device) == (GPU, True, CPU)
+        act(here, host)
+        assert len(gpu.waits) == waits
+        for mix in (lambda: here + host, lambda: torch.cat([here, host]), lambda: here @ host):
+            with pytest.raises(Mix):
+                mix()
+
+
+def test_gradients_of_one_type_are_multiplied_by_one_kernel() -> None:
+    # CUDA has one for all of them only if the factor is of their type.
+    model = nn.Linear(3, 2)
+    factor = torch.tensor(0.5, dtype=torch.float64)
+    with mock.patch("torch._foreach_mul_") as multiply:
+        for dtypes in ([torch.float32, torch.float32], [torch.float32, torch.float64]):
+            gradients = LocalGradients(model)
+            for parameter, dtype in zip(model.parameters(), dtypes, strict=True):
+                parameter.data = parameter.data.to(dtype)
+                parameter.grad = torch.ones_like(parameter)
+            gradients.scale(factor)
+    kinds = [call.args[1].dtype for call in multiply.call_args_list]
+    assert kinds == [torch.float32, torch.float64]

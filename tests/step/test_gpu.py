@@ -1,0 +1,88 @@
+"""Faults within steps on a real GPU: memory that is really gone, 16-bit training, a shared GPU."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu.checks import CHECKS
+from hardened_ddp.step.events import DeviceEvent, copy_beside
+from tests.harness.ranks import train
+from tests.harness.run_folder import last_tensors, only_run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+POINTS = ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 48}", "--batch_size", "8"]
+POINTS += ["--epochs", "3", "--log_interval", "1", "--eval_every", "0", "--num_workers", "0"]
+POINTS += ["--deterministic"]
+SHARED = ["--backend", "gloo"]  # two ranks on one GPU, which NCCL refuses
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_what_only_a_gpu_has_works(check: Callable[[torch.device], str]) -> None:
+    check(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
+@pytest.mark.parametrize("ranks", [[], SHARED], ids=["alone", "two ranks on one GPU"])
+def test_faults_within_steps_leave_no_trace_in_the_weights(
+    amp: str, ranks: list[str], tmp_path: Path
+) -> None:
+    faults = {0: {8: "forward", 11: "backward"}, 1: {14: "backward", 17: "forward"}}
+    argv = [*POINTS, *ranks, "--amp", amp, "--model", "tests.plugins:FailingOnce", "--model_args"]
+    world_size = 2 if ranks else 1
+    undisturbed, faulty = tmp_path / "undisturbed", tmp_path / "faulty"
+    train([*argv, "{}", "--output_dir", undisturbed], world_size).ok()
+    finished = train([*argv, str({"faults": faults}), "--output_dir", faulty], world_size).ok()
+    assert last_tensors(faulty) == last_tensors(undisturbed)
+    assert finished.outputs[0].count("retrying step") >= 2
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_memory_that_is_really_gone_is_answered_with_smaller_micro_batches(
+    phase: str, tmp_path: Path
+) -> None:
+    argv = [*POINTS, "--model", "tests.plugins:Hungry", "--model_args", f"{{phase: {phase}}}"]
+    finished = train([*argv, "--output_dir", tmp_path], 1).ok()
+    [size] = set(re.findall(r"micro-batches have (\d) samples at most", finished.outputs[0]))
+    assert int(size) in (2, 4)
+    assert only_run(tmp_path)
+
+
+def test_batch_size_auto_finds_what_the_gpu_holds(tmp_path: Path) -> None:
+    argv = [*POINTS, "--model", "tests.plugins:Hungry", "--global_batch_size", "16"]
+    argv += ["--batch_size", "auto", "--output_dir", str(tmp_path)]
+    finished = train(argv, 1).ok()
+    found = re.search(r"batch_size auto: (\d+) samples fit at once", finished.outputs[0])
+    assert found is not None
+    assert 2 <= int(found[1]) < 8
+
+
+def test_a_state_is_copied_while_the_gpu_is_stuck() -> None:
+    device = torch.device("cuda", 0)
+    state = {
+        "weight": torch.arange(1 << 20, dtype=torch.float32, device=device),
+        "image": torch.rand(2, 3, 8, 8, device=device).to(memory_format=torch.channels_last),
+        "step": torch.zeros((), device=device),
+    }
+    expected = {name: tensor.cpu() for name, tensor in state.items()}
+    # WHY: to load a kernel may wait for the whole device
+    torch.cuda._sleep(1)  # type: ignore[no-untyped-call]  # cycles
+    for tensor in state.values():
+        tensor.add_(0)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1 << 33)  # type: ignore[no-untyped-call]  # cycles: seconds, as an all-reduce
+    before = DeviceEvent()
+    for tensor in state.values():
+        tensor.add_(1)
+    copied = copy_beside(state, device)
+    assert not before.is_reached()  # else the test has shown nothing
+    for name, tensor in copied.items():
+        assert torch.equal(tensor, expected[name])
+    before.wait()

@@ -1,0 +1,333 @@
+"""One rank fails inside a step: all ranks retry it, and the run ends with the same weights."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
+from hardened_ddp.errors import OutOfMemoryError, PeerLostError
+from hardened_ddp.model.optimizer import allocate_state, build_optimizer
+from hardened_ddp.settings.optimizer import OptimizerConfig
+from hardened_ddp.step.memory import is_out_of_memory
+from tests.harness.marks import slow_after
+from tests.harness.ranks import train
+from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
+
+POINTS: list[str | Path] = ["--dataset", "tests.plugins:points", "--cpu_only", "--batch_size", "4"]
+POINTS += [
+    "--dataset_args",
+    "{size: 48}",
+    "--epochs",
+    "4",
+    "--log_interval",
+    "1",
+    "--eval_every",
+    "0",
+    "--num_workers",
+    "0",
+]
+
+
+def run(output: Path, world_size: int, *flags: str | Path) -> Any:
+    return train([*POINTS, "--output_dir", output, *flags], world_size)
+
+
+HOOKS = "--no_shared_memory"  # gradients are sent within backward, as between machines
+FORMS = [
+    (3, []),
+    (3, [HOOKS]),
+    (2, []),
+    (1, []),
+    (2, [HOOKS]),
+    (4, [HOOKS, "--bucket_cap_mb=1e-4"]),
+]
+FORMS += [(3, [HOOKS, "--find_unused_parameters"]), (3, [HOOKS, "--static_graph"])]
+FORMS += [(3, [HOOKS, "--no_gradient_as_bucket_view"]), (3, ["--comm_hook", "fp16"])]
+FORMS += [(3, [HOOKS, "--accumulation_steps", "2", "--batch_size", "2"])]
+LATE = "late"  # as on GPUs, see tests/late_looks.py
+FORMS += [(3, [HOOKS, LATE]), (2, [HOOKS, LATE, "--optimizer", "sgd", "--clip_grad_norm", "1"])]
+FORMS += [(3, [HOOKS, LATE, "--log_interval", "7"]), (1, [LATE])]
+FORMS += [(3, [HOOKS, LATE, "--accumulation_steps", "2", "--batch_size", "2"])]
+
+
+@pytest.mark.parametrize("form", slow_after(2, FORMS), ids=str)
+def test_faults_of_ranks_inside_of_steps_leave_no_trace_in_the_weights(
+    form: tuple[int, list[str]], tmp_path: Path
+) -> None:
+    world_size, flags = form
+    place = "tests.late_looks" if LATE in flags else "tests.plugins"
+    flags = [flag for flag in flags if flag != LATE]
+    model = [*flags, "--model", f"{place}:FailingOnce", "--model_args"]
+    # By rank and forward. A step that is retried is another forward; 12 fails on all ranks.
+    faults = {
+        0: {8: "forward", 12: "backward", 18: "nan"},
+        1: {10: "backward", 12: "forward", 15: "nan", 20: "forward"},
+        2: {12: "nan", 16: "backward"},
+    }
+    if "--accumulation_steps" in flags:  # two forwards of a rank in each step
+        faults = {0: {8: "forward"}, 1: {14: "backward"}, 2: {20: "nan"}}
+    run(tmp_path / "undisturbed", world_size, *model, "{}").ok()
+    faulty = run(tmp_path / "faulty", world_size, *model, str({"faults": faults})).ok()
+    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "undisturbed")
+    # A fault may hit a step that is taken back in any case.
+    num_retried = faulty.outputs[0].count("retrying step")
+    assert num_retried >= (2 if LATE in form[1] else 3)
+    assert ("a flag was up" in faulty.outputs[0]) == (LATE in form[1])
+    assert "rank 0, step" in faulty.outputs[0]
+    assert "a fault of the drill" in faulty.outputs[0]
+    assert "Traceback" not in faulty.output
+    assert not (only_run(tmp_path / "faulty") / "skipped_samples.jsonl").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_with_fp16_a_fault_that_is_learned_of_late_leaves_no_trace_in_its_scale(
+    world_size: int, tmp_path: Path
+) -> None:
+    faults = {0: {8: "forward", 18: "nan"}, 1: {12: "backward"}, 2: {14: "forward"}}
+    half = ["--dataset", "tests.halves:points", "--dataset_args", "{}", HOOKS, "--epochs", "5"]
+    half += ["--model", "tests.plugins:FailingOnce", "--model_args"]
+    run(tmp_path / "undisturbed", world_size, *half, "{}").ok()
+    faulty = run(tmp_path / "faulty", world_size, *half, str({"faults": faults})).ok()
+    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "undisturbed")
+    assert "a flag was up" in faulty.outputs[0]
+    assert faulty.outputs[0].count("retrying step") >= min(world_size, 2)
+    assert _scale(tmp_path / "faulty") == _scale(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_ranks_that_would_compute_in_other_types_stop_at_once(tmp_path: Path) -> None:
+    half = ["--dataset", "tests.halves:points", "--dataset_args", "{ranks: [1]}"]
+    finished = run(tmp_path, 2, *half, "--model", "mlp")
+    assert 0 not in finished.statuses
+    assert "rank 1: precision is 'fp16', rank 0 has 'off'" in finished.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [[], ["--clip_grad_norm", "1", "--log_interval", "7"]])
+def test_an_overflow_of_fp16_is_its_scalers_business_whenever_it_is_learned_of(
+    flags: list[str], tmp_path: Path
+) -> None:
+    steep = ["--dataset", "tests.halves:points", HOOKS, *flags, "--model", "tests.halves:Steep"]
+    at_once = run(tmp_path / "once", 2, *steep, "--dataset_args", "{late: false}").ok()
+    late = run(tmp_path / "late", 2, *steep, "--dataset_args", "{late: true}").ok()
+    assert "a flag was up" in late.outputs[0]
+    assert "a flag was up" not in at_once.outputs[0]
+    assert "retrying step" not in late.outputs[0] + at_once.outputs[0]
+    assert last_tensors(tmp_path / "late") == last_tensors(tmp_path / "once")
+    assert _scale(tmp_path / "late") == _scale(tmp_path / "once")
+    assert _scale(tmp_path / "late")["scale"] < 65536
+
+
+def test_memory_for_half_a_batch_gives_the_gradient_of_the_whole(tmp_path: Path) -> None:
+    model = ["--model", "tests.plugins:Greedy", "--batch_size", "10", "--model_args"]
+    undisturbed = run(tmp_path / "undisturbed", 2, *model, "{}").ok()
+    small = run(tmp_path / "small", 2, *model, "{most: 3}").ok()
+    assert "micro-batches have 5 samples at most from now on" in small.outputs[0]
+    assert "micro-batches have 2 samples at most from now on" in small.outputs[0]
+    assert small.outputs[0].count("at most from now on") == 2
+    losses = [_losses(only_run(tmp_path / name)) for name in ("undisturbed", "small")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert undisturbed.outputs[0].count("  loss ") == small.outputs[0].count("  loss ")
+    # What was learned goes on with the run.
+    resumed = run(tmp_path / "small", 2, "--resume", only_run(tmp_path / "small"), "--epochs", "5")
+    assert "at most from now on" not in resumed.ok().outputs[0]
+
+
+LESS_MEMORY = [("memory", []), ("memory in backward", [HOOKS])]
+LESS_MEMORY += [("memory", [HOOKS, LATE]), ("memory in backward", [])]
+
+
+@pytest.mark.parametrize("case", slow_after(1, LESS_MEMORY), ids=str)
+def test_after_an_out_of_memory_the_weights_are_those_of_equally_small_parts(
+    case: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    kind, form = case
+    flags = [flag for flag in form if flag != LATE]
+    place = "tests.late_looks" if LATE in form else "tests.plugins"
+    model = ["--model", f"{place}:FailingOnce", "--model_args", str({"faults": {1: {9: kind}}})]
+    faulty = run(tmp_path / "faulty", 2, *flags, *model).ok()
+    told = re.search(r"have (\d) samples at most .* retrying step (\d+),", faulty.outputs[0])
+    assert told, faulty.outputs[0]
+    args = {"step": int(told[2]), "most": int(told[1]), "is_late": LATE in form}
+    other = ["--model", "tests.smaller_parts:model", "--model_args", str(args)]
+    smaller = run(tmp_path / "smaller", 2, *flags, *other).ok()
+    assert "retrying" not in smaller.outputs[0]
+    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "smaller")
+
+
+@pytest.mark.slow
+def test_memory_for_not_even_one_sample_stops_all_ranks_with_that_cause(tmp_path: Path) -> None:
+    model = ["--model", "tests.plugins:Greedy", "--model_args", "{most: 0}"]
+    finished = run(tmp_path, 2, *model)
+    assert finished.statuses == (1, 1)
+    assert finished.output.count("DDP-S02") == 1
+    assert re.search(r"DDP-S02\] rank 1, step \d+, forward, samples \[", finished.output)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+    ],
+    ids=str,
+)
+def test_want_of_memory_is_known_by_all_its_words(error: Exception) -> None:
+    assert is_out_of_memory(error)
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access"))
+
+
+@pytest.mark.slow
+def test_no_memory_before_the_first_step_is_one_clear_error(tmp_path: Path) -> None:
+    faults = "{faults: {1: {4: memory}}}"  # in the warm-up, after DDP made its buckets
+    flags = [HOOKS, "--model", "tests.plugins:FailingOnce", "--model_args", faults]
+    finished = run(tmp_path, 2, *flags)
+    assert finished.statuses == (PeerLostError.exit_status, OutOfMemoryError.exit_status)
+    assert "[DDP-S02] rank 1 ran out of memory outside of the steps" in finished.outputs[1]
+    assert "Traceback" not in finished.output
+    assert "Cause: rank 1: OutOfMemoryError" in finished.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_sample_that_fails_alone_is_left_out_by_name(world_size: int, tmp_path: Path) -> None:
+    picky = ["--model", "tests.plugins:Picky", "--continue_on_error"]
+    run(tmp_path, world_size, *picky, "--ledger").ok()
+    folder = only_run(tmp_path)
+    lines = (folder / "skipped_samples.jsonl").read_text(encoding="utf-8").splitlines()
+    entries = [json.loads(line) for line in lines]
+    assert [(entry["index"], entry["epoch"]) for entry in entries] == [(13, e) for e in range(4)]
+    assert "I do not like this one" in entries[0]["error"]
+    assert read_summary(folder)["num_left_out"] == 4
+
+
+def test_a_sample_that_fails_again_stops_all_ranks_with_one_cause_and_loses_no_step(
+    tmp_path: Path,
+) -> None:
+    finished = run(tmp_path, 2, "--model", "tests.plugins:Picky")
+    assert finished.statuses == (1, 1)
+    [cause] = [line for line in finished.output.splitlines() if "DDP-S01" in line]  # by one rank
+    assert "I do not like this one" in cause
+    assert finished.output.count(" ddp_training.py explain ") == 1
+    [checkpoint] = find_checkpoints(tmp_path)
+    assert f", step {step_of(checkpoint)}, forward" in cause
+
+
+@pytest.mark.slow
+def test_a_single_sample_before_a_batchnorm_says_how_to_leave_that_step_out(tmp_path: Path) -> None:
+    flags = ["--model", "tests.plugins:FailingOnce", "--dataset_args", "{size: 17}"]
+    finished = run(tmp_path, 1, *flags, "--batch_size", "8")
+    assert finished.statuses == (1,)
+    assert "ValueError: Expected more than 1 value per channel" in finished.output
+    assert "next: --drop_last leaves out the short last step" in finished.output
+    train(["--resume", only_run(tmp_path), "--drop_last", "--cpu_only"], 1).ok()
+    assert step_of(find_checkpoints(tmp_path)[-1]) == 8
+
+
+@pytest.mark.slow
+def test_a_loss_that_stays_nan_stops_before_it_reaches_the_weights(tmp_path: Path) -> None:
+    poisoned = ["--model", "tests.plugins:Poisoned", "--model_args", "{nan_from: 8}"]
+    finished = run(tmp_path, 2, *poisoned)
+    assert finished.statuses == (1, 1)
+    assert "DDP-S03" in finished.output
+    assert "the loss is nan" in finished.output
+    [checkpoint] = find_checkpoints(tmp_path)
+    assert step_of(checkpoint) > 0  # that of the last good step, saved because of it
+
+
+@pytest.mark.slow
+def test_a_layer_that_one_rank_stops_using_switches_the_search_on(tmp_path: Path) -> None:
+    fading = ["--model", "tests.plugins:Fading"]
+    finished = run(tmp_path / "auto", 2, *fading).ok()
+    assert "rank 1: no gradient came for second.weight, second.bias" in finished.output
+    assert "find_unused_parameters is on from now" in finished.output
+    run(tmp_path / "on", 2, *fading, "--find_unused_parameters").ok()
+    assert last_tensors(tmp_path / "auto") == last_tensors(tmp_path / "on")
+    finished = run(tmp_path / "off", 2, *fading, "--find_unused_parameters", "off")
+    assert finished.statuses == (1, 1)
+    assert finished.output.count("no gradient came for second.weight") == 1  # one rank prints it
+
+
+@pytest.mark.slow
+def test_without_step_retry_the_first_exception_ends_the_run(tmp_path: Path) -> None:
+    model = ["--model", "tests.plugins:FailingOnce", "--model_args", "{faults: {1: {7: forward}}}"]
+    finished = run(tmp_path, 2, *model, "--step_retry", "off")
+    assert finished.statuses == (75, 1)
+    assert "a fault of the drill" in finished.output
+
+
+def _scale(output: Path) -> Any:
+    """Read the numbers of fp16's scaler at the end of the run."""
+    return load_checkpoint(open_checkpoint(find_checkpoints(output)[-1]))[1]["precision"]
+
+
+def _losses(folder: Path) -> list[float]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [e["loss/train"] for e in map(json.loads, lines) if "loss/train" in e]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_first", [2, 4])  # forwards: of the probe, of DDP's warm-up too
+def test_batch_size_auto_takes_what_fits_and_keeps_the_global_batch(
+    num_first: int, tmp_path: Path
+) -> None:
+    model = ["--model", "tests.plugins:Greedy", "--global_batch_size", "24"]
+    model += ["--lr_schedule", "constant"]
+    model += [HOOKS] if num_first == 4 else []
+    run(tmp_path / "given", 2, *model, "--batch_size", "12", "--model_args", "{}").ok()
+    args = str({"most": 5, "num_first": num_first})
+    auto = [*model, "--batch_size", "auto", "--model_args", args]
+    finished = run(tmp_path / "auto", 2, *auto, "--max_steps", "4").ok()
+    assert (
+        "5 samples fit at once on every rank: 3 micro-batches for the 24 of a step"
+        in finished.output
+    )
+    # It is known from now on, and the steps have the same samples.
+    more = ["--resume", only_run(tmp_path / "auto"), "--max_steps", "0"]
+    resumed = run(tmp_path / "auto", 2, *auto, *more).ok()
+    assert "samples fit at once" not in resumed.outputs[0]
+    losses = [_losses(only_run(tmp_path / name)) for name in ("given", "auto")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_batch_size_auto_without_memory_for_one_sample_says_so(tmp_path: Path) -> None:
+    model = ["--model", "tests.plugins:Greedy", "--model_args", "{most: 0, num_first: 2}"]
+    finished = run(tmp_path, 2, *model, "--batch_size", "auto")
+    assert finished.statuses == (1, 1)
+    assert finished.output.count("on some rank not even one sample fits") == 1
+
+
+def test_the_state_of_the_optimizer_is_there_before_the_first_step() -> None:
+    for name in ("adamw", "adam", "sgd"):
+        weights = [torch.nn.Parameter(torch.randn(3, 4)) for _ in range(2)]
+        before = [weight.detach().clone() for weight in weights]
+        config = OptimizerConfig(optimizer=name, learning_rate=0.1, weight_decay=0.3)
+        optimizers = [build_optimizer(weights, config) for _ in range(2)]
+        allocate_state(optimizers[0])
+        assert all(map(torch.equal, weights, before))
+        made = _specs(optimizers[0])
+        assert len(made) == 2
+        after = []
+        for optimizer in optimizers:  # the first step is the one that it is without
+            for weight, value in zip(weights, before, strict=True):
+                weight.data.copy_(value)
+                weight.grad = value.sin()
+            optimizer.step()
+            after.append([weight.detach().clone() for weight in weights])
+        assert all(map(torch.equal, *after))
+        assert made == _specs(optimizers[0]) == _specs(optimizers[1])
+
+
+def _specs(optimizer: torch.optim.Optimizer) -> list[dict[str, tuple[object, ...]]]:
+    return [
+        {name: (value.shape, value.dtype, value.device) for name, value in state.items()}
+        for state in optimizer.state.values()
+    ]

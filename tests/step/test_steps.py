@@ -1,0 +1,353 @@
+"""One optimizer step, for real: what gradient comes of its samples, however ranks share them."""
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ddp_training
+from hardened_ddp.ranks.group import open_group
+from hardened_ddp.ranks.launch import read_launch
+from hardened_ddp.ranks.seeding import seed_step
+from hardened_ddp.settings.cli import parse
+from hardened_ddp.settings.layers import resolve
+from hardened_ddp.step.left_out import LeftOut
+from hardened_ddp.step.parts import Parts
+from hardened_ddp.step.progress import Progress
+from hardened_ddp.step.step import Stepper
+from hardened_ddp.training.evaluation import evaluate
+from tests.harness.marks import slow_after
+from tests.harness.ranks import run_ranks, train
+from tests.harness.run_folder import find_checkpoints
+
+CPU = torch.device("cpu")
+# Sums over samples in another order: relative to the largest entry of a gradient.
+TOLERANCE = 2e-6
+POINTS = (
+    "--dataset",
+    "tests.plugins:points",
+    "--model",
+    "mlp",
+    "--cpu_only",
+    "--log_interval",
+    "1",
+)
+
+
+def dropout_of(step: int, rank: int) -> list[bool]:
+    """Draw as a forward of this step on this rank does."""
+    seed_step(7, step=step, rank=rank, device_type="cpu")
+    return (torch.rand(64) < 0.5).tolist()
+
+
+def test_dropout_differs_by_rank_and_step_and_is_the_same_when_a_step_is_retried() -> None:
+    drawn = [dropout_of(step, rank) for step in (3, 4) for rank in (0, 1)]
+    assert all(one not in drawn[:place] for place, one in enumerate(drawn))
+    assert [dropout_of(step, rank) for step in (3, 4) for rank in (0, 1)] == drawn
+
+
+def parts_of(argv: list[str]) -> Parts:
+    launch = read_launch(os.environ)
+    settings = resolve(parse(["--cpu_only", *argv]), world_size=launch.world_size)
+    group = open_group(launch, device=CPU, backend="gloo", timeout_s=30)
+    torch.manual_seed(settings.config.device.seed)
+    return ddp_training.build(settings, group, None)
+
+
+def step_gradients(argv: list[str], which: list[int]) -> list[torch.Tensor]:
+    """Give the gradient of some steps of epoch 0, all at the initial weights."""
+    parts = parts_of(argv)
+    found: list[torch.Tensor] = []
+
+    def keep() -> None:
+        gradients = [p.grad for p in parts.replica.trainable.values() if p.grad is not None]
+        found.append(torch.cat([gradient.flatten() for gradient in gradients]).clone())
+
+    progress = Progress()
+    saver = SimpleNamespace(reads_weights=True, before_update=keep)
+    stepper = Stepper(parts, progress, left_out=LeftOut(parts), saver=saver)
+    parts.optimizer.step = lambda: None  # type: ignore[assignment]  # the weights stay
+    windows = list(parts.train_loader.windows(0, 0))
+    for number in which:
+        window, batches = windows[number]
+        progress.step = 0
+        stepper.do(window, batches)
+    parts.group.close()
+    return found
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+def how_summed(flags: list[str]) -> tuple[str, list[str]]:
+    parts = parts_of([*POINTS, "--batch_size", "4", *flags])
+    found = parts.gradients.how, _hooks_called(parts)
+    parts.close()
+    parts.group.close()
+    return found
+
+
+def _hooks_called(parts: Parts) -> list[str]:
+    """Do a step; name the calls of DDP's forward."""
+    called: list[str] = []
+    parts.gradients.call.register_forward_hook(
+        lambda module, *_: called.append(type(module).__name__)
+    )
+    saver = SimpleNamespace(reads_weights=False, before_update=lambda: None)
+    stepper = Stepper(parts, Progress(), left_out=LeftOut(parts), saver=saver)
+    stepper.do(*next(iter(parts.train_loader.windows(0, 0))))
+    return called
+
+
+@pytest.mark.parametrize(
+    ("flags", "how", "called"),
+    [
+        ([], "summed through shared memory after backward", "MLP"),
+        (["--debug"], "summed by DDP's hooks during backward", "DistributedDataParallel"),
+    ],
+    ids=["default", "debug"],
+)
+def test_with_debug_ranks_on_one_cpu_train_through_ddp_too(
+    flags: list[str], how: str, called: str
+) -> None:
+    assert run_ranks(how_summed, 2, flags) == [(how, [called])] * 2
+
+
+@pytest.mark.parametrize(
+    "shared",
+    slow_after(
+        1,
+        [
+            (3, ["--batch_size", "4"]),
+            (2, ["--batch_size", "6"]),
+            (2, ["--batch_size", "6", "--no_shared_memory"]),
+            (3, ["--batch_size", "2", "--accumulation_steps", "2", "--no_shared_memory"]),
+            (2, ["--batch_size", "2", "--accumulation_steps", "3"]),
+            (3, ["--batch_size", "2", "--accumulation_steps", "2"]),
+            (2, ["--batch_size", "6", "--continue_on_error"]),
+            (1, ["--batch_size", "4", "--accumulation_steps", "3"]),
+        ],
+    ),
+    ids=str,
+)
+def test_any_sharing_gives_the_gradient_of_one_big_batch(shared: tuple[int, list[str]]) -> None:
+    # 37 samples in steps of 12: the last has 1 sample, so all ranks but one have none.
+    data = ["--dataset", "tests.plugins:points", "--dataset_args", "{size: 37}", "--model", "mlp"]
+    which = [0, 2, 3]
+    [alone] = run_ranks(step_gradients, 1, [*data, "--batch_size", "12"], which)
+    world_size, how = shared
+    for gradients in run_ranks(step_gradients, world_size, [*data, *how], which):
+        for found, expected in zip(gradients, alone, strict=True):
+            assert_close(found, expected)
+
+
+def test_the_gradient_of_a_step_is_the_mean_over_its_samples() -> None:
+    data = [*POINTS, "--dataset_args", "{size: 24}"]
+    [[whole]] = run_ranks(step_gradients, 1, [*data, "--batch_size", "24"], [0])
+    [halves] = run_ranks(step_gradients, 1, [*data, "--batch_size", "12"], [0, 1])
+    assert_close((halves[0] + halves[1]) / 2, whole)
+
+
+def test_samples_left_out_leave_the_mean_over_the_others() -> None:
+    """Broken samples 3 and 7: the gradient is that of the step without them."""
+    broken = [*POINTS, "--dataset_args", "{size: 12, broken: [3, 7]}", "--continue_on_error"]
+    [alone] = run_ranks(step_gradients, 1, [*broken, "--batch_size", "12"], [0])
+    pair = run_ranks(step_gradients, 2, [*broken, "--batch_size", "6"], [0])
+    [expected] = run_ranks(mean_without, 1, (3, 7))
+    assert_close(alone[0], expected)
+    for gradients in pair:
+        assert_close(gradients[0], expected)
+
+
+def mean_without(left_out: tuple[int, ...]) -> torch.Tensor:
+    parts = parts_of([*POINTS, "--dataset_args", "{size: 12}", "--batch_size", "12"])
+    kept = [index for index in range(12) if index not in left_out]
+    samples = [parts.data.train[index] for index in kept]
+    logits = parts.replica.module(torch.stack([point for point, _ in samples]))
+    targets = torch.tensor([label for _, label in samples])
+    torch.nn.functional.cross_entropy(logits, targets).backward()
+    return torch.cat([p.grad.flatten() for p in parts.replica.module.parameters()])
+
+
+def count_evaluated(argv: list[str]) -> tuple[int, float, float]:
+    parts = parts_of(argv)
+    assert parts.eval_loader is not None
+    evaluation = evaluate(parts, parts.eval_loader)
+    assert evaluation is not None
+    parts.group.close()
+    return evaluation.num_samples, evaluation.metrics["accuracy"], evaluation.loss
+
+
+@pytest.mark.parametrize("world_size", slow_after(1, [3, 1, 2, 4]))
+def test_evaluation_counts_every_sample_once(world_size: int) -> None:
+    argv = [*POINTS, "--eval_batch_size", "5"]  # the test set has 17 points
+    [alone] = run_ranks(count_evaluated, 1, [*POINTS])
+    for count, accuracy, loss in run_ranks(count_evaluated, world_size, argv):
+        assert count == 17
+        assert accuracy == alone[1]
+        assert loss == pytest.approx(alone[2], rel=1e-6)
+
+
+def workers_of_evaluations(argv: list[str]) -> list[list[int]]:
+    """Evaluate twice; give the pids of the workers after each."""
+    parts = parts_of(argv)
+    assert parts.eval_loader is not None
+    found = []
+    for _ in range(2):
+        evaluate(parts, parts.eval_loader)
+        found.append(sorted(process.pid or 0 for process in multiprocessing.active_children()))
+    parts.close()
+    parts.group.close()
+    return found
+
+
+@pytest.mark.slow
+def test_lasting_workers_read_for_each_evaluation() -> None:
+    argv = [*POINTS, "--eval_batch_size", "5", "--num_workers", "1", "--persistent_workers"]
+    for first, second in run_ranks(workers_of_evaluations, 2, argv):
+        assert len(first) == 1
+        assert first == second
+
+
+@pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))
+def test_broken_samples_are_named_counted_and_left_out(tmp_path: Path, world_size: int) -> None:
+    argv = [*POINTS, "--dataset_args", "{size: 40, broken: [3, 17]}", "--continue_on_error"]
+    argv += ["--epochs", "2", "--batch_size", "8", "--output_dir", str(tmp_path)]
+    train(argv, world_size).ok()
+    [folder] = [path for path in tmp_path.iterdir() if path.is_dir() and path.name[0] != "."]
+    entries = [json.loads(line) for line in (folder / "skipped_samples.jsonl").open()]
+    assert sorted(entry["index"] for entry in entries) == [3, 3, 17, 17]
+    assert all("broken file" in entry["error"] for entry in entries)
+    assert json.loads((folder / "summary.json").read_text())["num_left_out"] == 4
+
+
+@pytest.mark.slow
+def test_more_errors_than_allowed_stop_all_ranks_with_the_reason(tmp_path: Path) -> None:
+    argv = [*POINTS, "--dataset_args", "{size: 40, broken: [3, 17]}", "--continue_on_error"]
+    argv += ["--max_errors", "1", "--batch_size", "4", "--output_dir", str(tmp_path)]
+    finished = train(argv, 2)
+    assert finished.statuses == (1, 1)
+    assert finished.output.count("more than max_errors 1") == 1
+    [skipped] = tmp_path.glob("*/skipped_samples.jsonl")
+    assert {json.loads(line)["index"] for line in skipped.open()} == {3, 17}
+    assert "Traceback" not in finished.output
+
+
+@pytest.mark.slow
+def test_a_broken_sample_without_the_flag_stops_all_ranks_with_that_cause(tmp_path: Path) -> None:
+    argv = [*POINTS, "--dataset_args", "{size: 40, broken: [17]}", "--output_dir", str(tmp_path)]
+    finished = train([*argv, "--batch_size", "4"], 2)
+    assert all(finished.statuses)
+    assert "sample 17" in finished.output
+    assert "Traceback" not in finished.output
+
+
+@pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, world_size: int) -> None:
+    argv = [*POINTS, "--model", "tests.plugins:Poisoned", "--model_args", "{nan_from: 8}"]
+    finished = train([*argv, "--batch_size", "4", "--output_dir", str(tmp_path)], world_size)
+    assert finished.statuses == (1,) * world_size
+    assert "the loss is nan" in finished.output
+
+
+def test_a_step_with_nan_is_left_out_under_continue_on_error(tmp_path: Path) -> None:
+    argv = [*POINTS, "--model", "tests.plugins:Poisoned", "--model_args", "{nan_from: 8}"]
+    argv += ["--continue_on_error", "--batch_size", "4", "--epochs", "2", "--rollback_after", "0"]
+    finished = train([*argv, "--eval_every", "0", "--output_dir", str(tmp_path)], 2).ok()
+    assert "left out the whole step" in finished.output
+
+
+@pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))
+def test_a_gradient_that_is_not_finite_never_reaches_the_weights(
+    tmp_path: Path, world_size: int
+) -> None:
+    argv = [*POINTS, "--model", "tests.plugins:PoisonedBackward", "--continue_on_error"]
+    argv += ["--batch_size", "4", "--epochs", "2", "--output_dir", str(tmp_path)]
+    finished = train(argv, world_size).ok()
+    assert "the gradient over all ranks is not finite" in finished.output
+    assert not list(tmp_path.glob("*/skipped_samples.jsonl"))  # it was so once: done again
+    state = load_file(find_checkpoints(tmp_path)[-1] / "state.safetensors")
+    assert all(tensor.isfinite().all() for tensor in state.values())
+
+
+@pytest.mark.slow
+def test_parameters_that_lose_their_gradient_on_one_rank_are_named(tmp_path: Path) -> None:
+    argv = [*POINTS, "--model", "tests.plugins:Fading", "--batch_size", "4"]
+    argv += ["--find_unused_parameters", "off"]
+    finished = train([*argv, "--epochs", "3", "--output_dir", str(tmp_path)], 2, timeout_s=60)
+    assert all(finished.statuses)
+    [line] = [line for line in finished.output.splitlines() if "DDP-M02" in line]
+    assert "rank 1" in line
+    assert "second.weight" in line
+
+
+def test_ranks_with_different_data_are_refused_by_name(tmp_path: Path) -> None:
+    argv = [*POINTS, "--dataset", "tests.plugins:other_points_on_rank_1"]
+    finished = train([*argv, "--output_dir", str(tmp_path)], 2)
+    assert finished.statuses == (2, 2)
+    assert "rank 1: dataset is '41 samples and 41 to test, with" in finished.output
+    assert "rank 0 has '40 samples and 40 to test, with" in finished.output
+    assert finished.output.count("DDP-G02") == 1
+
+
+@pytest.mark.slow
+def test_a_profile_of_some_steps_is_written(tmp_path: Path) -> None:
+    argv = [*POINTS, "--profile", "--batch_size", "2", "--output_dir", str(tmp_path)]
+    train([*argv, "--epochs", "1"], 1, launcher="none").ok()
+    [trace] = tmp_path.glob("*/profile-rank-0.json")
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+VARIANTS = [
+    ["--amp", "bf16"],
+    ["--comm_hook", "fp16"],
+    ["--comm_hook", "powersgd"],
+    ["--static_graph"],
+    ["--no_gradient_as_bucket_view", "--bucket_cap_mb", "0.01"],
+    ["--gradient_checkpointing"],
+    ["--channels_last"],
+    [
+        "--optimizer",
+        "sgd",
+        "--learning_rate",
+        "0.05",
+        "--lr_schedule",
+        "linear",
+        "--warmup_steps",
+        "2",
+    ],
+    ["--optimizer", "adam", "--lr_schedule", "step", "--clip_grad_norm", "0.5"],
+    ["--augment", "--label_smoothing", "0.1"],
+    ["--num_workers", "1", "--prefetch_factor", "1"],
+    ["--drop_last", "--deterministic"],
+]
+
+
+@pytest.mark.parametrize("variant", slow_after(1, VARIANTS), ids=" ".join)
+def test_each_way_of_training_learns(tmp_path: Path, variant: list[str]) -> None:
+    argv = ["--cpu_only", "--epochs", "2", "--batch_size", "16", *variant]
+    train([*argv, "--output_dir", str(tmp_path)], 2).ok()
+    [folder] = [path for path in tmp_path.iterdir() if path.is_dir() and path.name[0] != "."]
+    assert json.loads((folder / "summary.json").read_text())["test_accuracy"] > 0.5
+
+
+def test_bf16_compression_without_nccl_is_refused_with_what_works(tmp_path: Path) -> None:
+    finished = train(["--cpu_only", "--comm_hook", "bf16", "--output_dir", str(tmp_path)], 2)
+    assert finished.statuses == (2, 2)
+    assert "--comm_hook fp16" in finished.output
+    assert "Traceback" not in finished.output
+
+
+@pytest.mark.slow
+def test_a_model_with_a_loss_of_its_own_trains_alike(tmp_path: Path) -> None:
+    own = [*POINTS, "--model", "tests.plugins:OwnLoss", "--batch_size", "12"]
+    ours = [*POINTS, "--model", "tests.plugins:Poisoned", "--batch_size", "12"]
+    [[first]] = run_ranks(step_gradients, 1, own, [0])
+    [[second]] = run_ranks(step_gradients, 1, ours, [0])
+    assert_close(first, second)

@@ -1,0 +1,172 @@
+"""A GPU behind an all-reduce that never ends: the last update that it has finished is saved.
+
+The GPU is a thread of a CPU rank that does queued work: see stuck_device.py.
+"""
+
+import json
+import signal
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.step.async_device import AsyncDevice
+from hardened_ddp.step.events import DeviceEvent
+from hardened_ddp.step.progress import Progress
+from tests.harness.ranks import start_training, train
+from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, step_of
+
+NUM_WARM_UPS = 2
+"""All-reduces of DDP's warm-up, before the first step."""
+
+FLAGS: list[str | Path] = [
+    "--cpu_only",
+    "--dataset",
+    "tests.stuck_device:Points",
+    "--batch_size",
+    "4",
+]
+FLAGS += ["--epochs", "3", "--num_workers", "0", "--log_interval", "1000", "--no_shared_memory"]
+FLAGS += ["--model", "tests.stuck_device:Net", "--model_args", "{}", "--gradient_as_bucket_view"]
+FLAGS += ["--checkpoint_every_steps", "0", "--checkpoint_every_epochs", "0"]
+FLAGS += ["--stop_grace_s", "1.5", "--hang_after_s", "1.5"]
+
+Undisturbed = Callable[[int], dict[str, str]]
+
+
+def plan(folder: Path, **fault: object) -> dict[str, str]:
+    """Return the environment of ranks: who leaves, in which phase, at which call of it, how."""
+    folder.mkdir()
+    nobody = {"rank": -1, "phase": "", "call": 0, "signal": ""}
+    return {"STUCK_DEVICE": json.dumps({"folder": str(folder), **nobody, **fault})}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Give the final tensors of a run that nothing happens to, by the number of ranks."""
+
+    @cache
+    def final_tensors(world_size: int) -> dict[str, str]:
+        output = tmp_path_factory.mktemp("undisturbed")
+        env = plan(output / "notes")
+        train([*FLAGS, "--output_dir", output / "runs"], world_size, env=env).ok()
+        return last_tensors(output / "runs")
+
+    return final_tensors
+
+
+@pytest.mark.parametrize(
+    ("world_size", "how", "phase", "call"),
+    [
+        (2, "SIGKILL", "backward", 13),
+        pytest.param(2, "SIGKILL", "forward", 11, marks=pytest.mark.slow),
+        pytest.param(2, "SIGKILL", "update", 7, marks=pytest.mark.slow),
+        pytest.param(2, "SIGKILL", "evaluation", 2, marks=pytest.mark.slow),
+        pytest.param(3, "SIGKILL", "backward", 10, marks=pytest.mark.slow),
+        pytest.param(2, "SIGSTOP", "update", 7, marks=pytest.mark.slow),
+        pytest.param(2, "SIGSTOP", "forward", 11, marks=pytest.mark.slow),
+        pytest.param(2, "SIGSTOP", "backward", 11, marks=pytest.mark.slow),
+        pytest.param(3, "SIGSTOP", "update", 6, marks=pytest.mark.slow),
+        pytest.param(3, "SIGSTOP", "forward", 10, marks=pytest.mark.slow),
+        pytest.param(2, "SIGKILL", "data", 40, marks=pytest.mark.slow),
+        pytest.param(3, "SIGSTOP", "data", 31, marks=pytest.mark.slow),
+        pytest.param(2, "SIGKILL", "checkpoint", 2, marks=pytest.mark.slow),
+        pytest.param(3, "SIGSTOP", "checkpoint", 1, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_at_most_the_step_under_way_is_lost(
+    world_size: int, how: str, phase: str, call: int, tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    # Rank 0 writes the checkpoints.
+    victim = 0 if phase == "checkpoint" else world_size - 1
+    others, notes = [r for r in range(world_size) if r != victim], tmp_path / "notes"
+    env = plan(notes, rank=victim, phase=phase, call=call, signal=how)
+    argv = [*FLAGS, "--output_dir", tmp_path / "runs"]
+    argv += ["--checkpoint_every_steps", "4"] if phase == "checkpoint" else []
+    with start_training(argv, world_size, env=env) as running:
+        running.wait_for((notes / "left").exists, timeout_s=60, what="the fault")
+        if how == "SIGKILL":  # torchrun ends the others; a stopped rank they find out themselves
+            running.wait_for(
+                lambda: victim not in running.living(), timeout_s=20, what="the end of a rank"
+            )
+            for rank in others:
+                running.kill(rank, signal.SIGTERM)
+        finished = running.wait(60)
+    assert finished.statuses[victim] == -signal.SIGKILL
+    assert {finished.statuses[rank] for rank in others} <= {75}
+    num_done = len(list(notes.glob(f"sum-*-{victim}"))) - NUM_WARM_UPS
+    assert num_done > 1
+    assert step_of(find_checkpoints(tmp_path / "runs")[-1]) == num_done
+    assert f"the state after step {num_done} is saved" in finished.output
+    env, run = plan(tmp_path / "again"), only_run(tmp_path / "runs")
+    train([*argv, "--resume", run], world_size, env=env).ok()
+    assert last_tensors(tmp_path / "runs") == undisturbed(world_size)
+
+
+def test_a_wait_for_the_device_blocks_and_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, bool]] = []
+
+    def event(**flags: bool) -> SimpleNamespace:
+        made.append(flags)
+        return SimpleNamespace(record=lambda: None)
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    DeviceEvent()
+    assert made == [{"blocking": True}], "else each rank takes a core of the loader's workers"
+
+
+class Switch:
+    """A device event that the test sets."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.is_set = False
+
+    def is_reached(self) -> bool:
+        return self.is_set
+
+    def wait(self) -> None:
+        assert self.is_set
+
+
+def test_a_state_holds_until_the_device_begins_the_next_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hardened_ddp.step.async_device.new_event", Switch)
+    weights = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.AdamW([weights], fused=True)
+    group = Group(Launch(), torch.device("cpu"))
+    parts: Any = SimpleNamespace(
+        device=group.device, optimizer=optimizer, group=group, looks_late=False
+    )
+    progress, totals = Progress(step=4), SimpleNamespace(loss_sum=0.5)
+    attempt: Any = SimpleNamespace(flag=None, buffers=(), totals_before=(0.25,))
+    attempt.is_bad = lambda: False
+    device = AsyncDevice(parts, progress, cast(Any, totals))
+    device.begin(attempt)
+    assert device.find(0) is None  # nothing is known to be done
+    attempt.begun.is_set = True
+    found = device.find(0)
+    assert found is not None
+    assert (found.progress.step, found.loss) == (4, 0.25)
+    device.before_update(attempt)
+    progress.step = 5
+    device.after_update(attempt)
+    before = device.find(0)
+    assert before is not None
+    assert (before.progress.step, before.loss) == (4, 0.25)
+    assert before.still_holds()
+    assert before.next is not None
+    before.next.before.is_set = True  # type: ignore[attr-defined]
+    assert not before.still_holds()
+    assert device.find(0) is None  # half updated
+    before.next.after.is_set = True  # type: ignore[attr-defined]
+    after = device.find(0)
+    assert after is not None
+    assert (after.progress.step, after.loss) == (5, 0.5)

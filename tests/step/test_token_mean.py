@@ -1,0 +1,190 @@
+"""The gradient is the mean over the labels that count, however ranks share them."""
+
+import importlib
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from hardened_ddp.gradients.buckets import Buckets
+from hardened_ddp.gradients.by_ddp import ByDdp
+from hardened_ddp.ranks.group import open_group
+from hardened_ddp.ranks.launch import read_launch
+from hardened_ddp.step.attempt import Outcome
+from hardened_ddp.step.left_out import LeftOut
+from hardened_ddp.step.progress import Progress
+from hardened_ddp.step.step import Stepper
+from tests.harness.marks import slow_after
+from tests.harness.ranks import run_ranks
+from tests.step.test_steps import parts_of, step_gradients
+
+DATA = ["--dataset", "tests.token_data:sequences", "--model", "tests.token_data:TinyLM"]
+TOLERANCES = {False: 1e-6, True: 1e-12}
+# Windows of 12 of 40 sequences: the last one has 4, so that with 5 ranks some rank has none.
+SIZE, WINDOW = 40, 12
+
+
+def arguments(double: bool, *more: str) -> list[str]:
+    kind = str(double).lower()
+    data = [*DATA, "--dataset_args", f"{{size: {SIZE}, silent: [3, 4, 8, 9, 15, 22, 30]}}"]
+    return [*data, "--model_args", f"{{double: {kind}}}", "--task", "tokens", *more]
+
+
+def whole_batch_gradients(argv: list[str], which: list[int], shift: int) -> list[torch.Tensor]:
+    """Give the gradients of plain torch: one mean over all labels of a window."""
+    parts = parts_of([*argv, "--batch_size", str(WINDOW)])
+    order = parts.sampler.order(0)
+    found = []
+    for number in which:
+        first = number * WINDOW
+        indices = order.take(first, min(first + WINDOW, SIZE)).tolist()
+        samples = [parts.data.train[index] for index in indices]
+        ids = torch.stack([sample["ids"] for sample in samples])
+        labels = torch.stack([sample["labels"] for sample in samples])
+        module = parts.replica.module
+        logits = module.head(module.mix(module.embed(ids)).tanh())
+        outputs = logits[:, : logits.shape[1] - shift].flatten(0, 1)
+        cross_entropy(outputs, labels[:, shift:].flatten()).backward()
+        found.append(torch.cat([p.grad.flatten() for p in module.parameters()]).clone())
+        module.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("double", slow_after(1, [False, True]))
+@pytest.mark.parametrize(
+    "shared",
+    slow_after(
+        2,
+        [
+            (2, ["--batch_size", "3", "--accumulation_steps", "2"]),
+            (3, ["--batch_size", "2", "--accumulation_steps", "2", "--no_shared_memory"]),
+            (4, ["--batch_size", "1", "--accumulation_steps", "3"]),
+            (1, ["--batch_size", "4", "--accumulation_steps", "3"]),
+            (4, ["--batch_size", "3", "--no_shared_memory"]),
+            (2, ["--batch_size", "6", "--no_shared_memory", "--step_retry", "off"]),
+            (2, ["--batch_size", "6", "--continue_on_error"]),
+            (3, ["--batch_size", "4", "--no_shared_memory", "--find_unused_parameters", "on"]),
+        ],
+    ),
+    ids=str,
+)
+def test_any_sharing_gives_the_mean_over_the_tokens_that_count(
+    shared: tuple[int, list[str]], double: bool
+) -> None:
+    world_size, how = shared
+    which = [0, 1, 3]
+    argv = arguments(double)
+    [wanted] = run_ranks(whole_batch_gradients, 1, argv, which, 0)
+    for gradients in run_ranks(step_gradients, world_size, [*argv, *how], which):
+        for found, expected in zip(gradients, wanted, strict=True):
+            assert (found - expected).abs().max() <= TOLERANCES[double] * expected.abs().max()
+
+
+@pytest.mark.parametrize("how", slow_after(1, [["--no_shared_memory"], []]), ids=str)
+@pytest.mark.parametrize(
+    ("task", "names", "shift"),
+    [
+        ("tokens", "loss logits", 1),
+        pytest.param("own", "loss logits", 1, marks=pytest.mark.slow),
+        pytest.param("own", "loss", 0, marks=pytest.mark.slow),
+    ],
+)
+def test_labels_are_counted_as_the_model_itself_uses_them(
+    task: str, names: str, shift: int, how: list[str]
+) -> None:
+    argv = arguments(True, *how)
+    argv[argv.index("tests.token_data:TinyLM")] = "tests.token_data:OwnLM"
+    argv[argv.index("{double: true}")] = f"{{double: true, shift: {shift}, names: {names}}}"
+    argv[argv.index("tokens")] = task
+    [wanted] = run_ranks(whole_batch_gradients, 1, argv, [0, 2], shift)
+    # OwnLM's loss in fp64; task own multiplies it in the same precision
+    for gradients in run_ranks(step_gradients, 2, [*argv, "--batch_size", "6"], [0, 2]):
+        for found, expected in zip(gradients, wanted, strict=True):
+            assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+def weights_after(argv: list[str], number: int) -> tuple[bool, str, float]:
+    """Do one step with AdamW and weight decay, whose window has no label that counts."""
+    if "late" in argv:
+        importlib.import_module("tests.late_looks")
+    parts = parts_of([word for word in argv if word != "late"])
+    saver = SimpleNamespace(reads_weights=False, before_update=lambda: None)
+    stepper = Stepper(parts, Progress(), left_out=LeftOut(parts), saver=saver)
+    windows = list(parts.train_loader.windows(0, 0))
+    for group in parts.optimizer.param_groups:
+        group["weight_decay"] = 0.1
+    stepper.do(*windows[0])
+    stepper.settle()
+    before = {name: tensor.clone() for name, tensor in parts.replica.module.state_dict().items()}
+    for batch in windows[number][1]:
+        batch.targets.fill_(-100)
+    outcome = stepper.do(*windows[number])
+    stepper.settle()
+    now = parts.replica.module.state_dict()
+    loss = stepper.read_totals()["loss"]
+    parts.group.close()
+    assert stepper.progress.step == 2
+    return all(torch.equal(before[name], now[name]) for name in now), outcome.value, loss
+
+
+@pytest.mark.parametrize(
+    "how", [[], ["--no_shared_memory"], ["--no_shared_memory", "late"]], ids=str
+)
+@pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))
+def test_a_step_without_any_label_that_counts_moves_nothing(
+    how: list[str], world_size: int
+) -> None:
+    argv = arguments(False, "--batch_size", str(WINDOW // world_size), *how)
+    for is_same, outcome, loss in run_ranks(weights_after, world_size, argv, 1):
+        assert is_same
+        assert outcome == Outcome.EMPTY.value or "late" in how
+        assert 0 < loss < 10
+
+
+def gradients_without_a_count(argv: list[str], which: list[int]) -> int:
+    """Do steps; fail if what counts is summed by a collective of its own."""
+
+    def refuse(*_: object) -> float:
+        raise AssertionError("a collective for the count")
+
+    ByDdp._sum_count = refuse  # type: ignore[method-assign]
+    return len(step_gradients(argv, which))
+
+
+def test_where_each_sample_counts_once_no_count_is_sent() -> None:
+    argv = ["--dataset", "tests.plugins:points", "--model", "mlp", "--batch_size", "4"]
+    how = ["--no_shared_memory", "--step_retry", "off"]
+    assert run_ranks(gradients_without_a_count, 2, [*argv, *how], [0, 1]) == [2, 2]
+
+
+def total_of_counts(dtype: torch.dtype, sent_as: torch.dtype | None) -> float:
+    """Send 5003 and 5004 with the gradients of two ranks; return what each rank reads."""
+    group = open_group(
+        read_launch(os.environ),
+        device=torch.device("cpu"),
+        backend="gloo",
+        timeout_s=30,
+        shared_memory=False,
+    )
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 3).to(dtype))
+    buckets = Buckets(ddp, group, sent_as=sent_as, counts=True)
+    buckets.begin()
+    buckets.count = 5003.0 + group.launch.rank
+    ddp(torch.ones(2, 4, dtype=dtype)).sum().backward()
+    found = float(buckets.total())
+    group.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sent_as"),
+    [(torch.float32, None), (torch.float32, torch.float16), (torch.float16, None)],
+    ids=str,
+)
+def test_the_count_is_exact_also_beside_gradients_of_16_bits(
+    dtype: torch.dtype, sent_as: torch.dtype | None
+) -> None:
+    assert run_ranks(total_of_counts, 2, dtype, sent_as) == [10007.0, 10007.0]

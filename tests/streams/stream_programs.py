@@ -1,0 +1,200 @@
+"""Streams for tests, and ranks in threads that read one, without a process group."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.block_reader import BlockReader
+from hardened_ddp.data.fetch import Fetcher
+from hardened_ddp.data.run_length import UNKNOWN_STEPS, RunLength
+from hardened_ddp.data.sampler import Window
+from hardened_ddp.data.shard_loader import ShardLoader
+from hardened_ddp.data.shard_sampler import ShardSampler
+from hardened_ddp.data.shards import Facts
+from hardened_ddp.data.stream import BatchStream
+from hardened_ddp.data.stream_batches import HeldSamples
+from hardened_ddp.data.workers import WorkerPlan
+from hardened_ddp.settings.data import DataConfig
+from tests.harness.scripted import give_back_sigchld
+
+
+class Rows:
+    """A stream of shards of given lengths: sample i of shard s is (s * 1000 + i, label)."""
+
+    uses_randomness = False
+    num_classes = 2
+
+    def __init__(self, lengths: Sequence[int], *, says: Sequence[int] | None = None) -> None:
+        self.lengths, self.num_shards = list(lengths), len(lengths)
+        if says is not None:
+            self.sizes = list(says)
+        self.opened: list[tuple[int, int, Any]] = []
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+        self.opened.append((shard, epoch, state))
+        return self.rows(shard, epoch, state or 0)
+
+    def rows(self, shard: int, epoch: int, first: int) -> Iterator[Any]:
+        for index in range(first, self.length(shard, epoch)):
+            yield self.row(shard, index)
+
+    def row(self, shard: int, index: int) -> Any:
+        return torch.tensor([float(shard * 1000 + index)]), index % 2
+
+    def length(self, shard: int, epoch: int) -> int:
+        return self.lengths[shard]
+
+
+class StatefulRows(Rows):
+    """The same with a small state: the index of the next sample."""
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+        self.opened.append((shard, epoch, state))
+        return _Cursor(self, shard, self.length(shard, epoch), state or 0)
+
+
+class _Cursor:
+    def __init__(self, rows: Rows, shard: int, end: int, index: int) -> None:
+        self.rows, self.shard, self.end, self.index = rows, shard, end, index
+
+    def __iter__(self) -> "_Cursor":
+        return self
+
+    def __next__(self) -> Any:
+        if self.index >= self.end:
+            raise StopIteration
+        self.index += 1
+        return self.rows.row(self.shard, self.index - 1)
+
+    def state_dict(self) -> int:
+        return self.index
+
+
+class Meeting:
+    """What Group does for a loader, between threads."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.barrier = threading.Barrier(world_size, timeout=20)
+        self.calls: dict[int, list[torch.Tensor]] = {}
+        self.lock = threading.Lock()
+
+    def of_rank(self) -> "_Member":
+        return _Member(self)
+
+
+class _Member:
+    def __init__(self, meeting: Meeting) -> None:
+        self.meeting, self.number = meeting, 0
+
+    def start_max(self, tensor: torch.Tensor) -> Any:
+        if self.meeting.world_size == 1:
+            return None
+        self.number += 1
+        with self.meeting.lock:
+            self.meeting.calls.setdefault(self.number, []).append(tensor)
+        return self.number, tensor
+
+    def finish(self, work: Any) -> None:
+        number, tensor = work
+        self.meeting.barrier.wait()
+        most = torch.stack([t.clone() for t in self.meeting.calls[number]]).amax(dim=0)
+        self.meeting.barrier.wait()
+        tensor.copy_(most)
+
+
+def block_stream(stream: Any, num_workers: int = 0, **settings: Any) -> BatchStream:
+    plan = WorkerPlan(num_workers=num_workers, prefetch_factor=2, start_method="fork")
+    made = BatchStream(BlockReader(stream, seed=1), plan, DataConfig(**settings), pin_memory=False)
+    made.call_after_start(give_back_sigchld)
+    return made
+
+
+def shard_loader(
+    stream: Any,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    group: Any = None,
+    num_workers: int = 0,
+    epochs: int = 1,
+    **how: Any,
+) -> ShardLoader:
+    how = {"global_batch": 8, "batch_size": 3, "shuffle_block": 4, **how}
+    sampler = ShardSampler(stream, num_replicas=world_size, rank=rank, seed=1, **how)
+    sampler.length = RunLength(UNKNOWN_STEPS, UNKNOWN_STEPS)
+    return ShardLoader(
+        sampler,
+        block_stream(stream, num_workers),
+        Fetcher(HeldSamples(stream), seed=1),
+        group or Meeting(world_size).of_rank(),
+        epochs=epochs,
+        pin_memory=False,
+    )
+
+
+Step = tuple[Window, list[Batch], dict[str, Any]]
+"""A window, this rank's batches, and what a checkpoint after it holds."""
+
+
+def read_epoch(
+    make: Callable[[], Any],
+    world_size: int,
+    *,
+    facts: dict[str, Any] | None = None,
+    most: int = 1_000_000,
+    epoch: int = 0,
+    **how: Any,
+) -> list[list[Step]]:
+    """Read at most so many steps of an epoch on ranks in threads; facts: where to begin."""
+    meeting, found, errors = Meeting(world_size), [[] for _ in range(world_size)], []
+
+    def work(rank: int) -> None:
+        loader = shard_loader(
+            make(), rank=rank, world_size=world_size, group=meeting.of_rank(), **how
+        )
+        start = 0
+        try:
+            if facts is not None:
+                start = Facts.from_json(facts["facts"]).cursor
+                loader.sampler.restore(facts, epoch=epoch, cursor=start)
+            for window, batches in loader.windows(epoch, start):
+                saved = loader.sampler.as_json(epoch, window.stop)
+                found[rank].append((window, batches, saved))
+                if len(found[rank]) == most:
+                    break
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+        finally:
+            loader.close()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    real = [error for error in errors if not isinstance(error, threading.BrokenBarrierError)]
+    if real or errors:
+        raise (real or errors)[0]
+    return found
+
+
+def ids_of(steps: list[Step]) -> list[list[int]]:
+    """Give the samples of each step of one rank."""
+    return [[int(i) for batch in batches for i in batch.indices] for _, batches, _ in steps]
+
+
+def merged(ranks: list[list[Step]]) -> list[list[int]]:
+    """Give the samples of each step over all ranks."""
+    parts = zip(*(ids_of(steps) for steps in ranks), strict=True)
+    return [sorted(number for part in step for number in part) for step in parts]
+
+
+def all_ids(lengths: Sequence[int]) -> list[int]:
+    """Give the numbers of all samples of a stream."""
+    count = len(lengths)
+    return sorted(i * count + shard for shard, n in enumerate(lengths) for i in range(n))

@@ -1,0 +1,447 @@
+"""Reading shards: a reader that raises, dies, or begins again from its state."""
+
+import errno
+import itertools
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import get_worker_info
+
+from hardened_ddp.data import read_errors
+from hardened_ddp.data.batch import BadSample, Batch
+from hardened_ddp.data.block_reader import BlockReader
+from hardened_ddp.data.read_errors import EndOfShard
+from hardened_ddp.data.shard_files import FileStream
+from hardened_ddp.data.shard_reader import ShardReader
+from hardened_ddp.data.shelves import items_of
+from hardened_ddp.data.text_shards import TextFormat
+from hardened_ddp.errors import LoaderError
+from tests.streams.stream_programs import Rows, StatefulRows, shard_loader
+
+
+class Faulty(Rows):
+    """A generator that raises at one sample, so many times."""
+
+    def __init__(self, flag: Path, times: int, error: Exception) -> None:
+        super().__init__([6, 6])
+        self.flag, self.times, self.error = flag, times, error
+
+    def row(self, shard: int, index: int) -> Any:
+        if (shard, index) == (1, 2):
+            tries = int(self.flag.read_text()) if self.flag.exists() else 0
+            self.flag.write_text(str(tries + 1))
+            if tries < self.times:
+                raise self.error
+        return super().row(shard, index)
+
+
+class FaultyCursor(Faulty, StatefulRows):
+    """The same as an object whose next() goes on after an error."""
+
+
+def block(stream: Any, shard: int, indices: range, reader: BlockReader | None = None) -> Batch:
+    ids = torch.tensor([index * stream.num_shards + shard for index in indices])
+    return (reader or BlockReader(stream, seed=1))[(0, ids)]
+
+
+def positions(batch: Batch, num_shards: int = 2) -> list[int]:
+    return [int(i) // num_shards for i in batch.indices]
+
+
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_errors, "WAITS_S", (0.0, 0.0, 0.0))
+
+
+def test_a_block_ends_where_its_shard_does() -> None:
+    batch = block(Rows([6, 6]), 1, range(4, 8))
+    assert positions(batch) == [4, 5]
+    assert batch.inputs["end"] == 6
+    assert block(Rows([6, 6]), 1, range(8, 12)).inputs["end"] == 6
+
+
+def test_a_generator_that_raised_once_is_opened_anew(tmp_path: Path) -> None:
+    stream = Faulty(tmp_path / "flag", 1, ValueError("a bad row"))
+    batch = block(stream, 1, range(6))
+    assert positions(batch) == list(range(6))
+    assert not batch.bad
+    assert len(stream.opened) == 2
+
+
+def test_a_disk_that_is_busy_is_tried_again(tmp_path: Path) -> None:
+    stream = Faulty(tmp_path / "flag", 3, OSError(errno.EIO, "the disk is busy"))
+    batch = block(stream, 1, range(6))
+    assert positions(batch) == list(range(6))
+    assert len(batch.troubles) == 3
+
+
+def test_what_is_behind_an_error_of_a_generator_is_named_with_it(tmp_path: Path) -> None:
+    reader = BlockReader(Faulty(tmp_path / "flag", 99, ValueError("a bad row")), seed=1)
+    batch = block(reader.dataset, 1, range(4), reader)
+    assert positions(batch) == [0, 1]
+    assert [bad.index // 2 for bad in batch.bad] == [2, 3]
+    assert batch.bad[0].error == "ValueError: a bad row"
+    assert batch.bad[0].name == "5 (shard 1, sample 2 of it)"
+    assert "sample 2 of its shard ended the reader: ValueError: a bad row" in batch.bad[1].error
+    later = block(reader.dataset, 1, range(4, 8), reader)
+    assert [bad.index // 2 for bad in later.bad] == [4, 5, 6, 7]
+    assert later.inputs["end"] == -1, "an error must not look like the end of the shard"
+
+
+def test_a_reader_that_goes_on_loses_only_the_bad_sample(tmp_path: Path) -> None:
+    stream = FaultyCursor(tmp_path / "flag", 99, ValueError("a bad row"))
+    reader = BlockReader(stream, seed=1)
+    batch = block(stream, 1, range(4), reader)
+    assert positions(batch) == [0, 1, 3]
+    assert [bad.index // 2 for bad in batch.bad] == [2]
+    assert positions(block(stream, 1, range(4, 8), reader)) == [4, 5]
+
+
+class SomeFaulty(Rows):
+    """A generator that always raises at these samples of each shard."""
+
+    def __init__(self, bad: tuple[int, ...]) -> None:
+        super().__init__([9, 9])
+        self.bad = bad
+
+    def row(self, shard: int, index: int) -> Any:
+        if index in self.bad:
+            raise ValueError("a bad row")
+        return super().row(shard, index)
+
+
+class SomeFaultyCursor(SomeFaulty, StatefulRows):
+    """The same as an object whose next() goes on after an error."""
+
+
+class WithoutState(SomeFaultyCursor):
+    """The same without a state."""
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+        cursor = super().open(shard, epoch=epoch, state=None)
+        return Plain(cursor)
+
+
+class Plain:
+    def __init__(self, cursor: Iterator[Any]) -> None:
+        self.cursor = cursor
+
+    def __iter__(self) -> "Plain":
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.cursor)
+
+
+class SomeFragile(SomeFaulty):
+    """The same as an object around a generator, whose state goes on after an error."""
+
+    moves = True
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+        rows = super().open(shard, epoch=epoch, state=state)
+        return FragileReader(self, rows, state or 0)  # type: ignore[arg-type]  # it has moves
+
+
+@pytest.mark.parametrize("kind", [SomeFaultyCursor, WithoutState, SomeFragile])
+@pytest.mark.parametrize("bad", [(2, 5), (0, 1, 2), (1, 6, 7)])
+def test_several_bad_samples_of_a_shard_lose_only_themselves(
+    bad: tuple[int, ...], kind: type[SomeFaulty]
+) -> None:
+    reader = BlockReader(kind(bad), seed=1)
+    batches = [block(reader.dataset, 1, range(at, at + 4), reader) for at in (0, 4, 8)]
+    assert [place for batch in batches for place in positions(batch)] == [
+        place for place in range(9) if place not in bad
+    ]
+    assert [sample.index // 2 for batch in batches for sample in batch.bad] == list(bad)
+    assert batches[-1].inputs["end"] == 9
+
+
+@pytest.mark.parametrize("kind", [SomeFaultyCursor, WithoutState, SomeFragile, SomeFaulty])
+def test_bad_samples_before_a_resume_end_no_reader_that_went_on(kind: type[SomeFaulty]) -> None:
+    batch = block(kind((1, 2, 6)), 1, range(4, 9))
+    goes_on = kind is not SomeFaulty
+    assert positions(batch) == ([4, 5, 7, 8] if goes_on else [])
+    assert [sample.index // 2 for sample in batch.bad] == ([6] if goes_on else [4, 5, 6, 7, 8])
+    if not goes_on:
+        assert "sample 1 of its shard ended the reader" in batch.bad[0].error
+
+
+@pytest.mark.slow
+def test_more_bad_samples_before_a_resume_than_python_can_recurse() -> None:
+    first_good = sys.getrecursionlimit()
+    stream = WithoutState(tuple(range(first_good)))
+    stream.lengths = [first_good + 1] * 2
+    batch = block(stream, 1, range(first_good, first_good + 1))
+    assert positions(batch) == [first_good]
+    assert not batch.bad
+
+
+@pytest.mark.parametrize("kind", [SomeFaultyCursor, SomeFragile])
+def test_behind_a_last_sample_that_is_bad_a_state_finds_the_end(kind: type[SomeFaulty]) -> None:
+    reader = BlockReader(kind((3, 8)), seed=1)
+    batches = [block(reader.dataset, 1, range(at, at + 4), reader) for at in (0, 4, 8)]
+    assert [sample.index // 2 for batch in batches for sample in batch.bad] == [3, 8]
+    assert batches[-1].inputs["end"] == 9
+
+
+def test_an_end_right_after_an_error_is_not_believed(tmp_path: Path) -> None:
+    class Wrapped(Faulty):
+        """An object around a generator: after an error it only seems to go on."""
+
+        def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+            return map(lambda row: row, super().open(shard, epoch=epoch, state=state))
+
+    stream = Wrapped(tmp_path / "flag", 99, ValueError("a bad row"))
+    batch = block(stream, 1, range(6))
+    assert positions(batch) == [0, 1]
+    assert len(batch.bad) == 4
+    assert batch.inputs["end"] == -1
+
+
+def test_an_exception_that_is_given_is_a_bad_sample() -> None:
+    class Telling(Rows):
+        def row(self, shard: int, index: int) -> Any:
+            return ValueError("a bad row") if index == 2 else super().row(shard, index)
+
+    batch = block(Telling([6, 6]), 1, range(6))
+    assert positions(batch) == [0, 1, 3, 4, 5]
+    assert [(bad.index // 2, bad.error) for bad in batch.bad] == [(2, "ValueError: a bad row")]
+    assert [number // 2 for number in items_of(batch).numbers] == list(range(6))
+
+
+def test_storage_that_is_gone_is_no_matter_of_samples() -> None:
+    class Gone(Rows):
+        def row(self, shard: int, index: int) -> Any:
+            return OSError(errno.EIO, "the disk is gone")
+
+    with pytest.raises(LoaderError, match="samples of one block could not be reached"):
+        block(Gone([9, 9]), 0, range(9))
+
+
+def test_a_reader_begins_at_its_state_and_not_at_the_start() -> None:
+    stream = StatefulRows([100, 100])
+    reader = BlockReader(stream, seed=1)
+    state = block(stream, 1, range(4), reader).inputs["state"]
+    assert state == 4
+    other = pickle.loads(pickle.dumps(reader))
+    other.reader.shortcuts[1] = (0, 4, state)
+    assert positions(block(stream, 1, range(8, 10), other)) == [8, 9]
+    assert other.dataset.opened[-1] == (1, 0, 4)
+    other.reader.shortcuts[1] = (0, 50, 50)  # beyond what is asked for: no help
+    other.reader.close()
+    assert positions(block(stream, 1, range(8, 10), other)) == [8, 9]
+    assert other.dataset.opened[-1] == (1, 0, None)
+
+
+class RefusesState(StatefulRows):
+    """A state is no longer what it was: JSON has no tuples, or the user's code has changed."""
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+        if state is not None:
+            raise TypeError("no such state")
+        return super().open(shard, epoch=epoch, state=state)
+
+
+def test_a_state_that_open_refuses_costs_no_sample(caplog: pytest.LogCaptureFixture) -> None:
+    reader = BlockReader(RefusesState([6, 6]), seed=1)
+    reader.reader.shortcuts[1] = (0, 2, 2)
+    found = block(reader.dataset, 1, range(3, 5), reader)
+    assert not found.bad
+    assert positions(found) == [3, 4]
+    assert "shard 1 is read from its start: it can't be opened at the state" in caplog.text
+
+
+def test_random_numbers_belong_to_the_sample() -> None:
+    class Random(Rows):
+        uses_randomness = True
+
+        def row(self, shard: int, index: int) -> Any:
+            return torch.tensor([random.random() + float(torch.rand(()))]), 0
+
+    def read(indices: range) -> dict[int, float]:
+        batch = block(Random([9, 9]), 1, indices)
+        items = items_of(batch)
+        values = [float(sample[0]) for sample in items.samples]
+        return dict(zip(items.numbers, values, strict=True))
+
+    whole = read(range(9))
+    assert len(set(whole.values())) == 9
+    assert all(whole[number] == value for number, value in read(range(5, 9)).items())
+
+
+class Splitting(Rows):
+    """Reads get_worker_info as most IterableDatasets do."""
+
+    def __init__(self, *, splits: bool) -> None:
+        super().__init__([12, 12])
+        self.splits_by_worker = splits
+
+    def rows(self, shard: int, epoch: int, first: int) -> Iterator[Any]:
+        info = get_worker_info()
+        seen = (-1, -1) if info is None else (info.id, info.num_workers)
+        for _ in range(self.length(shard, epoch)):
+            yield torch.tensor(seen), 0
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("splits", [False, True])
+def test_user_code_sees_no_worker_or_its_shard(num_workers: int, splits: bool) -> None:
+    loader = shard_loader(Splitting(splits=splits), num_workers=num_workers)
+    try:
+        found = [batch for _, batches in loader.windows(0, 0) for batch in batches]
+    finally:
+        loader.close()
+    rows = torch.cat([batch.inputs for batch in found]).tolist()
+    shards = torch.cat([batch.indices for batch in found]) % 2
+    assert len(rows) == 24
+    expected = [[int(shard), 2] if splits else [-1, -1] for shard in shards]
+    assert rows == expected
+    assert get_worker_info() is None
+
+
+def test_without_torch_s_variable_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.utils.data._utils.worker._worker_info")
+    monkeypatch.setattr(torch.utils.data, "get_worker_info", lambda: "a worker")
+    batch = block(Rows([6, 6]), 1, range(6))
+    assert positions(batch) == list(range(6))
+
+
+class Deadly(StatefulRows):
+    """Its process dies at one sample: the first time, or each time."""
+
+    def __init__(self, flag: Path, *, always: bool) -> None:
+        super().__init__([40, 40])
+        self.flag, self.always = flag, always
+
+    def row(self, shard: int, index: int) -> Any:
+        is_due = (shard, index) == (1, 17) and multiprocessing.parent_process() is not None
+        if is_due and (self.always or not self.flag.exists()):
+            self.flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().row(shard, index)
+
+
+def test_a_worker_that_dies_costs_no_sample(tmp_path: Path) -> None:
+    loader = shard_loader(Deadly(tmp_path / "flag", always=False), num_workers=2)
+    try:
+        found = [int(i) for _, batches in loader.windows(0, 0) for b in batches for i in b.indices]
+    finally:
+        loader.close()
+    assert (tmp_path / "flag").exists()
+    assert sorted(found) == list(range(80))
+
+
+class DeadlySkipping(Deadly):
+    """The same; its readers can pass over a sample."""
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+        reader: Any = super().open(shard, epoch=epoch, state=state)
+        reader.skip = partial(advance, reader)
+        return reader
+
+
+def advance(cursor: Any) -> None:
+    cursor.index += 1
+
+
+def read_with_a_worker(stream: Any, *, most_steps: int = 99) -> tuple[list[int], list[BadSample]]:
+    """Give the samples that a worker has read of an epoch, and the bad ones."""
+    loader = shard_loader(stream, num_workers=1, shuffle_block=8)
+    good: list[int] = []
+    bad: list[BadSample] = []
+    try:
+        for _, batches in itertools.islice(loader.windows(0, 0), most_steps):
+            good += [int(index) for batch in batches for index in batch.indices]
+            bad += [sample for batch in batches for sample in batch.bad]
+    finally:
+        loader.close()
+    return good, bad
+
+
+def test_a_sample_that_kills_each_worker_is_named_and_passed_over(tmp_path: Path) -> None:
+    good, bad = read_with_a_worker(DeadlySkipping(tmp_path / "flag", always=True))
+    assert [sample.name for sample in bad] == ["35 (shard 1, sample 17 of it)"]
+    assert "its worker was lost" in bad[0].error
+    assert sorted([*good, 35]) == list(range(80))
+
+
+def test_what_is_behind_a_sample_that_kills_can_not_be_read_without_skip(tmp_path: Path) -> None:
+    good, bad = read_with_a_worker(Deadly(tmp_path / "flag", always=True), most_steps=6)
+    first, *others = sorted(bad, key=lambda sample: sample.index)
+    assert first.name == "35 (shard 1, sample 17 of it)"
+    assert others
+    assert all("sample 17 of its shard ended the reader" in sample.error for sample in others)
+    assert all(index < 35 for index in good if index % 2)
+
+
+class Fragile(Faulty):
+    """Objects around a generator that is over after an error; moves: their state goes on then."""
+
+    moves = True
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+        return FragileReader(self, super().open(shard, epoch=epoch, state=state), state or 0)
+
+
+class FragileReader:
+    def __init__(self, stream: Fragile, rows: Iterator[Any], index: int) -> None:
+        self.stream, self.rows, self.index = stream, rows, index
+
+    def __iter__(self) -> "FragileReader":
+        return self
+
+    def __next__(self) -> Any:
+        self.index += self.stream.moves
+        row = next(self.rows)
+        self.index += not self.stream.moves
+        return row
+
+    def state_dict(self) -> int:
+        return self.index
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_behind_an_error_a_reader_is_opened_from_its_state_if_that_went_on(
+    moves: bool, tmp_path: Path
+) -> None:
+    stream = Fragile(tmp_path / "flag", 99, ValueError("a bad row"))
+    stream.moves = moves
+    reader = BlockReader(stream, seed=1)
+    batch = block(stream, 1, range(4), reader)
+    later = block(stream, 1, range(4, 8), reader)
+    found = [*positions(batch), *positions(later)]
+    assert found == ([0, 1, 3, 4, 5] if moves else [0, 1])
+    assert later.inputs["end"] == (6 if moves else -1)
+    assert batch.bad[0].error == "ValueError: a bad row"
+    assert len(batch.bad) + len(later.bad) == (1 if moves else 6)
+
+
+def test_lines_that_kill_are_passed_over_by_the_files_own_readers(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"{number}\n" for number in range(6)))
+    stream = FileStream([str(tmp_path / "a.txt")], TextFormat(0), num_shards=1, change=int)
+    reader = BlockReader(stream, seed=1)
+    reader.pass_over(0, 2, "its worker was lost")
+    batch = block(stream, 0, range(8), reader)
+    assert [one for one in items_of(batch).samples if not isinstance(one, BadSample)] == [
+        *(0, 1, 3, 4, 5)
+    ]
+    assert [bad.error for bad in batch.bad] == ["SampleError: [DDP-D02] its worker was lost"]
+    assert batch.inputs["end"] == 6
+
+
+def test_the_end_is_an_exception_of_its_own() -> None:
+    reader = ShardReader(Rows([3]), seed=1)
+    assert float(reader.read(0, 0, 2, [])[0]) == 2.0
+    with pytest.raises(EndOfShard, match="has 3 samples"):
+        reader.read(0, 0, 7, [])

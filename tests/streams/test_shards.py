@@ -1,0 +1,402 @@
+"""The plan of a stream: every sample once, whoever reads it, wherever a run begins again."""
+
+import itertools
+import json
+from dataclasses import astuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.fetch import Fetcher
+from hardened_ddp.data.packing import pack, unpack
+from hardened_ddp.data.shards import (
+    UNKNOWN,
+    Dealer,
+    Facts,
+    advance,
+    block_order,
+    deal,
+    settle,
+    shard_order,
+)
+from hardened_ddp.errors import DataError, SampleError
+from tests.streams.stream_programs import (
+    Rows,
+    StatefulRows,
+    all_ids,
+    ids_of,
+    merged,
+    read_epoch,
+    shard_loader,
+)
+
+RAGGED = [5, 0, 13, 8, 1, 21, 7]
+LENGTHS = st.lists(st.integers(0, 30), min_size=1, max_size=9)
+
+
+def play(
+    lengths: list[int], size: int, *, knows: bool, epoch: int = 0
+) -> list[list[tuple[int, int]]]:
+    """Deal an epoch by the plan alone; give the samples (shard, index) of each step."""
+    real = np.array(lengths)
+    facts = Facts.at_start(epoch, real if knows else np.full(len(lengths), UNKNOWN))
+    order, steps = shard_order(3, epoch, len(lengths)), []
+    ahead, dealer = facts, Dealer(order, size, at_once=5 * size)
+    while not facts.is_over:
+        turns = deal(facts, order, size)
+        for one, other in zip(astuple(turns), astuple(dealer.next(ahead).turns), strict=True):
+            assert np.array_equal(one, other)
+        met = np.full(len(lengths), UNKNOWN)
+        dry = turns.shards[turns.indices >= real[turns.shards]]
+        met[dry] = real[dry]
+        ahead, _ = settle(ahead, turns, met)
+        facts, is_real = settle(facts, turns, met)
+        facts = Facts.from_json(json.loads(json.dumps(facts.as_json())))
+        pairs = zip(turns.shards[is_real].tolist(), turns.indices[is_real].tolist(), strict=True)
+        steps.append(list(pairs))
+    return steps
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, st.integers(1, 40), st.booleans())
+def test_the_plan_takes_each_sample_once(lengths: list[int], size: int, knows: bool) -> None:
+    steps = play(lengths, size, knows=knows)
+    taken = list(itertools.chain(*steps))
+    expected = [(shard, index) for shard, n in enumerate(lengths) for index in range(n)]
+    assert sorted(taken) == expected
+    for shard in range(len(lengths)):
+        assert [index for s, index in taken if s == shard] == sorted(
+            index for s, index in taken if s == shard
+        )
+    if knows:
+        assert all(len(step) == size for step in steps[:-1])
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, st.integers(1, 40))
+def test_whole_rounds_are_the_same_as_turn_by_turn(lengths: list[int], size: int) -> None:
+    facts = Facts.at_start(0, np.array(lengths))
+    order = shard_order(3, 0, len(lengths))
+    turns = deal(facts, order, size)
+    at, place, slow = [0] * len(lengths), 0, []
+    while len(slow) < min(size, sum(lengths)):
+        shard = int(order[place % len(order)])
+        place += 1
+        if at[shard] < lengths[shard]:
+            slow.append((shard, at[shard]))
+            at[shard] += 1
+    assert list(zip(turns.shards.tolist(), turns.indices.tolist(), strict=True)) == slow
+
+
+def test_orders_are_permutations_that_change_with_the_epoch() -> None:
+    orders = [shard_order(1, epoch, 50).tolist() for epoch in range(3)]
+    assert all(sorted(order) == list(range(50)) for order in orders)
+    assert len({tuple(order) for order in orders}) == 3
+    blocks = [block_order(1, 0, shard, 0, 16) for shard in range(3)]
+    assert len({tuple(order) for order in blocks}) == 3
+
+
+@pytest.mark.parametrize("says", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_steps_are_the_same_on_any_number_of_ranks(world_size: int, says: bool) -> None:
+    def make() -> Rows:
+        return Rows(RAGGED, says=RAGGED if says else None)
+
+    alone = merged(read_epoch(make, 1))
+    assert sorted(itertools.chain(*alone)) == all_ids(RAGGED)
+    ranks = read_epoch(make, world_size)
+    assert merged(ranks) == alone
+    for steps in zip(*ranks, strict=True):
+        sizes = {window.size for window, _, _ in steps}
+        assert sizes == {sum(b.num_samples for _, batches, _ in steps for b in batches)}
+        is_idle = any(not batches for _, batches, _ in steps)
+        assert all(window.is_for_all(world_size) is not is_idle for window, _, _ in steps)
+
+
+def test_more_ranks_than_shards_share_them() -> None:
+    def make() -> Rows:
+        return Rows([20, 3])
+
+    alone = merged(read_epoch(make, 1))
+    assert merged(read_epoch(make, 3)) == alone
+    sizes = [
+        [sum(b.num_samples for b in batches) for _, batches, _ in steps]
+        for steps in read_epoch(make, 3)
+    ]
+    assert all(max(step) - min(step) <= 1 for step in zip(*sizes, strict=True))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    LENGTHS.filter(any),
+    st.integers(1, 12),
+    st.integers(1, 5),
+    st.booleans(),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=4),
+)
+def test_a_run_that_goes_on_elsewhere_takes_the_same_samples(
+    lengths: list[int], size: int, block: int, says: bool, starts: list[tuple[int, int]]
+) -> None:
+    how = {"global_batch": size, "shuffle_block": block}
+
+    def make() -> Rows:
+        return Rows(lengths, says=lengths if says else None)
+
+    expected = merged(read_epoch(make, 1, **how))
+    found: list[list[int]] = []
+    facts: dict[str, Any] | None = None
+    for world_size, most in [*starts, (2, 1_000_000)]:
+        ranks = read_epoch(make, world_size, facts=facts, most=most, **how)
+        found += merged(ranks)
+        if ranks[0]:
+            facts = json.loads(json.dumps(ranks[0][-1][2]))
+    assert found == expected
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_workers_change_nothing(num_workers: int) -> None:
+    for kind in (Rows, StatefulRows):
+        loaders = [shard_loader(kind(RAGGED), num_workers=n) for n in (0, num_workers)]
+        try:
+            epochs = [[list(loader.windows(e, 0)) for e in (0, 1)] for loader in loaders]
+            for here, there in zip(*map(itertools.chain.from_iterable, epochs), strict=True):
+                assert here[0] == there[0]
+                for one, other in zip(here[1], there[1], strict=True):
+                    assert torch.equal(one.indices, other.indices)
+                    assert torch.equal(one.inputs, other.inputs)
+            assert loaders[1].stream.num_workers == num_workers
+        finally:
+            for loader in loaders:
+                loader.close()
+
+
+def test_samples_are_what_their_numbers_say_and_shuffled_in_blocks() -> None:
+    [steps] = read_epoch(lambda: Rows(RAGGED), 1)
+    for _, batches, _ in steps:
+        for batch in batches:
+            shards, indices = batch.indices % len(RAGGED), batch.indices // len(RAGGED)
+            assert torch.equal(batch.inputs.view(-1), (shards * 1000 + indices).float())
+    order = [number // 7 for step in ids_of(steps) for number in step if number % 7 == 5]
+    assert order != sorted(order)
+    assert [sorted(order[i : i + 4]) for i in range(0, 21, 4)] == [
+        list(range(i, min(21, i + 4))) for i in range(0, 21, 4)
+    ]
+
+
+def test_another_global_batch_from_a_resume_on_still_takes_each_sample_once() -> None:
+    begun = read_epoch(lambda: Rows(RAGGED), 2, most=3)
+    rest = read_epoch(lambda: Rows(RAGGED), 3, facts=begun[0][-1][2], global_batch=11)
+    assert sorted(itertools.chain(*merged(begun), *merged(rest))) == all_ids(RAGGED)
+
+
+def test_the_end_is_known_with_the_last_step_and_then_the_length_of_the_run() -> None:
+    loader = shard_loader(Rows(RAGGED), epochs=3)
+    sampler, ends = loader.sampler, []
+    for window, _ in loader.windows(0, 0, 5):
+        ends.append((window.stop, sampler.end))
+    assert all(end > 10**9 for _, end in ends[:-1])
+    assert ends[-1] == (sum(RAGGED), sum(RAGGED))
+    per_epoch = -(-sum(RAGGED) // 8)
+    assert sampler.length is not None
+    assert sampler.length.total == 5 + len(ends) + 2 * per_epoch
+    later = list(loader.windows(1, 0, 5 + len(ends)))
+    assert [window.size for window, _ in later] == [8] * (per_epoch - 1) + [sum(RAGGED) % 8 or 8]
+    assert sampler.end == sum(RAGGED)
+
+
+def test_an_epoch_that_is_read_again_is_the_same() -> None:
+    loader = shard_loader(Rows(RAGGED))
+    epochs = [[batches for _, batches in loader.windows(0, 0)] for _ in range(2)]
+    for one, other in zip(*map(list, map(itertools.chain.from_iterable, epochs)), strict=True):
+        assert torch.equal(one.indices, other.indices)
+        assert torch.equal(one.inputs, other.inputs)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_rank_deals_its_own_turns(world_size: int) -> None:
+    order, lengths = shard_order(3, 0, 7), np.array(RAGGED)
+    facts = Facts.at_start(0, lengths)
+    dealers = [
+        Dealer(order, 8, rank=rank, num_owners=world_size, at_once=16) for rank in range(world_size)
+    ]
+    while not facts.is_over:
+        shares = [dealer.next(facts) for dealer in dealers]
+        turns = deal(facts, order, 8)
+        for rank, share in enumerate(shares):
+            mine = order[rank::world_size].tolist()
+            assert share.shards == [shard for shard in turns.shards.tolist() if shard in mine]
+            assert share.has_idle_rank is not all(other.shards for other in shares)
+        facts = advance(facts, turns)
+
+
+def test_an_epoch_that_is_over_has_no_step_left() -> None:
+    loader = shard_loader(Rows(RAGGED))
+    steps = [window for window, _ in loader.windows(0, 0)]
+    saved = loader.sampler.as_json(0, steps[-1].stop)
+    again = shard_loader(Rows(RAGGED))
+    again.sampler.restore(saved, epoch=0, cursor=sum(RAGGED))
+    assert again.sampler.end == sum(RAGGED)
+    assert not list(again.windows(0, sum(RAGGED)))
+    assert len(list(again.windows(1, 0))) == -(-sum(RAGGED) // 8)
+
+
+def test_drop_last_leaves_out_the_short_step() -> None:
+    loader = shard_loader(Rows(RAGGED, says=RAGGED), drop_last=True)
+    steps = [window for window, _ in loader.windows(0, 0)]
+    assert [window.size for window in steps] == [8] * (sum(RAGGED) // 8)
+    assert loader.sampler.end == steps[-1].stop
+    assert loader.sampler.num_windows == len(steps)
+
+
+class Noted(Rows):
+    """A stream that notes how many samples were read."""
+
+    num_read = 0
+
+    def row(self, shard: int, index: int) -> Any:
+        self.num_read += 1
+        return super().row(shard, index)
+
+
+@pytest.mark.parametrize(("says", "world_size"), [(False, 1), (True, 1), (True, 2)])
+def test_batches_are_made_together_of_samples_that_are_at_hand(
+    says: bool, world_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    assemble = Fetcher.assemble
+
+    def noting(self: Fetcher, epoch: int, samples: Any, numbers: Any) -> Batch:
+        made.extend(numbers)
+        return assemble(self, epoch, samples, numbers)
+
+    def read(at_once: int) -> tuple[list[tuple[int, list[float]]], list[int]]:
+        monkeypatch.setattr("hardened_ddp.data.stream_batches._AT_ONCE", at_once)
+        stream = Noted([90] * 4, says=[90] * 4 if says else None)
+        loader = shard_loader(stream, world_size=world_size)
+        found, ahead, num_taken = [], [], 0
+        made.clear()
+        for _, batches in loader.windows(0, 0):
+            num_taken += sum(batch.num_samples for batch in batches)
+            found.append((stream.num_read, [float(x) for batch in batches for x in batch.inputs]))
+            ahead.append(len(made) - num_taken)
+        return found, ahead
+
+    monkeypatch.setattr(Fetcher, "assemble", noting)
+    one_by_one, together = read(1), read(16)
+    assert together[0] == one_by_one[0]
+    assert max(together[1]) > max(one_by_one[1])
+
+
+class Raising(Rows):
+    """A stream of generators, one of which raises."""
+
+    def row(self, shard: int, index: int) -> Any:
+        if (shard, index) == (1, 5):
+            raise ValueError("broken")
+        return super().row(shard, index)
+
+
+@pytest.mark.parametrize("shuffle_block", [1, 4])
+def test_the_rest_of_a_shard_behind_an_error_ends_where_its_size_says(shuffle_block: int) -> None:
+    lengths = [9, 12, 8]
+    [steps] = read_epoch(lambda: Raising(lengths, says=lengths), 1, shuffle_block=shuffle_block)
+    bad = [sample.index for _, batches, _ in steps for batch in batches for sample in batch.bad]
+    assert sorted(bad) == [1 + 3 * index for index in range(5, 12)]
+    assert sorted(itertools.chain(bad, *ids_of(steps))) == all_ids(lengths)
+
+
+@pytest.mark.parametrize("at_once", [1, 16])
+def test_steps_before_a_batch_that_can_not_be_made_are_trained(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assemble, found = Fetcher.assemble, []
+
+    def failing(self: Fetcher, epoch: int, samples: Any, numbers: Any) -> Batch:
+        if 10 in numbers:
+            raise SampleError("sample 10 fits no batch", fix="")
+        return assemble(self, epoch, samples, numbers)
+
+    def read() -> None:
+        for window, _ in loader.windows(0, 0):
+            found.append(window.start)
+
+    monkeypatch.setattr("hardened_ddp.data.stream_batches._AT_ONCE", at_once)
+    loader = shard_loader(Rows([16], says=[16]), global_batch=1, shuffle_block=16)
+    order = [
+        number
+        for [number] in ids_of(
+            read_epoch(lambda: Rows([16]), 1, global_batch=1, shuffle_block=16)[0]
+        )
+    ]
+    monkeypatch.setattr(Fetcher, "assemble", failing)
+    with pytest.raises(SampleError, match="fits no batch"):
+        read()
+    assert found == list(range(order.index(10)))
+
+
+class Growing(Rows):
+    """A stream whose shards are longer in the second epoch."""
+
+    def length(self, shard: int, epoch: int) -> int:
+        return self.lengths[shard] + (shard == 2) * epoch
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_of_another_length_in_the_second_epoch_is_told(num_workers: int) -> None:
+    loader = shard_loader(Growing([4, 4, 4]), num_workers=num_workers)
+    try:
+        list(loader.windows(0, 0))
+        with pytest.raises(DataError, match="5 samples in epoch 1, and not 4 as in the"):
+            list(loader.windows(1, 0))
+    finally:
+        loader.close()
+
+
+@pytest.mark.parametrize("says", [[4, 3, 4], [4, 5, 4]])
+def test_sizes_that_are_wrong_are_told(says: list[int]) -> None:
+    loader = shard_loader(Rows([4, 4, 4], says=says))
+    with pytest.raises(DataError, match=r"shard 1 of the stream has .*4 samples .* sizes say"):
+        list(loader.windows(0, 0))
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])],
+        [torch.arange(3), torch.arange(5), torch.arange(0)],
+        [(torch.ones(2), 1), (torch.zeros(2), 0)],
+        [{"a": torch.ones(2), "b": "text"}, {"a": torch.zeros(3), "b": "more"}],
+        [[1, torch.ones(1)], [2, torch.ones(1)]],
+        [(), ()],
+        [None, torch.ones(1)],
+        [{"a": 1}, {"b": 2}],
+        [torch.ones(1), torch.ones(1, dtype=torch.int64)],
+        [np.ones(2), np.zeros(2)],
+        [],
+    ],
+)
+def test_what_is_packed_comes_out_as_it_was(samples: list[Any]) -> None:
+    found = unpack(pack(samples), len(samples))
+    assert repr(found) == repr(samples)
+
+
+def test_sample_batches_differ_between_ranks_and_leave_no_trace() -> None:
+    for world_size, lengths in ((1, [3]), (2, RAGGED), (3, [9, 9])):
+        seen = []
+        for rank in range(world_size):
+            loader = shard_loader(Rows(lengths), rank=rank, world_size=world_size)
+            batches = loader.sample_batches(torch.device("cpu"))
+            seen += [int(i) for batch in batches for i in batch.indices]
+            assert len(batches) <= 2
+        assert len(seen) == len(set(seen)) > 0
+
+
+def test_sample_batches_come_from_other_shards_if_a_rank_s_own_are_empty() -> None:
+    for rank in (0, 1):
+        loader = shard_loader(Rows([0, 20] * 12), rank=rank, world_size=2)
+        assert len(loader.sample_batches(torch.device("cpu"))) == 2

@@ -1,0 +1,373 @@
+"""Bad input of tasks, metrics, batches and streams: one clear error each, before the first step."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ddp_training
+from hardened_ddp.errors import HardenedError
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.settings.cli import parse
+from hardened_ddp.settings.layers import resolve
+from hardened_ddp.training.evaluation_trial import check_evaluation
+from tests.harness.marks import slow_after
+from tests.harness.ranks import run_ranks, train
+
+Words = tuple[str, ...]
+
+
+def data(label: str = "class", **more: Any) -> Words:
+    return ("--dataset", "tests.bad_tasks:table", "--dataset_args", args(label=label, **more))
+
+
+def stream(kind: str = "", *words: str, **more: Any) -> Words:
+    given = args(kind=kind, **more)
+    return ("--dataset", "tests.bad_tasks:stream", "--dataset_args", given, *words)
+
+
+def sized(**given: Any) -> Words:
+    return ("--dataset", "tests.bad_tasks:sized", "--dataset_args", args(**given), *model(2))
+
+
+def model(*shape: int, kind: str = "logits") -> Words:
+    return ("--model", "tests.bad_tasks:Model", "--model_args", args(shape=shape, kind=kind))
+
+
+def task(name: str, **more: Any) -> Words:
+    return ("--task", name, "--task_args", args(**more))
+
+
+def wrong(kind: str) -> Words:
+    return (*task("tests.bad_tasks:Wrong", kind=kind), *data(num_classes=2))
+
+
+def metric(kind: str, *, called: str = "own") -> Words:
+    given = {called: {"class": "tests.bad_tasks:Measure", "kind": kind}}
+    return ("--metrics", json.dumps(given), *data(num_classes=2))
+
+
+def args(**given: Any) -> str:
+    return json.dumps(given)
+
+
+COMMON = ("--cpu_only", "--no_config", "--num_workers", "0", "--model", "mlp")
+OWN = (*data("text"), "--task", "own")
+CONSTANT = ("--lr_schedule", "constant")
+
+CASES: dict[str, tuple[Words, str]] = {
+    "labels that are text": (
+        (*data("text"), *model(2)),
+        "the labels are a list of str, not a tensor",
+    ),
+    "labels that fit two tasks": ((*data("binary"), *model(1)), "multilabel and regression alike"),
+    "labels that fit no task": (
+        (*data("float"), *model(3)),
+        "labels (2,) float64, output (2, 3): they fit no task",
+    ),
+    "complex labels": ((*data("complex"), *model(1)), "found <class 'complex'>"),
+    "a DataLoader as the dataset": (
+        ("--dataset", "tests.bad_tasks:loader", *model(2), *CONSTANT),
+        "returned a DataLoader, whose samples are batches",
+    ),
+    "a class as the dataset, and no instance of it": (
+        ("--dataset", "tests.bad_tasks:no_instance", *model(2)),
+        "returned the class Table, not an instance of it",
+    ),
+    "a negative length": (sized(length=-1), "its length is not known: ValueError"),
+    "a length that is no integer": (sized(length=3.5), "its length is not known: TypeError"),
+    "a number as the names of the classes": (
+        sized(classes=2),
+        "its classes are 2, not a list of names",
+    ),
+    "an input that is None": (data(inputs="nothing", num_classes=2), "a sample is a NoneType"),
+    "inputs that are infinite": (
+        data(inputs="infinite", num_classes=2),
+        "3 values of its input are NaN or infinite",
+    ),
+    "inputs by a name that forward lacks": (
+        data(inputs="named", num_classes=2),
+        "unexpected keyword argument 'pixels'",
+    ),
+    "samples of different lengths": (
+        data(inputs="ragged", num_classes=2),
+        "shapes cannot be multiplied",
+    ),
+    "a model whose constructor raises": (
+        (*data(num_classes=2), *model(kind="not built")),
+        "ValueError: depth must be a multiple of 8 (",
+    ),
+    "a model on the meta device": (
+        (*data(num_classes=2), *model(kind="meta")),
+        "has parameters on the meta device, without values: layer.weight, layer.bias",
+    ),
+    "a layer in a plain list of the model": (
+        (*data(num_classes=2), *model(kind="in a list")),
+        "2 parameters in use, of shape (1, 3) and (1,), that the model does not have",
+    ),
+    "a buffer that the first forward makes": (
+        (*data(num_classes=2), *model(2, kind="a late buffer")),
+        "a forward made or resized what a checkpoint saves: mean",
+    ),
+    "a model that returns None": (
+        (*data(num_classes=2), *model(kind="nothing")),
+        "the model returned a NoneType",
+    ),
+    "a model that returns text": (
+        (*data(num_classes=2), *model(kind="text")),
+        "the model returned a str",
+    ),
+    "classes: a model with too few outputs": (
+        (*data(num_classes=3), *model(2)),
+        "logits of shape (2, 2) for 2 samples and 3 classes",
+    ),
+    "classes: labels between them": (
+        (*data("half", num_classes=2), *task("classification")),
+        "needs whole numbers as labels",
+    ),
+    "classes: several labels each": (
+        (*data("pair", num_classes=2), *task("classification")),
+        "needs one label for each sample",
+    ),
+    "regression: NaN labels": (
+        (*data("NaN"), *task("regression"), *model(1)),
+        "is NaN or infinite",
+    ),
+    "regression: too many outputs": (
+        (*data("float"), *task("regression"), *model(2)),
+        "outputs of shape (2, 2) for labels of shape (2,)",
+    ),
+    "regression: labels that are text": (
+        (*data("text"), *task("regression"), *model(1)),
+        "needs numbers as labels, not a list",
+    ),
+    "regression: a loss that there is not": (
+        (*data("float"), *task("regression", loss="l7"), *model(1)),
+        "has no loss 'l7'",
+    ),
+    "regression: an unknown argument": (
+        (*data("float"), *task("regression", los="l1"), *model(1)),
+        "unexpected keyword argument 'los'",
+    ),
+    "multilabel: a label of 2": (
+        (*data("two", num_classes=2), *task("multilabel")),
+        "0 or 1, and one is 2",
+    ),
+    "multilabel: another number of labels": (
+        (*data("pair", num_classes=2), *task("multilabel"), *model(3)),
+        "logits of shape (2, 3) for labels of (2, 2)",
+    ),
+    "tokens: one outside of the vocabulary": (
+        (*data("token 9"), *task("tokens"), *model(3, 5)),
+        "labels run from 0 to 9, but the model knows tokens 0 to 4",
+    ),
+    "tokens: padding that is -1": (
+        (*data("token -1"), *task("tokens"), *model(3, 5)),
+        "labels run from -1 to 1",
+    ),
+    "tokens: one label for each sample": (
+        (*data(), *task("tokens"), *model(2)),
+        "needs (num_samples, length, vocabulary)",
+    ),
+    "segmentation: another size": (
+        (*data("map", num_classes=3), *task("segmentation"), *model(3, 2, 2)),
+        "logits of shape (2, 3, 2, 2) for labels of (2, 4, 4)",
+    ),
+    "segmentation: a border of 255": (
+        (*data("map 255", num_classes=3), *task("segmentation"), *model(3, 4, 4)),
+        "labels run from 255 to 255, and there are 3 classes",
+    ),
+    "a test set of other labels": (
+        data(num_classes=2, test_label="pair"),
+        "the test set can't be evaluated, rank 0: classification needs one label",
+    ),
+    "a test set with a NaN": (
+        (*data("float", test_label="later NaN"), *task("regression"), *model(1)),
+        "the test set can't be evaluated, rank 0: the label of sample 5 is NaN",
+    ),
+    "a test set with a label above the classes": (
+        data(num_classes=2, test_label="at the start"),
+        "rank 0: test sample 1 can't be read: its label is 5",
+    ),
+    "own: no loss": ((*OWN, *model(kind="no loss")), "a dict with ['logits'], without a loss"),
+    "own: a loss for each sample": (
+        (*OWN, *model(kind="losses")),
+        "a tensor of shape (2,), not a scalar",
+    ),
+    "own: a loss without a graph": (
+        (*OWN, *model(kind="detached")),
+        "does not depend on any parameter",
+    ),
+    "own: two losses, as of a GAN": (
+        (*OWN, *model(kind="two losses")),
+        "2 losses (loss_g, loss_d), and a step has one",
+    ),
+    "a task that there is not": (
+        (*data(), *task("clasification")),
+        "--task clasification: there is no such task",
+    ),
+    "a task of a user: no Score": (wrong("no Score"), "score() returned a Tensor, not a Score"),
+    "a task of a user: losses not summed": (
+        wrong("not summed"),
+        "loss_sum is not a scalar tensor but shape (2,)",
+    ),
+    "a task of a user: a metric is missing": (wrong("no metric"), "score() did not return mae"),
+    "a task of a user: raises": (wrong("raises"), "IndexError: no such column ("),
+    "a task of a user: a count of None": (
+        wrong("count of nothing"),
+        "count is a NoneType, not a number",
+    ),
+    "a task of a user: a negative count": (
+        wrong("negative count"),
+        "count is -2, not a number from 0",
+    ),
+    "a task of a user: a loss without a graph": (
+        wrong("detached"),
+        "loss_sum does not depend on any parameter",
+    ),
+    "a task of a user: a metric for each sample": (
+        wrong("rows"),
+        "its metric mae is shape (2,), not a number",
+    ),
+    "a task of a user: a metric of text": (wrong("words"), "its metric mae is a str, not a number"),
+    "a best metric that there is not": (
+        (*data(num_classes=2), "--best_metric", "f1"),
+        "this task has no metric 'f1'",
+    ),
+    "a metric whose reset lies": (
+        metric("lies"),
+        "gives 1.5 for a batch, and 2.5 for the same one after reset()",
+    ),
+    "a metric that raises": (metric("raises"), "ValueError: no binary labels"),
+    "a metric of several numbers": (metric("list"), "compute() did not return a number"),
+    "a metric called as the loss": (
+        metric("", called="loss"),
+        "metrics: loss is measured by the task",
+    ),
+    "a metric called as one of the task": (
+        metric("", called="accuracy"),
+        "metrics: accuracy is measured by the task",
+    ),
+    "a metric without update": (
+        ("--metrics", "{own: tests.bad_tasks:NoMeasure}", *data(num_classes=2)),
+        "without update, compute, reset",
+    ),
+    "a collate that drops samples": (
+        (*data(num_classes=2), "--collate", "tests.bad_tasks:drop"),
+        "it returned 1 labels for 2 samples",
+    ),
+    "a collate that gives text": (
+        (*data(num_classes=2), "--collate", "tests.bad_tasks:give_text"),
+        "a sample is a str",
+    ),
+    "a collate that raises": (
+        (*data(num_classes=2), "--collate", "tests.bad_tasks:fail"),
+        "KeyError: 'padding' (",
+    ),
+    "a stream without a length": (
+        (*stream(), "--lr_schedule", "cosine"),
+        "cosine needs the number of steps",
+    ),
+    "a stream whose last samples are not known": (
+        stream("", *CONSTANT, "--drop_last"),
+        "drop_last: which samples of this stream",
+    ),
+    "a stream that is an iterator": (stream("iterator", *CONSTANT), "which can be read only once"),
+    "a stream with too many sizes": (
+        stream("too many sizes", *CONSTANT),
+        "3 shards and sizes of 4",
+    ),
+    "a stream whose sizes are no numbers": (
+        stream("sizes of text", *CONSTANT),
+        "sizes of 3: ['8', '8', 'many']",
+    ),
+    "a stream with a text as num_shards": (
+        stream("no number", *CONSTANT),
+        "num_shards is '4'; need a whole number",
+    ),
+    "a stream without shards": (stream(lengths=[]), "num_shards is 0; need a whole number"),
+    "a stream without samples": (
+        stream("", *CONSTANT, lengths=[0, 0]),
+        "has no training sample: each of its 2 shards is empty",
+    ),
+    "a stream that does not open": (
+        stream("does not open", *CONSTANT),
+        "No such file: 'shard-0.bin'",
+    ),
+    "a stream of broken samples": (stream("all broken", *CONSTANT), "ValueError: a broken row"),
+}
+
+
+def build_each(cases: list[Words]) -> list[list[str]]:
+    """Put a run of each together, up to its first step; give the error's code, text and fix."""
+    found = []
+    for words in cases:
+        output = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(output):
+                settings = resolve(parse([*COMMON, *words]), world_size=1)
+                parts = ddp_training.build(settings, Group(Launch(), torch.device("cpu")), None)
+                check_evaluation(parts)
+                parts.close()
+            found.append(["", "no error", ""])
+        except HardenedError as error:
+            found.append([error.code, error.message, error.fix])
+        except Exception as error:  # WHY broad: a traceback is what must not be
+            found.append(["TRACEBACK", repr(error), ""])
+    return found
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict[str, list[str]]:
+    """What each case ends with. One process for all of them: each takes some milliseconds."""
+    [found] = run_ranks(build_each, 1, [words for words, _ in CASES.values()])
+    return dict(zip(CASES, found, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_wrong_is_said_in_one_error_before_the_first_step(
+    case: str, errors: dict[str, list[str]]
+) -> None:
+    code, message, fix = errors[case]
+    assert code.startswith("DDP-"), message
+    assert CASES[case][1] in message
+    assert fix
+    if "forward lacks" in case:
+        assert "by name: pixels" in fix
+
+
+# What only reading can find: it is named when its step comes.
+LATER: dict[str, tuple[Words, str]] = {
+    "a label above the classes": (
+        (*data("too large", num_classes=2), *model(2)),
+        "sample 9: its label is 5, and there are 2 classes",
+    ),
+    "a NaN label": (
+        (*data("later NaN", test_label="float"), *task("regression"), *model(1)),
+        "the labels of samples [5] are NaN or infinite",
+    ),
+    "a stream that is shorter in the second epoch": (
+        (*stream("shorter", *CONSTANT), *model(2)),
+        "shard 1 of the stream has 7 samples in epoch 1, and not 8 as in the epoch before",
+    ),
+    "a stream with wrong sizes": (
+        (*stream("wrong sizes", *CONSTANT), *model(2)),
+        "8 samples in epoch 0, and not 9 as the stream's sizes say",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", slow_after(1, LATER))
+def test_what_is_found_later_is_named_and_ends_the_run(case: str, tmp_path: Path) -> None:
+    words, told = LATER[case]
+    argv = ["--cpu_only", "--num_workers", "0", "--output_dir", str(tmp_path), *words]
+    done = train([*argv, "--global_batch_size", "4"])
+    assert any(done.statuses), done.output
+    assert told in done.output, done.output
+    assert "lower --learning_rate" not in done.output  # nothing is wrong with it
+    assert "Traceback" not in done.output

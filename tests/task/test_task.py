@@ -1,0 +1,227 @@
+"""The task: what a batch is worth, and that training adds up any task's scores alike."""
+
+import inspect
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ddp_training
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.datasets import build_data
+from hardened_ddp.errors import ModelError
+from hardened_ddp.ranks.group import Group, open_group
+from hardened_ddp.ranks.launch import Launch, environment, read_launch
+from hardened_ddp.settings.cli import parse
+from hardened_ddp.settings.layers import resolve
+from hardened_ddp.step.progress import Totals
+from hardened_ddp.task.classification import Classification
+from hardened_ddp.task.task import Metric, Score, Task, described, shortly_described, with_loss
+from hardened_ddp.training.evaluate_run import measure
+from hardened_ddp.training.evaluation import Evaluation, evaluate
+from tests.harness.ranks import run_ranks, train
+
+CPU = torch.device("cpu")
+LOGITS = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [1.0, 0.5, 0.0]])
+TARGETS = torch.tensor([0, 1, 2])
+
+
+class Distance(Task):
+    """A toy task with floats as labels: how far off is the model?"""
+
+    metrics = (Metric("distance", is_higher_better=False), Metric("near", ".1%", "close", ".0%"))
+
+    def score(self, output: torch.Tensor, batch: Batch) -> Score:
+        output = output.float().reshape(batch.num_samples, -1).mean(dim=1)
+        distance = (output.detach() - batch.targets).abs()
+        pairs = {"distance": distance.sum(), "near": (distance.le(1).sum(), batch.num_samples)}
+        loss_sum = (output - batch.targets).square().sum()
+        return Score(loss_sum, batch.num_samples, pairs, output.detach())
+
+
+def batch_of(inputs: Any, targets: torch.Tensor) -> Batch:
+    return Batch(inputs, targets, torch.arange(len(targets)))
+
+
+def score_of(task: Task, *, seed: int = 0, size: int = 4) -> Score:
+    generator = torch.Generator().manual_seed(seed)
+    return task.score(torch.randn(size, generator=generator), batch_of(None, torch.zeros(size)))
+
+
+def test_logits_are_worth_their_summed_loss_and_the_correct_ones_are_counted() -> None:
+    score = Classification(num_classes=3).score(LOGITS, batch_of(None, TARGETS))
+    wanted = nn.functional.cross_entropy(LOGITS, TARGETS, reduction="sum")
+    assert torch.equal(score.loss_sum, wanted)
+    assert (score.count, int(score.metrics["correct"])) == (3, 2)
+    assert score.predictions.tolist() == [0, 1, 0]
+
+
+def test_the_mean_loss_of_a_model_itself_becomes_a_sum() -> None:
+    class WithLoss(nn.Module):
+        def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": labels.float().mean(), "logits": inputs}
+
+    model, task = WithLoss(), Classification(num_classes=3)
+    task.attach(model)
+    batch = batch_of(LOGITS, TARGETS)
+    score = task.score(task.forward(model, batch), batch)
+    assert float(score.loss_sum) == 3.0
+    assert int(score.metrics["correct"]) == 2
+
+
+def test_only_the_task_stands_between_its_caller_and_the_model() -> None:
+    """Whoever reads a traceback of a forward finds the loop right above the model."""
+    above: list[str] = []
+
+    def model(inputs: torch.Tensor) -> torch.Tensor:
+        above.extend(frame.function for frame in inspect.stack()[1:3])
+        return inputs
+
+    Classification(num_classes=3).forward(model, batch_of(LOGITS, TARGETS))
+    test = "test_only_the_task_stands_between_its_caller_and_the_model"
+    assert above == ["forward", test]
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ([1.0], "returned a list of a float; need a tensor"),
+        ({"prediction": LOGITS}, r"returned a dict with \['prediction'\]; need a tensor"),
+        (LOGITS[:, :2], r"logits of shape \(3, 2\) for 3 samples and 3 classes"),
+    ],
+    ids=["no tensor", "no logits", "too few classes"],
+)
+def test_an_output_that_does_not_fit_is_told_in_words(output: object, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        Classification(num_classes=3).check(output, batch_of(LOGITS, TARGETS))
+
+
+def test_totals_add_up_the_sums_of_any_task_and_go_back_to_a_mark() -> None:
+    task = Distance()
+    totals = Totals(task, CPU)
+    first, second = score_of(task, seed=1), score_of(task, seed=2, size=3)
+    totals.add(first, 4)
+    kept = totals.sums["distance"]
+    mark = totals.mark()
+    totals.add(second, 3)
+    assert totals.loss_since(mark) == pytest.approx(float(second.loss_sum))
+    totals.go_back(mark)
+    assert totals.sums["distance"] is kept  # in place: see totals.py
+    assert totals.read(Group(Launch(), CPU)) == {
+        "loss": float(first.loss_sum) / 4,
+        "distance": float(first.metrics["distance"]) / 4,
+        "near": int(first.metrics["near"][0]) / 4,
+        "samples": 4.0,
+    }
+
+
+def read_shared() -> dict[str, float]:
+    """Rank 0 has no samples."""
+    launch = read_launch(environment())
+    group = open_group(launch, device=CPU, backend="gloo", timeout_s=30)
+    totals = Totals(Distance(), CPU)
+    for seed in range(launch.rank):
+        totals.add(score_of(totals.task, seed=seed), 4)
+    found = totals.read(group)
+    group.close()
+    return found
+
+
+def test_a_reading_is_over_all_ranks_and_one_without_samples_takes_part() -> None:
+    alone = Totals(Distance(), CPU)
+    for seed in (0, 0, 1):
+        alone.add(score_of(alone.task, seed=seed), 4)
+    wanted = alone.read(Group(Launch(), CPU))
+    first, *others = run_ranks(read_shared, 3)
+    assert first == pytest.approx(wanted)
+    assert all(found == first for found in others)
+
+
+def test_a_metric_says_which_value_is_better_and_how_it_is_printed() -> None:
+    distance, near = Distance.metrics
+    assert distance.is_better(1.0, than=2.0)
+    assert near.is_better(2.0, than=1.0)
+    assert near.is_better(1.0, than=1.0), "of two equal ones the newer is the best"
+    assert not near.is_better(0.5, than=1.0)
+    text = described(Distance.metrics, {"near": 0.97125, "distance": 0.5})
+    assert text == "distance 0.5000  near 97.1%"
+    assert described([near], {"near": 0.97125}, of="test") == "test near 97.1%"
+    assert with_loss(0.5, text) == f"loss 0.5000  {text}"
+    assert [with_loss(loss) for loss in (0.0, 2e-7, 3e11)] == [
+        "loss 0.0000",
+        "loss 2e-07",
+        "loss 3e+11",
+    ]
+    assert shortly_described(Distance.metrics, {"near": 0.97125, "distance": 0.5}) == (
+        "distance 0.5 close 97%"
+    )
+
+
+def test_mistakes_are_shown_with_names_also_of_an_output_that_has_none() -> None:
+    task = Classification(num_classes=2, class_names=("cat", "dog"))
+    images = torch.rand(4, 3, 2, 2)
+    logits = torch.tensor([[1.0, 0, 0], [1.0, 0, 0], [0, 0, 1.0], [0, 1.0, 0]])
+    targets = torch.tensor([0, 1, 1, 0])
+    batch = batch_of(images, targets)
+    score = task.score(logits, batch)
+    first, second, third = task.mistakes(score, batch, most=4)
+    assert first.caption == "true dog, predicted cat"
+    assert second.caption == "true dog, predicted 2"
+    assert third.caption == "true cat, predicted dog"
+    assert torch.equal(first.image, images[1])
+    assert len(task.mistakes(score, batch, most=2)) == 2
+
+
+def evaluate_distance(argv: list[str]) -> tuple[Evaluation, Evaluation | None]:
+    """Evaluate with a task that has no accuracy, once to the end and once stopped in it."""
+    launch = read_launch(environment())
+    settings = resolve(parse(["--cpu_only", *argv]), world_size=launch.world_size)
+    group = open_group(launch, device=CPU, backend="gloo", timeout_s=30)
+    parts = replace(ddp_training.build(settings, group, None), task=Distance())
+    assert parts.eval_loader is not None
+    found = evaluate(parts, parts.eval_loader)
+    assert found is not None
+    stopped = evaluate(parts, parts.eval_loader, should_stop=lambda: True)
+    assert parts.replica.module.training
+    parts.close()
+    group.close()
+    return found, stopped
+
+
+def test_evaluation_measures_what_the_task_names() -> None:
+    argv = ["--dataset", "tests.plugins:points", "--model", "tests.plugins:Poisoned"]
+    for found, stopped in run_ranks(evaluate_distance, 2, [*argv, "--eval_batch_size", "5"]):
+        assert found.num_samples == 17
+        assert found.metrics.keys() == {"distance", "near"}
+        assert stopped is None
+
+
+def test_the_best_checkpoint_is_the_one_of_the_first_metric_of_the_task(tmp_path: Path) -> None:
+    argv: list[str | Path] = ["--dataset", "tests.plugins:points", "--cpu_only"]
+    argv += ["--model", "tests.plugins:Poisoned", "--task", "tests.task.test_task:Distance"]
+    argv += ["--epochs", "4", "--lr_schedule", "constant", "--learning_rate", "0.1"]
+    train([*argv, "--output_dir", tmp_path, "--run_name", "one"], 1).ok()
+    lines = (tmp_path / "one" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    entries = [json.loads(line) for line in lines]
+    distances = {e["step"]: e["distance/test"] for e in entries if "distance/test" in e}
+    assert len(distances) == 4
+    [best] = (tmp_path / "one").rglob("best.json")
+    found = json.loads(best.read_text(encoding="utf-8"))
+    assert (found["metric"], found["direction"]) == ("distance", "lower is better")
+    assert found["value"] == min(distances.values())
+    assert found["value"] == distances[found["step"]]
+
+
+def test_the_command_evaluate_reports_what_the_task_names() -> None:
+    argv = ["--dataset", "tests.plugins:points", "--cpu_only", "--num_workers", "0"]
+    config = resolve(parse(argv), world_size=1).config
+    data = build_data(config.data)
+    model = nn.Linear(3, 2)
+    group = Group(Launch(), CPU)
+    report = measure(model, Distance(), None, data, config, group)
+    assert list(report) == ["num_samples", "left_out", "loss", "distance", "near"]
+    assert report["num_samples"] == 17

@@ -1,0 +1,682 @@
+"""The tasks that are built in: losses and metrics beside plain torch, and what they refuse."""
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.datasets import build_data
+from hardened_ddp.errors import ConfigError, HardenedError, ModelError
+from hardened_ddp.model.probe import try_metrics
+from hardened_ddp.ranks.group import Group, open_group
+from hardened_ddp.ranks.launch import Launch, environment, read_launch
+from hardened_ddp.settings.cli import parse
+from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.layers import resolve
+from hardened_ddp.step.progress import Totals
+from hardened_ddp.task.build import best_metric, build_task, choose_task
+from hardened_ddp.task.choose import task_that_fits
+from hardened_ddp.task.classification import Classification
+from hardened_ddp.task.multilabel import Multilabel
+from hardened_ddp.task.output import fix_for
+from hardened_ddp.task.own import Own
+from hardened_ddp.task.own_metrics import OwnMetrics
+from hardened_ddp.task.regression import Regression
+from hardened_ddp.task.segmentation import Segmentation
+from hardened_ddp.task.task import Score, Task
+from hardened_ddp.task.tokens import Tokens
+from hardened_ddp.training.names import check_names
+from tests.harness.ranks import run_ranks
+
+CPU = torch.device("cpu")
+ALONE = Group(Launch(), CPU)
+
+
+def batch_of(targets: Any, inputs: Any = None) -> Batch:
+    size = len(targets) if isinstance(targets, torch.Tensor) else len(inputs)
+    return Batch(inputs, targets, torch.arange(size))
+
+
+def figures_of(task: Task, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
+    """Give the figures over some batches of outputs and labels."""
+    totals = Totals(task, CPU, loss_dtype=torch.float64)
+    for output, targets in pairs:
+        task.check(output, batch_of(targets))
+        totals.add(task.score(output, batch_of(targets)), len(targets))
+    return totals.read(ALONE)
+
+
+def in_parts(output: torch.Tensor, targets: torch.Tensor, *sizes: int) -> list[Any]:
+    return list(zip(output.split(list(sizes)), targets.split(list(sizes)), strict=True))
+
+
+@pytest.mark.parametrize("shape", [(9,), (9, 1)])
+def test_regression_is_measured_as_over_all_samples_at_once(shape: tuple[int, ...]) -> None:
+    outputs, labels = torch.randn(9, 1), torch.randn(shape) + 3
+    found = figures_of(Regression(), in_parts(outputs, labels, 4, 4, 1))
+    error = outputs.flatten() - labels.flatten()
+    assert found["loss"] == pytest.approx(float(error.square().mean()), rel=1e-6)
+    assert found["rmse"] == pytest.approx(float(error.square().mean().sqrt()), rel=1e-6)
+    assert found["mae"] == pytest.approx(float(error.abs().mean()), rel=1e-6)
+    spread = (labels - labels.mean()).square().sum()
+    assert found["r2"] == pytest.approx(1 - float(error.square().sum() / spread), rel=1e-5)
+
+
+def test_r2_of_large_numbers_that_differ_little_keeps_its_digits() -> None:
+    outputs, labels = torch.randn(2, 9, 1, dtype=torch.float64)
+    near = figures_of(Regression(), [(outputs, labels)])["r2"]
+    far = figures_of(Regression(), in_parts(outputs + 1e9, labels + 1e9, 4, 5))["r2"]
+    assert far == pytest.approx(near, rel=1e-5)
+
+
+def test_r2_of_several_numbers_is_the_mean_of_theirs() -> None:
+    outputs, labels = torch.randn(9, 2), torch.randn(9, 2) * torch.tensor([1.0, 100.0])
+    together = figures_of(Regression(num_outputs=2), [(outputs, labels)])
+    each = [figures_of(Regression(), [(outputs[:, i], labels[:, i])])["r2"] for i in (0, 1)]
+    assert together["r2"] == pytest.approx(sum(each) / 2)
+
+
+def test_multilabel_is_measured_per_label() -> None:
+    logits = torch.tensor([[1.0, -1.0, -1.0], [1.0, 1.0, -1.0], [-1.0, 1.0, -1.0]])
+    labels = torch.tensor([[1, 0, 0], [0, 1, 0], [1, 1, 0]])
+    task = Multilabel(num_labels=3, class_names=("a", "b", "c"))
+    found = figures_of(task, in_parts(logits, labels, 2, 1))
+    wanted = functional.binary_cross_entropy_with_logits(logits, labels.float())
+    assert found["loss"] == pytest.approx(float(wanted))
+    # a: TP 1, FP 1, FN 1; b: TP 2; c never occurs
+    assert found["f1"] == pytest.approx((0.5 + 1.0) / 2)
+    assert found["exact_match"] == pytest.approx(1 / 3)
+    table = task.table(CPU)
+    table.add(task.score(logits, batch_of(labels)), batch_of(labels))
+    rows = table.report()["rows"]
+    assert [row["f1"] for row in rows] == [0.5, 1.0, None]
+    lines = table.lines({"rows": [*rows, {**rows[0], "name": "small", "f1": 2e-7}]})
+    assert any(line.startswith("b ") and "1.0000" in line for line in lines)
+    assert lines[-1].endswith(" 2e-07")
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+def test_one_label_is_binary_classification(shape: tuple[int, ...]) -> None:
+    logits, labels = torch.tensor([[2.0], [-1.0], [3.0], [-2.0]]), torch.tensor([1, 0, 0, 0])
+    task = Multilabel(num_labels=2)  # what a dataset of two classes says
+    task.check(logits, batch_of(labels.reshape(shape)))  # the probe's
+    found = figures_of(task, [(logits, labels.reshape(shape))])
+    wanted = functional.binary_cross_entropy_with_logits(logits.flatten(), labels.float())
+    assert found["loss"] == pytest.approx(float(wanted))
+    assert (found["f1"], found["exact_match"]) == (pytest.approx(2 / 3), 0.75)
+
+
+@pytest.mark.parametrize("size", [(4, 4), pytest.param((4, 2, 3), marks=pytest.mark.slow)])
+def test_segmentation_counts_the_pixels_that_count(size: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 3, *size, generator=generator)
+    labels = torch.randint(3, (5, *size), generator=generator)
+    labels[0, :2] = 255
+    task = Segmentation(num_classes=3, ignore_index=255)
+    found = figures_of(task, in_parts(logits, labels, 2, 2, 1))
+    wanted = functional.cross_entropy(logits, labels, ignore_index=255)
+    assert found["loss"] == pytest.approx(float(wanted), rel=1e-6)
+    predicted, counts = logits.argmax(1), labels != 255
+    shares = []
+    for index in range(3):
+        both = ((predicted == index) & (labels == index) & counts).sum()
+        either = (((predicted == index) | (labels == index)) & counts).sum()
+        shares.append(float(both / either))
+    assert found["mean_iou"] == pytest.approx(sum(shares) / 3)
+    assert found["pixel_accuracy"] == pytest.approx(
+        float((predicted == labels)[counts].float().mean())
+    )
+
+
+def test_tokens_are_measured_over_those_that_count() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 6, 5, generator=generator)
+    labels = torch.randint(5, (4, 6), generator=generator)
+    labels[1:3, 2:] = -100
+    task = Tokens()
+    found = figures_of(task, in_parts(logits, labels, 1, 3))
+    wanted = float(functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+    assert found["loss"] == pytest.approx(wanted, rel=1e-6)
+    assert found["perplexity"] == pytest.approx(math.exp(wanted), rel=1e-5)
+    counts = labels != -100
+    share = float((logits.argmax(2) == labels)[counts].float().mean())
+    assert found["token_accuracy"] == pytest.approx(share)
+    table = task.table(CPU)
+    assert table is not None
+    table.add(task.score(logits, batch_of(labels)), batch_of(labels))
+    assert sum(row["labels"] for row in table.report()["rows"]) == int(counts.sum())
+
+
+FITS: list[tuple[str, Any, Any]] = [
+    ("classification", torch.randn(4, 3), torch.tensor([0, 1, 2, 1])),
+    ("tokens", torch.randn(2, 6, 5), torch.randint(5, (2, 6))),
+    ("segmentation", torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4))),
+    ("segmentation", {"out": torch.randn(2, 3, 4, 4)}, torch.randint(3, (2, 4, 4))),
+    ("regression", torch.randn(4, 1), torch.randn(4)),
+    ("regression", torch.randn(4, 2), torch.randn(4, 2)),
+    ("multilabel", torch.randn(2, 3), torch.tensor([[0.0, 1, 0], [1, 0, 0]])),
+    ("multilabel", torch.randn(2, 3), torch.tensor([[0, 1, 0], [1, 0, 0]])),
+    ("own", {"loss": torch.ones(())}, None),
+    ("own", torch.ones(()), torch.randn(4)),
+    ("own", {"loss": torch.ones(()), "logits": torch.randn(2, 7)}, ["a", "b"]),
+    ("tokens", (torch.randn(2, 6, 5), torch.ones(())), torch.randint(5, (2, 6))),
+    ("segmentation", torch.randn(2, 3, 4, 5, 6), torch.randint(3, (2, 4, 5, 6))),
+    ("regression", torch.randn(2, 3), torch.tensor([[0.2, 0.3, 0.1], [0.5, 0.2, 0.3]])),
+]
+
+
+@pytest.mark.parametrize(("name", "output", "labels"), FITS)
+def test_auto_takes_the_task_that_fits(name: str, output: Any, labels: Any) -> None:
+    assert task_that_fits(output, batch_of(labels, inputs=[1, 2]))[0] == name
+
+
+@pytest.mark.parametrize(
+    ("output", "labels", "told"),
+    [
+        (torch.randn(4, 1), torch.tensor([0.0, 1, 1, 0]), "multilabel and regression alike"),
+        (torch.randn(4, 3), torch.randn(4), "fit no task"),
+        (torch.randn(4, 3), None, "labels are a NoneType, not a tensor"),
+        ("text", torch.tensor([0, 1]), "neither logits nor a loss"),
+        (torch.randn(2, 3, 4, 4), torch.randint(3, (2, 8, 8)), "fit no task"),
+        (torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4, 4)), "fit no task"),
+    ],
+)
+def test_auto_refuses_with_the_choices(output: Any, labels: Any, told: str) -> None:
+    with pytest.raises(ModelError, match=told) as caught:
+        task_that_fits(output, batch_of(labels, inputs=[1, 2]))
+    assert "--task classification | multilabel" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("output", "labels", "fix"),
+    [
+        (torch.randn(2, 5, 6), torch.randint(5, (2, 6)), "logits.transpose(1, 2)"),
+        (torch.randn(2, 4, 4, 3), torch.randint(3, (2, 4, 4)), "logits.permute(0, 3, 1, 2)"),
+    ],
+)
+def test_an_output_whose_dimensions_are_in_another_order_is_told_the_right_one(
+    output: torch.Tensor, labels: torch.Tensor, fix: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        task_that_fits(output, batch_of(labels, inputs=[1, 2]))
+    assert fix in caught.value.fix
+
+
+def test_auto_refuses_labels_that_may_be_probabilities_and_says_why() -> None:
+    labels = torch.randn(4, 3).softmax(1)
+    with pytest.raises(ModelError, match=r"probabilities of classes \(each row") as caught:
+        task_that_fits(torch.randn(4, 3), batch_of(labels, inputs=[1, 2]))
+    assert "cross_entropy(logits, labels)" in caught.value.fix
+
+
+LOSS = torch.ones((), requires_grad=True)
+BAD: list[tuple[Task, Any, Any, str]] = [
+    (Regression(), torch.randn(4, 2), torch.randn(4), "outputs of shape"),
+    (Regression(), torch.randn(4, 1), torch.tensor([1.0, math.nan, 0, 0]), "NaN or infinite"),
+    (Regression(), torch.randn(4, 1), [1, 2, 3, 4], "numbers as labels"),
+    (Multilabel(num_labels=2), torch.randn(4, 2), torch.randn(4, 2), "0 or 1"),
+    (Multilabel(num_labels=2), torch.randn(4, 2), torch.ones(4), "both alike"),
+    (Tokens(), torch.randn(4, 5), torch.randint(5, (4,)), "needs"),
+    (Tokens(), torch.randn(2, 3, 5), torch.full((2, 3), 7), "tokens 0 to 4"),
+    (Tokens(), torch.randn(2, 3, 5), torch.full((2, 3), -1), "run from -1"),
+    (Segmentation(num_classes=3), torch.randn(2, 3, 4, 4), torch.full((2, 4, 4), 255), "255"),
+    (Segmentation(num_classes=3), torch.randn(2, 3, 2, 2), torch.ones(2, 4, 4).long(), "height"),
+    (Own(), {"logits": torch.ones(2)}, None, "without a loss"),
+    (Own(), {"loss": torch.ones(3)}, None, "not a scalar"),
+    (Own(), {"loss": torch.ones(())}, None, "does not depend on any parameter"),
+    (Own(), {"loss_g": torch.ones(()), "loss_d": torch.ones(())}, None, r"2 losses \(loss_g, "),
+    (Own(), {"loss": {"g": torch.ones(()), "d": torch.ones(())}}, None, r"2 losses \(loss g, "),
+    (Own(), {"loss": [torch.ones(()), torch.ones(())]}, None, "a step has one"),
+    (Own(), (LOSS, LOSS), None, r"2 losses \(part 0, part 1\)"),
+]
+
+
+@pytest.mark.parametrize(("task", "output", "labels", "told"), BAD)
+def test_what_does_not_fit_a_task_is_refused_in_words(
+    task: Task, output: Any, labels: Any, told: str
+) -> None:
+    with pytest.raises(ModelError, match=told) as caught:
+        task.check(output, batch_of(labels, inputs=[1, 2]))
+    assert caught.value.fix
+
+
+def test_several_losses_are_refused_by_auto_too_and_a_number_beside_the_loss_is_none() -> None:
+    losses = {"loss_g": torch.ones(()), "loss_d": torch.ones(())}
+    with pytest.raises(ModelError, match="2 losses"):
+        task_that_fits(losses, batch_of(None, inputs=[1, 2]))
+    assert task_that_fits((LOSS, torch.ones(())), batch_of(None, inputs=[1, 2]))[0] == "own"
+    named = {"loss": LOSS, "aux_loss": torch.ones(()), "main_loss": torch.ones(())}
+    Own().check(named, batch_of(None, inputs=[1, 2]))
+
+
+def test_what_an_own_loss_is_taken_to_be_a_mean_over_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    words = batch_of(torch.ones(2, 3, dtype=torch.int64))
+    Own().check({"loss": LOSS, "count": 2}, words)
+    Own().check({"loss": LOSS}, batch_of(torch.ones(2)))
+    assert not caplog.messages
+    task = Own()
+    task.check({"loss": LOSS}, words)
+    task.check({"loss": LOSS}, words)
+    assert len([m for m in caplog.messages if "return that number as 'count'" in m]) == 1
+
+
+def test_finding_what_an_own_loss_is_a_mean_over_warns_of_nothing() -> None:
+    logits = torch.randn(2, 3, 7, requires_grad=True)
+    labels = torch.randint(7, (2, 3))
+    loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    task = Own()
+    torch.set_warn_always(True)  # WHY: else torch warns once per process, maybe in another test
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            task.check({"loss": loss, "logits": logits}, batch_of(labels))
+    finally:
+        torch.set_warn_always(False)
+    assert task.learned() == {"shift": 1}
+
+
+class NoScore:
+    pass
+
+
+class Slotted:
+    """It has no place for attributes besides its own."""
+
+    __slots__ = ("factor",)
+
+    def score(self, output: torch.Tensor, batch: Batch) -> Score:
+        return Score(output.sum(), batch.num_samples)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    factor: float = 2.0
+
+    def score(self, output: torch.Tensor, batch: Batch) -> Score:
+        return Score(self.factor * output.sum(), batch.num_samples)
+
+
+class Refusing(Task):
+    def __init__(self) -> None:
+        raise ValueError("no such table")
+
+
+class Plain:
+    """A task that does not know Task."""
+
+    def score(self, output: torch.Tensor, batch: Batch) -> Any:
+        return output.sum()
+
+
+class Sum:
+    """A metric in torchmetrics' form: the sum of all labels."""
+
+    higher_is_better = False
+
+    def __init__(self, forgets: bool = True, factor: float = 1.0) -> None:
+        self.total, self.forgets, self.factor = torch.zeros(()), forgets, factor
+
+    def update(self, output: torch.Tensor, labels: torch.Tensor) -> None:
+        self.total = self.total + self.factor * labels.sum()
+
+    def compute(self) -> torch.Tensor:
+        return self.total
+
+    def reset(self) -> None:
+        if self.forgets:
+            self.total = torch.zeros(())
+
+
+class Synced(Sum):
+    """One that sums over the ranks in compute(), as those of torchmetrics do, on one device."""
+
+    distributed_available_fn = staticmethod(torch.distributed.is_initialized)
+    device = torch.device("meta")
+
+    def to(self, device: torch.device) -> None:
+        self.device = device
+
+    def update(self, output: torch.Tensor, labels: torch.Tensor) -> None:
+        assert self.device == output.device
+        super().update(output, labels)
+
+    def compute(self) -> torch.Tensor:
+        if self.distributed_available_fn():
+            torch.distributed.all_reduce(self.total)  # of rank 0 alone: it would never end
+        return self.total
+
+
+class Summed(Sum):
+    """One with a collective that nothing switches off."""
+
+    def compute(self) -> torch.Tensor:
+        torch.distributed.all_reduce(self.total)
+        return self.total
+
+
+class ModuleScore(nn.Module):
+    """A task that is written as a loss of torch."""
+
+    def score(self, output: torch.Tensor, batch: Batch) -> Score:
+        return Score(output.sum(), batch.num_samples)
+
+
+def built(*argv: str) -> Task:
+    config = resolve(parse(["--cpu_only", *argv]), world_size=1).config
+    model = nn.Linear(3, 2)
+    return build_task(config.task.task, model, build_data(config.data), config)
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("--task", "clasification"), "no such task"),
+        (("--task", "tests.task.test_tasks:Nothing"), "Nothing"),
+        (("--task", "tests.task.test_tasks:NoScore"), "without score"),
+        (("--task", "tests.task.test_tasks:ModuleScore"), "an nn.Module"),
+        (("--task", "tests.task.test_tasks:Slotted"), "derive the class from"),
+        (("--task", "tests.task.test_tasks:Refusing"), "no such table"),
+        (("--task", "regression", "--task_args", "{loss: l3}"), "has no loss"),
+        (("--task", "regression", "--task_args", "{los: l1}"), "task_args"),
+        (("--task", "tokens", "--best_metric", "accuracy"), "no metric 'accuracy'"),
+        (("--task", "tokens", "--metrics", "{x: nothing}"), "need package.module:Class"),
+        (("--task", "tokens", "--metrics", "{x: tests.task.test_tasks:NoScore}"), "without update"),
+        (
+            ("--task", "tokens", "--metrics", "{x: {class: tests.task.test_tasks:Sum, y: 1}}"),
+            "built",
+        ),
+    ],
+    ids=str,
+)
+def test_a_task_that_can_not_be_built_is_told_before_the_first_step(
+    argv: tuple[str, ...], told: str
+) -> None:
+    with pytest.raises(HardenedError, match=told):
+        built(*argv)
+
+
+def test_a_task_of_a_frozen_dataclass_gets_what_it_does_not_define() -> None:
+    task = built("--task", "tests.task.test_tasks:Frozen")
+    assert isinstance(task, Task)
+    assert float(task.score(torch.ones(3, 2), Batch(None, None, torch.arange(3))).loss_sum) == 12
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (("--stop_when", "acuracy"), "no task has a metric 'acuracy'"),
+        (("--task", "tokens", "--best_metric", "mae"), "the task tokens has no metric 'mae'"),
+    ],
+    ids=str,
+)
+def test_a_metric_that_can_not_be_is_told_before_the_ranks_meet(
+    argv: tuple[str, ...], told: str
+) -> None:
+    with pytest.raises(HardenedError, match=told):
+        check_names(resolve(parse(["--cpu_only", *argv]), world_size=1).config)
+
+
+def test_names_of_metrics_that_some_data_have_pass() -> None:
+    own = ("--metrics", "{total: tests.task.test_tasks:Sum}", "--best_metric", "total")
+    for argv in ((*own, "--stop_when", "top5_accuracy"), ("--task", "tests.task.test_tasks:Plain")):
+        check_names(resolve(parse(["--cpu_only", *argv]), world_size=1).config)
+
+
+def test_a_class_that_only_scores_becomes_a_task() -> None:
+    task = built("--task", "tests.task.test_tasks:Plain")
+    assert isinstance(task, Task)
+    assert best_metric(task, "auto").name == "loss"
+
+
+def test_the_best_metric_is_the_first_of_the_task_or_the_loss() -> None:
+    assert best_metric(built("--task", "regression"), "auto").name == "rmse"
+    assert best_metric(built("--task", "own"), "auto").name == "loss"
+    asked = built("--task", "own", "--metrics", "{total: tests.task.test_tasks:Sum}")
+    found = best_metric(asked, "total")
+    assert (found.name, found.is_higher_better) == ("total", False)
+
+
+def test_a_metric_whose_reset_leaves_state_is_refused() -> None:
+    metrics = OwnMetrics({"total": {"class": "tests.task.test_tasks:Sum", "forgets": False}})
+    with pytest.raises(ModelError, match="after reset"):
+        metrics.check(torch.ones(2, 1), batch_of(torch.ones(2)))
+
+
+def count_with_own_metrics() -> dict[str, float]:
+    """Rank r has r batches; the last rank has one more than all others reach."""
+    launch = read_launch(environment())
+    group = open_group(launch, device=CPU, backend="gloo", timeout_s=30)
+    metrics = OwnMetrics(
+        {
+            "total": "tests.task.test_tasks:Sum",
+            "twice": {"class": "tests.task.test_tasks:Sum", "factor": 2.0},
+            "synced": "tests.task.test_tasks:Synced",
+        }
+    )
+    for number in range(3):
+        has_any = number < launch.rank
+        labels = torch.full((number + 1,), 10 * launch.rank + number)
+        metrics.add(torch.ones(number + 1, 2), batch_of(labels) if has_any else None, group)
+    found = metrics.compute(group)
+    with pytest.raises(ModelError, match="all_reduce in test_tasks"):
+        try_metrics(
+            OwnMetrics({"x": "tests.task.test_tasks:Summed"}),
+            torch.ones(1, 2),
+            batch_of(torch.ones(1)),
+            group,
+        )
+    group.close()
+    return found
+
+
+def test_own_metrics_count_each_sample_once_on_any_number_of_ranks() -> None:
+    wanted = 10 + (20 + 21 * 2)
+    for found in run_ranks(count_with_own_metrics, 3):
+        assert found == {"total": wanted, "twice": 2 * wanted, "synced": wanted}
+
+
+class Branching(nn.Module):
+    """Gives a loss and logits in the shape that it is told."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.shape = shape
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.ones(1)) * torch.ones(len(inputs), *self.shape)
+
+
+def choose_on_ranks() -> str:
+    """The batches of the ranks fit different tasks."""
+    group = open_group(read_launch(environment()), device=CPU, backend="gloo", timeout_s=30)
+    labels = torch.tensor([0, 1]) if group.launch.rank == 0 else torch.tensor([0.5, 1.5])
+    data = build_data(Config().data)
+    try:
+        choose_task(
+            Branching((2,) if group.launch.rank == 0 else (1,)),
+            batch_of(labels, inputs=torch.ones(2)),
+            data,
+            Config(),
+            group,
+        )
+    except ConfigError as error:
+        return error.message
+    except ModelError as error:
+        return error.message
+    finally:
+        group.close()
+    return "none"
+
+
+def test_ranks_whose_batches_fit_different_tasks_refuse_alike() -> None:
+    first, second = run_ranks(choose_on_ranks, 2)
+    assert first == second
+    assert "classification and regression" in first
+
+
+def test_top_5_accuracy_is_measured_where_there_are_more_than_10_classes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(40, 30, generator=generator), torch.arange(40) % 30
+    logits[39] = math.nan
+    found = figures_of(Classification(num_classes=30), in_parts(logits, labels, 30, 10))
+    best = logits[:39].topk(5).indices
+    wanted = (best == labels[:39, None]).any(1).sum() / 40
+    assert found["top5_accuracy"] == pytest.approx(float(wanted))
+    assert found["top5_accuracy"] > found["accuracy"]
+    few = Classification(num_classes=10)
+    assert [metric.name for metric in few.metrics] == ["accuracy"]
+    unknown = Classification(num_classes=0)
+    unknown.check(logits, batch_of(labels))
+    assert [metric.name for metric in unknown.metrics] == ["accuracy", "top5_accuracy"]
+
+
+ODD_INPUTS: list[tuple[Any, str]] = [
+    ({"input_ids": [torch.tensor([5, 6])] * 3}, "input_ids: a list in each sample"),
+    ({"text": ["one", "two"], "size": torch.ones(2)}, "text: text, which a model can't take"),
+    (["one", "two"], "the input: text, which"),
+    ({"pixels": torch.ones(2, 3)}, "they go to forward by name: pixels"),
+    ([torch.ones(2), torch.ones(2)], "the other 2 parts go to forward as one argument"),
+]
+
+
+@pytest.mark.parametrize(("inputs", "told"), ODD_INPUTS, ids=[told for _, told in ODD_INPUTS])
+def test_an_error_of_the_first_forward_says_what_is_odd_in_the_input(
+    inputs: Any, told: str
+) -> None:
+    assert told in fix_for(TypeError("embedding(): argument 'indices' is a list"), inputs)
+
+
+def test_a_forward_that_differentiates_without_enabling_gradients_is_told_to() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with torch.no_grad(), pytest.raises(RuntimeError) as caught:
+        torch.autograd.grad((weight * 2).sum(), weight)
+    assert "torch.enable_grad()" in fix_for(caught.value, torch.ones(2))
+
+
+def test_a_sample_of_which_no_part_or_a_part_too_much_became_the_label_is_told_so() -> None:
+    missing = TypeError("forward() missing 1 required positional argument: 'second'")
+    assert "last part of a sample is its label" in fix_for(missing, torch.ones(2, 3))
+    unexpected = TypeError("forward() got an unexpected keyword argument 'mask'")
+    parts = {"image": torch.ones(2, 3), "mask": torch.ones(2, 3)}
+    assert "labels, label, targets or target" in fix_for(unexpected, parts, has_labels=False)
+    assert "none of them" not in fix_for(unexpected, parts)
+    assert "traceback" in fix_for(RuntimeError("shapes differ"), [torch.ones(2), torch.ones(2)])
+
+
+@pytest.mark.parametrize(
+    ("error", "inputs", "told"),
+    [
+        (
+            "mat1 and mat2 must have the same dtype",
+            torch.ones(2, 3).double(),
+            "dtype=torch.float32",
+        ),
+        ("Input type (unsigned char) and bias type", torch.ones(2, 8, 8, 3).byte(), "permute"),
+        ("mat1 and mat2 shapes cannot be", torch.ones(2, 28, 28), "(2, 28, 28) float32; the whole"),
+        ("mat1 and mat2 shapes cannot be", {"x": torch.ones(2, 4)}, "x is (2, 4) float32"),
+        ("same dtype", {"x": 3}, "the whole traceback"),
+    ],
+)
+def test_an_error_of_tensors_that_do_not_fit_says_what_the_inputs_are(
+    error: str, inputs: Any, told: str
+) -> None:
+    assert told in fix_for(RuntimeError(error), inputs)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.int16, torch.int32, torch.uint8])
+def test_labels_may_be_of_any_integer_type(kind: torch.dtype) -> None:
+    torch.manual_seed(0)
+    cases: list[tuple[Task, torch.Tensor, torch.Tensor]] = [
+        (Classification(num_classes=12), torch.randn(4, 12), torch.randint(12, (4,))),
+        (Tokens(), torch.randn(2, 3, 5), torch.randint(5, (2, 3))),
+        (Segmentation(num_classes=3), torch.randn(2, 3, 4, 4), torch.randint(3, (2, 4, 4))),
+    ]
+    for task, logits, labels in cases:
+        scores = []
+        for wanted in (labels, labels.to(kind)):
+            batch = batch_of(wanted, inputs=torch.zeros(len(wanted)))
+            task.check(logits, batch)
+            scores.append(task.score(logits, batch))
+            table = task.table(torch.device("cpu"))
+            assert table is not None
+            table.add(scores[-1], batch)
+            task.is_wrong(scores[-1], batch)
+        assert torch.equal(scores[0].loss_sum, scores[1].loss_sum)
+        assert all(torch.equal(a, scores[1].metrics[n]) for n, a in scores[0].metrics.items())
+
+
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        (["cat", "dog"], "classes.index"),
+        (torch.tensor([[0], [2]]), "int(label)"),
+        (torch.eye(3)[:2], "argmax"),
+        (torch.zeros(2, 3, 4), "--task multilabel"),
+    ],
+)
+def test_labels_that_are_no_class_numbers_are_told_how_to_become_some(
+    labels: Any, told: str
+) -> None:
+    with pytest.raises(ModelError, match="the labels of a batch are") as caught:
+        Classification(num_classes=3).check(torch.randn(2, 3), batch_of(labels, inputs=[1, 2]))
+    assert told in caught.value.fix
+
+
+def test_auto_says_that_labels_may_be_one_hot() -> None:
+    one_hot = batch_of(torch.eye(3)[:2], inputs=[1, 2])
+    assert "argmax" in task_that_fits(torch.randn(2, 3), one_hot)[1]
+    several = batch_of(torch.tensor([[1, 1, 0], [1, 0, 0]]), inputs=[1, 2])
+    assert "argmax" not in task_that_fits(torch.randn(2, 3), several)[1]
+
+
+class Asking(nn.Module):
+    """A language model that computes its loss if it gets labels; of: what its logits depend on."""
+
+    def __init__(self, of: str = "tokens", factor: float = 1.0) -> None:
+        super().__init__()
+        self.table, self.of, self.factor = nn.Embedding(5, 5), of, factor
+        self.drop, self.num_losses = nn.Dropout(0.5), 0
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, Any]:
+        use_labels = self.of == "labels" and labels is not None
+        logits = self.drop(self.table(labels.clamp(min=0) if use_labels else ids))
+        if self.of == "no last":
+            logits = logits if labels is not None else logits[:, -1:]
+        if labels is None:
+            return {"logits": logits}
+        self.num_losses += 1
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"logits": logits, "loss": self.factor * loss}
+
+
+@pytest.mark.parametrize(
+    ("of", "factor", "asked"),
+    [("tokens", 1.0, False), ("labels", 1.0, True), ("no last", 1.0, True), ("tokens", 1.5, True)],
+)
+def test_a_loss_that_is_computed_anyway_is_not_asked_of_the_model_too(
+    of: str, factor: float, asked: bool
+) -> None:
+    model, task = Asking(of, factor), Tokens()
+    task.attach(model, "tokens")
+    labels = torch.tensor([[1, 2, -100], [3, -100, 4]])
+    batch = batch_of(labels, inputs=torch.tensor([[0, 1, 2], [2, 3, 4]]))
+    task.check(task.forward(model, batch), batch)
+    assert model.training
+    before = model.num_losses
+    score = task.score(task.forward(model, batch), batch)
+    assert (model.num_losses > before) == asked
+    assert score.loss_sum.requires_grad
+    resumed = Tokens()
+    resumed.attach(model, "tokens")
+    resumed.take_over(task.learned())
+    assert bool(resumed.labels_name) == asked

@@ -1,0 +1,401 @@
+"""The rules of the code that a machine can check; CONTRIBUTING.md tells them to people.
+
+A rule takes a file's name, its tree and what its names stand for, and yields what breaks it. All
+of it is shown at once. Beside each rule stands a source that breaks it: a rule that sees nothing
+would pass for ever.
+"""
+
+import ast
+import fnmatch
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.harness.processes import ROOT, clean_environment
+
+LAYERS = [
+    "errors",
+    "settings",
+    "ranks",
+    "reporting",
+    "data",
+    "task",
+    "model",
+    "gradients",
+    "checkpoint",
+    "guard",
+]
+LAYERS += ["step", "training", "export", "diagnosis"]
+HANDS_OVER = ("diagnosis/tools.py",)
+LAUNCHERS = sorted((ROOT / "launchers").glob("*.py"))
+PRODUCT = [ROOT / "ddp_training.py", *sorted((ROOT / "hardened_ddp").rglob("*.py"))]
+PRODUCT += sorted((ROOT / "drills").glob("*.py"))
+PRODUCT += sorted((ROOT / "ddp_doctor").rglob("*.py"))
+NAMELESS = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}
+MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 6
+# A file ends where its subject ends; a package has room for so many lines in all. A feature that
+# needs more takes it from what docs/PROMISES.md does not name.
+BUDGETS = {
+    "ddp_training.py": 450,
+    "ddp_doctor/*": 13_000,
+    "hardened_ddp/diagnosis/*": 3_400,
+    "hardened_ddp/*": 34_000,
+    "drills/*": 2_700,
+    "launchers/*": 750,
+}
+# Functions that take one value, by its name, for each thing that they make or pass on.
+ONE_FOR_EACH_FIELD = {
+    "data/sampler.py": {"__init__"},
+    "settings/declare.py": {"setting"},
+    "data/shard_sampler.py": {"__init__"},
+    # their parameters are the keys of --dataset_args
+    "data/synthetic.py": {"__init__"},
+    "data/huggingface.py": {"open_hub_set"},
+    "data/hub_stream.py": {"open_hub_stream"},
+    "data/file_streams.py": {"open_text", "open_parquet", "open_tar"},
+    "data/shard_files.py": {"open_files"},
+}
+
+# What is done, by its full name -> the files that may do it. What stands first counts.
+HARMLESS = "torch.distributed.is_* torch.distributed.get_backend* torch.distributed.ReduceOp*"
+HARMLESS += " torch.distributed.*Store torch.distributed.*Store.* torch.distributed.ProcessGroup"
+HARMLESS += " torch.distributed.elastic.* torch.distributed.run"
+OWNERS = {
+    HARMLESS: "*",
+    # ddp_doctor/audit/injected/: it runs inside of a foreign program
+    "os.environ os.environb os.getenv os.putenv os.unsetenv os.getenvb": (
+        "ranks/launch.py ddp_doctor/__main__.py ddp_doctor/audit/injected/*"
+    ),
+    "torch.distributed.*.DistributedDataParallel torch.nn.parallel.*": ("gradients/*"),
+    # drills/injectors.py: a model that misbehaves calls a collective on its own, ends its process
+    "torch.distributed.[a-z_]*": ("ranks/group.py gradients/* drills/injectors.py"),
+    "torch.save torch.load safetensors*": "checkpoint/* export/*",
+    "torch.manual_seed torch.seed torch.*.manual_seed* torch.*.set_rng_state*": "ranks/seeding.py",
+    "torch.set_rng_state torch.use_deterministic_algorithms random.seed": "ranks/seeding.py",
+    "numpy.random.seed": "ranks/seeding.py",
+    "signal.signal": "guard/stop.py data/worker_signals.py ddp_training.py",
+    "signal.set_wakeup_fd signal.siginterrupt": "guard/stop.py",
+    "threading.Thread threading.Timer _thread.* concurrent.futures.Thread*": (
+        "guard/watchdog.py guard/hang.py checkpoint/snapshot.py reporting/* data/worker_pool.py "
+        "ranks/patience.py ranks/parent.py ranks/process.py "
+        "ddp_doctor/audit/injected/*"
+    ),
+    "print": "reporting/* diagnosis/* ddp_doctor/* drills/* ddp_training.py",
+    "sys.exit exit quit": "ddp_training.py ddp_doctor/__main__.py",
+    "SystemExit": "ddp_training.py errors.py data/import_path.py step/failure.py",  # a user's
+    "os._exit": "guard/watchdog.py drills/injectors.py",
+}
+
+
+def find_upward_imports(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
+    """A layer imports only layers above it in LAYERS; nobody imports the script or the tests.
+
+    drills/ stands outside: the script and the tests alone import it. ddp_doctor is a product of its
+    own: it imports nothing but itself and the standard library, and only the script's hand-over
+    imports it.
+    """
+    own = name.split("/")[0].removesuffix(".py")
+    allowed = LAYERS[: LAYERS.index(own) + 1] if own in LAYERS else LAYERS
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield f"{node.lineno}: a relative import; write the whole name"
+    for module in full.values():
+        parts = module.split(".")
+        if parts[0] in ("tests", "ddp_training", "test_ddp_training", "benchmarks"):
+            yield f"imports {module}"
+        elif parts[0] == "drills" and own not in ("ddp_training", "drills"):
+            yield f"imports {module}: only the script does"
+        elif own == "ddp_doctor" and not may_be_in_doctor(name, parts[0]):
+            yield f"imports {module}: this folder works alone"
+        elif parts[0] == "ddp_doctor" and own != "ddp_doctor" and name not in HANDS_OVER:
+            yield f"imports {module}: only {HANDS_OVER} does"
+        elif parts[0] == "hardened_ddp" and len(parts) > 1 and parts[1] not in allowed:
+            yield f"imports {module}, and may import only: {', '.join(allowed)}"
+
+
+def may_be_in_doctor(name: str, package: str) -> bool:
+    """Whether ddp_doctor may import a package: torch only inside the observed program."""
+    if package == "torch":
+        return name.startswith("ddp_doctor/audit/injected/")
+    return package == "ddp_doctor" or package in sys.stdlib_module_names
+
+
+def find_foreign_acts(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
+    """What only one place may do is done only there."""
+    for node, act in acts_of(tree, full):
+        owners = owners_of(act)
+        if not any(fnmatch.fnmatchcase(name, owner) for owner in owners.split()):
+            yield f"{node.lineno}: {act} belongs to {owners}"
+
+
+@cache  # WHY: most acts stand in many files
+def owners_of(act: str) -> str:
+    """Look up the files that may do an act."""
+    for acts, owners in OWNERS.items():
+        if any(fnmatch.fnmatchcase(act, pattern) for pattern in acts.split()):
+            return owners
+    return "*"
+
+
+def find_private_torch(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
+    """A private name of torch can be gone in its next version: look first, with hasattr.
+
+    Whose a name is that is reached through an object, nobody can read: all count that the file
+    does not make itself.
+    """
+    asked = {
+        argument.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and dotted(node.func) in ("hasattr", "getattr")
+        for argument in node.args
+        if isinstance(argument, ast.Constant)
+    }
+    own = names_made_in(tree)
+    for node, act in acts_of(tree, full):
+        private = {part for part in act.split(".")[1:] if part[0] == "_" and part[-1] != "_"}
+        if not act.startswith("torch"):
+            # An object that is not imported may be one of torch: self.scaler, or a parameter.
+            is_imported = dotted(node).split(".")[0] in full
+            private = set() if is_imported else private - own
+        if not private <= asked:
+            yield f"{node.lineno}: {act} is private; ask with hasattr, and fall back"
+
+
+def find_long(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
+    """Functions and their parameter lists fit on a screen."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if num_lines > MAX_FUNCTION_LINES:
+                yield f"{node.lineno}: {node.name} has {num_lines} lines"
+            given = node.args
+            names = {a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+            num_taken = len(names - {"self", "cls"}) + bool(given.vararg) + bool(given.kwarg)
+            if num_taken > MAX_PARAMETERS and node.name not in ONE_FOR_EACH_FIELD.get(name, ()):
+                yield f"{node.lineno}: {node.name} takes {num_taken} parameters"
+
+
+def find_silence(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
+    """An except says what it catches, and does something about it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler):
+            if node.type is None:
+                yield f"{node.lineno}: except without a class"
+            if all(isinstance(line, ast.Pass) or is_ellipsis(line) for line in node.body):
+                yield f"{node.lineno}: except that does nothing"
+
+
+Rule = Callable[[str, ast.AST, dict[str, str]], Iterator[str]]
+BREAKS: dict[Rule, list[tuple[str, str]]] = {
+    find_upward_imports: [
+        ("model/zoo.py", "from hardened_ddp.step.step import Stepper"),
+        ("model/zoo.py", "def f():\n    from hardened_ddp import guard"),
+        ("settings/cli.py", "import hardened_ddp.ranks.launch"),
+        ("data/loader.py", "from . import sampler"),
+        ("errors.py", "import ddp_training"),
+        ("diagnosis/doctor.py", "from drills import runner"),
+        ("ddp_doctor/explain/exits.py", "from hardened_ddp.errors import ConfigError"),
+        ("ddp_doctor/explain/exits.py", "def f():\n    import torch"),
+        ("step/step.py", "from ddp_doctor.explain.command import run_explain"),
+    ],
+    find_foreign_acts: [
+        ("ranks/group.py", "import os\nos.environ['A'] = '1'"),
+        ("ddp_training.py", "from os import getenv as read\nread('RANK')"),
+        ("step/step.py", "import torch.distributed as dist\ndist.all_reduce(t)"),
+        ("step/step.py", "from torch.distributed import barrier\nbarrier()"),
+        ("step/step.py", "import torch\ntorch.distributed.broadcast(t, 0)"),
+        ("step/step.py", "from torch.nn.parallel import DistributedDataParallel as D\nD(m)"),
+        ("training/resume.py", "import torch\ntorch.load('x')"),
+        ("model/zoo.py", "from safetensors.torch import load_file\nload_file('x')"),
+        ("data/workers.py", "import numpy as np\nnp.random.seed(0)"),
+        ("data/workers.py", "import torch\ntorch.cuda.manual_seed_all(0)"),
+        ("data/workers.py", "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)"),
+        ("data/workers.py", "import threading\nthreading.Thread(target=f)"),
+        ("data/workers.py", "from concurrent.futures import ThreadPoolExecutor as T\nT()"),
+        ("checkpoint/files.py", "print('saved')"),
+        ("step/step.py", "import sys\nsys.exit(1)"),
+        ("step/step.py", "raise SystemExit(1)"),
+        ("guard/stop.py", "import os\nos._exit(1)"),
+    ],
+    find_private_torch: [
+        ("model/replica.py", "import torch\ntorch._C._cuda_init()"),
+        ("model/replica.py", "from torch._utils import _flatten\n_flatten(x)"),
+        ("model/replica.py", "class A:\n    def f(self):\n        return self.scaler._scale"),
+        ("model/replica.py", "def f(ddp):\n    ddp.reducer._reset_state()"),
+        ("model/replica.py", "def f(ddp):\n    ddp.parts()._reset_state()"),
+        ("model/replica.py", "import torch\n_flatten = 1\ntorch._flatten(x)"),
+    ],
+    find_long: [
+        ("a.py", "def f():\n" + "    x = 1\n" * 60),
+        ("a.py", "def f(self, a, b, c, *, d, e, f, **g): ..."),
+    ],
+    find_silence: [
+        ("a.py", "try:\n    f()\nexcept:\n    raise"),
+        ("a.py", "try:\n    f()\nexcept OSError:\n    pass"),
+        ("a.py", "try:\n    f()\nexcept OSError:\n    ..."),
+    ],
+}
+RULES = pytest.mark.parametrize("rule", BREAKS, ids=lambda rule: rule.__name__.strip("_"))
+
+
+@RULES
+def test_the_code_keeps_the_rule(rule: Rule) -> None:
+    found = [f"{name_of(p)}: {problem}" for p in PRODUCT for problem in rule(*parts_of(p))]
+    assert not found, f"{rule.__doc__}\n  " + "\n  ".join(found)
+
+
+@RULES
+def test_a_rule_sees_what_breaks_it(rule: Rule) -> None:
+    for name, source in BREAKS[rule]:
+        tree = ast.parse(source)
+        assert list(rule(name, tree, full_names(tree))), source
+
+
+def test_an_owner_may_do_what_is_his() -> None:
+    tree = ast.parse("import torch.distributed as d, os\nd.all_reduce(t)\nd.is_available()")
+    assert not list(find_foreign_acts("ranks/group.py", tree, full_names(tree)))
+    assert len(list(find_foreign_acts("data/loader.py", tree, full_names(tree)))) == 1
+
+
+def test_each_package_keeps_its_budget_of_lines() -> None:
+    used = dict.fromkeys(BUDGETS, 0)
+    for path in [*PRODUCT, *LAUNCHERS]:
+        name = str(path.relative_to(ROOT))
+        package = next(package for package in BUDGETS if fnmatch.fnmatchcase(name, package))
+        used[package] += len(path.read_text(encoding="utf-8").splitlines())
+    over = {package: lines for package, lines in used.items() if lines > BUDGETS[package]}
+    assert not over
+
+
+def test_functions_of_the_launchers_are_short() -> None:
+    found = [f"{name_of(p)}: {problem}" for p in LAUNCHERS for problem in find_long(*parts_of(p))]
+    assert not found, "\n".join(found)
+
+
+def test_modules_are_named_for_what_they_own() -> None:
+    others = [*LAUNCHERS, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    bad = [path for path in [*PRODUCT, *others] if NAMELESS & set(path.stem.lower().split("_"))]
+    assert not bad
+    layers = {p.name for p in (ROOT / "hardened_ddp").iterdir() if (p / "__init__.py").exists()}
+    assert layers == set(LAYERS[1:]), "a layer that has no place in the order of LAYERS"
+
+
+def test_settings_errors_and_launch_import_no_torch() -> None:
+    light = [p for p in PRODUCT if name_of(p).startswith(("errors", "settings", "ranks/launch"))]
+    code = "".join(f"import {module_of(path)}\n" for path in light)
+    code += (
+        "import ddp_training, sys\nsys.exit('torch was imported' if 'torch' in sys.modules else 0)"
+    )
+    run_python(code)
+
+
+@pytest.mark.slow
+def test_importing_a_module_does_nothing() -> None:
+    run_python(IMPORT_ALL.replace("MODULES", repr([module_of(path) for path in PRODUCT])))
+
+
+IMPORT_ALL = """
+import importlib, logging, os, random, signal, sys, threading
+import numpy, torch, torch.distributed, torch.utils.data
+
+def state():
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("hardened_ddp")]
+    loggers = [logging.root, *map(logging.getLogger, names)]
+    return {
+        "a log handler": [handler for logger in loggers for handler in logger.handlers],
+        "a log level": [logger.level for logger in loggers if logger.level],
+        "a thread": threading.enumerate(),
+        "the environment": dict(os.environ),
+        "a signal handler": [signal.getsignal(s) for s in signal.valid_signals()],
+        "a process group": torch.distributed.is_initialized(),
+        "CUDA": torch.cuda.is_initialized(),
+        "the random numbers": [random.getstate(), torch.initial_seed()],
+        "the number of torch's threads": torch.get_num_threads(),
+    }
+
+for module in MODULES:
+    before = state()
+    importlib.import_module(module)
+    changed = [name for name, value in state().items() if value != before[name]]
+    if changed:
+        sys.exit(f"importing {module} changes: {', '.join(changed)}")
+"""
+
+
+def acts_of(tree: ast.AST, full: dict[str, str]) -> Iterator[tuple[ast.expr, str]]:
+    """Yield the full name of everything that is called, read or set by name."""
+    inner = {node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name) and node not in inner:
+            first, _, rest = dotted(node).partition(".")
+            yield node, ".".join(filter(None, (full.get(first, first), rest)))
+
+
+def full_names(tree: ast.AST) -> dict[str, str]:
+    """Map each imported name to what it stands for: np to numpy."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                # WHY: import a.b binds a, and still has to be seen as an import of a.b
+                names[alias.asname or alias.name] = alias.name
+                names.setdefault(alias.name.split(".")[0], alias.name.split(".")[0])
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            for alias in node.names:
+                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return names
+
+
+def names_made_in(tree: ast.AST) -> set[str]:
+    """Collect the names that a file itself gives: to functions, classes, fields, attributes."""
+    names = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                names.add(name)
+    return names
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def is_ellipsis(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and ast.unparse(node) == "..."
+
+
+@cache
+def parts_of(path: Path) -> tuple[str, ast.AST, dict[str, str]]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return name_of(path), tree, full_names(tree)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT)).removeprefix("hardened_ddp/")
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def run_python(code: str) -> None:
+    """Run code in a fresh interpreter; what it says when it fails is shown."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=clean_environment(),
+        timeout=300,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

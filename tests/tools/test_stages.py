@@ -1,0 +1,97 @@
+"""The stages: what each one runs, how a soak repeats a round, and what the first one must cover."""
+
+import os
+import re
+import shlex
+from collections.abc import Callable
+
+import pytest
+
+from tests import stages
+from tests.documents import promised
+from tests.harness.ranks import run_program
+from tests.stages import run_stage, soak
+
+# Slurm looks at time limits every 30 seconds only.
+NOT_AT_FIRST = "A Slurm job that reaches its time limit"
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ([], ["-m", "not slow"]),
+        (["-k", "resume"], ["-m", "not slow", "-k", "resume"]),
+        (["--all"], []),
+        (["--all", "-x"], ["-x"]),
+    ],
+)
+def test_a_stage_chooses_its_tests_and_passes_other_words_to_pytest(
+    words: list[str], given: list[str], pytests_words: list[str]
+) -> None:
+    run_stage(words)
+    where = pytests_words.index("--numprocesses")
+    rest = [word for word in pytests_words if word not in pytests_words[where : where + 3]]
+    assert rest == [*stages.CONFIGURED, *given, *stages.EVERYWHERE]
+    assert "PYTHONDONTWRITEBYTECODE" not in os.environ
+
+
+def test_files_that_are_named_run_with_their_slow_tests(pytests_words: list[str]) -> None:
+    run_stage(["tests/tools/test_stages.py", "-x"])
+    assert pytests_words == [*stages.CONFIGURED, "tests/tools/test_stages.py", "-x"]
+
+
+def test_the_old_name_of_the_first_stage_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_stage(["--quick"]) == pytest.ExitCode.USAGE_ERROR
+    assert "did you mean no flag?" in capsys.readouterr().out
+
+
+def test_a_soak_ends_with_the_seed_of_the_first_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stages, "_do_round", lambda seed: int(seed == 12))
+    assert soak(["--seed", "10"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].startswith("failed after 2 good rounds")
+    again = lines[-1].rpartition(": ")[2]
+    assert again == "python test_ddp_training.py --soak --for 1s --seed 12"
+    assert soak(shlex.split(again)[3:]) == 1
+    assert "failed after 0 good rounds" in capsys.readouterr().out
+
+
+def test_a_soak_ends_by_time_or_by_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(seed: int) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages, "_do_round", lambda seed: 0)
+    assert soak(["--for", "0.01s"]) == 0
+    monkeypatch.setattr(stages, "_do_round", interrupt)
+    assert soak([]) == 0
+    assert "0 rounds in 0 s, all good" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        soak(["--for", "long"])
+    assert "a time is 90s, 30m or 2h" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_first_stage_has_a_test_of_each_promise_and_a_soak_finds_its_own() -> None:
+    argv = ["python", "-m", "pytest", *stages.CONFIGURED, "--collect-only", "-q"]
+    done = run_program([*argv, "-m", "not slow", *stages.EVERYWHERE], timeout_s=60).ok()
+    first = {re.sub(r"\[.*", "", line) for line in done.stdout.splitlines() if "::" in line}
+    for promise, tests in promised().items():
+        if not promise.startswith(NOT_AT_FIRST):
+            assert first & set(tests), promise
+    found = run_program([*argv, "--rounds=1", "--plans=1", *stages.SOAKED], timeout_s=60).ok()
+    assert sum("::" in line for line in found.stdout.splitlines()) == len(stages.SOAKED)
+
+
+@pytest.fixture
+def pytests_words(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The arguments that pytest was called with."""
+    words: list[str] = []
+    main: Callable[[list[str]], None] = words.extend
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")  # restored at the end; a stage removes it
+    monkeypatch.setattr(pytest, "main", lambda argv: main(argv) or 0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return words

@@ -1,0 +1,85 @@
+"""A resume needs no more memory than a run from the start, on any rank."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hardened_ddp.training import state
+from tests.harness.ranks import train
+from tests.harness.run_folder import last_tensors, only_run
+
+FLAGS: list[str | Path] = ["--cpu_only", "--dataset", "tests.plugins:points", "--batch_size", "8"]
+FLAGS += ["--num_workers", "0", "--eval_every", "0", "--model", "tests.plugins:Wide"]
+FLAGS += ["--lr_schedule", "constant", "--checkpoint_every_steps", "0"]
+LARGEST_MB = 40
+"""The largest tensor: a weight, and the two numbers that AdamW keeps for each element."""
+
+
+@pytest.mark.parametrize("flag", [(), ("--no_shared_memory",)], ids=["shared memory", "gloo"])
+@pytest.mark.slow
+def test_a_resumed_rank_has_at_most_the_memory_of_a_fresh_one(
+    flag: tuple[str, ...], tmp_path: Path
+) -> None:
+    peaks = []
+    for name, more in (("fresh", []), ("resumed", ["--resume", "newest"])):
+        notes = tmp_path / name
+        notes.mkdir()
+        argv = [*FLAGS, *flag, *more, "--output_dir", tmp_path / "runs"]
+        steps = str(2 + 2 * len(peaks))
+        args = f"{{notes: {notes}}}"
+        train([*argv, "--model_args", args, "--max_steps", steps], 2).ok()
+        peaks.append([int((notes / str(rank)).read_text(encoding="utf-8")) for rank in (0, 1)])
+    fresh, resumed = peaks
+    # A second state would be 120 MB. One tensor is the tolerance: rank 0 maps the file, tensor by
+    # tensor (pages that it shares with the file count here, too), and on either rank the peak of
+    # equal runs differs by one gradient, as the ranks happen to meet in a backward.
+    for before, after in zip(fresh, resumed, strict=True):
+        assert after <= before + 1.2 * LARGEST_MB, peaks
+    whole = [*FLAGS, *flag, "--max_steps", "4", "--output_dir", tmp_path / "whole"]
+    train(whole, 2).ok()
+    assert last_tensors(tmp_path / "runs") == last_tensors(tmp_path / "whole")
+    assert only_run(tmp_path / "runs")
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_a_state_goes_over_nccl_where_there_is_one(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    sent: dict[str, torch.device] = {}
+
+    def receive(
+        group: object, saved: object, names: list[str], device: torch.device
+    ) -> dict[str, Any]:
+        sent.update(dict.fromkeys(names, device))
+        return {}
+
+    for name, replacement in (("receive", receive), ("check_fits", nothing)):
+        monkeypatch.setattr(state, name, replacement)
+    monkeypatch.setattr(state, "restore_state", nothing)
+    parts: Any = SimpleNamespace(
+        group=SimpleNamespace(device=gpu, backend=backend),
+        optimizer=torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))]),
+        replica=SimpleNamespace(
+            module=SimpleNamespace(load_state_dict=nothing),
+            trainable=(),
+            attributes=SimpleNamespace(load=nothing),
+        ),
+        precision=SimpleNamespace(scaler=None),
+        sampler=SimpleNamespace(restore=nothing),
+        schedule=None,
+    )
+    shapes = {"model.weight": (3,), "optimizer.weight.exp_avg": (3,), "optimizer.weight.step": ()}
+    specs = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
+    meta = {"step": 7, "epoch": 1, "cursor": 8, "num_errors": 0, "most_samples": 8}
+    saved: Any = SimpleNamespace(specs=specs, meta=meta)
+    assert state.restore(parts, saved).step == 7
+    large = gpu if backend == "nccl" else cpu
+    assert list(sent.values()) == [large, large, cpu], "step counts stay on the host"
+
+
+def nothing(*arguments: object, **named: object) -> None:
+    """Stand in for what is not tested here."""

@@ -1,0 +1,231 @@
+"""The folder of a run: its name, and the trial that shows whether it can be used."""
+
+import errno
+import os
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import torch
+
+from hardened_ddp.checkpoint.disk import Disk
+from hardened_ddp.checkpoint.files import CheckpointStore
+from hardened_ddp.checkpoint.verify import probe_folder
+from hardened_ddp.errors import RunFolderError
+from hardened_ddp.ranks.place import Launch
+from hardened_ddp.ranks.tracker import Tracker
+from hardened_ddp.reporting.goodput import Goodput
+from hardened_ddp.settings.earlier_run import newest_run
+from hardened_ddp.training.resume import RunFolder, find_place
+from hardened_ddp.training.run_folder import create_run_folder
+from hardened_ddp.training.run_lock import RunLock
+from tests.harness.forks import give_up_privileges, run_forked
+from tests.harness.ranks import train
+from tests.harness.settings_given import make_run, settings_of
+
+NOW = datetime(2031, 2, 3, 4, 5, 6)
+
+
+def create(output: Path, run_name: str = "", *, model: str = "simple_cnn") -> Path:
+    return create_run_folder(output, model=model, dataset="digits", run_name=run_name, now=NOW)
+
+
+def test_a_generated_name_says_when_and_what_and_is_never_taken_twice(tmp_path: Path) -> None:
+    names = [create(tmp_path / "deep" / "runs").name for _ in range(3)]
+    first = "20310203-040506-simple_cnn-digits"
+    assert names == [first, f"{first}-2", f"{first}-3"]
+
+
+def test_an_import_path_becomes_a_part_of_a_name(tmp_path: Path) -> None:
+    name = create(tmp_path, model="../my.package:Model v2/../..").name
+    assert name == "20310203-040506-my.package-Model-v2-digits"
+
+
+def test_every_name_that_the_settings_take_can_be_a_folder(tmp_path: Path) -> None:
+    longest = "x" * 128
+    assert settings_of(f"--run_name {longest}").config.run.run_name == longest
+    assert create(tmp_path, longest).name == longest
+
+
+def test_a_given_name_is_taken_or_numbered(tmp_path: Path) -> None:
+    assert create(tmp_path, "mine").name == "mine"
+    assert create(tmp_path, "mine").name == "mine-2"
+    (tmp_path / "linked").symlink_to(tmp_path / "mine")
+    (tmp_path / "file").write_text("x")
+    assert create(tmp_path, "linked").name == "linked-2"
+    assert create(tmp_path, "file").name == "file-2"
+
+
+@pytest.mark.parametrize(
+    "name", ["../out", "/etc/x", "a/b", "..", ".", ".hidden", "-rf", "a\nb", "a b", "x" * 129, "\0"]
+)
+def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    output = tmp_path / "runs"
+    with pytest.raises(RunFolderError, match="run_name"):
+        create(output, name)
+    assert not output.exists()
+
+
+def test_an_output_folder_may_be_a_link_to_a_bigger_disk(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "runs").symlink_to("scratch")
+    assert create(tmp_path / "runs", "mine") == (tmp_path / "scratch" / "mine").resolve()
+
+
+def test_processes_that_start_in_the_same_second_get_folders_of_their_own(tmp_path: Path) -> None:
+    output = tmp_path / "deep" / "runs"
+    go, start = os.pipe()
+    pids = []
+    for _ in range(4):
+        pid = os.fork()
+        if pid == 0:
+            os.close(start)
+            os.read(go, 1)  # all start when the parent closes the pipe
+            create(output, "x")
+            os._exit(0)
+        pids.append(pid)
+    os.close(start)
+    os.close(go)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0, 0, 0]
+    assert sorted(os.listdir(output)) == ["x", "x-2", "x-3", "x-4"]
+
+
+def test_the_newest_run_is_the_one_whose_checkpoints_changed_last(tmp_path: Path) -> None:
+    assert newest_run(tmp_path / "nowhere") is None
+    runs = {name: create(tmp_path, name) for name in ("a", "b", "empty", "z")}
+    assert newest_run(tmp_path) is None
+    for index, name in enumerate(("b", "a", "z")):
+        store = CheckpointStore(runs[name] / "checkpoints", keep_last=1)
+        store.write(1, tensors={"model.w": torch.zeros(1)}, meta={})
+        os.utime(store.root, (index, index))
+    (tmp_path / "linked").symlink_to(runs["b"])
+    assert newest_run(tmp_path) == runs["z"]
+    os.utime(runs["a"] / "checkpoints", (100, 100))
+    assert newest_run(tmp_path) == runs["a"]
+
+
+@pytest.mark.parametrize("name", ["step-5", "step-000000005.partial", "state.pt"])
+def test_settings_and_checkpoint_come_from_the_same_newest_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, other = make_run("run", step=None), make_run("other", step=None)
+    store = CheckpointStore(run / "checkpoints", keep_last=1)
+    store.write(1, tensors={"model.w": torch.zeros(1)}, meta={})
+    (other / "checkpoints" / name).mkdir()  # no checkpoint
+    os.utime(run / "checkpoints", (1, 1))
+    settings = settings_of("--resume newest")
+    folder, found = find_place(settings.config, None)
+    assert folder == settings.run_folder == run
+    assert found is not None
+
+
+def test_a_file_named_checkpoints_hides_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run("run")
+    (tmp_path / "runs" / "other").mkdir()
+    (tmp_path / "runs" / "other" / "checkpoints").touch()
+    assert settings_of("--resume newest").run_folder == run
+
+
+def test_a_checkpoint_named_from_inside_its_run_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run("run", step=None)
+    store = CheckpointStore(run / "checkpoints", keep_last=1)
+    store.write(1, tensors={"model.w": torch.zeros(1)}, meta={})
+    monkeypatch.chdir(store.root)
+    settings = settings_of("--resume step-000000001")
+    folder, found = find_place(settings.config, None)
+    assert folder == settings.run_folder
+    assert found is not None
+
+
+def test_a_run_in_a_folder_named_checkpoints_is_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run("run", step=None)
+    store = CheckpointStore(run / "checkpoints", keep_last=1)
+    store.write(1, tensors={"model.w": torch.zeros(1)}, meta={})
+    (tmp_path / "runs").rename("checkpoints")
+    settings = settings_of("--output_dir checkpoints --resume checkpoints/run")
+    folder, found = find_place(settings.config, None)
+    assert folder == settings.run_folder == Path("checkpoints/run")
+    assert found is not None
+
+
+def test_a_folder_that_can_be_used_is_left_as_it_was(tmp_path: Path) -> None:
+    probe_folder(tmp_path / "new" / "run")
+    probe_folder(tmp_path / "new" / "run")
+    assert os.listdir(tmp_path / "new" / "run") == []
+
+
+def test_a_folder_that_cannot_be_used_is_known_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RunFolderError, match="Not a directory"):
+        probe_folder(tmp_path / "file" / "run")
+    with pytest.raises(RunFolderError, match="can't be used"):
+        probe_folder(Path("/proc/here"))
+    (tmp_path / "linked").symlink_to(tmp_path)
+    with pytest.raises(RunFolderError, match="symbolic link"):
+        probe_folder(tmp_path / "linked")
+    with pytest.raises(RunFolderError, match="can't be used"):
+        create(Path("/proc/here"))
+
+
+@pytest.mark.parametrize("mode", [0o555, 0o000])
+@pytest.mark.parametrize("name", ["locked", "locked/runs"])
+def test_a_folder_without_the_right_to_write_is_refused(
+    name: str, mode: int, tmp_path: Path
+) -> None:
+    (tmp_path / "locked").mkdir()
+    (tmp_path / "locked").chmod(mode)
+
+    def probe_without_rights() -> None:
+        give_up_privileges()
+        with pytest.raises(RunFolderError, match="Permission denied"):
+            probe_folder(tmp_path / name)
+
+    assert run_forked(probe_without_rights) == 0
+    (tmp_path / "locked").chmod(0o755)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    os.chown(folder, 65534, 65534)
+    with pytest.raises(RunFolderError, match="belongs to user 65534"):
+        probe_folder(folder)
+    assert os.listdir(folder) == []
+
+
+def test_a_resume_that_is_refused_leaves_the_settings_of_the_run(tmp_path: Path) -> None:
+    argv: list[str | Path] = ["--cpu_only", "--max_steps", "2", "--no_tensorboard"]
+    argv += ["--run_name", "run", "--output_dir", tmp_path]
+    train(argv).ok()
+    settings = (tmp_path / "run" / "config.yaml").read_text()
+    refused = train([*argv, "--model", "mlp"])
+    assert "[DDP-K02] the checkpoint of step 2 belongs to another run" in refused.output
+    assert (tmp_path / "run" / "config.yaml").read_text() == settings
+    train(["--resume", tmp_path / "run", "--max_steps", "3"]).ok()
+
+
+def test_settings_that_cannot_be_written_leave_the_earlier_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(disk: Disk, descriptor: int, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "config.yaml").write_text("epochs: 7")
+    lock = RunLock.acquire(tmp_path)
+    account = Goodput(tmp_path, Tracker(), Launch(), step=0)
+    with RunFolder(tmp_path, 1, account, lock.token, lock=lock) as folder:
+        monkeypatch.setattr(Disk, "write", fail)
+        with pytest.raises(RunFolderError, match="No space left"):
+            folder.write_settings(settings_of("train"))
+    assert (tmp_path / "config.yaml").read_text() == "epochs: 7"

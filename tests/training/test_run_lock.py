@@ -1,0 +1,279 @@
+"""One writer per run: who gets the lock, and from whom it is taken over."""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hardened_ddp.checkpoint.files import CheckpointStore
+from hardened_ddp.errors import CheckpointError, RunFolderError
+from hardened_ddp.ranks.process import LockHeartbeat, is_gone, is_pid_gone, this_process, with_count
+from hardened_ddp.training.run_lock import LOCK_NAME, RunLock, check_held
+from tests.harness.forks import run_forked
+
+REFUSED = 7
+
+
+def test_a_second_writer_is_refused_with_host_and_pid_of_the_first(tmp_path: Path) -> None:
+    with RunLock.acquire(tmp_path):
+        wanted = f"in use by process {os.getpid()} on host {socket.gethostname()}"
+
+        def second() -> None:
+            with pytest.raises(RunFolderError, match=wanted) as caught:
+                RunLock.acquire(tmp_path)
+            assert f"rm {tmp_path / LOCK_NAME}" in caught.value.fix
+
+        assert run_forked(second) == 0
+        second()  # nor may this process have it twice
+    assert os.listdir(tmp_path) == []
+    RunLock.acquire(tmp_path).release()
+
+
+def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
+    def lock_and_die() -> None:
+        RunLock.acquire(tmp_path)
+        os._exit(0)
+
+    assert run_forked(lock_and_die) == 0
+    assert os.listdir(tmp_path) == [LOCK_NAME]
+    lock = RunLock.acquire(tmp_path)
+    assert json.loads((tmp_path / LOCK_NAME).read_text())["mark"]["pid"] == os.getpid()
+    assert os.listdir(tmp_path) == [LOCK_NAME]
+    lock.release()
+
+
+def test_a_lock_lives_as_long_as_its_process_even_if_that_was_forked(tmp_path: Path) -> None:
+    """A loader worker that outlives its rank must not keep the lock, nor drop it by ending."""
+    with RunLock.acquire(tmp_path) as lock:
+        assert run_forked(lambda: None) == 0
+
+        def second() -> None:
+            with pytest.raises(RunFolderError):
+                RunLock.acquire(tmp_path)
+
+        assert run_forked(second) == 0
+        assert lock.path.exists()
+
+
+def leave_lock(
+    folder: Path, *, jobs: Sequence[str] = (), restart: int = 0, beats: int = 7, **mark: Any
+) -> None:
+    """Leave the lock of a process like this one, but for what is given."""
+    body = {"mark": asdict(this_process()) | mark, "token": "theirs"}
+    body |= {"jobs": list(jobs), "restart": restart, "beats": beats}
+    (folder / LOCK_NAME).write_text(json.dumps(body))
+
+
+class Beating:
+    """Counts up in the lock of a folder, as its holder does on another host."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / LOCK_NAME
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(0.02):
+            body = json.loads(self.path.read_text())
+            body["beats"] += 1
+            aside = self.path.with_name("aside")
+            aside.write_text(json.dumps(body))
+            aside.rename(self.path)
+
+
+DEAD_PID = 2**22 + 1  # above the highest that the kernel gives
+
+
+@pytest.mark.parametrize(
+    ("mark", "is_taken"),
+    [
+        ({"pid": DEAD_PID}, True),
+        ({"started": "1"}, True),  # the pid was used again
+        ({"boot": "another"}, True),  # this host was started again: no heartbeat since
+        ({"boot": "another", "beats": 0}, False),  # its holder could not count
+        ({"boot": "another", "machine": "another"}, False),  # a host of the same name
+        ({}, False),
+        ({"boot": "another", "host": "node7"}, False),  # can't be seen from here
+        ({"boot": "another", "host": "node7", "pid": DEAD_PID}, False),
+        ({"namespace": "pid:[1]", "pid": 1, "started": "1"}, True),  # a container that ended
+    ],
+)
+def test_a_lock_is_taken_over_only_from_a_process_known_to_be_dead(
+    tmp_path: Path, mark: dict[str, Any], is_taken: bool
+) -> None:
+    leave_lock(tmp_path, **mark)
+    if is_taken:
+        RunLock.acquire(tmp_path, silent_after_s=0.3).release()
+        assert os.listdir(tmp_path) == []
+    else:
+        with pytest.raises(RunFolderError, match="in use by process"):
+            RunLock.acquire(tmp_path, silent_after_s=0.3)
+        assert os.listdir(tmp_path) == [LOCK_NAME]
+
+
+def test_a_live_process_in_another_container_keeps_its_lock(tmp_path: Path) -> None:
+    with RunLock.acquire(tmp_path) as lock:
+        body = json.loads(lock.path.read_text())
+        body["mark"] |= {"namespace": "pid:[1]", "pid": DEAD_PID}
+        del body["beats"]
+        lock.path.write_bytes(with_count(json.dumps(body).encode(), 1))
+
+        def second() -> None:
+            with pytest.raises(RunFolderError, match="in use by process"):
+                RunLock.acquire(tmp_path)
+
+        assert run_forked(second) == 0
+
+
+@pytest.mark.parametrize(
+    ("jobs", "restart", "beats", "is_taken"),
+    [
+        (["42", "agent"], 0, 7, True),  # an elastic restart: counts of different nodes differ
+        (["agent"], 1, 7, True),
+        (["43"], 1, 7, False),
+        ([], 1, 7, False),
+        (["42"], 1, 0, True),  # no heartbeat there: then the count of starts decides
+        (["42"], 0, 0, False),
+    ],
+)
+def test_a_job_that_was_started_again_elsewhere_gets_its_lock_back(
+    tmp_path: Path, jobs: list[str], restart: int, beats: int, is_taken: bool
+) -> None:
+    there = {"host": "node7", "boot": "another", "machine": "another"}
+    leave_lock(tmp_path, jobs=["42", "agent", "agent2"], beats=beats, **there)
+    if is_taken:
+        RunLock.acquire(tmp_path, jobs=jobs, restart=restart, silent_after_s=0.3).release()
+    else:
+        with pytest.raises(RunFolderError, match="node7"):
+            RunLock.acquire(tmp_path, jobs=jobs, restart=restart, silent_after_s=0.3)
+
+
+@pytest.mark.parametrize("mark", [{"host": "node7", "machine": "another"}, {}])
+def test_a_heartbeat_keeps_a_lock_whatever_else_speaks_for_a_dead_holder(
+    tmp_path: Path, mark: dict[str, Any]
+) -> None:
+    leave_lock(tmp_path, jobs=["42"], boot="another", **mark)
+    with Beating(tmp_path), pytest.raises(RunFolderError, match=r"in use by process|is locking"):
+        RunLock.acquire(tmp_path, jobs=["42"], restart=1, silent_after_s=1.5)
+
+
+def test_a_holder_counts_up_and_its_lock_stays_readable(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    path.write_bytes(with_count(b'{"token": "mine"}\n'))
+    descriptor = os.open(path, os.O_RDWR)
+    heartbeat = LockHeartbeat(descriptor, every_s=0.01)
+    seen: set[int] = set()
+    deadline = time.monotonic() + 20
+    while len(seen) < 5 and time.monotonic() < deadline:
+        body = json.loads(path.read_bytes())
+        assert body["token"] == "mine"
+        seen.add(body["beats"])
+    heartbeat.stop()
+    os.close(descriptor)
+    assert len(seen) == 5
+    assert 0 not in seen
+
+
+def test_a_process_that_lost_its_lock_while_it_was_stopped_commits_no_checkpoint(
+    tmp_path: Path,
+) -> None:
+    with RunLock.acquire(tmp_path) as lock:
+        store = CheckpointStore(
+            tmp_path / "checkpoints",
+            keep_last=2,
+            before_commit=lambda: check_held(tmp_path, lock.token),
+        )
+        store.write(1, tensors={"weight": torch.ones(2)}, meta={})
+        leave_lock(tmp_path)
+        with pytest.raises(CheckpointError, match="another attempt took over"):
+            store.write(2, tensors={"weight": torch.ones(2)}, meta={})
+        assert store.steps() == [1]
+        # A surviving rank may save when the rank that held the lock has left and released it.
+        (tmp_path / LOCK_NAME).unlink()
+        store.write(2, tensors={"weight": torch.ones(2)}, meta={})
+        assert store.steps() == [2, 1]
+
+
+BROKEN = ["", "{", "[]", '{"mark": {"pid": 1}}', "null"]
+
+
+@pytest.mark.parametrize("content", [*BROKEN, pytest.param("[" * 100_000, id="brackets")])
+def test_a_lock_that_cannot_be_read_is_nobodys_to_break(tmp_path: Path, content: str) -> None:
+    (tmp_path / LOCK_NAME).write_text(content)
+    with pytest.raises(RunFolderError, match="can't be read as a lock") as caught:
+        RunLock.acquire(tmp_path)
+    assert "rm " in caught.value.fix
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    (tmp_path / LOCK_NAME).symlink_to("precious")
+    with pytest.raises(RunFolderError):
+        RunLock.acquire(tmp_path)
+    assert (tmp_path / "precious").read_text() == "x"
+
+
+def test_a_lock_that_somebody_else_took_is_not_removed_by_release(tmp_path: Path) -> None:
+    lock = RunLock.acquire(tmp_path)
+    (tmp_path / LOCK_NAME).write_text("theirs")
+    lock.release()
+    lock.release()
+    assert (tmp_path / LOCK_NAME).read_text() == "theirs"
+
+
+def test_of_many_that_find_a_dead_lock_one_gets_it(tmp_path: Path) -> None:
+    for _ in range(5):
+        leave_lock(tmp_path, pid=DEAD_PID)
+        go, start = os.pipe()
+        done, stay = os.pipe()
+        pids = []
+        for _ in range(4):
+            pid = os.fork()
+            if pid == 0:
+                os.close(start)
+                os.close(stay)
+                os.read(go, 1)  # all start when the parent closes the pipe
+                try:
+                    RunLock.acquire(tmp_path)
+                except RunFolderError:
+                    os._exit(REFUSED)
+                os.read(done, 1)  # WHY: the winner lives until all have tried
+                os._exit(0)
+            pids.append(pid)
+        for end in (start, go, done):
+            os.close(end)
+        losers = [os.waitpid(-1, 0) for _ in range(3)]
+        os.close(stay)
+        winner = os.waitpid(-1, 0)
+        statuses = [os.waitstatus_to_exitcode(status) for _, status in (*losers, winner)]
+        assert sorted(pid for pid, _ in (*losers, winner)) == sorted(pids)
+        assert statuses == [REFUSED, REFUSED, REFUSED, 0]
+        (tmp_path / LOCK_NAME).unlink()
+
+
+def test_a_zombie_counts_as_gone_and_a_stranger_as_unknown() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # ended, and not yet collected
+    assert is_pid_gone(pid, started="0")
+    os.waitpid(pid, 0)
+    here = this_process()
+    assert is_gone(here) is False
+    assert here.started.isdigit()
+    assert here.boot

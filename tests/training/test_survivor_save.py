@@ -1,0 +1,330 @@
+"""No step is lost while one rank lives: the others save, and a restart goes on at the next step."""
+
+import json
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from hardened_ddp.errors import (
+    CheckpointError,
+    CrashLoopError,
+    HardenedError,
+    NonFiniteError,
+    PeerLostError,
+    StepError,
+)
+from hardened_ddp.guard.stop import seconds_of
+from hardened_ddp.guard.watchdog import LastResort
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.step.progress import Progress
+from hardened_ddp.training import saving
+from hardened_ddp.training.saving import Saver
+from hardened_ddp.training.survivor_save import (
+    read_failures,
+    refuse_crash_loop,
+    save_as_survivor,
+)
+from tests.harness.processes import deadline, kill, read_process
+from tests.harness.ranks import run_program, start_program, start_training, train
+from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
+
+# No checkpoint before the end: what there is after a fault was saved because of it.
+BARE: list[str | Path] = ["--cpu_only", "--batch_size", "16", "--epochs", "2", "--eval_every", "0"]
+BARE += ["--model", "tests.plugins:paced"]
+BARE += ["--num_workers", "0", "--checkpoint_every_steps", "0", "--log_interval", "1"]
+POINTS: list[str | Path] = ["--dataset", "tests.plugins:points", "--cpu_only", "--batch_size", "2"]
+POINTS += ["--log_interval", "1", "--checkpoint_every_steps", "0", "--eval_every", "0"]
+POINTS += ["--model", "tests.plugins:Crashing"]
+RETRY = PeerLostError.exit_status
+"""The exit status of a rank that lost another one."""
+
+Undisturbed = Callable[..., dict[str, str]]
+
+
+def logged_steps(run: Path) -> list[int]:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
+    return [json.loads(line)["step"] for line in lines[:-1]]  # the last may be half written
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Give the final tensors of the BARE run that nothing happens to, by ranks and flags."""
+
+    @cache
+    def final_tensors(world_size: int, *flags: str) -> dict[str, str]:
+        output = tmp_path_factory.mktemp("undisturbed")
+        train([*BARE, *flags, "--output_dir", output], world_size).ok()
+        return last_tensors(output)
+
+    return final_tensors
+
+
+@pytest.mark.parametrize(
+    ("world_size", "victim", "flags"),
+    [
+        (2, 1, ()),
+        pytest.param(2, 0, (), marks=pytest.mark.slow),
+        pytest.param(3, 1, (), marks=pytest.mark.slow),
+        pytest.param(2, 1, ("--no_shared_memory",), marks=pytest.mark.slow),
+        pytest.param(2, 0, ("--no_shared_memory",), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_ranks_that_are_left_save_the_step_before_a_kill(
+    world_size: int, victim: int, flags: tuple[str, ...], tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    argv = [*BARE, *flags, "--output_dir", tmp_path]
+    with start_training(argv, world_size) as running:
+        running.wait_for(
+            lambda: len(logged_steps(only_run(tmp_path))) > 20 if _has_run(tmp_path) else None,
+            timeout_s=60,
+            what="20 steps",
+        )
+        running.kill(victim)
+        finished = running.wait(40)
+    assert finished.statuses[victim] == -signal.SIGKILL
+    assert {s for rank, s in enumerate(finished.statuses) if rank != victim} == {RETRY}
+    run = only_run(tmp_path)
+    saved = step_of(find_checkpoints(tmp_path)[-1])
+    assert f"the state after step {saved} is saved" in finished.output
+    if victim != 0:  # rank 0 writes the metrics: it knows the last step that was done
+        assert saved >= max(logged_steps(run))
+    assert [failure["step"] for failure in read_failures(run)] == [saved]
+    resumed = train([*argv, "--resume", run], world_size).ok()
+    assert f"from step {saved}\n" in resumed.outputs[0]
+    assert last_tensors(tmp_path) == undisturbed(world_size, *flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_an_exception_on_one_rank_loses_no_step(world_size: int, rank: int, tmp_path: Path) -> None:
+    broken = ["--model_args", f"{{rank: {rank}}}"]
+    healthy = ["--model_args", "{rank: 9}"]
+    finished = train([*POINTS, *broken, "--output_dir", tmp_path / "a"], world_size)
+    assert all(finished.statuses)
+    assert "a fault of this model" in finished.output
+    [checkpoint] = find_checkpoints(tmp_path / "a")
+    saved = step_of(checkpoint)
+    assert 0 < saved < 8
+    # Saved is the state after that step, the buffers too, and nothing of the one that failed.
+    limited = [*POINTS, *healthy, "--lr_schedule", "constant"]
+    again = [*POINTS, *broken, "--lr_schedule", "constant"]
+    train([*again, "--output_dir", tmp_path / "b"], world_size)
+    train([*limited, "--max_steps", str(saved), "--output_dir", tmp_path / "c"], world_size).ok()
+    assert last_tensors(tmp_path / "b") == last_tensors(tmp_path / "c")
+
+
+@pytest.mark.slow
+def test_three_failures_at_one_step_end_the_restarts_and_name_the_samples(tmp_path: Path) -> None:
+    argv = ["torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=6"]
+    argv += ["ddp_training.py", *map(str, POINTS), "--model_args", "{forward_number: 3}"]
+    completed = run_program([*argv, "--output_dir", tmp_path], timeout_s=120)
+    assert completed.status != 0
+    run = only_run(tmp_path)
+    # The fourth attempt refuses, and ends torchrun itself: three restarts of six are not used up.
+    assert len(read_failures(run)) == 3
+    assert completed.output.count("resuming") <= 3
+    assert "DDP-S04" in completed.output
+    assert "Its samples: [" in completed.output
+
+
+def test_ranks_of_a_killed_torchrun_save_and_leave(tmp_path: Path) -> None:
+    argv = ["torchrun", "--standalone", "--nproc_per_node=2", "ddp_training.py", *map(str, BARE)]
+    argv += ["--epochs", "1000", "--output_dir", str(tmp_path)]
+    with start_program(argv) as command:
+        command.wait_for(
+            lambda: len(logged_steps(only_run(tmp_path))) > 5 if _has_run(tmp_path) else None,
+            timeout_s=60,
+            what="5 steps",
+        )
+        ranks = [pid for rank in (0, 1) if (pid := command.pid_of_rank(rank)) is not None]
+        assert len(ranks) == 2
+        kill(command.pid)
+        end = deadline(30)
+        while living := [pid for pid in ranks if _is_alive(pid)]:
+            assert time.monotonic() < end, f"{living} live on"
+            time.sleep(0.05)
+    summary = read_summary(only_run(tmp_path))
+    assert summary["status"] == "stopped"
+    assert step_of(find_checkpoints(tmp_path)[-1]) == summary["step"]
+
+
+@pytest.mark.slow
+def test_the_workers_of_a_killed_rank_end_with_it(tmp_path: Path) -> None:
+    argv = [*BARE, "--num_workers", "2", "--epochs", "1000", "--output_dir", tmp_path]
+    with start_training(argv, 1) as running:
+        running.wait_for(
+            lambda: len(logged_steps(only_run(tmp_path))) > 2 if _has_run(tmp_path) else None,
+            timeout_s=60,
+            what="2 steps",
+        )
+        children = psutil.Process(running.pids[0]).children(recursive=True)
+        assert len(children) >= 2
+        running.kill(0)
+        _, living = psutil.wait_procs(children, timeout=60)
+        assert not living, f"{living} live on"
+
+
+@pytest.mark.slow
+def test_the_time_limit_stops_a_run_that_can_go_on(tmp_path: Path) -> None:
+    argv = ["python", "ddp_training.py", *map(str, BARE), "--epochs", "100000"]
+    argv += ["--time_limit", "4s", "--output_dir", str(tmp_path)]
+    completed = run_program(argv, timeout_s=60).ok()
+    assert "time_limit: stopping at step" in completed.output
+    summary = read_summary(only_run(tmp_path))
+    assert summary["status"] == "stopped"
+    assert step_of(find_checkpoints(tmp_path)[-1]) == summary["step"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("3h55m", 14100), ("1d12h", 129600), ("1.5h", 5400)]
+)
+def test_times_are_read(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+class FakeSaver:
+    """Notes what it was asked to save."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.steps: list[int] = []
+        self.error = error
+
+    def save_in_need(self, progress: Progress) -> None:
+        if self.error is not None:
+            raise self.error
+        self.steps.append(progress.step)
+
+
+class FakeStepper:
+    """A stepper at a step boundary or within an update, whose losses were numbers or not."""
+
+    def __init__(self, *, is_whole: bool = True, is_finite: bool = True, step: int = 5) -> None:
+        self.parts = SimpleNamespace(group=Group(Launch(), torch.device("cpu")))
+        self.live = SimpleNamespace(is_whole=is_whole)
+        self.is_finite = lambda: is_finite
+        self.device = None
+        self.progress = Progress(step=step)
+
+    def lost(self, *, reads_bits: bool) -> list[str]:
+        return []
+
+
+def save_after(
+    error: Exception, saver: Any, folder: Path, *, step: int = 5, stepper: Any = None
+) -> None:
+    save_as_survivor(error, stepper or FakeStepper(step=step), saver, folder)
+
+
+@pytest.mark.parametrize(
+    ("error", "stepper"),
+    [
+        (NonFiniteError("nan"), FakeStepper()),
+        (CheckpointError("disk"), FakeStepper()),
+        (CrashLoopError("again"), FakeStepper()),
+        (StepError("torn"), FakeStepper(is_whole=False)),
+        (PeerLostError("after a nan"), FakeStepper(is_finite=False)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_torn_or_poisoned_is_not_saved(
+    error: HardenedError, stepper: FakeStepper, tmp_path: Path
+) -> None:
+    saver = FakeSaver()
+    save_after(error, saver, tmp_path, stepper=stepper)
+    assert not saver.steps
+
+
+def test_a_save_that_fails_keeps_the_first_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_after(StepError("first"), FakeSaver(OSError("no disk")), tmp_path)
+    assert "could not be saved" in caplog.text
+
+
+def test_two_threads_of_a_rank_that_save_the_same_step_write_it_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The main thread, which lost another rank, and the last resort, after a signal."""
+    written: list[int] = []
+    begun, may_end = threading.Event(), threading.Event()
+
+    def write(step: int, **state: object) -> None:
+        begun.set()
+        assert may_end.wait(30)
+        written.append(step)
+
+    monkeypatch.setattr(saving, "collect_meta", lambda *of: {})
+    replica = SimpleNamespace(module=torch.nn.Linear(2, 2))
+    config = SimpleNamespace(run=SimpleNamespace(checkpoint_every_steps=1))
+    group = SimpleNamespace(tracker=None, launch=SimpleNamespace(is_main=False))
+    parts: Any = SimpleNamespace(group=group, config=config, replica=replica)
+    store: Any = SimpleNamespace(write=write)
+    saver = Saver(parts, store)
+    progress = Progress(step=7)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(saver.save_in_need, progress, tensors={})
+        assert begun.wait(30)
+        second = pool.submit(saver.save_in_need, progress, tensors={})
+        with pytest.raises(TimeoutError):  # it ends its process afterwards, so it waits
+            second.result(0.2)
+        may_end.set()
+        first.result(30)
+        second.result(30)
+    assert written == [7]
+
+
+def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path) -> None:
+    saver = FakeSaver()
+    save_after(StepError("first"), saver, tmp_path, step=0)
+    assert not saver.steps
+    assert read_failures(tmp_path)[0]["error"] == "first"
+
+
+def test_only_failures_at_the_same_step_are_a_crash_loop(tmp_path: Path) -> None:
+    for step in (4, 5, 5):
+        save_after(StepError("no"), FakeSaver(), tmp_path, step=step)
+    parts: Any = SimpleNamespace(  # Any: all that is asked of Parts
+        next_samples=lambda progress: [1, 2], group=SimpleNamespace(launch=Launch())
+    )
+    refuse_crash_loop(parts, Progress(step=5), tmp_path)
+    save_after(StepError("no"), FakeSaver(), tmp_path, step=5)
+    with (tmp_path / "failures.jsonl").open("ab") as file:
+        file.write(b'[5]\n{"step": 5}\n\0\xff\n{"step": 5, "err')  # cut off by a crash
+    refuse_crash_loop(parts, Progress(step=6), tmp_path)
+    with pytest.raises(CrashLoopError, match=r"3 attempts failed at step 5.*\[1, 2\]"):
+        refuse_crash_loop(parts, Progress(step=5), tmp_path)
+
+
+def _has_run(output_dir: Path) -> bool:
+    return any(output_dir.glob("*/metrics.jsonl"))
+
+
+def _is_alive(pid: int) -> bool:
+    process = read_process(pid)
+    return process is not None and process.state != "Z"
+
+
+def test_a_process_that_holds_the_descriptors_of_the_last_resort_delays_no_stop() -> None:
+    # As a forked loader worker does: where the thread waited for the end of its connection, Ctrl-C
+    # took 20 s, and the end of a run whose dataset had forked a process never came.
+    resort = LastResort(lambda: None, signals=(), grace_s=3600)
+    holds = [resort.wakeup_fd]
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=holds) as holder:
+        relieving = threading.Thread(target=resort.relieve, daemon=True)
+        relieving.start()
+        relieving.join(60)
+        assert not relieving.is_alive()
+        assert holder.poll() is None
