@@ -84,11 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(help_text(request.options["topic"]), flush=True)
             return 0
         if request.command == "drill":
-            from drills.command import run_drills
+            from ddp_drills.command import run_drills
 
             return run_drills(request, output=printed(sys.stdout), env=environment())
         if request.command in TOOLS:  # none of them trains, or waits for torch to be imported
-            from hardened_ddp.diagnosis.tools import run_tool
+            from ddp_runs.tools import run_tool
 
             return run_tool(request)
         sys.path.append(str(Path.cwd()))  # for models and datasets named package.module:callable

@@ -1,3 +1,3 @@
 """The layers behind ddp_training.py, lowest first: errors, settings, ranks, reporting, data, task,
-model, gradients, checkpoint, guard, step, training, export, diagnosis. A layer imports only from
-layers before it in that list."""
+model, gradients, checkpoint, guard, step, training, export. A layer imports only from layers before
+it in that list."""

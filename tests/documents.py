@@ -20,9 +20,9 @@ from ddp_doctor.explain.catalogue import BY_CODE, FAMILIES
 from ddp_doctor.explain.catalogue.python import BUILT_IN, OPERATION, RAISED
 from ddp_doctor.explain.catalogue.silent import FINISHED, SILENT
 from ddp_doctor.explain.events import Cause
+from ddp_drills.fault import Fault
+from ddp_drills.faults import all_faults
 from docs.pictures.draw import write_all
-from drills.fault import Fault
-from drills.faults import all_faults
 from hardened_ddp.settings.record import template
 from tests.harness.processes import ROOT
 

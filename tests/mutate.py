@@ -68,7 +68,7 @@ def copy_tree(source: Path, target: Path) -> None:
 
 def noticed_by(tree: Path, mutation: Mutation, *, quick: bool = False) -> str | None:
     """Make the mutation in tree, run its tests, and take it back; give the test that failed."""
-    path = tree / "hardened_ddp" / mutation.file
+    path = mutation.path_in(tree)
     whole = path.read_text(encoding="utf-8")
     if whole.count(mutation.old) != 1:
         raise SystemExit(f"{mutation.file} has {whole.count(mutation.old)} x {mutation.old!r}")

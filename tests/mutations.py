@@ -1,11 +1,12 @@
 """What mutate.py takes away, one at a time, and the tests that should notice it."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 
 class Mutation(NamedTuple):
     file: str
-    """In hardened_ddp/."""
+    """From the root of the repository, or in hardened_ddp/."""
 
     old: str
     """It stands there exactly once."""
@@ -13,6 +14,11 @@ class Mutation(NamedTuple):
     new: str
     tests: str
     """Arguments of pytest."""
+
+    def path_in(self, tree: Path) -> Path:
+        """Find the file in a working tree."""
+        path = tree / self.file
+        return path if path.exists() else tree / "hardened_ddp" / self.file
 
 
 SAMPLER, LEDGER, DATASETS = (
@@ -368,13 +374,11 @@ MUTATIONS = [
         "mean_weight = first.weight.mean(dim=1, keepdim=True) / channels",
         "tests/model/test_zoo.py",
     ),
-    # diagnosis
-    Mutation("diagnosis/machine.py", "if hard != unlimited and hard < 4096:", "if False:", DOCTOR),
-    Mutation(
-        "diagnosis/machine.py", "if folder.stat().st_uid != os.getuid():", "if False:", DOCTOR
-    ),
-    Mutation("diagnosis/variables.py", 'if value.startswith("="):', "if False:", DOCTOR),
-    Mutation("diagnosis/software.py", "if number > NEWEST_TRIED_TORCH:", "if False:", DOCTOR),
+    # ddp_runs
+    Mutation("ddp_runs/machine.py", "if hard != unlimited and hard < 4096:", "if False:", DOCTOR),
+    Mutation("ddp_runs/machine.py", "if folder.stat().st_uid != os.getuid():", "if False:", DOCTOR),
+    Mutation("ddp_runs/variables.py", 'if value.startswith("="):', "if False:", DOCTOR),
+    Mutation("ddp_runs/software.py", "if number > NEWEST_TRIED_TORCH:", "if False:", DOCTOR),
     # export
     Mutation(
         "export/export.py", "and not (output.is_dir() and not any(output.iterdir()))", "", EXPORT

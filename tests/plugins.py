@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
-from drills.injectors import FAULTS, flip_bit
+from ddp_drills.injectors import FAULTS, flip_bit
 from hardened_ddp.guard.neighbours import Neighbour
 from hardened_ddp.model.zoo import BUILT_IN
 

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from drills.injectors import FAULTS
+from ddp_drills.injectors import FAULTS
 from tests.plugins import Forwards, is_first_time
 
 VOCABULARY, LENGTH = 11, 9

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent.parent
-RUN_TOOLS = "hardened_ddp/diagnosis"
+RUN_TOOLS = "ddp_runs"
 BLUE, ORANGE, GREEN, RED, GREY = "#3b6fb6", "#d98324", "#3f8f4f", "#b8433d", "#8a8f98"
 LIGHT = {BLUE: "#dbe6f4", ORANGE: "#f8e6d0", GREEN: "#dcefdf", RED: "#f4dcda", GREY: "#ececee"}
 

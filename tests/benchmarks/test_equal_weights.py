@@ -66,7 +66,7 @@ def test_all_runs_are_listed() -> None:
 @pytest.mark.slow
 def test_the_same_code_is_equal_and_other_numbers_are_different(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
-    for name in ("hardened_ddp", "drills"):
+    for name in ("hardened_ddp", "ddp_drills"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "ddp_training.py", copy)
     argv = [*COMMAND, copy, "--only", "raise-shared"]

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ddp_runs.ledger_check import check_ledger
 from ddp_training import main
 from hardened_ddp.checkpoint import files
 from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.data.ledger import Done, LedgerWriter, next_start, verify_ledger
-from hardened_ddp.diagnosis.ledger_check import check_ledger
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.step import parts
 from tests.harness.marks import slow_after

@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from ddp_drills.faults import find
 from docs.pictures.draw import PICTURES, ring
-from drills.faults import find
 from hardened_ddp.errors import HardenedError
 from hardened_ddp.settings.schema import SETTINGS
 from tests.documents import (

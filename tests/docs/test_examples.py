@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from drills.command import report
-from drills.faults import find
-from drills.runner import Drills
-from drills.work import Work
+from ddp_drills.command import report
+from ddp_drills.faults import find
+from ddp_drills.runner import Drills
+from ddp_drills.work import Work
 from tests.harness.forked_drills import forked_drills
 from tests.harness.processes import ROOT
 from tests.harness.ranks import import_in_server, run_program, train

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from drills.command import list_faults, markdown, read_order, read_work, report, write_table
-from drills.compare import Record, distance
-from drills.fault import TWO_HOSTS, Fault
-from drills.faults import all_faults, find
-from drills.injections import DEPENDS_ON_PARTS, Board, Injection
-from drills.injectors import tensors_of
-from drills.processes import SCRIPT
-from drills.runner import Drills
-from drills.two_hosts import why_not
+from ddp_drills.command import list_faults, markdown, read_order, read_work, report, write_table
+from ddp_drills.compare import Record, distance
+from ddp_drills.fault import TWO_HOSTS, Fault
+from ddp_drills.faults import all_faults, find
+from ddp_drills.injections import DEPENDS_ON_PARTS, Board, Injection
+from ddp_drills.injectors import tensors_of
+from ddp_drills.processes import SCRIPT
+from ddp_drills.runner import Drills
+from ddp_drills.two_hosts import why_not
 from hardened_ddp.errors import ConfigError, HardenedError
 from hardened_ddp.settings.cli import parse
 from tests.harness.commands import run_command
@@ -239,7 +239,7 @@ class TestCommand:
     def test_the_drill_on_two_hosts_says_in_one_line_why_there_are_none(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("drills.command.why_not", lambda: "only root can make them")
+        monkeypatch.setattr("ddp_drills.command.why_not", lambda: "only root can make them")
         with pytest.raises(ConfigError, match=r"dead-host needs two hosts.*: only root can make"):
             read_order(parse(["drill", "dead-host"]))
         order = read_order(parse(["drill", "all"]))

@@ -1,6 +1,6 @@
 """Drills on forked ranks: the same as the command drill does, without an import of torch per rank.
 
-Owns: ForkedRanks, which is to drills/runner.py what its own processes are.
+Owns: ForkedRanks, which is to ddp_drills/runner.py what its own processes are.
 """
 
 import os
@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from drills.fault import TWO_HOSTS, Fault
-from drills.other_host import OnTwoHosts
-from drills.processes import HOST, SCRIPT, Ranks, Starter, await_end
-from drills.runner import OUTPUT_NAME, Drills
-from drills.work import Work
+from ddp_drills.fault import TWO_HOSTS, Fault
+from ddp_drills.other_host import OnTwoHosts
+from ddp_drills.processes import HOST, SCRIPT, Ranks, Starter, await_end
+from ddp_drills.runner import OUTPUT_NAME, Drills
+from ddp_drills.work import Work
 from tests.harness.processes import kill, list_pids, read_process
 from tests.harness.ranks import Program, start_program, start_training
 from tests.harness.running import Running
 
 
 class ForkedRanks:
-    """Ranks of the fork server, as drills/processes.py has them."""
+    """Ranks of the fork server, as ddp_drills/processes.py has them."""
 
     def __init__(self, running: Running, log: Path) -> None:
         self._running, self._log = running, log
@@ -54,7 +54,7 @@ class ForkedRanks:
 
 
 class ForkedTorchrun:
-    """A forked torchrun with its ranks, as drills/processes.py has them."""
+    """A forked torchrun with its ranks, as ddp_drills/processes.py has them."""
 
     def __init__(self, launched: Program, log: Path) -> None:
         self._launched, self._log = launched, log
@@ -84,7 +84,7 @@ class ForkedTorchrun:
 
 
 class Forked:
-    """Starts forked ranks. See Starter of drills/processes.py."""
+    """Starts forked ranks. See Starter of ddp_drills/processes.py."""
 
     def __init__(self, log: Path, *, by_torchrun: bool) -> None:
         self._log, self._by_torchrun = log, by_torchrun

@@ -68,7 +68,7 @@ _HEAVY = (
     "tests.harness.ranks",
     "tests.harness.forked_programs",
     "ddp_training",
-    "drills.wrappers",
+    "ddp_drills.wrappers",
     "tests.plugins",
 )
 # What torch.manual_seed keeps the stack of, which each rank calls.
@@ -218,7 +218,7 @@ def run_job(folder: Path, rank: int) -> NoReturn:
     job = json.loads((folder / f"job-{rank}.json").read_text(encoding="utf-8"))
     os.setsid()
     if host := job.get("host"):
-        importlib.import_module("drills.two_hosts").enter(**host)
+        importlib.import_module("ddp_drills.two_hosts").enter(**host)
     # WHY: a rank must not outlive the server, however that ends
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _redirect(folder / f"output-{rank}.txt")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from drills.faults import find
-from drills.work import Work
+from ddp_drills.faults import find
+from ddp_drills.work import Work
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.model.effects import InputEffects, untouched
 from hardened_ddp.model.moving_buffers import MovingBuffers

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from drills.faults import find
-from drills.work import Work
+from ddp_drills.faults import find
+from ddp_drills.work import Work
 from hardened_ddp.errors import CheckpointMismatchError
 from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.plain_values import as_json, copy_of, put_back, read_json

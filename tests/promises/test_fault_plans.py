@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from drills.fault import Fault
-from drills.injections import Injection
-from drills.runner import Drills
+from ddp_drills.fault import Fault
+from ddp_drills.injections import Injection
+from ddp_drills.runner import Drills
 from tests.harness.forked_drills import forked_drills
 
 NUM_STEPS, NUM_FAULTS = 100, 10
@@ -21,7 +21,7 @@ NUM_RANKS = 2
 FLAGS = (f"--max_steps={NUM_STEPS}", "--eval_every=0", "--num_workers=1", "--batch_size=8")
 RESTARTS = {"SIGTERM": signal.SIGTERM, "SIGKILL": signal.SIGKILL}
 KINDS = {
-    # kind of the plan: (what drills/injectors.py calls it, in which phases)
+    # kind of the plan: (what ddp_drills/injectors.py calls it, in which phases)
     "raise": ("raise", ("forward", "backward")),
     "raise in the loss": ("too few", ("loss",)),
     "NaN": ("nan", ("loss",)),

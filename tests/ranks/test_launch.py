@@ -144,7 +144,7 @@ def test_ctrl_c_before_training_is_one_line(
 
 @pytest.mark.parametrize(
     ("imported", "status", "said"),
-    [("hardened_ddp.settings.cli", -signal.SIGINT, ""), ("hardened_ddp.diagnosis", 130, STOPPED)],
+    [("hardened_ddp.settings.cli", -signal.SIGINT, ""), ("ddp_runs", 130, STOPPED)],
 )
 def test_ctrl_c_while_the_script_imports_gives_no_traceback(
     imported: str, status: int, said: str

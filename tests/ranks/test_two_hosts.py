@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from drills.two_hosts import ADDRESSES, TwoHosts, why_not
+from ddp_drills.two_hosts import ADDRESSES, TwoHosts, why_not
 from hardened_ddp.training.run_lock import LOCK_NAME
 from tests.harness.marks import slow_after
 from tests.harness.processes import find_marked, kill

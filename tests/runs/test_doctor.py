@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from hardened_ddp.diagnosis import gpus, machine, network, selftest, software, variables
-from hardened_ddp.diagnosis.check import Check
-from hardened_ddp.diagnosis.doctor import list_checks, run_doctor
+from ddp_runs import gpus, machine, network, selftest, software, variables
+from ddp_runs.check import Check
+from ddp_runs.doctor import list_checks, run_doctor
 from tests.harness.commands import run_command
 from tests.harness.processes import ROOT, clean_environment, limit_of
 from tests.harness.ranks import run_program

@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from hardened_ddp.diagnosis.report import run_report
-from hardened_ddp.diagnosis.report_page import page_of
-from hardened_ddp.diagnosis.report_plots import MOST_POINTS, thinned
-from hardened_ddp.diagnosis.report_verdict import sentences_of
-from hardened_ddp.diagnosis.run_files import read_run
+from ddp_runs.report import run_report
+from ddp_runs.report_page import page_of
+from ddp_runs.report_plots import MOST_POINTS, thinned
+from ddp_runs.report_verdict import sentences_of
+from ddp_runs.run_files import read_run
 from hardened_ddp.errors import MissingPackageError, RunFolderError
 from hardened_ddp.settings.cli import parse
 from tests.harness.processes import ROOT

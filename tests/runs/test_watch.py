@@ -19,13 +19,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from hardened_ddp.diagnosis.report_page import page_of
-from hardened_ddp.diagnosis.report_plots import rank_plot
-from hardened_ddp.diagnosis.run_events import events_of, merged
-from hardened_ddp.diagnosis.run_files import RunView, find_run_folder, read_run
-from hardened_ddp.diagnosis.tools import run_tool
-from hardened_ddp.diagnosis.watch import drawn, run_watch
-from hardened_ddp.diagnosis.watch_view import COLUMNS, sparkline, view_of
+from ddp_runs.report_page import page_of
+from ddp_runs.report_plots import rank_plot
+from ddp_runs.run_events import events_of, merged
+from ddp_runs.run_files import RunView, find_run_folder, read_run
+from ddp_runs.tools import run_tool
+from ddp_runs.watch import drawn, run_watch
+from ddp_runs.watch_view import COLUMNS, sparkline, view_of
 from hardened_ddp.errors import CheckpointError, ConfigError, RunFolderError
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.training.run_report import _own_split

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from ddp_doctor.explain.catalogue import FAMILIES
-from drills.faults import all_faults
+from ddp_drills.faults import all_faults
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.settings.typed_command import (
     SCRIPT,

@@ -29,11 +29,17 @@ LAYERS = [
     "checkpoint",
     "guard",
 ]
-LAYERS += ["step", "training", "export", "diagnosis"]
-HANDS_OVER = ("diagnosis/tools.py",)
+LAYERS += ["step", "training", "export"]
+HANDS_OVER = ("ddp_runs/tools.py",)
+# Packages beside the trainer, and who imports them.
+USERS_OF = {
+    "ddp_runs": ("ddp_training", "ddp_runs", "ddp_drills"),
+    "ddp_drills": ("ddp_training", "ddp_drills"),
+}
 LAUNCHERS = sorted((ROOT / "launchers").glob("*.py"))
 PRODUCT = [ROOT / "ddp_training.py", *sorted((ROOT / "hardened_ddp").rglob("*.py"))]
-PRODUCT += sorted((ROOT / "drills").glob("*.py"))
+PRODUCT += sorted((ROOT / "ddp_drills").glob("*.py"))
+PRODUCT += sorted((ROOT / "ddp_runs").glob("*.py"))
 PRODUCT += sorted((ROOT / "ddp_doctor").rglob("*.py"))
 NAMELESS = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}
 MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 6
@@ -42,9 +48,9 @@ MAX_FUNCTION_LINES, MAX_PARAMETERS = 60, 6
 BUDGETS = {
     "ddp_training.py": 450,
     "ddp_doctor/*": 13_000,
-    "hardened_ddp/diagnosis/*": 3_400,
+    "ddp_runs/*": 2_960,
     "hardened_ddp/*": 34_000,
-    "drills/*": 2_700,
+    "ddp_drills/*": 2_640,
     "launchers/*": 750,
 }
 # Functions that take one value, by its name, for each thing that they make or pass on.
@@ -71,8 +77,8 @@ OWNERS = {
         "ranks/launch.py ddp_doctor/__main__.py ddp_doctor/audit/injected/*"
     ),
     "torch.distributed.*.DistributedDataParallel torch.nn.parallel.*": ("gradients/*"),
-    # drills/injectors.py: a model that misbehaves calls a collective on its own, ends its process
-    "torch.distributed.[a-z_]*": ("ranks/group.py gradients/* drills/injectors.py"),
+    # ddp_drills/injectors.py: a model that misbehaves calls a collective, ends its process
+    "torch.distributed.[a-z_]*": ("ranks/group.py gradients/* ddp_drills/injectors.py"),
     "torch.save torch.load safetensors*": "checkpoint/* export/*",
     "torch.manual_seed torch.seed torch.*.manual_seed* torch.*.set_rng_state*": "ranks/seeding.py",
     "torch.set_rng_state torch.use_deterministic_algorithms random.seed": "ranks/seeding.py",
@@ -84,19 +90,19 @@ OWNERS = {
         "ranks/patience.py ranks/parent.py ranks/process.py "
         "ddp_doctor/audit/injected/*"
     ),
-    "print": "reporting/* diagnosis/* ddp_doctor/* drills/* ddp_training.py",
+    "print": "reporting/* ddp_runs/* ddp_doctor/* ddp_drills/* ddp_training.py",
     "sys.exit exit quit": "ddp_training.py ddp_doctor/__main__.py",
     "SystemExit": "ddp_training.py errors.py data/import_path.py step/failure.py",  # a user's
-    "os._exit": "guard/watchdog.py drills/injectors.py",
+    "os._exit": "guard/watchdog.py ddp_drills/injectors.py",
 }
 
 
 def find_upward_imports(name: str, tree: ast.AST, full: dict[str, str]) -> Iterator[str]:
     """A layer imports only layers above it in LAYERS; nobody imports the script or the tests.
 
-    drills/ stands outside: the script and the tests alone import it. ddp_doctor is a product of its
-    own: it imports nothing but itself and the standard library, and only the script's hand-over
-    imports it.
+    ddp_runs and ddp_drills import the trainer, and the trainer neither of them: only the script
+    does, and drills read what runs leave. ddp_doctor imports nothing but itself and the standard
+    library, and only the script's hand-over imports it.
     """
     own = name.split("/")[0].removesuffix(".py")
     allowed = LAYERS[: LAYERS.index(own) + 1] if own in LAYERS else LAYERS
@@ -107,8 +113,8 @@ def find_upward_imports(name: str, tree: ast.AST, full: dict[str, str]) -> Itera
         parts = module.split(".")
         if parts[0] in ("tests", "ddp_training", "test_ddp_training", "benchmarks"):
             yield f"imports {module}"
-        elif parts[0] == "drills" and own not in ("ddp_training", "drills"):
-            yield f"imports {module}: only the script does"
+        elif parts[0] in USERS_OF and own not in USERS_OF[parts[0]]:
+            yield f"imports {module}: only {USERS_OF[parts[0]]} do"
         elif own == "ddp_doctor" and not may_be_in_doctor(name, parts[0]):
             yield f"imports {module}: this folder works alone"
         elif parts[0] == "ddp_doctor" and own != "ddp_doctor" and name not in HANDS_OVER:
@@ -197,7 +203,8 @@ BREAKS: dict[Rule, list[tuple[str, str]]] = {
         ("settings/cli.py", "import hardened_ddp.ranks.launch"),
         ("data/loader.py", "from . import sampler"),
         ("errors.py", "import ddp_training"),
-        ("diagnosis/doctor.py", "from drills import runner"),
+        ("ddp_runs/doctor.py", "from ddp_drills import runner"),
+        ("reporting/rank_status.py", "from ddp_runs.run_files import read_run"),
         ("ddp_doctor/explain/exits.py", "from hardened_ddp.errors import ConfigError"),
         ("ddp_doctor/explain/exits.py", "def f():\n    import torch"),
         ("step/step.py", "from ddp_doctor.explain.command import run_explain"),

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_each_mutation_stands_in_the_code_once() -> None:
     gone = [
-        f"{file}: {old}"
-        for file, old, *_ in MUTATIONS
-        if (ROOT / "hardened_ddp" / file).read_text(encoding="utf-8").count(old) != 1
+        f"{mutation.file}: {mutation.old}"
+        for mutation in MUTATIONS
+        if mutation.path_in(ROOT).read_text(encoding="utf-8").count(mutation.old) != 1
     ]
     assert not gone
 

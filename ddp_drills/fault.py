@@ -1,0 +1,86 @@
+"""Fault: what happens, and the expected verdict.
+
+No torch: the list of drills prints at once. Does not own: which faults there are (faults.py).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ddp_drills.injections import Injection
+
+LAST = (-1,)
+ALL: tuple[int, ...] = ()
+HANGS = ("--timeout_s", "5")
+"""Settings for a drill that waits for a missing rank where the watch for hangs waits longer: at the
+start, in an evaluation, in a checkpoint."""
+
+TWO_HOSTS = "torchrun on two hosts"
+"""The fault from outside that needs hosts, and so root: see two_hosts.py."""
+
+WATCHED = ("--hang_after_s", "1.5")
+"""Settings for a drill in which a rank hangs inside of a step."""
+
+Ends = Literal["continues", "saves", "stops", "restarts", "several starts"]
+Keeps = Literal["same weights", "near weights", "equal replicas"]
+
+_KEPT = {
+    "same weights": "the same weights",
+    "near weights": "the same weights but for rounding",
+    "equal replicas": "equal replicas",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One fault, and its expected verdict."""
+
+    name: str
+    text: str
+    """What happens."""
+
+    injections: tuple[Injection, ...] = ()
+    ends: Ends = "continues"
+    """saves: exits with status 0 and a checkpoint; stops: with an error; restarts: by torchrun;
+    several starts: any of these, as often as needed."""
+
+    code: str = ""
+    """The code of the error that the user reads."""
+
+    says: tuple[str, ...] = ()
+    """More texts that the user reads; SAMPLE stands for the index of the bad sample."""
+
+    keeps: Keeps = "same weights"
+    """near weights: only rounding differs, because the parts of a sum changed. equal replicas: the
+    samples or the gradients are other ones."""
+
+    leaves_out: bool = False
+    """A sample is left out, and the ledger and the report show it."""
+
+    flags: tuple[str, ...] = ()
+    """Settings of this drill, besides those of the work."""
+
+    signal: int = 0
+    """Sent to the rank while it pauses."""
+
+    outside: str = ""
+    """A fault from outside, see outside.py."""
+
+    min_ranks: int = 1
+
+    @property
+    def verdict(self) -> str:
+        """Return the expected outcome as one line."""
+        kept = _KEPT[self.keeps]
+        if self.leaves_out:
+            return "continues without the sample and reports it; equal replicas"
+        match self.ends:
+            case "continues":
+                return f"continues by itself; {kept}"
+            case "saves":
+                return f"saves, status 0; the same command resumes; {kept}"
+            case "several starts":
+                return f"the same command resumes, as often as needed; {kept}"
+            case "restarts":
+                return f"torchrun restarts it; {kept}"
+        end = f"stops with {self.code}" if self.code else "ends"
+        return f"{end}; the same command resumes; {kept}"

@@ -1,0 +1,260 @@
+"""Faults inside of a rank, as a bad model, a bad dataset or a bad machine causes them.
+
+Each is real: an allocation larger than any memory, a real signal, a read of an invalid address.
+Does not own: when they happen (wrappers.py).
+"""
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import select
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import active_children
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp_drills.injections import Injection, Pause
+from hardened_ddp.task.output import split_output
+
+TOO_MUCH = 1 << 50  # bytes
+HOLD_S = 60.0
+TEXT = "a fault of the drill"
+
+
+def do(
+    injection: Injection, moments: Any, number: int, gradient: torch.Tensor | None = None
+) -> Any:
+    """Inject the fault now. Any: wrappers.Moments; a gradient that replaces the given one."""
+    match injection.kind:
+        case "pause":
+            moments.board.pause(_pause(injection, moments, number))
+        case "pause while another rank waits":
+            while not moments.board.has("passed"):
+                time.sleep(0.01)
+            time.sleep(0.1)  # WHY: by then the other rank waits in the all-reduce
+            moments.board.pause(_pause(injection, moments, number))
+        case "pass":
+            moments.board.claim("passed")
+        case "sleep":
+            time.sleep(injection.seconds)
+        case "nan gradient" if gradient is not None:
+            return gradient * float("nan")
+        case "kill a worker":
+            for worker in active_children():
+                worker.kill()
+        case _:
+            FAULTS[injection.kind]()
+    return None
+
+
+def _pause(injection: Injection, moments: Any, number: int) -> Pause:  # Any: wrappers.Moments
+    victim = injection.victim % moments.world_size
+    return Pause(number, victim, injection.signal, f"{injection.phase} of step {moments.step}")
+
+
+def spoil(kind: str, sample: Any, num_classes: int) -> Any:  # Any: whatever the dataset gives
+    """Return a bad sample instead of a good one, or raise."""
+    match kind:
+        case "unreadable":
+            raise ValueError("broken file")
+        case "label":
+            return _with_label(sample, num_classes + 3)
+        case "nan":
+            return _with_inputs(sample, lambda tensor: tensor * float("nan"))
+        case "shape":
+            return _with_inputs(sample, lambda tensor: tensor.reshape(-1)[:-1])
+    raise KeyError(kind)
+
+
+def change_output(kind: str, output: Any) -> Any:  # Any: logits, or a mapping that has them
+    """Return a bad output instead of a good one."""
+    changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "nan": lambda tensor: tensor * float("nan"),
+        # The loss then gets fewer logits than labels.
+        "too few": lambda tensor: tensor[:-1] if tensor.dim() else tensor * float("nan"),
+    }
+    change = changes[kind]
+    if isinstance(output, torch.Tensor):
+        return change(output)
+    found = {name: output[name] for name in output}
+    for name in ("logits", "loss"):
+        if isinstance(found.get(name), torch.Tensor):
+            found[name] = change(found[name])
+    return found
+
+
+def change_weights(kind: str, network: nn.Module) -> None:
+    """Flip a bit of one weight, as a cosmic ray does; or close this process's output."""
+    if kind == "close output":
+        reader, writer = os.pipe()
+        os.close(reader)
+        for descriptor in (1, 2):
+            os.dup2(writer, descriptor)  # WHY: a pipe without a reader, as after "| head"
+        os.close(writer)
+        return
+    with torch.no_grad():
+        weight = next(p for p in network.parameters() if p.requires_grad)
+        flip_bit(weight, 6 if weight.element_size() == 2 else 20)  # a high bit of the mantissa
+
+
+def normalise(inputs: Sequence[Any]) -> tuple[Any, ...]:  # Any: a model's positional arguments
+    """Normalise inputs with the mean and the variance over all ranks, as SyncBatchNorm does."""
+    sums = torch.zeros(3, dtype=torch.float64, device=_device())
+    tensors = [t for t in inputs if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    for tensor in tensors:
+        values = tensor.double()
+        sums += torch.stack([values.sum(), values.square().sum(), torch.ones_like(values).sum()])
+    dist.all_reduce(sums)
+    mean, square = sums[:2] / sums[2].clamp(min=1)
+    scale = (square - mean.square()).clamp(min=1e-5).rsqrt()
+    return tuple(
+        ((value.double() - mean) * scale).to(value.dtype)
+        if any(value is t for t in tensors)
+        else value
+        for value in inputs
+    )
+
+
+def flip_bit(values: torch.Tensor, bit: int) -> None:
+    """Flip a bit of the first element, in place."""
+    words = values.view(torch.int16 if values.element_size() == 2 else torch.int32).view(-1)
+    words[0] ^= 1 << bit
+
+
+def tensors_of(output: Any) -> list[torch.Tensor]:  # Any: whatever a model returned
+    """Return the logits and the loss of an output, if a gradient comes to them.
+
+    WHY both: only the task knows whether it takes the model's loss, or computes one of the logits.
+    """
+    tensors = split_output(output)
+    return [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+
+
+def first_layer(network: nn.Module) -> nn.Module:
+    """Return the first module that has parameters and no submodules."""
+    for part in network.modules():
+        if not list(part.children()) and any(True for _ in part.parameters()):
+            return part
+    return network
+
+
+def _with_label(sample: Any, label: int) -> Any:  # Any: a pair, or a mapping
+    if isinstance(sample, Mapping):
+        name = next(n for n in ("labels", "label", "targets", "target") if n in sample)
+        return {**sample, name: _like(sample[name], label)}
+    return sample[0], _like(sample[1], label)
+
+
+def _like(old: Any, label: int) -> Any:  # Any: a number or a tensor of one
+    return torch.full_like(old, label) if isinstance(old, torch.Tensor) else label
+
+
+def _with_inputs(sample: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    def changed(value: Any) -> Any:  # Any: an input tensor, or what is not one
+        is_input = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return change(value) if is_input else value
+
+    if isinstance(sample, Mapping):
+        return {name: changed(value) for name, value in sample.items()}
+    return changed(sample[0]), sample[1]
+
+
+def _raise() -> None:
+    raise ValueError(TEXT)
+
+
+def _exhaust_memory() -> None:
+    torch.empty(TOO_MUCH, dtype=torch.uint8, device=_device())
+
+
+def _exhaust_host_memory() -> None:
+    bytearray(TOO_MUCH)
+
+
+def _fail_to_read() -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _hang() -> None:
+    time.sleep(1e6)
+
+
+def _call_a_collective_alone() -> None:
+    dist.all_reduce(torch.zeros(1, device=_device()))
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_initialized() else "cpu"  # type: ignore[no-untyped-call]  # torch
+
+
+def _hold_the_gil() -> None:
+    # WHY PyDLL: it calls native code without releasing the GIL, as a careless extension does.
+    ctypes.PyDLL(None).usleep(900_000)
+
+
+def _crash() -> None:
+    ctypes.string_at(0)
+
+
+def _kill_itself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_in_silence() -> None:
+    """Kill this process, but let a child hold its connections open: no other rank sees an end.
+
+    So an all-reduce with it never ends, as on NCCL; gloo would raise an error in the others.
+    """
+    if os.fork() == 0:
+        _hold_connections()
+    _kill_itself()
+
+
+def _hold_connections() -> None:
+    """Wait until another rank closes its end of an inherited connection, then end."""
+    watched = select.poll()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                watched.register(int(name), select.POLLRDHUP)
+    for descriptor, _ in watched.poll(0):  # such as a socket that listens
+        watched.unregister(descriptor)
+    watched.poll(HOLD_S * 1000)
+    os._exit(0)
+
+
+def _exit() -> None:
+    os._exit(3)
+
+
+def _read_past_a_mapped_file() -> None:
+    """Get SIGBUS, as when /dev/shm is full."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(mmap.PAGESIZE)
+        with mmap.mmap(file.fileno(), mmap.PAGESIZE) as page:
+            file.truncate(0)
+            page[0] = 1
+
+
+FAULTS: Mapping[str, Callable[[], None]] = {
+    "raise": _raise,
+    "memory": _exhaust_memory,
+    "host memory": _exhaust_host_memory,
+    "disk": _fail_to_read,
+    "hang": _hang,
+    "collective": _call_a_collective_alone,
+    "hold the GIL": _hold_the_gil,
+    "segfault": _crash,
+    "kill itself": _kill_itself,
+    "die in silence": _die_in_silence,
+    "exit": _exit,
+    "bus": _read_past_a_mapped_file,
+}

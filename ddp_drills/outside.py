@@ -1,0 +1,142 @@
+"""Faults from outside of the ranks: signals, limits, files, a port.
+
+Owns: the fault of a rank that pauses for it, and what changes between two starts.
+Does not own: faults inside of a rank (ddp_drills/injectors.py).
+"""
+
+import os
+import resource
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ddp_drills.fault import Fault
+from ddp_drills.injections import Board, Pause
+from ddp_drills.processes import Ranks, send
+from hardened_ddp.checkpoint.manifest import STATE_NAME
+from hardened_ddp.checkpoint.verify import find_newest
+from hardened_ddp.ranks.port import port_of
+from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
+
+PATIENCE_S = 8.0
+"""How long ranks have to exit after one has failed. Then SIGTERM; after the same time SIGKILL."""
+
+_FULL_BYTES = 48 * 1024
+"""The limit of a file's size on a full disk: logs fit, a checkpoint does not."""
+
+
+class Outside:
+    """Causes the faults from outside of one drill, over all of its starts."""
+
+    def __init__(self, fault: Fault, board: Board, run: Path, *, num_ranks: int) -> None:
+        self.fault, self.board, self.run = fault, board, run
+        self.num_ranks = num_ranks
+        self.has_acted = False
+        self._stopped: set[int] = set()
+        self._failed_at: float | None = None
+        self._has_asked = False
+
+    def look(self, ranks: Ranks) -> None:
+        """Cause the fault if a rank pauses for it, and end the pause."""
+        for pause in self.board.waiting():
+            self._act(pause, ranks)
+            self.board.end(pause)
+        if self.fault.outside == "at a checkpoint" and not self.has_acted:
+            # WHY the name: a checkpoint has it while it is written, which takes only a moment.
+            names = os.listdir(self.run / CHECKPOINTS_NAME) if self._has_checkpoints() else []
+            if any(name.startswith(".partial") for name in names):
+                self._send(ranks, 0, self.fault.signal)
+
+    def act_as_launcher(self, ranks: Ranks) -> None:
+        """End the surviving ranks when one has failed, as torchrun does, but later.
+
+        WHY later: those that can should exit by themselves. A stopped one can't.
+        """
+        statuses = ranks.statuses
+        living = [rank for rank, status in enumerate(statuses) if status is None]
+        if not living or not any(statuses):
+            self._failed_at = None
+            return
+        now = time.monotonic()
+        self._failed_at = self._failed_at or now
+        if set(living) <= self._stopped or now - self._failed_at > 2 * PATIENCE_S:
+            for rank in living:
+                self._signal(ranks, rank, signal.SIGKILL)
+        elif now - self._failed_at > PATIENCE_S and not self._has_asked:
+            self._has_asked = True
+            for rank in living:
+                self._signal(ranks, rank, signal.SIGTERM)
+
+    def prepare_next_start(self) -> None:
+        """Remove the cause before the next start; or damage a checkpoint of the first one."""
+        self.board.claim("cause removed")
+        if self.fault.outside in ("torn checkpoint", "flipped checkpoint"):
+            newest, _ = find_newest(self.run / CHECKPOINTS_NAME)
+            if newest is not None:
+                _damage(newest.path / STATE_NAME, is_torn=self.fault.outside == "torn checkpoint")
+                self.has_acted = True
+
+    def _act(self, pause: Pause, ranks: Ranks) -> None:
+        match self.fault.outside:
+            case "full disk":
+                self.has_acted = True
+                limit = _FULL_BYTES if pause.number == 0 else resource.RLIM_INFINITY
+                pid = ranks.pid_of(pause.victim)
+                if pid is not None:
+                    hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
+                    resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, hard))
+            case "all ranks":
+                for rank in range(self.num_ranks):
+                    self._send(ranks, rank, self.fault.signal)
+            case "torchrun on two hosts":
+                self._lose_host(ranks)
+            case "torchrun killed":
+                self.has_acted = True
+                launcher = ranks.pid_of(-1)
+                if launcher is not None:
+                    send(launcher, self.fault.signal)
+            case _:
+                self._send(ranks, pause.victim, pause.signal or self.fault.signal)
+
+    def _lose_host(self, ranks: Ranks) -> None:
+        """End the torchrun of the ranks and all of them, of which no other host is told."""
+        ranks.cut()
+        pids = [ranks.pid_of(rank) for rank in (-1, *range(self.num_ranks))]
+        for pid in filter(None, pids):
+            send(pid, self.fault.signal)
+        self.has_acted = True
+
+    def _send(self, ranks: Ranks, rank: int, number: int) -> None:
+        self.has_acted = True
+        if number == signal.SIGSTOP:
+            self._stopped.add(rank)
+        self._signal(ranks, rank, number)
+
+    def _signal(self, ranks: Ranks, rank: int, number: int) -> None:
+        if (pid := ranks.pid_of(rank)) is not None:
+            send(pid, number)
+
+    def _has_checkpoints(self) -> bool:
+        return (self.run / CHECKPOINTS_NAME).is_dir()
+
+
+@contextmanager
+def occupied(holder: socket.socket) -> Iterator[None]:
+    """Listen on the port of holder, as another program would."""
+    with socket.create_server(("127.0.0.1", port_of(holder))):
+        yield
+
+
+def _damage(path: Path, *, is_torn: bool) -> None:
+    size = path.stat().st_size
+    if is_torn:
+        os.truncate(path, size // 2)
+        return
+    with path.open("r+b") as file:
+        file.seek(size // 2)
+        byte = file.read(1)[0]
+        file.seek(size // 2)
+        file.write(bytes([byte ^ 1]))

@@ -1,0 +1,96 @@
+"""The doctor: finds problems of this machine before a run does.
+
+Owns the order of the checks, the report and the exit status. Each check is a function that tests
+one thing and returns a Check; it changes nothing on the machine. Nothing here needs torch: a torch
+that can't be imported is a line of the report.
+
+Read next: software.py, gpus.py, machine.py, variables.py, network.py, selftest.py (the checks).
+"""
+
+import contextlib
+import logging
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TextIO
+
+from ddp_runs import gpus, machine, network, selftest, software, variables
+from ddp_runs.check import Check
+
+_OURS = logging.getLogger("hardened_ddp")
+_NAME_WIDTH = 13
+
+
+def run_doctor(
+    *, output: TextIO, env: Mapping[str, str], checks: Iterable[Callable[[], Check]] | None = None
+) -> int:
+    """Print a report of this machine to output; return 0 if nothing FAILs, else 1.
+
+    Takes some seconds: two processes form a group over the network. Lines are printed one by one.
+    """
+    done: list[Check] = []
+    # WHY: a reader of only the first lines (doctor | head) closes the pipe; that is not an error.
+    with contextlib.suppress(BrokenPipeError):
+        _say(output, f"doctor: {platform.platform()}, host {platform.node()}")
+        for check in list_checks(env) if checks is None else checks:
+            done.append(_guarded(check))
+            _say(output, *_lines_of(done[-1]))
+        num_failed = sum(check.status == "FAIL" for check in done)
+        num_warned = sum(check.status == "warn" for check in done)
+        verdict = "training can't run here as it is" if num_failed else "training can run here"
+        _say(output, f"{len(done)} checks: {num_failed} FAIL, {num_warned} warn. So {verdict}.")
+    return int(any(check.status == "FAIL" for check in done))
+
+
+def list_checks(env: Mapping[str, str]) -> list[Callable[[], Check]]:
+    """List all checks, quick ones first."""
+    here = Path()
+    return [
+        software.check_python,
+        software.check_torch,
+        software.check_torchvision,
+        software.check_packages,
+        gpus.check_gpus,
+        gpus.check_backends,
+        machine.check_cpus,
+        machine.check_memory,
+        machine.check_shared_memory,
+        machine.check_open_files,
+        lambda: machine.check_disk(here),
+        lambda: machine.check_writing(here),
+        machine.check_orphans,
+        lambda: variables.check_launcher(env),
+        lambda: variables.check_debugging(env, is_cpu_build=software.is_cpu_build()),
+        lambda: variables.check_threads(env),
+        lambda: variables.check_interfaces(env),
+        lambda: variables.check_settings(env),
+        network.check_loopback,
+        network.check_hostname,
+        lambda: selftest.check_all_reduce(env),
+    ]
+
+
+def _guarded(check: Callable[[], Check]) -> Check:
+    # WHY: without a handler Python prints our log lines to stderr; the report has their content.
+    silence = logging.NullHandler()
+    _OURS.addHandler(silence)
+    try:
+        return check()
+    except Exception as error:  # WHY broad: one check that breaks must not hide the others
+        name = getattr(check, "__name__", "check").removeprefix("check_")
+        return Check(name, "warn", f"could not be checked: {type(error).__name__}: {error}")
+    finally:
+        _OURS.removeHandler(silence)
+
+
+def _lines_of(check: Check) -> list[str]:
+    lines = [f"  {check.status:<4}  {check.name:<{_NAME_WIDTH}}  {check.detail}"]
+    if check.advice:
+        lines.append(f"        {'':<{_NAME_WIDTH}}  do: {check.advice}")
+    return lines
+
+
+def _say(output: TextIO, *lines: str) -> None:
+    for line in lines:
+        output.write(line.encode("ascii", "backslashreplace").decode("ascii") + "\n")
+    output.flush()

@@ -1,0 +1,175 @@
+"""Checks of the machine or container: CPUs, memory, shared memory, files, disk, orphans."""
+
+import fcntl
+import os
+import resource
+import shutil
+import tempfile
+from pathlib import Path
+from time import perf_counter
+
+from ddp_runs.check import GIB, MIB, Check
+from hardened_ddp.data.workers import cpu_budget
+from hardened_ddp.reporting.container import read_container_memory
+
+_CGROUP = Path("/sys/fs/cgroup")
+_SHARED_MEMORY = Path("/dev/shm")
+_PROC = Path("/proc")
+_PROBE_BYTES = MIB
+_SLOW_PROBE_S = 1.0
+# comm of a DataLoader worker, set by torch; and of the processes that adopt orphans.
+_WORKER_NAME = "pt_data_worker"
+_REAPERS = ("init", "systemd", "tini", "dumb-init", "docker-init", "catatonit", "launchd")
+
+
+def check_cpus() -> Check:
+    """Check how many CPUs this process may use, by affinity and by the container's quota."""
+    allowed, budget = len(os.sched_getaffinity(0)), cpu_budget()
+    detail = f"{budget} usable; {os.cpu_count()} in the machine, affinity {allowed}"
+    if budget < allowed:
+        advice = "count with the quota of this container: ranks x OMP_NUM_THREADS <= " + str(budget)
+        return Check("cpus", "warn", f"{detail}, cut by a quota", advice)
+    return Check("cpus", "ok", detail)
+
+
+def check_memory(cgroup: Path = _CGROUP) -> Check:
+    """Check how much memory is free, in the machine and in the container."""
+    import psutil  # WHY here: if it is missing, only this check fails
+
+    system = psutil.virtual_memory()
+    free = system.available
+    detail = f"{free / GIB:.1f} of {system.total / GIB:.1f} GiB free"
+    if (container := read_container_memory(cgroup)) is not None:
+        own_free = max(0, container.limit_bytes - container.used_bytes)
+        free = min(free, own_free)
+        limit = container.limit_bytes / GIB
+        detail += f"; this container: {own_free / GIB:.1f} of {limit:.1f} GiB free"
+    if free < GIB // 2:
+        advice = "end other programs (top -o %MEM); a rank alone needs about 0.5 GiB"
+        return Check("memory", "FAIL", detail, advice)
+    if free < 2 * GIB:
+        return Check("memory", "warn", detail, "few and small ranks only: about 0.5 GiB each")
+    return Check("memory", "ok", detail)
+
+
+def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Check:
+    """Check the shared memory through which DataLoader workers send batches."""
+    larger = "docker run --shm-size=8g (or --ipc=host), or mount -o remount,size=8g /dev/shm"
+    try:
+        status = os.statvfs(folder)
+    except OSError as error:
+        return Check("shm", "FAIL", f"{folder}: {error.strerror}", f"mount a tmpfs there: {larger}")
+    free, total = status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize
+    detail = f"{folder}: {free / GIB:.2f} of {total / GIB:.2f} GiB free"
+    if free < 16 * MIB:
+        advice = f"remove what others left (ls -l {folder}); {larger}"
+        return Check("shm", "FAIL", detail, advice)
+    if free < GIB:
+        return Check("shm", "warn", detail, f"use --num_workers 0, or {larger}")
+    return Check("shm", "ok", detail)
+
+
+def check_open_files() -> Check:
+    """Check the limit of open files: each batch in flight and each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return judge_open_files(soft, hard)
+
+
+def judge_open_files(soft: int, hard: int) -> Check:
+    """Return whether these limits of open files are enough."""
+    unlimited = resource.RLIM_INFINITY
+    shown = [str(limit) if limit != unlimited else "unlimited" for limit in (soft, hard)]
+    detail = f"{shown[0]}, can be raised to {shown[1]}"
+    advice = "in docker --ulimit nofile=65536; on a cluster ask its admin; else: ulimit -n 65536"
+    if hard != unlimited and hard < 256:
+        return Check("open files", "FAIL", detail, advice)
+    if hard != unlimited and hard < 4096:
+        return Check("open files", "warn", detail, advice)
+    return Check("open files", "ok", detail)
+
+
+def check_disk(folder: Path) -> Check:
+    """Check the free space for checkpoints and logs, in bytes and inodes."""
+    free = shutil.disk_usage(folder).free
+    status = os.statvfs(folder)
+    detail = f"{free / GIB:.1f} GiB free in {folder.resolve()}"
+    advice = "remove old runs, or choose another disk with --output_dir"
+    if status.f_files and not status.f_favail:
+        return Check("disk", "FAIL", f"{detail}, but no file can be added (inodes)", advice)
+    if free < GIB // 2:
+        return Check("disk", "FAIL", detail, advice)
+    return Check("disk", "warn" if free < 5 * GIB else "ok", detail, advice * (free < 5 * GIB))
+
+
+def check_writing(folder: Path) -> Check:
+    """Check that a run folder can be made in folder/runs: write, lock, rename, read, remove."""
+    runs = folder / "runs"
+    place = runs if runs.is_dir() else folder
+    start = perf_counter()
+    try:
+        probe = Path(tempfile.mkdtemp(prefix=".doctor-", dir=place))
+        try:
+            _write_probe(probe)
+        finally:
+            shutil.rmtree(probe)
+    except OSError as error:
+        advice = "choose a folder that you may write to with --output_dir"
+        return Check("writing", "FAIL", f"{place.resolve()}: {error}", advice)
+    took_s = perf_counter() - start
+    detail = f"a file in {place.resolve()} took {1000 * took_s:.0f} ms"
+    if took_s > _SLOW_PROBE_S:
+        return Check("writing", "warn", detail, "choose a faster disk with --output_dir")
+    return Check("writing", "ok", detail)
+
+
+def check_orphans(proc: Path = _PROC) -> Check:
+    """Look for DataLoader workers of dead runs, which hold memory and GPUs."""
+    orphans = find_orphans(proc)
+    if not orphans:
+        return Check("orphans", "ok", "no DataLoader workers of dead runs")
+    pids = " ".join(map(str, orphans))
+    detail = f"{len(orphans)} DataLoader workers whose run is dead"
+    return Check("orphans", "warn", detail, f"kill {pids}")
+
+
+def find_orphans(proc: Path) -> list[int]:
+    """List DataLoader workers of this user whose parent has died, so that init adopted them."""
+    found = []
+    for folder in proc.glob("[0-9]*"):
+        try:
+            if folder.stat().st_uid != os.getuid():
+                continue
+            if _comm(folder) == _WORKER_NAME and _is_reaper(proc / _parent(folder)):
+                found.append(int(folder.name))
+        except (OSError, IndexError):  # it ended meanwhile
+            continue
+    return sorted(found)
+
+
+def _write_probe(folder: Path) -> None:
+    """Do the file operations of a checkpoint once. Raises OSError if one fails."""
+    content = os.urandom(_PROBE_BYTES)
+    partial, final = folder / "partial", folder / "final"
+    with partial.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(final)
+    if final.read_bytes() != content:
+        raise OSError("what was written is not what is read")
+
+
+def _is_reaper(folder: Path) -> bool:
+    """Return whether this process only adopts orphans; in a container pid 1 may be the run."""
+    name = _comm(folder)
+    return name in _REAPERS or (folder.name == "1" and not name.startswith(("python", "pt_")))
+
+
+def _comm(folder: Path) -> str:
+    return (folder / "comm").read_text(errors="replace").strip()
+
+
+def _parent(folder: Path) -> str:
+    # WHY after the last bracket: the name before it may contain blanks and brackets
+    return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]

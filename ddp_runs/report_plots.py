@@ -1,0 +1,315 @@
+"""The plots of the command report, as figures of Plotly: plain data, no library.
+
+Owns what is plotted, and how many points at most. Does not own: the page (report_page.py).
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ddp_runs.run_events import FAULTS
+from ddp_runs.run_files import RunView
+from ddp_runs.run_json import number_of
+from ddp_runs.watch_view import spans_decades
+from hardened_ddp.guard.slow import BACKWARD_AND_WAIT
+from hardened_ddp.settings.wording import counted
+
+Figure = dict[str, Any]  # Any: JSON
+
+MOST_POINTS = 1500
+"""Of a curve. A longer one keeps the first, the lowest, the highest and the last of each part."""
+
+COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b", "#e377c2")
+_PARTS = {
+    "data": "#ff7f0e",
+    "forward": "#1f77b4",
+    "backward": "#2ca02c",
+    "optimizer": "#9467bd",
+    "all-reduce": "#7f7f7f",
+    "other waits": "#c7c7c7",
+}
+_ACCOUNT = {
+    "training": ("training", "#2ca02c"),
+    "start_up": ("start-up", "#1f77b4"),
+    "data_wait": ("waiting for data", "#ff7f0e"),
+    "evaluation": ("evaluation", "#9467bd"),
+    "checkpoint": ("checkpoint", "#8c564b"),
+    "lost": ("steps done twice", "#d62728"),
+    "down": ("down", "#7f7f7f"),
+}
+SYMBOLS = {
+    "failure": ("x", "#d62728"),
+    "restart": ("triangle-right", "#1f77b4"),
+    "error": ("x", "#d62728"),
+    "hang": ("hourglass", "#d62728"),
+    "rollback": ("triangle-left", "#ff7f0e"),
+    "retry": ("circle", "#ff7f0e"),
+    "left out": ("circle-open", "#ff7f0e"),
+    "data": ("square", "#ff7f0e"),
+    "slow": ("diamond", "#bcbd22"),
+    "survivor save": ("star", "#2ca02c"),
+    "resize": ("diamond-wide", "#17becf"),
+    "stop": ("square", "#1f77b4"),
+}
+"""What happened to a run, with its mark and its color."""
+
+_ON_CURVES = (
+    "failure",
+    "hang",
+    "rollback",
+    "retry",
+    "left out",
+    "data",
+    "survivor save",
+    "restart",
+)
+_MOST_MARKS = 300
+_SCALED = ("loss", "perplexity", "learning rate", "gradient norm")
+_WAITS = ("broadcast", "gather", "agreement on a stop")
+
+
+def curve_plots(runs: Mapping[str, RunView]) -> list[Figure]:
+    """Plot every curve of metrics.jsonl over the steps, all runs in one plot."""
+    names = list(dict.fromkeys(n for run in runs.values() for p in run.points for n in p.values))
+    metrics = dict.fromkeys(n.rpartition("/")[0] for n in names if n.endswith(("/train", "/test")))
+    figures = [_curves(runs, m, {f"{m}/train": "train", f"{m}/test": "test"}) for m in metrics]
+    for name in names:
+        if name.startswith(("optimizer/", "speed/")):
+            title = name.partition("/")[2].replace("_", " ")
+            figures.append(_curves(runs, title, {name: ""}))
+    memory = {n: n.partition("/")[2].removesuffix("_mib") for n in names if _is_memory(n)}
+    if memory:
+        figures.append(_curves(runs, "memory of rank 0, MiB", memory))
+    return figures
+
+
+def _is_memory(name: str) -> bool:
+    return name in ("memory/rss_mib", "memory/gpu_peak_mib", "memory/gpu_reserved_mib")
+
+
+def _curves(runs: Mapping[str, RunView], title: str, names: Mapping[str, str]) -> Figure:
+    """Plot curves of the same kind, a color for each run and a dash for each name, and faults."""
+    traces = []
+    dashes = ("solid", "dot", "dash", "dashdot")
+    seen: list[float] = []
+    for index, (label, run) in enumerate(runs.items()):
+        for number, (name, short) in enumerate(names.items()):
+            steps, values = thinned(*run.curve(name))
+            if not steps:
+                continue
+            seen += [value for value in values if math.isfinite(value)]
+            # WHY: the markers of many points hide the curve, and one point alone has no line
+            fewest = 100 if name.endswith("/test") else 3
+            traces.append(
+                {
+                    "type": "scatter",
+                    "mode": "lines+markers" if len(steps) < fewest else "lines",
+                    "name": f"{label} {short}".strip() if len(runs) > 1 or not short else short,
+                    "x": steps,
+                    "y": values,
+                    "line": {"color": COLORS[index % len(COLORS)], "dash": dashes[number % 4]},
+                }
+            )
+        if name := next((name for name in names if run.curve(name)[0]), ""):
+            traces += _marks_on_curve(run, name, label if len(runs) > 1 else "")
+    layout: Figure = {"xaxis": titled("step"), "yaxis": {}}
+    if title in _SCALED and seen and min(seen) > 0:
+        # WHY: the rate of a cosine ends near zero, and one point would set the scale
+        middle = sorted(seen)[len(seen) // 4 : -(len(seen) // 4) or None]
+        is_log = spans_decades(middle if title == "learning rate" else seen)
+        layout |= {"yaxis": {"type": "log" if is_log else "linear"}, "updatemenus": [_menu(is_log)]}
+    return {"title": title, "data": traces, "layout": layout}
+
+
+def _menu(is_log: bool) -> Figure:
+    """Make the switch between a linear and a log scale."""
+    buttons = [
+        {"label": scale, "method": "relayout", "args": ["yaxis.type", scale]}
+        for scale in ("linear", "log")
+    ]
+    place = {"x": 1, "xanchor": "right", "y": 1.16, "yanchor": "top", "pad": {"t": 0, "b": 0}}
+    look = {"font": {"size": 10}, "bordercolor": "#ddd", "showactive": True}
+    return {"type": "buttons", "direction": "right", "active": int(is_log), "buttons": buttons,
+            **place, **look}  # fmt: skip
+
+
+def _marks_on_curve(run: RunView, name: str, label: str) -> list[Figure]:
+    """Mark on a curve what happened to the run, with its text under the mouse."""
+    steps, values = run.curve(name)
+    at: dict[int, list[tuple[str, str]]] = {}
+    for step, kind, text in marks_of(run):
+        at.setdefault(step, []).append((kind, f"{kind}, step {step}: {shortened(text)}"))
+    kinds = {step: min((k for k, _ in told), key=_ON_CURVES.index) for step, told in at.items()}
+    traces = []
+    for kind in _ON_CURVES:
+        # WHY: a failure and the restart after it are at one step, and one mark would hide the other
+        found = sorted(step for step, gravest in kinds.items() if gravest == kind)[-_MOST_MARKS:]
+        if not found:
+            continue
+        symbol, color = SYMBOLS[kind]
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "markers",
+                "name": f"{label} {kind}".strip(),
+                "x": found,
+                "y": [values[max(0, bisect_right(steps, step) - 1)] for step in found],
+                "text": ["<br>".join(text for _, text in at[step]) for step in found],
+                "hoverinfo": "text",
+                "marker": {"symbol": symbol, "color": color, "size": 10, "line": {"width": 1}},
+            }
+        )
+    return traces
+
+
+def marks_of(run: RunView) -> list[tuple[int, str, str]]:
+    """List what happened at which step: its kind, and its text; in the order of the steps."""
+    failures = [(int(number_of(f, "step")), str(f.get("error", ""))) for f in run.failures]
+    found = [(step, "failure", text) for step, text in failures]
+    told = {step for step, _ in failures}
+    for event in run.events:
+        # WHY: a hang that ended an attempt is its failure
+        is_told = event.kind == "hang" and event.step in told
+        if event.step is not None and event.kind in _ON_CURVES and not is_told:
+            found.append((event.step, event.kind, event.text))
+    for number, attempt in enumerate(run.attempts[1:], start=2):
+        # WHY: only after a rollback an attempt has no start-up of its own
+        kind = "restart" if attempt.get("start_up") else "rollback"
+        step = int(number_of(attempt, "first_step"))
+        size = counted(int(number_of(attempt, "world_size")), "rank")
+        text = f"attempt {number} begins here, on {size}"
+        found += [] if any(f[:2] == (step, kind) for f in found) else [(step, kind, text)]
+    for entry in run.left_out:
+        text = ", ".join(f"{key} {value}" for key, value in entry.items() if key != "step")
+        found.append((int(number_of(entry, "step")), "left out", text))
+    return sorted(found, key=lambda mark: mark[0])
+
+
+def shortened(text: str, *, most: int = 160) -> str:
+    text = text.replace("<", "&lt;")
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def goodput_plot(runs: Mapping[str, RunView]) -> Figure:
+    """Plot where the wall time of each run went."""
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": label,
+            "y": list(runs),
+            "x": [round(run.account.get(name, 0.0), 3) for run in runs.values()],
+            "marker": {"color": color},
+        }
+        for name, (label, color) in _ACCOUNT.items()
+        if any(run.account.get(name) for run in runs.values())
+    ]
+    words = [f"{name} {run.account['goodput']:.1%}" for name, run in runs.items() if run.account]
+    # WHY reversed: Plotly begins at the bottom, and the table above it begins with the first run
+    axis = {"autorange": "reversed"}
+    layout = {"barmode": "stack", "height": 180 + 40 * len(runs), "yaxis": axis}
+    title = f"where the time went, in seconds; goodput: {', '.join(words) or 'not known'}"
+    return {"title": title, "data": traces, "layout": layout}
+
+
+def step_time_plot(run: RunView) -> Figure:
+    """Plot the parts of the step time over the steps, as rank 0 measured them."""
+    traces = []
+    for name, color in _PARTS.items():
+        steps, values = run.curve(f"step_time/{name}_s")
+        if not steps:
+            continue
+        # WHY every n-th: stacked areas need the same steps
+        every = -(-len(steps) // MOST_POINTS)
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "stackgroup": "parts",
+                "name": name,
+                "x": steps[::every],
+                "y": [1000 * value for value in values[::every]],
+                "line": {"color": color, "width": 1},
+            }
+        )
+    layout = {"xaxis": titled("step"), "yaxis": titled("ms per step")}
+    return {"title": "step time of rank 0", "data": traces, "layout": layout}
+
+
+def rank_plot(run: RunView) -> Figure:
+    """Plot the parts of the step time of each rank: a mean over the newest start."""
+    ranks = [rank for rank in run.ranks if number_of(rank, "steps_here") > 0]
+    times = {rank["rank"]: _split_of(rank) for rank in ranks}
+    traces = [
+        {
+            "type": "bar",
+            "name": name,
+            "x": [f"rank {rank}" for rank in times],
+            "y": [round(1000 * split.get(name, 0.0), 4) for split in times.values()],
+            "marker": {"color": color},
+        }
+        for name, color in _PARTS.items()
+        if any(split.get(name) for split in times.values())
+    ]
+    layout = {"barmode": "stack", "yaxis": titled("ms per step")}
+    return {"title": "step time by rank, newest start", "data": traces, "layout": layout}
+
+
+def rank_memory_plot(run: RunView) -> Figure:
+    """Plot the memory of each rank when it last gave a sign of life."""
+    names = {"rss_mib": "process", "gpu_peak_mib": "GPU, at most", "gpu_mib": "GPU, reserved"}
+    labels = [f"rank {rank['rank']}" for rank in run.ranks]
+    traces = [
+        {
+            "type": "bar",
+            "name": label,
+            "x": labels,
+            "y": [round(number_of(rank, name), 1) for rank in run.ranks],
+        }
+        for name, label in names.items()
+        if any(number_of(rank, name) for rank in run.ranks)
+    ]
+    layout = {"barmode": "group", "yaxis": titled("MiB")}
+    return {"title": "memory by rank", "data": traces, "layout": layout}
+
+
+def _split_of(rank: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of each part per step of a rank."""
+    split = rank.get("split_s")
+    if isinstance(split, dict) and split:  # of a GPU: it measures its own work
+        found = {("backward" if n == BACKWARD_AND_WAIT else n): v for n, v in split.items()}
+        return {name: number_of(found, name) for name in _PARTS}
+    spent = rank.get("spent_s")
+    steps = number_of(rank, "steps_here")
+    if not isinstance(spent, dict) or not steps:
+        return {}
+    found = {name: number_of(spent, name) / steps for name in _PARTS}
+    found["other waits"] = sum(number_of(spent, name) for name in _WAITS) / steps
+    return found
+
+
+def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Keep at most about MOST_POINTS points of a curve, with all its extremes."""
+    count = len(steps)
+    if count <= MOST_POINTS:
+        return list(steps), list(values)
+    num_parts = MOST_POINTS // 4
+    kept: set[int] = set()
+    for part in range(num_parts):
+        numbers = range(part * count // num_parts, (part + 1) * count // num_parts)
+        finite = [i for i in numbers if math.isfinite(values[i])] or list(numbers)
+        by_value = sorted(finite, key=lambda i: values[i])
+        kept |= {numbers[0], by_value[0], by_value[-1], numbers[-1]}
+    chosen = sorted(kept)
+    return [steps[i] for i in chosen], [values[i] for i in chosen]
+
+
+def worst_kinds(run: RunView) -> list[str]:
+    """Return how often each kind of fault happened, the gravest first."""
+    kinds = [event.kind for event in run.events]
+    return [f"{kinds.count(kind)} x {kind}" for kind in FAULTS if kind in kinds]
+
+
+def titled(text: str) -> dict[str, Any]:  # Any: JSON
+    return {"title": {"text": text}}

@@ -1,0 +1,318 @@
+"""A run folder as the commands watch and report see it, from any host, without torch.
+
+Owns reading its files, and the state of the run: running, finished, stopped, failed or dead. The
+files may be written at this moment, come from an earlier version, be cut off or be no files at
+all: what can't be read is left out, and named in problems.
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast, get_args
+
+from ddp_runs.run_clocks import clock_problems
+from ddp_runs.run_events import Event, read_events
+from ddp_runs.run_json import (
+    Json,
+    files_in,
+    folders_in,
+    is_number,
+    number_of,
+    read_json,
+    read_lines,
+    read_text,
+)
+from hardened_ddp.errors import RunFolderError
+from hardened_ddp.ranks.place import LauncherName, command_words
+from hardened_ddp.ranks.process import ProcessMark, is_gone
+from hardened_ddp.reporting.goodput import NAME as ATTEMPTS_NAME
+from hardened_ddp.reporting.goodput import account_of, has_all_numbers
+from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, SAVED_SETTINGS, STEP_FOLDER
+from hardened_ddp.settings.typed_command import (
+    StartCommand,
+    own_command,
+    shell_command,
+    working_folder,
+)
+from hardened_ddp.settings.wording import counted
+
+STATUS_FOLDER = "status"
+MANIFEST_NAME = "manifest.json"  # WHY not from checkpoint/: that needs torch
+_SILENT_AFTER_S = 10.0
+_SILENT_PERIODS = 5
+_WRITE_TAKES_S = 0.05
+_MOST_SETTINGS = 1000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One line of metrics.jsonl."""
+
+    step: int
+    time: float
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunView:
+    """What a run folder says at one moment."""
+
+    folder: Path
+    now: float
+    ranks: tuple[Json, ...] = ()
+    """The status of each rank of the newest start, by rank."""
+
+    points: tuple[Point, ...] = ()
+    """By step; of a step that was repeated, the last line of each kind counts."""
+
+    attempts: tuple[Json, ...] = ()
+    checkpoints: tuple[tuple[int, float], ...] = ()
+    """The step and the time of each one, oldest first."""
+
+    best: Json = field(default_factory=dict)
+    events: tuple[Event, ...] = ()
+    summary: Json = field(default_factory=dict)
+    failures: tuple[Json, ...] = ()
+    left_out: tuple[Json, ...] = ()
+    settings: tuple[tuple[str, str, str], ...] = ()
+    """Of each setting its name, its value as YAML, and where it came from."""
+
+    problems: tuple[str, ...] = ()
+    """Files that can't be read or believed."""
+
+    @property
+    def account(self) -> Mapping[str, float]:
+        """Seconds of each part of the wall time, over all attempts; empty if nothing is known."""
+        return account_of(self.attempts) if self.attempts else {}
+
+    @property
+    def newest_sign(self) -> float:
+        """When a rank last gave a sign of life, in seconds since the epoch; 0: never."""
+        signs = [number_of(entry, "now") for entry in (*self.ranks, *self.attempts[-1:])]
+        return max(signs, default=0.0)
+
+    @property
+    def state(self) -> str:
+        """running, finished, stopped, failed, dead, or unknown if nothing was written yet."""
+        own = {str(rank.get("state")) for rank in self.ranks}
+        if any(str(rank.get("state")) == "running" for rank in self.ranks):
+            if any(not self.is_silent(rank) for rank in self.ranks if rank["state"] == "running"):
+                return "running"
+            return "dead"
+        status = self.summary.get("status")
+        if own == {"finished"} and status in ("finished", "stopped", "failed"):
+            return str(status)
+        for state in ("failed", "stopped", "finished"):
+            if state in own:
+                return state
+        if status in ("finished", "stopped", "failed"):
+            return str(status)
+        return "dead" if self.newest_sign else "unknown"
+
+    @property
+    def newest_step(self) -> int:
+        """The newest step of a checkpoint or a report; the last status of a rank may be older."""
+        return max([s for s, _ in self.checkpoints] + [p.step for p in self.points], default=0)
+
+    def is_silent(self, rank: Json) -> bool:
+        """Whether a rank has given no sign of life for long, or is known to have ended."""
+        if _has_ended(rank):
+            return True
+        limit_s = max(_SILENT_AFTER_S, _SILENT_PERIODS * number_of(rank, "every_s"))
+        return self.now - number_of(rank, "now") > limit_s
+
+    def curve(self, name: str) -> tuple[list[int], list[float]]:
+        """Return steps and values of a metric, such as loss/train."""
+        pairs = [(p.step, p.values[name]) for p in self.points if name in p.values]
+        return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def find_run_folder(name: str, output_dir: str) -> Path:
+    """Find the folder of a run: a path, a name in output_dir, or without a name the newest run.
+
+    Raises RunFolderError.
+    """
+    output = Path(output_dir)
+    if not name:
+        _check_access(output)
+        found = [(_changed_at(path), path) for path in folders_in(output) if _is_run(path)]
+        if not found:
+            fix = "name its folder, or the folder of all runs with --output_dir"
+            raise RunFolderError(f"there is no run in {output}", fix=fix)
+        return max(found)[1]
+    paths = (Path(name), output / name)
+    for path in paths:
+        _check_access(path)
+        if _is_run(path):
+            return path
+    for path in paths:
+        if os.path.isdir(path):
+            raise RunFolderError(
+                f"{path} is not a run folder: no {CHECKPOINTS_NAME}, no {STATUS_FOLDER}, no logs",
+                fix=_known_runs(output),
+            )
+        if os.path.exists(path):
+            raise RunFolderError(f"{path} is a file, not a run folder", fix=_known_runs(output))
+    raise RunFolderError(
+        f"there is no run {name}: neither the folder {name} nor {output / name} exists",
+        fix=_known_runs(output),
+    )
+
+
+def resume_command(ranks: Sequence[Json], folder: Path) -> str:
+    """Write the command that continues a run on as many ranks, as their status tells it."""
+    told = ranks[0] if ranks else {}
+    num_ranks, num_nodes = int(number_of(told, "world_size")), int(number_of(told, "num_nodes"))
+    is_known = told.get("launcher") in get_args(LauncherName)  # WHY: anybody may have written it
+    launcher = cast(
+        LauncherName, told["launcher"] if is_known else "torchrun" if num_ranks > 1 else "none"
+    )
+    if num_nodes > 1 and launcher != "slurm":
+        return f"as before on all {num_nodes} nodes, with --resume {shell_command(folder)}"
+    words = command_words(launcher, max(1, num_ranks), num_nodes=max(1, num_nodes), env={})
+    where = str(told.get("working_folder") or "")
+    start = StartCommand(words, where if os.path.isdir(where) else working_folder())
+    return start.typed("--resume", folder)
+
+
+def read_run(folder: Path) -> RunView:
+    """Read a run folder. Never raises: what can't be read is named in problems."""
+    problems: list[str] = []
+    attempts = tuple(_read_attempts(folder / ATTEMPTS_NAME, problems))
+    began_at = number_of(attempts[0], "began_at") if attempts else 0.0
+    ranks = _read_ranks(folder, problems)
+    now = time.time()
+    problems += clock_problems(ranks, attempts, now=now)
+    return RunView(
+        folder=folder,
+        now=now,
+        ranks=ranks,
+        points=_read_points(folder / "metrics.jsonl", problems),
+        attempts=attempts,
+        checkpoints=_read_checkpoints(folder / CHECKPOINTS_NAME, problems),
+        best=read_json(folder / CHECKPOINTS_NAME / "best.json", problems),
+        events=tuple(read_events(folder, problems, began_at=began_at)),
+        summary=read_json(folder / "summary.json", problems),
+        failures=tuple(read_lines(folder / "failures.jsonl", problems)),
+        left_out=tuple(read_lines(folder / "skipped_samples.jsonl", problems)),
+        settings=_read_settings(folder / SAVED_SETTINGS, problems),
+        problems=tuple(problems),
+    )
+
+
+def _check_access(folder: Path) -> None:
+    """Raise RunFolderError if a folder is there and may not be read."""
+    try:
+        os.listdir(folder)
+        (folder / CHECKPOINTS_NAME).stat()
+    except PermissionError as error:
+        fix = f"its owner can allow it: {shell_command('chmod', '-R', 'a+rX', folder)}"
+        raise RunFolderError(f"{folder} can't be read: {error.strerror}", fix=fix) from error
+    except (OSError, ValueError):  # it is no folder, or a run that has no checkpoint yet
+        return
+
+
+def _has_ended(rank: Json) -> bool:
+    """Whether a process is known to have ended: only for those of this machine."""
+    try:
+        return bool(is_gone(ProcessMark(**rank["process"])))
+    except (KeyError, TypeError, ValueError, OSError, AttributeError):
+        return False
+
+
+def _read_ranks(folder: Path, problems: list[str]) -> tuple[Json, ...]:
+    """Read the status of each rank, without those that are left of an earlier start."""
+    found = []
+    for path in files_in(folder / STATUS_FOLDER, problems):
+        if not path.name.startswith("rank-") or path.suffix != ".json":
+            continue
+        status = read_json(path, [])
+        if not status:  # WHY again: it may have been half written
+            time.sleep(_WRITE_TAKES_S)
+            status = read_json(path, problems)
+        if isinstance(status.get("rank"), int) and isinstance(status.get("state"), str):
+            found.append(status)
+    newest = max(found, key=lambda status: number_of(status, "now"), default={})
+    world_size = number_of(newest, "world_size")
+    found = [status for status in found if status["rank"] < world_size]
+    return tuple(sorted(found, key=lambda status: int(status["rank"])))
+
+
+def _read_points(path: Path, problems: list[str]) -> tuple[Point, ...]:
+    """Read metrics.jsonl: training and evaluation of one step are different lines."""
+    found: dict[tuple[int, str], Point] = {}
+    for entry in read_lines(path, problems):
+        step = entry.get("step")
+        if type(step) is not int or not is_number(step):
+            continue
+        values = {
+            name: float(value)
+            for name, value in entry.items()
+            if name not in ("step", "time") and (is_number(value) or isinstance(value, float))
+        }
+        # WHY: after a restart from an earlier step, the later steps of before never happened
+        kind = "test" if "loss/test" in values else "train" if "loss/train" in values else "end"
+        found[step, kind] = Point(step=step, time=number_of(entry, "time"), values=values)
+    return tuple(sorted(found.values(), key=lambda point: (point.step, point.time)))
+
+
+def _read_attempts(path: Path, problems: list[str]) -> list[Json]:
+    """Read the last line of each attempt, oldest first, of those that have all their numbers."""
+    lines = read_lines(path, problems)
+    whole = [entry for entry in lines if has_all_numbers(entry)]
+    if num_lost := len(lines) - len(whole):
+        problems.append(f"{path.name}: {counted(num_lost, 'line')} without all numbers")
+    newest = {number_of(entry, "began_at"): entry for entry in whole}
+    return [newest[began_at] for began_at in sorted(newest)]
+
+
+def _read_checkpoints(folder: Path, problems: list[str]) -> tuple[tuple[int, float], ...]:
+    found = []
+    for path in folders_in(folder, problems):
+        match = STEP_FOLDER.fullmatch(path.name)
+        why: list[str] = []
+        if match and read_json(path / MANIFEST_NAME, why):
+            found.append((int(match[1]), _changed_at(path)))
+        elif match and os.path.isdir(path):  # WHY again: a running run removes its oldest ones
+            why.append(f"has no {MANIFEST_NAME}")
+            problems.append(f"{path.name}: is not a whole checkpoint: {why[0]}")
+    return tuple(sorted(found))
+
+
+def _read_settings(path: Path, problems: list[str]) -> tuple[tuple[str, str, str], ...]:
+    """Read the saved settings: name: value  # where it came from."""
+    text = read_text(path, problems)
+    found = []
+    for line in text.splitlines()[:_MOST_SETTINGS]:
+        name, has_colon, rest = line.partition(":")
+        if has_colon and name.isidentifier():
+            value, _, source = rest.rpartition("  # ") if "  # " in rest else (rest, "", "")
+            found.append((name, value.strip(), source.strip()))
+    if text and not found:
+        problems.append(f"{path.name}: has no setting")
+    return tuple(found)
+
+
+def _is_run(folder: Path) -> bool:
+    parts = (CHECKPOINTS_NAME, STATUS_FOLDER, "metrics.jsonl", ATTEMPTS_NAME, "logs")
+    return any(os.path.exists(folder / name) for name in parts)
+
+
+def _changed_at(path: Path) -> float:
+    """Return when something in a folder last changed; 0 if it can't be seen."""
+    newest = 0.0
+    for place in (path, path / STATUS_FOLDER, path / STATUS_FOLDER / "rank-0.json"):
+        try:
+            newest = max(newest, place.stat().st_mtime)
+        except OSError:
+            continue
+    return newest
+
+
+def _known_runs(output: Path) -> str:
+    names = [path.name for path in folders_in(output) if _is_run(path)]
+    if not names:
+        return f"{output} has no run yet; start one: {own_command()}"
+    return f"choose a run of {output}: {', '.join(names[-5:])}"

@@ -1,0 +1,136 @@
+"""An all-reduce of two ranks: the shortest test that training can work here.
+
+Owns the two child processes: their environment, their time limit and their output. They use the
+code of a real run (ranks/launch.py, ranks/group.py) with gloo on this machine's loopback address.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from time import monotonic
+from typing import IO
+
+from ddp_runs.check import Check
+from hardened_ddp.ranks.launch import environment, prepare_environment, read_launch
+from hardened_ddp.ranks.port import hold_port, port_of
+
+_LIMIT_S = 20.0
+_GROUP_LIMIT_S = 15.0
+_NUM_RANKS = 2
+_POLL_S = 0.05
+_ROOT = Path(__file__).resolve().parents[1]
+_LAUNCHERS = ("TORCHELASTIC_", "SLURM_", "GROUP_", "ROLE_", "MASTER_")
+
+
+def check_all_reduce(env: Mapping[str, str], *, limit_s: float = _LIMIT_S) -> Check:
+    """Have two processes add up a number over gloo, within limit_s."""
+    start = monotonic()
+    ranks: list[subprocess.Popen[bytes]] = []
+    with (
+        hold_port() as holder,
+        tempfile.TemporaryFile() as first,
+        tempfile.TemporaryFile() as second,
+    ):
+        outputs = (first, second)
+        try:
+            for rank, output in enumerate(outputs):
+                ranks.append(_start(rank, port_of(holder), env, output))
+            failed = _wait(ranks, until=start + limit_s)
+        finally:
+            for process in ranks:
+                _kill(process)
+        said = "" if failed is None else _last_line(outputs[failed])
+    if failed is not None and ranks[failed].returncode != -signal.SIGKILL:
+        said = said or f"ended with status {ranks[failed].returncode} and printed nothing"
+        advice = "see the checks above first: torch, debugging, interfaces, loopback"
+        return Check("all-reduce", "FAIL", f"rank {failed} of 2: {said}", advice)
+    if failed is not None:
+        advice = "a firewall on lo, or a machine that is far too busy: see top, then try again"
+        return Check("all-reduce", "FAIL", f"2 ranks did not finish within {limit_s:g} s", advice)
+    return Check("all-reduce", "ok", f"2 ranks over gloo, {monotonic() - start:.1f} s with start")
+
+
+def add_up() -> None:
+    """Run one of the two ranks. Raises if the sum is wrong. Collective: all ranks."""
+    # WHY here: this runs in the child; the doctor itself may have no torch.
+    import torch
+
+    from hardened_ddp.ranks.group import open_group
+
+    launch = read_launch(environment())
+    prepare_environment(launch, environment())
+    device = torch.device("cpu")
+    group = open_group(  # collective
+        launch, device=device, backend="gloo", timeout_s=_GROUP_LIMIT_S
+    )
+    try:
+        total = group.sum_(torch.tensor([launch.rank + 1.0])).item()  # collective
+    finally:
+        group.close()
+    wanted = launch.world_size * (launch.world_size + 1) / 2
+    if total != wanted:
+        raise RuntimeError(f"the sum over {launch.world_size} ranks is {total}, not {wanted}")
+
+
+def _start(
+    rank: int, port: int, env: Mapping[str, str], output: IO[bytes]
+) -> "subprocess.Popen[bytes]":
+    """Start one rank, in its own session, with the environment that torchrun would set."""
+    own = {name: value for name, value in env.items() if not name.startswith(_LAUNCHERS)}
+    paths = [str(_ROOT), *filter(None, [own.get("PYTHONPATH", "")])]
+    own |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(_NUM_RANKS),
+        "LOCAL_WORLD_SIZE": str(_NUM_RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__],
+        env=own,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def _wait(ranks: list["subprocess.Popen[bytes]"], *, until: float) -> int | None:
+    """Wait until all ranks end; return the first that failed or did not end in time, or None."""
+    while True:
+        statuses = [process.poll() for process in ranks]
+        for rank, status in enumerate(statuses):
+            if status or (status is None and monotonic() > until):
+                return rank
+        if None not in statuses:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            ranks[statuses.index(None)].wait(_POLL_S)
+
+
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _last_line(output: IO[bytes]) -> str:
+    """Return the last output line of a failed process, without the `next:` line of our errors."""
+    output.seek(0)
+    text = output.read().decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("next: ")]
+    return lines[-1] if lines else ""
+
+
+if __name__ == "__main__":
+    add_up()

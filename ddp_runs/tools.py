@@ -1,0 +1,105 @@
+"""The commands that train nothing: each is imported only when it is asked for.
+
+Owns the choice by name. WHY not imported above: explain and watch answer in a fraction of a second,
+and no command waits for what only another one needs.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from ddp_doctor.errors import UnreadableLogError as UnreadableInput
+from ddp_doctor.errors import UsageError
+from hardened_ddp.errors import ConfigError, UnreadableLogError
+from hardened_ddp.ranks.launch import environment
+from hardened_ddp.reporting.sinks import printed
+from hardened_ddp.settings.cli import Request
+from hardened_ddp.settings.typed_command import own_command
+
+
+def run_tool(request: Request) -> int:
+    """Run the command of request; return the exit status. Raises HardenedError."""
+    try:
+        return _run(request)
+    except UnreadableInput as error:  # ddp_doctor knows nothing of our codes
+        raise UnreadableLogError(error.message, fix=error.fix) from error
+    except UsageError as error:
+        raise ConfigError(error.message, fix=error.fix) from error
+
+
+def _run(request: Request) -> int:
+    output = printed(sys.stdout)  # watch draws, and escapes what it draws
+    match request.command:
+        case "doctor":
+            from ddp_runs.doctor import run_doctor
+
+            return run_doctor(output=output, env=environment())
+        case "explain":
+            from ddp_doctor.explain.command import run_cause, run_explain
+            from ddp_doctor.explain.commands import Commands
+
+            commands = Commands(own=own_command, resume=_resume)
+            if code := request.options["cause"]:
+                return run_cause(code, output=output, commands=commands)
+            return run_explain(
+                [_named(log) for log in request.options["log"].splitlines()],
+                wants_json=bool(request.options["json"]),
+                output=output,
+                progress=sys.stderr,
+                commands=commands,
+            )
+        case "watch":
+            from ddp_runs.watch import run_watch
+
+            return run_watch(request.options, output=sys.stdout)
+        case "report":
+            from ddp_runs.report import run_report
+
+            return run_report(request.options, output=output)
+        case "verify-ledger":
+            from ddp_runs.ledger_check import check_ledger
+            from ddp_runs.run_files import find_run_folder
+            from hardened_ddp.settings.config import Config
+
+            run = find_run_folder(request.options["run"], Config().run.output_dir)
+            return check_ledger(run, output=output)
+        case "audit":
+            from ddp_doctor.audit.command import Request as Audit
+            from ddp_doctor.audit.command import run_audit
+
+            audit = Audit(
+                source=request.options["source"],
+                program=request.program,
+                num_steps=_positive(request, "steps"),
+                patience_s=_positive(request, "hang_after"),
+                wants_json=bool(request.options["json"]),
+                usage=own_command("audit", "--help"),
+            )
+            return run_audit(audit, output=output, env=environment())
+    raise ValueError(f"{request.command} is no command of run_tool")
+
+
+def _positive(request: Request, name: str) -> int:
+    value = request.options[name]
+    if not value.isdigit() or int(value) < 1:
+        raise ConfigError(
+            f"--{name}: found {value!r}, needs a whole number from 1",
+            fix=own_command("audit", "--help"),
+        )
+    return int(value)
+
+
+def _named(log: str) -> str:
+    """Give the path of a log; newest, if no file is called so, is the newest run."""
+    if log != "newest" or os.path.lexists(log):
+        return log
+    from ddp_runs.run_files import find_run_folder
+
+    return str(find_run_folder("", "runs"))
+
+
+def _resume(run: Path, num_ranks: int) -> str:
+    """Type the command that continues a run as it was started."""
+    from ddp_runs.run_files import read_run, resume_command
+
+    return resume_command(read_run(run).ranks, run)

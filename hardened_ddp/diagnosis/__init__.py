@@ -1,1 +1,0 @@
-"""Diagnosis when something is wrong: doctor, and audit of any DDP program."""
