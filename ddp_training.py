@@ -192,10 +192,10 @@ def evaluate(settings: Resolved, group: Group, output: str) -> int:
 def train(settings: Resolved, group: Group) -> int:
     """Open the run folder, build every part, train from where the run stands, say how it ended."""
     from hardened_ddp.guard.stop import StopRequest
+    from hardened_ddp.preflight.evaluation_trial import check_evaluation
     from hardened_ddp.reporting.log import add_log_file
     from hardened_ddp.reporting.rank_status import RankStatus
-    from hardened_ddp.training.early_stop import stops_early
-    from hardened_ddp.training.evaluation_trial import check_evaluation
+    from hardened_ddp.training.early_stop import check_stop_when, stops_early
     from hardened_ddp.training.hang_subject import watch_for_hangs
     from hardened_ddp.training.resume import open_run, read_checkpoint
     from hardened_ddp.training.run import Ending, Run
@@ -218,6 +218,7 @@ def train(settings: Resolved, group: Group) -> int:
         else:
             folder.write_settings(settings)
         parts = build(settings, group, saved)  # collective
+        check_stop_when(parts)
         check_evaluation(parts)  # collective
         progress = begin(parts, saved)  # collective
         folder.write_settings(settings)  # WHY not before: they may not fit the run to be continued
@@ -258,12 +259,12 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
         build_sampler,
         build_train_loader,
     )
-    from hardened_ddp.model.memory_format import Trial
     from hardened_ddp.model.precision import Precision
+    from hardened_ddp.preflight.memory_format import Trial
+    from hardened_ddp.preflight.optimizer_trial import build_schedule
     from hardened_ddp.settings.record import agreed_settings
     from hardened_ddp.step.parts import Parts
     from hardened_ddp.training.building import build_replica, model_and_task
-    from hardened_ddp.training.optimizer_trial import build_schedule
     from hardened_ddp.training.plan import choose_global_batch, count_steps, facts_of_rank
 
     config, launch = settings.config, group.launch

@@ -25,10 +25,10 @@ from benchmarks.machine import describe
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.length_split import LengthSplit
-from hardened_ddp.model.memory_format import Trial
-from hardened_ddp.model.padding import choose_split
 from hardened_ddp.model.precision import Precision
-from hardened_ddp.model.probe import Findings
+from hardened_ddp.preflight.memory_format import Trial
+from hardened_ddp.preflight.padding import choose_split
+from hardened_ddp.preflight.probe import Findings
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.host_memory import keep_freed_memory
 from hardened_ddp.ranks.launch import Launch

@@ -351,19 +351,19 @@ MUTATIONS = [
     Mutation("model/checksum.py", "words.bitwise_xor_(upper).mul_(", "words.mul_(", NUMBERS),
     Mutation("model/checksum.py", "((upper, factors[1]),", "((piece, factors[1]),", NUMBERS),
     Mutation(
-        "model/memory_format.py",
+        "preflight/memory_format.py",
         "is_chosen = all(group.gather_json(",
         "is_chosen = any(group.gather_json(",
         FORMAT,
     ),
     Mutation(
-        "model/memory_format.py",
+        "preflight/memory_format.py",
         "if not _are_alike(usual, last) and _are_alike(last, drawn_again):",
         "if not _are_alike(usual, last):",
         FORMAT,
     ),
     Mutation(
-        "model/padding.py",
+        "preflight/padding.py",
         "with watching(trial.model, group, refuses=True):",
         "with watching(trial.model, group):",
         "tests/data/test_length_split.py",

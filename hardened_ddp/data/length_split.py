@@ -2,7 +2,7 @@
 
 Owns where it is cut. It follows from the samples' shapes alone, never from a measurement, so two
 runs of one seed, and a resumed one, cut alike.
-Does not own: whether a run does this at all (model/padding.py), collating (fetch.py).
+Does not own: whether a run does this at all (preflight/padding.py), collating (fetch.py).
 """
 
 import math

@@ -5,7 +5,7 @@ numbers, options that a step changed, a scheduler's state. Those are a tree of J
 tensor is its name in the checkpoint. Of torch's own adamw, adam and sgd there is nothing of that
 kind, but for the learning rate.
 What goes wrong here: a state that is neither tensor nor number, such as a function or a generator:
-an OptimizerError, which training/optimizer_trial.py gets before the first step.
+an OptimizerError, which preflight/optimizer_trial.py gets before the first step.
 """
 
 from collections import Counter, OrderedDict

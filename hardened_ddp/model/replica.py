@@ -11,16 +11,36 @@ Read next: probe.py (what is learned about the model), step/step.py (the caller)
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from hardened_ddp.errors import ModelError, RankMismatchError
 from hardened_ddp.model.compiling import Compilations, compile_model
-from hardened_ddp.model.forward_collectives import NO_COLLECTIVES, ForwardCollectives
 from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.ranks.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCollectives:
+    """The collectives of one forward; none is the usual case."""
+
+    calls: tuple[str, ...] = ()
+    """Each with its place in the model's code: all_gather in my_model.py:12."""
+
+    fit_batch: bool = False
+    """The sizes of their tensors follow from the size of the batch."""
+
+    in_evaluation: bool = False
+    """A forward in evaluation mode calls some, too."""
+
+    def __bool__(self) -> bool:
+        return bool(self.calls)
+
+
+NO_COLLECTIVES = ForwardCollectives()
 
 
 class Replica:

@@ -1,8 +1,8 @@
 """The model of a run: built, given its task, tried without DDP, and wrapped in it.
 
 Owns the order of these steps, of which each is a collective of all ranks.
-Does not own: how a model is built (model/zoo.py), what a trial finds (model/probe.py), the sum of
-the gradients (gradients/), the task's choice (task/build.py).
+Does not own: how a model is built (model/zoo.py), what a trial finds (preflight/), the sum of the
+gradients (gradients/), the task's choice (task/build.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,14 @@ from hardened_ddp.data.loader_setup import AnyLoader
 from hardened_ddp.gradients.choose import sum_gradients_of
 from hardened_ddp.gradients.sums import GradientSum
 from hardened_ddp.model.effects import untouched
-from hardened_ddp.model.lazy import shape_by_forward
-from hardened_ddp.model.memory_format import Trial, choose_channels_last
 from hardened_ddp.model.moving_attributes import MovingAttributes
-from hardened_ddp.model.padding import choose_split
-from hardened_ddp.model.probe import choose_find_unused, probe
 from hardened_ddp.model.replica import Replica, check_same_model
-from hardened_ddp.model.shared_loss import warn_of_shared_loss
 from hardened_ddp.model.zoo import build_model, place_model
+from hardened_ddp.preflight.lazy import shape_by_forward
+from hardened_ddp.preflight.memory_format import Trial, choose_channels_last
+from hardened_ddp.preflight.padding import choose_split
+from hardened_ddp.preflight.probe import choose_find_unused, probe
+from hardened_ddp.preflight.shared_loss import warn_of_shared_loss
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import Config
 from hardened_ddp.task.build import choose_task

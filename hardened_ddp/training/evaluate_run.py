@@ -21,6 +21,8 @@ from hardened_ddp.data.loader_setup import build_eval_loader
 from hardened_ddp.errors import DataError, StepError
 from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.precision import Precision
+from hardened_ddp.preflight.equal_forwards import check_equal_evaluation
+from hardened_ddp.preflight.memory_format import Trial
 from hardened_ddp.ranks.garbage import collect_as_usual
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.reporting.evaluation_report import READER_HAS_GONE, print_report, write_report
@@ -29,7 +31,6 @@ from hardened_ddp.settings.layers import Resolved
 from hardened_ddp.step.progress import Totals
 from hardened_ddp.task.build import build_task
 from hardened_ddp.task.task import Score, Table, Task, described, with_loss
-from hardened_ddp.training.equal_forwards import check_equal_evaluation
 from hardened_ddp.training.evaluation import EvaluationLoop
 from hardened_ddp.training.rebuild import MODEL_PREFIX, model_tensors, rebuild_model
 from hardened_ddp.training.resume import share_checkpoint
@@ -124,7 +125,12 @@ def measure(
     collect_as_usual()
     try:
         check_equal_evaluation(  # collective
-            loop, model, instead="evaluate in one process, without torchrun"
+            Trial(model, task, loop.precision),
+            loader,
+            group,
+            channels_last=False,
+            leaves_out=loop.leaves_out,
+            instead="evaluate in one process, without torchrun",
         )
         found = loop.run(model, totals, look)  # collective
     finally:

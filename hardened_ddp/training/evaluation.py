@@ -13,14 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hardened_ddp.data.batch import take
 from hardened_ddp.data.loader import BadSample, Batch, EvalLoader
 from hardened_ddp.errors import ANY_FAILURE, HardenedError, SampleError
-from hardened_ddp.model.forward_collectives import (
-    NO_COLLECTIVES,
-    ForwardCollectives,
-    find_in_evaluation,
-)
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
@@ -29,8 +23,6 @@ from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Totals
 from hardened_ddp.task.first_mistakes import FirstMistakes
 from hardened_ddp.task.task import LOSS, Mistake, Score, Task
-
-_TRIED = 4  # samples, of which one is used to look for collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,27 +119,6 @@ class EvaluationLoop:
             if self.task.own:
                 figures |= self.task.own.compute(self.group)  # collective
             return figures, self._gather(left_out)  # collective
-        except HardenedError:
-            raise
-        except ANY_FAILURE as error:  # WHY broad: the model and the test set are the user's code
-            raise explain_evaluation(error, self.group) from error
-
-    @torch.no_grad()
-    def find_collectives(self, module: nn.Module) -> ForwardCollectives:
-        """Find the collectives of module's forward on one of the first samples. Collective.
-
-        WHY the same sample on all ranks: a rank may have none of its own.
-        """
-        try:
-            indices = torch.arange(min(_TRIED, self.loader.size))
-            [batch] = list(self.loader.stream.batches(lambda: iter([(0, indices)])))
-            if not all(self.group.gather_json(batch.num_samples > 0)):  # collective
-                return NO_COLLECTIVES  # none that can be read: the evaluation will report that
-            one = take(batch, [0]).to(self.group.device, channels_last=self.channels_last)
-            with self.precision.autocast():
-                return find_in_evaluation(  # collective
-                    module, self.group, lambda some: self.task.forward(module.forward, some), one
-                )
         except HardenedError:
             raise
         except ANY_FAILURE as error:  # WHY broad: the model and the test set are the user's code

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from hardened_ddp.checkpoint.tensors import differences, specs_of
 from hardened_ddp.errors import CheckpointMismatchError, ModelError
 from hardened_ddp.model.described import build_described
-from hardened_ddp.model.lazy import shape_by_weights
 from hardened_ddp.model.moving_attributes import TASK, MovingAttributes
+from hardened_ddp.preflight.lazy import shape_by_weights
 
 MODEL_PREFIX = "model."
 

@@ -15,12 +15,12 @@ import torch
 from hardened_ddp.checkpoint.tensors import TensorSpec, differences, specs_of
 from hardened_ddp.errors import CheckpointMismatchError
 from hardened_ddp.model.optimizer_state import is_known, restore_state, state_problems
+from hardened_ddp.preflight.equal_forwards import check_forwards
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.host_memory import keep_freed_memory
 from hardened_ddp.step.memory import fit_into_memory
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
-from hardened_ddp.training.equal_forwards import check_forwards
 
 Tensors = dict[str, torch.Tensor]
 Read = Callable[[Sequence[str]], Tensors]

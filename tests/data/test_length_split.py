@@ -18,11 +18,11 @@ from hardened_ddp.data.length_split import LengthSplit
 from hardened_ddp.data.loader import TrainLoader
 from hardened_ddp.data.sampler import WindowSampler
 from hardened_ddp.data.worker_fallback import WorkerLevel
-from hardened_ddp.model.forward_collectives import ForwardCollectives
-from hardened_ddp.model.memory_format import Trial
-from hardened_ddp.model.padding import choose_split
 from hardened_ddp.model.precision import Precision
-from hardened_ddp.model.probe import Findings
+from hardened_ddp.model.replica import ForwardCollectives
+from hardened_ddp.preflight.memory_format import Trial
+from hardened_ddp.preflight.padding import choose_split
+from hardened_ddp.preflight.probe import Findings
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.settings.config import Config

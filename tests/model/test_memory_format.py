@@ -9,8 +9,8 @@ from torch import nn
 
 from hardened_ddp.data.fetch import Batch
 from hardened_ddp.errors import ModelError
-from hardened_ddp.model.memory_format import Trial, choose_channels_last
 from hardened_ddp.model.precision import Precision
+from hardened_ddp.preflight.memory_format import Trial, choose_channels_last
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.host_memory import keep_freed_memory
 from hardened_ddp.ranks.launch import Launch

@@ -16,8 +16,8 @@ from hardened_ddp.model.optimizer import (
 )
 from hardened_ddp.model.optimizer_state import KNOWN
 from hardened_ddp.model.precision import Precision
-from hardened_ddp.model.probe import Findings, choose_find_unused
 from hardened_ddp.model.schedule import learning_rate
+from hardened_ddp.preflight.probe import Findings, choose_find_unused
 from hardened_ddp.ranks.device import choose_backend
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.declare import ImportPath

@@ -16,8 +16,8 @@ from hardened_ddp.gradients.choose import sum_gradients_of
 from hardened_ddp.gradients.local import LocalGradients
 from hardened_ddp.gradients.sums import GradientSum, Marks
 from hardened_ddp.model.precision import Precision
-from hardened_ddp.model.probe import Findings, choose_find_unused, probe
 from hardened_ddp.model.replica import Replica
+from hardened_ddp.preflight.probe import Findings, choose_find_unused, probe
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.settings.config import Config

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
-from hardened_ddp.model.lazy import shape_by_weights
+from hardened_ddp.preflight.lazy import shape_by_weights
 from tests.harness.ranks import Finished, train
 
 WORK = [

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hardened_ddp.model.forward_collectives import NO_COLLECTIVES, ForwardCollectives
-from hardened_ddp.training import evaluation_trial
+from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
+from hardened_ddp.preflight import evaluation_trial
 from tests.harness.ranks import train
 from tests.harness.run_folder import last_tensors, only_run, read_summary
 
@@ -111,10 +111,7 @@ def test_evaluate_is_refused_where_a_rank_would_lack_a_forward(tmp_path: Path) -
     assert "left out" in finished.output
 
 
-def test_the_trial_of_the_test_set_is_left_out_where_a_rank_could_wait_in_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(evaluation_trial, "check_stop_when", lambda parts: None)
+def test_the_trial_of_the_test_set_is_left_out_where_a_rank_could_wait_in_it() -> None:
     found = ForwardCollectives(("all_reduce in mine.py:1",), in_evaluation=True)
     parts: Any = SimpleNamespace(  # with nothing that a trial needs: it would raise
         config=SimpleNamespace(loop=SimpleNamespace(eval_every=1)),

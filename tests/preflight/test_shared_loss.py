@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
 from hardened_ddp.data.batch import Batch
-from hardened_ddp.model.memory_format import Trial
 from hardened_ddp.model.precision import Precision
-from hardened_ddp.model.shared_loss import warn_of_shared_loss
+from hardened_ddp.preflight.memory_format import Trial
+from hardened_ddp.preflight.shared_loss import warn_of_shared_loss
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.task.classification import Classification

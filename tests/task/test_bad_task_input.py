@@ -11,11 +11,11 @@ import torch
 
 import ddp_training
 from hardened_ddp.errors import HardenedError
+from hardened_ddp.preflight.evaluation_trial import check_evaluation
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.layers import resolve
-from hardened_ddp.training.evaluation_trial import check_evaluation
 from tests.harness.marks import slow_after
 from tests.harness.ranks import run_ranks, train
 

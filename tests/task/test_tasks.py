@@ -13,7 +13,7 @@ from torch.nn import functional
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.datasets import build_data
 from hardened_ddp.errors import ConfigError, HardenedError, ModelError
-from hardened_ddp.model.probe import try_metrics
+from hardened_ddp.preflight.probe import try_metrics
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import Launch, environment, read_launch
 from hardened_ddp.settings.cli import parse

@@ -2,7 +2,7 @@
 
 Owns finding a test set that can't be measured. WHY at the start: the first evaluation may be hours
 away, and labels of another form than those of the training part would end the run there.
-Does not own: the evaluation (evaluation.py), the probe of the training part (model/probe.py).
+Does not own: the evaluation (training/evaluation.py), the probe of the training part (probe.py).
 """
 
 import copy
@@ -14,26 +14,24 @@ from hardened_ddp.data.fetch import Batch, preserved_rng
 from hardened_ddp.data.loader import EvalLoader
 from hardened_ddp.data.read_errors import describe, line_of_user
 from hardened_ddp.errors import ANY_FAILURE, HardenedError, ModelError
-from hardened_ddp.model.forward_collectives import watching
+from hardened_ddp.preflight.equal_forwards import check_equal_evaluation
+from hardened_ddp.preflight.forward_collectives import watching
+from hardened_ddp.preflight.memory_format import Trial
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.task.output import fix_for_gradients
 from hardened_ddp.task.score_check import check_score
-from hardened_ddp.training.early_stop import check_stop_when
-from hardened_ddp.training.equal_forwards import check_equal_evaluation
-from hardened_ddp.training.evaluation import loop_of
 
 log = logging.getLogger(__name__)
 
 
 def check_evaluation(parts: Parts) -> None:
-    """Raise if the test set can't be measured as the settings ask. Collective: all ranks.
+    """Raise if the test set can't be measured. Collective: all ranks.
 
-    Scores the first samples of each rank's share; nothing changes. Raises ConfigError, and
-    ModelError on every rank if the trial failed on any, or if the model runs collectives in
-    evaluation and the ranks would run unequal forwards.
+    Scores the first samples of each rank's share; nothing changes. Raises ModelError on every rank
+    if the trial failed on any, or if the model runs collectives in evaluation and the ranks would
+    run unequal forwards.
     """
-    check_stop_when(parts)
     config, loader, group = parts.config, parts.eval_loader, parts.group
     if loader is None or not config.loop.eval_every:
         return
@@ -88,7 +86,12 @@ def _check_collectives(parts: Parts, loader: EvalLoader, call: str) -> None:
     try:
         with preserved_rng():
             check_equal_evaluation(  # collective
-                loop_of(parts, loader), module, instead="--eval_every 0"
+                Trial(module, parts.task, parts.precision),
+                loader,
+                parts.group,
+                channels_last=parts.replica.channels_last,
+                leaves_out=parts.config.loop.continue_on_error,
+                instead="--eval_every 0",
             )
     finally:
         module.train(was_training)

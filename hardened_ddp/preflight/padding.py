@@ -19,9 +19,9 @@ from hardened_ddp.data.batch import Batch, map_tensors, take
 from hardened_ddp.data.length_split import FEWEST_SAMPLES, LengthSplit
 from hardened_ddp.errors import ANY_FAILURE
 from hardened_ddp.model.effects import untouched
-from hardened_ddp.model.forward_collectives import watching
-from hardened_ddp.model.memory_format import Trial
-from hardened_ddp.model.probe import Findings
+from hardened_ddp.preflight.forward_collectives import watching
+from hardened_ddp.preflight.memory_format import Trial
+from hardened_ddp.preflight.probe import Findings
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.data import AUTO_BATCH_SIZE

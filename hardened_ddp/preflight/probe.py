@@ -18,14 +18,9 @@ from hardened_ddp.data.fetch import Batch, preserved_rng
 from hardened_ddp.data.read_errors import describe, line_of_user
 from hardened_ddp.errors import ANY_FAILURE, HardenedError, ModelError, UnusedParameterError
 from hardened_ddp.model.effects import Effects, InputEffects, untouched
-from hardened_ddp.model.forward_collectives import (
-    NO_COLLECTIVES,
-    ForwardCollectives,
-    calls_of,
-    find_collectives,
-    watching,
-)
 from hardened_ddp.model.precision import Precision
+from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
+from hardened_ddp.preflight.forward_collectives import calls_of, find_collectives, watching
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.ddp import FindUnused
 from hardened_ddp.settings.wording import counted

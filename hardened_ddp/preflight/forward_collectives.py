@@ -3,13 +3,12 @@
 Owns finding them: the probe's forwards run under Watch, which sees each collective of torch as it
 is dispatched. A rank that runs fewer forwards than the others would leave them waiting; one whose
 tensor has another size, too, if that is a collective on all samples of a batch.
-Does not own: what follows from it (training/equal_forwards.py, step/retry.py).
+Does not own: what follows from it (equal_forwards.py, step/retry.py).
 """
 
 import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +16,13 @@ import torch
 from torch import nn
 
 from hardened_ddp.data.batch import Batch, take
+from hardened_ddp.model.replica import ForwardCollectives
 from hardened_ddp.ranks.group import Group
 
 _NAMESPACES = ("c10d", "_c10d_functional")
 _NO_COLLECTIVES = ("wait_tensor", "monitored_barrier")
 _OURS = Path(__file__).parent.parent
 _TORCHS = Path(torch.__file__).parent
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardCollectives:
-    """The collectives of one forward; none is the usual case."""
-
-    calls: tuple[str, ...] = ()
-    """Each with its place in the model's code: all_gather in my_model.py:12."""
-
-    fit_batch: bool = False
-    """The sizes of their tensors follow from the size of the batch."""
-
-    in_evaluation: bool = False
-    """A forward in evaluation mode calls some, too."""
-
-    def __bool__(self) -> bool:
-        return bool(self.calls)
-
-
-NO_COLLECTIVES = ForwardCollectives()
 
 
 _CAN_WATCH = hasattr(torch.utils, "_python_dispatch")

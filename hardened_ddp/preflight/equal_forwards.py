@@ -3,23 +3,30 @@
 Owns the check of that before training, and before the command evaluate: which windows, evaluations
 and settings can't give it. Then the run is refused with what to change, where it would hang in the
 last step of an epoch.
-Does not own: finding the collectives (model/forward_collectives.py), the number of micro-batches,
-which is the same on all ranks that have samples for it (data/sampler.py).
+Does not own: finding the collectives (forward_collectives.py), the number of micro-batches, which
+is the same on all ranks that have samples for it (data/sampler.py).
 """
 
 import logging
 
-from torch import nn
+import torch
 
+from hardened_ddp.data.batch import take
 from hardened_ddp.data.loader import EvalLoader
 from hardened_ddp.data.sampler import WindowSampler, num_micro_batches, share_of
-from hardened_ddp.errors import ModelError
+from hardened_ddp.errors import ANY_FAILURE, HardenedError, ModelError
+from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
+from hardened_ddp.preflight.forward_collectives import find_in_evaluation
+from hardened_ddp.preflight.memory_format import Trial
+from hardened_ddp.ranks.group import Group
 from hardened_ddp.reporting.log import ON_EVERY_RANK
+from hardened_ddp.step.failure import explain_evaluation
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
-from hardened_ddp.training.evaluation import EvaluationLoop
 
 log = logging.getLogger(__name__)
+
+_TRIED = 4  # samples, of which one is used to look for collectives
 
 
 def check_forwards(parts: Parts, progress: Progress) -> None:
@@ -95,22 +102,29 @@ def _problem_of_evaluation(parts: Parts) -> tuple[str, str] | None:
     return (text, f"--eval_every 0, or {_IN_TRAINING_ONLY}") if text else None
 
 
-def check_equal_evaluation(loop: EvaluationLoop, module: nn.Module, *, instead: str) -> None:
+def check_equal_evaluation(
+    trial: Trial,
+    loader: EvalLoader,
+    group: Group,
+    *,
+    channels_last: bool,
+    leaves_out: bool,
+    instead: str,
+) -> None:
     """Raise ModelError if ranks would run unequal forwards in an evaluation. Collective: all ranks.
 
-    For a module in evaluation mode that no probe has seen in it. It runs a sample through module,
-    where that can matter. instead: what the user can do.
+    For a model in evaluation mode that no probe has seen in it. It runs a sample through it, where
+    that can matter. leaves_out: samples that can't be read. instead: what the user can do.
     """
-    loader, group = loop.loader, loop.group
-    is_even = loader.size % group.world_size == 0 and not loop.leaves_out
+    is_even = loader.size % group.world_size == 0 and not leaves_out
     if group.world_size == 1 or is_even:
         return
-    found = loop.find_collectives(module)  # collective
+    found = _try_a_sample(trial, loader, group, channels_last=channels_last)  # collective
     if not found:
         return
     text = _uneven_in(loader, group.world_size, fit_batch=found.fit_batch)
     fix = f"{instead}; or {_IN_TRAINING_ONLY}"
-    if loop.leaves_out and not text:
+    if leaves_out and not text:
         text, fix = "a sample that is left out would be missing in one rank's batch", _LEAVE_OUT
     if text:
         calls = "; ".join(dict.fromkeys(found.calls))
@@ -119,6 +133,31 @@ def check_equal_evaluation(loop: EvaluationLoop, module: nn.Module, *, instead: 
             f"other: {text}",
             fix=fix,
         )
+
+
+@torch.no_grad()
+def _try_a_sample(
+    trial: Trial, loader: EvalLoader, group: Group, *, channels_last: bool
+) -> ForwardCollectives:
+    """Find the collectives of a forward on one of the first test samples. Collective.
+
+    WHY the same sample on all ranks: a rank may have none of its own.
+    """
+    try:
+        indices = torch.arange(min(_TRIED, loader.size))
+        [batch] = list(loader.stream.batches(lambda: iter([(0, indices)])))
+        if not all(group.gather_json(batch.num_samples > 0)):  # collective
+            return NO_COLLECTIVES  # none that can be read: the evaluation will report that
+        one = take(batch, [0]).to(group.device, channels_last=channels_last)
+        model, task = trial.model, trial.task
+        with trial.precision.autocast():
+            return find_in_evaluation(  # collective
+                model, group, lambda some: task.forward(model.forward, some), one
+            )
+    except HardenedError:
+        raise
+    except ANY_FAILURE as error:  # WHY broad: the model and the test set are the user's code
+        raise explain_evaluation(error, group) from error
 
 
 _IN_TRAINING_ONLY = "call them in training only: if self.training"

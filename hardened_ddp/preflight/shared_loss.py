@@ -17,8 +17,8 @@ from hardened_ddp.data.fetch import preserved_rng
 from hardened_ddp.data.nesting import tensors_of
 from hardened_ddp.errors import ANY_FAILURE
 from hardened_ddp.model.effects import untouched
-from hardened_ddp.model.forward_collectives import watching
-from hardened_ddp.model.memory_format import Trial
+from hardened_ddp.preflight.forward_collectives import watching
+from hardened_ddp.preflight.memory_format import Trial
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 
