@@ -29,8 +29,13 @@ LAYERS = [
     "checkpoint",
     "guard",
 ]
-LAYERS += ["step", "preflight", "training", "export", "diagnosis"]
-HANDS_OVER = ("diagnosis/tools.py",)
+LAYERS += ["step", "preflight", "training", "export"]
+HANDS_OVER = ("ddp_runs/tools.py",)
+# Packages beside the trainer, and who imports them.
+USERS_OF = {
+    "ddp_runs": ("ddp_training", "ddp_runs", "ddp_drills"),
+    "ddp_drills": ("ddp_training", "ddp_drills"),
+}
 LAUNCHERS = sorted((ROOT / "launchers").glob("*.py"))
 PRODUCT = [ROOT / "ddp_training.py", *sorted((ROOT / "hardened_ddp").rglob("*.py"))]
 PRODUCT += sorted((ROOT / "ddp_drills").glob("*.py"))
