@@ -21,6 +21,7 @@ from hardened_ddp.preflight.optimizer_trial import build_schedule
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.optimizer import OptimizerConfig
 from tests.harness.marks import slow_after
+from tests.harness.ranks import train
 from tests.own_optimizers import Gan, Grouped
 
 OWN, SCHEDULERS = "tests.own_optimizers", "torch.optim.lr_scheduler"
