@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import describe
 from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.vision import import_torchvision
+from hardened_ddp.data.foreign_code import import_torchvision
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.zoo import SimpleCNN
 from hardened_ddp.preflight.memory_format import Trial

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from hardened_ddp.data.vision import import_torchvision
+from hardened_ddp.data.foreign_code import import_torchvision
 
 VOCABULARY = 64
 _LENGTH = 16

@@ -27,10 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.machine import describe
 from hardened_ddp.data.block_reader import BlockReader
 from hardened_ddp.data.fetch import Fetcher
-from hardened_ddp.data.loader import BatchStream, TrainLoader
+from hardened_ddp.data.loader import TrainLoader
 from hardened_ddp.data.sampler import WindowSampler
 from hardened_ddp.data.shard_loader import ShardLoader
 from hardened_ddp.data.shard_sampler import ShardSampler
+from hardened_ddp.data.stream import BatchStream
 from hardened_ddp.data.stream_batches import HeldSamples
 from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.model.zoo import SimpleCNN

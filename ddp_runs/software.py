@@ -65,7 +65,7 @@ def check_torchvision() -> Check:
     name = "torchvision"
     # WHY here: it needs torch, and the doctor must answer without.
     try:
-        from hardened_ddp.data.vision import WITHOUT_OPERATORS, import_torchvision
+        from hardened_ddp.data.foreign_code import WITHOUT_OPERATORS, import_torchvision
     except (ImportError, OSError) as error:
         return Check(name, "warn", f"can't be imported: {error}", _install())
     try:

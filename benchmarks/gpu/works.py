@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from hardened_ddp.data.vision import import_torchvision
+from hardened_ddp.data.foreign_code import import_torchvision
 
 _DISTINCT = 64
 

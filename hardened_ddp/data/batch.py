@@ -7,16 +7,38 @@ Does not own: reading one (fetch.py).
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from hardened_ddp.data.nesting import dense_parts, map_parts, map_tensors, pick, tensors_of
-
-__all__ = ["BadSample", "Batch", "Request", "apart", "map_tensors", "split", "take"]
+from hardened_ddp.data.nesting import dense_parts, map_parts, pick, tensors_of
 
 Request = tuple[int, torch.Tensor]
 """(epoch, indices of one micro-batch)."""
+
+
+class BatchSource(Protocol):
+    """Reads the batch of a request: a Fetcher for a map-style dataset, else a stream's reader."""
+
+    dataset: Any  # the user's
+    shares_memory: bool
+    reading: "list[int] | memoryview[int]"  # WHY quoted: no type at run time before Python 3.14
+    """The sample that is being read; other processes may read this."""
+
+    def __getitem__(self, request: Request) -> "Batch":
+        """Read the batch of a request."""
+
+    def answers(self, batch: "Batch", request: Request) -> bool:
+        """Return whether batch holds what request asked for."""
+
+    def with_parts(self, batch: "Batch", epoch: int) -> "Batch":
+        """Let parts of a batch be read again, where it can't be cut by samples."""
+
+    def name_of(self, index: int) -> str:
+        """Return the file or the place of a sample, for messages; empty if it has none."""
+
+    def pass_over(self, epoch: int, index: int, error: str) -> None:
+        """Never read this sample again: it ends the process that reads it."""
 
 
 @dataclass(frozen=True, slots=True)

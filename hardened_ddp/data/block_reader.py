@@ -12,8 +12,10 @@ import torch
 import torch.utils.data
 
 from hardened_ddp.data.batch import BadSample, Batch, Request
+from hardened_ddp.data.foreign_code import describe
+from hardened_ddp.data.open_shard import EndOfShard, Given
 from hardened_ddp.data.packing import pack
-from hardened_ddp.data.read_errors import EndOfShard, Given, describe, is_transient
+from hardened_ddp.data.read_errors import is_transient
 from hardened_ddp.data.shard_reader import ShardReader
 from hardened_ddp.data.shards import UNKNOWN, shard_of
 from hardened_ddp.data.stream_types import Stream, name_of
@@ -138,10 +140,14 @@ class BlockReader:
         shard, index = shard_of(numbers[0], num_shards)
         return self.reader.read_run(epoch, shard, index, len(numbers), troubles)
 
-    def pass_over(self, epoch: int, number: int, error: str) -> None:
+    def name_of(self, index: int) -> str:
+        """Name a sample by its shard and its position there."""
+        return name_of(self.dataset, index)
+
+    def pass_over(self, epoch: int, index: int, error: str) -> None:
         """Never read this sample again: it ends the process that reads it."""
-        shard, index = shard_of(number, self.dataset.num_shards)
-        self.reader.pass_over(epoch, shard, index, error)
+        shard, position = shard_of(index, self.dataset.num_shards)
+        self.reader.pass_over(epoch, shard, position, error)
 
     def with_parts(self, batch: Batch, epoch: int) -> Batch:
         """Return the batch: a block is taken as a whole."""

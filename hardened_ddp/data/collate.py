@@ -19,10 +19,9 @@ import torch
 from torch.utils.data import Subset
 
 from hardened_ddp.data.batch import BadSample, Batch
-from hardened_ddp.data.import_path import import_callable
+from hardened_ddp.data.foreign_code import describe, import_callable
 from hardened_ddp.data.length_split import LengthSplit
 from hardened_ddp.data.nesting import fields_of, is_dataclass
-from hardened_ddp.data.read_errors import describe
 from hardened_ddp.errors import ANY_FAILURE, DataError, SampleError
 
 Collate = Callable[[list[Any]], Any]

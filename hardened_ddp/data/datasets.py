@@ -34,12 +34,11 @@ from hardened_ddp.data.facts import (
     label_size,
     read_example,
 )
-from hardened_ddp.data.fetch import describe
 from hardened_ddp.data.file_streams import FILE_STREAMS
+from hardened_ddp.data.foreign_code import describe, import_callable, meant_path
 from hardened_ddp.data.hub_place import PREFIX
 from hardened_ddp.data.hub_stream import open_hub_stream
 from hardened_ddp.data.huggingface import open_hub_set
-from hardened_ddp.data.import_path import import_callable, meant_path
 from hardened_ddp.data.iterable import adapt
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.published import fetch_dataset, is_here

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
+from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.collate import Collate
-from hardened_ddp.data.fetch import Batch, Fetcher, preserved_rng
+from hardened_ddp.data.fetch import Fetcher, preserved_rng
+from hardened_ddp.data.foreign_code import describe, line_of_user
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.nesting import dense_parts, leaves
-from hardened_ddp.data.read_errors import describe, line_of_user
 from hardened_ddp.data.stream_types import is_stream
 from hardened_ddp.data.stream_views import StreamView
 from hardened_ddp.errors import ANY_FAILURE, DataError, SampleError

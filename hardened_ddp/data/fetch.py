@@ -19,18 +19,16 @@ import numpy as np
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from hardened_ddp.data.batch import BadSample, Batch, Request, map_tensors, split, take
+from hardened_ddp.data.batch import BadSample, Batch, Request, take
 from hardened_ddp.data.checks import Checks
 from hardened_ddp.data.collate import Collate, collate_by, collate_plainly, split_targets
+from hardened_ddp.data.foreign_code import describe, import_torchvision
 from hardened_ddp.data.length_split import LengthSplit
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.nesting import stack
-from hardened_ddp.data.read_errors import describe, file_of, is_permanent, is_transient, retry_read
-from hardened_ddp.data.vision import import_torchvision
+from hardened_ddp.data.read_errors import file_of, is_permanent, is_transient, retry_read
 from hardened_ddp.errors import ANY_FAILURE, LoaderError
 from hardened_ddp.ranks.seeding import seed_sample
-
-__all__ = ["BadSample", "Batch", "Fetcher", "Request", "describe", "map_tensors", "split", "take"]
 
 MOST_UNREACHABLE = 3
 """Samples of one batch. If more can't be reached, the cause is the storage, not the samples."""
@@ -86,6 +84,13 @@ class Fetcher:
             return batch if self._is_clean else self._checked(batch, epoch)
         read = self._read_whole if self.reads_batches else self._read_samples
         return self._checked(read(epoch, indices, self.split), epoch)
+
+    def name_of(self, index: int) -> str:
+        """Return the file of a sample, if it is known."""
+        return file_of(self.dataset, index)
+
+    def pass_over(self, epoch: int, index: int, error: str) -> None:
+        """Do nothing: a bad sample of a map-style dataset keeps nobody from the others."""
 
     def with_parts(self, batch: Batch, epoch: int) -> Batch:
         """Let parts of a batch that this fetcher read, here or in a worker, be read again.

@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from types import ModuleType
 
-from hardened_ddp.data.extras import import_extra
+from hardened_ddp.data.foreign_code import import_extra
 from hardened_ddp.errors import HardenedError
 
 PREFIX = "hf:"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from hardened_ddp.data.extras import import_extra
+from hardened_ddp.data.foreign_code import import_callable, import_extra
 from hardened_ddp.data.hub_place import find_place
 from hardened_ddp.data.huggingface import (
     IMAGE_COLUMNS,
@@ -18,7 +18,6 @@ from hardened_ddp.data.huggingface import (
     load_saved,
     pixels_of,
 )
-from hardened_ddp.data.import_path import import_callable
 from hardened_ddp.data.iterable import HubStream
 from hardened_ddp.data.shard_files import NUM_SHARDS, Change, as_sample
 from hardened_ddp.errors import DataError

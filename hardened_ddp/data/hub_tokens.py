@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from hardened_ddp.data.extras import import_extra
+from hardened_ddp.data.foreign_code import import_extra
 from hardened_ddp.errors import DataError
 
 IDS, MASK, LABELS = "input_ids", "attention_mask", "labels"

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from hardened_ddp.data.extras import import_extra
+from hardened_ddp.data.foreign_code import import_extra
 from hardened_ddp.data.hub_place import find_place, hub_answers, is_on_disk, no_answer
 from hardened_ddp.data.hub_tokens import IDS, HubTokens
 from hardened_ddp.errors import DataError

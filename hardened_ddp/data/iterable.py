@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from hardened_ddp.data.read_errors import describe
+from hardened_ddp.data.foreign_code import describe
 from hardened_ddp.data.stream_types import Stream, check_stream, is_stream
 from hardened_ddp.errors import DataError
 

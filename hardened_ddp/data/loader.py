@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from hardened_ddp.data.batch import BadSample, Batch, Request, apart
+from hardened_ddp.data.batch import Batch, Request, apart
 from hardened_ddp.data.checks import fix_for_all
 from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.length_split import LengthSplit
@@ -22,10 +22,7 @@ from hardened_ddp.data.sampler import (
     split_evenly,
 )
 from hardened_ddp.data.stream import BatchStream
-from hardened_ddp.data.stream_views import StreamInOrder
 from hardened_ddp.errors import SampleError
-
-__all__ = ["BadSample", "Batch", "BatchStream", "EvalLoader", "TrainLoader", "Window"]
 
 _FIRST_SAMPLES = 8  # of the test set: a wrong form shows in the first ones
 
@@ -124,8 +121,8 @@ class EvalLoader:
     def first_samples(self) -> Batch:
         """Read the first samples of this rank's share, at most 8, in this process."""
         # WHY from 0 of a stream: anything behind it is reached by reading all before it.
-        is_stream = isinstance(self.stream.fetcher.dataset, StreamInOrder)
-        first = 0 if is_stream or self.first >= self.last else self.first
+        in_order = getattr(self.stream.fetcher.dataset, "is_read_in_order", False)
+        first = 0 if in_order or self.first >= self.last else self.first
         most = min(first + _FIRST_SAMPLES, self.size)
         return self.stream.fetcher[(0, torch.arange(first, most))]
 

@@ -12,11 +12,12 @@ from hardened_ddp.data.checks import Checks
 from hardened_ddp.data.collate import find_collate
 from hardened_ddp.data.datasets import AnyDataset, TaskData
 from hardened_ddp.data.fetch import Fetcher
-from hardened_ddp.data.loader import BatchStream, EvalLoader, TrainLoader
+from hardened_ddp.data.loader import EvalLoader, TrainLoader
 from hardened_ddp.data.run_length import RunLength
 from hardened_ddp.data.sampler import WindowSampler
 from hardened_ddp.data.shard_loader import ShardLoader
 from hardened_ddp.data.shard_sampler import ShardSampler
+from hardened_ddp.data.stream import BatchStream
 from hardened_ddp.data.stream_batches import HeldSamples
 from hardened_ddp.data.stream_views import StreamInOrder, StreamView
 from hardened_ddp.data.workers import WorkerPlan, plan_workers

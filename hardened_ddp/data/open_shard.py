@@ -10,16 +10,38 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hardened_ddp.data.read_errors import describe, is_transient
+from hardened_ddp.data.foreign_code import describe
+from hardened_ddp.data.read_errors import is_transient
 from hardened_ddp.data.stream_types import Stream
 from hardened_ddp.data.worker_info import seen_by_user
-from hardened_ddp.errors import ANY_FAILURE
+from hardened_ddp.errors import ANY_FAILURE, SampleError
 from hardened_ddp.ranks.seeding import seed_sample
 
 log = logging.getLogger(__name__)
 
 Shortcut = tuple[int, int, Any]
 """(epoch, position, state): a reader opened with this state gives sample number position first."""
+
+
+class EndOfShard(Exception):
+    """The shard has no such sample: it ends before."""
+
+    def __init__(self, end: int) -> None:
+        super().__init__(f"the shard has {end} samples")
+        self.end = end
+
+
+class Given(Exception):
+    """A reader gave an exception as its sample: that one is bad, and the reader goes on."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(describe(error))
+        self.error = error
+
+
+def behind(place: int, error: str) -> SampleError:
+    """Return the error of a sample that can't be read because of one before it in its shard."""
+    return SampleError(f"sample {place} of its shard ended the reader: {error}")
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hardened_ddp.data.extras import import_extra
+from hardened_ddp.data.foreign_code import import_extra
 from hardened_ddp.data.shard_files import Piece, as_sample
 from hardened_ddp.errors import DataError
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hardened_ddp.data.foreign_code import import_torchvision
 from hardened_ddp.data.transfer import Wanted, fetch
-from hardened_ddp.data.vision import DOWNLOADABLE, import_torchvision, open_downloadable
+from hardened_ddp.data.vision import DOWNLOADABLE, open_downloadable
 from hardened_ddp.errors import DataError
 
 WEIGHTS_FOLDER = Path("hub") / "checkpoints"  # under TORCH_HOME

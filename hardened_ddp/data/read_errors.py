@@ -9,16 +9,13 @@ import errno
 import logging
 import os
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch.utils.data import Subset
 
-from hardened_ddp.data.stream_types import is_stream, name_of
-from hardened_ddp.errors import ANY_FAILURE, SampleError
+from hardened_ddp.data.foreign_code import describe
+from hardened_ddp.errors import ANY_FAILURE
 
 log = logging.getLogger(__name__)
 
@@ -41,52 +38,7 @@ _TRANSIENT = {
 }
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _MOST_CAUSES = 8  # how many errors of a chain are checked
-_MAX_TEXT = 400  # characters of a foreign error, which may quote a whole file
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _FILE_LISTS = ("samples", "imgs", "files", "paths")
-
-
-class EndOfShard(Exception):
-    """The shard has no such sample: it ends before."""
-
-    def __init__(self, end: int) -> None:
-        super().__init__(f"the shard has {end} samples")
-        self.end = end
-
-
-class Given(Exception):
-    """A reader gave an exception as its sample: that one is bad, and the reader goes on."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(describe(error))
-        self.error = error
-
-
-def behind(place: int, error: str) -> SampleError:
-    """Return the error of a sample that can't be read because of one before it in its shard."""
-    return SampleError(f"sample {place} of its shard ended the reader: {error}")
-
-
-def describe(error: BaseException) -> str:
-    """Return type and shortened text of an exception, even if its __str__ raises."""
-    try:
-        text = str(error)
-    except Exception as second:  # WHY broad: the user's code, and it must not hide the first error
-        text = f"(its text is not available: {type(second).__name__})"
-    return f"{type(error).__name__}: {text}"[:_MAX_TEXT]
-
-
-def line_of_user(error: BaseException) -> str:
-    """Return " (file:line)" of the user's code that raised an error; empty if there is none.
-
-    That is the innermost line outside of torch, unless it is in this package.
-    """
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((_TORCH, "<frozen")):  # such as exit()
-            is_ours = frame.filename.startswith(_PACKAGE)
-            return "" if is_ours else f" ({frame.filename}:{frame.lineno})"
-    return ""
 
 
 def is_transient(error: BaseException) -> bool:
@@ -129,9 +81,6 @@ def file_of(dataset: Any, index: int, error: BaseException | None = None) -> str
         return error.filename
     if callable(own := getattr(dataset, "name_of_sample", None)):
         return str(own(index))
-    stream = getattr(dataset, "stream", dataset)  # a map of a stream's samples has it
-    if is_stream(stream):
-        return name_of(stream, index)
     try:
         while isinstance(dataset, Subset):
             dataset, index = dataset.dataset, int(dataset.indices[index])

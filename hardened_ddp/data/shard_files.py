@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hardened_ddp.data.import_path import import_callable
+from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import DataError
 
 NUM_SHARDS = 64

@@ -15,16 +15,17 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from hardened_ddp.data.open_shard import OpenShard, Shortcut, open_at_state, open_shard
-from hardened_ddp.data.read_errors import (
+from hardened_ddp.data.foreign_code import describe
+from hardened_ddp.data.open_shard import (
     EndOfShard,
     Given,
+    OpenShard,
+    Shortcut,
     behind,
-    describe,
-    is_permanent,
-    is_transient,
-    retry_read,
+    open_at_state,
+    open_shard,
 )
+from hardened_ddp.data.read_errors import is_permanent, is_transient, retry_read
 from hardened_ddp.data.shards import UNKNOWN, id_of
 from hardened_ddp.data.stream_types import Stream
 from hardened_ddp.data.worker_info import seen_by_user

@@ -17,10 +17,8 @@ from dataclasses import replace
 
 import torch
 
-from hardened_ddp.data.batch import BadSample, Batch, Request
-from hardened_ddp.data.block_reader import BlockReader
-from hardened_ddp.data.fetch import Fetcher
-from hardened_ddp.data.read_errors import RetryReport, file_of
+from hardened_ddp.data.batch import BadSample, Batch, BatchSource, Request
+from hardened_ddp.data.read_errors import RetryReport
 from hardened_ddp.data.sending import measure_sending
 from hardened_ddp.data.worker_fallback import WorkerFallback, WorkerLevel
 from hardened_ddp.data.worker_pool import WorkerPool, WorkersLost
@@ -42,7 +40,7 @@ class BatchStream:
 
     def __init__(
         self,
-        fetcher: Fetcher | BlockReader,
+        fetcher: BatchSource,
         plan: WorkerPlan,
         config: DataConfig,
         *,
@@ -268,10 +266,9 @@ class BatchStream:
                     continue
                 index = left.pop(0)
                 if lost.is_dangerous:
-                    file = file_of(self.fetcher.dataset, index)
-                    bad.append(BadSample(index, f"{_LOST} ({lost})", file))
-                    if isinstance(self.fetcher, BlockReader):  # what is behind it is read past it
-                        self.fetcher.pass_over(epoch, index, bad[-1].error)
+                    place = self.fetcher.name_of(index)
+                    bad.append(BadSample(index, f"{_LOST} ({lost})", place))
+                    self.fetcher.pass_over(epoch, index, bad[-1].error)
                 else:
                     good.append(index)
             finally:

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
-from hardened_ddp.data.batch import Batch, apart, map_tensors
+from hardened_ddp.data.batch import Batch, apart
 from hardened_ddp.data.fetch import Fetcher
+from hardened_ddp.data.nesting import map_tensors
 from hardened_ddp.data.sampler import Window, split_micro_batches
 from hardened_ddp.data.shards import Facts
 from hardened_ddp.data.shelves import Items, split_bad
-from hardened_ddp.data.stream_types import Stream
+from hardened_ddp.data.stream_types import Stream, name_of
 from hardened_ddp.errors import ANY_FAILURE
 
 _AT_ONCE = 16
@@ -56,6 +57,10 @@ class HeldSamples:
     def put(self, numbers: Sequence[int], samples: Sequence[Any]) -> None:
         """Hold more samples of the current window. Any: whatever the stream gives."""
         self._windows[-1].update(zip(numbers, samples, strict=True))
+
+    def name_of_sample(self, number: int) -> str:
+        """Name a sample by shard and position, for messages."""
+        return name_of(self.stream, number)
 
     def __getitem__(self, number: int) -> Any:  # Any: whatever the stream gives
         for held in reversed(self._windows):

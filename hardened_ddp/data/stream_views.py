@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from hardened_ddp.data.read_errors import EndOfShard, Given
+from hardened_ddp.data.open_shard import EndOfShard, Given
 from hardened_ddp.data.shard_reader import ShardReader
 from hardened_ddp.data.shards import shard_of
 from hardened_ddp.data.stream_types import Stream, digests_of, name_of, sizes_of
@@ -51,6 +51,10 @@ class StreamView(Dataset[Any]):  # Any: whatever the stream gives
         finally:
             self._reader.close()
 
+    def name_of_sample(self, number: int) -> str:
+        """Name a sample by shard and position, for messages."""
+        return name_of(self.stream, number)
+
     def first_samples(self) -> Iterator[int]:
         """Yield the number of the first sample of each shard that is not empty."""
         for shard in range(self.stream.num_shards):
@@ -67,6 +71,8 @@ class StreamView(Dataset[Any]):  # Any: whatever the stream gives
 
 class StreamInOrder(Dataset[Any]):  # Any: as above
     """All samples of a stream, one shard after the other: for a test set."""
+
+    is_read_in_order = True  # any other order opens the stream anew
 
     def __init__(self, stream: Stream, name: str) -> None:
         """Count the samples, by reading them all if the stream does not say their number."""

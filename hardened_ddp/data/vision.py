@@ -1,29 +1,18 @@
-"""torchvision and its datasets, even if its binary does not match torch's.
+"""Datasets of torchvision: in memory, or folders of images."""
 
-Owns the import of torchvision, and opening its datasets: in memory, or image folders. Its wheel
-from the package index is built for CUDA; with a CPU build of torch its compiled operators don't
-load, and then its import fails when it registers their shapes. Datasets, transforms and classifiers
-need none of those operators: it is enough to declare the two that the import needs.
-"""
-
-import importlib
-import logging
 from collections.abc import Mapping
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from hardened_ddp.data.foreign_code import import_torchvision
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.errors import DataError
 from hardened_ddp.settings.data import DataConfig
-from hardened_ddp.settings.typed_command import ROOT, pip_command, python_command, shell_command
-
-log = logging.getLogger(__name__)
+from hardened_ddp.settings.typed_command import ROOT, python_command, shell_command
 
 # name here: (torchvision class, channel means, channel standard deviations of the training set)
 DOWNLOADABLE: Mapping[str, tuple[str, tuple[float, ...], tuple[float, ...]]] = {
@@ -32,40 +21,6 @@ DOWNLOADABLE: Mapping[str, tuple[str, tuple[float, ...], tuple[float, ...]]] = {
     "cifar10": ("CIFAR10", (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "cifar100": ("CIFAR100", (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 }
-_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-_OPERATORS = ("torchvision::nms", "torchvision::qnms")
-WITHOUT_OPERATORS = (
-    f"not built for torch {torch.__version__}; datasets, transforms and classifiers work, its "
-    "compiled operators (nms, roi pooling) do not"
-)
-
-
-@cache
-def import_torchvision() -> ModuleType:
-    """Import torchvision with its models, datasets and transforms. Raises DataError if absent."""
-    try:
-        return _import()
-    except ModuleNotFoundError as error:
-        raise DataError(
-            f"torchvision is not installed ({error})", fix=pip_command("requirements.txt")
-        ) from error
-    except (RuntimeError, ImportError, AttributeError, OSError) as first_error:
-        if not lacks_operators(first_error):
-            raise _misfit(first_error) from first_error
-        try:
-            for name in _OPERATORS:
-                torch.library.define(name, _SCHEMA)
-            module = _import()
-        except (RuntimeError, ImportError, AttributeError, OSError) as error:
-            raise _misfit(error) from first_error
-        # WHY no warning: nothing needs to be done, and torchvision tells whoever calls an operator.
-        log.debug("torchvision %s: %s", module.__version__, WITHOUT_OPERATORS)
-        return module
-
-
-def lacks_operators(error: BaseException) -> bool:
-    """Return whether an import failed because torchvision's binary is one for another torch."""
-    return "operator torchvision::" in str(error)
 
 
 def open_downloadable(name: str, *, train: bool, data_dir: str, download: bool) -> MemoryImages:
@@ -137,18 +92,3 @@ def open_folder(
             f"{folder} can't be read as one folder per class: {error}",
             fix=f"look: {shell_command('ls', folder)}",
         ) from error
-
-
-def _misfit(error: Exception) -> DataError:
-    return DataError(
-        f"torchvision does not fit torch {torch.__version__}: {error}",
-        fix=f"versions that fit together: {pip_command('requirements.txt')}",
-    )
-
-
-def _import() -> ModuleType:
-    importlib.invalidate_caches()
-    module = importlib.import_module("torchvision")
-    for part in ("models", "datasets", "transforms.v2"):
-        importlib.import_module(f"torchvision.{part}")
-    return module

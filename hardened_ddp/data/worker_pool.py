@@ -28,8 +28,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from hardened_ddp.data import worker_signals
-from hardened_ddp.data.block_reader import BlockReader
-from hardened_ddp.data.fetch import Batch, Fetcher, Request, map_tensors
+from hardened_ddp.data.batch import Batch, BatchSource, Request
+from hardened_ddp.data.nesting import map_tensors
 from hardened_ddp.data.payload import Payload, share
 from hardened_ddp.data.sending import Copied
 from hardened_ddp.data.workers import WorkerPlan
@@ -73,7 +73,7 @@ class WorkerPool:
 
     def __init__(
         self,
-        fetcher: Fetcher | BlockReader,
+        fetcher: BatchSource,
         plan: WorkerPlan,
         *,
         pin_memory: bool,
@@ -232,7 +232,7 @@ class _Requests(Sampler[Any]):
 class _Reader(Dataset[Any]):
     """The dataset that a worker sees: takes a request, returns a batch's parts."""
 
-    def __init__(self, fetcher: Fetcher | BlockReader, notes: Any, plan: WorkerPlan) -> None:
+    def __init__(self, fetcher: BatchSource, notes: Any, plan: WorkerPlan) -> None:
         """notes: what each worker shows to the rank. Any: ctypes' array."""
         self.fetcher = fetcher
         self.notes = notes

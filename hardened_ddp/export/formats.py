@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hardened_ddp.data.extras import import_extra
-from hardened_ddp.data.fetch import describe
+from hardened_ddp.data.foreign_code import describe, import_extra
 from hardened_ddp.errors import ANY_FAILURE, CheckpointError, HardenedError, ModelError
 from hardened_ddp.export.preparation import IMAGE_PROCESSOR, TOKENIZER, write_preparation
 from hardened_ddp.model.described import DESCRIPTION

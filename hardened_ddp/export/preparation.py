@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hardened_ddp.data.extras import import_extra
+from hardened_ddp.data.foreign_code import import_extra
 from hardened_ddp.data.hub_place import PREFIX, find_place, is_on_disk
 from hardened_ddp.errors import CheckpointError, HardenedError, ModelError
 

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.nn.functional import interpolate
 
-from hardened_ddp.data.extras import import_extra
-from hardened_ddp.data.fetch import describe
+from hardened_ddp.data.foreign_code import describe, import_extra
 from hardened_ddp.data.hub_place import (
     find_place,
     hub_answers,

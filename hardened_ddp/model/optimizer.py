@@ -15,8 +15,7 @@ from typing import Any, assert_never
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from hardened_ddp.data.import_path import import_callable
-from hardened_ddp.data.read_errors import describe, line_of_user
+from hardened_ddp.data.foreign_code import describe, import_callable, line_of_user
 from hardened_ddp.errors import ANY_FAILURE, OptimizerError
 from hardened_ddp.model.optimizer_state import KNOWN, is_known
 from hardened_ddp.model.parameter_groups import Group, check_options

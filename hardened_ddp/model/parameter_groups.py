@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hardened_ddp.data.read_errors import describe
+from hardened_ddp.data.foreign_code import describe
 from hardened_ddp.errors import ANY_FAILURE, OptimizerError
 from hardened_ddp.settings.optimizer import OptimizerConfig
 

@@ -17,8 +17,7 @@ from typing import Any, assert_never
 
 from torch.optim import Optimizer
 
-from hardened_ddp.data.import_path import import_callable
-from hardened_ddp.data.read_errors import describe, line_of_user
+from hardened_ddp.data.foreign_code import describe, import_callable, line_of_user
 from hardened_ddp.data.run_length import UNKNOWN_STEPS
 from hardened_ddp.errors import ANY_FAILURE, OptimizerError
 from hardened_ddp.settings.declare import ImportPath

@@ -16,10 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from hardened_ddp.data.foreign_code import (
+    describe,
+    import_callable,
+    import_torchvision,
+    line_of_user,
+    meant_path,
+)
 from hardened_ddp.data.hub_place import PREFIX
-from hardened_ddp.data.import_path import import_callable, meant_path
-from hardened_ddp.data.read_errors import describe, line_of_user
-from hardened_ddp.data.vision import import_torchvision
 from hardened_ddp.errors import ANY_FAILURE, DataError, HardenedError, ModelError
 from hardened_ddp.model.dense_gradients import make_dense
 from hardened_ddp.model.gradient_checkpointing import checkpoint_blocks

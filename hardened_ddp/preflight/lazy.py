@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.read_errors import describe, line_of_user
+from hardened_ddp.data.foreign_code import describe, line_of_user
 from hardened_ddp.errors import ANY_FAILURE, ModelError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.seeding import seed_update

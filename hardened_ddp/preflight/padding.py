@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from hardened_ddp.data.batch import Batch, map_tensors, take
+from hardened_ddp.data.batch import Batch, take
 from hardened_ddp.data.length_split import FEWEST_SAMPLES, LengthSplit
+from hardened_ddp.data.nesting import map_tensors
 from hardened_ddp.errors import ANY_FAILURE
 from hardened_ddp.model.effects import untouched
 from hardened_ddp.preflight.forward_collectives import watching

@@ -1,6 +1,6 @@
 """What to tell if a package that every run needs is missing, as in a shell without .venv.
 
-Does not own: packages that only some commands need (data/extras.py).
+Does not own: packages that only some commands need (data/foreign_code.py).
 """
 
 import sys

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hardened_ddp.data.loader import Batch
+from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.sampler import Window
 from hardened_ddp.model.moving_attributes import Copies
 from hardened_ddp.step.events import Event, Flag

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from hardened_ddp.data.fetch import Batch, describe
-from hardened_ddp.data.read_errors import line_of_user
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.foreign_code import describe, line_of_user
 from hardened_ddp.errors import (
     ConfigError,
     HardenedError,

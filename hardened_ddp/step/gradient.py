@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from hardened_ddp.data.batch import Batch, split
-from hardened_ddp.data.fetch import describe
+from hardened_ddp.data.foreign_code import describe
 from hardened_ddp.data.nesting import tensors_of
 from hardened_ddp.data.sampler import Window, WindowSampler
 from hardened_ddp.errors import ANY_FAILURE

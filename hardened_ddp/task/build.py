@@ -12,8 +12,7 @@ from torch import nn
 
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.datasets import TaskData
-from hardened_ddp.data.import_path import import_callable
-from hardened_ddp.data.read_errors import describe, line_of_user
+from hardened_ddp.data.foreign_code import describe, import_callable, line_of_user
 from hardened_ddp.errors import ANY_FAILURE, ConfigError, HardenedError, ModelError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import Config

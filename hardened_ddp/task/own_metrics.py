@@ -16,7 +16,7 @@ from torch import nn
 
 from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.fetch import preserved_rng
-from hardened_ddp.data.import_path import import_callable
+from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import ANY_FAILURE, ConfigError, ModelError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.task.output import split_output

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from hardened_ddp.checkpoint.verify import Found, open_checkpoint
+from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.datasets import TaskData, build_data, prepare_data
-from hardened_ddp.data.loader import Batch
 from hardened_ddp.data.loader_setup import build_eval_loader
 from hardened_ddp.errors import DataError, StepError
 from hardened_ddp.model.moving_attributes import MovingAttributes

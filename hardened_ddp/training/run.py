@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from itertools import islice
 
-from hardened_ddp.data.loader import Batch
+from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.sampler import Window
 from hardened_ddp.guard.hang import HangWatch
 from hardened_ddp.guard.stop import StopRequest

@@ -8,7 +8,7 @@ import importlib.util
 from functools import partial
 from pathlib import Path
 
-from hardened_ddp.data.import_path import import_callable
+from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import ConfigError, MissingPackageError
 from hardened_ddp.reporting.trackers import Tracker, TrackerThread
 from hardened_ddp.reporting.weights_and_biases import WandbTracker

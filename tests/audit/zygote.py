@@ -28,7 +28,9 @@ def serve(packages: list[str]) -> None:
         __import__(name)
     import torch
 
-    from hardened_ddp.data.vision import import_torchvision  # after the observer: it has torch
+    from hardened_ddp.data.foreign_code import (
+        import_torchvision,  # after the observer: it has torch
+    )
 
     # WHY: transformers imports torchvision, whose binary may not match torch's
     with contextlib.suppress(HardenedError):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from hardened_ddp.data import vision
+from hardened_ddp.data import foreign_code, vision
 from hardened_ddp.data.datasets import build_data, prepare_data
 from hardened_ddp.data.facts import is_in_memory
 from hardened_ddp.data.fetch import Fetcher
@@ -398,7 +398,7 @@ IMPORT = """
 import logging, sys
 logging.basicConfig(level=logging.WARNING, format="WARNED %(message)s", stream=sys.stdout)
 from hardened_ddp.data.datasets import build_data
-from hardened_ddp.data.vision import import_torchvision
+from hardened_ddp.data.foreign_code import import_torchvision
 from hardened_ddp.settings.data import DataConfig
 from hardened_ddp.settings.model import ModelConfig
 build_data(DataConfig())
@@ -441,7 +441,7 @@ def test_a_module_of_the_user_may_import_torchvision_whether_its_build_fits_or_n
         "def make(num_classes):\n    return resnet18(num_classes=num_classes)\n"
     )
     code = (
-        "from hardened_ddp.data.import_path import import_callable\n"
+        "from hardened_ddp.data.foreign_code import import_callable\n"
         "from hardened_ddp.errors import ModelError\n"
         "make = import_callable('its_model:make', setting='model', error=ModelError)\n"
         "print('FOUND', make(3).fc.out_features)\n"
@@ -481,7 +481,7 @@ def test_a_torchvision_that_fits_is_left_alone(
     make_torchvision: Callable[[str], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     make_torchvision("")
-    assert vision.import_torchvision.__wrapped__().__version__ == "9.9"
+    assert foreign_code.import_torchvision.__wrapped__().__version__ == "9.9"
     assert caplog.text == ""
 
 
@@ -498,7 +498,7 @@ def test_a_torchvision_that_cannot_be_had_is_refused(
 ) -> None:
     make_torchvision(line)
     with pytest.raises(DataError, match=told) as caught:
-        vision.import_torchvision.__wrapped__()
+        foreign_code.import_torchvision.__wrapped__()
     assert "pip install" in caught.value.fix
 
 

@@ -20,10 +20,12 @@ import torch
 from torch.utils.data import Dataset
 
 from hardened_ddp.data import read_errors, worker_pool
-from hardened_ddp.data.fetch import Batch, Fetcher
-from hardened_ddp.data.loader import BatchStream, EvalLoader, TrainLoader
+from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.fetch import Fetcher
+from hardened_ddp.data.loader import EvalLoader, TrainLoader
 from hardened_ddp.data.memory import MemoryImages
 from hardened_ddp.data.sampler import WindowSampler
+from hardened_ddp.data.stream import BatchStream
 from hardened_ddp.data.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError, SampleError
 from hardened_ddp.settings.data import DataConfig

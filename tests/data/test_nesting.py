@@ -9,8 +9,9 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from hardened_ddp.data.batch import Batch, move, take
+from hardened_ddp.data.collate import split_targets
 from hardened_ddp.data.facts import fingerprint
-from hardened_ddp.data.fetch import Fetcher, split_targets
+from hardened_ddp.data.fetch import Fetcher
 from hardened_ddp.data.nesting import leaves, map_tensors, pick, stack
 from tests.harness.scripted import make_loader, read
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hardened_ddp.data.fetch import Batch
+from hardened_ddp.data.batch import Batch
 from hardened_ddp.data.sampler import Window
 from hardened_ddp.errors import HardenedError, ModelError, UnusedParameterError
 from hardened_ddp.gradients.buckets import Buckets

@@ -20,7 +20,7 @@ from torch.utils.data import get_worker_info
 from hardened_ddp.data import read_errors
 from hardened_ddp.data.batch import BadSample, Batch
 from hardened_ddp.data.block_reader import BlockReader
-from hardened_ddp.data.read_errors import EndOfShard
+from hardened_ddp.data.open_shard import EndOfShard
 from hardened_ddp.data.shard_files import FileStream
 from hardened_ddp.data.shard_reader import ShardReader
 from hardened_ddp.data.shelves import items_of

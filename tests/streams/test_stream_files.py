@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from hardened_ddp.data import extras
+from hardened_ddp.data import foreign_code
 from hardened_ddp.data.datasets import build_data
 from hardened_ddp.data.file_streams import open_parquet, open_tar, open_text
 from hardened_ddp.data.iterable import HubStream, adapt
@@ -121,7 +121,7 @@ def test_lists_that_are_empty_ragged_or_have_a_null_lose_no_row(tmp_path: Path) 
 
 
 def test_parquet_without_pyarrow_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(foreign_code.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match="needs pyarrow, which is not installed"):
         open_parquet("parquet:/etc/hos*", train=True)
 

@@ -92,7 +92,7 @@ OWNERS = {
     ),
     "print": "reporting/* ddp_runs/* ddp_doctor/* ddp_drills/* ddp_training.py",
     "sys.exit exit quit": "ddp_training.py ddp_doctor/__main__.py",
-    "SystemExit": "ddp_training.py errors.py data/import_path.py step/failure.py",  # a user's
+    "SystemExit": "ddp_training.py errors.py data/foreign_code.py step/failure.py",  # a user's
     "os._exit": "guard/watchdog.py ddp_drills/injectors.py",
 }
 
