@@ -253,12 +253,12 @@ def train(settings: Resolved, group: Group) -> int:
 
 def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     """Put together data, model, DDP and optimizer. Collective: all ranks."""
-    from hardened_ddp.data.datasets import build_data, prepare_data
     from hardened_ddp.data.loader_setup import (
         build_eval_loader,
         build_sampler,
         build_train_loader,
     )
+    from hardened_ddp.data.sources.datasets import build_data, prepare_data
     from hardened_ddp.model.precision import Precision
     from hardened_ddp.preflight.memory_format import Trial
     from hardened_ddp.preflight.optimizer_trial import build_schedule

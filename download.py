@@ -40,7 +40,10 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    from hardened_ddp.data.published import fetch_dataset, fetch_weights  # WHY: --help is instant
+    from hardened_ddp.data.sources.published import (  # WHY: --help is instant
+        fetch_dataset,
+        fetch_weights,
+    )
 
     def say(text: str) -> None:
         print(text, flush=True)

@@ -24,7 +24,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import describe
-from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.foreign_code import import_torchvision
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.zoo import SimpleCNN

@@ -32,7 +32,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.ops_models import MODELS, bare_loss, sample_inputs
-from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.step import async_device, events, parts, step
 from hardened_ddp.training import evaluation, run, run_report
 

@@ -7,7 +7,7 @@ Each measurement is a process of its own, because memory that was once used is s
 Measured is an epoch's start on rank 0 of 2 (build the sampler, take the first index), the same in
 the middle of the epoch, as a resume does it, and the next 100,000 indices: what is not paid at the
 start is paid there. torchdata takes part where it is installed: benchmarks/setup.sh does that.
-Does not own: the sampler (hardened_ddp/data/sampler.py).
+Does not own: the sampler (hardened_ddp/data/batches/sampler.py).
 """
 
 import argparse
@@ -141,7 +141,7 @@ def _measure_here(sampler: str, size: int) -> Start:
 
 def _open_ours(size: int, num_done: int) -> Iterator[int]:
     sys.path.insert(0, str(ROOT))
-    from hardened_ddp.data.sampler import WindowSampler
+    from hardened_ddp.data.batches.sampler import WindowSampler
 
     numbers: Any = range(size)  # Any: all it asks for is the length
     sampler = WindowSampler(

@@ -22,9 +22,9 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import describe
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.fetch import Fetcher
-from hardened_ddp.data.length_split import LengthSplit
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.fetch import Fetcher
+from hardened_ddp.data.batches.length_split import LengthSplit
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.preflight.memory_format import Trial
 from hardened_ddp.preflight.padding import choose_split

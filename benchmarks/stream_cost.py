@@ -25,20 +25,20 @@ from torch.utils.data import Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import describe
-from hardened_ddp.data.block_reader import BlockReader
-from hardened_ddp.data.fetch import Fetcher
-from hardened_ddp.data.loader import TrainLoader
-from hardened_ddp.data.sampler import WindowSampler
-from hardened_ddp.data.shard_loader import ShardLoader
-from hardened_ddp.data.shard_sampler import ShardSampler
-from hardened_ddp.data.stream import BatchStream
-from hardened_ddp.data.stream_batches import HeldSamples
-from hardened_ddp.data.workers import WorkerPlan
+from hardened_ddp.data.batches.fetch import Fetcher
+from hardened_ddp.data.batches.loader import TrainLoader
+from hardened_ddp.data.batches.sampler import WindowSampler
+from hardened_ddp.data.batches.stream import BatchStream
+from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.model.zoo import SimpleCNN
 from hardened_ddp.ranks.garbage import keep_imported
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.streams.block_reader import BlockReader
+from hardened_ddp.streams.shard_loader import ShardLoader
+from hardened_ddp.streams.shard_sampler import ShardSampler
+from hardened_ddp.streams.stream_batches import HeldSamples
 
 BATCH, FEATURES, CLASSES = 64, 784, 10
 

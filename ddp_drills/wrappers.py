@@ -26,13 +26,13 @@ from torch.utils.data import Dataset, get_worker_info
 from ddp_drills import injectors
 from ddp_drills.digest import digest_of
 from ddp_drills.injections import DEPENDS_ON_PARTS, Board, Injection
-from hardened_ddp.data.datasets import build_data, prepare_data
-from hardened_ddp.data.shards import id_of
-from hardened_ddp.data.stream_views import StreamView
+from hardened_ddp.data.sources.datasets import build_data, prepare_data
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.ranks.launch import environment, read_launch
 from hardened_ddp.settings.data import DataConfig
 from hardened_ddp.settings.model import ModelConfig
+from hardened_ddp.streams.shards import id_of
+from hardened_ddp.streams.stream_views import StreamView
 
 BUFFER = "drill_average"
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -9,7 +9,7 @@ from pathlib import Path
 from time import perf_counter
 
 from ddp_runs.check import GIB, MIB, Check
-from hardened_ddp.data.workers import cpu_budget
+from hardened_ddp.data.batches.workers import cpu_budget
 from hardened_ddp.reporting.container import read_container_memory
 
 _CGROUP = Path("/sys/fs/cgroup")

@@ -4,7 +4,7 @@ import socket
 from collections.abc import Collection, Mapping
 
 from ddp_runs.check import Check
-from hardened_ddp.data.workers import cpu_budget
+from hardened_ddp.data.batches.workers import cpu_budget
 from hardened_ddp.errors import LaunchError
 from hardened_ddp.ranks.launch import read_launch
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.task.task import Metric, Score, Task
 
 LABELS: dict[str, Callable[[int], Any]] = {

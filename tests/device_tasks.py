@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
-from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.task import Metric, Score, Task
 

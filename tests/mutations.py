@@ -70,64 +70,74 @@ PROBLEMS, SETTINGS, FORMAT = (
 
 MUTATIONS = [
     # data
-    Mutation("data/sampler.py", "(rank < num_longer)", "(rank <= num_longer)", SAMPLER),
+    Mutation("data/batches/sampler.py", "(rank < num_longer)", "(rank <= num_longer)", SAMPLER),
     Mutation(
-        "data/sampler.py", "drop_last and self.num_total >= global_batch", "drop_last", SAMPLER
+        "data/batches/sampler.py",
+        "drop_last and self.num_total >= global_batch",
+        "drop_last",
+        SAMPLER,
     ),
-    Mutation("data/sampler.py", "list(self._orders.items())[-1:]", "[]", SAMPLER),
-    Mutation("data/ledger.py", "min([done.step, *later])", "done.step", LEDGER),
+    Mutation("data/batches/sampler.py", "list(self._orders.items())[-1:]", "[]", SAMPLER),
+    Mutation("data/batches/ledger.py", "min([done.step, *later])", "done.step", LEDGER),
     Mutation(
-        "data/ledger.py",
+        "data/batches/ledger.py",
         " - sum(i >= len(taken) or taken[i] == 0 for i in left_out)",
         "",
         f"{LEDGER} {FAULTS} -k 'ledger or left_out'",
     ),
-    Mutation("data/ledger.py", "if position + count * width > len(raw):", "if False:", LEDGER),
     Mutation(
-        "data/ledger.py",
+        "data/batches/ledger.py", "if position + count * width > len(raw):", "if False:", LEDGER
+    ),
+    Mutation(
+        "data/batches/ledger.py",
         "of_shards = done.sizes if epoch < done.epoch else done.taken",
         "of_shards = done.sizes",
         LEDGER,
     ),
     Mutation(
-        "data/checks.py",
+        "data/batches/checks.py",
         "~tensor.isfinite() if is_alone else tensor.isnan()\n        counts",
         "~tensor.isfinite()\n        counts",
         f"{FAULTS} -k 'number or mask or infin or nan'",
     ),
-    Mutation("data/checks.py", "or max(values) >= self.num_classes", "", FAULTS),
+    Mutation("data/batches/checks.py", "or max(values) >= self.num_classes", "", FAULTS),
     Mutation(
-        "data/read_errors.py",
+        "data/batches/read_errors.py",
         "following = reason if is_error else",
         "following =",
         f"{FAULTS} -k 'moment or pass or transient'",
     ),
     Mutation(
-        "data/read_errors.py",
+        "data/batches/read_errors.py",
         ">= REPORT_EVERY_S",
         ">= 0",
         f"{FAULTS} -k 'told or report or retries or minute'",
     ),
-    Mutation("data/memory.py", "self.images.shape[1] == 3", "True", DATASETS),
-    Mutation("data/memory.py", "2 * max_shift + 1", "2 * max_shift", DATASETS),
-    Mutation("data/facts.py", "if key not in _PLACES", "", DATASETS),
-    Mutation("data/facts.py", 'first if first == second else b"random"', "first", DATASETS),
+    Mutation("data/batches/memory.py", "self.images.shape[1] == 3", "True", DATASETS),
+    Mutation("data/batches/memory.py", "2 * max_shift + 1", "2 * max_shift", DATASETS),
+    Mutation("data/sources/facts.py", "if key not in _PLACES", "", DATASETS),
+    Mutation("data/sources/facts.py", 'first if first == second else b"random"', "first", DATASETS),
     Mutation(
-        "data/transfer.py",
+        "data/sources/transfer.py",
         "if error.code < http.HTTPStatus.INTERNAL_SERVER_ERROR:",
         "if False:",
         DOWNLOAD,
     ),
-    Mutation("data/transfer.py", "0 if after > before else num_idle + 1", "num_idle + 1", DOWNLOAD),
-    Mutation("data/transfer.py", "fcntl.flock(lock, fcntl.LOCK_EX)", "pass", DOWNLOAD),
     Mutation(
-        "data/workers.py",
+        "data/sources/transfer.py",
+        "0 if after > before else num_idle + 1",
+        "num_idle + 1",
+        DOWNLOAD,
+    ),
+    Mutation("data/sources/transfer.py", "fcntl.flock(lock, fcntl.LOCK_EX)", "pass", DOWNLOAD),
+    Mutation(
+        "data/batches/workers.py",
         "return min(quotas, default=None)",
         "return max(quotas, default=None)",
         f"{LOADER} {DATASETS}",
     ),
     Mutation(
-        "data/workers.py",
+        "data/batches/workers.py",
         "max(1, min(prefetch, room // workers))",
         "prefetch",
         f"{LOADER} {DATASETS}",
@@ -324,7 +334,7 @@ MUTATIONS = [
         "model/schedule.py", "            group.update(options)", "            pass", PUT_BACK
     ),
     Mutation(
-        "data/batch.py",
+        "data/batches/batch.py",
         "    if batch.read_part is not None:",
         "    if batch is None:",
         "tests/data/test_collate.py",

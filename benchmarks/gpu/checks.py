@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.gradients.buckets import flag_of
 from hardened_ddp.model.checksum import checksums
 from hardened_ddp.model.optimizer import allocate_state, build_optimizer, skips_by_flag

@@ -7,25 +7,25 @@ from typing import Any
 
 import torch
 
-from hardened_ddp.data.block_reader import BlockReader
-from hardened_ddp.data.checks import Checks
-from hardened_ddp.data.collate import find_collate
-from hardened_ddp.data.datasets import AnyDataset, TaskData
-from hardened_ddp.data.fetch import Fetcher
-from hardened_ddp.data.loader import EvalLoader, TrainLoader
-from hardened_ddp.data.run_length import RunLength
-from hardened_ddp.data.sampler import WindowSampler
-from hardened_ddp.data.shard_loader import ShardLoader
-from hardened_ddp.data.shard_sampler import ShardSampler
-from hardened_ddp.data.stream import BatchStream
-from hardened_ddp.data.stream_batches import HeldSamples
-from hardened_ddp.data.stream_views import StreamInOrder, StreamView
-from hardened_ddp.data.workers import WorkerPlan, plan_workers
+from hardened_ddp.data.batches.checks import Checks
+from hardened_ddp.data.batches.collate import find_collate
+from hardened_ddp.data.batches.fetch import Fetcher
+from hardened_ddp.data.batches.loader import EvalLoader, TrainLoader
+from hardened_ddp.data.batches.run_length import RunLength
+from hardened_ddp.data.batches.sampler import WindowSampler
+from hardened_ddp.data.batches.stream import BatchStream
+from hardened_ddp.data.batches.workers import WorkerPlan, plan_workers
+from hardened_ddp.data.sources.datasets import AnyDataset, TaskData
 from hardened_ddp.errors import CheckpointMismatchError, DataError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.streams.block_reader import BlockReader
+from hardened_ddp.streams.shard_loader import ShardLoader
+from hardened_ddp.streams.shard_sampler import ShardSampler
+from hardened_ddp.streams.stream_batches import HeldSamples
+from hardened_ddp.streams.stream_views import StreamInOrder, StreamView
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from hardened_ddp.data.sampler import Window
+from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.gradients.local import LocalGradients, real
 from hardened_ddp.gradients.sums import Marks, Sums
 from hardened_ddp.ranks.group import Group

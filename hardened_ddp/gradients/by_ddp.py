@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hardened_ddp.data.sampler import Window
+from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.gradients.after_backward import sum_with_marks, used_anywhere
 from hardened_ddp.gradients.buckets import Buckets, forget_used
 from hardened_ddp.gradients.local import LocalGradients

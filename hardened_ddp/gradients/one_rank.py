@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from hardened_ddp.data.sampler import Window
+from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.gradients.buckets import flag_of
 from hardened_ddp.gradients.local import LocalGradients
 from hardened_ddp.gradients.sums import Marks, Sums, count_on

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from hardened_ddp.data.sampler import Window
+from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.gradients.local import LocalGradients
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.nesting import tensors_of
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.model.moving_buffers import may_move
 from hardened_ddp.model.reach import Place, holders_of, places_of, version_of
 

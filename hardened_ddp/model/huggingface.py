@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.functional import interpolate
 
 from hardened_ddp.data.foreign_code import describe, import_extra
-from hardened_ddp.data.hub_place import (
+from hardened_ddp.data.sources.hub_place import (
     find_place,
     hub_answers,
     is_cached,

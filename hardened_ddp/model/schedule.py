@@ -17,8 +17,8 @@ from typing import Any, assert_never
 
 from torch.optim import Optimizer
 
+from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS
 from hardened_ddp.data.foreign_code import describe, import_callable, line_of_user
-from hardened_ddp.data.run_length import UNKNOWN_STEPS
 from hardened_ddp.errors import ANY_FAILURE, OptimizerError
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.optimizer import LrSchedule, OptimizerConfig

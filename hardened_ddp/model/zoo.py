@@ -23,7 +23,7 @@ from hardened_ddp.data.foreign_code import (
     line_of_user,
     meant_path,
 )
-from hardened_ddp.data.hub_place import PREFIX
+from hardened_ddp.data.sources.hub_place import PREFIX
 from hardened_ddp.errors import ANY_FAILURE, DataError, HardenedError, ModelError
 from hardened_ddp.model.dense_gradients import make_dense
 from hardened_ddp.model.gradient_checkpointing import checkpoint_blocks

@@ -4,16 +4,16 @@ Owns the check of that before training, and before the command evaluate: which w
 and settings can't give it. Then the run is refused with what to change, where it would hang in the
 last step of an epoch.
 Does not own: finding the collectives (forward_collectives.py), the number of micro-batches, which
-is the same on all ranks that have samples for it (data/sampler.py).
+is the same on all ranks that have samples for it (data/batches/sampler.py).
 """
 
 import logging
 
 import torch
 
-from hardened_ddp.data.batch import take
-from hardened_ddp.data.loader import EvalLoader
-from hardened_ddp.data.sampler import WindowSampler, num_micro_batches, share_of
+from hardened_ddp.data.batches.batch import take
+from hardened_ddp.data.batches.loader import EvalLoader
+from hardened_ddp.data.batches.sampler import WindowSampler, num_micro_batches, share_of
 from hardened_ddp.errors import ANY_FAILURE, HardenedError, ModelError
 from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
 from hardened_ddp.preflight.forward_collectives import find_in_evaluation

@@ -10,10 +10,10 @@ import logging
 
 import torch
 
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.fetch import preserved_rng
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.fetch import preserved_rng
+from hardened_ddp.data.batches.loader import EvalLoader
 from hardened_ddp.data.foreign_code import describe, line_of_user
-from hardened_ddp.data.loader import EvalLoader
 from hardened_ddp.errors import ANY_FAILURE, HardenedError, ModelError
 from hardened_ddp.preflight.equal_forwards import check_equal_evaluation
 from hardened_ddp.preflight.forward_collectives import watching

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hardened_ddp.data.batch import Batch, take
+from hardened_ddp.data.batches.batch import Batch, take
 from hardened_ddp.model.replica import ForwardCollectives
 from hardened_ddp.ranks.group import Group
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
-from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.foreign_code import describe, line_of_user
 from hardened_ddp.errors import ANY_FAILURE, ModelError
 from hardened_ddp.ranks.group import Group

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.fetch import preserved_rng
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.fetch import preserved_rng
+from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.data.foreign_code import describe, line_of_user
-from hardened_ddp.data.nesting import tensors_of
 from hardened_ddp.errors import ANY_FAILURE, ModelError
 from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.precision import Precision

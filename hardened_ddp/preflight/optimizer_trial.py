@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from hardened_ddp.checkpoint.tensors import plan_file
-from hardened_ddp.data.fetch import preserved_rng
+from hardened_ddp.data.batches.fetch import preserved_rng
 from hardened_ddp.data.foreign_code import describe
 from hardened_ddp.errors import ANY_FAILURE, CheckpointError, HardenedError, OptimizerError
 from hardened_ddp.model.optimizer import build_optimizer, described

@@ -5,7 +5,7 @@ sample's loss and gradient are the same however much it is padded. Not so with a
 normalization over the padding, or with a loss that compares the samples of a batch.
 WHY a rule, not a measurement of time: two runs of one seed should agree bit for bit. A resumed run
 keeps the choice that it began with, for the same reason.
-Does not own: where a micro-batch is cut (data/length_split.py).
+Does not own: where a micro-batch is cut (data/batches/length_split.py).
 """
 
 import logging
@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from hardened_ddp.data.batch import Batch, take
-from hardened_ddp.data.length_split import FEWEST_SAMPLES, LengthSplit
-from hardened_ddp.data.nesting import map_tensors
+from hardened_ddp.data.batches.batch import Batch, take
+from hardened_ddp.data.batches.length_split import FEWEST_SAMPLES, LengthSplit
+from hardened_ddp.data.batches.nesting import map_tensors
 from hardened_ddp.errors import ANY_FAILURE
 from hardened_ddp.model.effects import untouched
 from hardened_ddp.preflight.forward_collectives import watching

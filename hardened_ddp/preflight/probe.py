@@ -14,8 +14,8 @@ from typing import Any, assert_never
 import torch
 from torch import nn
 
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.fetch import preserved_rng
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.fetch import preserved_rng
 from hardened_ddp.data.foreign_code import describe, line_of_user
 from hardened_ddp.errors import ANY_FAILURE, HardenedError, ModelError, UnusedParameterError
 from hardened_ddp.model.effects import Effects, InputEffects, untouched

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from hardened_ddp.data.batch import Batch, take
-from hardened_ddp.data.fetch import preserved_rng
-from hardened_ddp.data.nesting import tensors_of
+from hardened_ddp.data.batches.batch import Batch, take
+from hardened_ddp.data.batches.fetch import preserved_rng
+from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.errors import ANY_FAILURE
 from hardened_ddp.model.effects import untouched
 from hardened_ddp.preflight.forward_collectives import watching

@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hardened_ddp.data.sampler import Window
+from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.gradients.sums import Sums
 from hardened_ddp.model.optimizer import skips_by_flag
 from hardened_ddp.ranks.phase import Phase

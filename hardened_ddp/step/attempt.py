@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.sampler import Window
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.model.moving_attributes import Copies
 from hardened_ddp.step.events import Event, Flag
 from hardened_ddp.step.failure import Failure

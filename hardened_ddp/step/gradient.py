@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 import torch
 
-from hardened_ddp.data.batch import Batch, split
+from hardened_ddp.data.batches.batch import Batch, split
+from hardened_ddp.data.batches.nesting import tensors_of
+from hardened_ddp.data.batches.sampler import Window, WindowSampler
 from hardened_ddp.data.foreign_code import describe
-from hardened_ddp.data.nesting import tensors_of
-from hardened_ddp.data.sampler import Window, WindowSampler
 from hardened_ddp.errors import ANY_FAILURE
 from hardened_ddp.gradients.sums import Marks
 from hardened_ddp.model.replica import Replica

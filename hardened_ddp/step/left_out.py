@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hardened_ddp.checkpoint.disk import Disk, sync_files
-from hardened_ddp.data.batch import BadSample, Batch
-from hardened_ddp.data.read_errors import file_of
+from hardened_ddp.data.batches.batch import BadSample, Batch
+from hardened_ddp.data.batches.read_errors import file_of
 from hardened_ddp.errors import TooManyErrors
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.reporting.sinks import open_no_link

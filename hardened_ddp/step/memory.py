@@ -8,7 +8,7 @@ import logging
 
 import torch
 
-from hardened_ddp.data.batch import Batch, take
+from hardened_ddp.data.batches.batch import Batch, take
 from hardened_ddp.errors import OutOfMemoryError
 from hardened_ddp.model.compiling import uncompiled
 from hardened_ddp.model.effects import untouched

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.nesting import map_tensors
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.nesting import map_tensors
 from hardened_ddp.step.failure import BAD_LABELS, NUM_SHOWN, format_samples
 
 

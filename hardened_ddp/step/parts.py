@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from hardened_ddp.data.datasets import TaskData
-from hardened_ddp.data.ledger import LedgerWriter, next_start
-from hardened_ddp.data.loader import EvalLoader
+from hardened_ddp.data.batches.ledger import LedgerWriter, next_start
+from hardened_ddp.data.batches.loader import EvalLoader
+from hardened_ddp.data.batches.run_length import RunLength
 from hardened_ddp.data.loader_setup import AnyLoader, AnySampler
-from hardened_ddp.data.run_length import RunLength
+from hardened_ddp.data.sources.datasets import TaskData
 from hardened_ddp.gradients.sums import GradientSum
 from hardened_ddp.model.optimizer import skips_by_flag
 from hardened_ddp.model.precision import Precision

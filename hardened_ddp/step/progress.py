@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hardened_ddp.data.sampler import Window
+from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.task.task import LOSS, Metric, Score, Task
 

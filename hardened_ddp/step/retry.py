@@ -21,7 +21,7 @@ from collections import Counter
 from dataclasses import asdict, replace
 from typing import NoReturn
 
-from hardened_ddp.data.batch import BadSample, Batch, take
+from hardened_ddp.data.batches.batch import BadSample, Batch, take
 from hardened_ddp.errors import StepError
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.attempt import Attempt, Outcome

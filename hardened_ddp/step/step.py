@@ -17,9 +17,9 @@ from typing import Protocol
 import torch
 
 from hardened_ddp.checkpoint.disk import Disk, sync_files
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.ledger import LedgerWriter
-from hardened_ddp.data.sampler import Window
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.ledger import LedgerWriter
+from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.errors import ANY_FAILURE, HardenedError
 from hardened_ddp.model.optimizer_state import is_known
 from hardened_ddp.model.precision import clip

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.datasets import TaskData
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.foreign_code import describe, import_callable, line_of_user
+from hardened_ddp.data.sources.datasets import TaskData
 from hardened_ddp.errors import ANY_FAILURE, ConfigError, HardenedError, ModelError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import Config

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
 from hardened_ddp.settings.task import TASKS
 from hardened_ddp.task.output import (

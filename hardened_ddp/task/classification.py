@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
 from hardened_ddp.task.confusion import ConfusionMatrix
 from hardened_ddp.task.output import are_one_hot, described_labels, logits_of, split_output

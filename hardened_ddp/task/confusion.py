@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.task.task import Score
 
 MAX_ROWS = 20  # classes in the printed table; the file has all

@@ -7,7 +7,7 @@ Does not own: what is wrong, and how a mistake is shown (Task.is_wrong, Task.mis
 
 import torch
 
-from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.task.task import Mistake, Score, Task
 
 MAX_PICTURES = 16

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
 from hardened_ddp.task.output import described, refuse_several_losses, split_output
 from hardened_ddp.task.task import Score, Task

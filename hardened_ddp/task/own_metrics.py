@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.fetch import preserved_rng
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.fetch import preserved_rng
 from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import ANY_FAILURE, ConfigError, ModelError
 from hardened_ddp.ranks.group import Group

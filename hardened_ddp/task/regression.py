@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.nn import functional
 
-from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ConfigError, ModelError
 from hardened_ddp.task.output import logits_of
 from hardened_ddp.task.tables import SumsTable

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
-from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
 from hardened_ddp.task.output import logits_of
 from hardened_ddp.task.tables import SumsTable

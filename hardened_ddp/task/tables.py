@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.task.task import Score, number_text
 
 MAX_ROWS = 20  # of a printed table: of more, single ones say little, and the file has all

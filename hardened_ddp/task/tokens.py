@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.fetch import preserved_rng
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.fetch import preserved_rng
 from hardened_ddp.errors import ANY_FAILURE, ModelError
 from hardened_ddp.task.output import logits_of, may_be_left_out, split_output
 from hardened_ddp.task.own_metrics import OwnMetrics

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.datasets import TaskData
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.loader_setup import AnyLoader
+from hardened_ddp.data.sources.datasets import TaskData
 from hardened_ddp.gradients.choose import sum_gradients_of
 from hardened_ddp.gradients.sums import GradientSum
 from hardened_ddp.model.effects import untouched

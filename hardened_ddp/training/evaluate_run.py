@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from hardened_ddp.checkpoint.verify import Found, open_checkpoint
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.datasets import TaskData, build_data, prepare_data
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.loader_setup import build_eval_loader
+from hardened_ddp.data.sources.datasets import TaskData, build_data, prepare_data
 from hardened_ddp.errors import DataError, StepError
 from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.precision import Precision

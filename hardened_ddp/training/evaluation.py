@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hardened_ddp.data.batch import BadSample, Batch
-from hardened_ddp.data.loader import EvalLoader
+from hardened_ddp.data.batches.batch import BadSample, Batch
+from hardened_ddp.data.batches.loader import EvalLoader
 from hardened_ddp.errors import ANY_FAILURE, HardenedError, SampleError
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.group import Group

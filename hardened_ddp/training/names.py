@@ -5,8 +5,8 @@ imported, ends a run at once, without a process group and without a run folder.
 Does not own: the checks (each beside what it names), the call of what was found.
 """
 
-from hardened_ddp.data.datasets import find_source
 from hardened_ddp.data.foreign_code import import_callable
+from hardened_ddp.data.sources.datasets import find_source
 from hardened_ddp.errors import DataError, OptimizerError
 from hardened_ddp.model.optimizer import find_optimizer
 from hardened_ddp.model.zoo import check_model

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from enum import StrEnum
 from itertools import islice
 
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.sampler import Window
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.guard.hang import HangWatch
 from hardened_ddp.guard.stop import StopRequest
 from hardened_ddp.ranks.garbage import collect_as_usual

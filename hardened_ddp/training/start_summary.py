@@ -10,7 +10,7 @@ import socket
 
 import torch
 
-from hardened_ddp.data.run_length import UNKNOWN_STEPS
+from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.layers import RUN, Resolved
 from hardened_ddp.settings.record import yaml_word

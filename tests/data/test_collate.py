@@ -16,12 +16,12 @@ from torch.nn.utils.rnn import (
 from torch.utils.data import Dataset, Subset
 
 from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
-from hardened_ddp.data.batch import take
-from hardened_ddp.data.checks import Checks
-from hardened_ddp.data.collate import find_collate, split_targets
-from hardened_ddp.data.fetch import Fetcher
-from hardened_ddp.data.loader import TrainLoader
-from hardened_ddp.data.sampler import WindowSampler
+from hardened_ddp.data.batches.batch import take
+from hardened_ddp.data.batches.checks import Checks
+from hardened_ddp.data.batches.collate import find_collate, split_targets
+from hardened_ddp.data.batches.fetch import Fetcher
+from hardened_ddp.data.batches.loader import TrainLoader
+from hardened_ddp.data.batches.sampler import WindowSampler
 from hardened_ddp.errors import DataError, SampleError
 from tests.harness.ranks import train
 from tests.harness.scripted import make_stream, read

@@ -24,14 +24,14 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from hardened_ddp.data import read_errors, worker_pool
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.checks import Checks
-from hardened_ddp.data.fetch import Fetcher
-from hardened_ddp.data.loader import TrainLoader
-from hardened_ddp.data.memory import MemoryImages
-from hardened_ddp.data.read_errors import RetryReport, file_of, is_transient
-from hardened_ddp.data.worker_fallback import WorkerFallback, WorkerLevel
+from hardened_ddp.data.batches import read_errors, worker_pool
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.checks import Checks
+from hardened_ddp.data.batches.fetch import Fetcher
+from hardened_ddp.data.batches.loader import TrainLoader
+from hardened_ddp.data.batches.memory import MemoryImages
+from hardened_ddp.data.batches.read_errors import RetryReport, file_of, is_transient
+from hardened_ddp.data.batches.worker_fallback import WorkerFallback, WorkerLevel
 from hardened_ddp.errors import LoaderError
 from tests.harness.marks import slow_after
 from tests.harness.processes import HOUR_S

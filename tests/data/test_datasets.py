@@ -17,12 +17,13 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from hardened_ddp.data import foreign_code, vision
-from hardened_ddp.data.datasets import build_data, prepare_data
-from hardened_ddp.data.facts import is_in_memory
-from hardened_ddp.data.fetch import Fetcher
-from hardened_ddp.data.memory import MemoryImages
-from hardened_ddp.data.workers import plan_workers, read_cpu_quota
+from hardened_ddp.data import foreign_code
+from hardened_ddp.data.batches.fetch import Fetcher
+from hardened_ddp.data.batches.memory import MemoryImages
+from hardened_ddp.data.batches.workers import plan_workers, read_cpu_quota
+from hardened_ddp.data.sources import vision
+from hardened_ddp.data.sources.datasets import build_data, prepare_data
+from hardened_ddp.data.sources.facts import is_in_memory
 from hardened_ddp.errors import DataError
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.data import DataConfig
@@ -397,7 +398,7 @@ def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
 IMPORT = """
 import logging, sys
 logging.basicConfig(level=logging.WARNING, format="WARNED %(message)s", stream=sys.stdout)
-from hardened_ddp.data.datasets import build_data
+from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.data.foreign_code import import_torchvision
 from hardened_ddp.settings.data import DataConfig
 from hardened_ddp.settings.model import ModelConfig
@@ -573,7 +574,7 @@ def test_a_containers_cpu_quota_is_read(
 
 def plan(monkeypatch: pytest.MonkeyPatch, *, cpus: int, **facts: Any) -> Any:
     """Plan for a machine with this many CPUs."""
-    monkeypatch.setattr("hardened_ddp.data.workers.cpu_budget", lambda: cpus)
+    monkeypatch.setattr("hardened_ddp.data.batches.workers.cpu_budget", lambda: cpus)
     settings = {key: facts.pop(key) for key in ("num_workers", "prefetch_factor") if key in facts}
     needed = {"in_memory": False, "local_world_size": 1, "uses_gpu": False, "batch_bytes": 1000}
     return plan_workers(DataConfig(**settings), **{**needed, **facts})

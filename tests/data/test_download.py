@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import download
-from hardened_ddp.data import transfer
-from hardened_ddp.data.datasets import prepare_data
 from hardened_ddp.data.foreign_code import import_torchvision
-from hardened_ddp.data.published import fetch_dataset, fetch_weights, files_of, weights_of
-from hardened_ddp.data.transfer import Wanted, fetch
+from hardened_ddp.data.sources import transfer
+from hardened_ddp.data.sources.datasets import prepare_data
+from hardened_ddp.data.sources.published import fetch_dataset, fetch_weights, files_of, weights_of
+from hardened_ddp.data.sources.transfer import Wanted, fetch
 from hardened_ddp.errors import DataError, ModelError
 from hardened_ddp.model import torchvision_models
 from hardened_ddp.model.zoo import build_model

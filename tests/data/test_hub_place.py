@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from hardened_ddp.data import hub_place
-from hardened_ddp.data.datasets import build_data
-from hardened_ddp.data.hub_place import find_place, hub_answers
+from hardened_ddp.data.sources import hub_place
+from hardened_ddp.data.sources.datasets import build_data
+from hardened_ddp.data.sources.hub_place import find_place, hub_answers
 from hardened_ddp.errors import DataError, ModelError
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.data import DataConfig

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hardened_ddp.data.datasets import build_data
+from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import DataError
 from hardened_ddp.settings.data import DataConfig
 from tests.harness.ranks import run_program, train

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hardened_ddp.data.datasets import build_data
+from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import DataError, HardenedError, ModelError
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.data import DataConfig

@@ -16,7 +16,7 @@ from ddp_runs.ledger_check import check_ledger
 from ddp_training import main
 from hardened_ddp.checkpoint import files
 from hardened_ddp.checkpoint.disk import Disk
-from hardened_ddp.data.ledger import Done, LedgerWriter, next_start, verify_ledger
+from hardened_ddp.data.batches.ledger import Done, LedgerWriter, next_start, verify_ledger
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.step import parts
 from tests.harness.marks import slow_after

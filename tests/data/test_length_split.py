@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from hardened_ddp.data.batch import Batch, apart, take
-from hardened_ddp.data.checks import Checks
-from hardened_ddp.data.fetch import Fetcher
-from hardened_ddp.data.length_split import LengthSplit
-from hardened_ddp.data.loader import TrainLoader
-from hardened_ddp.data.sampler import WindowSampler
-from hardened_ddp.data.worker_fallback import WorkerLevel
+from hardened_ddp.data.batches.batch import Batch, apart, take
+from hardened_ddp.data.batches.checks import Checks
+from hardened_ddp.data.batches.fetch import Fetcher
+from hardened_ddp.data.batches.length_split import LengthSplit
+from hardened_ddp.data.batches.loader import TrainLoader
+from hardened_ddp.data.batches.sampler import WindowSampler
+from hardened_ddp.data.batches.worker_fallback import WorkerLevel
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import ForwardCollectives
 from hardened_ddp.preflight.memory_format import Trial

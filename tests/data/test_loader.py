@@ -19,14 +19,14 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from hardened_ddp.data import read_errors, worker_pool
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.fetch import Fetcher
-from hardened_ddp.data.loader import EvalLoader, TrainLoader
-from hardened_ddp.data.memory import MemoryImages
-from hardened_ddp.data.sampler import WindowSampler
-from hardened_ddp.data.stream import BatchStream
-from hardened_ddp.data.workers import WorkerPlan
+from hardened_ddp.data.batches import read_errors, worker_pool
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.fetch import Fetcher
+from hardened_ddp.data.batches.loader import EvalLoader, TrainLoader
+from hardened_ddp.data.batches.memory import MemoryImages
+from hardened_ddp.data.batches.sampler import WindowSampler
+from hardened_ddp.data.batches.stream import BatchStream
+from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError, SampleError
 from hardened_ddp.settings.data import DataConfig
 from tests.harness.processes import HOUR_S, deadline
@@ -223,7 +223,7 @@ def test_samples_are_tried_one_at_a_time_to_find_the_one(monkeypatch: pytest.Mon
             started.append((plan.num_workers, plan.prefetch_factor))
             super().__init__(fetcher, plan, **how)
 
-    monkeypatch.setattr("hardened_ddp.data.stream.WorkerPool", Watched)
+    monkeypatch.setattr("hardened_ddp.data.batches.stream.WorkerPool", Watched)
     loader = make_loader(Scripted(crash_always), 2)
     assert bad_numbers(read(loader)) == [MARKED]
     loader.close()
@@ -372,7 +372,7 @@ def test_the_fork_server_leaves_them_alone_while_it_imports_torch() -> None:
 
 TRACKER = """
 import os
-from hardened_ddp.data.worker_signals import signals_of_rank_blocked
+from hardened_ddp.data.batches.worker_signals import signals_of_rank_blocked
 with signals_of_rank_blocked():
     pass
 [tracker] = open(f"/proc/self/task/{os.getpid()}/children").read().split()

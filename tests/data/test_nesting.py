@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from hardened_ddp.data.batch import Batch, move, take
-from hardened_ddp.data.collate import split_targets
-from hardened_ddp.data.facts import fingerprint
-from hardened_ddp.data.fetch import Fetcher
-from hardened_ddp.data.nesting import leaves, map_tensors, pick, stack
+from hardened_ddp.data.batches.batch import Batch, move, take
+from hardened_ddp.data.batches.collate import split_targets
+from hardened_ddp.data.batches.fetch import Fetcher
+from hardened_ddp.data.batches.nesting import leaves, map_tensors, pick, stack
+from hardened_ddp.data.sources.facts import fingerprint
 from tests.harness.scripted import make_loader, read
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from hardened_ddp.data.hashing import Words, hash_word, hash_words
-from hardened_ddp.data.own_order import MAX_KEPT_ORDER
-from hardened_ddp.data.permutation import permute
-from hardened_ddp.data.sampler import (
+from hardened_ddp.data.batches.hashing import Words, hash_word, hash_words
+from hardened_ddp.data.batches.own_order import MAX_KEPT_ORDER
+from hardened_ddp.data.batches.permutation import permute
+from hardened_ddp.data.batches.sampler import (
     EpochOrder,
     Window,
     WindowSampler,
@@ -275,7 +275,7 @@ def test_a_rank_of_thousands_computes_its_own_samples_and_those_of_several_epoch
         computed.append(len(positions))
         return permute(positions, **how)
 
-    monkeypatch.setattr("hardened_ddp.data.own_order.permute", counted)
+    monkeypatch.setattr("hardened_ddp.data.batches.own_order.permute", counted)
     sampler = make_sampler(270_000, rank=77, world_size=4096, global_batch=32 * 4096)
     for epoch in range(20):  # of two full windows and a short one
         for window in sampler.windows_of(epoch):

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from hardened_ddp.data import sending
-from hardened_ddp.data.block_reader import BlockReader
-from hardened_ddp.data.fetch import Fetcher
-from hardened_ddp.data.sending import measure_sending
-from hardened_ddp.data.stream import BatchStream
-from hardened_ddp.data.workers import WorkerPlan
+from hardened_ddp.data.batches import sending
+from hardened_ddp.data.batches.fetch import Fetcher
+from hardened_ddp.data.batches.sending import measure_sending
+from hardened_ddp.data.batches.stream import BatchStream
+from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.streams.block_reader import BlockReader
 from tests.harness.ranks import run_ranks
 
 MIB = 2**20

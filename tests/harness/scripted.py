@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.checks import Checks
-from hardened_ddp.data.fetch import Fetcher
-from hardened_ddp.data.loader import TrainLoader
-from hardened_ddp.data.sampler import WindowSampler
-from hardened_ddp.data.stream import BatchStream
-from hardened_ddp.data.workers import WorkerPlan
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.checks import Checks
+from hardened_ddp.data.batches.fetch import Fetcher
+from hardened_ddp.data.batches.loader import TrainLoader
+from hardened_ddp.data.batches.sampler import WindowSampler
+from hardened_ddp.data.batches.stream import BatchStream
+from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.settings.data import DataConfig
 
 SIZE = 40

@@ -12,7 +12,7 @@ from torch import nn
 
 from ddp_drills.faults import find
 from ddp_drills.work import Work
-from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.model.effects import InputEffects, untouched
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.replica import Replica

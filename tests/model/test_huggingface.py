@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from hardened_ddp.data.datasets import build_data
 from hardened_ddp.data.foreign_code import import_extra
+from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import DataError, MissingPackageError, ModelError
 from hardened_ddp.export.export import export_model
 from hardened_ddp.model.huggingface import ImageClassifier, build_from_config

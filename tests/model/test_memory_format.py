@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.preflight.memory_format import Trial, choose_channels_last

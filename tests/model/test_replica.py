@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.sampler import Window
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.errors import HardenedError, ModelError, UnusedParameterError
 from hardened_ddp.gradients.buckets import Buckets
 from hardened_ddp.gradients.choose import sum_gradients_of

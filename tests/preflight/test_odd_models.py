@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hardened_ddp.data import stream_views
-from hardened_ddp.data.datasets import build_data
+from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import DataError, HardenedError, ModelError, OptimizerError
 from hardened_ddp.model.optimizer import build_optimizer
 from hardened_ddp.model.replica import check_same_model
@@ -22,6 +21,7 @@ from hardened_ddp.settings.data import DataConfig
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.model import ModelConfig
 from hardened_ddp.settings.optimizer import OptimizerConfig
+from hardened_ddp.streams import stream_views
 from tests.harness.ranks import run_ranks, train
 
 CPU = torch.device("cpu")

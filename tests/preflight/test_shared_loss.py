@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.preflight.memory_format import Trial
 from hardened_ddp.preflight.shared_loss import warn_of_shared_loss

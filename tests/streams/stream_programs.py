@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.block_reader import BlockReader
-from hardened_ddp.data.fetch import Fetcher
-from hardened_ddp.data.run_length import UNKNOWN_STEPS, RunLength
-from hardened_ddp.data.sampler import Window
-from hardened_ddp.data.shard_loader import ShardLoader
-from hardened_ddp.data.shard_sampler import ShardSampler
-from hardened_ddp.data.shards import Facts
-from hardened_ddp.data.stream import BatchStream
-from hardened_ddp.data.stream_batches import HeldSamples
-from hardened_ddp.data.workers import WorkerPlan
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.fetch import Fetcher
+from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS, RunLength
+from hardened_ddp.data.batches.sampler import Window
+from hardened_ddp.data.batches.stream import BatchStream
+from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.streams.block_reader import BlockReader
+from hardened_ddp.streams.shard_loader import ShardLoader
+from hardened_ddp.streams.shard_sampler import ShardSampler
+from hardened_ddp.streams.shards import Facts
+from hardened_ddp.streams.stream_batches import HeldSamples
 from tests.harness.scripted import give_back_sigchld
 
 

@@ -17,15 +17,15 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from hardened_ddp.data import read_errors
-from hardened_ddp.data.batch import BadSample, Batch
-from hardened_ddp.data.block_reader import BlockReader
-from hardened_ddp.data.open_shard import EndOfShard
-from hardened_ddp.data.shard_files import FileStream
-from hardened_ddp.data.shard_reader import ShardReader
-from hardened_ddp.data.shelves import items_of
-from hardened_ddp.data.text_shards import TextFormat
+from hardened_ddp.data.batches import read_errors
+from hardened_ddp.data.batches.batch import BadSample, Batch
 from hardened_ddp.errors import LoaderError
+from hardened_ddp.streams.block_reader import BlockReader
+from hardened_ddp.streams.open_shard import EndOfShard
+from hardened_ddp.streams.shard_files import FileStream
+from hardened_ddp.streams.shard_reader import ShardReader
+from hardened_ddp.streams.shelves import items_of
+from hardened_ddp.streams.text_shards import TextFormat
 from tests.streams.stream_programs import Rows, StatefulRows, shard_loader
 
 

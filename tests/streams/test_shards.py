@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.fetch import Fetcher
-from hardened_ddp.data.packing import pack, unpack
-from hardened_ddp.data.shards import (
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.fetch import Fetcher
+from hardened_ddp.errors import DataError, SampleError
+from hardened_ddp.streams.packing import pack, unpack
+from hardened_ddp.streams.shards import (
     UNKNOWN,
     Dealer,
     Facts,
@@ -24,7 +25,6 @@ from hardened_ddp.data.shards import (
     settle,
     shard_order,
 )
-from hardened_ddp.errors import DataError, SampleError
 from tests.streams.stream_programs import (
     Rows,
     StatefulRows,
@@ -275,7 +275,7 @@ def test_batches_are_made_together_of_samples_that_are_at_hand(
         return assemble(self, epoch, samples, numbers)
 
     def read(at_once: int) -> tuple[list[tuple[int, list[float]]], list[int]]:
-        monkeypatch.setattr("hardened_ddp.data.stream_batches._AT_ONCE", at_once)
+        monkeypatch.setattr("hardened_ddp.streams.stream_batches._AT_ONCE", at_once)
         stream = Noted([90] * 4, says=[90] * 4 if says else None)
         loader = shard_loader(stream, world_size=world_size)
         found, ahead, num_taken = [], [], 0
@@ -325,7 +325,7 @@ def test_steps_before_a_batch_that_can_not_be_made_are_trained(
         for window, _ in loader.windows(0, 0):
             found.append(window.start)
 
-    monkeypatch.setattr("hardened_ddp.data.stream_batches._AT_ONCE", at_once)
+    monkeypatch.setattr("hardened_ddp.streams.stream_batches._AT_ONCE", at_once)
     loader = shard_loader(Rows([16], says=[16]), global_batch=1, shuffle_block=16)
     order = [
         number

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hardened_ddp.data.batch import Batch
+from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.task.task import Metric, Score
 from tests.harness.ranks import run_program, start_training, train
 from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, samples_by_step

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import ddp_training
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.datasets import build_data
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import ModelError
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import Launch, environment, read_launch

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hardened_ddp.data.batch import Batch
-from hardened_ddp.data.datasets import build_data
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import ConfigError, HardenedError, ModelError
 from hardened_ddp.preflight.probe import try_metrics
 from hardened_ddp.ranks.group import Group, open_group

@@ -22,6 +22,10 @@ LAYERS = [
     "settings",
     "ranks",
     "reporting",
+    "data/foreign_code",
+    "data/batches",
+    "streams",
+    "data/sources",
     "data",
     "task",
     "model",
@@ -55,15 +59,15 @@ BUDGETS = {
 }
 # Functions that take one value, by its name, for each thing that they make or pass on.
 ONE_FOR_EACH_FIELD = {
-    "data/sampler.py": {"__init__"},
+    "data/batches/sampler.py": {"__init__"},
     "settings/declare.py": {"setting"},
-    "data/shard_sampler.py": {"__init__"},
+    "streams/shard_sampler.py": {"__init__"},
     # their parameters are the keys of --dataset_args
-    "data/synthetic.py": {"__init__"},
-    "data/huggingface.py": {"open_hub_set"},
-    "data/hub_stream.py": {"open_hub_stream"},
-    "data/file_streams.py": {"open_text", "open_parquet", "open_tar"},
-    "data/shard_files.py": {"open_files"},
+    "data/sources/synthetic.py": {"__init__"},
+    "data/sources/huggingface.py": {"open_hub_set"},
+    "data/sources/hub_stream.py": {"open_hub_stream"},
+    "streams/file_streams.py": {"open_text", "open_parquet", "open_tar"},
+    "streams/shard_files.py": {"open_files"},
 }
 
 # What is done, by its full name -> the files that may do it. What stands first counts.
@@ -83,11 +87,11 @@ OWNERS = {
     "torch.manual_seed torch.seed torch.*.manual_seed* torch.*.set_rng_state*": "ranks/seeding.py",
     "torch.set_rng_state torch.use_deterministic_algorithms random.seed": "ranks/seeding.py",
     "numpy.random.seed": "ranks/seeding.py",
-    "signal.signal": "guard/stop.py data/worker_signals.py ddp_training.py",
+    "signal.signal": "guard/stop.py data/batches/worker_signals.py ddp_training.py",
     "signal.set_wakeup_fd signal.siginterrupt": "guard/stop.py",
     "threading.Thread threading.Timer _thread.* concurrent.futures.Thread*": (
-        "guard/watchdog.py guard/hang.py checkpoint/snapshot.py reporting/* data/worker_pool.py "
-        "ranks/patience.py ranks/parent.py ranks/process.py "
+        "guard/watchdog.py guard/hang.py checkpoint/snapshot.py reporting/* "
+        "data/batches/worker_pool.py ranks/patience.py ranks/parent.py ranks/process.py "
         "ddp_doctor/audit/injected/*"
     ),
     "print": "reporting/* ddp_runs/* ddp_doctor/* ddp_drills/* ddp_training.py",
@@ -105,7 +109,8 @@ def find_upward_imports(name: str, tree: ast.AST, full: dict[str, str]) -> Itera
     library, and only the script's hand-over imports it.
     """
     own = name.split("/")[0].removesuffix(".py")
-    allowed = LAYERS[: LAYERS.index(own) + 1] if own in LAYERS else LAYERS
+    layer = layer_of(name.removesuffix(".py"))
+    allowed = LAYERS[: LAYERS.index(layer) + 1] if layer else LAYERS
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             yield f"{node.lineno}: a relative import; write the whole name"
@@ -119,8 +124,14 @@ def find_upward_imports(name: str, tree: ast.AST, full: dict[str, str]) -> Itera
             yield f"imports {module}: this folder works alone"
         elif parts[0] == "ddp_doctor" and own != "ddp_doctor" and name not in HANDS_OVER:
             yield f"imports {module}: only {HANDS_OVER} does"
-        elif parts[0] == "hardened_ddp" and len(parts) > 1 and parts[1] not in allowed:
+        elif module.startswith("hardened_ddp.") and layer_of("/".join(parts[1:])) not in allowed:
             yield f"imports {module}, and may import only: {', '.join(allowed)}"
+
+
+def layer_of(path: str) -> str:
+    """Return the layer of a module, the innermost that holds it; empty if it is in none."""
+    holding = [layer for layer in LAYERS if path == layer or path.startswith(f"{layer}/")]
+    return max(holding, key=len, default="")
 
 
 def may_be_in_doctor(name: str, package: str) -> bool:
@@ -201,7 +212,7 @@ BREAKS: dict[Rule, list[tuple[str, str]]] = {
         ("model/zoo.py", "from hardened_ddp.step.step import Stepper"),
         ("model/zoo.py", "def f():\n    from hardened_ddp import guard"),
         ("settings/cli.py", "import hardened_ddp.ranks.launch"),
-        ("data/loader.py", "from . import sampler"),
+        ("data/batches/loader.py", "from . import sampler"),
         ("errors.py", "import ddp_training"),
         ("ddp_runs/doctor.py", "from ddp_drills import runner"),
         ("reporting/rank_status.py", "from ddp_runs.run_files import read_run"),
@@ -218,11 +229,11 @@ BREAKS: dict[Rule, list[tuple[str, str]]] = {
         ("step/step.py", "from torch.nn.parallel import DistributedDataParallel as D\nD(m)"),
         ("training/resume.py", "import torch\ntorch.load('x')"),
         ("model/zoo.py", "from safetensors.torch import load_file\nload_file('x')"),
-        ("data/workers.py", "import numpy as np\nnp.random.seed(0)"),
-        ("data/workers.py", "import torch\ntorch.cuda.manual_seed_all(0)"),
-        ("data/workers.py", "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)"),
-        ("data/workers.py", "import threading\nthreading.Thread(target=f)"),
-        ("data/workers.py", "from concurrent.futures import ThreadPoolExecutor as T\nT()"),
+        ("data/batches/workers.py", "import numpy as np\nnp.random.seed(0)"),
+        ("data/batches/workers.py", "import torch\ntorch.cuda.manual_seed_all(0)"),
+        ("data/batches/workers.py", "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)"),
+        ("data/batches/workers.py", "import threading\nthreading.Thread(target=f)"),
+        ("data/batches/workers.py", "from concurrent.futures import ThreadPoolExecutor as T\nT()"),
         ("checkpoint/files.py", "print('saved')"),
         ("step/step.py", "import sys\nsys.exit(1)"),
         ("step/step.py", "raise SystemExit(1)"),
@@ -265,7 +276,7 @@ def test_a_rule_sees_what_breaks_it(rule: Rule) -> None:
 def test_an_owner_may_do_what_is_his() -> None:
     tree = ast.parse("import torch.distributed as d, os\nd.all_reduce(t)\nd.is_available()")
     assert not list(find_foreign_acts("ranks/group.py", tree, full_names(tree)))
-    assert len(list(find_foreign_acts("data/loader.py", tree, full_names(tree)))) == 1
+    assert len(list(find_foreign_acts("data/batches/loader.py", tree, full_names(tree)))) == 1
 
 
 def test_each_package_keeps_its_budget_of_lines() -> None:
@@ -287,8 +298,9 @@ def test_modules_are_named_for_what_they_own() -> None:
     others = [*LAUNCHERS, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     bad = [path for path in [*PRODUCT, *others] if NAMELESS & set(path.stem.lower().split("_"))]
     assert not bad
-    layers = {p.name for p in (ROOT / "hardened_ddp").iterdir() if (p / "__init__.py").exists()}
-    assert layers == set(LAYERS[1:]), "a layer that has no place in the order of LAYERS"
+    found = {p.name for p in (ROOT / "hardened_ddp").iterdir() if (p / "__init__.py").exists()}
+    layers = {layer.split("/")[0] for layer in LAYERS[1:]}
+    assert found == layers, "a layer that has no place in the order of LAYERS"
 
 
 def test_settings_errors_and_launch_import_no_torch() -> None:

@@ -1,0 +1,1 @@
+"""The batches of a rank: which samples, read by whom, in which order; and the ledger."""

@@ -1,0 +1,153 @@
+"""A batch: the samples of one micro-batch, and those that could not be read.
+
+Owns splitting a batch and moving it. Tensors may be nested as the dataset nests them (nesting.py).
+Does not own: reading one (fetch.py).
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from hardened_ddp.data.batches.nesting import dense_parts, map_parts, pick, tensors_of
+
+Request = tuple[int, torch.Tensor]
+"""(epoch, indices of one micro-batch)."""
+
+
+class BatchSource(Protocol):
+    """Reads the batch of a request: a Fetcher for a map-style dataset, else a stream's reader."""
+
+    dataset: Any  # the user's
+    shares_memory: bool
+    reading: "list[int] | memoryview[int]"  # WHY quoted: no type at run time before Python 3.14
+    """The sample that is being read; other processes may read this."""
+
+    def __getitem__(self, request: Request) -> "Batch":
+        """Read the batch of a request."""
+
+    def answers(self, batch: "Batch", request: Request) -> bool:
+        """Return whether batch holds what request asked for."""
+
+    def with_parts(self, batch: "Batch", epoch: int) -> "Batch":
+        """Let parts of a batch be read again, where it can't be cut by samples."""
+
+    def name_of(self, index: int) -> str:
+        """Return the file or the place of a sample, for messages; empty if it has none."""
+
+    def pass_over(self, epoch: int, index: int, error: str) -> None:
+        """Never read this sample again: it ends the process that reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadSample:
+    """A sample that can't be read, or has a value that the model can't take."""
+
+    index: int
+    error: str
+    file: str = ""
+    """The file it is in, if that is known."""
+
+    @property
+    def name(self) -> str:
+        """Its number, and its file if that is known."""
+        return f"{self.index} ({self.file})" if self.file else str(self.index)
+
+
+@dataclass(slots=True)
+class Batch:
+    """One micro-batch. Any: a tensor, or what the dataset nests tensors in."""
+
+    inputs: Any
+    targets: Any
+    """The labels; of classes (num_samples,) int64."""
+
+    indices: torch.Tensor
+    """(num_samples,) int64: which samples these are."""
+
+    bad: tuple[BadSample, ...] = ()
+    troubles: tuple[str, ...] = ()
+    """Errors of reads that were retried."""
+
+    read_part: "Callable[[torch.Tensor], Batch] | None" = None
+    """Reads some of its samples, given their indices, as a batch of their own. None: they can be
+    cut out of this one, whose tensors have the sample as their first dimension."""
+
+    longer: "Batch | None" = None
+    """The longer samples of the same request, collated apart from these: see apart."""
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.indices)
+
+    def to(self, device: torch.device, *, channels_last: bool = False) -> "Batch":
+        """Return the batch on device; with channels_last, images in that memory format."""
+        if device.type == "cpu" and not channels_last:
+            return self
+        inputs = move(self.inputs, device)
+        if channels_last and isinstance(inputs, torch.Tensor) and inputs.dim() == 4:
+            inputs = inputs.contiguous(memory_format=torch.channels_last)
+        return replace(self, inputs=inputs, targets=move(self.targets, device), troubles=())
+
+    def copied(self) -> "Batch":
+        """Return the batch with copies of its data, for a forward that changes its inputs."""
+        return replace(self, inputs=_copied(self.inputs), targets=_copied(self.targets))
+
+    def size_bytes(self) -> int:
+        """Count the bytes of all tensors."""
+        tensors = tensors_of((self.inputs, self.targets))
+        return sum(part.nbytes for tensor in tensors for part in dense_parts(tensor))
+
+
+def _copied(value: Any) -> Any:  # Any: a dataset's data
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    parts = map_parts(value, _copied)
+    return copy.deepcopy(value) if parts is value else parts
+
+
+def move(value: Any, device: torch.device) -> Any:  # Any: a dataset's data
+    """Move all tensors of a nested value to device; what is no tensor passes through."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    # WHY first: a packed sequence or a graph knows which of its tensors stay on the CPU.
+    if not isinstance(value, type) and callable(own := getattr(value, "to", None)):
+        moved = own(device)
+        return value if moved is None else moved
+    return map_parts(value, lambda part: move(part, device))
+
+
+def split(batches: Sequence[Batch], most_samples: int) -> list[Batch]:
+    """Split batches into micro-batches of at most most_samples, or not if 0. Drops empty ones."""
+    found = []
+    for batch in batches:
+        size = batch.num_samples
+        step = most_samples if 0 < most_samples < size else max(1, size)
+        if step == size:
+            found.append(batch)
+        else:
+            found += [take(batch, range(i, min(i + step, size))) for i in range(0, size, step)]
+    return [batch for batch in found if batch.num_samples]
+
+
+def apart(batches: Sequence[Batch]) -> list[Batch]:
+    """Return the batches one after the other, each followed by its longer samples if any."""
+    found: list[Batch] = []
+    for batch in batches:
+        longer, batch.longer = batch.longer, None
+        found += [batch] if longer is None else [batch, longer]
+    return found
+
+
+def take(batch: Batch, positions: Sequence[int]) -> Batch:
+    """Return some samples of a batch, as a batch."""
+    indices = batch.indices[torch.as_tensor(list(positions), dtype=torch.int64)]
+    if batch.read_part is not None:
+        return batch.read_part(indices)
+    inputs, targets = (
+        pick(part, positions, num_samples=batch.num_samples)
+        for part in (batch.inputs, batch.targets)
+    )
+    return Batch(inputs, targets, indices)

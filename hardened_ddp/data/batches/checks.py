@@ -1,0 +1,146 @@
+"""Values that a model can't take: labels out of range, inputs that are NaN or infinite.
+
+Owns finding them where a batch is made, on the CPU and by sample. WHY there: on a GPU a wrong label
+ends the process with a device-side assert that names no sample, and one NaN spoils all weights.
+
+Cost: one reduction over labels and one over float inputs for each batch. Data in memory that never
+changes is checked once, when the loader is built, and not again.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.memory import MemoryImages
+from hardened_ddp.data.batches.nesting import tensors_of
+
+_NOT_FINITE = "values of its input are"
+_NOTHING: Mapping[int, str] = {}
+_MANY = 4096  # above so many labels a list of Python numbers is slower than a reduction
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """What is checked in batches."""
+
+    num_classes: int = 0
+    """Labels must be in [0, num_classes). 0: the labels are not classes and are not checked."""
+
+    inputs: bool = False
+    """Whether float inputs must be finite."""
+
+    known: Mapping[int, str] | None = None
+    """All problems by sample, if the whole dataset was checked before."""
+
+    @classmethod
+    def of(cls, dataset: Any, *, num_classes: int, inputs: bool) -> "Checks":  # Any: map-style
+        """Build the checks for a dataset; if it is in memory, check all of it now."""
+        tensors = _tensors_in_memory(dataset)
+        if tensors is None:
+            return cls(num_classes, inputs)
+        everything = Batch(*tensors, torch.arange(len(tensors[0])))
+        return cls(num_classes, inputs, known=cls(num_classes, inputs).find(everything))
+
+    def find(self, batch: Batch) -> Mapping[int, str]:
+        """Return the problems by position in the batch; usually empty."""
+        if self.known is not None:
+            if not self.known:
+                return _NOTHING
+            numbers = enumerate(batch.indices.tolist())
+            return {place: self.known[i] for place, i in numbers if i in self.known}
+        if not batch.num_samples or self._are_fine(batch.inputs, batch.targets):
+            return _NOTHING
+        found: dict[int, str] = {}
+        if self.inputs:
+            _find_not_finite(batch, found)
+        if self.num_classes:
+            _find_no_classes(batch.targets, self.num_classes, found)
+        return found
+
+    def problem_of(self, batch: Batch) -> str:
+        """Say what is wrong in a batch that a user's collate made, as a whole; usually empty."""
+        found: dict[int, str] = {}
+        if self.inputs:
+            is_alone = isinstance(batch.inputs, torch.Tensor)
+            for tensor in tensors_of(batch.inputs):
+                _note_not_finite(tensor, is_alone, found)
+        labels = batch.targets
+        is_tensor = isinstance(labels, torch.Tensor)
+        if self.num_classes and is_tensor and len(labels) == batch.num_samples:
+            _find_no_classes(labels, self.num_classes, found)
+        return next(iter(found.values()), "")
+
+    def _are_fine(self, inputs: Any, labels: torch.Tensor) -> bool:
+        """Check quickly whether all values are fine; False: a full check is needed."""
+        if self.num_classes:
+            if labels.dtype != torch.int64 or labels.dim() != 1:
+                return False
+            # WHY a list: for the few labels of a batch it takes a tenth of the reduction's time.
+            values = labels.tolist() if len(labels) <= _MANY else labels.aminmax()
+            if min(values) < 0 or max(values) >= self.num_classes:
+                return False
+        if not self.inputs:
+            return True
+        if not isinstance(inputs, torch.Tensor):
+            return False
+        # WHY a sum: a NaN or infinite value makes it non-finite too, at a tenth of isfinite's cost.
+        return not inputs.is_floating_point() or math.isfinite(inputs.sum().item())
+
+
+def fix_for_all(error: str) -> str:
+    """Say what to do if all samples that were tried are bad. error: of one of them."""
+    if _NOT_FINITE in error:
+        return (
+            "correct the dataset; or --no_check_inputs, for a model that expects such values, such "
+            "as missing ones"
+        )
+    return "check the dataset: every sample seems to be broken"
+
+
+def _tensors_in_memory(dataset: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return inputs and labels of a dataset that only returns rows of two tensors."""
+    if isinstance(dataset, MemoryImages):
+        return dataset.images, dataset.labels
+    # WHY the exact type: a subclass may do more than return rows
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
+        return dataset.tensors[0], dataset.tensors[1]
+    return None
+
+
+def _find_no_classes(labels: torch.Tensor, num_classes: int, found: dict[int, str]) -> None:
+    if labels.dim() != 1 or labels.is_complex():
+        return
+    values = labels.double()
+    is_class = (values >= 0) & (values < num_classes) & (values == values.floor())
+    for place in (~is_class).nonzero().flatten().tolist():
+        found[place] = (
+            f"its label is {labels[place].item()}, and there are {num_classes} classes, "
+            f"0 to {num_classes - 1}"
+        )
+
+
+def _note_not_finite(tensor: torch.Tensor, is_alone: bool, found: dict[int, str]) -> None:
+    if not tensor.is_floating_point():
+        return
+    is_wrong = ~tensor.isfinite() if is_alone else tensor.isnan()
+    if count := int(is_wrong.sum()):
+        what = "NaN or infinite" if is_alone else "NaN"
+        found[0] = f"{count} {_NOT_FINITE} {what}"
+
+
+def _find_not_finite(batch: Batch, found: dict[int, str]) -> None:
+    # In a mapping or a tuple infinity may be a mask, so it is not checked there.
+    is_alone = isinstance(batch.inputs, torch.Tensor)
+    for tensor in tensors_of(batch.inputs):
+        if not tensor.is_floating_point() or tensor.dim() == 0 or len(tensor) != batch.num_samples:
+            continue
+        is_wrong = ~tensor.isfinite() if is_alone else tensor.isnan()
+        counts = is_wrong.view(len(tensor), -1).sum(dim=1)
+        for place in counts.nonzero().flatten().tolist():
+            what = "NaN or infinite" if is_alone else "NaN"
+            found[place] = f"{int(counts[place])} {_NOT_FINITE} {what}"

@@ -1,0 +1,231 @@
+"""How samples become a batch: torch's way, or a function of the user's.
+
+Owns the choice (--collate, or the dataset's own collate_fn), the split into inputs and labels, and
+what is reported when a batch can't be made: which samples, and the line of the user's code.
+What goes wrong here: it raises for one sample or for all, gives no (inputs, labels), or leaves
+samples out.
+Does not own: reading the samples (fetch.py).
+"""
+
+import contextlib
+import inspect
+import traceback
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Subset
+
+from hardened_ddp.data.batches.batch import BadSample, Batch
+from hardened_ddp.data.batches.length_split import LengthSplit
+from hardened_ddp.data.batches.nesting import fields_of, is_dataclass
+from hardened_ddp.data.foreign_code import describe, import_callable
+from hardened_ddp.errors import ANY_FAILURE, DataError, SampleError
+
+Collate = Callable[[list[Any]], Any]
+"""Takes the samples of a batch, as the dataset returns them; returns (inputs, labels), or a mapping
+with the labels in it."""
+
+AUTO_COLLATE = "auto"
+LABEL_NAMES = ("labels", "label", "targets", "target")
+"""Names that the target may have in a sample that is a mapping."""
+_MAX_TEXT = 400  # characters of the text that describes a sample's shape
+
+
+def find_collate(dataset: Any, setting: str) -> Collate | None:  # Any: a map-style dataset
+    """Return the function that makes batches of dataset; None: torch's way. Raises DataError.
+
+    setting: the value of --collate. auto: the dataset's collate_fn, if it has one.
+    """
+    if setting == AUTO_COLLATE:
+        while isinstance(dataset, Subset) and not hasattr(dataset, "collate_fn"):
+            dataset = dataset.dataset
+        found = getattr(dataset, "collate_fn", None)
+        if found is not None and not callable(found):
+            raise DataError(
+                f"the dataset's collate_fn is a {type(found).__name__}, not a function",
+                fix="make it a method that takes a list of samples, or remove it",
+            )
+        return found
+    found = import_callable(setting, setting="collate", error=DataError)
+    if not inspect.isclass(found):
+        return found
+    try:
+        made = found()
+    except ANY_FAILURE as error:  # WHY broad: the user's code
+        raise DataError(
+            f"--collate {setting} can't be made without arguments: {describe(error)}",
+            fix="name a function that takes a list of samples, or a class without arguments",
+        ) from error
+    if not callable(made):
+        raise DataError(
+            f"--collate {setting} makes a {type(made).__name__} that can't be called",
+            fix="give the class a method __call__(self, samples)",
+        )
+    return made
+
+
+def split_targets(data: Any) -> tuple[Any, Any]:  # Any: a foreign sample, or a batch of them
+    """Split data into inputs and targets; targets are None if there are none.
+
+    A pair is (inputs, targets). A longer tuple has its targets last. A mapping has them under one
+    of LABEL_NAMES. Anything else is inputs only. Raises TypeError for what is no data of a sample.
+    """
+    is_pair = isinstance(data, tuple | list) and len(data) == 2
+    if is_dataclass(data):
+        data = dict(fields_of(data))
+    elif hasattr(data, "_asdict") and not is_pair:
+        data = data._asdict()
+    if isinstance(data, Mapping):
+        for name in LABEL_NAMES:
+            if name in data:
+                return {key: data[key] for key in data if key != name}, data[name]
+        return data, None
+    if is_pair:
+        return data[0], data[1]
+    if isinstance(data, tuple | list) and data:
+        return (data[0], None) if len(data) == 1 else (tuple(data[:-1]), data[-1])
+    if data is None or isinstance(data, str | int | float | tuple | list):
+        raise TypeError(
+            f"a sample is a {type(data).__name__}; need an input tensor, (input tensor, label), or "
+            "a mapping"
+        )
+    return data, None
+
+
+def collate_plainly(
+    samples: Sequence[Any],
+    numbers: Sequence[int],
+    bad: tuple[BadSample, ...],
+    collate: Callable[[list[Any]], Any],
+) -> Batch:
+    """Collate samples. A sample whose shape differs from that of most of them is bad."""
+    if not samples:
+        empty = torch.empty(0, dtype=torch.int64)
+        return Batch(torch.empty(0), empty, empty, bad)
+    try:
+        inputs, targets = split_targets(collate(list(samples)))
+    except ANY_FAILURE as error:  # WHY broad: default_collate raises what it meets
+        shapes = [_shape(sample) for sample in samples]
+        usual, count = Counter(shapes).most_common(1)[0]
+        # WHY no majority: samples that all differ are meant to, and none of them is wrong.
+        has_majority = 2 * count > len(samples) or len(samples) == 2
+        if count == len(samples) or not has_majority:
+            differing = "" if count == len(samples) else f"(of {len(set(shapes))} shapes) "
+            raise SampleError(
+                f"samples {list(numbers[:4])} {differing}can't be made into a batch: "
+                f"{describe(error)}",
+                fix="make __getitem__ return (input tensor, label), all of one shape; or make "
+                "batches yourself, with --collate package.module:callable",
+            ) from error
+        fits = [shape == usual for shape in shapes]
+        misfits = tuple(
+            BadSample(
+                number,
+                f"it is {shape}, where the others are {usual}"[:_MAX_TEXT]
+                + "; if samples may differ, set --collate",
+            )
+            for number, shape, is_fit in zip(numbers, shapes, fits, strict=True)
+            if not is_fit
+        )
+        samples = [sample for sample, is_fit in zip(samples, fits, strict=True) if is_fit]
+        numbers = [number for number, is_fit in zip(numbers, fits, strict=True) if is_fit]
+        return collate_plainly(samples, numbers, bad + misfits, collate)
+    return Batch(inputs, targets, torch.tensor(numbers), bad)
+
+
+def collate_by(
+    collate: Collate,
+    samples: list[Any],
+    numbers: list[int],
+    bad: tuple[BadSample, ...],
+    split: LengthSplit | None = None,
+) -> Batch:
+    """Collate by the user's function. A sample that it can't take even alone is bad.
+
+    split: if it cuts, the longer samples are collated apart, into batch.longer.
+    """
+    if split is not None and (places := split.places(samples)) is not None:
+        with contextlib.suppress(SampleError):  # WHY: all together show whether some are the cause
+            return _collate_apart(collate, samples, numbers, bad, places)
+    try:
+        inputs, targets = split_targets(collate(samples))
+    except ANY_FAILURE as error:  # WHY broad: the user's code
+        found = _failing_places(collate, samples)
+        if not found or len(found) == len(samples):  # no single sample is the cause
+            raise SampleError(
+                f"collate failed on samples {numbers[:4]}: {_described_with_line(error)}",
+                fix="it takes a list of samples, as dataset[i] returns them, and returns (inputs, "
+                "labels), or a mapping with 'labels'",
+            ) from error
+        misfits = tuple(BadSample(numbers[p], f"collate: {text}") for p, text in found.items())
+        kept = [place for place in range(len(samples)) if place not in found]
+        samples, numbers = [samples[p] for p in kept], [numbers[p] for p in kept]
+        return collate_by(collate, samples, numbers, bad + misfits)
+    if text := _why_incomplete(targets, len(samples)):
+        raise SampleError(
+            f"collate failed on samples {numbers[:4]}: {text}",
+            fix="keep every sample: to leave one out, make the dataset shorter",
+        )
+    return Batch(inputs, targets, torch.tensor(numbers), bad)
+
+
+def _collate_apart(
+    collate: Collate,
+    samples: Sequence[Any],
+    numbers: Sequence[int],
+    bad: tuple[BadSample, ...],
+    places: tuple[Sequence[int], Sequence[int]],
+) -> Batch:
+    """Collate the samples at the first places, and those at the second ones: to batch.longer."""
+    batch, batch.longer = (
+        collate_by(collate, [samples[p] for p in part], [numbers[p] for p in part], ())
+        for part in places
+    )
+    batch.bad = bad + batch.bad
+    return batch
+
+
+def _failing_places(collate: Collate, samples: Sequence[Any]) -> dict[int, str]:
+    """Return the samples, by position, that collate can't take alone, each with its error."""
+    found = {}
+    for place, sample in enumerate(samples):
+        try:
+            collate([sample])
+        except ANY_FAILURE as error:  # WHY broad: the user's code; reported for its sample
+            found[place] = _described_with_line(error)
+    return found
+
+
+def _described_with_line(error: BaseException) -> str:
+    """Describe an error of the user's code with the line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{describe(error)} ({frames[-1].filename}:{frames[-1].lineno})"
+
+
+def _why_incomplete(labels: Any, num_samples: int) -> str:  # Any: as collate returned them
+    """Say why labels can't be those of num_samples samples; empty if they can.
+
+    WHY only rows of numbers: a collate may pack several samples into one row, and then it has fewer
+    rows than samples; but one label for each sample is left out if there are fewer.
+    """
+    is_row = isinstance(labels, torch.Tensor) and labels.dim() == 1
+    if not is_row or len(labels) >= num_samples:
+        return ""
+    return f"it returned {len(labels)} labels for {num_samples} samples: some are left out"
+
+
+def _shape(data: Any) -> str:  # Any: a foreign sample
+    """Describe what must be equal for collating: types, and the shapes of tensors."""
+    if isinstance(data, torch.Tensor | np.ndarray):
+        return f"{type(data).__name__} of {tuple(data.shape)} {data.dtype}"
+    if isinstance(data, Mapping):
+        return "{" + ", ".join(f"{key}: {_shape(data[key])}" for key in data) + "}"
+    if isinstance(data, tuple | list):
+        return "(" + ", ".join(map(_shape, data)) + ")"
+    if is_dataclass(data):
+        fields = ", ".join(f"{name}={_shape(part)}" for name, part in fields_of(data))
+        return f"{type(data).__name__}({fields})"
+    return type(data).__name__

@@ -1,0 +1,284 @@
+"""Reading the samples of one micro-batch, in this process or in a worker.
+
+Owns the handling of a sample that can't be read: it is retried, then reported with its reason, and
+the batch holds the other samples; the caller decides what to do. The same holds for a sample with a
+value that the model can't take (checks.py).
+WHY errors are not raised as exceptions: one that can't be pickled would hang a worker's reader, and
+one sample's error would cost the whole batch.
+"""
+
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Subset, TensorDataset
+
+from hardened_ddp.data.batches.batch import BadSample, Batch, Request, take
+from hardened_ddp.data.batches.checks import Checks
+from hardened_ddp.data.batches.collate import Collate, collate_by, collate_plainly, split_targets
+from hardened_ddp.data.batches.length_split import LengthSplit
+from hardened_ddp.data.batches.memory import MemoryImages
+from hardened_ddp.data.batches.nesting import stack
+from hardened_ddp.data.batches.read_errors import file_of, is_permanent, is_transient, retry_read
+from hardened_ddp.data.foreign_code import describe, import_torchvision
+from hardened_ddp.errors import ANY_FAILURE, LoaderError
+from hardened_ddp.ranks.seeding import seed_sample
+
+MOST_UNREACHABLE = 3
+"""Samples of one batch. If more can't be reached, the cause is the storage, not the samples."""
+
+
+class Fetcher:
+    """Reads micro-batches of one dataset. Picklable if the dataset is."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        seed: int,
+        checks: Checks | None = None,
+        collate: Collate | None = None,
+    ) -> None:
+        """dataset: a map-style one. checks: what makes a sample unusable. collate: the user's."""
+        self.dataset = dataset
+        self.seed = seed
+        self.collate = collate
+        self.checks = checks or Checks()
+        self._is_clean = self.checks.known == {}  # all of the data was checked, and is fine
+        self.shares_memory = True
+        """In a worker: batches are made in shared memory."""
+
+        self.split: LengthSplit | None = None
+        """Collate the longer samples of a request apart: into batch.longer."""
+
+        self.reading: list[int] | memoryview[int] = [-1]
+        """The sample that is being read, if read one by one; other processes may read this."""
+
+        # WHY: a Subset always has __getitems__. If its dataset has none, reading sample by sample
+        # is the same work, and each sample gets its own seed.
+        is_plain_part = isinstance(dataset, Subset) and not hasattr(dataset.dataset, "__getitems__")
+        self.reads_batches = hasattr(dataset, "__getitems__") and not is_plain_part
+        self.uses_randomness = getattr(
+            dataset, "uses_randomness", not isinstance(dataset, TensorDataset)
+        )
+        # WHY: a part of a collated batch is read again, and must get the same random numbers.
+        if collate is not None and self.uses_randomness:
+            self.reads_batches = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        sent = (self.dataset, self.seed, self.checks, self.collate, self.split)
+        return _unpack, (_Needs("torchvision" in sys.modules), sent)
+
+    def __getitem__(self, request: Request) -> Batch:
+        """Read one micro-batch. torch's DataLoader calls this in a worker."""
+        epoch, indices = request
+        if isinstance(self.dataset, MemoryImages) and self.collate is None:
+            images, labels = self.dataset.fetch(indices, seed=self.seed, epoch=epoch)
+            batch = Batch(images, labels, indices)
+            return batch if self._is_clean else self._checked(batch, epoch)
+        read = self._read_whole if self.reads_batches else self._read_samples
+        return self._checked(read(epoch, indices, self.split), epoch)
+
+    def name_of(self, index: int) -> str:
+        """Return the file of a sample, if it is known."""
+        return file_of(self.dataset, index)
+
+    def pass_over(self, epoch: int, index: int, error: str) -> None:
+        """Do nothing: a bad sample of a map-style dataset keeps nobody from the others."""
+
+    def with_parts(self, batch: Batch, epoch: int) -> Batch:
+        """Let parts of a batch that this fetcher read, here or in a worker, be read again.
+
+        WHY: what a user's collate made can't be cut by samples: it pads, packs and joins them.
+        """
+        if self.collate is not None:
+            batch.read_part = partial(self._read_part, epoch)
+        return batch
+
+    def _read_part(self, epoch: int, indices: torch.Tensor) -> Batch:
+        """Read some samples as one batch, however their lengths differ."""
+        read = self._read_whole if self.reads_batches else self._read_samples
+        return self.with_parts(self._checked(read(epoch, indices, None), epoch), epoch)
+
+    def assemble(self, epoch: int, samples: Sequence[Any], numbers: Sequence[int]) -> Batch:
+        """Make a batch of samples that were read already. Any: as the dataset returns them."""
+        return self._checked(self._collate(samples, numbers, (), self.split), epoch)
+
+    def answers(self, batch: Batch, request: Request) -> bool:
+        """Return whether batch holds what request asked for."""
+        indices, found, bad = request[1], batch.indices, batch.bad
+        if batch.longer is not None:
+            found, bad = torch.cat([found, batch.longer.indices]), bad + batch.longer.bad
+            found, indices = found.sort().values, indices.sort().values
+        return len(found) + len(bad) == len(indices) if bad else torch.equal(found, indices)
+
+    def _read_whole(self, epoch: int, indices: torch.Tensor, split: LengthSplit | None) -> Batch:
+        """Read all at once; if that fails, sample by sample, which finds the bad one."""
+        read = partial(self._read_batch, epoch, indices, split)
+        try:
+            return read()
+        except MemoryError:
+            raise
+        except ANY_FAILURE as error:  # WHY broad: the user's code; reported by _read_samples
+            first = error
+        troubles: list[str] = []
+        if is_transient(first):
+            try:
+                return replace(retry_read(read, first, troubles), troubles=tuple(troubles))
+            except ANY_FAILURE as error:  # WHY broad: as above
+                troubles.append(describe(error))
+        return self._read_samples(epoch, indices, split, troubles)
+
+    def _read_batch(self, epoch: int, indices: torch.Tensor, split: LengthSplit | None) -> Batch:
+        """Read all at once; the dataset returns a collated batch or a list of samples."""
+        numbers: list[int] = indices.tolist()
+        if self.uses_randomness:
+            seed_sample(self.seed, epoch, numbers[0])
+        found = self.dataset.__getitems__(numbers)
+        if isinstance(found, list) and len(found) == len(numbers):
+            return self._collate(found, numbers, (), split)
+        if self.collate is not None:
+            raise TypeError(
+                f"__getitems__ returned a {type(found).__name__}, not a list of samples to collate"
+            )
+        return Batch(*split_targets(found), indices)
+
+    def _read_samples(
+        self,
+        epoch: int,
+        indices: torch.Tensor,
+        split: LengthSplit | None = None,
+        troubles: Sequence[str] = (),
+    ) -> Batch:
+        samples: list[Any] = []
+        good: list[int] = []
+        bad: list[BadSample] = []
+        told = list(troubles)
+        num_unreachable = 0
+        for index in indices.tolist():
+            self.reading[0] = index
+            try:
+                samples.append(self._read_sample(epoch, index, told))
+                good.append(index)
+            except (MemoryError, KeyboardInterrupt):  # no sample is to blame
+                raise
+            # WHY broad: the user's code; reported with its index. WHY SystemExit too: a sample must
+            # not end the rank, and torch would end the worker without a message.
+            except BaseException as error:
+                bad.append(BadSample(index, describe(error), file_of(self.dataset, index, error)))
+                num_unreachable += is_transient(error)
+                if num_unreachable > MOST_UNREACHABLE:
+                    raise LoaderError(
+                        f"{num_unreachable} samples of one batch could not be reached, each tried "
+                        f"for some seconds; the last, {bad[-1].name}: {bad[-1].error}",
+                        fix="check the storage of this node, then --resume the run",
+                    ) from error
+        batch = self._collate(samples, good, tuple(bad), split)
+        return replace(batch, troubles=tuple(told)) if told else batch
+
+    def _read_sample(self, epoch: int, index: int, troubles: list[str]) -> Any:
+        """Read one sample, with retries. Raises the dataset's error. Any: the dataset's sample"""
+        try:
+            # WHY per sample: its augmentation must not depend on which rank or worker reads it.
+            if self.uses_randomness:
+                seed_sample(self.seed, epoch, index)
+            return self.dataset[index]
+        except MemoryError:
+            raise
+        except Exception as error:  # WHY broad: the user's code
+            if is_permanent(error):
+                raise
+            first = error
+
+        def read() -> Any:  # Any: as above
+            # WHY seed again: a retry must not change the sample's random numbers.
+            if self.uses_randomness:
+                seed_sample(self.seed, epoch, index)
+            return self.dataset[index]
+
+        # WHY retry once in any case: a file that was read while incomplete may be complete now.
+        return retry_read(read, first, troubles) if is_transient(first) else read()
+
+    def _collate(
+        self,
+        samples: Sequence[Any],
+        numbers: Sequence[int],
+        bad: tuple[BadSample, ...],
+        split: LengthSplit | None,
+    ) -> Batch:
+        if self.collate is not None and samples:
+            return collate_by(self.collate, list(samples), list(numbers), bad, split)
+        return collate_plainly(
+            samples, numbers, bad, partial(stack, shares_memory=self.shares_memory)
+        )
+
+    def _checked(self, batch: Batch, epoch: int) -> Batch:
+        """Move the samples that the model can't take to bad, and make labels int64."""
+        if batch.longer is not None:
+            batch.longer = self._checked(batch.longer, epoch)
+        if wrong := self._find_wrong(batch, epoch):
+            numbers = batch.indices.tolist()
+            bad = tuple(
+                BadSample(numbers[place], text, file_of(self.dataset, numbers[place]))
+                for place, text in sorted(wrong.items())
+            )
+            good = [place for place in range(batch.num_samples) if place not in wrong]
+            rest = batch if self.collate is None else self.with_parts(batch, epoch)
+            kept = take(rest, good)
+            kept.read_part = None  # WHY: a worker sends the batch, and this can't be sent
+            batch = replace(kept, bad=batch.bad + bad, troubles=batch.troubles, longer=batch.longer)
+        if self.checks.num_classes and batch.targets.dtype != torch.int64:
+            batch.targets = batch.targets.to(torch.int64)
+        return batch
+
+    def _find_wrong(self, batch: Batch, epoch: int) -> Mapping[int, str]:
+        """Return what is wrong with samples of a batch, by position; usually empty."""
+        if self.collate is None or self.checks.known is not None:
+            return self.checks.find(batch)
+        if not self.checks.problem_of(batch):
+            return {}
+        # WHY one by one: no row of what the collate made need be a sample
+        alone = (self._read_samples(epoch, index.view(1)) for index in batch.indices)
+        texts = enumerate(self.checks.problem_of(single) for single in alone)
+        return {place: text for place, text in texts if text}
+
+
+@contextmanager
+def preserved_rng() -> Iterator[None]:
+    """Restore the random state of Python, numpy and torch after the context."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+class _Needs:
+    """What must be imported before the dataset is unpickled: so it comes first in the pickle.
+
+    WHY: unpickling a torchvision dataset imports torchvision, and a worker must repair that import
+    first if this process had to.
+    """
+
+    def __init__(self, has_torchvision: bool) -> None:
+        self.has_torchvision = has_torchvision
+        if has_torchvision:
+            import_torchvision()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Needs, (self.has_torchvision,)
+
+
+def _unpack(_: _Needs, sent: Any) -> Fetcher:
+    dataset, seed, checks, collate, split = sent
+    fetcher = Fetcher(dataset, seed=seed, checks=checks, collate=collate)
+    fetcher.split = split
+    return fetcher

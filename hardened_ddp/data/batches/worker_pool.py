@@ -1,0 +1,320 @@
+"""Worker processes that read micro-batches for one rank, through torch's DataLoader.
+
+Owns their start, the wait for a batch, and their end; WorkersLost says what happened to them.
+Does not own: what is done about it (stream.py), how many there are (workers.py).
+
+What goes wrong here: a worker runs out of memory, crashes in a decoder, hangs on a disk. torch
+notices a dead worker only when a wait for data has timed out, so we wait with short timeouts.
+WHY never next() again after any other error: torch would silently skip the lost batch.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import util
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+
+from hardened_ddp.data.batches import worker_signals
+from hardened_ddp.data.batches.batch import Batch, BatchSource, Request
+from hardened_ddp.data.batches.nesting import map_tensors
+from hardened_ddp.data.batches.payload import Payload, share
+from hardened_ddp.data.batches.sending import Copied
+from hardened_ddp.data.batches.workers import WorkerPlan
+from hardened_ddp.ranks.awake import AwakeTime
+from hardened_ddp.ranks.stacks import ask_for_stacks, offer_stacks
+
+POLL_S = 0.5  # how long a dead worker may go unnoticed while a batch is waited for
+_LONGEST_GAP_S = 4 * POLL_S  # a longer one was no wait: the process was stopped
+_NUM_NOTES = 3  # of each worker: the sample being read, its pid, the descriptor of its stacks
+END_S = 5.0  # how long workers may take to end before they are killed
+SENDING_S = 1.0  # how long one that is to be killed may take to send what it has begun to send
+
+# Of a socket's path, the kernel takes 107 bytes.
+_LONGEST_PARENT_OF_SOCKETS = 107 - len("/pymp-XXXXXXXX/listener-XXXXXXXX")
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+
+_NOT_RECEIVED = "a batch could not be received"
+# Messages of the kernel, torch and us when shared memory is full or too many files are open.
+_SIGNS_OF_SHARING = (
+    *("SIGBUS", "shared memory", "(shm)", "unable to mmap", "unable to resize file"),
+    *("No space left on device", "Too many open files", "too many fds", _NOT_RECEIVED),
+)
+
+
+class WorkersLost(Exception):
+    """The workers can't continue: close them and request nothing more.
+
+    is_dangerous: what killed or hung them may do the same to the next process that reads it.
+    is_hang: the wait reached its limit.
+    is_about_sharing: the way batches come back (shared memory, open files) may be the cause.
+    """
+
+    def __init__(self, reason: str, *, is_dangerous: bool = False, is_hang: bool = False) -> None:
+        super().__init__(reason)
+        self.is_dangerous, self.is_hang = is_dangerous, is_hang
+        self.is_about_sharing = any(sign in reason for sign in _SIGNS_OF_SHARING)
+
+
+class WorkerPool:
+    """The workers of one rank. start() them on requests, receive() each batch in order."""
+
+    def __init__(
+        self,
+        fetcher: BatchSource,
+        plan: WorkerPlan,
+        *,
+        pin_memory: bool,
+        timeout_s: float,
+        is_lasting: bool = False,
+    ) -> None:
+        """timeout_s: limit for one batch, 0: none. is_lasting: start() may be called again."""
+        self.timeout_s = timeout_s
+        self._requests = _Requests()
+        self._workers: list[BaseProcess] = []
+        worker_signals.kill_at_exit(self, self._workers)
+        self._iterator: Iterator[Any] | None = None  # Any: what _Reader sends
+        _shorten_socket_paths()
+        context = multiprocessing.get_context(plan.start_method)
+        self._notes = context.RawArray("q", _NUM_NOTES * plan.num_workers)
+        if plan.start_method == "forkserver":
+            context.set_forkserver_preload(["torch", "hardened_ddp.data.batches.worker_pool"])
+        self._loader: DataLoader[Any] | None = DataLoader(
+            _Reader(fetcher, self._notes, plan),
+            batch_size=None,
+            sampler=self._requests,
+            num_workers=plan.num_workers,
+            prefetch_factor=plan.prefetch_factor,
+            collate_fn=_unchanged,
+            persistent_workers=is_lasting,
+            pin_memory=pin_memory,
+            timeout=POLL_S,
+            worker_init_fn=_prepare_worker,
+            multiprocessing_context=context,
+            # WHY: without its own generator, torch would draw a seed from the run's generator.
+            generator=torch.Generator(),
+        )
+
+    def start(self, requests: Iterator[Request]) -> None:
+        """Start the workers on requests. Raises WorkersLost if they can't be started."""
+        assert self._loader is not None, "a closed worker pool was started"
+        self._requests.source = requests
+        before = set(multiprocessing.active_children())
+        try:
+            with worker_signals.signals_of_rank_blocked():
+                self._iterator = iter(self._loader)
+        except Exception as error:  # WHY broad: processes, pipes, and pickling the user's dataset
+            error.__traceback__ = None  # see receive
+            raise WorkersLost(f"workers can't be started: {_summary(error)}") from None
+        finally:
+            self._workers += set(multiprocessing.active_children()) - before
+
+    def receive(self) -> Batch | None:
+        """Wait for the next batch; None if all requests are answered. Raises WorkersLost."""
+        assert self._iterator is not None, "a worker pool that was not started has no batches"
+        limit_s = self.timeout_s or float("inf")
+        waited = AwakeTime(_LONGEST_GAP_S)
+        while True:
+            try:
+                found = next(self._iterator)
+                parts = found.open() if isinstance(found, Payload) else found
+                return _batch_of(parts)
+            except StopIteration:
+                return None
+            except Exception as error:  # WHY broad: RuntimeError, OSError, EOFError, pickle's own
+                is_late = str(error).startswith("DataLoader timed out")
+                if is_late and waited.passed_s() < limit_s and self._can_pin():
+                    continue
+                reason, is_dangerous = self._explain(error, is_late=is_late)
+                error.__traceback__ = None
+            # WHY without it: a traceback (torch puts it in a cycle) keeps its iterator and threads.
+            raise WorkersLost(reason, is_dangerous=is_dangerous, is_hang=is_late and is_dangerous)
+
+    def being_read(self) -> list[int]:
+        """Return the sample that each worker reads, or read last; -1 where that is not known."""
+        return list(self._notes[::_NUM_NOTES])
+
+    def stacks(self) -> dict[int, str]:
+        """Return the Python stacks of each worker by its pid; empty if it does not answer."""
+        places = zip(self._notes[1::_NUM_NOTES], self._notes[2::_NUM_NOTES], strict=True)
+        return {pid: ask_for_stacks(pid, fd) for pid, fd in places if pid}
+
+    def close(self, *, is_broken: bool = False) -> None:
+        """End the workers; at once if they are broken."""
+        if is_broken:
+            self._kill()
+        # WHY suppress: without guard/stop.py, torch's SIGCHLD handler raises at any line.
+        with contextlib.suppress(RuntimeError):
+            self._loader = self._iterator = None  # torch ends its workers when this is gone
+        end = time.monotonic() + END_S
+        for worker in self._workers:
+            worker.join(max(0.0, end - time.monotonic()))
+            if worker.is_alive():
+                worker.kill()
+                worker.join(END_S)
+        self._workers.clear()
+
+    def _kill(self) -> None:
+        """Kill the workers, none of them while it sends a batch, as far as that is possible.
+
+        WHY: its lock and half of a batch would stay. torch ends its thread that pins batches with a
+        message, for which it needs that lock, and joins it, though it may wait for the other half.
+        """
+        iterator: Any = self._iterator  # Any: torch's iterator, whose parts are private
+        pins = getattr(iterator, "_pin_memory_thread", None) is not None
+        queue = getattr(iterator, "_worker_result_queue", None) if pins else None
+        lock: Any = getattr(queue, "_wlock", None)
+        holds = lock is not None and lock.acquire(timeout=SENDING_S)
+        for worker in self._workers:
+            worker.kill()
+        if lock is not None and not holds:  # a worker died with it, or no one reads what it sends
+            getattr(iterator, "_pin_memory_thread_done_event", threading.Event()).set()
+            del iterator._pin_memory_thread  # torch neither writes to it nor waits for it
+        if holds:
+            for worker in self._workers:
+                worker.join(END_S)  # WHY: until then it could still take the lock
+            lock.release()
+
+    def _explain(self, error: Exception, *, is_late: bool) -> tuple[str, bool]:
+        """Return what happened, and whether it may happen to the next reader of the samples too."""
+        if not self._can_pin():
+            return "the thread that pins memory has ended", False
+        if is_late:
+            return f"no batch in {self.timeout_s:g} s", True
+        if "in DataLoader worker process" in str(error):  # it is alive; its dataset raised
+            return _summary(error), False
+        # WHY wait: a process closes its connections first, and its exit status is known only later.
+        # To mistake its death for something harmless could kill the rank. A death ends the wait.
+        multiprocessing.connection.wait([worker.sentinel for worker in self._workers], END_S)
+        for worker in self._workers:
+            if multiprocessing.connection.wait([worker.sentinel], 0):
+                worker.join(END_S)
+            code = worker.exitcode
+            # WHY status 0 too: as long as batches are asked for, no worker has a reason to end.
+            if not worker.is_alive() and code is not None:
+                how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
+                hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+                return f"worker process {worker.pid} ended with {how}{hint}", True
+        return f"{_NOT_RECEIVED} ({_summary(error)})", False
+
+    def _can_pin(self) -> bool:
+        """Return whether torch's thread that pins batches is alive, or there is none.
+
+        WHY here: with a timeout, torch does not check it.
+        """
+        thread = getattr(self._iterator, "_pin_memory_thread", None)
+        return thread is None or bool(thread.is_alive())
+
+
+class _Requests(Sampler[Any]):
+    """The sampler for torch: the current requests."""
+
+    def __init__(self) -> None:
+        self.source: Iterator[Request] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:
+        # WHY numpy: each tensor would be sent as an open file in shared memory.
+        return ((epoch, indices.numpy()) for epoch, indices in self.source)
+
+
+class _Reader(Dataset[Any]):
+    """The dataset that a worker sees: takes a request, returns a batch's parts."""
+
+    def __init__(self, fetcher: BatchSource, notes: Any, plan: WorkerPlan) -> None:
+        """notes: what each worker shows to the rank. Any: ctypes' array."""
+        self.fetcher = fetcher
+        self.notes = notes
+        self.shares_memory = fetcher.shares_memory = plan.shares_memory
+        self.copies_data = plan.copies_data
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | ({"fetcher": Copied(self.fetcher)} if self.copies_data else {})
+
+    def begin(self, worker_id: int) -> None:
+        """Show this worker's state to the rank from now on."""
+        notes = memoryview(self.notes).cast("B").cast("q")[_NUM_NOTES * worker_id :]
+        self.fetcher.reading = notes[:1]
+        notes[0], notes[1], notes[2] = -1, os.getpid(), offer_stacks()
+
+    def __getitem__(self, request: Any) -> Any:  # Any: arrays, which torch sends without types
+        epoch, numbers = request
+        batch = self.fetcher[(epoch, torch.from_numpy(numbers))]
+        if not self.shares_memory:
+            # Slower, but through a pipe: needs no room in /dev/shm, and no open file per tensor.
+            return Payload(pickle.dumps(_parts_of(batch, torch.Tensor.detach)))
+        return Payload(bytes(ForkingPickler.dumps(_parts_of(batch, share))))
+
+
+def _parts_of(batch: Batch, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
+    """Return what is sent of a batch, with change applied to its tensors."""
+    inputs, targets = map_tensors((batch.inputs, batch.targets), change)
+    longer = None if batch.longer is None else _parts_of(batch.longer, change)
+    return inputs, targets, batch.indices.numpy(), batch.bad, batch.troubles, longer
+
+
+def _batch_of(parts: Any) -> Batch:  # Any: as _parts_of returned them
+    inputs, targets, numbers, bad, troubles, longer = parts
+    rest = None if longer is None else _batch_of(longer)
+    return Batch(inputs, targets, torch.from_numpy(numbers), bad, troubles, longer=rest)
+
+
+def _unchanged(data: Any) -> Any:
+    return data  # WHY: torch's default would turn the sample numbers into tensors
+
+
+def _shorten_socket_paths() -> None:
+    """Have multiprocessing make its sockets in a shorter folder if TMPDIR is too long for them.
+
+    WHY: else no worker is reached, as on clusters whose TMPDIR names the user, the job and more.
+    """
+    if len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_PARENT_OF_SOCKETS:
+        return
+    chosen = tempfile.tempdir
+    try:
+        for folder in _SHORT_FOLDERS:
+            if os.access(folder, os.W_OK | os.X_OK):
+                tempfile.tempdir = folder
+                util.get_temp_dir()  # from now on, it returns this one
+                return
+    finally:
+        tempfile.tempdir = chosen
+
+
+def _prepare_worker(worker_id: int) -> None:
+    """Make a worker end with its rank, and leave alone the signals that are meant for the rank."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        # WHY not PR_SET_PDEATHSIG: the parent process is the fork server.
+        watch = partial(_end_with, parent.sentinel)
+        threading.Thread(target=watch, name="end-with-rank", daemon=True).start()
+    info = get_worker_info()
+    if info is not None and isinstance(info.dataset, _Reader):
+        info.dataset.begin(worker_id)
+    worker_signals.leave_signals_to_rank()
+    torch.set_num_threads(1)
+
+
+def _end_with(sentinel: int) -> None:
+    """Wait until the process behind sentinel is gone, then end this one."""
+    multiprocessing.connection.wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _summary(error: BaseException) -> str:
+    """Return the most useful line: the error line after a worker's traceback, else the first."""
+    lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # After a traceback, the error is the first line that is not indented.
+    after = [line for line in lines[1:] if not line.startswith((" ", "Original", "Traceback"))]
+    return (after or lines)[0].rstrip(".")

@@ -1,0 +1,272 @@
+"""Datasets by name or by import path.
+
+Owns opening the training and the test set and their facts: classes, shape, fingerprint.
+prepare_data may download, on one rank of each node; build_data only opens, on every rank.
+What goes wrong here: a wrong name, missing files, no network; each is a DataError before training.
+Does not own: the order of samples (sampler.py), reading them (loader.py).
+"""
+
+import contextlib
+import difflib
+import functools
+import importlib.util
+import inspect
+import logging
+import socket
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from hardened_ddp.data.batches.collate import find_collate
+from hardened_ddp.data.batches.memory import MemoryImages
+from hardened_ddp.data.foreign_code import describe, import_callable, meant_path
+from hardened_ddp.data.sources.digits import open_digits
+from hardened_ddp.data.sources.facts import (
+    check_classes,
+    check_labels,
+    check_opened,
+    count_outputs,
+    fingerprint,
+    is_in_memory,
+    label_size,
+    read_example,
+)
+from hardened_ddp.data.sources.hub_place import PREFIX
+from hardened_ddp.data.sources.hub_stream import open_hub_stream
+from hardened_ddp.data.sources.huggingface import open_hub_set
+from hardened_ddp.data.sources.published import fetch_dataset, is_here
+from hardened_ddp.data.sources.synthetic import SyntheticImages
+from hardened_ddp.data.sources.transfer import TIMEOUT_S, locked
+from hardened_ddp.data.sources.vision import DOWNLOADABLE, by_hand, open_downloadable, open_folder
+from hardened_ddp.errors import ANY_FAILURE, DataError, HardenedError
+from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.streams.file_streams import FILE_STREAMS
+from hardened_ddp.streams.iterable import adapt
+from hardened_ddp.streams.stream_types import says_sizes
+from hardened_ddp.streams.stream_views import StreamInOrder, StreamView
+
+log = logging.getLogger(__name__)
+
+BUILT_IN: Mapping[str, Callable[..., Dataset[Any]]] = {
+    "digits": open_digits,
+    "synthetic": SyntheticImages,
+}
+NAMES = (*BUILT_IN, *DOWNLOADABLE, "image_folder")
+
+AnyDataset = Dataset[Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskData:
+    """What to train on, what to test on, and their shape."""
+
+    train: AnyDataset
+    test: AnyDataset | None
+    num_classes: int
+    """Outputs that a model needs for the labels: classes, or numbers of one label. 0: not known."""
+
+    label_size: int
+    """Numbers in the label of one sample."""
+
+    input_shape: tuple[int, ...]
+    """Of one sample, without the batch: (channels, height, width)."""
+
+    labels_are_classes: bool
+    """Labels are integers below num_classes, and not in a format that only the model knows."""
+
+    class_names: tuple[str, ...]
+    fingerprint: str
+    """Differs if name, arguments, length or one of a few samples differs."""
+
+    told: str
+    """The lengths and the beginning of the fingerprint, for a message."""
+
+    in_memory: bool
+    """Read by the batch from memory: worker processes would only slow it down."""
+
+
+def prepare_data(config: DataConfig) -> None:
+    """Download what is missing. Call on one rank of each node. Raises DataError."""
+    name = _known_name(config.dataset)
+    taken = inspect.signature(find_source(name, config)).parameters
+    if not config.download or "download" not in taken:
+        return
+    folder = Path(config.data_dir)
+    with _ready_to_download(folder):
+        if name not in DOWNLOADABLE:
+            for train in (True, False):
+                _open(name, config, train=train, download=True)
+        elif not is_here(name, folder):
+            try:
+                fetch_dataset(name, folder, say=log.info)
+            except DataError as error:
+                raise DataError(error.message, fix=error.fix or by_hand(name, folder)) from error
+
+
+def build_data(
+    config: DataConfig, *, leaves_out: bool = False, task: str = "auto", evaluates: bool = True
+) -> TaskData:
+    """Open the training and the test set; downloads nothing. Rank-local. Raises DataError.
+
+    leaves_out: samples with a label out of range will be left out, so they are not an error here.
+    task: as --task names it. evaluates: else a test stream is not counted, which may have no end.
+    """
+    name = _known_name(config.dataset)
+    train, test = (_open(name, config, train=train) for train in (True, False))
+    test_stream = None if test is None else adapt(test, config.dataset, is_resumed=False)
+    # WHY not in the fingerprint: a run may be resumed with an evaluation, or without one
+    is_counted = test_stream is not None and not says_sizes(test_stream)
+    if test_stream is not None:
+        test = StreamInOrder(test_stream, config.dataset) if evaluates or not is_counted else None
+    if train is not None and (stream := adapt(train, config.dataset)) is not None:
+        train = StreamView(stream)
+    if train is None or len(train) == 0:  # type: ignore[arg-type]  # map-style: it has a length
+        raise DataError(f"dataset {config.dataset} has no training sample", fix="check its folder")
+    if test is not None and len(test) == 0:  # type: ignore[arg-type]  # as above
+        test = None
+    check_classes(train, test, config.dataset)
+    if config.augment and isinstance(train, MemoryImages):
+        train = train.augmented()
+    elif config.augment and name != "image_folder":
+        log.warning(
+            "augment is on, running without: %s has no augmentation (add it in the dataset's "
+            "__getitem__; random numbers there are seeded per sample)",
+            config.dataset,
+        )
+    collate = find_collate(train, config.collate)
+    example = read_example(train, config.dataset, collate)
+    inputs, targets = example.inputs, example.targets
+    is_number = isinstance(targets, torch.Tensor) and targets.dim() == 1
+    is_integer = is_number and not (targets.is_floating_point() or targets.is_complex())
+    are_classes = is_integer and task in ("auto", "classification")
+    num_classes = count_outputs(train, targets, are_classes=are_classes)
+    are_classes &= num_classes > 0
+    if are_classes:
+        check_labels(train, num_classes, config.dataset, leaves_out=leaves_out)
+        check_labels(test, num_classes, f"{config.dataset} (test)", leaves_out=leaves_out)
+    names = getattr(train, "classes", None) or [str(index) for index in range(num_classes)]
+    digest, told = fingerprint(
+        (train, None if is_counted else test),
+        name=config.dataset,
+        arguments=config.dataset_args,
+        collate=collate,
+    )
+    return TaskData(
+        train=train,
+        test=test,
+        num_classes=num_classes,
+        input_shape=_shape_of(inputs),
+        label_size=label_size(targets),
+        labels_are_classes=are_classes,
+        class_names=tuple(str(name) for name in names),
+        fingerprint=digest,
+        told=f"{told}, with fingerprint {digest[:16]}",
+        in_memory=is_in_memory(train),
+    )
+
+
+def _known_name(name: str) -> str:
+    if ":" in name:
+        return name
+    folded = name.lower().replace("-", "_")
+    if folded in ("fashionmnist", "imagefolder"):
+        folded = {"fashionmnist": "fashion_mnist", "imagefolder": "image_folder"}[folded]
+    if folded not in NAMES:
+        near = difflib.get_close_matches(folded, NAMES, n=1) or [meant_path(name)]
+        raise DataError(
+            f"no dataset is called {name!r}" + (f" (did you mean {near[0]}?)" if near[0] else ""),
+            fix=f"--dataset {' | '.join(NAMES)} | hf:FOLDER | text:GLOB | parquet:GLOB | "
+            "tar:GLOB | package.module:callable",
+        )
+    return folded
+
+
+def _open(
+    name: str, config: DataConfig, *, train: bool, download: bool = False
+) -> AnyDataset | None:
+    """Call what opens this dataset with dataset_args; its failures become a DataError."""
+    build = find_source(name, config)
+    taken = inspect.signature(build).parameters
+    offered = {"data_dir": config.data_dir, "download": download}
+    extra = {key: value for key, value in offered.items() if key in taken}
+    arguments = {"train": train, **extra, **config.dataset_args}
+    set_here = [key for key in taken if key not in ("train", *offered)]
+    try:
+        inspect.signature(build).bind(**arguments)
+    except TypeError as error:
+        raise DataError(
+            f"dataset {name} does not take dataset_args {dict(config.dataset_args)}: {error}",
+            fix=f"it takes: {', '.join(set_here) or 'nothing'}"
+            + ("; and it must take train=True or train=False" if ":" in name else ""),
+        ) from error
+    try:
+        dataset: AnyDataset | None = build(**arguments)
+    except HardenedError:
+        raise
+    except ANY_FAILURE as error:  # WHY broad: the user's code; its file and line go in the message
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        log.debug("opening the dataset %s failed", name, exc_info=True)
+        raise DataError(
+            f"dataset {name} can't be opened: {describe(error)} ({frame.filename}:{frame.lineno})",
+            fix="fix it, or its --dataset_args; the traceback is in this rank's log file",
+        ) from error
+    if dataset is not None:
+        check_opened(dataset, name)
+    return dataset
+
+
+def find_source(name: str, config: DataConfig) -> Callable[..., Any]:
+    """Find what to call with train=True or train=False to get a dataset. Raises DataError."""
+    name = _known_name(name)
+    if name.startswith(PREFIX):
+        opens = open_hub_stream if config.streaming else open_hub_set
+        return functools.partial(opens, name)
+    if (kind := name.partition(":")[0]) in FILE_STREAMS:
+        return functools.partial(FILE_STREAMS[kind], name)
+    if kind == "image_folder" and ":" in name and importlib.util.find_spec(kind) is None:
+        raise DataError(
+            f"--dataset {name}: no path follows the name of this dataset",
+            fix=f"--dataset {kind} --dataset_args '{{root: {name.partition(':')[2]}}}'",
+        )
+    if ":" in name:
+        return import_callable(name, setting="dataset", error=DataError)
+    if name in DOWNLOADABLE:
+        return functools.partial(open_downloadable, name)
+    if name == "image_folder":
+        return functools.partial(open_folder, config)
+    return BUILT_IN[name]
+
+
+@contextlib.contextmanager
+def _ready_to_download(folder: Path) -> Iterator[None]:
+    """Make the folder, lock it for one process at a time, and limit each wait for the network.
+
+    WHY a lock: the folder may be shared by several nodes, or by two runs.
+    """
+    before = socket.getdefaulttimeout()
+    lock = contextlib.ExitStack()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.enter_context(locked(folder / "download"))
+    except OSError as error:
+        raise DataError(
+            f"data_dir {folder.resolve()} can't be written: {error}",
+            fix="--data_dir FOLDER, a writable one; --no_download if all files are there",
+        ) from error
+    with lock:
+        socket.setdefaulttimeout(TIMEOUT_S)
+        try:
+            yield
+        finally:
+            socket.setdefaulttimeout(before)
+
+
+def _shape_of(inputs: Any) -> tuple[int, ...]:  # Any: a dataset's data
+    """Return the shape of one input; empty if it has none of its own, as in a nested tensor."""
+    has_shape = isinstance(inputs, torch.Tensor) and not inputs.is_nested
+    return tuple(inputs.shape[1:]) if has_shape else ()

@@ -1,0 +1,248 @@
+"""The facts of an opened dataset before training: classes, labels, shape, fingerprint.
+
+Owns the inspection of a dataset, which may be the user's, and the errors for what it lacks. Reading
+a few samples finds a wrong dataset in a second, and does not change the run's random state.
+Does not own: opening it (datasets.py).
+"""
+
+import hashlib
+import itertools
+import json
+import logging
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.collate import Collate
+from hardened_ddp.data.batches.fetch import Fetcher, preserved_rng
+from hardened_ddp.data.batches.memory import MemoryImages
+from hardened_ddp.data.batches.nesting import dense_parts, leaves
+from hardened_ddp.data.foreign_code import describe, line_of_user
+from hardened_ddp.errors import ANY_FAILURE, DataError, SampleError
+from hardened_ddp.streams.stream_types import is_stream
+from hardened_ddp.streams.stream_views import StreamView
+
+_MOST_TRIES = 8  # how many samples are tried to find a readable one
+_PLACES = ("root", "data_dir", "cache_dir")  # in dataset_args: where the data lies
+
+log = logging.getLogger(__name__)
+
+AnyDataset = Dataset[Any]  # Any: whatever a sample is
+
+
+def check_opened(dataset: Any, name: str) -> None:  # Any: what a user's callable returned
+    """Raise DataError if dataset is none, or says what can't be of its length and classes."""
+    if isinstance(dataset, type):
+        raise DataError(
+            f"--dataset {name} returned the class {dataset.__name__}, not an instance of it",
+            fix="return an instance, made with its arguments",
+        )
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            f"--dataset {name} returned a DataLoader, whose samples are batches",
+            fix="return its dataset: the run makes the batches itself (--batch_size, --collate)",
+        )
+    is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if not (is_map or is_stream(dataset) or hasattr(dataset, "__iter__")):
+        raise DataError(
+            f"--dataset {name} returned a {type(dataset).__name__} without __getitem__ and __len__",
+            fix="return a map-style torch.utils.data.Dataset, an iterable one, a class with "
+            "num_shards and open(), or None for no test set",
+        )
+    if is_map and not isinstance(dataset, IterableDataset):
+        try:
+            len(dataset)
+        except ANY_FAILURE as error:  # WHY broad: the user's code
+            raise DataError(
+                f"dataset {name}: its length is not known: {describe(error)}{line_of_user(error)}",
+                fix="make __len__() return the number of samples",
+            ) from error
+    classes, number = getattr(dataset, "classes", None), getattr(dataset, "num_classes", None)
+    if classes is not None and not hasattr(classes, "__len__"):
+        raise DataError(
+            f"dataset {name}: its classes are {classes!r}, not a list of names",
+            fix="make classes the names, or call it num_classes if it is their number",
+        )
+    if number is not None and not isinstance(number, numbers.Number | torch.Tensor):
+        raise DataError(
+            f"dataset {name}: its num_classes is {number!r}, not a number",
+            fix="make num_classes the number of classes",
+        )
+    if number is not None and not isinstance(number, torch.Tensor) and int(number) < 1:  # type: ignore[call-overload]  # a number
+        raise DataError(
+            f"dataset {name}: its num_classes is {number!r}; need a whole number from 1",
+            fix="make num_classes the number of classes, or leave it out where labels are none",
+        )
+
+
+def read_example(dataset: AnyDataset, name: str, collate: Collate | None = None) -> Batch:
+    """Read the first sample that can be read. Raises DataError if there is none."""
+    fetcher = Fetcher(dataset, seed=0, collate=collate)
+    try:
+        with preserved_rng():
+            numbers = _first_samples(dataset, name)
+            batches = (fetcher[(0, torch.tensor([number]))] for number in numbers)
+            batch = next((batch for batch in batches if batch.num_samples), None)
+            first = fetcher[(0, torch.tensor(numbers[:1]))] if batch is None else batch
+    except SampleError as error:
+        raise DataError(f"dataset {name}: {error.message}", fix=error.fix) from error
+    if batch is None:
+        raise DataError(
+            f"dataset {name}: the first {len(numbers)} samples can't be read: {first.bad[0].error}",
+            fix="make "
+            + ("open()" if is_stream(getattr(dataset, "stream", None)) else "dataset[0]")
+            + " give (input tensor, label), or a mapping with 'labels'",
+        )
+    return batch
+
+
+def _first_samples(dataset: AnyDataset, name: str) -> list[int]:
+    """Return the numbers of a few samples. Raises DataError if a stream has none."""
+    if not isinstance(dataset, StreamView):
+        return list(range(min(_MOST_TRIES, len(dataset))))  # type: ignore[arg-type]  # it has a length
+    numbers = list(itertools.islice(dataset.first_samples(), _MOST_TRIES))
+    if not numbers:
+        raise DataError(
+            f"dataset {name} has no training sample: each of its {len(dataset)} shards is empty",
+            fix="check its files, and what open() gives",
+        )
+    return numbers
+
+
+def count_outputs(dataset: AnyDataset, labels: Any, *, are_classes: bool) -> int:
+    """Return how many outputs a model needs for labels like these; 0 if that is not known.
+
+    labels: of a few samples. are_classes: each is the number of a class.
+    """
+    for found in (
+        getattr(dataset, "num_classes", None),
+        len(getattr(dataset, "classes", None) or ()) or None,
+    ):
+        if found is not None:
+            return int(found)
+    if are_classes:
+        known = getattr(dataset, "targets", None)
+        return int(torch.as_tensor(known).max()) + 1 if known is not None and len(known) else 0
+    is_tensor = isinstance(labels, torch.Tensor)
+    # WHY not integers in rows: they may be the tokens of a sequence.
+    is_number = is_tensor and (labels.dim() == 1 or not _is_integer(labels))
+    return label_size(labels) if is_number else 0
+
+
+def label_size(labels: Any) -> int:
+    """Return how many numbers the label of one sample has; 1 if it is no tensor."""
+    has_rows = isinstance(labels, torch.Tensor) and labels.dim() > 1
+    return labels[0].numel() if has_rows else 1
+
+
+def _is_integer(labels: torch.Tensor) -> bool:
+    return not labels.is_floating_point() and labels.dtype != torch.bool
+
+
+def check_classes(train: AnyDataset, test: AnyDataset | None, name: str) -> None:
+    """Raise DataError if both parts name their classes and the names differ."""
+    names = [getattr(part, "classes", None) for part in (train, test)]
+    if names[0] is None or names[1] is None or list(names[0]) == list(names[1]):
+        return
+    differing = sorted(map(str, set(names[0]) ^ set(names[1])))
+    raise DataError(
+        f"dataset {name}: training and test part have different classes"
+        + (f" ({', '.join(differing[:5])} in one of them only)" if differing else "")
+        + ", so that one label would mean two things",
+        fix="give both the same classes in the same order (of folders: the same sub-folders)",
+    )
+
+
+def check_labels(
+    dataset: AnyDataset | None, num_classes: int, name: str, *, leaves_out: bool
+) -> None:
+    """Check all labels now, so that one out of range is not found only after hours of training.
+
+    Raises DataError unless leaves_out: then only warns how many samples will be left out.
+    """
+    labels = getattr(dataset, "targets", getattr(dataset, "labels", None))
+    try:
+        labels = torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError):  # no labels, or in a format of the model
+        return
+    if labels.dim() != 1 or labels.is_floating_point():
+        return
+    wrong = ((labels < 0) | (labels >= num_classes)).nonzero()
+    if len(wrong):
+        index = int(wrong[0])
+        text = (
+            f"dataset {name}: sample {index} has label {int(labels[index])}, but there are "
+            f"{num_classes} classes, 0 to {num_classes - 1}"
+        )
+        if leaves_out:
+            log.warning("%s; %d such samples will be left out", text, len(wrong))
+            return
+        raise DataError(
+            text,
+            fix="number the labels from 0, or correct num_classes",
+        )
+
+
+def is_in_memory(dataset: AnyDataset) -> bool:
+    """Return whether reading is so cheap that workers would only slow it down."""
+    if isinstance(dataset, Subset):
+        return is_in_memory(dataset.dataset)
+    # WHY __getitems__: a dataset that reads a whole batch at once is usually in memory.
+    return isinstance(dataset, MemoryImages | TensorDataset) or bool(
+        getattr(dataset, "in_memory", hasattr(dataset, "__getitems__"))
+    )
+
+
+def fingerprint(
+    parts: Sequence[AnyDataset | None],
+    *,
+    name: str,
+    arguments: Mapping[str, Any],
+    collate: Collate | None = None,
+) -> tuple[str, str]:
+    """Hash name, arguments, and of each part its length and three samples.
+
+    Also returns the lengths as text, and which of these samples can't be read.
+    """
+    sizes, bad = [], list[str]()
+    # WHY not the places: the same data may have another path on another node, or after a move.
+    told = {key: value for key, value in arguments.items() if key not in _PLACES}
+    text = json.dumps([name.lower(), told], sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode())
+    for part in parts:
+        size = 0 if part is None else len(part)  # type: ignore[arg-type]  # map-style: has a length
+        digest.update(f"|{size}".encode())
+        sizes.append(size)
+        for file in sorted(getattr(part, "digests", {}).items()):  # of a stream's files
+            digest.update(repr(file).encode())
+        for index in {0, size // 2, size - 1} if size else ():
+            (first, _), (second, problem) = (_read_bytes(part, index, collate) for _ in range(2))
+            bad += [problem] if problem else []
+            # WHY read twice: if a dataset's samples are random, only its length is compared.
+            digest.update(first if first == second else b"random")
+    kind = "shards" if isinstance(parts[0], StreamView) else "samples"
+    return digest.hexdigest(), "; ".join(
+        [f"{sizes[0]} {kind} and {sum(sizes[1:])} to test", *bad[:2]]
+    )
+
+
+def _read_bytes(
+    dataset: Any, index: int, collate: Collate | None
+) -> tuple[bytes, str]:  # Any: map-style
+    """Read one sample; nothing if it can't be read, and why."""
+    with preserved_rng():
+        batch = Fetcher(dataset, seed=0, collate=collate)[(0, torch.tensor([index]))]
+    found: list[bytes] = []
+    for leaf in leaves((batch.inputs, batch.targets)):
+        if isinstance(leaf, torch.Tensor):
+            for dense in dense_parts(leaf.detach()):
+                found.append(f"{tuple(dense.shape)} {dense.dtype}".encode())
+                found.append(dense.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, str | bytes | int | float):  # WHY no others: their text may differ
+            found.append(repr(leaf).encode())
+    problems = [f"sample {sample.name} can't be read: {sample.error}" for sample in batch.bad]
+    return b"".join(found), "".join(problems)

@@ -1,0 +1,174 @@
+"""Sets of the datasets library, by folder or by name: --dataset hf:PATH_OR_NAME.
+
+Owns opening one, and its rows as (image, label): float tensors with channels first, in [-1, 1], as
+most image models expect. PATH is what save_to_disk() wrote, or a folder that load_dataset() can
+read; a NAME is looked up on the hub when the data is prepared, once per node, and read from the
+library's cache after that.
+Does not own: the rows of a tokenised set (hub_tokens.py).
+What goes wrong here: a missing column or part, images of several sizes, no network.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from hardened_ddp.data.batches.memory import pixels_of
+from hardened_ddp.data.foreign_code import import_extra
+from hardened_ddp.data.sources.hub_place import find_place, hub_answers, is_on_disk, no_answer
+from hardened_ddp.data.sources.hub_tokens import IDS, HubTokens
+from hardened_ddp.errors import DataError
+
+IMAGE_COLUMNS = ("image", "img", "pixel_values", "images")
+LABEL_COLUMNS = ("label", "labels", "fine_label", "target")
+_TEST_PARTS = ("validation", "valid", "val", "test")
+
+
+class HubImages(Dataset[tuple[torch.Tensor, int]]):
+    """One part of an image set. Any: rows of the datasets library."""
+
+    def __init__(self, rows: Any, *, image: str, label: str, image_size: int) -> None:
+        self.rows, self.image, self.label, self.image_size = rows, image, label, image_size
+        names = getattr(rows.features[label], "names", None)
+        self.targets = torch.as_tensor(np.asarray(rows[label][:]), dtype=torch.int64)
+        self.classes: Sequence[str] = names or [
+            str(number) for number in range(int(self.targets.max()) + 1)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        pixels = pixels_of(self.rows[int(index)][self.image], self.image_size)
+        return pixels, int(self.targets[index])
+
+
+def open_hub_set(
+    name: str,
+    *,
+    train: bool,
+    data_dir: str,
+    download: bool,
+    image: str = "",
+    label: str = "",
+    image_size: int = 0,
+    train_part: str = "train",
+    test_part: str = "",
+    subset: str = "",
+    columns: Sequence[str] = (),
+    pad: int | None = None,
+    num_classes: int = 0,
+) -> HubImages | HubTokens | None:
+    """Open the training or the test part; None if there is no part to test on.
+
+    image, label: columns; by default the usual names are tried. image_size: scale images to this
+    height and width; 0: don't scale. subset: one of several sets under the same name. columns, pad,
+    num_classes: of texts, see HubTokens.
+    """
+    parts = _load(name, subset, data_dir=data_dir, download=download)
+    part = choose_part(name, list(parts), train=train, train_part=train_part, test_part=test_part)
+    if part is None:
+        return None
+    rows = parts[part]
+    if not image and IDS in rows.features and not set(IMAGE_COLUMNS) & rows.features.keys():
+        label = _column(name, rows, label, LABEL_COLUMNS)
+        return HubTokens(rows, label=label, columns=columns, pad=pad, num_classes=num_classes)
+    image = _column(name, rows, image, IMAGE_COLUMNS)
+    label = _column(name, rows, label, LABEL_COLUMNS)
+    return HubImages(rows, image=image, label=label, image_size=image_size)
+
+
+def choose_part(
+    name: str, parts: Sequence[str], *, train: bool, train_part: str, test_part: str
+) -> str | None:
+    """Choose the part to train or to test on; None: there is none to test on. Raises DataError."""
+    wanted = [train_part] if train else [test_part] if test_part else _TEST_PARTS
+    part = next((key for key in wanted if key in parts), None)
+    if part is None and (train or test_part):
+        raise DataError(
+            f"{name} has no part {wanted[0]!r}; it has: {', '.join(map(str, parts))}",
+            fix="--dataset_args '{train_part: NAME, test_part: NAME}'",
+        )
+    return part
+
+
+def library_error(name: str, error: Exception) -> DataError:
+    """Make the error for a dataset that the library can't open."""
+    text = str(error).partition("\n")[0][:300]
+    return DataError(
+        f"{name} can't be opened: {type(error).__name__}: {text}",
+        fix="check the name; without network: on a machine with network, run load_dataset(NAME)"
+        ".save_to_disk(FOLDER) of the datasets package, copy FOLDER, and use --dataset hf:FOLDER",
+    )
+
+
+def load_parts(
+    datasets: Any, name: str, subset: str, *, data_dir: str, download: bool, **how: Any
+) -> Mapping[str, Any]:
+    """Load a folder or a name of the Hub; from the library's cache alone if the Hub is away.
+
+    datasets: the library. Runs no code of the dataset: the library dropped such datasets.
+    """
+    place = find_place(name, error=DataError)
+    before = getattr(datasets.config, "HF_HUB_OFFLINE", False)
+    is_away = not is_on_disk(place) and not hub_answers()
+    datasets.config.HF_HUB_OFFLINE = before or is_away
+    try:
+        loaded = datasets.load_dataset(
+            place,
+            subset or None,
+            cache_dir=str(Path(data_dir) / "huggingface"),
+            download_config=datasets.DownloadConfig(local_files_only=not download),
+            **how,
+        )
+    except Exception as error:  # WHY broad: the library passes on any error of network or files
+        raise (
+            no_answer(name, error=DataError) if is_away else library_error(name, error)
+        ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = before
+    return dict(loaded)
+
+
+def load_saved(datasets: Any, name: str) -> Mapping[str, Any] | None:
+    """Return the parts of a folder that save_to_disk() wrote; None if it is no such folder."""
+    folder = Path(find_place(name, error=DataError))
+    try:
+        if (folder / "dataset_dict.json").is_file():
+            return dict(datasets.load_from_disk(str(folder)))
+        if (folder / "state.json").is_file():
+            return {"train": datasets.load_from_disk(str(folder))}
+    except Exception as error:  # WHY broad: as in load_parts
+        raise library_error(name, error) from error
+    return None
+
+
+def _load(name: str, subset: str, *, data_dir: str, download: bool) -> Mapping[str, Any]:
+    """Return all parts by name. Raises DataError."""
+    find_place(name, error=DataError)  # WHY first: importing the library takes longer
+    datasets = import_extra("datasets", what=f"--dataset {name}")
+    datasets.disable_progress_bars()
+    if (saved := load_saved(datasets, name)) is not None:
+        return saved
+    how = {} if download else {"download_mode": "reuse_dataset_if_exists"}
+    return load_parts(datasets, name, subset, data_dir=data_dir, download=download, **how)
+
+
+def _column(
+    set_name: str, rows: Any, given: str, usual: Sequence[str]
+) -> str:  # Any: a datasets.Dataset
+    names = list(rows.features)
+    found = next((name for name in ([given] if given else usual) if name in names), None)
+    if found is not None:
+        return found
+    fix = "--dataset_args '{image: COLUMN, label: COLUMN}'; of a text: its tokens in a column "
+    fix += f"{IDS}, made with dataset.map(), in a folder that save_to_disk() writes"
+    if IDS in names:
+        fix = "--dataset_args '{label: COLUMN}'; for a causal language model: '{label: input_ids}'"
+    raise DataError(
+        f"{set_name} has no column {given or ' or '.join(usual)}; it has: {', '.join(names)}",
+        fix=fix,
+    )

@@ -1,0 +1,164 @@
+"""Blocks of a stream's shards, as a BatchStream requests them.
+
+Owns the answer to a request: the samples of a block, those that are bad, the end of the shard if it
+was met, and the reader's state. A block is read in one run as long as nothing happens; then sample
+by sample, which finds the bad one.
+Does not own: the readers (shard_reader.py), the order of the samples in a block (shelves.py).
+"""
+
+from typing import Any
+
+import torch
+import torch.utils.data
+
+from hardened_ddp.data.batches.batch import BadSample, Batch, Request
+from hardened_ddp.data.batches.read_errors import is_transient
+from hardened_ddp.data.foreign_code import describe
+from hardened_ddp.errors import LoaderError
+from hardened_ddp.streams.open_shard import EndOfShard, Given
+from hardened_ddp.streams.packing import pack
+from hardened_ddp.streams.shard_reader import ShardReader
+from hardened_ddp.streams.shards import UNKNOWN, shard_of
+from hardened_ddp.streams.stream_types import Stream, name_of
+
+MOST_UNREACHABLE = 3
+"""Samples of one block. If more can't be reached, the cause is the storage, not the samples."""
+
+_NOTHING = {
+    "samples": ("list", []),
+    "shard": -1,
+    "start": 0,
+    "end": UNKNOWN,
+    "is_blocked": False,
+    "state": None,
+}
+_NO_TARGETS = torch.empty(0, dtype=torch.int64)  # of a block: its samples hold their labels
+
+
+class BlockReader:
+    """Reads blocks of a stream's shards: what a BatchStream of a stream calls its fetcher.
+
+    A request is (epoch, numbers of consecutive samples of one shard); the batch that answers holds
+    the samples packed, and beside them the end of the shard if it was met, whether an error keeps
+    readers from it, and the reader's state.
+    """
+
+    def __init__(self, stream: Stream, *, seed: int) -> None:
+        self.dataset = stream
+        self.reader = ShardReader(stream, seed=seed)
+        self.shares_memory = True
+        self.reading: list[int] | memoryview[int] = [-1]
+        """The sample that is being read; other processes may read this."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "reading": [-1]}  # WHY: memory of this process alone
+
+    def __getitem__(self, request: Request) -> Batch:
+        epoch, ids = request
+        numbers: list[int] = ids.tolist()
+        if not numbers:  # nothing is asked of this worker at the moment
+            return Batch(_NOTHING, _NO_TARGETS, ids)
+        shard, start = shard_of(numbers[0], self.dataset.num_shards)
+        troubles: list[str] = []
+        run = self._run(epoch, numbers, troubles)
+        found, end = ids, UNKNOWN
+        if len(run) < len(numbers):
+            found, end = ids[: len(run)], self.reader.end_of(epoch, shard)
+        is_whole = found is ids or 0 <= end <= start + len(run)
+        if is_whole and not any(issubclass(kind, Exception) for kind in set(map(type, run))):
+            # The usual case, at once.
+            content = self._content(shard, start, run, end)
+            return Batch(content, _NO_TARGETS, found, (), tuple(troubles))
+        return self._read_singly(epoch, numbers, run, troubles)
+
+    def _read_singly(
+        self, epoch: int, numbers: list[int], run: list[Any], troubles: list[str]
+    ) -> Batch:
+        """Look at each sample of a block, and read what is behind run. Raises LoaderError."""
+        shard, start = shard_of(numbers[0], self.dataset.num_shards)
+        samples: list[Any] = []
+        good: list[int] = []
+        bad: list[BadSample] = []
+        end, num_unreachable = UNKNOWN, 0
+        for number, sample in zip(numbers, run, strict=False):
+            if isinstance(sample, Exception):
+                bad.append(BadSample(number, describe(sample), name_of(self.dataset, number)))
+                num_unreachable += is_transient(sample)
+            else:
+                samples.append(sample)
+                good.append(number)
+        for number in numbers[len(run) :]:
+            index = number // self.dataset.num_shards
+            self.reading[0] = number
+            try:
+                samples.append(self.reader.read(epoch, shard, index, troubles))
+                good.append(number)
+            except EndOfShard as over:
+                end = over.end
+                break
+            except (MemoryError, KeyboardInterrupt):  # no sample is to blame
+                raise
+            # WHY broad: the user's code; reported with its shard. WHY SystemExit too: a sample must
+            # not end the rank.
+            except BaseException as error:
+                cause = error.error if isinstance(error, Given) else error
+                bad.append(BadSample(number, describe(cause), name_of(self.dataset, number)))
+                num_unreachable += is_transient(cause)
+            if num_unreachable > MOST_UNREACHABLE:
+                break
+        if num_unreachable > MOST_UNREACHABLE:
+            raise LoaderError(
+                f"{num_unreachable} samples of one block could not be reached; the last, "
+                f"{bad[-1].name}: {bad[-1].error}",
+                fix="check the storage of this node, then --resume the run",
+            )
+        content = self._content(shard, start, samples, end)
+        content["is_blocked"] = self.reader.is_blocked(epoch, shard)
+        found = torch.tensor(good, dtype=torch.int64)
+        return Batch(content, _NO_TARGETS, found, tuple(bad), tuple(troubles))
+
+    def _content(self, shard: int, start: int, samples: list[Any], end: int) -> dict[str, Any]:
+        """Return what an answer holds. Any: whatever the stream gives."""
+        is_worker = torch.utils.data.get_worker_info() is not None
+        packed = pack(samples) if is_worker else ("list", samples)
+        state = self.reader.state_of(shard) if end < 0 else None
+        return {
+            "samples": packed,
+            "shard": shard,
+            "start": start,
+            "end": end,
+            "is_blocked": False,
+            "state": state,
+        }
+
+    def _run(self, epoch: int, numbers: list[int], troubles: list[str]) -> list[Any]:
+        """Read the samples at the start of a block that come without trouble."""
+        self.reading[0] = numbers[0]
+        num_shards = self.dataset.num_shards
+        if numbers[-1] - numbers[0] != (len(numbers) - 1) * num_shards:  # some are left out
+            return []
+        shard, index = shard_of(numbers[0], num_shards)
+        return self.reader.read_run(epoch, shard, index, len(numbers), troubles)
+
+    def name_of(self, index: int) -> str:
+        """Name a sample by its shard and its position there."""
+        return name_of(self.dataset, index)
+
+    def pass_over(self, epoch: int, index: int, error: str) -> None:
+        """Never read this sample again: it ends the process that reads it."""
+        shard, position = shard_of(index, self.dataset.num_shards)
+        self.reader.pass_over(epoch, shard, position, error)
+
+    def with_parts(self, batch: Batch, epoch: int) -> Batch:
+        """Return the batch: a block is taken as a whole."""
+        return batch
+
+    def answers(self, batch: Batch, request: Request) -> bool:
+        """Return whether batch is the answer to request: fewer samples only at a shard's end."""
+        if batch.indices is request[1] or torch.equal(batch.indices, request[1]):
+            return True
+        numbers = sorted([*batch.indices.tolist(), *(bad.index for bad in batch.bad)])
+        asked = request[1].tolist()
+        return numbers == asked[: len(numbers)] and (
+            len(numbers) == len(asked) or batch.inputs["end"] >= 0
+        )

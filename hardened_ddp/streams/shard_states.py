@@ -1,0 +1,104 @@
+"""The states of a stream's readers in the run folder: shortcuts for a resume in mid-epoch.
+
+Owns the files readers/epoch-E-*.jsonl, a line for each shard every few seconds: its position and
+the reader's state there. Each rank writes its own, so that no rank has to wait for another one.
+A line that is lost or old costs time, never a sample: the position itself is in the checkpoint.
+WHY JSON and not pickle: what a run folder holds is never executed.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from hardened_ddp.reporting.sinks import write_text
+from hardened_ddp.streams.open_shard import Shortcut
+from hardened_ddp.streams.shards import Facts
+
+log = logging.getLogger(__name__)
+
+FOLDER = "readers"
+EVERY_S = 5.0
+"""Between two notes; a resume reads what came after the last one again."""
+
+_BYTES_PER_S = 20_000  # with larger states notes are rarer
+
+
+class ShardStates:
+    """Writes the states of this rank's readers, and reads those of all ranks."""
+
+    def __init__(
+        self, run: Path, *, rank: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._folder = run / FOLDER
+        self._rank = rank
+        self._clock = clock
+        self._next_at = clock() + EVERY_S
+        self._last: tuple[Facts, Callable[[Facts], Mapping[int, Shortcut]]] | None = None
+        self._is_on = True
+
+    def note(self, facts: Facts, shortcuts: Callable[[Facts], Mapping[int, Shortcut]]) -> None:
+        """Write the states at or before facts, if it is time. Disk errors never stop training."""
+        self._last = (facts, shortcuts)
+        if self._is_on and self._clock() >= self._next_at:
+            self._write()
+
+    def read(self, facts: Facts) -> dict[int, Shortcut]:
+        """Return for each shard the state nearest before facts, of whatever rank wrote it."""
+        found: dict[int, Shortcut] = {}
+        for path in sorted(self._folder.glob(f"epoch-{facts.epoch}-*.jsonl")):
+            try:
+                lines = path.read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                log.debug("%s can't be read: %s", path, error)
+                continue
+            for line in lines:
+                try:
+                    shard, position, state = json.loads(line)
+                    is_useful = position <= facts.taken[shard]
+                except (ValueError, TypeError, IndexError):  # a line that was cut off
+                    continue
+                if is_useful and position >= found.get(shard, (0, 0, None))[1]:
+                    found[shard] = (facts.epoch, position, state)
+        return found
+
+    def close(self) -> None:
+        """Write the states at the last position. A second call does nothing."""
+        if self._is_on and self._last is not None:
+            self._write()
+        self._last = None
+
+    def _write(self) -> None:
+        assert self._last is not None
+        facts, shortcuts = self._last
+        try:
+            lines = [
+                json.dumps([shard, position, state]) + "\n"
+                for shard, (epoch, position, state) in shortcuts(facts).items()
+                if epoch == facts.epoch
+            ]
+        except (TypeError, ValueError) as error:
+            self._is_on = False
+            log.warning(
+                "the states of the stream's readers are not JSON (%s): a resume in mid-epoch reads "
+                "its samples again from the start of the epoch",
+                error,
+            )
+            return
+        text = "".join(lines)
+        self._next_at = self._clock() + EVERY_S + len(text) / _BYTES_PER_S
+        if not lines:
+            return
+        try:
+            self._folder.mkdir(exist_ok=True)
+            # WHY the pid: each start has its own file; a line can't be added to one cut off.
+            name = f"epoch-{facts.epoch}-rank-{self._rank}-{os.getpid()}.jsonl"
+            write_text(self._folder / name, text, mode="a")
+            # WHY the last epoch stays: the newest checkpoint may be from its end.
+            for path in self._folder.glob(f"epoch-{facts.epoch - 2}-*.jsonl"):
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            self._is_on = False
+            log.warning("the states of the stream's readers can't be written: %s", error)

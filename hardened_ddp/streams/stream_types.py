@@ -1,0 +1,141 @@
+"""What a stream is: an iterable dataset in shards, each of which gives its samples in order.
+
+Owns the contract that users write to, and what is derived from it. Does not own: other kinds of
+iterable datasets, which are adapted to it (iterable.py), and reading (shard_reader.py).
+"""
+
+import hashlib
+import operator
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from hardened_ddp.errors import DataError
+from hardened_ddp.streams.shards import UNKNOWN, Numbers, shard_of
+
+_WHOLE_BYTES = 16 << 20
+"""Files up to this size are hashed as a whole; of larger ones, parts that are spread over it."""
+
+_NUM_PARTS, _PART_BYTES = 17, 1 << 16
+
+
+class Stream(Protocol):
+    """What a user writes.
+
+    Optional attributes: sizes, the number of samples of each shard (then all steps but the last are
+    full, and the length of an epoch is known); files, of each shard or of all (a changed file is
+    noticed on resume); num_classes or classes; uses_randomness = False (no seeding per sample).
+    """
+
+    num_shards: int
+
+    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
+        """Read a shard from its start; or, with a state, go on where it was taken.
+
+        The same (shard, epoch) must give the same samples in the same order. If the iterator has
+        state_dict(), then open with what it returned after n samples gives sample n first. If it
+        has skip(), that passes over the next sample without making it: one that can't be read.
+        """
+
+
+def is_stream(dataset: object) -> bool:
+    """Return whether a dataset keeps the contract of a stream."""
+    return hasattr(dataset, "num_shards") and callable(getattr(dataset, "open", None))
+
+
+def check_stream(stream: Any, name: str) -> None:  # Any: the user's
+    """Raise DataError if the stream's own numbers can't be right."""
+    count = stream.num_shards
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise DataError(
+            f"dataset {name}: num_shards is {count!r}; need a whole number from 1",
+            fix="set num_shards to the number of shards that open() can read",
+        )
+    sizes = getattr(stream, "sizes", None)
+    if sizes is None:
+        return
+    if len(sizes) != count or not all(map(_is_count, sizes)):
+        raise DataError(
+            f"dataset {name} has {count} shards and sizes of {len(sizes)}: {list(sizes)[:8]}",
+            fix="make sizes the number of samples of each shard, or leave it out",
+        )
+
+
+def _is_count(value: Any) -> bool:  # Any: the user's
+    try:
+        return operator.index(value) >= 0
+    except (TypeError, ValueError):  # ValueError: an array of several
+        return False
+
+
+def says_sizes(stream: Stream) -> bool:
+    """Return whether a stream says the number of samples of each shard."""
+    return getattr(stream, "sizes", None) is not None
+
+
+def sizes_of(stream: Stream) -> Numbers:
+    """Return the number of samples of each shard; UNKNOWN for all if the stream does not say."""
+    sizes = getattr(stream, "sizes", None)
+    if sizes is None:
+        return np.full(stream.num_shards, UNKNOWN, dtype=np.int64)
+    return np.array([int(size) for size in sizes], dtype=np.int64)
+
+
+def name_of(stream: Stream, number: int) -> str:
+    """Name a sample by its shard and its position there; the shard's file if there is one each."""
+    shard, index = shard_of(number, stream.num_shards)
+    files = list(getattr(stream, "files", None) or ())
+    place = f", {files[shard]}" if len(files) == stream.num_shards else ""
+    return f"shard {shard}{place}, sample {index} of it"
+
+
+def digests_of(stream: Stream) -> dict[str, str]:
+    """Return size and hash of each file of a stream by its name; empty if it names no files."""
+    files = [Path(os.fspath(file)) for file in getattr(stream, "files", None) or ()]
+    if not files:
+        return {}
+    # WHY relative: the same files may have another place on another node, or after a move.
+    root = Path(os.path.commonpath([file.absolute().parent for file in files]))
+    return {str(file.absolute().relative_to(root)): _digest(file) for file in files}
+
+
+def changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Describe which files of a stream are not those of the checkpoint."""
+    found = []
+    for name in sorted(before.keys() | now.keys()):
+        if name not in now:
+            found.append(f"{name} is missing")
+        elif name not in before:
+            found.append(f"{name} is new")
+        elif before[name] != now[name]:
+            sizes = [text.split(":")[0] for text in (before[name], now[name])]
+            how = "its content differs" if sizes[0] == sizes[1] else " -> ".join(sizes) + " bytes"
+            found.append(f"{name} has changed ({how})")
+    return found
+
+
+def _digest(path: Path) -> str:
+    """Return size:hash of a file. Raises DataError if it can't be read."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest = hashlib.sha256()
+            if size <= _WHOLE_BYTES:
+                digest.update(file.read())
+            else:
+                for part in range(_NUM_PARTS):
+                    file.seek((size - _PART_BYTES) * part // (_NUM_PARTS - 1))
+                    digest.update(file.read(_PART_BYTES))
+    except OSError as error:
+        raise DataError(
+            f"{path} can't be read: {error}", fix="check the path and its permissions"
+        ) from error
+    return f"{size}:{digest.hexdigest()[:16]}"
+
+
+def cut(files: Sequence[str], num_shards: int) -> list[list[str]]:
+    """Share files out to num_shards shards, in turn; a shard may have several."""
+    return [list(files[shard::num_shards]) for shard in range(num_shards)]

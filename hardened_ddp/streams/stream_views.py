@@ -1,0 +1,139 @@
+"""A stream seen as a map-style dataset: to look at its first samples, and to test on it.
+
+Owns the two views. Reading in order is as fast as the stream; any other access opens it anew.
+Does not own: training on a stream (shard_loader.py).
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from hardened_ddp.errors import ANY_FAILURE, DataError
+from hardened_ddp.streams.open_shard import EndOfShard, Given
+from hardened_ddp.streams.shard_reader import ShardReader
+from hardened_ddp.streams.shards import shard_of
+from hardened_ddp.streams.stream_types import Stream, digests_of, name_of, sizes_of
+
+log = logging.getLogger(__name__)
+
+MOST_COUNTED = 2**20
+"""Samples of a shard of a test part that are counted: larger ones say their length."""
+
+FORWARDED = ("num_classes", "classes", "collate_fn", "in_memory", "uses_randomness")
+"""What a dataset may say of itself."""
+
+
+class StreamView(Dataset[Any]):  # Any: whatever the stream gives
+    """A stream by the numbers of its samples. Its length is that of the first round: num_shards."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.digests = digests_of(stream)
+        """Size and hash of each file by its name."""
+
+        self._reader = ShardReader(stream, seed=0)
+        _forward(stream, self)
+
+    def __len__(self) -> int:
+        return self.stream.num_shards
+
+    def __getitem__(self, number: int) -> Any:  # Any: as above
+        shard, index = shard_of(number, self.stream.num_shards)
+        try:
+            return self._reader.read(0, shard, index, [])
+        except EndOfShard as over:
+            raise IndexError(f"shard {shard} of the stream has {over.end} samples") from None
+        except Given as given:
+            raise given.error from None
+        finally:
+            self._reader.close()
+
+    def name_of_sample(self, number: int) -> str:
+        """Name a sample by shard and position, for messages."""
+        return name_of(self.stream, number)
+
+    def first_samples(self) -> Iterator[int]:
+        """Yield the number of the first sample of each shard that is not empty."""
+        for shard in range(self.stream.num_shards):
+            try:
+                self._reader.read(0, shard, 0, [])
+            except EndOfShard:
+                continue
+            except ANY_FAILURE:  # WHY broad: the user's code; who reads the sample meets it again
+                log.debug("shard %d, sample 0", shard, exc_info=True)
+            finally:
+                self._reader.close()
+            yield shard
+
+
+class StreamInOrder(Dataset[Any]):  # Any: as above
+    """All samples of a stream, one shard after the other: for a test set."""
+
+    is_read_in_order = True  # any other order opens the stream anew
+
+    def __init__(self, stream: Stream, name: str) -> None:
+        """Count the samples, by reading them all if the stream does not say their number."""
+        self.stream, self._name = stream, name
+        sizes = sizes_of(stream)
+        if (sizes < 0).any():
+            log.info("%s: the test part does not say its length: counting its samples", name)
+            sizes = np.array([self._count(shard) for shard in range(stream.num_shards)])
+        self._stops = np.cumsum(sizes)
+        self._reader = ShardReader(stream, seed=0)
+        self.digests = digests_of(stream)
+        _forward(stream, self)
+
+    def __len__(self) -> int:
+        return int(self._stops[-1])
+
+    def __getitem__(self, place: int) -> Any:  # Any: as above
+        shard, index = self._find(place)
+        try:
+            return self._reader.read(0, shard, index, [])
+        except EndOfShard as over:
+            raise IndexError(
+                f"shard {shard} of the test part has {over.end} samples now, and fewer than before"
+            ) from None
+        except Given as given:
+            raise given.error from None
+
+    def name_of_sample(self, place: int) -> str:
+        """Name a sample by shard and position, for messages."""
+        shard, index = self._find(place)
+        return name_of(self.stream, index * self.stream.num_shards + shard)
+
+    def _find(self, place: int) -> tuple[int, int]:
+        if not 0 <= place < len(self):
+            raise IndexError(f"sample {place} of {len(self)}")
+        shard = int(np.searchsorted(self._stops, place, side="right"))
+        return shard, place - int(self._stops[shard - 1] if shard else 0)
+
+    def _count(self, shard: int) -> int:
+        """Count the samples of a shard, bad ones too. Raises DataError where they have no end."""
+        reader, count = ShardReader(self.stream, seed=0), 0
+        while True:
+            if count >= MOST_COUNTED:
+                raise DataError(
+                    f"dataset {self._name}: shard {shard} of the test part has given "
+                    f"{count:,} samples, and goes on: it has no end, or does not say its length",
+                    fix="let it end (itertools.islice), or give it sizes, the samples of each "
+                    "shard; --eval_every 0 trains without a test",
+                )
+            try:
+                reader.read(0, shard, count, [])
+            except EndOfShard as over:
+                return over.end
+            except ANY_FAILURE as error:  # WHY broad: users' code; met again in evaluation
+                if reader.is_blocked(0, shard):
+                    log.warning("shard %d of the test part ends early: %s", shard, error)
+                    return count + 1
+            count += 1
+
+
+def _forward(stream: Stream, view: Dataset[Any]) -> None:
+    for name in FORWARDED:
+        if (value := getattr(stream, name, None)) is not None:
+            setattr(view, name, value)
