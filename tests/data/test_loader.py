@@ -359,6 +359,7 @@ def status_of(pid: int | None, name: str) -> str:
     return text.partition(f"{name}:")[2].split()[0]
 
 
+@pytest.mark.slow
 def test_the_fork_server_leaves_them_alone_while_it_imports_torch() -> None:
     loader = make_loader(Scripted(), 1, start_method="forkserver")
     next(loader.windows(0, 0))

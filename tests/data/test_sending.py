@@ -60,6 +60,7 @@ def are_shared_in_a_worker() -> bool:
     return bool(batch.inputs.all())
 
 
+@pytest.mark.slow
 def test_a_worker_shares_the_tensors_of_its_dataset() -> None:
     assert are_shared_in_a_worker()
 

@@ -195,6 +195,7 @@ def test_a_rank_alone_on_its_machine_that_holds_the_gil_is_seen_from_outside(
         running.wait(30)
 
 
+@pytest.mark.slow
 def test_a_slow_start_and_a_slow_evaluation_are_no_hangs(tmp_path: Path) -> None:
     argv = [*PLAIN, "--model", "tests.plugins:SlowAtFirst", "--eval_every", "1", "--epochs", "2"]
     argv += ["--hang_after_s", "0.5", "--output_dir", tmp_path]
@@ -204,6 +205,7 @@ def test_a_slow_start_and_a_slow_evaluation_are_no_hangs(tmp_path: Path) -> None
     assert finished.outputs[0].count("test accuracy") >= 2
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named_with_its_split_of_the_step_time(tmp_path: Path) -> None:
     argv = [*PLAIN, "--model", "tests.plugins:Straggling", "--epochs", "900"]
     with start_training([*argv, "--output_dir", tmp_path], 3) as running:

@@ -29,6 +29,7 @@ def told(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+@pytest.mark.slow
 def test_an_epoch_compiles_for_training_for_its_last_batch_and_for_the_test(
     tmp_path: Path,
 ) -> None:

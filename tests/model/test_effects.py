@@ -55,12 +55,14 @@ def test_what_forward_moves_is_that_of_the_undisturbed_run_after_any_fault(
 
 
 @pytest.mark.parametrize("model", slow_after(1, MOVING[::4]))
+@pytest.mark.slow
 def test_so_it_is_where_gradients_are_sent_within_backward(model: type, tmp_path: Path) -> None:
     work = work_of(model, "--no_shared_memory", "--accumulation_steps=2")
     check(tmp_path, work, "raise-backward-one", "kill-backward")
 
 
 @pytest.mark.parametrize("model", slow_after(1, [ZeroedTarget, DataTarget]))
+@pytest.mark.slow
 def test_a_step_whose_changes_nobody_can_put_back_is_left_for_a_checkpoint(
     model: type, tmp_path: Path
 ) -> None:

@@ -43,6 +43,7 @@ DYING: list[str | Path] = [*POINTS, "--model", "tests.plugins:Dying", "--run_nam
 DYING += ["--model_args", "{forward_number: 4}", "--epochs", "100", "--timeout_s", "60"]
 
 
+@pytest.mark.slow
 def test_ten_of_ten_restarts_go_on_at_the_next_step(tmp_path: Path) -> None:
     """Ranks are started as torchrun starts them again: on the same port, and with their count."""
     env = {"MASTER_PORT": str(held_port()), "TORCHELASTIC_RUN_ID": "job"}

@@ -226,6 +226,7 @@ with RunLock.acquire(Path(sys.argv[1]), jobs=sys.argv[2:], silent_after_s=7.0):
     [("node0", "of-nobody-else"), ("node1", "shared")],
     ids=["same name", "elastic"],
 )
+@pytest.mark.slow
 def test_a_lock_is_taken_over_from_a_dead_host_and_never_from_a_living_one(
     name: str, job: str, hosts: TwoHosts, tmp_path: Path
 ) -> None:

@@ -383,6 +383,7 @@ class TestNetwork:
 
 
 class TestAllReduce:
+    @pytest.mark.slow
     def test_nobody_else_gets_the_port_of_the_trial_before_rank_0_listens(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -95,6 +95,7 @@ def drawn_in_a_browser(page: Path) -> tuple[str, str]:
     return ended.stdout, "\n".join(said)
 
 
+@pytest.mark.slow
 def test_every_plot_is_drawn_without_a_network_and_without_an_error(tmp_path: Path) -> None:
     names = [str(make_run(tmp_path / "first")), str(make_run(tmp_path / "second", batch_size=16))]
     output = io.StringIO()

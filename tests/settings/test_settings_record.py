@@ -252,6 +252,7 @@ class TestAnything:
             self.check_argv([f"--{name}={word}"])
             self.check_file(f"{name}: {word}\n")
 
+    @pytest.mark.slow
     def test_any_words_in_any_order_fit_or_are_told(self) -> None:
         rng = random.Random(0)
         names = [f"--{no}{name}" for name in SETTINGS for no in ("", "no_")]

@@ -85,6 +85,7 @@ def test_the_tests_get_the_conditions_and_nothing_of_them_is_left(
     assert not [pid for pid in list_pids() - before if "tests.hostile" in read_command_line(pid)]
 
 
+@pytest.mark.slow
 def test_another_user_is_not_root_and_has_no_name(checkout: Path) -> None:
     conditions = draw(4)
     with hostile._make_place(conditions) as place:
