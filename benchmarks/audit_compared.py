@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from ddp_doctor.audit.judge import judge  # noqa: E402  # WHY: the path above
+from ddp_doctor.audit.command import judge  # noqa: E402  # WHY: the path above
 from ddp_doctor.audit.records import read_ranks  # noqa: E402
 from tests.audit.programs import MISTAKES, NEEDS, Case  # noqa: E402
 from tests.audit.test_programs import Zygote  # noqa: E402

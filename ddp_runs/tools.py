@@ -36,7 +36,7 @@ def _run(request: Request) -> int:
             return run_doctor(output=output, env=environment())
         case "explain":
             from ddp_doctor.explain.command import run_cause, run_explain
-            from ddp_doctor.explain.commands import Commands
+            from ddp_doctor.explain.report import Commands
 
             commands = Commands(own=own_command, resume=_resume)
             if code := request.options["cause"]:

@@ -18,7 +18,7 @@ from typing import Any
 from ddp_doctor.audit.catalogue import OBSERVED, SOURCE, Kind
 from ddp_doctor.explain.catalogue import BY_CODE, FAMILIES
 from ddp_doctor.explain.catalogue.python import BUILT_IN, OPERATION, RAISED
-from ddp_doctor.explain.catalogue.silent import FINISHED, SILENT
+from ddp_doctor.explain.catalogue.stops import FINISHED, SILENT
 from ddp_doctor.explain.events import Cause
 from ddp_drills.fault import Fault
 from ddp_drills.faults import all_faults

@@ -1,15 +1,28 @@
-"""Judges the optimizer's steps: zeroed gradients, clipping, parameters that stay put.
+"""Judges the optimizer's steps: zeroed gradients, their scale, clipping, parameters that stay put.
 
 The ranks agree on these, so one rank tells; but clipping before the all-reduce shows only between
 ranks.
 """
 
-from collections.abc import Iterator, Sequence
+import ast
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 
 from ddp_doctor.audit.records import Rank, Ranks, Record
-from ddp_doctor.audit.scales import ENOUGH, judge_by_hand, judge_scale
+from ddp_doctor.audit.script import names_in
 from ddp_doctor.audit.verdict import Verdict, at
 from ddp_doctor.audit.weights import MAX_NAMED, name_of
+
+ENOUGH = 2
+"""Sampled steps that must agree before anything is said."""
+
+CLOSE = 1e-3
+"""Relative: factors of a loss are products of few floats."""
+
+_WORLD = frozenset(("world", "num_processes", "nprocs", "n_gpu", "num_gpus", "ngpus")).union(
+    ("num_replicas", "n_ranks", "num_ranks")
+)
 
 
 def judge_updates(ranks: Ranks) -> Iterator[Verdict]:
@@ -169,3 +182,197 @@ def _are_averaged_later(ranks: Ranks, clip: Record) -> bool:
         for rank in list(ranks)[:2]
     ]
     return all(pair) and all(a["g"] == b["g"] for a, b in zip(*pair, strict=False))
+
+
+def judge_scale(rank: Rank, steps: Sequence[Record], ranks: Ranks) -> Iterator[Verdict]:
+    """Yield gradients that are too large or too small by the accumulation or the world size."""
+    later = [s for s in steps if s["n"] > 1 and not s["has_closure"]] or list(steps)
+    readings = [reading for step in later if (reading := _reading(rank, step)) is not None]
+    if len(readings) < ENOUGH or len(set(readings)) != 1:
+        return
+    parts, factor = readings[0]
+    world, step = ranks.world_size, later[0]
+    file, _, _ = step["backward_line"].rpartition(":")
+    whole = factor * parts
+    seen = f"each loss is a mean, and is multiplied by {factor:.6g}; {parts} backwards make a step"
+    if parts > 1 and _is(whole, parts):
+        yield Verdict(
+            code="accumulation-not-divided",
+            sentence=f"{parts} batches make a step, and their losses are added up without a "
+            f"division: the gradients are {parts} times too large",
+            **at(step["backward_line"]),
+            evidence=(seen,),
+        )
+    elif parts > 1 and _is(whole, 1 / parts) and (line := _scaling_line(file, ())):
+        yield Verdict(
+            code="divided-twice",
+            sentence=f"the loss is divided by the {parts} batches of a step twice",
+            **at(line),
+            evidence=(seen,),
+        )
+    elif world > 1 and (_is(whole, world) or _is(whole, 1 / world)):
+        if _shares_outputs(rank) or not any(s["backwards"].get("sync") for s in steps):
+            return
+        if line := _scaling_line(file, _WORLD):
+            is_large = _is(whole, world)
+            yield Verdict(
+                code="scaled-by-world-size" if is_large else "divided-twice",
+                sentence="DDP averages the gradients over the ranks already; the program "
+                + (f"multiplies them by the {world} ranks" if is_large else "divides them again"),
+                **at(line),
+                evidence=(seen,),
+            )
+
+
+def _reading(rank: Rank, step: Record) -> tuple[int, float] | None:
+    """Give the number of batches of a step, and the factor of each; None if it is not sure."""
+    kinds = {kind for _, kind in step["factors"]}
+    values = {round(value / step["amp_scale"], 7) for value, _ in step["factors"]}
+    if kinds != {"mean"} or len(values) != 1 or not are_alternatives(list(step["backward_lines"])):
+        return None
+    number = step["backwards"]["all"]
+    if number > 1:
+        # WHY: several losses of one batch are added up rightly
+        inputs = [x for x in step["inputs"] if x is not None]
+        is_split = step["batches"] == number or (
+            not step["batches"] and len(set(inputs)) == min(number, 16)
+        )
+        if not is_split:
+            return None
+    factor: float = values.pop()
+    by_hand = step["ratio"]
+    is_clipped = any(step["n"] in clip["next_steps"].values() for clip in rank.all("clip"))
+    if by_hand is not None and not is_clipped:
+        factor *= by_hand * step["amp_scale"]
+    return number, round(factor, 6)
+
+
+def _is(value: float, wanted: float) -> bool:
+    return abs(value - wanted) <= CLOSE * abs(wanted)
+
+
+def _shares_outputs(rank: Rank) -> bool:
+    """Whether outputs are gathered in training: then a loss may rightly count for all ranks."""
+    return any("gather" in c["op"] or "reduce_scatter" in c["op"] for c in rank.all("collective"))
+
+
+def _scaling_line(file: str, words: Collection[str]) -> str:
+    """Find the line that multiplies or divides by what has one of these words in its name.
+
+    Without words: by anything but a plain number. Only a factor that was measured is looked for.
+    """
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8", errors="replace"))
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    aliases = {
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and _has(node.value, words)
+        for target in node.targets
+        for name in names_in(target)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.BinOp | ast.AugAssign) or not isinstance(
+            node.op, ast.Mult | ast.Div
+        ):
+            continue
+        sides = [node.right, node.left] if isinstance(node, ast.BinOp) else [node.value]
+        is_loss = any(
+            word in ast.unparse(node).lower() for word in ("loss", "grad", "criterion", "entropy")
+        )
+        for side in sides:
+            is_it = _has(side, words) or bool(names_in(side) & aliases) if words else True
+            if is_it and is_loss and not isinstance(side, ast.Constant):
+                return f"{file}:{node.lineno}"
+    calls = ("div_", "mul_", "div", "mul")
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        if node.func.attr in calls and node.args:
+            given = node.args[0]
+            if not words or _has(given, words) or names_in(given) & aliases:
+                return f"{file}:{node.lineno}"
+    return ""
+
+
+def _has(node: ast.AST, words: Collection[str]) -> bool:
+    return any(word in name.lower() for name in names_in(node) for word in words)
+
+
+def are_alternatives(lines: Sequence[str]) -> bool:
+    """Whether one pass of a loop runs only one of these lines: the arms of one `if`."""
+    if len(lines) < 2:
+        return True
+    files, numbers = zip(*(line.rsplit(":", 1) for line in lines), strict=True)
+    try:
+        tree = ast.parse(Path(files[0]).read_text(encoding="utf-8", errors="replace"))
+    except (OSError, SyntaxError, ValueError):
+        return False
+    if len(lines) > 2 or files[0] != files[1]:
+        return False
+    wanted = sorted(map(int, numbers))
+    return any(
+        _has_line(node.body, wanted[0]) and _has_line(node.orelse, wanted[1])
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If)
+    )
+
+
+def _has_line(body: Sequence[ast.stmt], number: int) -> bool:
+    return any(node.lineno <= number <= (node.end_lineno or 0) for node in body)
+
+
+def judge_by_hand(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
+    """Yield gradients that an all-reduce of the program adds up, and does not average."""
+    others = [r for r in ranks if r is not rank]
+    lines = Counter(c["line"] for c in rank.all("collective") if c["op"] == "all_reduce")
+    is_whole = len(ranks) == ranks.world_size and bool(others)
+    if not lines or not is_whole or any(r.all("ddp") for r in ranks):
+        return
+    found = []
+    for step in rank.all("step"):
+        same = [s for r in others for s in r.all("step") if (s["o"], s["n"]) == _key(step)]
+        reading = _reading(rank, {**step, "ratio": None}) if "g" in step else None
+        if reading is None or step["n"] < 2 or len(same) != len(others):
+            continue
+        parts, factor = reading
+        share = _share_of_sum(step, same)
+        if share is not None:
+            found.append(round(share * factor * parts * ranks.world_size, 3))
+    if len(found) < ENOUGH or len(set(found)) != 1:
+        return
+    world, whole = ranks.world_size, found[0]
+    line = lines.most_common(1)[0][0]
+    file, _, _ = line.rpartition(":")
+    seen = f"after the all-reduce a gradient is {whole:g} times the mean over the {world} ranks"
+    if _is(whole, world):
+        yield Verdict(
+            code="scaled-by-world-size",
+            sentence=f"the gradients are added up over the {world} ranks, and not divided",
+            **at(line),
+            evidence=(seen,),
+        )
+    elif _is(whole, 1 / world):
+        yield Verdict(
+            code="divided-twice",
+            sentence=f"the gradients are divided by the {world} ranks twice",
+            **at(_scaling_line(file, _WORLD) or line),
+            evidence=(seen,),
+        )
+
+
+def _key(step: Record) -> tuple[int, int]:
+    return step["o"], step["n"]
+
+
+def _share_of_sum(step: Record, others: Sequence[Record]) -> float | None:
+    """Give the factor between the sum of all ranks' own gradients and those of the step."""
+    values = [s.get("values") for s in (step, *others)]
+    if not all(values) or len({len(part) for pair in values if pair for part in pair}) != 1:
+        return None
+    own = [sum(numbers) for numbers in zip(*(pair[0] for pair in values if pair), strict=True)]
+    after = values[0][1] if values[0] else []
+    shares = [b / a for a, b in zip(own, after, strict=True) if abs(a) > 1e-6]
+    is_one = bool(shares) and all(_is(share, shares[0]) for share in shares)
+    return shares[0] if is_one else None

@@ -10,13 +10,12 @@ import re
 
 from ddp_doctor.explain.catalogue import BY_CODE
 from ddp_doctor.explain.catalogue.python import cause_of_type
+from ddp_doctor.explain.collectives import read_dump, take_dump
 from ddp_doctor.explain.events import Blame, Event, Line, Raised, Tier
 from ddp_doctor.explain.evidence import Evidence
-from ddp_doctor.explain.flight_recorder import read_dump, take_dump
+from ddp_doctor.explain.lines import Habits, lines_of, parse_line, with_lead
 from ddp_doctor.explain.matching import Match, Matcher
-from ddp_doctor.explain.prefixes import Habits, parse_line, with_lead
 from ddp_doctor.explain.sources import Source
-from ddp_doctor.explain.structured import lines_of
 from ddp_doctor.explain.tracebacks import Assembler, Found
 
 _LOOSE = re.compile(

@@ -18,17 +18,17 @@ from typing import TextIO
 
 from ddp_doctor.errors import UnreadableLogError, UsageError
 from ddp_doctor.explain.catalogue import BY_CODE, CAUSES
+from ddp_doctor.explain.collectives import MAX_BYTES, PICKLE
 from ddp_doctor.explain.collector import Collector
-from ddp_doctor.explain.commands import Commands
 from ddp_doctor.explain.endings import Tail, ending_of
 from ddp_doctor.explain.events import Tier
 from ddp_doctor.explain.evidence import Evidence
-from ddp_doctor.explain.flight_recorder import MAX_BYTES, PICKLE
+from ddp_doctor.explain.lines import habits_of, stack_of_error_file
 from ddp_doctor.explain.matching import Matcher
-from ddp_doctor.explain.prefixes import habits_of
 from ddp_doctor.explain.reader import Search, decoder_of, read_lines, read_sample
 from ddp_doctor.explain.report import (
     Answer,
+    Commands,
     as_json,
     as_text,
     describe,
@@ -44,7 +44,6 @@ from ddp_doctor.explain.sources import (
     is_run_folder,
     jobs_of,
 )
-from ddp_doctor.explain.structured import stack_of_error_file
 from ddp_doctor.explain.verdict import Verdict, judge
 
 # Words of lines that match no phrase: the job's size, how processes ended, what watchdogs say.

@@ -1,6 +1,6 @@
 """What explain prints: one sentence, its evidence, the fix, how to confirm it; or the same as JSON.
 
-Owns the words around the catalogue's.
+Owns the words around the catalogue's, and how commands of the trainer are typed.
 Does not own: the verdict (verdict.py).
 """
 
@@ -8,13 +8,12 @@ import json
 import shlex
 import textwrap
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddp_doctor.explain.catalogue.own import GUIDE, STEPS
-from ddp_doctor.explain.commands import Commands
 from ddp_doctor.explain.events import Cause, Event, Tier
 from ddp_doctor.explain.evidence import Evidence
 from ddp_doctor.explain.guilt import CERTAIN, GUESS, LIKELY
@@ -42,6 +41,27 @@ _COLLECT = (
     "crashes in native code: PYTHONFAULTHANDLER=1; of the machine: dmesg -T, sacct, kubectl "
     "describe pod",
 )
+
+
+def _own(*arguments: str | Path) -> str:
+    return shlex.join(["python", "ddp_training.py", *map(str, arguments)])
+
+
+def _resume(run: Path, num_ranks: int) -> str:
+    start = ["torchrun", "--standalone", f"--nproc_per_node={num_ranks}"]
+    words = start if num_ranks > 1 else ["python"]
+    return shlex.join([*words, "ddp_training.py", "--resume", str(run)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Commands:
+    """The defaults are for a shell in the trainer's folder."""
+
+    own: Callable[..., str] = _own
+    """Types a command of the trainer, from its arguments."""
+
+    resume: Callable[[Path, int], str] = _resume
+    """Types the command that continues the run in a folder, on so many ranks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from ddp_doctor.errors import UnreadableLogError
-from ddp_doctor.explain.flight_recorder import PICKLE
+from ddp_doctor.explain.collectives import PICKLE
 
 STDIN = "-"
 _LOG_NAMES = re.compile(

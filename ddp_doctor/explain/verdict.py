@@ -2,6 +2,7 @@
 
 Owns the order of the tiers, and what makes one event of a tier come before another: specific before
 general, earlier before later, and of one rank its first exception.
+Also what no message tells: a rank that ended without a word, seen in torchrun's table.
 Does not own: naming the rank (guilt.py), the words (report.py).
 """
 
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ddp_doctor.explain.catalogue import BY_CODE
+from ddp_doctor.explain.catalogue.stops import FINISHED, SILENT
 from ddp_doctor.explain.collectives import Finding
 from ddp_doctor.explain.endings import (
     is_closing,
@@ -26,7 +28,6 @@ from ddp_doctor.explain.run_folder import (
     events_of_folder,
     newest_stacks,
 )
-from ddp_doctor.explain.silent import silent_ends
 
 _OF_SIGNAL = {
     -9: "killed-sigkill",
@@ -285,3 +286,32 @@ def _unknown(
         root_exit=roots[0] if roots else None,
         ranks_alike=alike,
     )
+
+
+def silent_ends(events: Sequence[Event], evidence: Evidence) -> list[Event]:
+    """Give the end that the lost connections follow from, if all of them name their rank."""
+    table = [ended for ended in evidence.exits.exits if ended.from_block]
+    lost = [event for event in events if event.tier == Tier.LOST and event.kind == "exception"]
+    spoken = [e for e in events if e.kind == "exception" and e.tier < Tier.LAUNCHER]
+    speakers = {event.rank for event in spoken}
+    has_other = any(event.tier < Tier.LOST and not event.is_weak for event in events)
+    if not table or not lost or has_other or None in speakers:
+        return []
+    failed = [ended for ended in table if ended.status > 0]
+    silent = [ended for ended in failed if ended.rank not in speakers]
+    if len(silent) == 1:
+        [ended] = silent
+        end = Event(
+            kind="exit",
+            tier=Tier.EXCEPTION,
+            line=ended.line,
+            cause=SILENT,
+            rank=ended.rank,
+            host=ended.host,
+        )
+        return [end]
+    is_one_node = evidence.num_nodes == 1 and all(e.rank == e.local for e in table)
+    if failed and not silent and is_one_node and len(speakers) == len(lost) == len(table):
+        line = min((event.line for event in lost), key=lambda line: line.order)
+        return [Event(kind="message", tier=Tier.MISMATCH, line=line, cause=FINISHED)]
+    return []

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddp_doctor.audit.catalogue import OBSERVED
-from ddp_doctor.audit.judge import judge
+from ddp_doctor.audit.command import judge
 from ddp_doctor.audit.records import Ranks, read_ranks
 from ddp_doctor.audit.verdict import Verdict
 from tests.audit.programs import HEALTHY, LOOP, MISTAKES, NEEDS, WRAP, Case

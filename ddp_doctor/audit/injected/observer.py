@@ -7,12 +7,13 @@ without torch is left as it is.
 import atexit
 import os
 import sys
+from collections.abc import Callable, Mapping
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import Any
 
-from ddp_doctor.audit.injected.clipping import Clipping
 from ddp_doctor.audit.injected.collectives import Collectives
 from ddp_doctor.audit.injected.files import Files
-from ddp_doctor.audit.injected.importing import Patch, PatchingFinder
 from ddp_doctor.audit.injected.loaders import Loaders
 from ddp_doctor.audit.injected.randomness import Randomness
 from ddp_doctor.audit.injected.recorder import (
@@ -22,11 +23,48 @@ from ddp_doctor.audit.injected.recorder import (
     user_line,
 )
 from ddp_doctor.audit.injected.replicas import Replicas
-from ddp_doctor.audit.injected.training import Training
+from ddp_doctor.audit.injected.training import Clipping, Training
 
 PATIENCE_VARIABLE = "HARDENED_DDP_AUDIT_PATIENCE"
 _LAST = 100
 """Of multiprocessing's finalizers: those with a higher number run before."""
+
+
+Patch = Callable[[Foreign], None]
+
+
+class PatchingFinder(MetaPathFinder):
+    """Stands first in sys.meta_path, asks the other finders, and patches what they load."""
+
+    def __init__(self, patches: Mapping[str, list[Patch]]) -> None:
+        self._patches = dict(patches)
+
+    def find_spec(
+        self, fullname: str, path: Foreign = None, target: Foreign = None
+    ) -> ModuleSpec | None:
+        """Give the spec that another finder has, with a loader that patches afterwards."""
+        patches = self._patches.pop(fullname, None)
+        if patches is None:
+            return None
+        for finder in sys.meta_path:
+            if finder is self or not hasattr(finder, "find_spec"):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                _extend(spec.loader, patches)
+                return spec
+        return None
+
+
+def _extend(loader: Foreign, patches: list[Patch]) -> None:
+    execute = loader.exec_module
+
+    def exec_module(module: Foreign) -> None:
+        execute(module)
+        for patch in patches:
+            patch(module)
+
+    loader.exec_module = exec_module
 
 
 class Observer:

@@ -1,4 +1,4 @@
-"""Observes optimizer steps and backwards: what the ranks must have in common is recorded here.
+"""Observes steps, backwards, scales of losses, clipping: what ranks must have in common.
 
 A sampled step has fingerprints of all gradients and parameters. The first ones are sampled, then
 every 2^k-th: a power of two, so that ranks with other costs have sampled steps in common.
@@ -10,7 +10,6 @@ from typing import Any
 
 from ddp_doctor.audit.injected.fingerprints import UNREADABLE, fingerprints
 from ddp_doctor.audit.injected.loaders import Loaders
-from ddp_doctor.audit.injected.losses import loss_factor
 from ddp_doctor.audit.injected.optimizers import (
     Optimizer,
     is_compiling,
@@ -34,6 +33,16 @@ BY_HAND_AT = (3, 6, 12, 24, 48, 96)
 """Numbers of backwards after which weights are looked at that no torch optimizer moves."""
 
 MAX_FACTORS = 8
+
+MAX_NODES = 40
+MEAN, SUM, UNKNOWN = "mean", "sum", "unknown"
+
+_PASSES_ON = tuple(
+    f"{name}Backward"
+    for name in ("Clone", "View", "Alias", "ToCopy", "Squeeze", "Unsqueeze", "Expand", "Detach")
+)
+_REDUCES = ("LossBackward", "CrossEntropyWithLogits", "BinaryCrossEntropy", "KlDiv")
+MAX_RECORDS = 40
 
 
 class Training:
@@ -293,3 +302,89 @@ class Training:
     def forget(self) -> None:
         """Begin anew in a forked child."""
         self._optimizers.clear()
+
+
+def loss_factor(loss: Foreign) -> tuple[float, str]:
+    """Give the factor of a loss, and what it scales: MEAN, SUM or UNKNOWN."""
+    return _read(getattr(loss, "grad_fn", None), MAX_NODES)
+
+
+def _read(node: Foreign, left: int) -> tuple[float, str]:
+    if node is None or left <= 0:
+        return 1.0, UNKNOWN
+    name = node.name().split("::")[-1]
+    parents = [parent for parent, _ in node.next_functions if parent is not None]
+    if name.startswith("MeanBackward"):
+        return 1.0, MEAN
+    if any(word in name for word in _REDUCES):
+        reduction: Foreign = getattr(node, "_saved_reduction", None)
+        return 1.0, {1: MEAN, 2: SUM}.get(reduction, UNKNOWN)
+    if name.startswith("SumBackward"):
+        return 1.0, SUM
+    if name.startswith("AddBackward") and parents:
+        # Of a sum of losses the part with the largest factor is the main one.
+        return max((_read(parent, left - 1) for parent in parents), key=lambda read: abs(read[0]))
+    if len(parents) != 1:
+        return 1.0, UNKNOWN
+    if name.startswith(_PASSES_ON):
+        return _read(parents[0], left - 1)
+    if name.startswith(("MulBackward", "DivBackward")):
+        number = _number_of(getattr(node, "_saved_other", None))
+        if number:
+            factor, kind = _read(parents[0], left - 1)
+            return factor * (number if name.startswith("Mul") else 1 / number), kind
+    return 1.0, UNKNOWN
+
+
+def _number_of(value: Foreign) -> float | None:
+    """Give a saved scalar as a float; None if it is no plain number."""
+    if isinstance(value, int | float):
+        return float(value)
+    if value is not None and hasattr(value, "numel") and value.numel() == 1:
+        return float(value.detach())
+    return None
+
+
+class Clipping:
+    """The loss scalers and clippings of one process."""
+
+    def __init__(self, recorder: Recorder, training: Training) -> None:
+        self._recorder, self._training = recorder, training
+        self._is_scaled = False
+        self._num_records = 0
+
+    def patch_scaler(self, module: Foreign) -> None:
+        """Patch torch.amp.grad_scaler."""
+        wrap, scaler = self._recorder.wrap, module.GradScaler
+        wrap(scaler, "scale", before=self._note_scale)
+        wrap(scaler, "unscale_", before=self._note_unscaled)
+        wrap(scaler, "step", before=self._note_unscaled)
+
+    def patch_clipping(self, module: Foreign) -> None:
+        """Patch torch.nn.utils.clip_grad."""
+        for name in ("clip_grad_norm_", "clip_grad_value_"):
+            self._recorder.wrap(module, name, before=self._note_clip)
+
+    def _note_scale(self, scaler: Foreign, *args: Any) -> None:
+        if scaler.is_enabled():
+            scale = float(scaler.get_scale()) if self._training.is_sampled else 0.0
+            self._is_scaled = True
+            if scale:
+                self._training.amp_scale = scale
+
+    def _note_unscaled(self, scaler: Foreign, *args: Any, **kwargs: Any) -> None:
+        self._is_scaled = False
+
+    def _note_clip(self, *args: Any, **kwargs: Any) -> None:
+        # WHY not the arguments: parameters() is a generator, which can be read only once
+        if not self._training.is_sampled or self._num_records >= MAX_RECORDS:
+            return
+        self._num_records += 1
+        self._recorder.emit(
+            "clip",
+            is_scaled=self._is_scaled and self._training.amp_scale != 1.0,
+            scale=self._training.amp_scale,
+            next_steps=self._training.next_steps(),
+            g=fingerprints(self._training.all_gradients()),
+            line=user_line(),
+        )

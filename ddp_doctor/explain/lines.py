@@ -1,13 +1,15 @@
-"""The prefixes of a log line: who wrote it, when, and on which rank.
+"""One line of a log: its text, who wrote it, when, and on which rank.
 
-Owns what launchers, schedulers, containers and log libraries put in front of a line. A prefix that
-may be something else (`3: ` of srun --label) counts only if most of the file has it.
+Owns the prefixes of launchers, schedulers, containers and log libraries, and lines that are JSON.
+A prefix that may be something else (`3: ` of srun --label) counts only if most of the file has it.
 Does not own: reading files (reader.py), the ranks that messages name (catalogue/).
 """
 
+import json
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ddp_doctor.explain.events import Line
 
@@ -65,6 +67,12 @@ _MAX_PREFIXES = 8
 _MAX_UNKNOWN_PREFIX = 80
 _ENOUGH = 0.6
 """Share of a file's lines that must have a doubtful prefix."""
+
+_MESSAGES = ("log", "message", "msg", "textPayload", "data", "text", "event")
+_EXCEPTIONS = ("exc_info", "exception", "traceback", "stack_trace", "stacktrace", "exc_text")
+_NESTED = ("jsonPayload", "record", "body")
+_RANK_NAMES = ("rank", "global_rank")
+_MAX_PREFIX = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,3 +200,43 @@ def _cut_bar(line: Line) -> None:
             line.text = late[1]
             rest = _peel(line, Habits())
             line.text = rest if rest is not None else line.text
+
+
+def lines_of(raw: str) -> list[str]:
+    """Give the lines of text in a line that is a JSON object, or the line itself."""
+    at = raw.find('{"', 0, _MAX_PREFIX)
+    if at < 0 or not raw.rstrip().endswith("}"):
+        return [raw]
+    try:
+        entry: Any = json.loads(raw[at:])  # Any: whatever the program logged
+    except (ValueError, RecursionError):
+        return [raw]
+    nested = [entry[name] for name in _NESTED if isinstance(entry.get(name), dict)]
+    text = next((found for part in (entry, *nested) if (found := _text_of(part))), "")
+    lines = [line for line in text.splitlines() if line.strip()]
+    ranks = [
+        part[name] for part in (entry, *nested) for name in _RANK_NAMES if _is_rank(part, name)
+    ]
+    if ranks and "[rank" not in text:
+        lines = [f"[rank{ranks[0]}]: {line}" for line in lines]
+    return lines or [raw]
+
+
+def _text_of(entry: dict[str, Any]) -> str:
+    """Join the message and the exception of an entry."""
+    message = next((entry[name] for name in _MESSAGES if isinstance(entry.get(name), str)), "")
+    errors = [entry[name] for name in _EXCEPTIONS if isinstance(entry.get(name), str)]
+    return "\n".join([message, *errors])
+
+
+def _is_rank(entry: dict[str, Any], name: str) -> bool:
+    return isinstance(entry.get(name), int) and not isinstance(entry[name], bool)
+
+
+def stack_of_error_file(text: str) -> str:
+    """Give the traceback in torch elastic's error.json; empty if it is another file."""
+    try:
+        entry: Any = json.loads(text)  # Any: whatever the file has
+        return str(entry["message"]["extraInfo"]["py_callstack"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
