@@ -78,7 +78,7 @@ def causes_table() -> str:
         lines.append(f"| **{family}** | | |")
         if family == "Python":
             lines.append(
-                f"| {types} | named by its type (python-keyerror and so on) | {RAISED.fix.plain} |"
+                f"| {types} | named by its type (python-keyerror and so on) | {RAISED.fix} |"
             )
         for cause in causes:
             if cause in BUILT_IN.values():
@@ -101,9 +101,9 @@ def causes_table() -> str:
 
 def short_fix(cause: Cause) -> str:
     """Give the first sentences of the fix for plain torch, as far as they fit one line."""
-    first, *others = re.split(r"(?<=[.;]) +(?![^()]*\))", cause.fix.plain)
+    first, *others = re.split(r"(?<=[.;]) +(?![^()]*\))", cause.fix)
     if len(first) > 2 * _LONGEST_FIX:
-        first, *others = re.split(r"(?<=,) +(?![^()]*\))", cause.fix.plain)
+        first, *others = re.split(r"(?<=,) +(?![^()]*\))", cause.fix)
     for part in others:
         if len(f"{first} {part}") > _LONGEST_FIX:
             return f"{first.rstrip('.,;')} ..."

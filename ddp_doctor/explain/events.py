@@ -53,17 +53,6 @@ class Blame(IntEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fix:
-    """What to do, for each way of running DDP. Empty: as for plain torch."""
-
-    plain: str
-    lightning: str = ""
-    accelerate: str = ""
-    trainer: str = ""
-    suite: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Cause:
     """One entry of the catalogue."""
 
@@ -75,7 +64,9 @@ class Cause:
     why: str
     """The cause in one or two sentences; {name} stands for a field of the phrase."""
 
-    fix: Fix
+    fix: str
+    """What to do in plain torch."""
+
     confirm: str
     """How to make sure that this is the cause."""
 
@@ -90,11 +81,14 @@ class Cause:
     or_else: str = ""
     """A second cause that gives the same message, and what tells the two apart."""
 
-    test: str = ""
-    """The reproducer in tests/explain that makes this message here."""
+    lightning: str = ""
+    accelerate: str = ""
+    trainer: str = ""
+    suite: str = ""
+    """What to do there instead; empty: as in plain torch."""
 
     no_test: str = ""
-    """Why there is no reproducer: what this machine lacks."""
+    """Why no program in tests/explain makes this message: what it lacks. Empty: one does."""
 
 
 @dataclass(slots=True, kw_only=True)

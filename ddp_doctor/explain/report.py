@@ -26,7 +26,7 @@ _MAX_TEXT = 240
 # How the catalogue writes a command of ours: at the end of its text.
 _COMMAND = "python ddp_training.py "
 _NAMES = {
-    "plain": "plain torch",
+    "fix": "plain torch",
     "lightning": "Lightning",
     "accelerate": "Accelerate",
     "trainer": "Trainer",
@@ -384,7 +384,7 @@ def _fixes(cause: Cause | None, commands: Commands) -> list[tuple[str, str, str]
         return []
     found = []
     for name in _NAMES:
-        words, command, arguments = getattr(cause.fix, name).partition(_COMMAND)
+        words, command, arguments = getattr(cause, name).partition(_COMMAND)
         typed = commands.own(*arguments.split()) if command else ""
         found.append((name, words.rstrip(), typed))
     return [(name, words, typed) for name, words, typed in found if words or typed]

@@ -273,6 +273,12 @@ LOGS = (
         rank=False,
     ),
     _raised(
+        "gloo-barrier-rank0",
+        "RuntimeError: Rank {rank} successfully reached monitoredBarrier, but received errors while "
+        "waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank.",
+        rank=False,
+    ),
+    _raised(
         "amp-unsupported",
         "RuntimeError: Current CUDA Device does not support bfloat16. Please switch dtype to "
         "float16.",

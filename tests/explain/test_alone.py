@@ -104,7 +104,7 @@ def test_every_cause_is_printed_in_full_by_its_code() -> None:
         assert run_cause(cause.code, output=output) == 0
         words = " ".join(output.getvalue().split())
         steps = [text.removesuffix(":") for text, _ in STEPS.get(cause.code, ())]
-        fixes = steps or (cause.fix.plain, cause.fix.lightning)
+        fixes = steps or (cause.fix, cause.lightning)
         parts = (cause.title, *fixes, cause.confirm, cause.or_else)
         assert [part for part in parts if " ".join(part.split()) not in words] == [], cause.code
         assert all(phrase in output.getvalue() for phrase in cause.phrases), cause.code

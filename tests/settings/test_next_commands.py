@@ -203,7 +203,7 @@ def test_a_command_of_the_catalogue_stands_at_the_end_and_has_no_placeholder() -
     for causes in FAMILIES.values():
         for cause in causes:
             assert not re.search(r"ddp_training\.py(?! (?:doctor|explain newest|--help)$)",
-                                 cause.fix.suite)  # fmt: skip
+                                 cause.suite)  # fmt: skip
 
 
 def test_a_command_is_written_for_where_the_user_stands(

@@ -1,6 +1,6 @@
 """Causes in checkpoints: their names, devices, formats, and who writes them."""
 
-from ddp_doctor.explain.events import Cause, Fix
+from ddp_doctor.explain.events import Cause
 
 _MODULE = "torch/nn/modules/module.py"
 _SERIAL = "torch/serialization.py"
@@ -12,51 +12,42 @@ CAUSES = (
         phrases=(r"(?:Missing|Unexpected) key\(s\) in state_dict: .*?\"module\.",),
         why="It was saved from the DDP wrapper and loaded into the bare model, or the other way "
         "round",
-        fix=Fix(
-            plain="Save model.module.state_dict(), load into the bare model before DDP(model). An "
-            "old file: state = {k.removeprefix('module.'): v for k, v in state.items()} "
-            "(torch.nn.modules.utils.consume_prefix_in_state_dict_if_present).",
-            accelerate="accelerator.unwrap_model(model).state_dict()",
-            suite="its checkpoints have no prefix",
-            lightning="checkpoint['state_dict'] has the names of the LightningModule: "
-            "load_from_checkpoint",
-            trainer="trainer.save_model() writes the names without module.",
-        ),
+        fix="Save model.module.state_dict(), load into the bare model before DDP(model). An old "
+        "file: state = {k.removeprefix('module.'): v for k, v in state.items()} "
+        "(torch.nn.modules.utils.consume_prefix_in_state_dict_if_present).",
+        accelerate="accelerator.unwrap_model(model).state_dict()",
+        suite="its checkpoints have no prefix",
+        lightning="checkpoint['state_dict'] has the names of the LightningModule: "
+        "load_from_checkpoint",
+        trainer="trainer.save_model() writes the names without module.",
         confirm="print(list(state)[:3]).",
         source=_MODULE,
-        test="checkpoint_module_prefix",
     ),
     Cause(
         code="checkpoint-compile-prefix",
         title="the checkpoint's names and the model's differ by `_orig_mod.` of torch.compile",
         phrases=(r"(?:Missing|Unexpected) key\(s\) in state_dict: .*?\"(?:module\.)?_orig_mod\.",),
         why="It was saved from the compiled model",
-        fix=Fix(
-            plain="Save model._orig_mod.state_dict() (or keep the bare model); an old file: "
-            "{k.replace('_orig_mod.', ''): v for k, v in state.items()}.",
-            accelerate="accelerator.unwrap_model(model, keep_torch_compile=False)",
-        ),
+        fix="Save model._orig_mod.state_dict() (or keep the bare model); an old file: "
+        "{k.replace('_orig_mod.', ''): v for k, v in state.items()}.",
+        accelerate="accelerator.unwrap_model(model, keep_torch_compile=False)",
         confirm="print(list(state)[:3]).",
         source=_MODULE,
-        test="checkpoint_compile_prefix",
     ),
     Cause(
         code="checkpoint-size",
         title="a parameter of the checkpoint has another shape than the model's",
         phrases=(
             r"size mismatch for (?P<name>[\w.]+): copying a param with shape "
-            r"(?P<one>torch\.Size\(.*?\)) "
-            r"from checkpoint, the shape in current model is (?P<two>torch\.Size\(.*?\))",
+            r"(?P<one>torch\.Size\(.*?\)) from checkpoint, the shape in current model is "
+            r"(?P<two>torch\.Size\(.*?\))",
         ),
         why="Another number of classes, another vocabulary or another width",
-        fix=Fix(
-            plain="Build the model with the arguments of the checkpoint; for a new head: drop its "
-            "names from the state and load with strict=False.",
-            trainer="from_pretrained(..., ignore_mismatched_sizes=True)",
-        ),
+        fix="Build the model with the arguments of the checkpoint; for a new head: drop its names "
+        "from the state and load with strict=False.",
+        trainer="from_pretrained(..., ignore_mismatched_sizes=True)",
         confirm="Compare the two shapes in the message.",
         source=_MODULE,
-        test="checkpoint_size",
     ),
     Cause(
         code="checkpoint-keys",
@@ -67,12 +58,9 @@ CAUSES = (
         ),
         is_generic=True,
         why="Names of parameters in the file and in the model differ",
-        fix=Fix(
-            plain="Compare set(state) and set(model.state_dict()); strict=False only if meant."
-        ),
+        fix="Compare set(state) and set(model.state_dict()); strict=False only if meant.",
         confirm="The names in the message.",
         source=_MODULE,
-        test="checkpoint_keys",
     ),
     Cause(
         code="checkpoint-weights-only",
@@ -82,17 +70,13 @@ CAUSES = (
             r"WeightsUnpickler error",
         ),
         why="weights_only=True is the default since torch 2.6; the file has objects of classes "
-        "that "
-        "are not allowed (numpy scalars, argparse.Namespace, a whole model)",
-        fix=Fix(
-            plain="Save plain dicts, tensors and numbers. A file that you made yourself: "
-            "torch.serialization.add_safe_globals([Class]), or weights_only=False; never for files "
-            "of strangers.",
-            lightning="load_from_checkpoint(..., weights_only=False) for own files",
-        ),
+        "that are not allowed (numpy scalars, argparse.Namespace, a whole model)",
+        fix="Save plain dicts, tensors and numbers. A file that you made yourself: "
+        "torch.serialization.add_safe_globals([Class]), or weights_only=False; never for files of "
+        "strangers.",
+        lightning="load_from_checkpoint(..., weights_only=False) for own files",
         confirm="The class named after `Unsupported global`.",
         source=_SERIAL,
-        test="checkpoint_weights_only",
     ),
     Cause(
         code="checkpoint-device",
@@ -103,13 +87,10 @@ CAUSES = (
             r"torch\.cuda\.device_count\(\) is (?P<count>\d+)",
         ),
         why="torch.load puts tensors where they were: another GPU number, or a GPU at all",
-        fix=Fix(
-            plain="torch.load(path, map_location='cpu'), then model.load_state_dict; it also keeps "
-            "all ranks from loading to GPU 0.",
-        ),
+        fix="torch.load(path, map_location='cpu'), then model.load_state_dict; it also keeps all "
+        "ranks from loading to GPU 0.",
         confirm="The device number in the message.",
         source=_SERIAL,
-        test="checkpoint_device",
     ),
     Cause(
         code="checkpoint-corrupt",
@@ -125,14 +106,11 @@ CAUSES = (
         ),
         why="The job was killed while it wrote, several ranks wrote the same file, the disk was "
         "full, or it is a git-lfs pointer and no file",
-        fix=Fix(
-            plain="Use the checkpoint before it. Let only rank 0 write; write to a temporary name, "
-            "then os.replace; git lfs pull.",
-            suite="a checkpoint is complete or absent; the newest valid one is used (DDP-K01)",
-        ),
+        fix="Use the checkpoint before it. Let only rank 0 write; write to a temporary name, then "
+        "os.replace; git lfs pull.",
+        suite="a checkpoint is complete or absent; the newest valid one is used (DDP-K01)",
         confirm="ls -l and sha256sum of the file on all nodes; head -c 100 for git-lfs.",
         source="caffe2/serialize/inline_container.cc",
-        test="checkpoint_corrupt",
     ),
     Cause(
         code="checkpoint-many-writers",
@@ -144,17 +122,14 @@ CAUSES = (
             r"PytorchStreamWriter failed writing file (?P<path>\S+): file write failed",
         ),
         why="Each rank runs the saving code; they meet at the same path",
-        fix=Fix(
-            plain="if dist.get_rank() == 0: torch.save(...), then dist.barrier(); "
-            "os.makedirs(path, exist_ok=True).",
-            lightning="trainer.save_checkpoint on all ranks (it writes on rank 0)",
-            accelerate="accelerator.save(...), or if accelerator.is_main_process",
-            trainer="if trainer.is_world_process_zero()",
-        ),
+        fix="if dist.get_rank() == 0: torch.save(...), then dist.barrier(); os.makedirs(path, "
+        "exist_ok=True).",
+        lightning="trainer.save_checkpoint on all ranks (it writes on rank 0)",
+        accelerate="accelerator.save(...), or if accelerator.is_main_process",
+        trainer="if trainer.is_world_process_zero()",
         confirm="The call that saves is not under `if rank == 0`.",
         source="Python's OSError; caffe2/serialize/inline_container.cc",
         or_else="`unexpected pos` and `file write failed` also mean a full disk: df -h, quota.",
-        test="checkpoint_many_writers",
     ),
     Cause(
         code="checkpoint-disk-full",
@@ -166,16 +141,13 @@ CAUSES = (
             r"Disk quota exceeded",
         ),
         why="Nothing more can be written there",
-        fix=Fix(
-            plain="df -h, df -i and quota -s; keep fewer checkpoints; another disk; TMPDIR and "
-            "HF_HOME on a larger one.",
-            lightning="ModelCheckpoint(save_top_k=2)",
-            trainer="save_total_limit=2",
-            suite="--keep_last",
-        ),
+        fix="df -h, df -i and quota -s; keep fewer checkpoints; another disk; TMPDIR and HF_HOME "
+        "on a larger one.",
+        lightning="ModelCheckpoint(save_top_k=2)",
+        trainer="save_total_limit=2",
+        suite="--keep_last",
         confirm="df -h and df -i of that path on that node.",
         source="Linux errno",
-        test="checkpoint_disk_full",
     ),
     Cause(
         code="checkpoint-permission",
@@ -186,12 +158,9 @@ CAUSES = (
             r"Parent directory (?P<path>\S+) does not exist",
         ),
         why="Rights, a read-only mount, or a folder that is missing on this node",
-        fix=Fix(
-            plain="ls -ld of the folder as the job's user on that node; mkdir -p; another path."
-        ),
+        fix="ls -ld of the folder as the job's user on that node; mkdir -p; another path.",
         confirm="touch PATH/x on that node.",
         source="Linux errno; torch/serialization.py",
-        test="checkpoint_permission",
     ),
     Cause(
         code="checkpoint-optimizer",
@@ -202,27 +171,22 @@ CAUSES = (
             r"param 'initial_lr' is not specified in param_groups",
         ),
         why="Parameters were frozen, added or grouped in another way than when it was saved",
-        fix=Fix(
-            plain="Freeze and group before the optimizer is made, as in the first run; or load the "
-            "weights only.",
-            lightning="fit(ckpt_path=...) needs the same optimizers; load_from_checkpoint "
-            "takes the weights alone",
-            trainer="train() without resume_from_checkpoint, on a model of "
-            "from_pretrained(CHECKPOINT)",
-        ),
+        fix="Freeze and group before the optimizer is made, as in the first run; or load the "
+        "weights only.",
+        lightning="fit(ckpt_path=...) needs the same optimizers; load_from_checkpoint takes the "
+        "weights alone",
+        trainer="train() without resume_from_checkpoint, on a model of from_pretrained(CHECKPOINT)",
         confirm="Compare len(group['params']) of both.",
         source="torch/optim/optimizer.py",
-        test="checkpoint_optimizer",
     ),
     Cause(
         code="checkpoint-rng",
         title="the random state was loaded to a GPU",
         phrases=(r"RNG state must be a torch\.ByteTensor",),
         why="map_location='cuda' moved the saved random state to the GPU, too",
-        fix=Fix(plain="map_location='cpu' for the file; or state.cpu() before set_rng_state."),
+        fix="map_location='cpu' for the file; or state.cpu() before set_rng_state.",
         confirm="print(state.device, state.dtype).",
         source="torch/random.py",
-        test="checkpoint_rng",
     ),
     Cause(
         code="checkpoint-sharded",
@@ -234,12 +198,9 @@ CAUSES = (
         ),
         why="A rank failed while saving, files of a node are not on the shared disk, or the model "
         "has other names",
-        fix=Fix(
-            plain="All ranks write to one shared folder; load with the same model; "
-            "torch.distributed.checkpoint.format_utils converts to one file.",
-        ),
+        fix="All ranks write to one shared folder; load with the same model; "
+        "torch.distributed.checkpoint.format_utils converts to one file.",
         confirm="ls of the folder on all nodes: .metadata and one file per rank.",
         source="torch/distributed/checkpoint",
-        test="checkpoint_sharded",
     ),
 )

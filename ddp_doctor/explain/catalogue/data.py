@@ -1,6 +1,6 @@
 """Causes in the data: datasets, DataLoader, workers, samplers, labels, storage, downloads."""
 
-from ddp_doctor.explain.events import Blame, Cause, Fix, Tier
+from ddp_doctor.explain.events import Blame, Cause, Tier
 
 _WORKER = "torch/utils/data/dataloader.py"
 
@@ -15,29 +15,23 @@ CAUSES = (
         ),
         is_generic=True,
         why="Native code in the dataset crashed, the worker called exit, or it was killed",
-        fix=Fix(
-            plain="num_workers=0 shows the error in the main process; open files and databases in "
-            "__getitem__, not in __init__; multiprocessing_context='spawn'.",
-            suite="the run goes on with fewer workers; --num_workers 0",
-            trainer="dataloader_num_workers=0 shows the worker's own error",
-        ),
+        fix="num_workers=0 shows the error in the main process; open files and databases in "
+        "__getitem__, not in __init__; multiprocessing_context='spawn'.",
+        suite="the run goes on with fewer workers; --num_workers 0",
+        trainer="dataloader_num_workers=0 shows the worker's own error",
         confirm="dmesg for OOM; PYTHONFAULTHANDLER=1 for a crash.",
         source=_WORKER,
-        test="data_worker_exited",
     ),
     Cause(
         code="data-worker-timeout",
         title="a DataLoader worker did not deliver in time",
         phrases=(r"DataLoader timed out after (?P<seconds>[\d.]+) seconds",),
         why="Storage hangs, a lock was held at the fork, or a sample takes longer than the timeout",
-        fix=Fix(
-            plain="multiprocessing_context='spawn' or 'forkserver'; cv2.setNumThreads(0); a longer "
-            "timeout=; check the disk.",
-            suite="--loader_timeout_s; the worker is replaced",
-        ),
+        fix="multiprocessing_context='spawn' or 'forkserver'; cv2.setNumThreads(0); a longer "
+        "timeout=; check the disk.",
+        suite="--loader_timeout_s; the worker is replaced",
         confirm="py-spy dump of the worker shows where it waits.",
         source=_WORKER,
-        test="data_worker_timeout",
     ),
     Cause(
         code="data-open-files",
@@ -48,16 +42,12 @@ CAUSES = (
             r"Please increase the limit using `ulimit -n`",
         ),
         why="Each batch under way from a worker is an open file, and so is each file that a "
-        "dataset "
-        "keeps open",
-        fix=Fix(
-            plain="ulimit -n 65536; torch.multiprocessing.set_sharing_strategy('file_system'); "
-            "close files in __getitem__.",
-            suite="it raises its soft limit, and goes on with pipes",
-        ),
+        "dataset keeps open",
+        fix="ulimit -n 65536; torch.multiprocessing.set_sharing_strategy('file_system'); close "
+        "files in __getitem__.",
+        suite="it raises its soft limit, and goes on with pipes",
         confirm="ls /proc/PID/fd | wc -l against ulimit -n.",
         source=_WORKER,
-        test="data_open_files",
     ),
     Cause(
         code="data-pickle",
@@ -69,22 +59,18 @@ CAUSES = (
         ),
         why="spawn sends the dataset, collate_fn and arguments to the new process: lambdas, local "
         "functions, open files and locks can't be sent",
-        fix=Fix(
-            plain="Define functions at the top of a module; functools.partial instead of lambda; "
-            "open files lazily in __getitem__ and leave them out in __getstate__.",
-            lightning="strategy='ddp' instead of 'ddp_spawn'",
-        ),
+        fix="Define functions at the top of a module; functools.partial instead of lambda; open "
+        "files lazily in __getitem__ and leave them out in __getstate__.",
+        lightning="strategy='ddp' instead of 'ddp_spawn'",
         confirm="pickle.dumps(dataset) in one process fails with the same words.",
         source="Python's multiprocessing",
-        test="data_pickle",
     ),
     Cause(
         code="data-collate",
         title="the samples of a batch have different shapes or types",
         phrases=(
-            r"stack expects each tensor to be equal size, but got (?P<one>\[[^\]]*\]) at entry "
-            r"\d+ and "
-            r"(?P<two>\[[^\]]*\]) at entry \d+",
+            r"stack expects each tensor to be equal size, but got (?P<one>\[[^\]]*\]) at entry \d+ "
+            r"and (?P<two>\[[^\]]*\]) at entry \d+",
             r"each element in list of batch should be of equal size",
             r"Trying to resize storage that is not resizable",
             r"default_collate: batch must contain tensors",
@@ -92,15 +78,12 @@ CAUSES = (
         ),
         why="default_collate stacks: it needs equal shapes. One sample is an outlier, or texts are "
         "not padded",
-        fix=Fix(
-            plain="A collate_fn that pads (torch.nn.utils.rnn.pad_sequence), or a transform that "
-            "resizes all; images: .convert('RGB').",
-            trainer="DataCollatorWithPadding(tokenizer)",
-            suite="the sample is named (DDP-D02)",
-        ),
+        fix="A collate_fn that pads (torch.nn.utils.rnn.pad_sequence), or a transform that resizes "
+        "all; images: .convert('RGB').",
+        trainer="DataCollatorWithPadding(tokenizer)",
+        suite="the sample is named (DDP-D02)",
         confirm="print({dataset[i][0].shape for i in range(1000)}).",
         source="torch/utils/data/_utils/collate.py",
-        test="data_collate",
     ),
     Cause(
         code="data-target-range",
@@ -111,15 +94,12 @@ CAUSES = (
             r"IndexError: index out of range in self",
         ),
         why="A label >= the number of classes (or < 0), or a token id >= the size of the embedding",
-        fix=Fix(
-            plain="Labels from 0 to num_classes - 1; ignore_index for padding; "
-            "model.resize_token_embeddings(len(tokenizer)).",
-            suite="checked when batches are made (DDP-D02)",
-            trainer="from_pretrained(..., num_labels=N)",
-        ),
+        fix="Labels from 0 to num_classes - 1; ignore_index for padding; "
+        "model.resize_token_embeddings(len(tokenizer)).",
+        suite="checked when batches are made (DDP-D02)",
+        trainer="from_pretrained(..., num_labels=N)",
         confirm="print(min, max) of all labels, and the model's last dimension.",
         source="aten/src/ATen/native/LossNLL.cpp, Embedding.cpp",
-        test="data_target_range",
     ),
     Cause(
         code="data-label-type",
@@ -132,12 +112,9 @@ CAUSES = (
             r"Found dtype Long but expected Float",
         ),
         why="cross_entropy needs int64 class numbers; BCE and MSE need floats",
-        fix=Fix(
-            plain="labels.long() for cross_entropy; labels.float() for BCEWithLogitsLoss and MSE."
-        ),
+        fix="labels.long() for cross_entropy; labels.float() for BCEWithLogitsLoss and MSE.",
         confirm="print(labels.dtype).",
         source="aten/src/ATen/native/LossNLL.cpp",
-        test="data_label_type",
     ),
     Cause(
         code="data-target-shape",
@@ -149,13 +126,10 @@ CAUSES = (
             r"0D or 1D target tensor expected, multi-target not supported",
         ),
         why="Output and labels of one batch differ in number or dimensions",
-        fix=Fix(
-            plain="cross_entropy: logits (N, C), labels (N); sequences: logits.flatten(0, 1), "
-            "labels.flatten(); BCE: labels.unsqueeze(1).",
-        ),
+        fix="cross_entropy: logits (N, C), labels (N); sequences: logits.flatten(0, 1), "
+        "labels.flatten(); BCE: labels.unsqueeze(1).",
         confirm="print(logits.shape, labels.shape) before the loss.",
         source="torch/nn/functional.py",
-        test="data_target_shape",
     ),
     Cause(
         code="data-missing-file",
@@ -168,16 +142,13 @@ CAUSES = (
         ),
         why="The path does not exist on this node, or another rank has not written it yet, or has "
         "removed it",
-        fix=Fix(
-            plain="Same paths on all nodes (a shared disk, or a copy on each); rank 0 writes, then "
-            "dist.barrier(), then the others read; os.makedirs(..., exist_ok=True).",
-            lightning="prepare_data() for downloads (one process), setup() for reading",
-            accelerate="with accelerator.main_process_first(): ...",
-            trainer="with training_args.main_process_first(): ...",
-        ),
+        fix="Same paths on all nodes (a shared disk, or a copy on each); rank 0 writes, then "
+        "dist.barrier(), then the others read; os.makedirs(..., exist_ok=True).",
+        lightning="prepare_data() for downloads (one process), setup() for reading",
+        accelerate="with accelerator.main_process_first(): ...",
+        trainer="with training_args.main_process_first(): ...",
         confirm="ls of that path on the node of this rank.",
         source="Python's OSError",
-        test="data_missing_file",
     ),
     Cause(
         code="data-bad-image",
@@ -190,13 +161,10 @@ CAUSES = (
             r"ArrowInvalid: ",
         ),
         why="A download or a copy was cut off, or the file is of another kind",
-        fix=Fix(
-            plain="Fetch the file again; check all once: for i in range(len(dataset)): dataset[i].",
-            suite="--continue_on_error leaves such samples out and lists them",
-        ),
+        fix="Fetch the file again; check all once: for i in range(len(dataset)): dataset[i].",
+        suite="--continue_on_error leaves such samples out and lists them",
         confirm="Open that one file in one process.",
         source="Pillow, h5py, pyarrow",
-        test="data_bad_image",
     ),
     Cause(
         code="data-sampler",
@@ -207,16 +175,13 @@ CAUSES = (
         ),
         blame=Blame.NOBODY,
         why="DistributedSampler shuffles by itself; an IterableDataset takes no sampler",
-        fix=Fix(
-            plain="DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle=True)), without "
-            "shuffle=, and sampler.set_epoch(epoch). Iterable: split inside __iter__ by rank and "
-            "worker.",
-            lightning="leave the sampler to Lightning (use_distributed_sampler=True)",
-            accelerate="leave the sampler to accelerator.prepare",
-        ),
+        fix="DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle=True)), without "
+        "shuffle=, and sampler.set_epoch(epoch). Iterable: split inside __iter__ by rank and "
+        "worker.",
+        lightning="leave the sampler to Lightning (use_distributed_sampler=True)",
+        accelerate="leave the sampler to accelerator.prepare",
         confirm="The line of the DataLoader in the traceback.",
         source=_WORKER,
-        test="data_sampler",
     ),
     Cause(
         code="data-empty",
@@ -227,10 +192,9 @@ CAUSES = (
             r"Found no valid file for the classes",
         ),
         why="A wrong path, a filter that keeps nothing, or fewer samples than ranks",
-        fix=Fix(plain="print(len(dataset)) on each rank before the loader is made."),
+        fix="print(len(dataset)) on each rank before the loader is made.",
         confirm="ls of the folder on the node of this rank.",
         source="torch/utils/data/sampler.py, torchvision/datasets/folder.py",
-        test="data_empty",
     ),
     Cause(
         code="data-uneven",
@@ -243,14 +207,11 @@ CAUSES = (
         blame=Blame.NAMED,
         why="model.join(throw_on_early_termination=True) raises on all ranks once one has no more "
         "batches",
-        fix=Fix(
-            plain="DistributedSampler(drop_last=True), or equal parts of an iterable dataset; or "
-            "model.join() without that argument, which lets the others go on.",
-            suite="uneven last windows need no setting",
-        ),
+        fix="DistributedSampler(drop_last=True), or equal parts of an iterable dataset; or "
+        "model.join() without that argument, which lets the others go on.",
+        suite="uneven last windows need no setting",
         confirm="print(len(loader)) on each rank.",
         source="torch/distributed/algorithms/join.py",
-        test="data_uneven_join",
     ),
     Cause(
         code="data-tokenizers-fork",
@@ -259,7 +220,7 @@ CAUSES = (
         tier=Tier.ADVICE,
         blame=Blame.NOBODY,
         why="A warning: it switches its threads off to avoid a deadlock",
-        fix=Fix(plain="export TOKENIZERS_PARALLELISM=false."),
+        fix="export TOKENIZERS_PARALLELISM=false.",
         confirm="It is printed by runs that work, too.",
         source="Hugging Face tokenizers",
         no_test="a warning of a package that the tests do not need",
@@ -283,14 +244,11 @@ STORAGE = (
         ),
         tier=Tier.EXCEPTION,
         why="A disk or a network file system failed or was mounted anew while it was used",
-        fix=Fix(
-            plain="Check dmesg and the mount on that node; copy the data to a local disk; retry "
-            "reads in __getitem__.",
-            suite="such reads are retried, and counted",
-        ),
+        fix="Check dmesg and the mount on that node; copy the data to a local disk; retry reads in "
+        "__getitem__.",
+        suite="such reads are retried, and counted",
         confirm="dmesg | grep -iE 'nfs|lustre|i/o error' on that node.",
         source="Linux errno",
-        test="data_storage",
     ),
     Cause(
         code="data-lock",
@@ -302,11 +260,9 @@ STORAGE = (
             r"Timeout.*The file lock '(?P<what>[^']+)' could not be acquired",
         ),
         why="Several ranks or workers open it for writing, or the file system has no locks",
-        fix=Fix(
-            plain="Open it read-only, and in each worker itself, after the fork: h5py "
-            "HDF5_USE_FILE_LOCKING=FALSE with mode 'r', lmdb.open(..., readonly=True, lock=False); "
-            "let rank 0 write, then barrier; remove stale .lock files.",
-        ),
+        fix="Open it read-only, and in each worker itself, after the fork: h5py "
+        "HDF5_USE_FILE_LOCKING=FALSE with mode 'r', lmdb.open(..., readonly=True, lock=False); let "
+        "rank 0 write, then barrier; remove stale .lock files.",
         confirm="lsof or fuser of the file on that node; mount shows nolock for NFS.",
         source="HDF5, lmdb, sqlite3, filelock",
         no_test="needs these packages; composed from their texts",
@@ -325,17 +281,13 @@ STORAGE = (
         ),
         why="The node has no route to the internet, a token is missing, or many ranks asked at "
         "once",
-        fix=Fix(
-            plain="Download once on a machine with network, then HF_HUB_OFFLINE=1 and a shared "
-            "HF_HOME; only rank 0 downloads, the others wait at a barrier; HF_TOKEN for gated "
-            "repositories.",
-            accelerate="with accelerator.main_process_first(): load_dataset(...)",
-            trainer="with training_args.main_process_first(): load_dataset(...)",
-            suite="download.py, then --no_download",
-            lightning="download in prepare_data(), which runs on one rank first",
-        ),
+        fix="Download once on a machine with network, then HF_HUB_OFFLINE=1 and a shared HF_HOME; "
+        "only rank 0 downloads, the others wait at a barrier; HF_TOKEN for gated repositories.",
+        accelerate="with accelerator.main_process_first(): load_dataset(...)",
+        trainer="with training_args.main_process_first(): load_dataset(...)",
+        suite="download.py, then --no_download",
+        lightning="download in prepare_data(), which runs on one rank first",
         confirm="curl of that address on the node.",
         source="huggingface_hub, urllib",
-        test="data_hub",
     ),
 )

@@ -1,6 +1,6 @@
 """Causes in gloo and in the connections between ranks."""
 
-from ddp_doctor.explain.events import Blame, Cause, Fix, Tier
+from ddp_doctor.explain.events import Blame, Cause, Tier
 
 _TCP = "gloo/transport/tcp"
 
@@ -26,14 +26,11 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="The rank at the other end ended, so this message is a consequence: the cause is in "
         "that rank's log",
-        fix=Fix(
-            plain="Find the rank that ended first: torchrun --log-dir logs --tee 3 keeps one log "
-            "per rank. No message there: it was killed (memory, scheduler).",
-            suite="the surviving ranks save; the cause: python ddp_training.py explain newest",
-        ),
+        fix="Find the rank that ended first: torchrun --log-dir logs --tee 3 keeps one log per "
+        "rank. No message there: it was killed (memory, scheduler).",
+        suite="the surviving ranks save; the cause: python ddp_training.py explain newest",
         confirm="The log of the rank that does not print this message.",
         source=_TCP + "/pair.cc; torch/csrc/distributed/c10d/Utils.hpp",
-        test="lost_peer",
     ),
     Cause(
         code="gloo-timeout",
@@ -48,17 +45,14 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="The ranks that print this wait for one that did not come: it hangs, is slow, took "
         "another branch, or has fewer batches",
-        fix=Fix(
-            plain="py-spy dump each rank while it hangs. Equal numbers of batches per rank, no "
-            "collective under `if rank == 0`; init_process_group(timeout=...) if one rank is slow.",
-            accelerate="InitProcessGroupKwargs(timeout=...)",
-            trainer="TrainingArguments(ddp_timeout=...)",
-            suite="--hang_after_s names the rank and its line",
-            lightning="DDPStrategy(timeout=timedelta(hours=1))",
-        ),
+        fix="py-spy dump each rank while it hangs. Equal numbers of batches per rank, no "
+        "collective under `if rank == 0`; init_process_group(timeout=...) if one rank is slow.",
+        accelerate="InitProcessGroupKwargs(timeout=...)",
+        trainer="TrainingArguments(ddp_timeout=...)",
+        suite="--hang_after_s names the rank and its line",
+        lightning="DDPStrategy(timeout=timedelta(hours=1))",
         confirm="dist.monitored_barrier() in its place names the ranks that are missing.",
         source=_TCP + "/unbound_buffer.cc",
-        test="gloo_timeout",
     ),
     Cause(
         code="gloo-barrier",
@@ -71,35 +65,28 @@ CAUSES = (
         blame=Blame.NAMED,
         why="The named ranks did not reach the barrier: they crashed, hang, are slow, or took "
         "another branch",
-        fix=Fix(
-            plain="Read the end of their logs; py-spy dump them; the barrier must be reached by "
-            "all "
-            "ranks.",
-        ),
+        fix="Read the end of their logs; py-spy dump them; the barrier must be reached by all "
+        "ranks.",
         confirm="The last line of the named ranks.",
         source="torch/csrc/distributed/c10d/ProcessGroupGloo.cpp",
-        test="gloo_barrier",
     ),
     Cause(
         code="gloo-barrier-rank0",
         title="rank 0 did not reach a barrier",
         phrases=(
             r"Rank (?P<speaker>\d+) successfully reached monitoredBarrier, but received errors "
-            r"while "
-            r"waiting for send/recv from rank (?P<ranks>\d+)",
+            r"while waiting for send/recv from rank (?P<ranks>\d+)",
             r"successfully reached monitoredBarrier, but received errors while waiting for "
-            r"(?:send/)?"
-            r"recv from rank (?P<ranks>\d+)",
+            r"(?:send/)?recv from rank (?P<ranks>\d+)",
         ),
         tier=Tier.LOST,
         blame=Blame.NOBODY,
         why="Rank 0 collects the barrier. It may have failed because another rank did not come: "
-        "its "
-        "own log says which",
-        fix=Fix(plain="Read rank 0's log: it names the ranks that failed to pass the barrier."),
+        "its own log says which",
+        fix="Read rank 0's log: it names the ranks that failed to pass the barrier.",
         confirm="Rank 0's log.",
         source="torch/csrc/distributed/c10d/ProcessGroupGloo.cpp",
-        test="gloo_barrier",
+        no_test="rank 0 says more in the same log; composed from the format string",
     ),
     Cause(
         code="gloo-connect",
@@ -115,13 +102,9 @@ CAUSES = (
         tier=Tier.TIMEOUT,
         blame=Blame.NOBODY,
         why="gloo announces the address of the host's own name. If /etc/hosts maps it to "
-        "127.0.1.1, "
-        "or it belongs to another network, the others can't connect; or a rank ended",
-        fix=Fix(
-            plain="GLOO_SOCKET_IFNAME=eth0 (the cluster's interface) on all nodes; one line for "
-            "the "
-            "node in /etc/hosts with its real address.",
-        ),
+        "127.0.1.1, or it belongs to another network, the others can't connect; or a rank ended",
+        fix="GLOO_SOCKET_IFNAME=eth0 (the cluster's interface) on all nodes; one line for the node "
+        "in /etc/hosts with its real address.",
         confirm="getent hosts $(hostname) gives an address that the other nodes can reach.",
         source="gloo/rendezvous/context.cc",
         no_test="the store stops the ranks before gloo connects; composed from the format string",
@@ -138,14 +121,10 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="GLOO_SOCKET_IFNAME names an interface that this node does not have, or its host name "
         "has no address here",
-        fix=Fix(
-            plain="`ip -br addr` lists the interfaces; set GLOO_SOCKET_IFNAME, or unset it; add "
-            "the "
-            "host's name to /etc/hosts.",
-        ),
+        fix="`ip -br addr` lists the interfaces; set GLOO_SOCKET_IFNAME, or unset it; add the "
+        "host's name to /etc/hosts.",
         confirm="ip -br addr show NAME on that node.",
         source="gloo/transport/tcp/device.cc, torch ProcessGroupGloo.cpp",
-        test="gloo_interface",
     ),
     Cause(
         code="gloo-unsupported",
@@ -161,10 +140,9 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="gloo has fewer operations and types than NCCL: no AVG, no bool in some, no "
         "reduce_scatter in older versions",
-        fix=Fix(plain="SUM and a division instead of AVG; another dtype; nccl for GPU tensors."),
+        fix="SUM and a division instead of AVG; another dtype; nccl for GPU tensors.",
         confirm="The same operation works with nccl.",
         source="torch/csrc/distributed/c10d/ProcessGroupGloo.cpp",
-        test="gloo_unsupported",
     ),
     Cause(
         code="group-destroyed",
@@ -173,10 +151,8 @@ CAUSES = (
         tier=Tier.ADVICE,
         blame=Blame.NOBODY,
         why="A warning at exit: the program ended without dist.destroy_process_group()",
-        fix=Fix(
-            plain="Call torch.distributed.destroy_process_group() at the end of main().",
-            accelerate="accelerator.end_training()",
-        ),
+        fix="Call torch.distributed.destroy_process_group() at the end of main().",
+        accelerate="accelerator.end_training()",
         confirm="It is printed by runs that work, too.",
         source="torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp",
         no_test="needs NCCL; composed from the format string",
@@ -188,16 +164,14 @@ CAUSES = (
             r"Split sizes doesn't match total dim 0 size",
             r"Tensors must be contiguous",
             r"Invalid function argument\. Expected parameter `(?P<name>\w+)`",
-            r"(?:in|out)put tensor (?:size )?must be (?:equal to|the same size as) "
-            r".*world[_ ]size",
+            r"(?:in|out)put tensor (?:size )?must be (?:equal to|the same size as) .*world[_ ]size",
             r"output tensor must have the same type as input tensor",
             r"invalid tensor (?:size|type|layout) at index \d+",
         ),
         why="Size, layout or type of a list of tensors is not what the operation needs",
-        fix=Fix(plain=".contiguous(); one output per rank; world_size * input size for gather."),
+        fix=".contiguous(); one output per rank; world_size * input size for gather.",
         confirm="print shapes and strides before the call on each rank.",
         source="torch/distributed/distributed_c10d.py",
-        test="group_shapes",
     ),
     Cause(
         code="group-rank",
@@ -208,13 +182,10 @@ CAUSES = (
             r"The given group does not exist",
         ),
         why="src, dst or root is a global rank; or new_group was called by some ranks only",
-        fix=Fix(
-            plain="Every rank calls new_group in the same order, also those not in it; src is the "
-            "global rank (group_src= for the rank in the group).",
-        ),
+        fix="Every rank calls new_group in the same order, also those not in it; src is the global "
+        "rank (group_src= for the rank in the group).",
         confirm="print(dist.get_process_group_ranks(group)).",
         source="torch/distributed/distributed_c10d.py",
-        test="group_rank",
     ),
     Cause(
         code="gloo-ddp-outlives-group",
@@ -225,10 +196,8 @@ CAUSES = (
         why="The program has finished: the DDP model is freed after destroy_process_group(). Its "
         "destructor waits for a thread of gloo and keeps the GIL, which that thread needs in order "
         "to free a tensor of its last collective",
-        fix=Fix(
-            plain="del model (the DDP wrapper) before dist.destroy_process_group(); or train in a "
-            "function of its own, and destroy the group after it has returned.",
-        ),
+        fix="del model (the DDP wrapper) before dist.destroy_process_group(); or train in a "
+        "function of its own, and destroy the group after it has returned.",
         confirm="py-spy dump --native: the main thread is in std::thread::join, a thread of gloo "
         "in gil_scoped_acquire.",
         source="torch/csrc/distributed/c10d/reducer.cpp, ProcessGroupGloo.cpp",
@@ -248,11 +217,9 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="The stack of a process that has finished its work: it closes its connections and "
         "waits for a rank that has stopped, or still trains",
-        fix=Fix(
-            plain="dist.barrier() before dist.destroy_process_group(), so that all ranks leave "
-            "together; os._exit(0) after the last save, where a rank that does not answer must not "
-            "hold up the others.",
-        ),
+        fix="dist.barrier() before dist.destroy_process_group(), so that all ranks leave together; "
+        "os._exit(0) after the last save, where a rank that does not answer must not hold up the "
+        "others.",
         confirm="py-spy dump of the other ranks: one is stopped (state T in ps) or still trains.",
         source="gloo/transport/tcp/pair.cc; torch/distributed/distributed_c10d.py",
         no_test="happens only now and then; composed from the stacks of faulthandler and py-spy",
@@ -265,11 +232,9 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="The process crashes in native code while DDP is made, on all ranks alike: torch 2.13 "
         "does so with gloo and TORCH_DISTRIBUTED_DEBUG=DETAIL",
-        fix=Fix(
-            plain="export TORCH_DISTRIBUTED_DEBUG=INFO (it names unused parameters, too); DETAIL "
-            "with the nccl backend only.",
-            suite="what says so before the run: python ddp_training.py doctor",
-        ),
+        fix="export TORCH_DISTRIBUTED_DEBUG=INFO (it names unused parameters, too); DETAIL with "
+        "the nccl backend only.",
+        suite="what says so before the run: python ddp_training.py doctor",
         confirm="echo $TORCH_DISTRIBUTED_DEBUG; the crash is gone with INFO.",
         source="torch/nn/parallel/distributed.py; torch/csrc/distributed/c10d/reducer.cpp",
         or_else="DETAIL is not set: torch and an extension of it don't fit together.",

@@ -1,6 +1,6 @@
 """Causes in a GPU, its driver and software, in other accelerators, and in native arithmetic."""
 
-from ddp_doctor.explain.events import Cause, Fix, Tier
+from ddp_doctor.explain.events import Cause, Tier
 
 _NO_GPU = "needs a GPU; composed from the format string"
 _XID = "NVIDIA's table of Xid errors; the driver's line in dmesg"
@@ -23,7 +23,7 @@ CAUSES = (
         ),
         tier=Tier.HARDWARE,
         why="The driver lost the GPU on PCIe: power, heat, a bad slot or a dying card",
-        fix=Fix(plain=_DRAIN),
+        fix=_DRAIN,
         confirm="dmesg | grep -i xid; nvidia-smi does not list it.",
         source=_XID,
         no_test=_NO_GPU,
@@ -38,7 +38,7 @@ CAUSES = (
         ),
         tier=Tier.HARDWARE,
         why="Memory of the GPU is damaged; a row must be remapped, which needs a reset",
-        fix=Fix(plain=_DRAIN),
+        fix=_DRAIN,
         confirm="nvidia-smi -q -d ECC,ROW_REMAPPER.",
         source=_XID,
         no_test=_NO_GPU,
@@ -54,7 +54,7 @@ CAUSES = (
         ),
         tier=Tier.HARDWARE,
         why="A link between GPUs has errors; collectives fail or hang",
-        fix=Fix(plain=_DRAIN),
+        fix=_DRAIN,
         confirm="nvidia-smi nvlink -e; dmesg for SXid.",
         source=_XID,
         no_test=_NO_GPU,
@@ -68,7 +68,7 @@ CAUSES = (
         ),
         tier=Tier.HARDWARE,
         why="Firmware or hardware of the GPU hangs; every call into the driver waits",
-        fix=Fix(plain=_DRAIN + " A newer driver; or NVreg_EnableGpuFirmware=0."),
+        fix=_DRAIN + " A newer driver; or NVreg_EnableGpuFirmware=0.",
         confirm="nvidia-smi hangs on that node.",
         source=_XID,
         no_test=_NO_GPU,
@@ -83,10 +83,8 @@ CAUSES = (
         is_generic=True,
         why="Xid 13, 31, 43 and 45 mostly come from the program: an address out of range, or a "
         "process that ended with kernels under way. Rarely it is the GPU",
-        fix=Fix(
-            plain="CUDA_LAUNCH_BLOCKING=1 and compute-sanitizer find the kernel. If other programs "
-            "fail on this GPU, too: " + _DRAIN,
-        ),
+        fix="CUDA_LAUNCH_BLOCKING=1 and compute-sanitizer find the kernel. If other programs fail "
+        "on this GPU, too: " + _DRAIN,
         confirm="The same sample fails on another GPU: it is the program.",
         source=_XID,
         no_test=_NO_GPU,
@@ -101,10 +99,8 @@ CAUSES = (
         ),
         tier=Tier.HARDWARE,
         why="On NVSwitch machines nvidia-fabricmanager must run, in the driver's version",
-        fix=Fix(
-            plain="systemctl restart nvidia-fabricmanager; install the version of the driver; "
-            "reboot after a driver update.",
-        ),
+        fix="systemctl restart nvidia-fabricmanager; install the version of the driver; reboot "
+        "after a driver update.",
         confirm="systemctl status nvidia-fabricmanager; nvidia-smi -q | grep -A2 Fabric.",
         source=_CUDA,
         no_test=_NO_GPU,
@@ -118,12 +114,10 @@ CAUSES = (
         ),
         why="Most often a label >= the number of classes or below 0, or a token id >= the "
         "vocabulary. The line of Python is a later one, because kernels run asynchronously",
-        fix=Fix(
-            plain="Check on the CPU: assert 0 <= labels.min() and labels.max() < num_classes; the "
-            "tokenizer's length against the embedding's rows. CUDA_LAUNCH_BLOCKING=1 gives the "
-            "right line.",
-            suite="labels and inputs are checked while batches are made (DDP-D02)",
-        ),
+        fix="Check on the CPU: assert 0 <= labels.min() and labels.max() < num_classes; the "
+        "tokenizer's length against the embedding's rows. CUDA_LAUNCH_BLOCKING=1 gives the right "
+        "line.",
+        suite="labels and inputs are checked while batches are made (DDP-D02)",
         confirm="The same batch on the CPU raises IndexError with the value.",
         source="aten/src/ATen/native/cuda",
         no_test=_NO_GPU,
@@ -141,11 +135,9 @@ CAUSES = (
         ),
         why="A custom kernel, a wrong index, a kernel of another GPU architecture, or a bug; after "
         "it every CUDA call of this process fails",
-        fix=Fix(
-            plain="CUDA_LAUNCH_BLOCKING=1 for the right line; compute-sanitizer python train.py; "
-            "torch.cuda.set_device(LOCAL_RANK) if a Triton or custom kernel ran on the wrong GPU; "
-            "switch off custom kernels (flash-attention, apex) one by one.",
-        ),
+        fix="CUDA_LAUNCH_BLOCKING=1 for the right line; compute-sanitizer python train.py; "
+        "torch.cuda.set_device(LOCAL_RANK) if a Triton or custom kernel ran on the wrong GPU; "
+        "switch off custom kernels (flash-attention, apex) one by one.",
         confirm="dmesg shows Xid 13 or 31 for this process.",
         source=_CUDA,
         or_else="If it moves with the node and not with the program, the GPU is broken.",
@@ -160,10 +152,8 @@ CAUSES = (
         ),
         why="ALLOC_FAILED and NOT_INITIALIZED: the GPU is full. The others: an index out of range "
         "in an earlier kernel, or shapes that do not fit",
-        fix=Fix(
-            plain="Smaller batch, or leave memory free; run the batch on the CPU, or with "
-            "CUDA_LAUNCH_BLOCKING=1, to see a wrong label or token.",
-        ),
+        fix="Smaller batch, or leave memory free; run the batch on the CPU, or with "
+        "CUDA_LAUNCH_BLOCKING=1, to see a wrong label or token.",
         confirm="nvidia-smi just before; the same batch on the CPU.",
         source="aten/src/ATen/cuda/CUDABlas.cpp",
         or_else="Memory: a smaller batch works. An index: the CPU raises IndexError.",
@@ -179,9 +169,7 @@ CAUSES = (
             r"FIND was unable to find an engine",
         ),
         why="No memory for its work space, another cuDNN in LD_LIBRARY_PATH, or an earlier error",
-        fix=Fix(
-            plain="Smaller batch; unset LD_LIBRARY_PATH; torch.backends.cudnn.benchmark=False.",
-        ),
+        fix="Smaller batch; unset LD_LIBRARY_PATH; torch.backends.cudnn.benchmark=False.",
         confirm="A smaller batch works: it was memory.",
         source="aten/src/ATen/native/cudnn",
         no_test=_NO_GPU,
@@ -200,16 +188,13 @@ CAUSES = (
         ),
         why="A CPU build of torch, no driver, no GPU given to this job or container, or an empty "
         "CUDA_VISIBLE_DEVICES",
-        fix=Fix(
-            plain="nvidia-smi in the same shell; pip install torch with CUDA; docker run --gpus "
-            "all; Slurm: --gres=gpu:N (and for srun, too); unset CUDA_VISIBLE_DEVICES.",
-            lightning="Trainer(accelerator='auto')",
-            accelerate="accelerate launch --cpu for the CPU",
-            suite="--cpu_only; what is missing: python ddp_training.py doctor",
-        ),
+        fix="nvidia-smi in the same shell; pip install torch with CUDA; docker run --gpus all; "
+        "Slurm: --gres=gpu:N (and for srun, too); unset CUDA_VISIBLE_DEVICES.",
+        lightning="Trainer(accelerator='auto')",
+        accelerate="accelerate launch --cpu for the CPU",
+        suite="--cpu_only; what is missing: python ddp_training.py doctor",
         confirm="python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'.",
         source="torch/cuda/__init__.py",
-        test="gpu_none",
     ),
     Cause(
         code="gpu-ordinal",
@@ -221,13 +206,11 @@ CAUSES = (
         ),
         why="More ranks than GPUs on this node, a global rank used as device number, or "
         "CUDA_VISIBLE_DEVICES hides GPUs (Slurm gives each task one)",
-        fix=Fix(
-            plain="cuda:LOCAL_RANK, not cuda:RANK; --nproc_per_node = number of GPUs; Slurm: no "
-            "--gpus-per-task=1 with cuda:LOCAL_RANK, or use cuda:0 then.",
-            suite="checked before anything starts (DDP-L01)",
-            lightning="Trainer(devices=N) with N at most the node's GPUs",
-            accelerate="accelerate launch --num_processes at most the GPUs, --gpu_ids",
-        ),
+        fix="cuda:LOCAL_RANK, not cuda:RANK; --nproc_per_node = number of GPUs; Slurm: no "
+        "--gpus-per-task=1 with cuda:LOCAL_RANK, or use cuda:0 then.",
+        suite="checked before anything starts (DDP-L01)",
+        lightning="Trainer(devices=N) with N at most the node's GPUs",
+        accelerate="accelerate launch --num_processes at most the GPUs, --gpu_ids",
         confirm="print(local_rank, torch.cuda.device_count()).",
         source=_CUDA,
         no_test=_NO_GPU,
@@ -246,10 +229,8 @@ SOFTWARE = (
             r"the provided PTX was compiled with an unsupported toolchain",
         ),
         why="torch brings its own CUDA, which needs a driver of at least a certain version",
-        fix=Fix(
-            plain="Update the driver, or install torch for an older CUDA (the selector on "
-            "pytorch.org); containers: an image for the host's driver.",
-        ),
+        fix="Update the driver, or install torch for an older CUDA (the selector on pytorch.org); "
+        "containers: an image for the host's driver.",
         confirm="nvidia-smi shows the highest CUDA version that the driver supports.",
         source="torch/cuda/__init__.py",
         no_test=_NO_GPU,
@@ -265,11 +246,8 @@ SOFTWARE = (
         ),
         why="This build of torch, or an extension, was not compiled for the GPU's architecture: it "
         "is newer or too old",
-        fix=Fix(
-            plain="Install a newer torch (new GPU) or an older one (old GPU); build extensions "
-            "with "
-            "TORCH_CUDA_ARCH_LIST of this GPU.",
-        ),
+        fix="Install a newer torch (new GPU) or an older one (old GPU); build extensions with "
+        "TORCH_CUDA_ARCH_LIST of this GPU.",
         confirm="torch.cuda.get_arch_list() against torch.cuda.get_device_capability().",
         source="torch/cuda/__init__.py",
         no_test=_NO_GPU,
@@ -282,10 +260,8 @@ SOFTWARE = (
             r"CUDA error: (?:device|out of memory).*(?:busy|exclusive)",
         ),
         why="Compute mode exclusive and another process on it, or one that was left over",
-        fix=Fix(
-            plain="nvidia-smi lists processes: kill those left over by pid; nvidia-smi -c DEFAULT; "
-            "one process per GPU.",
-        ),
+        fix="nvidia-smi lists processes: kill those left over by pid; nvidia-smi -c DEFAULT; one "
+        "process per GPU.",
         confirm="nvidia-smi -q -d COMPUTE.",
         source=_CUDA,
         no_test=_NO_GPU,
@@ -300,15 +276,12 @@ SOFTWARE = (
         ),
         why="The parent used CUDA before it forked: in a DataLoader worker (tensors on the GPU in "
         "the dataset) or in processes started by hand",
-        fix=Fix(
-            plain="Keep the dataset on the CPU; or DataLoader(multiprocessing_context='spawn'), "
-            "mp.spawn, torchrun; nothing of CUDA before the fork.",
-            lightning="strategy='ddp' instead of 'ddp_notebook' or 'ddp_fork'",
-            accelerate="notebook_launcher before any .cuda()",
-        ),
+        fix="Keep the dataset on the CPU; or DataLoader(multiprocessing_context='spawn'), "
+        "mp.spawn, torchrun; nothing of CUDA before the fork.",
+        lightning="strategy='ddp' instead of 'ddp_notebook' or 'ddp_fork'",
+        accelerate="notebook_launcher before any .cuda()",
         confirm="The traceback is in a worker; torch.cuda.is_initialized() before the fork.",
         source="torch/cuda/__init__.py",
-        test="gpu_fork",
     ),
     Cause(
         code="gpu-visible-changed",
@@ -319,9 +292,7 @@ SOFTWARE = (
         ),
         why="CUDA_VISIBLE_DEVICES was changed inside the program, or the driver's module is in a "
         "bad state (after sleep)",
-        fix=Fix(
-            plain="Set CUDA_VISIBLE_DEVICES before Python starts; reload nvidia_uvm or reboot."
-        ),
+        fix="Set CUDA_VISIBLE_DEVICES before Python starts; reload nvidia_uvm or reboot.",
         confirm="A fresh shell with only torch.cuda.init() works.",
         source="torch/cuda/__init__.py",
         no_test=_NO_GPU,
@@ -338,7 +309,7 @@ SOFTWARE = (
         ),
         tier=Tier.HARDWARE,
         why="The machine's own hardware reported an error",
-        fix=Fix(plain="Take the node out of the queue, and run the job on another one."),
+        fix="Take the node out of the queue, and run the job on another one.",
         confirm="dmesg and ipmitool sel list of that node.",
         source="Linux kernel, NVIDIA driver",
         no_test="needs broken hardware; composed from the kernel's format string",
@@ -350,7 +321,7 @@ SOFTWARE = (
         is_generic=True,
         why="CUDA reports an error of an earlier kernel at a later call, so the line in the "
         "traceback may be innocent",
-        fix=Fix(plain="Run again with CUDA_LAUNCH_BLOCKING=1; look for an Xid in dmesg."),
+        fix="Run again with CUDA_LAUNCH_BLOCKING=1; look for an Xid in dmesg.",
         confirm="dmesg | grep -i xid.",
         source="c10/cuda/CUDAException.cpp",
         no_test=_NO_GPU,
@@ -363,10 +334,8 @@ SOFTWARE = (
             r"(?P<have>\d+)",
         ),
         why="The kernel's block sizes were chosen for a GPU with more shared memory per block",
-        fix=Fix(
-            plain="Smaller block sizes or num_stages in the kernel; another attention kernel "
-            "(sdpa); a newer triton. torch.compile: mode='default' instead of 'max-autotune'.",
-        ),
+        fix="Smaller block sizes or num_stages in the kernel; another attention kernel (sdpa); a "
+        "newer triton. torch.compile: mode='default' instead of 'max-autotune'.",
         confirm="The two numbers in the message; it works on a GPU of a larger class.",
         source="triton/runtime/errors.py",
         no_test=_NO_GPU,
@@ -391,11 +360,9 @@ OTHERS = (
         why="oneCCL (Intel), HCCL (Ascend, Gaudi) could not start or finish a collective: its "
         "build does not fit torch, it finds no network provider, or processes of an earlier job "
         "still hold the devices",
-        fix=Fix(
-            plain="The versions of torch and of the vendor's plug-in belong together; end "
-            "processes that are left over; oneCCL: start with mpirun, or set FI_PROVIDER=tcp and "
-            "FI_PROVIDER_PATH; HCCL: wait 10 s after an earlier job.",
-        ),
+        fix="The versions of torch and of the vendor's plug-in belong together; end processes that "
+        "are left over; oneCCL: start with mpirun, or set FI_PROVIDER=tcp and FI_PROVIDER_PATH; "
+        "HCCL: wait 10 s after an earlier job.",
         confirm="Its debug log: CCL_LOG_LEVEL=info, ASCEND_GLOBAL_LOG_LEVEL=1, "
         "LOG_LEVEL_ALL_HCL=1.",
         source="oneCCL src/atl, torch_npu ProcessGroupHCCL.cpp, process_group_hccl_base.cpp",
@@ -408,12 +375,10 @@ OTHERS = (
             r"synNodeCreateWithId failed (?P<what>.+)",
             r"synStatus[ =](?P<what>.+)",
         ),
-        why="An operation of the model can't be compiled or run on this device in this version: "
-        "an unsupported type or shape, or no memory",
-        fix=Fix(
-            plain="The versions of SynapseAI, its torch and optimum-habana belong together "
-            "(hl-smi prints the driver's); PT_HPU_LAZY_MODE=1, static shapes, a smaller batch.",
-        ),
+        why="An operation of the model can't be compiled or run on this device in this version: an "
+        "unsupported type or shape, or no memory",
+        fix="The versions of SynapseAI, its torch and optimum-habana belong together (hl-smi "
+        "prints the driver's); PT_HPU_LAZY_MODE=1, static shapes, a smaller batch.",
         confirm="The operation in the message fails in one process, too.",
         source="Habana's SynapseAI",
         no_test=_NONE,
@@ -429,14 +394,11 @@ OTHERS = (
             r"exits with return code = -8",
         ),
         is_generic=True,
-        why="An integer division by zero in a library: cuBLAS before 12.4.5.8 on H20 and other "
-        "new GPUs, or an extension that was given an empty tensor",
-        fix=Fix(
-            plain="pip install -U nvidia-cublas-cu12, or a newer torch; PYTHONFAULTHANDLER=1 "
-            "shows the Python line; assert tensor.numel() before the extension.",
-        ),
+        why="An integer division by zero in a library: cuBLAS before 12.4.5.8 on H20 and other new "
+        "GPUs, or an extension that was given an empty tensor",
+        fix="pip install -U nvidia-cublas-cu12, or a newer torch; PYTHONFAULTHANDLER=1 shows the "
+        "Python line; assert tensor.numel() before the extension.",
         confirm="The stack that PYTHONFAULTHANDLER=1 prints ends in that library.",
         source="Python's faulthandler; torch elastic",
-        test="killed_sigfpe",
     ),
 )

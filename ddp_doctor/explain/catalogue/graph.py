@@ -1,6 +1,6 @@
 """Causes in the model and its graph: what DDP expects of forward and backward."""
 
-from ddp_doctor.explain.events import Blame, Cause, Fix, Tier
+from ddp_doctor.explain.events import Blame, Cause, Tier
 
 _REDUCER = "torch/csrc/distributed/c10d/reducer.cpp"
 
@@ -11,8 +11,7 @@ CAUSES = (
         title="parameters of the model got no gradient in the last backward",
         phrases=(
             r"Expected to have finished reduction in the prior iteration before starting a new "
-            r"one\."
-            r" This error indicates that your module has parameters",
+            r"one\. This error indicates that your module has parameters",
             r"[Pp]arameter indices which did not receive grad for rank (?P<ranks>\d+): "
             r"(?P<indices>[\d ]+)",
             r"[Pp]arameters which did not receive grad for rank (?P<ranks>\d+): (?P<names>.+)",
@@ -22,21 +21,17 @@ CAUSES = (
         blame=Blame.SPEAKER,
         why="DDP waits for one gradient per parameter. Forward skipped a layer, or returned an "
         "output that the loss does not use, or backward raised an error that was caught",
-        fix=Fix(
-            plain="Name the parameters with TORCH_DISTRIBUTED_DEBUG=INFO. Then use them in every "
-            "forward, or set requires_grad=False before DDP(model), or delete them. If they are "
-            "meant to be unused: DistributedDataParallel(model, find_unused_parameters=True). "
-            "If an output is not part of the loss: return only what the loss uses.",
-            lightning='Trainer(strategy="ddp_find_unused_parameters_true")',
-            accelerate="Accelerator(kwargs_handlers=[DistributedDataParallelKwargs("
-            "find_unused_parameters=True)])",
-            trainer="TrainingArguments(ddp_find_unused_parameters=True)",
-            suite="--find_unused_parameters auto (the default) or on",
-        ),
+        fix="Name the parameters with TORCH_DISTRIBUTED_DEBUG=INFO. Then use them in every "
+        "forward, or set requires_grad=False before DDP(model), or delete them. If they are meant "
+        "to be unused: DistributedDataParallel(model, find_unused_parameters=True). If an output "
+        "is not part of the loss: return only what the loss uses.",
+        lightning='Trainer(strategy="ddp_find_unused_parameters_true")',
+        accelerate="Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])",
+        trainer="TrainingArguments(ddp_find_unused_parameters=True)",
+        suite="--find_unused_parameters auto (the default) or on",
         confirm="After loss.backward() print [n for n, p in model.named_parameters() if "
         "p.requires_grad and p.grad is None].",
         source=_REDUCER,
-        test="graph_unused",
     ),
     Cause(
         code="graph-static-changed",
@@ -47,17 +42,14 @@ CAUSES = (
             r"static graph training has unused parameters",
         ),
         why="With static_graph each step must use the same parameters the same number of times",
-        fix=Fix(
-            plain="Remove static_graph=True (or model._set_static_graph()); "
-            "use find_unused_parameters=True if parameters are unused in some steps.",
-            lightning="DDPStrategy(static_graph=False)",
-            suite="remove --static_graph",
-            accelerate="DistributedDataParallelKwargs(static_graph=False)",
-        ),
+        fix="Remove static_graph=True (or model._set_static_graph()); use "
+        "find_unused_parameters=True if parameters are unused in some steps.",
+        lightning="DDPStrategy(static_graph=False)",
+        suite="remove --static_graph",
+        accelerate="DistributedDataParallelKwargs(static_graph=False)",
         confirm="Train without static_graph: the message goes away, or names the unused "
         "parameters.",
         source=_REDUCER,
-        test="graph_static_changed",
     ),
     Cause(
         code="graph-ready-twice",
@@ -69,20 +61,17 @@ CAUSES = (
         ),
         why="A parameter is used in several reentrant checkpoints or in several forwards before "
         "one backward, or outside of DDP's forward",
-        fix=Fix(
-            plain="torch.utils.checkpoint.checkpoint(..., use_reentrant=False); or "
-            "DistributedDataParallel(model, static_graph=True) if the graph is the same in each "
-            "step; do one forward per backward, and drop find_unused_parameters=True if no "
-            "parameter is unused.",
-            lightning="DDPStrategy(static_graph=True)",
-            accelerate="DistributedDataParallelKwargs(static_graph=True)",
-            trainer="TrainingArguments(gradient_checkpointing_kwargs={'use_reentrant': False}, "
-            "ddp_find_unused_parameters=False)",
-            suite="--gradient_checkpointing uses use_reentrant=False; or --static_graph",
-        ),
+        fix="torch.utils.checkpoint.checkpoint(..., use_reentrant=False); or "
+        "DistributedDataParallel(model, static_graph=True) if the graph is the same in each step; "
+        "do one forward per backward, and drop find_unused_parameters=True if no parameter is "
+        "unused.",
+        lightning="DDPStrategy(static_graph=True)",
+        accelerate="DistributedDataParallelKwargs(static_graph=True)",
+        trainer="TrainingArguments(gradient_checkpointing_kwargs={'use_reentrant': False}, "
+        "ddp_find_unused_parameters=False)",
+        suite="--gradient_checkpointing uses use_reentrant=False; or --static_graph",
         confirm="TORCH_DISTRIBUTED_DEBUG=INFO names the parameter.",
         source=_REDUCER,
-        test="graph_ready_twice",
     ),
     Cause(
         code="graph-inplace",
@@ -90,36 +79,29 @@ CAUSES = (
         phrases=(r"has been modified by an inplace operation",),
         why="Something wrote into a tensor after forward: an in-place operation of the model, or "
         "DDP's broadcast of the buffers when forward runs twice before backward",
-        fix=Fix(
-            plain="If forward runs twice per step (GAN, siamese, contrastive): "
-            "DistributedDataParallel(model, broadcast_buffers=False), or put both inputs in one "
-            "forward, or SyncBatchNorm. Otherwise replace x += y by x = x + y and "
-            "ReLU(inplace=True) by ReLU().",
-            lightning="DDPStrategy(broadcast_buffers=False)",
-            accelerate="DistributedDataParallelKwargs(broadcast_buffers=False)",
-            trainer="TrainingArguments(ddp_broadcast_buffers=False)",
-            suite="change the model; --debug names the forward line",
-        ),
+        fix="If forward runs twice per step (GAN, siamese, contrastive): "
+        "DistributedDataParallel(model, broadcast_buffers=False), or put both inputs in one "
+        "forward, or SyncBatchNorm. Otherwise replace x += y by x = x + y and ReLU(inplace=True) "
+        "by ReLU().",
+        lightning="DDPStrategy(broadcast_buffers=False)",
+        accelerate="DistributedDataParallelKwargs(broadcast_buffers=False)",
+        trainer="TrainingArguments(ddp_broadcast_buffers=False)",
+        suite="change the model; --debug names the forward line",
         confirm="torch.autograd.set_detect_anomaly(True) prints the forward line. If one process "
         "without DDP does not fail, it is the buffers.",
         source="torch/csrc/autograd/saved_variable.cpp",
-        or_else="With buffers (BatchNorm) and two forwards it is DDP's buffer broadcast; "
-        "without DDP in the stack it is the model's own in-place operation.",
-        test="graph_inplace",
+        or_else="With buffers (BatchNorm) and two forwards it is DDP's buffer broadcast; without "
+        "DDP in the stack it is the model's own in-place operation.",
     ),
     Cause(
         code="graph-backward-twice",
         title="backward went through the same graph twice",
         phrases=(r"Trying to backward through the graph a second time",),
         why="The loss of an earlier step is still part of this one, or backward was called twice",
-        fix=Fix(
-            plain="Detach what is kept between steps (hidden = hidden.detach(), "
-            "total += loss.item()); add losses and call backward once; retain_graph=True only if "
-            "two backwards are meant.",
-        ),
+        fix="Detach what is kept between steps (hidden = hidden.detach(), total += loss.item()); "
+        "add losses and call backward once; retain_graph=True only if two backwards are meant.",
         confirm="One step after a restart works, the second fails: state is kept between steps.",
         source="torch/csrc/autograd/saved_variable.cpp",
-        test="graph_backward_twice",
     ),
     Cause(
         code="graph-no-grad",
@@ -127,17 +109,14 @@ CAUSES = (
         phrases=(r"element \d+ of tensors does not require grad and does not have a grad_fn",),
         why="Forward ran under no_grad, its output was detached or turned into numbers, or all "
         "parameters are frozen",
-        fix=Fix(
-            plain="Look for torch.no_grad(), .detach(), .item(), .data, torch.tensor(loss) between "
-            "the model and the loss; with reentrant checkpointing and frozen inputs use "
-            "use_reentrant=False or model.enable_input_require_grads().",
-            trainer="with PEFT and gradient_checkpointing: "
-            "gradient_checkpointing_kwargs={'use_reentrant': False}",
-            lightning="training_step returns the loss itself, not loss.item() or loss.detach()",
-        ),
+        fix="Look for torch.no_grad(), .detach(), .item(), .data, torch.tensor(loss) between the "
+        "model and the loss; with reentrant checkpointing and frozen inputs use "
+        "use_reentrant=False or model.enable_input_require_grads().",
+        trainer="with PEFT and gradient_checkpointing: "
+        "gradient_checkpointing_kwargs={'use_reentrant': False}",
+        lightning="training_step returns the loss itself, not loss.item() or loss.detach()",
         confirm="print(loss.requires_grad, loss.grad_fn) before backward.",
         source="torch/csrc/autograd (run_backward)",
-        test="graph_no_grad",
     ),
     Cause(
         code="graph-nothing-to-train",
@@ -147,13 +126,10 @@ CAUSES = (
             r"that",
         ),
         why="All parameters are frozen (requires_grad=False), or the module has none",
-        fix=Fix(
-            plain="Wrap only the modules that are trained; freeze after deciding what is trained, "
-            "and do not wrap frozen teachers or encoders.",
-        ),
+        fix="Wrap only the modules that are trained; freeze after deciding what is trained, and do "
+        "not wrap frozen teachers or encoders.",
         confirm="print(sum(p.requires_grad for p in model.parameters())).",
         source="torch/nn/parallel/distributed.py",
-        test="graph_nothing_to_train",
     ),
     Cause(
         code="graph-models-differ",
@@ -168,33 +144,26 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="The ranks built models with another number or another shape of parameters: other "
         "arguments, other data (number of classes, vocabulary), or another checkout",
-        fix=Fix(
-            plain="Build the model from what all ranks share: compute vocabulary and number of "
-            "classes on rank 0 and broadcast_object_list it; same code and files on each node.",
-            suite="settings, code and data of all ranks are compared at the start (DDP-G02)",
-        ),
+        fix="Build the model from what all ranks share: compute vocabulary and number of classes "
+        "on rank 0 and broadcast_object_list it; same code and files on each node.",
+        suite="settings, code and data of all ranks are compared at the start (DDP-G02)",
         confirm="print(rank, [tuple(p.shape) for p in model.parameters()]) before DDP(model).",
         source="torch/csrc/distributed/c10d/reducer.cpp, verify_params_across_processes",
-        test="graph_models_differ",
     ),
     Cause(
         code="graph-checkpoint-differs",
         title="the recomputed forward differs from the first one",
         phrases=(
             r"torch\.utils\.checkpoint: (?:A different number of tensors was saved|Recomputed "
-            r"values"
-            r" for the following tensors have different metadata)",
+            r"values for the following tensors have different metadata)",
             r"torch\.utils\.checkpoint: (?:Unpack is being triggered|trying to save more tensors)",
         ),
         why="Code under checkpoint() does something else the second time: randomness outside of "
         "torch, a counter, a cache, or autocast that is not active in backward",
-        fix=Fix(
-            plain="Make the checkpointed function depend on its arguments only; keep autocast "
-            "around it; debug=True of checkpoint() shows both runs.",
-        ),
+        fix="Make the checkpointed function depend on its arguments only; keep autocast around it; "
+        "debug=True of checkpoint() shows both runs.",
         confirm="checkpoint(..., debug=True) prints the operations of both forwards.",
         source="torch/utils/checkpoint.py",
-        test="graph_checkpoint_differs",
     ),
 )
 
@@ -213,13 +182,11 @@ MODEL = (
         ),
         why="A batch, a buffer or a new tensor was not moved to this rank's GPU, or to cuda:0 "
         "instead of cuda:LOCAL_RANK",
-        fix=Fix(
-            plain="device = torch.device('cuda', int(os.environ['LOCAL_RANK'])); "
-            "torch.cuda.set_device(device) before anything else; .to(device) for model and batch; "
-            "register_buffer for constants; device=x.device for new tensors in forward.",
-            lightning="use self.device in the module and register_buffer",
-            accelerate="use accelerator.device, and accelerator.prepare the loader",
-        ),
+        fix="device = torch.device('cuda', int(os.environ['LOCAL_RANK'])); "
+        "torch.cuda.set_device(device) before anything else; .to(device) for model and batch; "
+        "register_buffer for constants; device=x.device for new tensors in forward.",
+        lightning="use self.device in the module and register_buffer",
+        accelerate="use accelerator.device, and accelerator.prepare the loader",
         confirm="Print the device of each argument in the line that the traceback names.",
         source="aten/src/ATen/TensorIterator.cpp",
         no_test="needs a GPU; composed from the format string",
@@ -232,18 +199,15 @@ MODEL = (
             r"device_ids can only be None or contain a single element",
             r"DistributedDataParallel's input module must be on the same type of devices",
         ),
-        why="device_ids is for a module on one GPU. A CPU module, or one over several GPUs, "
-        "takes none",
-        fix=Fix(
-            plain="GPU: model.to(local_rank), DDP(model, device_ids=[local_rank]). CPU or gloo: "
-            "DDP(model). One process per GPU: device_ids has one element.",
-            lightning="no .to() or .cuda() of your own: Trainer(accelerator=..., "
-            "devices=N) places the model",
-            accelerate="accelerator.prepare(model) places and wraps it; no DDP(...) of your own",
-        ),
+        why="device_ids is for a module on one GPU. A CPU module, or one over several GPUs, takes "
+        "none",
+        fix="GPU: model.to(local_rank), DDP(model, device_ids=[local_rank]). CPU or gloo: "
+        "DDP(model). One process per GPU: device_ids has one element.",
+        lightning="no .to() or .cuda() of your own: Trainer(accelerator=..., devices=N) places the "
+        "model",
+        accelerate="accelerator.prepare(model) places and wraps it; no DDP(...) of your own",
         confirm="print({p.device for p in model.parameters()}).",
         source="torch/nn/parallel/distributed.py",
-        test="graph_ddp_device",
     ),
     Cause(
         code="graph-lazy",
@@ -252,26 +216,20 @@ MODEL = (
             r"Modules with uninitialized parameters can't be used with `DistributedDataParallel`",
         ),
         why="A lazy module (LazyLinear, LazyConv) gets its shape in its first forward",
-        fix=Fix(
-            plain="Run one forward on a sample batch before DDP(model), the same on all ranks."
-        ),
+        fix="Run one forward on a sample batch before DDP(model), the same on all ranks.",
         confirm="Look for nn.Lazy in the model.",
         source="torch/nn/parallel/distributed.py",
-        test="graph_lazy",
     ),
     Cause(
         code="graph-batchnorm-single",
         title="BatchNorm in training got one value per channel",
         phrases=(r"Expected more than 1 value per channel when training, got input size",),
         why="The last batch of this rank has one sample, and its spatial size is 1",
-        fix=Fix(
-            plain="DataLoader(..., drop_last=True), a larger batch, or GroupNorm.",
-            suite="--drop_last",
-            trainer="TrainingArguments(dataloader_drop_last=True)",
-        ),
+        fix="DataLoader(..., drop_last=True), a larger batch, or GroupNorm.",
+        suite="--drop_last",
+        trainer="TrainingArguments(dataloader_drop_last=True)",
         confirm="len(dataset) per rank modulo the batch size is 1.",
         source="torch/nn/functional.py",
-        test="graph_batchnorm_single",
     ),
     Cause(
         code="graph-syncbn",
@@ -281,15 +239,12 @@ MODEL = (
             r"SyncBatchNorm is only supported within torch\.nn\.parallel\.DistributedDataParallel",
         ),
         why="SyncBatchNorm needs GPU tensors and a process group",
-        fix=Fix(
-            plain="Convert only when training on GPUs: if device.type == 'cuda': "
-            "model = nn.SyncBatchNorm.convert_sync_batchnorm(model).",
-            lightning="Trainer(sync_batchnorm=True) only with accelerator='gpu'",
-            suite="remove --sync_batchnorm on the CPU",
-        ),
+        fix="Convert only when training on GPUs: if device.type == 'cuda': model = "
+        "nn.SyncBatchNorm.convert_sync_batchnorm(model).",
+        lightning="Trainer(sync_batchnorm=True) only with accelerator='gpu'",
+        suite="remove --sync_batchnorm on the CPU",
         confirm="The device of the model is the CPU.",
         source="torch/nn/modules/batchnorm.py",
-        test="graph_syncbn",
     ),
     Cause(
         code="graph-shapes",
@@ -302,14 +257,10 @@ MODEL = (
         ),
         is_generic=True,
         why="The model got an input of another shape than it was built for",
-        fix=Fix(
-            plain="Print the batch's shape before the line that the traceback names; the last "
-            "batch "
-            "of an epoch is smaller (drop_last=True, or no fixed batch size in view()).",
-        ),
+        fix="Print the batch's shape before the line that the traceback names; the last batch of "
+        "an epoch is smaller (drop_last=True, or no fixed batch size in view()).",
         confirm="Run that one batch through the model in one process.",
         source="aten/src/ATen/native/LinearAlgebra.cpp",
-        test="graph_shapes",
     ),
     Cause(
         code="graph-inference-mode",
@@ -320,14 +271,11 @@ MODEL = (
             r"Cannot set version_counter for inference tensor",
         ),
         why="Weights, buffers or cached inputs were made under torch.inference_mode()",
-        fix=Fix(
-            plain="torch.no_grad() instead of torch.inference_mode() where the tensor is made; or "
-            "x = x.clone() outside of it.",
-            lightning="Trainer(inference_mode=False)",
-        ),
+        fix="torch.no_grad() instead of torch.inference_mode() where the tensor is made; or x = "
+        "x.clone() outside of it.",
+        lightning="Trainer(inference_mode=False)",
         confirm="print(x.is_inference()) for the tensors in the line of the traceback.",
         source="torch/csrc/autograd/variable.cpp",
-        test="graph_inference_mode",
     ),
     Cause(
         code="fsdp-requires-grad",
@@ -337,17 +285,14 @@ MODEL = (
             r"`FlatParameter` requires uniform `requires_grad`",
         ),
         why="FSDP joins the parameters of a unit to one: all of them, or none, can have gradients",
-        fix=Fix(
-            plain="FullyShardedDataParallel(model, use_orig_params=True), or fully_shard of torch "
-            "2.6; or wrap frozen and trained modules (LoRA) as units of their own.",
-            accelerate="fsdp_use_orig_params: true in the config",
-            lightning="FSDPStrategy(use_orig_params=True)",
-            trainer='fsdp_config={"use_orig_params": True}; PEFT: '
-            "peft.utils.other.fsdp_auto_wrap_policy",
-        ),
+        fix="FullyShardedDataParallel(model, use_orig_params=True), or fully_shard of torch 2.6; "
+        "or wrap frozen and trained modules (LoRA) as units of their own.",
+        accelerate="fsdp_use_orig_params: true in the config",
+        lightning="FSDPStrategy(use_orig_params=True)",
+        trainer='fsdp_config={"use_orig_params": True}; PEFT: '
+        "peft.utils.other.fsdp_auto_wrap_policy",
         confirm="print({p.requires_grad for p in module.parameters()}) of each unit.",
         source="torch/distributed/fsdp/_flat_param.py",
-        test="fsdp_requires_grad",
     ),
     Cause(
         code="fsdp-past-wrapper",
@@ -358,15 +303,12 @@ MODEL = (
             r"weight should have at least three dimensions",
             r"mat2 must be a matrix, got 1-D tensor",
         ),
-        why="A submodule was called directly, or another method than forward, so that FSDP did "
-        "not gather its weights; or weights are shared with a module in another unit",
-        fix=Fix(
-            plain="Call the outermost wrapped module's forward; register_fsdp_forward_method for "
-            "another method (fully_shard); modules that share weights belong to one unit; "
-            "with FSDP.summon_full_params(model): for evaluation or generate().",
-        ),
+        why="A submodule was called directly, or another method than forward, so that FSDP did not "
+        "gather its weights; or weights are shared with a module in another unit",
+        fix="Call the outermost wrapped module's forward; register_fsdp_forward_method for another "
+        "method (fully_shard); modules that share weights belong to one unit; with "
+        "FSDP.summon_full_params(model): for evaluation or generate().",
         confirm="The first line of the program in the traceback calls a submodule.",
         source="torch/distributed/tensor/_dispatch.py, torch/distributed/fsdp",
-        test="fsdp_past_wrapper",
     ),
 )

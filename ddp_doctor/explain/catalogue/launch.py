@@ -1,6 +1,6 @@
 """Causes in the launch: environment, rendezvous, ports, torchrun, frameworks, containers."""
 
-from ddp_doctor.explain.events import Blame, Cause, Fix, Tier
+from ddp_doctor.explain.events import Blame, Cause, Tier
 
 _RDZV = "torch/distributed/rendezvous.py"
 _STORE = "torch/csrc/distributed/c10d/TCPStore.cpp, socket.cpp"
@@ -12,23 +12,20 @@ CAUSES = (
         title="the variables of a launcher are missing",
         phrases=(
             r"environment variable (?P<name>\w+) expected, but not set",
-            r"KeyError: '(?P<name>LOCAL_RANK|RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|LOCAL_WORL"
-            r"D_SIZE)'",
+            r"KeyError: "
+            r"'(?P<name>LOCAL_RANK|RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|LOCAL_WORLD_SIZE)'",
         ),
         blame=Blame.NOBODY,
         why="The script was started with python, not with a launcher, or the launcher (srun, "
         "mpirun) sets other names than torch reads",
-        fix=Fix(
-            plain="torchrun --standalone --nproc_per_node=2 train.py. srun: RANK=$SLURM_PROCID "
-            "LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS and MASTER_ADDR, MASTER_PORT.",
-            accelerate="accelerate launch train.py",
-            suite="torchrun, srun or launchers/run_with_mpirun.py",
-            lightning='Trainer(devices=N, strategy="ddp") starts the ranks itself when the '
-            "script is started by python",
-        ),
+        fix="torchrun --standalone --nproc_per_node=2 train.py. srun: RANK=$SLURM_PROCID "
+        "LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS and MASTER_ADDR, MASTER_PORT.",
+        accelerate="accelerate launch train.py",
+        suite="torchrun, srun or launchers/run_with_mpirun.py",
+        lightning='Trainer(devices=N, strategy="ddp") starts the ranks itself when the '
+        "script is started by python",
         confirm="env | grep -E 'RANK|WORLD|MASTER' in the process.",
         source=_RDZV,
-        test="launch_environment",
     ),
     Cause(
         code="launch-port",
@@ -40,24 +37,20 @@ CAUSES = (
         ),
         blame=Blame.NOBODY,
         why="Another job on this node, or a process left over from an earlier one, listens there",
-        fix=Fix(
-            plain="torchrun --standalone (takes a free port), or another --master_port; find the "
-            "owner: ss -ltnp | grep PORT, then kill it by its pid.",
-            accelerate="accelerate launch --main_process_port 0",
-            suite="--standalone before the script's name",
-            lightning="MASTER_PORT=29511 python train.py",
-        ),
+        fix="torchrun --standalone (takes a free port), or another --master_port; find the owner: "
+        "ss -ltnp | grep PORT, then kill it by its pid.",
+        accelerate="accelerate launch --main_process_port 0",
+        suite="--standalone before the script's name",
+        lightning="MASTER_PORT=29511 python train.py",
         confirm="ss -ltnp | grep PORT.",
         source=_STORE,
-        test="launch_port",
     ),
     Cause(
         code="launch-client-timeout",
         title="the rendezvous address could not be reached in time",
         phrases=(
             r"The client socket has (?:timed out after|failed to connect to) "
-            r".*?\(?(?P<host>[\w.:-]+), "
-            r"(?P<port>\d+)\)",
+            r".*?\(?(?P<host>[\w.:-]+), (?P<port>\d+)\)",
             r"The client socket has (?:timed out|failed to connect to any network address)",
             r"The IPv[46] network addresses of \((?P<host>[^,]+), (?P<port>\d+)\) cannot be "
             r"retrieved",
@@ -67,46 +60,37 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="The first node did not start, its name resolves to another address, or a firewall "
         "drops the packets; or rank 0 ended already",
-        fix=Fix(
-            plain="On the node: getent hosts NAME and nc -zv NAME PORT; use the address of the "
-            "cluster's network; open the port; start all nodes within the timeout. Read rank 0's "
-            "log first.",
-            lightning="Trainer(num_nodes=NODES), started once per node with the same "
-            "MASTER_ADDR and its own NODE_RANK, or by srun",
-            accelerate="accelerate launch --main_process_ip HOST --main_process_port PORT "
-            "--machine_rank I, another I on each machine",
-        ),
+        fix="On the node: getent hosts NAME and nc -zv NAME PORT; use the address of the cluster's "
+        "network; open the port; start all nodes within the timeout. Read rank 0's log first.",
+        lightning="Trainer(num_nodes=NODES), started once per node with the same MASTER_ADDR and "
+        "its own NODE_RANK, or by srun",
+        accelerate="accelerate launch --main_process_ip HOST --main_process_port PORT "
+        "--machine_rank I, another I on each machine",
         confirm="nc -zv HOST PORT from the node that prints it, while rank 0 waits.",
         source=_STORE,
-        test="launch_client_timeout",
     ),
     Cause(
         code="launch-ranks-missing",
         title="not all ranks joined the rendezvous",
         phrases=(
             r"Timed out after (?P<seconds>\d+) seconds waiting for clients\. "
-            r"(?P<here>\d+)/(?P<all>\d+) "
-            r"clients joined",
-            r"Timed out initializing process group in store based barrier on rank: \d+.*"
-            r"\(world_size=(?P<all>\d+), (?:worker_count|num_workers_joined)=(?P<here>\d+)",
+            r"(?P<here>\d+)/(?P<all>\d+) clients joined",
+            r"Timed out initializing process group in store based barrier on rank: "
+            r"\d+.*\(world_size=(?P<all>\d+), (?:worker_count|num_workers_joined)=(?P<here>\d+)",
             r"RuntimeError: Wait timeout",
         ),
         tier=Tier.TIMEOUT,
         blame=Blame.NOBODY,
         why="Some ranks ended before, were started late, or never; or world_size is larger than "
-        "the "
-        "number of processes",
-        fix=Fix(
-            plain="Look for the ranks without this message: their logs have the cause. Check "
-            "--nnodes and --nproc_per_node on each node.",
-            suite="the ranks that never joined are named (DDP-G01)",
-            lightning="Trainer(num_nodes=NODES) on every node, devices equal everywhere",
-            accelerate="--num_machines, --num_processes (of all machines together) and "
-            "another --machine_rank on each",
-        ),
+        "the number of processes",
+        fix="Look for the ranks without this message: their logs have the cause. Check --nnodes "
+        "and --nproc_per_node on each node.",
+        suite="the ranks that never joined are named (DDP-G01)",
+        lightning="Trainer(num_nodes=NODES) on every node, devices equal everywhere",
+        accelerate="--num_machines, --num_processes (of all machines together) and another "
+        "--machine_rank on each",
         confirm="Count the processes: pgrep -fc train.py on each node.",
         source=_STORE,
-        test="launch_ranks_missing",
     ),
     Cause(
         code="launch-rendezvous",
@@ -122,13 +106,10 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="Fewer nodes than --nnodes came within the timeout, the endpoint is wrong, or another "
         "job with the same --rdzv_id is over already",
-        fix=Fix(
-            plain="The same --rdzv_endpoint HOST:PORT and a fresh --rdzv_id on all nodes; HOST is "
-            "one of the nodes; its port is open; --rdzv_conf join_timeout=1200 for slow starts.",
-        ),
+        fix="The same --rdzv_endpoint HOST:PORT and a fresh --rdzv_id on all nodes; HOST is one of "
+        "the nodes; its port is open; --rdzv_conf join_timeout=1200 for slow starts.",
         confirm="nc -zv HOST PORT from the other nodes.",
         source=_ELASTIC,
-        test="launch_rendezvous",
     ),
     Cause(
         code="launch-name",
@@ -142,14 +123,11 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="MASTER_ADDR or the endpoint is a name that this node's DNS or /etc/hosts does not "
         "have",
-        fix=Fix(
-            plain="Use the address, or a name that getent hosts finds on all nodes; Slurm: "
-            "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1); Kubernetes: a "
-            "headless service.",
-        ),
+        fix="Use the address, or a name that getent hosts finds on all nodes; Slurm: "
+        "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1); Kubernetes: a "
+        "headless service.",
         confirm="getent hosts NAME on that node.",
         source="the C library's getaddrinfo",
-        test="launch_name",
     ),
     Cause(
         code="launch-route",
@@ -162,13 +140,10 @@ CAUSES = (
         tier=Tier.TIMEOUT,
         blame=Blame.NOBODY,
         why="A firewall that rejects, or the wrong network interface or address",
-        fix=Fix(
-            plain="ping and nc -zv between the nodes; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; "
-            "open the ports.",
-        ),
+        fix="ping and nc -zv between the nodes; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; open "
+        "the ports.",
         confirm="nc -zv HOST PORT.",
         source="Linux errno 101, 113",
-        test="launch_route",
     ),
     Cause(
         code="launch-no-group",
@@ -177,16 +152,13 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="DDP, DistributedSampler or a collective ran before init_process_group, or after "
         "destroy_process_group, or in a process without a group",
-        fix=Fix(
-            plain="torch.distributed.init_process_group() first in main(); in code that runs in "
-            "one process, too: if dist.is_initialized().",
-            accelerate="make the Accelerator() first",
-            lightning="no torch.distributed call before fit(); in hooks "
-            "self.trainer.strategy.barrier()",
-        ),
+        fix="torch.distributed.init_process_group() first in main(); in code that runs in one "
+        "process, too: if dist.is_initialized().",
+        accelerate="make the Accelerator() first",
+        lightning="no torch.distributed call before fit(); in hooks "
+        "self.trainer.strategy.barrier()",
         confirm="The line in the traceback runs before init_process_group.",
         source="torch/distributed/distributed_c10d.py",
-        test="launch_no_group",
     ),
     Cause(
         code="launch-group-twice",
@@ -195,15 +167,11 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="The program and a library (Lightning, Accelerate) both call init_process_group, or a "
         "notebook cell ran again",
-        fix=Fix(
-            plain="if not dist.is_initialized(): dist.init_process_group(...)",
-            lightning="no init_process_group of your own",
-            accelerate="no init_process_group of your own; InitProcessGroupKwargs for its "
-            "arguments",
-        ),
+        fix="if not dist.is_initialized(): dist.init_process_group(...)",
+        lightning="no init_process_group of your own",
+        accelerate="no init_process_group of your own; InitProcessGroupKwargs for its arguments",
         confirm="Search for init_process_group in the program.",
         source="torch/distributed/distributed_c10d.py",
-        test="launch_group_twice",
     ),
     Cause(
         code="launch-spawn-guard",
@@ -215,10 +183,9 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="spawn imports the script again in each process: code outside of functions runs there, "
         "too",
-        fix=Fix(plain="if __name__ == '__main__': main() at the end of the script."),
+        fix="if __name__ == '__main__': main() at the end of the script.",
         confirm="The script calls mp.spawn or iterates a DataLoader at top level.",
         source="Python's multiprocessing/spawn.py",
-        test="launch_spawn_guard",
     ),
     Cause(
         code="launch-import",
@@ -232,14 +199,11 @@ CAUSES = (
         ),
         why="This node or this Python has other packages than the one where it worked, or a binary "
         "package was built for another torch",
-        fix=Fix(
-            plain="Same environment on all nodes; reinstall the package for this torch; torchrun "
-            "of the same environment: python -m torch.distributed.run.",
-            suite="setup.sh again; what still differs: python ddp_training.py doctor",
-        ),
+        fix="Same environment on all nodes; reinstall the package for this torch; torchrun of the "
+        "same environment: python -m torch.distributed.run.",
+        suite="setup.sh again; what still differs: python ddp_training.py doctor",
         confirm="python -c 'import NAME' on the node of this rank.",
         source="Python's import system, the dynamic linker",
-        test="launch_import",
     ),
     Cause(
         code="launch-rank-range",
@@ -252,13 +216,10 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="RANK and WORLD_SIZE were set by hand, or num_replicas and rank given to the sampler "
         "are not those of the group",
-        fix=Fix(
-            plain="Let the launcher set them: torchrun --nnodes N --nproc_per_node M.",
-            accelerate="--machine_rank from 0 to num_machines - 1",
-        ),
+        fix="Let the launcher set them: torchrun --nnodes N --nproc_per_node M.",
+        accelerate="--machine_rank from 0 to num_machines - 1",
         confirm="print RANK and WORLD_SIZE of each process.",
         source=_RDZV,
-        test="launch_rank_range",
     ),
 )
 
@@ -275,13 +236,10 @@ SETUP = (
         ),
         blame=Blame.NOBODY,
         why="torch.distributed.launch gives --local-rank (with a dash since torch 2) to the script",
-        fix=Fix(
-            plain="Start with torchrun and read os.environ['LOCAL_RANK']; or "
-            "parser.add_argument('--local-rank', '--local_rank', type=int).",
-        ),
+        fix="Start with torchrun and read os.environ['LOCAL_RANK']; or "
+        "parser.add_argument('--local-rank', '--local_rank', type=int).",
         confirm="The command line in the log has torch.distributed.launch or deepspeed.",
         source="torch/distributed/launch.py",
-        test="launch_local_rank_flag",
     ),
     Cause(
         code="launch-arguments",
@@ -295,12 +253,9 @@ SETUP = (
         blame=Blame.NOBODY,
         is_generic=True,
         why="A flag is misspelled, or a flag of the launcher stands behind the script's name",
-        fix=Fix(
-            plain="Flags of torchrun come before the script's name, those of the script after it."
-        ),
+        fix="Flags of torchrun come before the script's name, those of the script after it.",
         confirm="python train.py --help.",
         source="Python's argparse",
-        test="launch_arguments",
     ),
     Cause(
         code="launch-devices",
@@ -314,15 +269,13 @@ SETUP = (
         ),
         blame=Blame.NOBODY,
         why="Each process asks for other devices or nodes than the launcher started processes for",
-        fix=Fix(
-            plain="One process per GPU: --ntasks-per-node, --nproc_per_node and the program's own "
-            "setting are the same number; --nodes is the number of nodes.",
-            lightning="#SBATCH --ntasks-per-node=N (not --ntasks) with Trainer(devices=N, "
-            "num_nodes=NODES), started by srun; in an interactive shell of Slurm: "
-            "SLURM_JOB_NAME=bash python train.py",
-            accelerate="accelerate launch --num_processes (of all nodes) --num_machines",
-            suite="the launcher's numbers are the only ones",
-        ),
+        fix="One process per GPU: --ntasks-per-node, --nproc_per_node and the program's own "
+        "setting are the same number; --nodes is the number of nodes.",
+        lightning="#SBATCH --ntasks-per-node=N (not --ntasks) with Trainer(devices=N, "
+        "num_nodes=NODES), started by srun; in an interactive shell of Slurm: SLURM_JOB_NAME=bash "
+        "python train.py",
+        accelerate="accelerate launch --num_processes (of all nodes) --num_machines",
+        suite="the launcher's numbers are the only ones",
         confirm="env | grep -E 'SLURM_NTASKS|SLURM_NNODES|WORLD_SIZE' in a task.",
         source="lightning/fabric/plugins/environments/slurm.py",
         no_test="Lightning is not a part of the tests of explain; composed from its text",
@@ -340,13 +293,11 @@ SETUP = (
         blame=Blame.NOBODY,
         why="The processes are forked from the notebook, so nothing before may have touched CUDA "
         "or made an Accelerator, and functions must be importable",
-        fix=Fix(
-            plain="Move the training into a file and start it with !torchrun --nproc_per_node=N "
-            "train.py; or restart the kernel and touch CUDA inside of the started function only.",
-            lightning='Trainer(strategy="ddp_notebook") after a restart of the kernel',
-            accelerate="notebook_launcher(train, args, num_processes=N) with the Accelerator made "
-            "in train",
-        ),
+        fix="Move the training into a file and start it with !torchrun --nproc_per_node=N "
+        "train.py; or restart the kernel and touch CUDA inside of the started function only.",
+        lightning='Trainer(strategy="ddp_notebook") after a restart of the kernel',
+        accelerate="notebook_launcher(train, args, num_processes=N) with the Accelerator made in "
+        "train",
         confirm="The same code in a file works with torchrun.",
         source="accelerate/launchers.py, lightning/pytorch/trainer/connectors",
         no_test="notebooks are not a part of the tests of explain; composed from the texts",
@@ -366,12 +317,10 @@ SETUP = (
         blame=Blame.NOBODY,
         why="A typing mistake, an indentation, or a key that this version of the program does not "
         "have",
-        fix=Fix(
-            plain="Correct the key or the line that is named; hydra: +key=value adds a new one; "
-            "HYDRA_FULL_ERROR=1 shows the stack.",
-            suite="mistyped settings get the nearest name (DDP-C01); all of them: "
-            "python ddp_training.py --help",
-        ),
+        fix="Correct the key or the line that is named; hydra: +key=value adds a new one; "
+        "HYDRA_FULL_ERROR=1 shows the stack.",
+        suite="mistyped settings get the nearest name (DDP-C01); all of them: python "
+        "ddp_training.py --help",
         confirm="python -c 'import sys, yaml; yaml.safe_load(open(sys.argv[1]))' FILE.",
         source="PyYAML, omegaconf, hydra, pydantic",
         no_test="these packages are not a part of the tests of explain; composed from the texts",
@@ -390,10 +339,8 @@ SETUP = (
         blame=Blame.NOBODY,
         why="The container runtime does not know the GPU (no NVIDIA container toolkit), or a "
         "mount, an image or a right is missing",
-        fix=Fix(
-            plain="Install nvidia-container-toolkit, nvidia-ctk runtime configure, restart docker; "
-            "Kubernetes: the device plugin and resources.limits nvidia.com/gpu; check mounts.",
-        ),
+        fix="Install nvidia-container-toolkit, nvidia-ctk runtime configure, restart docker; "
+        "Kubernetes: the device plugin and resources.limits nvidia.com/gpu; check mounts.",
         confirm="docker run --rm --gpus all IMAGE nvidia-smi.",
         source="docker, nvidia-container-toolkit, Kubernetes",
         no_test=_CLUSTER,
@@ -409,11 +356,9 @@ SETUP = (
         tier=Tier.TIMEOUT,
         blame=Blame.NOBODY,
         why="{what}",
-        fix=Fix(
-            plain="Ask for what the nodes have (GPUs, memory, taints, selectors), use gang "
-            "scheduling (Kueue, Volcano), so that all pods of a job start or none; a longer "
-            "rendezvous timeout if nodes are still to come.",
-        ),
+        fix="Ask for what the nodes have (GPUs, memory, taints, selectors), use gang scheduling "
+        "(Kueue, Volcano), so that all pods of a job start or none; a longer rendezvous timeout if "
+        "nodes are still to come.",
         confirm="kubectl describe pod POD; kubectl describe nodes | grep -A8 Allocated.",
         source="kube-scheduler",
         no_test=_CLUSTER,
@@ -429,7 +374,7 @@ SETUP = (
         blame=Blame.NOBODY,
         is_generic=True,
         why="Its container exits with an error, and Kubernetes starts it anew",
-        fix=Fix(plain="kubectl logs POD --previous, and explain that."),
+        fix="kubectl logs POD --previous, and explain that.",
         confirm="kubectl describe pod POD: Last State, Exit Code.",
         source="kubelet",
         no_test=_CLUSTER,
@@ -446,10 +391,8 @@ SETUP = (
         blame=Blame.NOBODY,
         why="Ray lists its guesses with each such message: memory, ray stop, a crash in native "
         "code. What the worker itself wrote is in its own log",
-        fix=Fix(
-            plain="Read worker-*-PID.err of that pid in /tmp/ray/session_latest/logs on its node, "
-            "with explain; memory: fewer workers per node, or more memory per worker.",
-        ),
+        fix="Read worker-*-PID.err of that pid in /tmp/ray/session_latest/logs on its node, with "
+        "explain; memory: fewer workers per node, or more memory per worker.",
         confirm="dmesg -T | grep -i 'killed process' on the node; ray logs raylet.out -ip HOST.",
         source="Ray, python/ray/exceptions.py",
         no_test="Ray is not a part of the tests of explain; composed from its text",
@@ -462,11 +405,9 @@ SETUP = (
         is_generic=True,
         why="Arguments of the Trainer, of the model's hooks or of the environment contradict each "
         "other; the message says which",
-        fix=Fix(
-            plain="Change what the message names.",
-            lightning="Trainer(accelerator, devices, num_nodes, strategy) must be what the "
-            "launcher started",
-        ),
+        fix="Change what the message names.",
+        lightning="Trainer(accelerator, devices, num_nodes, strategy) must be what the launcher "
+        "started",
         confirm="The same message comes with Trainer(fast_dev_run=True).",
         source="lightning/pytorch/utilities/exceptions.py",
         no_test="Lightning is not a part of the tests of explain; composed from its text",

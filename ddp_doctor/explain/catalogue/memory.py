@@ -1,11 +1,10 @@
 """Causes in memory: of the GPU, of the host, of a container, of a job."""
 
-from ddp_doctor.explain.events import Blame, Cause, Fix, Tier
+from ddp_doctor.explain.events import Blame, Cause, Tier
 
 _HOST = (
     "Fewer DataLoader workers, a smaller prefetch_factor, tensors or arrays instead of Python "
-    "lists "
-    "in the dataset (each worker copies them), memory-mapped files, more memory for the job."
+    "lists in the dataset (each worker copies them), memory-mapped files, more memory for the job."
 )
 _CONTAINER = "needs a container runtime; composed from its format string"
 
@@ -22,22 +21,18 @@ CAUSES = (
         ),
         why="Activations grow with the batch; weights, gradients and AdamW's state take about 16 "
         "bytes per parameter. The other ranks then wait for this one",
-        fix=Fix(
-            plain="Halve the batch and double gradient accumulation; autocast with bfloat16; "
-            "activation checkpointing; map_location='cpu' when loading; "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation. If only "
-            "GPU 0 is full: torch.cuda.set_device(LOCAL_RANK), no .cuda() on GPU 0 by all ranks.",
-            lightning="Trainer(accumulate_grad_batches=2, precision='bf16-mixed')",
-            accelerate="Accelerator(gradient_accumulation_steps=2, mixed_precision='bf16'); "
-            "find_executable_batch_size",
-            trainer="TrainingArguments(per_device_train_batch_size=..., "
-            "gradient_accumulation_steps=..., gradient_checkpointing=True, "
-            "auto_find_batch_size=True)",
-            suite="it halves micro-batches by itself; --batch_size auto --global_batch_size N",
-        ),
+        fix="Halve the batch and double gradient accumulation; autocast with bfloat16; activation "
+        "checkpointing; map_location='cpu' when loading; "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation. If only GPU 0 is "
+        "full: torch.cuda.set_device(LOCAL_RANK), no .cuda() on GPU 0 by all ranks.",
+        lightning="Trainer(accumulate_grad_batches=2, precision='bf16-mixed')",
+        accelerate="Accelerator(gradient_accumulation_steps=2, mixed_precision='bf16'); "
+        "find_executable_batch_size",
+        trainer="TrainingArguments(per_device_train_batch_size=..., "
+        "gradient_accumulation_steps=..., gradient_checkpointing=True, auto_find_batch_size=True)",
+        suite="it halves micro-batches by itself; --batch_size auto --global_batch_size N",
         confirm="torch.cuda.memory_summary(); nvidia-smi for other processes on that GPU.",
         source="c10/cuda/CUDACachingAllocator.cpp",
-        test="memory_gpu",
     ),
     Cause(
         code="memory-kernel-oom",
@@ -53,7 +48,7 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="Host memory was full; the kernel chose the largest process and sent SIGKILL, so it "
         "could not log anything",
-        fix=Fix(plain=_HOST),
+        fix=_HOST,
         confirm="dmesg -T | grep -i 'killed process'; memory.events of the cgroup.",
         source="Linux mm/oom_kill.c",
         no_test="needs the kernel's log; composed from its format string",
@@ -71,7 +66,7 @@ CAUSES = (
         tier=Tier.KILLED,
         blame=Blame.NOBODY,
         why="The processes of this node used more memory than --mem or --mem-per-cpu allowed",
-        fix=Fix(plain="sbatch --mem=0 (all of the node) or a larger --mem. " + _HOST),
+        fix="sbatch --mem=0 (all of the node) or a larger --mem. " + _HOST,
         confirm="sacct -j JOB --format=JobID,State,MaxRSS,ReqMem; state is OUT_OF_MEMORY.",
         source="Slurm src/plugins/task/cgroup",
         no_test="needs Slurm with cgroups; composed from its format string",
@@ -87,10 +82,8 @@ CAUSES = (
         tier=Tier.KILLED,
         blame=Blame.NOBODY,
         why="All processes of the pod together used more than resources.limits.memory",
-        fix=Fix(
-            plain="Raise resources.limits.memory; an emptyDir of medium Memory (/dev/shm) counts, "
-            "too. " + _HOST,
-        ),
+        fix="Raise resources.limits.memory; an emptyDir of medium Memory (/dev/shm) counts, "
+        "too. " + _HOST,
         confirm="kubectl describe pod: Last State: Terminated, Reason: OOMKilled, Exit Code: 137.",
         source="Kubernetes, kubelet",
         no_test=_CONTAINER,
@@ -102,14 +95,11 @@ CAUSES = (
         tier=Tier.KILLED,
         blame=Blame.SPEAKER,
         why="The kernel or the container ran out of memory and killed the worker with SIGKILL",
-        fix=Fix(
-            plain=_HOST,
-            suite="the run goes on with fewer workers",
-            trainer="dataloader_num_workers=2, dataloader_prefetch_factor=2",
-        ),
+        fix=_HOST,
+        suite="the run goes on with fewer workers",
+        trainer="dataloader_num_workers=2, dataloader_prefetch_factor=2",
         confirm="dmesg | grep -i oom; grep oom_kill /sys/fs/cgroup/memory.events.",
         source="torch/utils/data/_utils/signal_handling.py",
-        test="memory_worker_killed",
     ),
     Cause(
         code="memory-host",
@@ -122,10 +112,9 @@ CAUSES = (
             r"\bMemoryError\b",
         ),
         why="The process asked for more than there is, or than ulimit -v or the container allows",
-        fix=Fix(plain=_HOST),
+        fix=_HOST,
         confirm="free -g and ulimit -v at that moment; how large is the allocation in the message?",
         source="c10/core/impl/alloc_cpu.cpp",
-        test="memory_host",
     ),
     Cause(
         code="memory-shm",
@@ -138,16 +127,13 @@ CAUSES = (
             r"unable to mmap \d+ bytes from file <.*torch_",
         ),
         why="Workers hand their batches over through /dev/shm; a container has 64 MB by default",
-        fix=Fix(
-            plain="docker run --shm-size=8g or --ipc=host; Kubernetes: emptyDir with medium Memory "
-            "at /dev/shm; fewer workers or a smaller prefetch_factor; "
-            "torch.multiprocessing.set_sharing_strategy('file_system').",
-            suite="batches go through pipes by themselves then",
-            trainer="dataloader_num_workers=0 as a workaround",
-        ),
+        fix="docker run --shm-size=8g or --ipc=host; Kubernetes: emptyDir with medium Memory at "
+        "/dev/shm; fewer workers or a smaller prefetch_factor; "
+        "torch.multiprocessing.set_sharing_strategy('file_system').",
+        suite="batches go through pipes by themselves then",
+        trainer="dataloader_num_workers=0 as a workaround",
         confirm="df -h /dev/shm while it runs.",
         source="torch/csrc, torch/utils/data/_utils/signal_handling.py",
-        test="memory_shm",
     ),
     Cause(
         code="memory-pinned",
@@ -159,11 +145,9 @@ CAUSES = (
         ),
         why="The thread that pins batches died: an error in a custom batch, no memory, or the GPU "
         "was gone",
-        fix=Fix(
-            plain="pin_memory=False shows the first error; pin_memory() of a custom batch class; "
-            "torch.cuda.set_device before the loader.",
-            trainer="dataloader_pin_memory=False",
-        ),
+        fix="pin_memory=False shows the first error; pin_memory() of a custom batch class; "
+        "torch.cuda.set_device before the loader.",
+        trainer="dataloader_pin_memory=False",
         confirm="The run works with pin_memory=False.",
         source="torch/utils/data/_utils/pin_memory.py",
         no_test="needs a GPU; composed from the format string",
@@ -184,19 +168,15 @@ CAUSES = (
         ),
         tier=Tier.EXCEPTION,
         is_generic=True,
-        why="Nothing in the process can log that. Most often the kernel or the container was "
-        "out of "
-        "memory; else the scheduler, or a person",
-        fix=Fix(
-            plain="If it was memory: " + _HOST,
-            suite="the surviving ranks save; --num_workers 1, --prefetch_factor 1",
-        ),
-        confirm="dmesg -T | grep -i 'killed process'; grep oom_kill "
-        "/sys/fs/cgroup/memory.events; sacct or kubectl describe pod.",
+        why="Nothing in the process can log that. Most often the kernel or the container was out "
+        "of memory; else the scheduler, or a person",
+        fix="If it was memory: " + _HOST,
+        suite="the surviving ranks save; --num_workers 1, --prefetch_factor 1",
+        confirm="dmesg -T | grep -i 'killed process'; grep oom_kill /sys/fs/cgroup/memory.events; "
+        "sacct or kubectl describe pod.",
         source="torch/distributed/elastic/multiprocessing/errors",
         or_else="Memory: dmesg names the pid. Scheduler: its accounting says TIMEOUT or PREEMPTED. "
         "Neither: somebody ran kill -9.",
-        test="killed_sigkill",
     ),
     Cause(
         code="killed-segfault",
@@ -216,16 +196,13 @@ CAUSES = (
         is_generic=True,
         why="An extension (image or video decoding, HDF5, custom CUDA, an ABI that does not fit "
         "torch) or a full stack",
-        fix=Fix(
-            plain="PYTHONFAULTHANDLER=1 shows the Python line; num_workers=0 shows whether it is "
-            "the dataset; ulimit -s unlimited; reinstall the extension for this torch.",
-            suite="--debug prints the Python stacks; --num_workers 0",
-        ),
+        fix="PYTHONFAULTHANDLER=1 shows the Python line; num_workers=0 shows whether it is the "
+        "dataset; ulimit -s unlimited; reinstall the extension for this torch.",
+        suite="--debug prints the Python stacks; --num_workers 0",
         confirm="The stack that PYTHONFAULTHANDLER=1 prints ends in that extension.",
         source="Python's faulthandler; torch elastic",
         or_else="TORCH_DISTRIBUTED_DEBUG=DETAIL on gloo: torch 2.13 crashes on all ranks when DDP "
         "is made; use INFO.",
-        test="killed_segfault",
     ),
     Cause(
         code="killed-bus",
@@ -239,14 +216,10 @@ CAUSES = (
         ),
         is_generic=True,
         why="/dev/shm is full, or a memory-mapped file was cut or lies on a disk that failed",
-        fix=Fix(
-            plain="Raise shared memory (--shm-size=8g); copy memory-mapped data to a local "
-            "disk; do "
-            "not write files that others map.",
-        ),
+        fix="Raise shared memory (--shm-size=8g); copy memory-mapped data to a local disk; do not "
+        "write files that others map.",
         confirm="df -h /dev/shm and the dataset's disk.",
         source="torch/distributed/elastic/multiprocessing/errors",
-        test="killed_bus",
     ),
     Cause(
         code="killed-sigill",
@@ -259,7 +232,7 @@ CAUSES = (
         ),
         is_generic=True,
         why="A package was built for a newer CPU (AVX-512) than that of this node",
-        fix=Fix(plain="Install it on the oldest node, or build without -march=native."),
+        fix="Install it on the oldest node, or build without -march=native.",
         confirm="lscpu on this node and on one that works: compare the flags.",
         source="Linux, torch/distributed/elastic/multiprocessing/errors",
         no_test="needs a CPU that lacks an instruction; composed from the text",
@@ -274,7 +247,7 @@ CAUSES = (
         tier=Tier.KILLED,
         blame=Blame.NOBODY,
         why="All processes of the node together crossed Ray's memory threshold",
-        fix=Fix(plain="RAY_memory_usage_threshold=0.98 only if it is close. " + _HOST),
+        fix="RAY_memory_usage_threshold=0.98 only if it is close. " + _HOST,
         confirm="ray logs raylet.out -ip HOST | grep -i memory.",
         source="Ray, src/ray/common/memory_monitor",
         no_test="Ray is not a part of the tests of explain; composed from its text",

@@ -1,6 +1,6 @@
 """Causes in NCCL: timeouts, connections, network, set-up, and what only says that it failed."""
 
-from ddp_doctor.explain.events import Blame, Cause, Fix, Tier
+from ddp_doctor.explain.events import Blame, Cause, Tier
 
 _PG = "torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp"
 _NO_GPU = "needs NCCL and GPUs; composed from the format string"
@@ -23,20 +23,15 @@ CAUSES = (
         why="The ranks that print this wait; the cause is on a rank that did not reach the "
         "collective: it crashed, it hangs, it is slow (data, evaluation, a checkpoint on rank 0 "
         "alone), it took another branch, or it has fewer batches",
-        fix=Fix(
-            plain="Look at the log of the missing rank. No collective (DDP forward, barrier, "
-            "all_reduce) under `if rank == 0`; equal numbers of batches per rank "
-            "(DistributedSampler, or with model.join()); long work of one rank: "
-            "init_process_group(timeout=timedelta(hours=1)).",
-            lightning="DDPStrategy(timeout=timedelta(hours=1)); log with sync_dist only on all "
-            "ranks",
-            accelerate="InitProcessGroupKwargs(timeout=timedelta(hours=1)); gather on all ranks",
-            trainer="TrainingArguments(ddp_timeout=3600)",
-            suite="--hang_after_s finds the rank and its line; --timeout_s 3600",
-        ),
+        fix="Look at the log of the missing rank. No collective (DDP forward, barrier, all_reduce) "
+        "under `if rank == 0`; equal numbers of batches per rank (DistributedSampler, or with "
+        "model.join()); long work of one rank: init_process_group(timeout=timedelta(hours=1)).",
+        lightning="DDPStrategy(timeout=timedelta(hours=1)); log with sync_dist only on all ranks",
+        accelerate="InitProcessGroupKwargs(timeout=timedelta(hours=1)); gather on all ranks",
+        trainer="TrainingArguments(ddp_timeout=3600)",
+        suite="--hang_after_s finds the rank and its line; --timeout_s 3600",
         confirm="Run again with TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 and give "
-        "the "
-        "dumps to explain; or py-spy dump each rank while it hangs.",
+        "the dumps to explain; or py-spy dump each rank while it hangs.",
         source=_PG,
         or_else="All ranks time out at the very first collective: then it is the network or "
         "peer-to-peer access between GPUs (NCCL_DEBUG=INFO; try NCCL_P2P_DISABLE=1).",
@@ -54,18 +49,14 @@ CAUSES = (
         tier=Tier.TIMEOUT,
         blame=Blame.NAMED,
         why="The report of the ranks' last collectives names it: it crashed, hangs, is slow, or "
-        "took "
-        "another branch",
-        fix=Fix(
-            plain="Look at the log and the stack (py-spy dump) of the named rank. No collective "
-            "under `if rank == 0`, equal numbers of batches per rank.",
-            suite="--hang_after_s finds its line",
-            lightning="self.log(..., sync_dist=True) on all ranks; no collective under "
-            "rank_zero_only",
-            accelerate="gather, wait_for_everyone and save_state on all processes, not "
-            "under is_main_process",
-            trainer="no collective in compute_metrics or callbacks under is_world_process_zero",
-        ),
+        "took another branch",
+        fix="Look at the log and the stack (py-spy dump) of the named rank. No collective under "
+        "`if rank == 0`, equal numbers of batches per rank.",
+        suite="--hang_after_s finds its line",
+        lightning="self.log(..., sync_dist=True) on all ranks; no collective under rank_zero_only",
+        accelerate="gather, wait_for_everyone and save_state on all processes, not under "
+        "is_main_process",
+        trainer="no collective in compute_metrics or callbacks under is_world_process_zero",
         confirm="The stack of the named rank is outside of a collective.",
         source="torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, desync debug",
         no_test=_NO_GPU,
@@ -86,21 +77,17 @@ CAUSES = (
         tier=Tier.MISMATCH,
         blame=Blame.NOBODY,
         why="At one point one rank ran another operation, or the same one with another size or "
-        "type: a collective under a condition that differs, unequal batches, or tensors of "
-        "unequal length in all_gather",
-        fix=Fix(
-            plain="Take collectives out of conditions that differ between ranks; pad tensors to "
-            "one "
-            "length before all_gather (gather the lengths first); same order of calls everywhere.",
-            lightning="self.log(..., sync_dist=True) on all ranks or on none",
-            accelerate="accelerator.pad_across_processes before accelerator.gather; "
-            "gather_for_metrics for evaluation",
-            trainer="eval_accumulation_steps, and a compute_metrics that gives the same shape",
-        ),
+        "type: a collective under a condition that differs, unequal batches, or tensors of unequal "
+        "length in all_gather",
+        fix="Take collectives out of conditions that differ between ranks; pad tensors to one "
+        "length before all_gather (gather the lengths first); same order of calls everywhere.",
+        lightning="self.log(..., sync_dist=True) on all ranks or on none",
+        accelerate="accelerator.pad_across_processes before accelerator.gather; gather_for_metrics "
+        "for evaluation",
+        trainer="eval_accumulation_steps, and a compute_metrics that gives the same shape",
         confirm="Run again on nccl with TORCH_DISTRIBUTED_DEBUG=DETAIL: it names operation and "
         "shape on both ranks before the hang (on gloo it crashes torch 2.13).",
         source="torch/csrc/distributed/c10d/ProcessGroupWrapper.cpp; gloo/transport/tcp/pair.cc",
-        test="collective_mismatch",
     ),
     Cause(
         code="nccl-duplicate-gpu",
@@ -113,12 +100,10 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="The processes did not choose their own device, so they all took GPU 0, or "
         "CUDA_VISIBLE_DEVICES is wrong, or there are more ranks than GPUs",
-        fix=Fix(
-            plain="torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group "
-            "and before any .cuda(); --nproc_per_node at most the number of GPUs.",
-            accelerate="num_processes in `accelerate config` at most the number of GPUs",
-            lightning="Trainer(devices=N) without a torch.cuda.set_device or .cuda() of your own",
-        ),
+        fix="torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) before init_process_group and "
+        "before any .cuda(); --nproc_per_node at most the number of GPUs.",
+        accelerate="num_processes in `accelerate config` at most the number of GPUs",
+        lightning="Trainer(devices=N) without a torch.cuda.set_device or .cuda() of your own",
         confirm="print(rank, torch.cuda.current_device(), os.environ.get('CUDA_VISIBLE_DEVICES')).",
         source="NCCL src/init.cc",
         no_test=_NO_GPU,
@@ -137,11 +122,9 @@ CAUSES = (
         tier=Tier.LOST,
         blame=Blame.NOBODY,
         why="A rank that this one talks to ended, or the network between them failed",
-        fix=Fix(
-            plain="Look at the log of the other ranks: the first that ended is the cause. If none "
-            "ended: the network (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, cables, switch).",
-            suite="the surviving ranks save; start again with --resume newest",
-        ),
+        fix="Look at the log of the other ranks: the first that ended is the cause. If none ended: "
+        "the network (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, cables, switch).",
+        suite="the surviving ranks save; start again with --resume newest",
         confirm="torchrun's last block, dmesg and the scheduler's accounting (sacct, kubectl "
         "describe) of the other nodes.",
         source="torch/csrc/distributed/c10d/NCCLUtils.cpp; NCCL src/misc/socket.cc",
@@ -160,11 +143,9 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="Nodes have other wheels of torch, or LD_LIBRARY_PATH or LD_PRELOAD puts another "
         "libnccl first on one of them",
-        fix=Fix(
-            plain="Same image or environment on all nodes; unset LD_LIBRARY_PATH; compare "
-            "python -c 'import torch; print(torch.__version__, torch.cuda.nccl.version())'.",
-            suite="versions of all ranks are compared at the start (DDP-G02)",
-        ),
+        fix="Same image or environment on all nodes; unset LD_LIBRARY_PATH; compare python -c "
+        "'import torch; print(torch.__version__, torch.cuda.nccl.version())'.",
+        suite="versions of all ranks are compared at the start (DDP-G02)",
         confirm="NCCL_DEBUG=VERSION prints it on each rank.",
         source="NCCL src/init.cc, src/bootstrap.cc",
         no_test=_NO_GPU,
@@ -180,11 +161,8 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="NCCL passes data between GPUs of one node through shared memory; a container has 64 "
         "MB of it by default",
-        fix=Fix(
-            plain="docker run --shm-size=8g or --ipc=host; Kubernetes: an emptyDir with medium "
-            "Memory mounted at /dev/shm; remove stale /dev/shm/nccl-* files; or "
-            "NCCL_SHM_DISABLE=1 (slower).",
-        ),
+        fix="docker run --shm-size=8g or --ipc=host; Kubernetes: an emptyDir with medium Memory "
+        "mounted at /dev/shm; remove stale /dev/shm/nccl-* files; or NCCL_SHM_DISABLE=1 (slower).",
         confirm="df -h /dev/shm.",
         source="NCCL src/misc/shmutils.cc",
         no_test=_NO_GPU,
@@ -200,17 +178,14 @@ CAUSES = (
         ),
         blame=Blame.NOBODY,
         why="This torch is a CPU build (or one for Windows or macOS), or no GPU is visible",
-        fix=Fix(
-            plain="backend = 'nccl' if torch.cuda.is_available() else 'gloo'. With a GPU: install "
-            "torch with CUDA, and check nvidia-smi and CUDA_VISIBLE_DEVICES.",
-            lightning="DDPStrategy(process_group_backend='gloo')",
-            accelerate="accelerate launch --cpu",
-            trainer="TrainingArguments(ddp_backend='gloo')",
-            suite="--backend auto (the default) or --cpu_only",
-        ),
+        fix="backend = 'nccl' if torch.cuda.is_available() else 'gloo'. With a GPU: install torch "
+        "with CUDA, and check nvidia-smi and CUDA_VISIBLE_DEVICES.",
+        lightning="DDPStrategy(process_group_backend='gloo')",
+        accelerate="accelerate launch --cpu",
+        trainer="TrainingArguments(ddp_backend='gloo')",
+        suite="--backend auto (the default) or --cpu_only",
         confirm="python -c 'import torch; print(torch.__version__, torch.cuda.is_available())'.",
         source="torch/distributed/distributed_c10d.py",
-        test="nccl_missing",
     ),
     Cause(
         code="nccl-wrong-device-tensor",
@@ -221,15 +196,11 @@ CAUSES = (
         ),
         why="A process group of NCCL moves GPU tensors only (and one of gloo no others than CPU's "
         "in some operations)",
-        fix=Fix(
-            plain="tensor.to(device) before the collective; or "
-            "init_process_group('cpu:gloo,cuda:nccl') for both; for Python objects "
-            "torch.cuda.set_device first.",
-            lightning="torchmetrics: compute on the module's device",
-        ),
+        fix="tensor.to(device) before the collective; or init_process_group('cpu:gloo,cuda:nccl') "
+        "for both; for Python objects torch.cuda.set_device first.",
+        lightning="torchmetrics: compute on the module's device",
         confirm="print(tensor.device) in the line that the traceback names.",
         source="torch/csrc/distributed/c10d/ProcessGroup.hpp",
-        test="nccl_wrong_device_tensor",
     ),
     Cause(
         code="nccl-store-get",
@@ -242,14 +213,12 @@ CAUSES = (
         blame=Blame.NAMED,
         why="The rank in `from [..]` creates the communicator's id at its first collective. It "
         "ended or did not get there; the rank that prints this only waits for it",
-        fix=Fix(
-            plain="Read the log of the named rank: it crashed, or it does work alone before its "
-            "first collective (download, preprocessing, a prompt of wandb). A longer wait: "
-            "init_process_group(timeout=...).",
-            accelerate="InitProcessGroupKwargs(timeout=...)",
-            trainer="TrainingArguments(ddp_timeout=...)",
-            lightning="downloads in prepare_data(); DDPStrategy(timeout=timedelta(hours=1))",
-        ),
+        fix="Read the log of the named rank: it crashed, or it does work alone before its first "
+        "collective (download, preprocessing, a prompt of wandb). A longer wait: "
+        "init_process_group(timeout=...).",
+        accelerate="InitProcessGroupKwargs(timeout=...)",
+        trainer="TrainingArguments(ddp_timeout=...)",
+        lightning="downloads in prepare_data(); DDPStrategy(timeout=timedelta(hours=1))",
         confirm="py-spy dump of the named rank, or the end of its own log.",
         source=_PG,
         no_test=_NO_GPU,
@@ -265,10 +234,8 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="A call into CUDA or NCCL does not return, or the GIL is held: a hung GPU, a deadlock "
         "in the driver, or a communicator being aborted",
-        fix=Fix(
-            plain="Look for an Xid in dmesg and for an earlier timeout in the log; "
-            "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=1800 if it was only slow.",
-        ),
+        fix="Look for an Xid in dmesg and for an earlier timeout in the log; "
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=1800 if it was only slow.",
         confirm="nvidia-smi hangs or shows an error on that node.",
         source=_PG,
         no_test=_NO_GPU,
@@ -292,12 +259,9 @@ NETWORK = (
         blame=Blame.NOBODY,
         why="A message was not acknowledged after all retries (status 12): a broken cable, port or "
         "switch, a wrong GID index on RoCE, or the other node died",
-        fix=Fix(
-            plain="ibstat and perfquery on both nodes; exclude the link: NCCL_IB_HCA=^mlx5_2; "
-            "RoCE: "
-            "NCCL_IB_GID_INDEX=3; network that fails only briefly: NCCL_IB_TIMEOUT=22 "
-            "NCCL_IB_RETRY_CNT=13. As a workaround: NCCL_IB_DISABLE=1.",
-        ),
+        fix="ibstat and perfquery on both nodes; exclude the link: NCCL_IB_HCA=^mlx5_2; RoCE: "
+        "NCCL_IB_GID_INDEX=3; network that fails only briefly: NCCL_IB_TIMEOUT=22 "
+        "NCCL_IB_RETRY_CNT=13. As a workaround: NCCL_IB_DISABLE=1.",
         confirm="ib_write_bw between the two nodes over the named port; symbol errors in "
         "perfquery.",
         source=_IB,
@@ -312,11 +276,9 @@ NETWORK = (
             r"(?:ibv_reg_mr|ibv_create_cq|ibv_create_qp) failed.*Cannot allocate memory",
         ),
         why="The limit of locked memory is too low (ulimit -l), in a container or under Slurm",
-        fix=Fix(
-            plain="docker run --ulimit memlock=-1 --ulimit stack=67108864; Kubernetes: capability "
-            "IPC_LOCK; Slurm: LimitMEMLOCK=infinity for slurmd and PropagateResourceLimitsExcept="
-            "MEMLOCK. As a workaround: NCCL_IB_DISABLE=1.",
-        ),
+        fix="docker run --ulimit memlock=-1 --ulimit stack=67108864; Kubernetes: capability "
+        "IPC_LOCK; Slurm: LimitMEMLOCK=infinity for slurmd and "
+        "PropagateResourceLimitsExcept=MEMLOCK. As a workaround: NCCL_IB_DISABLE=1.",
         confirm="`ulimit -l` in the job prints unlimited.",
         source="NCCL src/misc/ibvwrap.cc",
         no_test="needs InfiniBand; composed from the format string",
@@ -332,10 +294,8 @@ NETWORK = (
         ),
         why="NCCL_SOCKET_IFNAME names an interface that this node does not have, or only the "
         "loopback interface is up",
-        fix=Fix(
-            plain="`ip -br addr` on each node; NCCL_SOCKET_IFNAME=eth0 (or ^docker,lo), the same "
-            "for GLOO_SOCKET_IFNAME; or unset both.",
-        ),
+        fix="`ip -br addr` on each node; NCCL_SOCKET_IFNAME=eth0 (or ^docker,lo), the same for "
+        "GLOO_SOCKET_IFNAME; or unset both.",
         confirm="NCCL_DEBUG=INFO prints the interface that it uses.",
         source="NCCL src/bootstrap.cc, src/misc/socket.cc",
         no_test=_NO_GPU,
@@ -354,10 +314,8 @@ NETWORK = (
         blame=Blame.NOBODY,
         why="The address that the other rank announced can't be reached: a firewall between the "
         "nodes, an interface of docker or of another network, or the other rank ended",
-        fix=Fix(
-            plain="NCCL_SOCKET_IFNAME=the interface of the cluster's network; open all ports "
-            "between the nodes; containers: --network=host.",
-        ),
+        fix="NCCL_SOCKET_IFNAME=the interface of the cluster's network; open all ports between the "
+        "nodes; containers: --network=host.",
         confirm="nc -zv PEER PORT from this node; the peer's address is not of docker0.",
         source="NCCL src/misc/socket.cc",
         no_test=_NO_GPU,
@@ -372,11 +330,9 @@ NETWORK = (
         blame=Blame.NOBODY,
         why="libfabric refused an address, an endpoint or a transfer: the security group does not "
         "allow all traffic within itself, the instance has no EFA, or versions do not fit",
-        fix=Fix(
-            plain="A security group with all traffic from and to itself; "
-            "FI_PROVIDER=efa with the installer's libfabric and aws-ofi-nccl; containers: "
-            "--device /dev/infiniband; without EFA: FI_PROVIDER=tcp, or remove the plug-in.",
-        ),
+        fix="A security group with all traffic from and to itself; FI_PROVIDER=efa with the "
+        "installer's libfabric and aws-ofi-nccl; containers: --device /dev/infiniband; without "
+        "EFA: FI_PROVIDER=tcp, or remove the plug-in.",
         confirm="fi_info -p efa on each node; NCCL_DEBUG=INFO says NET/OFI Selected Provider.",
         source="aws-ofi-nccl src/nccl_ofi_net.c",
         no_test=_NO_GPU,
@@ -399,10 +355,8 @@ SETUP = (
         is_generic=True,
         why="CUDA reported an error in a call of NCCL: most often no memory left for its buffers, "
         "or an earlier error of a kernel of the model",
-        fix=Fix(
-            plain="`Cuda failure 'out of memory'`: leave 1 GB per GPU free (smaller batch). "
-            "Otherwise CUDA_LAUNCH_BLOCKING=1 finds the kernel that failed before.",
-        ),
+        fix="`Cuda failure 'out of memory'`: leave 1 GB per GPU free (smaller batch). Otherwise "
+        "CUDA_LAUNCH_BLOCKING=1 finds the kernel that failed before.",
         confirm=_DEBUG,
         source=_UTILS,
         no_test=_NO_GPU,
@@ -420,10 +374,8 @@ SETUP = (
         blame=Blame.NOBODY,
         why="A socket, a file of shared memory or a plug-in failed; the line `Last error` or the "
         "first NCCL WARN says which",
-        fix=Fix(
-            plain="Network: NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=1 as a trial. Shared memory: "
-            "--shm-size. Limits: ulimit -l unlimited, ulimit -n 65536.",
-        ),
+        fix="Network: NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=1 as a trial. Shared memory: --shm-size. "
+        "Limits: ulimit -l unlimited, ulimit -n 65536.",
         confirm=_DEBUG,
         source=_UTILS,
         no_test=_NO_GPU,
@@ -437,9 +389,7 @@ SETUP = (
         blame=Blame.NOBODY,
         why="Often the ranks see different GPUs or networks: a bad topology file, MIG, GPUs of "
         "another container, a net plug-in that does not fit",
-        fix=Fix(
-            plain="Unset NCCL_TOPO_FILE and NCCL_NET_PLUGIN; NCCL_DEBUG=INFO; a newer NCCL.",
-        ),
+        fix="Unset NCCL_TOPO_FILE and NCCL_NET_PLUGIN; NCCL_DEBUG=INFO; a newer NCCL.",
         confirm=_DEBUG,
         source=_UTILS,
         no_test=_NO_GPU,
@@ -454,10 +404,8 @@ SETUP = (
         is_generic=True,
         blame=Blame.NOBODY,
         why="Most often two ranks have the same GPU, or ranks disagree on number, type or root",
-        fix=Fix(
-            plain="torch.cuda.set_device(LOCAL_RANK) before init_process_group; one rank per GPU; "
-            "no MIG slice twice.",
-        ),
+        fix="torch.cuda.set_device(LOCAL_RANK) before init_process_group; one rank per GPU; no MIG "
+        "slice twice.",
         confirm=_DEBUG,
         source=_UTILS,
         no_test=_NO_GPU,
@@ -474,7 +422,7 @@ SETUP = (
         tier=Tier.TEARDOWN,
         blame=Blame.NOBODY,
         why="An earlier error or timeout ended the communicator; this only follows from it",
-        fix=Fix(plain="Look further up, and in the logs of the other ranks, for the first error."),
+        fix="Look further up, and in the logs of the other ranks, for the first error.",
         confirm="The first error of all ranks is earlier than this line.",
         source="torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp",
         no_test=_NO_GPU,
@@ -490,10 +438,8 @@ SETUP = (
         ),
         blame=Blame.NOBODY,
         why="PCIe's access control (ACS), the IOMMU, a virtual machine, or too many peers block it",
-        fix=Fix(
-            plain="NCCL_P2P_DISABLE=1 as a workaround; then disable ACS and the IOMMU in the BIOS, "
-            "or set NCCL_P2P_LEVEL.",
-        ),
+        fix="NCCL_P2P_DISABLE=1 as a workaround; then disable ACS and the IOMMU in the BIOS, or "
+        "set NCCL_P2P_LEVEL.",
         confirm="nvidia-smi topo -p2p r; the job works with NCCL_P2P_DISABLE=1.",
         source="NCCL src/graph/paths.cc; CUDA's cudaErrorTooManyPeers",
         no_test=_NO_GPU,
@@ -509,12 +455,9 @@ SETUP = (
         blame=Blame.NOBODY,
         tier=Tier.HARDWARE,
         why="Multicast memory of NVSwitch can't be set up: nvidia-fabricmanager does not run or "
-        "has "
-        "another version than the driver, or its resources are used up",
-        fix=Fix(
-            plain="NCCL_NVLS_ENABLE=0 as a workaround; systemctl status nvidia-fabricmanager on "
-            "the node.",
-        ),
+        "has another version than the driver, or its resources are used up",
+        fix="NCCL_NVLS_ENABLE=0 as a workaround; systemctl status nvidia-fabricmanager on the "
+        "node.",
         confirm="nvidia-smi -q | grep -A2 Fabric says Completed.",
         source="NCCL src/transport/nvls.cc",
         no_test=_NO_GPU,
@@ -530,10 +473,8 @@ SETUP = (
         tier=Tier.HARDWARE,
         why="The driver was updated without a reboot, or the container lost its GPUs (systemd "
         "reload, missing device files)",
-        fix=Fix(
-            plain="Reboot the node, or reload the driver's modules. Container: start it again; "
-            "docker: --device /dev/nvidiactl ..., or the cgroup driver systemd fix of NVIDIA.",
-        ),
+        fix="Reboot the node, or reload the driver's modules. Container: start it again; docker: "
+        "--device /dev/nvidiactl ..., or the cgroup driver systemd fix of NVIDIA.",
         confirm="nvidia-smi in the same container fails with the same words.",
         source="NVML; NCCL src/misc/nvmlwrap.cc",
         no_test=_NO_GPU,
@@ -548,9 +489,7 @@ SETUP = (
         tier=Tier.MISMATCH,
         blame=Blame.NOBODY,
         why="Two communicators on one GPU were used in another order on another rank",
-        fix=Fix(
-            plain="Use the groups in one order on all ranks; or CUDA_DEVICE_MAX_CONNECTIONS=1."
-        ),
+        fix="Use the groups in one order on all ranks; or CUDA_DEVICE_MAX_CONNECTIONS=1.",
         confirm="py-spy dump of two ranks shows two different groups.",
         source="NCCL src/group.cc",
         no_test=_NO_GPU,
@@ -567,7 +506,7 @@ SETUP = (
         tier=Tier.ADVICE,
         blame=Blame.NOBODY,
         why="init_process_group was not given device_id; harmless if rank and GPU match",
-        fix=Fix(plain="init_process_group('nccl', device_id=torch.device('cuda', local_rank))."),
+        fix="init_process_group('nccl', device_id=torch.device('cuda', local_rank)).",
         confirm="It is printed by runs that work, too.",
         source="torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp",
         no_test=_NO_GPU,

@@ -2,7 +2,7 @@
 
 import re
 
-from ddp_doctor.explain.events import Blame, Cause, Fix, Tier
+from ddp_doctor.explain.events import Blame, Cause, Tier
 
 TITLES = {
     "DDP-X01": "base of all our errors: a failure that has a known cause and a next step",
@@ -109,10 +109,9 @@ def _cause(code: str, title: str) -> Cause:
         tier=_TIERS.get(code, Tier.EXCEPTION),
         blame=Blame.NAMED,
         why="{message}",
-        fix=Fix(plain="see " + GUIDE.format(code=code)),
+        fix="see " + GUIDE.format(code=code),
         confirm="the log of that rank in logs/ of the run folder",
         source="hardened_ddp/errors.py",
-        test="own_codes",
     )
 
 
@@ -123,12 +122,10 @@ KILLED_OUTSIDE = Cause(
     phrases=(),
     tier=Tier.LOST,
     blame=Blame.NAMED,
-    why="Its status still says that it runs, while {others}. Its last one: "
-    "{last}; pid {pid}. No process can log its own SIGKILL",
-    fix=Fix(
-        plain="If it was memory: fewer workers, a smaller prefetch_factor, more memory for "
-        "the job; if it was the scheduler: a longer time limit, or checkpoints and --requeue."
-    ),
+    why="Its status still says that it runs, while {others}. Its last one: {last}; pid {pid}. No "
+    "process can log its own SIGKILL",
+    fix="If it was memory: fewer workers, a smaller prefetch_factor, more memory for the job; if "
+    "it was the scheduler: a longer time limit, or checkpoints and --requeue.",
     confirm="On its host: dmesg -T | grep -i 'killed process' names the pid: the kernel, for "
     "memory. sacct -j JOB or kubectl describe pod says why: the scheduler. torchrun's last block "
     "says exitcode -9 and neither of them anything: somebody's kill -9. If the process still runs: "

@@ -1,6 +1,6 @@
 """Causes of Windows and macOS, and of packages around DDP."""
 
-from ddp_doctor.explain.events import Blame, Cause, Fix, Tier
+from ddp_doctor.explain.events import Blame, Cause, Tier
 
 _WINDOWS = "needs Windows; composed from the format string"
 _MACOS = "needs macOS; composed from the format string"
@@ -15,9 +15,7 @@ CAUSES = (
         ),
         blame=Blame.NOBODY,
         why="torch 2.4 and newer want libuv for the store; wheels for Windows had none",
-        fix=Fix(
-            plain="set USE_LIBUV=0 before torchrun; init_method='tcp://127.0.0.1:29500?use_libuv=0'."
-        ),
+        fix="set USE_LIBUV=0 before torchrun; init_method='tcp://127.0.0.1:29500?use_libuv=0'.",
         confirm="It goes away with USE_LIBUV=0.",
         source="torch/csrc/distributed/c10d/TCPStore.cpp",
         no_test=_WINDOWS,
@@ -30,7 +28,7 @@ CAUSES = (
             r"The paging file is too small for this operation to complete",
         ),
         why="Each worker loads torch's DLLs anew, and Windows reserves memory for them",
-        fix=Fix(plain="Fewer num_workers; a larger paging file."),
+        fix="Fewer num_workers; a larger paging file.",
         confirm="num_workers=0 works.",
         source="Windows error 1455",
         no_test=_WINDOWS,
@@ -44,7 +42,7 @@ CAUSES = (
             r"DLL load failed while importing (?P<name>\w+)",
         ),
         why="The Visual C++ runtime is missing, or another CUDA or OpenMP comes first in PATH",
-        fix=Fix(plain="Install the current Visual C++ Redistributable; a fresh environment."),
+        fix="Install the current Visual C++ Redistributable; a fresh environment.",
         confirm="python -c 'import torch' in a fresh environment.",
         source="Windows loader",
         no_test=_WINDOWS,
@@ -59,10 +57,8 @@ CAUSES = (
         ),
         blame=Blame.NOBODY,
         why="The host's name resolves to an entry that Docker Desktop wrote to the hosts file",
-        fix=Fix(
-            plain="MASTER_ADDR=127.0.0.1; remove the entry from the hosts file; "
-            "set GLOO_SOCKET_IFNAME to the interface."
-        ),
+        fix="MASTER_ADDR=127.0.0.1; remove the entry from the hosts file; set GLOO_SOCKET_IFNAME "
+        "to the interface.",
         confirm="ping HOSTNAME gives 127.0.0.1.",
         source="torch issue tracker: gloo on Windows",
         no_test=_WINDOWS,
@@ -72,10 +68,8 @@ CAUSES = (
         title="two OpenMP runtimes were loaded",
         phrases=(r"OMP: Error #15: Initializing lib\w+",),
         why="numpy or another package brings a second libiomp5 or libomp",
-        fix=Fix(
-            plain="Install all from one channel (pip or conda); KMP_DUPLICATE_LIB_OK=TRUE as "
-            "a workaround."
-        ),
+        fix="Install all from one channel (pip or conda); KMP_DUPLICATE_LIB_OK=TRUE as a "
+        "workaround.",
         confirm="conda list | grep -iE 'omp|mkl'.",
         source="LLVM OpenMP runtime",
         no_test=_MACOS,
@@ -90,15 +84,11 @@ CAUSES = (
             r"pthread_create failed",
             r"(?:fork|clone|[Tt]hread\w*|BlockingIOError)\b.*Resource temporarily unavailable",
         ),
-        why="The limit of processes (ulimit -u, pids of the container) is reached: ranks x "
-        "workers x "
-        "OpenMP threads",
-        fix=Fix(
-            plain="OMP_NUM_THREADS=1; fewer workers; ulimit -u; --pids-limit of the container."
-        ),
+        why="The limit of processes (ulimit -u, pids of the container) is reached: ranks x workers "
+        "x OpenMP threads",
+        fix="OMP_NUM_THREADS=1; fewer workers; ulimit -u; --pids-limit of the container.",
         confirm="cat /sys/fs/cgroup/pids.max; ps -eLf | wc -l.",
         source="libgomp; Python's threading",
-        test="openmp_threads",
     ),
     Cause(
         code="openmp-advice",
@@ -107,7 +97,7 @@ CAUSES = (
         tier=Tier.ADVICE,
         blame=Blame.NOBODY,
         why="Advice of torchrun",
-        fix=Fix(plain="Set OMP_NUM_THREADS to cores / ranks."),
+        fix="Set OMP_NUM_THREADS to cores / ranks.",
         confirm="It is printed by runs that work, too.",
         source="torch/distributed/run.py",
         no_test="advice of each torchrun; tested as a healthy log",
@@ -121,7 +111,7 @@ CAUSES = (
             r"OBJC_DISABLE_INITIALIZE_FORK_SAFETY",
         ),
         why="Objective-C frameworks can't be used after fork",
-        fix=Fix(plain="multiprocessing_context='spawn'; OBJC_DISABLE_INITIALIZE_FORK_SAFETY=YES."),
+        fix="multiprocessing_context='spawn'; OBJC_DISABLE_INITIALIZE_FORK_SAFETY=YES.",
         confirm="num_workers=0 works.",
         source="macOS libobjc",
         no_test=_MACOS,
@@ -135,7 +125,7 @@ CAUSES = (
             r"Cannot convert a MPS Tensor to float64",
         ),
         why="MPS has one GPU, no process group for its tensors, and fewer operators",
-        fix=Fix(plain="PYTORCH_ENABLE_MPS_FALLBACK=1; DDP on the CPU with gloo; float32."),
+        fix="PYTORCH_ENABLE_MPS_FALLBACK=1; DDP on the CPU with gloo; float32.",
         confirm="device='cpu' works.",
         source="aten/src/ATen/mps",
         no_test=_MACOS,
@@ -149,11 +139,9 @@ CAUSES = (
             r"wandb\.errors\.(?:\w+\.)*(?:CommError|AuthenticationError)",
         ),
         why="wandb (or another tracker) has no key on this node, or no network",
-        fix=Fix(
-            plain="WANDB_MODE=offline or wandb login; start trackers on rank 0 only.",
-            lightning="WandbLogger logs on rank 0 by itself",
-            trainer="report_to='none'",
-        ),
+        fix="WANDB_MODE=offline or wandb login; start trackers on rank 0 only.",
+        lightning="WandbLogger logs on rank 0 by itself",
+        trainer="report_to='none'",
         confirm="wandb login --verify on the node.",
         source="wandb",
         no_test="wandb is not a package of this suite; composed from its format string",

@@ -1,6 +1,6 @@
 """Causes in mixed precision, in numbers that are not finite, and in torch.compile."""
 
-from ddp_doctor.explain.events import Blame, Cause, Fix, Tier
+from ddp_doctor.explain.events import Blame, Cause, Tier
 
 _AMP = "torch/amp/grad_scaler.py"
 
@@ -14,17 +14,13 @@ CAUSES = (
         ),
         why="scaler.unscale_(optimizer) ran twice before scaler.update(), often because clipping "
         "runs in each micro-step of accumulation",
-        fix=Fix(
-            plain="Per optimizer step once: scaler.unscale_(opt); clip_grad_norm_; "
-            "scaler.step(opt); "
-            "scaler.update().",
-            accelerate="accelerator.clip_grad_norm_ only if accelerator.sync_gradients",
-            lightning="Trainer(gradient_clip_val=1.0) instead of a clipping of your own",
-            trainer="TrainingArguments(max_grad_norm=1.0) instead of a clipping of your own",
-        ),
+        fix="Per optimizer step once: scaler.unscale_(opt); clip_grad_norm_; scaler.step(opt); "
+        "scaler.update().",
+        accelerate="accelerator.clip_grad_norm_ only if accelerator.sync_gradients",
+        lightning="Trainer(gradient_clip_val=1.0) instead of a clipping of your own",
+        trainer="TrainingArguments(max_grad_norm=1.0) instead of a clipping of your own",
         confirm="The lines around clip_grad_norm_ in the loop.",
         source=_AMP,
-        test="amp_unscale_twice",
     ),
     Cause(
         code="amp-no-inf-checks",
@@ -32,13 +28,10 @@ CAUSES = (
         phrases=(r"No inf checks were recorded for this optimizer",),
         why="No parameter of this optimizer has a gradient: backward was not called, or the "
         "optimizer holds other parameters than the model",
-        fix=Fix(
-            plain="scaler.scale(loss).backward() before scaler.step; make the optimizer after the "
-            "model was moved and wrapped; skip the step if there was no backward.",
-        ),
+        fix="scaler.scale(loss).backward() before scaler.step; make the optimizer after the model "
+        "was moved and wrapped; skip the step if there was no backward.",
         confirm="print(any(p.grad is not None for g in opt.param_groups for p in g['params'])).",
         source=_AMP,
-        test="amp_no_inf_checks",
     ),
     Cause(
         code="amp-fp16-weights",
@@ -48,36 +41,29 @@ CAUSES = (
             r"ValueError: Attempting to unscale (?:BF16|FP16)",
         ),
         why="With a GradScaler weights stay float32; autocast makes the copies",
-        fix=Fix(
-            plain="No model.half(); load with torch_dtype=float32; or bfloat16 without a scaler.",
-            lightning="precision='16-mixed', not '16-true'",
-            trainer="load the model in float32 with fp16=True; or bf16=True",
-            accelerate="load the model in float32 and give Accelerator(mixed_precision='fp16')",
-        ),
+        fix="No model.half(); load with torch_dtype=float32; or bfloat16 without a scaler.",
+        lightning="precision='16-mixed', not '16-true'",
+        trainer="load the model in float32 with fp16=True; or bf16=True",
+        accelerate="load the model in float32 and give Accelerator(mixed_precision='fp16')",
         confirm="print({p.dtype for p in model.parameters()}).",
         source=_AMP,
-        test="amp_fp16_weights",
     ),
     Cause(
         code="amp-dtype",
         title="two tensors have different float types",
         phrases=(
-            r"expected (?:m1 and m2 to have the same dtype|scalar type (?:Half|BFloat16|Float) "
-            r"but found)",
+            r"expected (?:m1 and m2 to have the same dtype|scalar type (?:Half|BFloat16|Float) but "
+            r"found)",
             r"mat1 and mat2 must have the same dtype, but got (?P<one>\w+) and (?P<two>\w+)",
             r"Input type \((?P<one>[\w.]+)\) and bias type \((?P<two>[\w.]+)\) should be the same",
             r"\"\w+\" not implemented for '(?:Half|BFloat16)'",
             r"FlashAttention only supports? fp16 and bf16 data type",
         ),
         why="One part runs outside of autocast, or was cast by hand",
-        fix=Fix(
-            plain="with torch.autocast(device.type, dtype=torch.bfloat16): around forward and "
-            "loss; "
-            "no .half() beside it; .to(weight.dtype) where it is needed.",
-        ),
+        fix="with torch.autocast(device.type, dtype=torch.bfloat16): around forward and loss; no "
+        ".half() beside it; .to(weight.dtype) where it is needed.",
         confirm="print the dtypes in the line that the traceback names.",
         source="aten/src/ATen/native",
-        test="amp_dtype",
     ),
     Cause(
         code="amp-unsupported",
@@ -89,13 +75,11 @@ CAUSES = (
             r"User specified an unsupported autocast device_type",
         ),
         why="bfloat16 needs an Ampere GPU or newer",
-        fix=Fix(
-            plain="float16 with a GradScaler, or float32.",
-            trainer="fp16=True instead of bf16=True",
-            suite="--amp auto chooses what the GPU can do",
-            lightning="Trainer(precision='16-mixed')",
-            accelerate="Accelerator(mixed_precision='fp16')",
-        ),
+        fix="float16 with a GradScaler, or float32.",
+        trainer="fp16=True instead of bf16=True",
+        suite="--amp auto chooses what the GPU can do",
+        lightning="Trainer(precision='16-mixed')",
+        accelerate="Accelerator(mixed_precision='fp16')",
         confirm="torch.cuda.is_bf16_supported().",
         source="torch/amp/autocast_mode.py",
         no_test="needs an old GPU; composed from the format string",
@@ -118,18 +102,15 @@ CAUSES = (
         ),
         why="The learning rate is too high, float16 overflowed, or a sample has NaN, a log of 0 or "
         "a division by 0",
-        fix=Fix(
-            plain="Clip gradients, warm up, lower the learning rate, bfloat16 instead of float16; "
-            "assert torch.isfinite(x).all() on inputs; eps in log and sqrt.",
-            suite="the rank, the samples and the module are named (DDP-S03)",
-            lightning="Trainer(gradient_clip_val=1.0, precision='bf16-mixed', detect_anomaly=True)",
-            accelerate="accelerator.clip_grad_norm_; Accelerator(mixed_precision='bf16')",
-            trainer="TrainingArguments(bf16=True, max_grad_norm=1.0, warmup_ratio=0.1, "
-            "logging_nan_inf_filter=False)",
-        ),
+        fix="Clip gradients, warm up, lower the learning rate, bfloat16 instead of float16; assert "
+        "torch.isfinite(x).all() on inputs; eps in log and sqrt.",
+        suite="the rank, the samples and the module are named (DDP-S03)",
+        lightning="Trainer(gradient_clip_val=1.0, precision='bf16-mixed', detect_anomaly=True)",
+        accelerate="accelerator.clip_grad_norm_; Accelerator(mixed_precision='bf16')",
+        trainer="TrainingArguments(bf16=True, max_grad_norm=1.0, warmup_ratio=0.1, "
+        "logging_nan_inf_filter=False)",
         confirm="torch.autograd.set_detect_anomaly(True) names the function.",
         source="torch/autograd/anomaly_mode, torch/nn/utils/clip_grad.py, DeepSpeed",
-        test="amp_nan",
     ),
     Cause(
         code="amp-overflow-advice",
@@ -142,7 +123,7 @@ CAUSES = (
         tier=Tier.ADVICE,
         blame=Blame.NOBODY,
         why="Normal in float16: the scale is halved and training goes on",
-        fix=Fix(plain="Nothing, unless it is printed at every step."),
+        fix="Nothing, unless it is printed at every step.",
         confirm="It stops after some steps.",
         source="apex, DeepSpeed",
         no_test="needs a GPU; composed from the format string",
@@ -159,17 +140,14 @@ CAUSES = (
             r"DDPOptimizer backend: Found a higher order op in the graph",
         ),
         why="The backend failed on this code; the lines below its name say why",
-        fix=Fix(
-            plain="Train without torch.compile first; TORCHDYNAMO_VERBOSE=1; "
-            "torch._dynamo.config.optimize_ddp=False for operators in DDP's buckets; "
-            "@torch.compiler.disable on the part that fails.",
-            trainer="torch_compile=False",
-            suite="remove --compile",
-        ),
+        fix="Train without torch.compile first; TORCHDYNAMO_VERBOSE=1; "
+        "torch._dynamo.config.optimize_ddp=False for operators in DDP's buckets; "
+        "@torch.compiler.disable on the part that fails.",
+        trainer="torch_compile=False",
+        suite="remove --compile",
         confirm="The run works without torch.compile.",
         source="torch/_dynamo/exc.py",
         is_generic=True,
-        test="compile_failed",
     ),
     Cause(
         code="compile-compiler",
@@ -183,13 +161,10 @@ CAUSES = (
             r"fatal error: Python\.h: No such file",
         ),
         why="Inductor needs a C++ compiler, Python's headers, and Triton for GPUs",
-        fix=Fix(
-            plain="apt install build-essential python3-dev; pip install triton (triton-windows); "
-            "or torch.compile off.",
-        ),
+        fix="apt install build-essential python3-dev; pip install triton (triton-windows); or "
+        "torch.compile off.",
         confirm="c++ --version and python -c 'import triton' on the node.",
         source="torch/_inductor",
-        test="compile_compiler",
     ),
     Cause(
         code="compile-graph-break",
@@ -200,12 +175,9 @@ CAUSES = (
             r"Data[- ]dependent (?:branching|control flow|operator)",
         ),
         why="With fullgraph=True (or export) every operation must be traceable",
-        fix=Fix(
-            plain="fullgraph=False; move .item(), print and Python side effects out of forward."
-        ),
+        fix="fullgraph=False; move .item(), print and Python side effects out of forward.",
         confirm="TORCH_LOGS=graph_breaks lists them.",
         source="torch/_dynamo/exc.py",
-        test="compile_graph_break",
     ),
     Cause(
         code="compile-recompiles",
@@ -214,7 +186,7 @@ CAUSES = (
         tier=Tier.ADVICE,
         blame=Blame.NOBODY,
         why="Shapes or values change from step to step, so it falls back to eager",
-        fix=Fix(plain="torch.compile(dynamic=True), padded batches; mark_dynamic."),
+        fix="torch.compile(dynamic=True), padded batches; mark_dynamic.",
         confirm="TORCH_LOGS=recompiles.",
         source="torch/_dynamo/convert_frame.py",
         no_test="a warning, not a failure; tested as a healthy log",

@@ -3,7 +3,7 @@
 They have no phrases: an exception's own type chooses one.
 """
 
-from ddp_doctor.explain.events import Cause, Fix, Raised
+from ddp_doctor.explain.events import Cause, Raised
 
 _READ = "Read the line that is named, with the values of this rank's batch."
 
@@ -15,10 +15,9 @@ def _cause(name: str, title: str, why: str, fix: str = _READ) -> Cause:
         phrases=(),
         is_generic=True,
         why=why,
-        fix=Fix(plain=fix),
+        fix=fix,
         confirm="Run that line in one process with the same input.",
         source="Python's built-in exceptions",
-        test="python_exceptions",
     )
 
 

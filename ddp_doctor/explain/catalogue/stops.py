@@ -1,6 +1,6 @@
 """Causes outside of the program: signals, schedulers, Kubernetes, and what launchers say."""
 
-from ddp_doctor.explain.events import Blame, Cause, Fix, Tier
+from ddp_doctor.explain.events import Blame, Cause, Tier
 
 _SLURM = "needs a Slurm that cancels jobs; composed from its format string"
 _CLUSTER = "needs a cluster; composed from the format string"
@@ -12,10 +12,8 @@ SILENT = Cause(
     phrases=(),
     why="The launcher says that it ended with an error, and it printed none: sys.exit() or "
     "os._exit(), an exception that was caught and not printed, or its output went elsewhere",
-    fix=Fix(
-        plain="Read what it printed last; search the program for sys.exit, os._exit and broad "
-        "except clauses; raise instead of exiting; torchrun --log-dir logs --tee 3.",
-    ),
+    fix="Read what it printed last; search the program for sys.exit, os._exit and broad except "
+    "clauses; raise instead of exiting; torchrun --log-dir logs --tee 3.",
     confirm="python -X faulthandler -u; a breakpoint in sys.exit.",
     source="torch/distributed/elastic/multiprocessing/errors",
     no_test="seen in torchrun's own table: tests/explain/test_forms.py",
@@ -29,14 +27,12 @@ FINISHED = Cause(
     is_generic=True,
     why="The launcher lists no other failure than those that lost a connection: the rank at the "
     "other end had ended with status 0. It had fewer batches, or left its loop early",
-    fix=Fix(
-        plain="Equal numbers of batches: DistributedSampler(drop_last=True), or `with "
-        "model.join():`; no break, return or sys.exit(0) that one rank alone takes.",
-        lightning="use_distributed_sampler=True; limit_train_batches for iterable datasets",
-        accelerate="accelerator.prepare(loader); accelerator.join_uneven_inputs([model])",
-        trainer="TrainingArguments(dataloader_drop_last=True)",
-        suite="uneven last windows need no setting",
-    ),
+    fix="Equal numbers of batches: DistributedSampler(drop_last=True), or `with model.join():`; no "
+    "break, return or sys.exit(0) that one rank alone takes.",
+    lightning="use_distributed_sampler=True; limit_train_batches for iterable datasets",
+    accelerate="accelerator.prepare(loader); accelerator.join_uneven_inputs([model])",
+    trainer="TrainingArguments(dataloader_drop_last=True)",
+    suite="uneven last windows need no setting",
     confirm="print(rank, len(loader)) on each rank, and a print after the loop.",
     source="torch/distributed/elastic/multiprocessing/errors, gloo/transport/tcp/pair.cc",
     no_test="seen in torchrun's own table: tests/explain/test_forms.py",
@@ -55,13 +51,11 @@ CAUSES = (
         tier=Tier.KILLED,
         blame=Blame.NOBODY,
         why="The job ran longer than it asked for",
-        fix=Fix(
-            plain="Save checkpoints and resume: sbatch --time=..., --signal=B:USR1@300 with a "
-            "handler that saves, --requeue.",
-            lightning="SLURMEnvironment(auto_requeue=True)",
-            trainer="save_steps, then train(resume_from_checkpoint=True)",
-            suite="--time_limit; it saves before the limit and requeues",
-        ),
+        fix="Save checkpoints and resume: sbatch --time=..., --signal=B:USR1@300 with a handler "
+        "that saves, --requeue.",
+        lightning="SLURMEnvironment(auto_requeue=True)",
+        trainer="save_steps, then train(resume_from_checkpoint=True)",
+        suite="--time_limit; it saves before the limit and requeues",
         confirm="sacct -j JOB --format=State,Elapsed,Timelimit.",
         source="Slurm src/slurmd/slurmstepd",
         no_test=_SLURM,
@@ -77,12 +71,10 @@ CAUSES = (
         tier=Tier.KILLED,
         blame=Blame.NOBODY,
         why="A job of higher priority, or the cloud, took the machine",
-        fix=Fix(
-            plain="Handle SIGTERM: save, exit 0; sbatch --requeue; restartPolicy: OnFailure.",
-            lightning="SLURMEnvironment(auto_requeue=True)",
-            suite="it saves on SIGTERM and resumes; --requeue",
-            trainer="save_steps, then train(resume_from_checkpoint=True)",
-        ),
+        fix="Handle SIGTERM: save, exit 0; sbatch --requeue; restartPolicy: OnFailure.",
+        lightning="SLURMEnvironment(auto_requeue=True)",
+        suite="it saves on SIGTERM and resumes; --requeue",
+        trainer="save_steps, then train(resume_from_checkpoint=True)",
         confirm="sacct -j JOB --format=State says PREEMPTED.",
         source="Slurm src/slurmd/slurmstepd, Kubernetes",
         no_test=_SLURM,
@@ -99,7 +91,7 @@ CAUSES = (
         tier=Tier.HARDWARE,
         blame=Blame.NOBODY,
         why="The scheduler lost contact with the node: it crashed, was rebooted, or is cut off",
-        fix=Fix(plain="Start again without it: sbatch --exclude=NODE; report it."),
+        fix="Start again without it: sbatch --exclude=NODE; report it.",
         confirm="sinfo -R or kubectl describe node.",
         source="Slurm src/slurmctld, Kubernetes",
         no_test=_SLURM,
@@ -114,7 +106,7 @@ CAUSES = (
         tier=Tier.TEARDOWN,
         blame=Blame.NOBODY,
         why="Somebody ran scancel, or one task failed and srun ended the others",
-        fix=Fix(plain="Look for the first failed task; srun --kill-on-bad-exit=1 prints it first."),
+        fix="Look for the first failed task; srun --kill-on-bad-exit=1 prints it first.",
         confirm="sacct -j JOB --format=JobID,State,ExitCode: CANCELLED by UID is a person.",
         source="Slurm src/slurmd/slurmstepd",
         no_test=_SLURM,
@@ -130,10 +122,8 @@ CAUSES = (
         tier=Tier.KILLED,
         blame=Blame.NOBODY,
         why="The job used more memory than it asked for",
-        fix=Fix(
-            plain="Ask for more: bsub -M and -R 'rusage[mem=...]', qsub -l mem=...; or fewer "
-            "DataLoader workers.",
-        ),
+        fix="Ask for more: bsub -M and -R 'rusage[mem=...]', qsub -l mem=...; or fewer DataLoader "
+        "workers.",
         confirm="bhist -l JOB, qstat -fx JOB: the memory that was used.",
         source="LSF, PBS, HTCondor",
         no_test="needs such a scheduler; composed from its text",
@@ -150,10 +140,8 @@ CAUSES = (
         tier=Tier.KILLED,
         blame=Blame.NOBODY,
         why="The node ran out of memory, disk or was drained",
-        fix=Fix(
-            plain="Set resources.requests to what is used (ephemeral-storage, too); write "
-            "checkpoints to a volume, not to the container's disk.",
-        ),
+        fix="Set resources.requests to what is used (ephemeral-storage, too); write checkpoints to "
+        "a volume, not to the container's disk.",
         confirm="kubectl describe pod and kubectl get events.",
         source="Kubernetes, kubelet",
         no_test=_CLUSTER,
@@ -170,10 +158,9 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="The ssh session or terminal that torchrun was started in ended; nohup does not help, "
         "because torchrun handles SIGHUP itself",
-        fix=Fix(plain="Start it in tmux or screen, or with setsid, or as a job of a scheduler."),
+        fix="Start it in tmux or screen, or with setsid, or as a job of a scheduler.",
         confirm="It ended when the connection did: last, journalctl -u ssh.",
         source="torch/distributed/elastic/multiprocessing/api.py",
-        test="stop_sighup",
     ),
     Cause(
         code="stop-sigterm",
@@ -192,16 +179,13 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="The launcher ends the other ranks like this after one failed; without any failure "
         "before it, the scheduler or a person ended the job",
-        fix=Fix(
-            plain="Look for the first failure before it. If there is none: sacct, kubectl describe "
-            "pod, or the cloud's events; handle SIGTERM to save a checkpoint.",
-            suite="it saves on SIGTERM; start again with --resume newest",
-            lightning="SLURMEnvironment(auto_requeue=True)",
-            trainer="save_steps, then train(resume_from_checkpoint=True)",
-        ),
+        fix="Look for the first failure before it. If there is none: sacct, kubectl describe pod, "
+        "or the cloud's events; handle SIGTERM to save a checkpoint.",
+        suite="it saves on SIGTERM; start again with --resume newest",
+        lightning="SLURMEnvironment(auto_requeue=True)",
+        trainer="save_steps, then train(resume_from_checkpoint=True)",
         confirm="No other rank has an error before this time.",
         source="torch/distributed/elastic/multiprocessing/api.py",
-        test="stop_sigterm",
     ),
     Cause(
         code="stop-interrupt",
@@ -215,10 +199,9 @@ CAUSES = (
         tier=Tier.TEARDOWN,
         blame=Blame.NOBODY,
         why="SIGINT was sent: Ctrl-C in the terminal, or the scheduler",
-        fix=Fix(plain="Start it again."),
+        fix="Start it again.",
         confirm="Nothing else failed before it.",
         source="Python",
-        test="stop_interrupt",
     ),
     Cause(
         code="stop-aborted",
@@ -238,10 +221,9 @@ CAUSES = (
         is_generic=True,
         why="C++ code ended the process: NCCL's watchdog after a timeout, or an exception that "
         "nothing caught. Its message stands before",
-        fix=Fix(plain="Read what stands before it on the same rank: what() has the reason."),
+        fix="Read what stands before it on the same rank: what() has the reason.",
         confirm="The lines before it on that rank.",
         source="torch/distributed/elastic/multiprocessing/errors",
-        test="stop_aborted",
     ),
     Cause(
         code="launch-slurm-step",
@@ -258,10 +240,8 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="The request does not fit the cluster or the allocation: GPUs, CPUs or memory that the "
         "job does not have, or a program that the node does not have",
-        fix=Fix(
-            plain="Compare #SBATCH lines with sinfo -o '%P %G %c %m'; srun needs the same --gres; "
-            "--cpus-per-task for srun, too (since Slurm 22.05).",
-        ),
+        fix="Compare #SBATCH lines with sinfo -o '%P %G %c %m'; srun needs the same --gres; "
+        "--cpus-per-task for srun, too (since Slurm 22.05).",
         confirm="srun --pty hostname with the same options.",
         source="Slurm src/srun",
         no_test=_SLURM,
@@ -283,10 +263,8 @@ CAUSES = (
         blame=Blame.NOBODY,
         why="Too few slots in the host list, no ssh to the other nodes, or MPI and Slurm do not "
         "fit",
-        fix=Fix(
-            plain="mpirun -np N --hostfile with slots=; --oversubscribe; --allow-run-as-root in "
-            "containers; ssh without password between nodes; srun --mpi=pmix.",
-        ),
+        fix="mpirun -np N --hostfile with slots=; --oversubscribe; --allow-run-as-root in "
+        "containers; ssh without password between nodes; srun --mpi=pmix.",
         confirm="mpirun -np N hostname.",
         source="Open MPI help texts",
         no_test="Open MPI is not a part of the tests of explain; composed from its texts",
@@ -303,12 +281,9 @@ CAUSES = (
         ),
         blame=Blame.NOBODY,
         why="The environment is not active in the job, or a path is not the same on this node",
-        fix=Fix(
-            plain="Activate the environment in the job's script; absolute paths; which torchrun."
-        ),
+        fix="Activate the environment in the job's script; absolute paths; which torchrun.",
         confirm="Run the same line on that node.",
         source="the shell, Python",
-        test="launch_command",
     ),
     SILENT,
     FINISHED,
