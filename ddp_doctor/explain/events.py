@@ -87,9 +87,6 @@ class Cause:
     suite: str = ""
     """What to do there instead; empty: as in plain torch."""
 
-    no_test: str = ""
-    """Why no program in tests/explain makes this message: what it lacks. Empty: one does."""
-
 
 @dataclass(slots=True, kw_only=True)
 class Line:

@@ -1,6 +1,7 @@
 """Logs of failures that this machine can't have, made from the format strings of their sources.
 
-Owns one log for each cause without a reproducer: GPUs, NCCL, InfiniBand, Slurm, Kubernetes, Windows.
+Owns one log for each cause without a program in failing_*.py: what needs GPUs, NCCL, InfiniBand,
+broken hardware, Slurm, Kubernetes, Windows, macOS, or a package that the tests do not need.
 `{rank}` and `{other}` are numbers that a test chooses.
 """
 # ruff: noqa: E501  -- WHY: lines of logs stand here as they are
@@ -342,6 +343,22 @@ LOGS = (
     _line("launch-ray-actor", "ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task."),
     _raised("tracker-login", "wandb.errors.errors.UsageError: api_key not configured (no-tty)"),
 )  # fmt: skip
+
+WITHOUT_LOG = {
+    **dict.fromkeys(["nccl-timeout", "collective-missing"], "timeouts() makes its logs"),
+    **dict.fromkeys(["stop-silent", "lost-finished-rank"], "in torchrun's table: test_forms.py"),
+    **dict.fromkeys(["gloo-ddp-outlives-group", "gloo-destroy-hang"], "a race: stacks, TestRanks"),
+    **dict.fromkeys(["amp-overflow-advice", "nccl-advice-device"], "advice on GPUs: healthy.py"),
+    **dict.fromkeys(["compile-recompiles", "openmp-advice"], "advice, no failure: healthy.py"),
+    **dict.fromkeys(
+        ["nccl-aborted", "nccl-graph-order"], "needs NCCL and GPUs, and a second failure"
+    ),
+    "group-destroyed": "advice of NCCL: healthy.py",
+    "data-tokenizers-fork": "a warning of a package that the tests do not need: healthy.py",
+    "gloo-detail-crash": "needs a torchrun of its own: TestRanks",
+    "killed-outside": "in no log: in the run folder, TestFiles",
+}
+"""The causes that have neither a program nor a log here, and why."""
 
 
 def log_of(case: Composed, *, rank: int, other: int) -> str:

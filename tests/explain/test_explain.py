@@ -14,11 +14,19 @@ import pytest
 
 import ddp_training
 from ddp_doctor.explain.catalogue import CAUSES
-from ddp_doctor.explain.events import Tier
 from ddp_doctor.explain.matching import Matcher, literal_of
 from ddp_doctor.explain.reader import Search
 from tests.explain import healthy
-from tests.explain.composed import LOGS, PEER, Composed, block_of, log_of, timeouts, traceback_of
+from tests.explain.composed import (
+    LOGS,
+    PEER,
+    WITHOUT_LOG,
+    Composed,
+    block_of,
+    log_of,
+    timeouts,
+    traceback_of,
+)
 from tests.explain.explained import code_of, explain, explain_text, rank_of
 from tests.explain.variants import FORMS
 from tests.harness.marks import slow_after
@@ -48,14 +56,11 @@ class TestCatalogue:
                 assert literal_of(phrase)
                 re.compile(phrase)
 
-    def test_a_cause_has_a_reproducer_or_the_reason_why_not(self) -> None:
-        composed = {case.code for case in LOGS} | {"nccl-timeout", "collective-missing"}
-        composed.add("killed-outside")  # of a run folder: see TestFiles
-        composed.add("stop-silent")  # of torchrun's table: see test_forms.py
-        composed.add("gloo-ddp-outlives-group")  # seen in a real process: see TestRanks
-        for cause in CAUSES:
-            is_noise = cause.tier in (Tier.ADVICE, Tier.TEARDOWN, Tier.MISMATCH)
-            assert not cause.no_test or is_noise or cause.code in composed, cause.code
+    def test_a_cause_has_a_program_that_fails_a_composed_log_or_the_reason_why_not(self) -> None:
+        programs = "".join(path.read_text() for path in Path(__file__).parent.glob("failing_*.py"))
+        shown = {*re.findall(r'@reproduces\("([\w-]+)"', programs), *(case.code for case in LOGS)}
+        codes = {cause.code for cause in CAUSES if not cause.code.startswith(("DDP-", "python-"))}
+        assert codes - shown == WITHOUT_LOG.keys()
 
     def test_a_cause_says_what_to_do_outside_of_this_suite(self) -> None:
         for cause in CAUSES:

@@ -223,7 +223,6 @@ CAUSES = (
         fix="export TOKENIZERS_PARALLELISM=false.",
         confirm="It is printed by runs that work, too.",
         source="Hugging Face tokenizers",
-        no_test="a warning of a package that the tests do not need",
     ),
 )
 
@@ -265,7 +264,6 @@ STORAGE = (
         "rank 0 write, then barrier; remove stale .lock files.",
         confirm="lsof or fuser of the file on that node; mount shows nolock for NFS.",
         source="HDF5, lmdb, sqlite3, filelock",
-        no_test="needs these packages; composed from their texts",
     ),
     Cause(
         code="data-hub",

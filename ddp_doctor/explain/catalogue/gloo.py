@@ -86,7 +86,6 @@ CAUSES = (
         fix="Read rank 0's log: it names the ranks that failed to pass the barrier.",
         confirm="Rank 0's log.",
         source="torch/csrc/distributed/c10d/ProcessGroupGloo.cpp",
-        no_test="rank 0 says more in the same log; composed from the format string",
     ),
     Cause(
         code="gloo-connect",
@@ -107,7 +106,6 @@ CAUSES = (
         "in /etc/hosts with its real address.",
         confirm="getent hosts $(hostname) gives an address that the other nodes can reach.",
         source="gloo/rendezvous/context.cc",
-        no_test="the store stops the ranks before gloo connects; composed from the format string",
     ),
     Cause(
         code="gloo-interface",
@@ -155,7 +153,6 @@ CAUSES = (
         accelerate="accelerator.end_training()",
         confirm="It is printed by runs that work, too.",
         source="torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp",
-        no_test="needs NCCL; composed from the format string",
     ),
     Cause(
         code="group-shapes",
@@ -201,7 +198,6 @@ CAUSES = (
         confirm="py-spy dump --native: the main thread is in std::thread::join, a thread of gloo "
         "in gil_scoped_acquire.",
         source="torch/csrc/distributed/c10d/reducer.cpp, ProcessGroupGloo.cpp",
-        no_test="a race that a busy machine loses now and then; the stack is that of torch 2.13",
     ),
     Cause(
         code="gloo-destroy-hang",
@@ -222,7 +218,6 @@ CAUSES = (
         "others.",
         confirm="py-spy dump of the other ranks: one is stopped (state T in ps) or still trains.",
         source="gloo/transport/tcp/pair.cc; torch/distributed/distributed_c10d.py",
-        no_test="happens only now and then; composed from the stacks of faulthandler and py-spy",
     ),
     Cause(
         code="gloo-detail-crash",
@@ -238,6 +233,5 @@ CAUSES = (
         confirm="echo $TORCH_DISTRIBUTED_DEBUG; the crash is gone with INFO.",
         source="torch/nn/parallel/distributed.py; torch/csrc/distributed/c10d/reducer.cpp",
         or_else="DETAIL is not set: torch and an extension of it don't fit together.",
-        no_test="needs a torchrun of its own; the text is that of torch 2.13",
     ),
 )

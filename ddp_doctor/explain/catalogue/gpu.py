@@ -2,7 +2,6 @@
 
 from ddp_doctor.explain.events import Cause, Tier
 
-_NO_GPU = "needs a GPU; composed from the format string"
 _XID = "NVIDIA's table of Xid errors; the driver's line in dmesg"
 _CUDA = "CUDA's cudaGetErrorString"
 _DRAIN = (
@@ -26,7 +25,6 @@ CAUSES = (
         fix=_DRAIN,
         confirm="dmesg | grep -i xid; nvidia-smi does not list it.",
         source=_XID,
-        no_test=_NO_GPU,
     ),
     Cause(
         code="gpu-ecc",
@@ -41,7 +39,6 @@ CAUSES = (
         fix=_DRAIN,
         confirm="nvidia-smi -q -d ECC,ROW_REMAPPER.",
         source=_XID,
-        no_test=_NO_GPU,
     ),
     Cause(
         code="gpu-nvlink",
@@ -57,7 +54,6 @@ CAUSES = (
         fix=_DRAIN,
         confirm="nvidia-smi nvlink -e; dmesg for SXid.",
         source=_XID,
-        no_test=_NO_GPU,
     ),
     Cause(
         code="gpu-driver-stuck",
@@ -71,7 +67,6 @@ CAUSES = (
         fix=_DRAIN + " A newer driver; or NVreg_EnableGpuFirmware=0.",
         confirm="nvidia-smi hangs on that node.",
         source=_XID,
-        no_test=_NO_GPU,
     ),
     Cause(
         code="gpu-xid-program",
@@ -87,7 +82,6 @@ CAUSES = (
         "on this GPU, too: " + _DRAIN,
         confirm="The same sample fails on another GPU: it is the program.",
         source=_XID,
-        no_test=_NO_GPU,
     ),
     Cause(
         code="gpu-fabric-manager",
@@ -103,7 +97,6 @@ CAUSES = (
         "after a driver update.",
         confirm="systemctl status nvidia-fabricmanager; nvidia-smi -q | grep -A2 Fabric.",
         source=_CUDA,
-        no_test=_NO_GPU,
     ),
     Cause(
         code="gpu-assert",
@@ -120,7 +113,6 @@ CAUSES = (
         suite="labels and inputs are checked while batches are made (DDP-D02)",
         confirm="The same batch on the CPU raises IndexError with the value.",
         source="aten/src/ATen/native/cuda",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="gpu-illegal-access",
@@ -141,7 +133,6 @@ CAUSES = (
         confirm="dmesg shows Xid 13 or 31 for this process.",
         source=_CUDA,
         or_else="If it moves with the node and not with the program, the GPU is broken.",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="gpu-cublas",
@@ -157,7 +148,6 @@ CAUSES = (
         confirm="nvidia-smi just before; the same batch on the CPU.",
         source="aten/src/ATen/cuda/CUDABlas.cpp",
         or_else="Memory: a smaller batch works. An index: the CPU raises IndexError.",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="gpu-cudnn",
@@ -172,7 +162,6 @@ CAUSES = (
         fix="Smaller batch; unset LD_LIBRARY_PATH; torch.backends.cudnn.benchmark=False.",
         confirm="A smaller batch works: it was memory.",
         source="aten/src/ATen/native/cudnn",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="gpu-none",
@@ -213,7 +202,6 @@ CAUSES = (
         accelerate="accelerate launch --num_processes at most the GPUs, --gpu_ids",
         confirm="print(local_rank, torch.cuda.device_count()).",
         source=_CUDA,
-        no_test=_NO_GPU,
     ),
 )
 
@@ -233,7 +221,6 @@ SOFTWARE = (
         "containers: an image for the host's driver.",
         confirm="nvidia-smi shows the highest CUDA version that the driver supports.",
         source="torch/cuda/__init__.py",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="gpu-arch",
@@ -250,7 +237,6 @@ SOFTWARE = (
         "TORCH_CUDA_ARCH_LIST of this GPU.",
         confirm="torch.cuda.get_arch_list() against torch.cuda.get_device_capability().",
         source="torch/cuda/__init__.py",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="gpu-busy",
@@ -264,7 +250,6 @@ SOFTWARE = (
         "process per GPU.",
         confirm="nvidia-smi -q -d COMPUTE.",
         source=_CUDA,
-        no_test=_NO_GPU,
     ),
     Cause(
         code="gpu-fork",
@@ -295,7 +280,6 @@ SOFTWARE = (
         fix="Set CUDA_VISIBLE_DEVICES before Python starts; reload nvidia_uvm or reboot.",
         confirm="A fresh shell with only torch.cuda.init() works.",
         source="torch/cuda/__init__.py",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="gpu-power",
@@ -312,7 +296,6 @@ SOFTWARE = (
         fix="Take the node out of the queue, and run the job on another one.",
         confirm="dmesg and ipmitool sel list of that node.",
         source="Linux kernel, NVIDIA driver",
-        no_test="needs broken hardware; composed from the kernel's format string",
     ),
     Cause(
         code="gpu-cuda-error",
@@ -324,7 +307,6 @@ SOFTWARE = (
         fix="Run again with CUDA_LAUNCH_BLOCKING=1; look for an Xid in dmesg.",
         confirm="dmesg | grep -i xid.",
         source="c10/cuda/CUDAException.cpp",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="gpu-triton-resources",
@@ -338,12 +320,9 @@ SOFTWARE = (
         "newer triton. torch.compile: mode='default' instead of 'max-autotune'.",
         confirm="The two numbers in the message; it works on a GPU of a larger class.",
         source="triton/runtime/errors.py",
-        no_test=_NO_GPU,
     ),
 )
 
-
-_NONE = "needs such a device; composed from the text of its software"
 
 OTHERS = (
     Cause(
@@ -366,7 +345,6 @@ OTHERS = (
         confirm="Its debug log: CCL_LOG_LEVEL=info, ASCEND_GLOBAL_LOG_LEVEL=1, "
         "LOG_LEVEL_ALL_HCL=1.",
         source="oneCCL src/atl, torch_npu ProcessGroupHCCL.cpp, process_group_hccl_base.cpp",
-        no_test=_NONE,
     ),
     Cause(
         code="accelerator-gaudi",
@@ -381,7 +359,6 @@ OTHERS = (
         "prints the driver's); PT_HPU_LAZY_MODE=1, static shapes, a smaller batch.",
         confirm="The operation in the message fails in one process, too.",
         source="Habana's SynapseAI",
-        no_test=_NONE,
     ),
     Cause(
         code="killed-sigfpe",

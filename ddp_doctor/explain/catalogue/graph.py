@@ -189,7 +189,6 @@ MODEL = (
         accelerate="use accelerator.device, and accelerator.prepare the loader",
         confirm="Print the device of each argument in the line that the traceback names.",
         source="aten/src/ATen/TensorIterator.cpp",
-        no_test="needs a GPU; composed from the format string",
     ),
     Cause(
         code="graph-ddp-device",

@@ -224,8 +224,6 @@ CAUSES = (
 )
 
 
-_CLUSTER = "needs a cluster; composed from the format string"
-
 SETUP = (
     Cause(
         code="launch-local-rank-flag",
@@ -278,7 +276,6 @@ SETUP = (
         suite="the launcher's numbers are the only ones",
         confirm="env | grep -E 'SLURM_NTASKS|SLURM_NNODES|WORLD_SIZE' in a task.",
         source="lightning/fabric/plugins/environments/slurm.py",
-        no_test="Lightning is not a part of the tests of explain; composed from its text",
     ),
     Cause(
         code="launch-notebook",
@@ -300,7 +297,6 @@ SETUP = (
         "train",
         confirm="The same code in a file works with torchrun.",
         source="accelerate/launchers.py, lightning/pytorch/trainer/connectors",
-        no_test="notebooks are not a part of the tests of explain; composed from the texts",
     ),
     Cause(
         code="launch-config",
@@ -323,7 +319,6 @@ SETUP = (
         "ddp_training.py --help",
         confirm="python -c 'import sys, yaml; yaml.safe_load(open(sys.argv[1]))' FILE.",
         source="PyYAML, omegaconf, hydra, pydantic",
-        no_test="these packages are not a part of the tests of explain; composed from the texts",
     ),
     Cause(
         code="launch-container",
@@ -343,7 +338,6 @@ SETUP = (
         "Kubernetes: the device plugin and resources.limits nvidia.com/gpu; check mounts.",
         confirm="docker run --rm --gpus all IMAGE nvidia-smi.",
         source="docker, nvidia-container-toolkit, Kubernetes",
-        no_test=_CLUSTER,
     ),
     Cause(
         code="launch-pod-pending",
@@ -361,7 +355,6 @@ SETUP = (
         "nodes are still to come.",
         confirm="kubectl describe pod POD; kubectl describe nodes | grep -A8 Allocated.",
         source="kube-scheduler",
-        no_test=_CLUSTER,
     ),
     Cause(
         code="launch-pod-crash",
@@ -377,7 +370,6 @@ SETUP = (
         fix="kubectl logs POD --previous, and explain that.",
         confirm="kubectl describe pod POD: Last State, Exit Code.",
         source="kubelet",
-        no_test=_CLUSTER,
     ),
     Cause(
         code="launch-ray-actor",
@@ -395,7 +387,6 @@ SETUP = (
         "explain; memory: fewer workers per node, or more memory per worker.",
         confirm="dmesg -T | grep -i 'killed process' on the node; ray logs raylet.out -ip HOST.",
         source="Ray, python/ray/exceptions.py",
-        no_test="Ray is not a part of the tests of explain; composed from its text",
     ),
     Cause(
         code="launch-lightning",
@@ -410,6 +401,5 @@ SETUP = (
         "started",
         confirm="The same message comes with Trainer(fast_dev_run=True).",
         source="lightning/pytorch/utilities/exceptions.py",
-        no_test="Lightning is not a part of the tests of explain; composed from its text",
     ),
 )

@@ -6,7 +6,6 @@ _HOST = (
     "Fewer DataLoader workers, a smaller prefetch_factor, tensors or arrays instead of Python "
     "lists in the dataset (each worker copies them), memory-mapped files, more memory for the job."
 )
-_CONTAINER = "needs a container runtime; composed from its format string"
 
 CAUSES = (
     Cause(
@@ -51,7 +50,6 @@ CAUSES = (
         fix=_HOST,
         confirm="dmesg -T | grep -i 'killed process'; memory.events of the cgroup.",
         source="Linux mm/oom_kill.c",
-        no_test="needs the kernel's log; composed from its format string",
     ),
     Cause(
         code="memory-slurm-oom",
@@ -69,7 +67,6 @@ CAUSES = (
         fix="sbatch --mem=0 (all of the node) or a larger --mem. " + _HOST,
         confirm="sacct -j JOB --format=JobID,State,MaxRSS,ReqMem; state is OUT_OF_MEMORY.",
         source="Slurm src/plugins/task/cgroup",
-        no_test="needs Slurm with cgroups; composed from its format string",
     ),
     Cause(
         code="memory-pod-oom",
@@ -86,7 +83,6 @@ CAUSES = (
         "too. " + _HOST,
         confirm="kubectl describe pod: Last State: Terminated, Reason: OOMKilled, Exit Code: 137.",
         source="Kubernetes, kubelet",
-        no_test=_CONTAINER,
     ),
     Cause(
         code="memory-worker-killed",
@@ -150,7 +146,6 @@ CAUSES = (
         trainer="dataloader_pin_memory=False",
         confirm="The run works with pin_memory=False.",
         source="torch/utils/data/_utils/pin_memory.py",
-        no_test="needs a GPU; composed from the format string",
     ),
     Cause(
         code="killed-sigkill",
@@ -235,7 +230,6 @@ CAUSES = (
         fix="Install it on the oldest node, or build without -march=native.",
         confirm="lscpu on this node and on one that works: compare the flags.",
         source="Linux, torch/distributed/elastic/multiprocessing/errors",
-        no_test="needs a CPU that lacks an instruction; composed from the text",
     ),
     Cause(
         code="memory-ray",
@@ -250,6 +244,5 @@ CAUSES = (
         fix="RAY_memory_usage_threshold=0.98 only if it is close. " + _HOST,
         confirm="ray logs raylet.out -ip HOST | grep -i memory.",
         source="Ray, src/ray/common/memory_monitor",
-        no_test="Ray is not a part of the tests of explain; composed from its text",
     ),
 )

@@ -3,7 +3,6 @@
 from ddp_doctor.explain.events import Blame, Cause, Tier
 
 _PG = "torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp"
-_NO_GPU = "needs NCCL and GPUs; composed from the format string"
 _IB = "NCCL src/transport/net_ib"
 
 CAUSES = (
@@ -35,7 +34,6 @@ CAUSES = (
         source=_PG,
         or_else="All ranks time out at the very first collective: then it is the network or "
         "peer-to-peer access between GPUs (NCCL_DEBUG=INFO; try NCCL_P2P_DISABLE=1).",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="collective-missing",
@@ -59,7 +57,6 @@ CAUSES = (
         trainer="no collective in compute_metrics or callbacks under is_world_process_zero",
         confirm="The stack of the named rank is outside of a collective.",
         source="torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, desync debug",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="collective-mismatch",
@@ -106,7 +103,6 @@ CAUSES = (
         lightning="Trainer(devices=N) without a torch.cuda.set_device or .cuda() of your own",
         confirm="print(rank, torch.cuda.current_device(), os.environ.get('CUDA_VISIBLE_DEVICES')).",
         source="NCCL src/init.cc",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="nccl-remote-error",
@@ -128,7 +124,6 @@ CAUSES = (
         confirm="torchrun's last block, dmesg and the scheduler's accounting (sacct, kubectl "
         "describe) of the other nodes.",
         source="torch/csrc/distributed/c10d/NCCLUtils.cpp; NCCL src/misc/socket.cc",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="nccl-version",
@@ -148,7 +143,6 @@ CAUSES = (
         suite="versions of all ranks are compared at the start (DDP-G02)",
         confirm="NCCL_DEBUG=VERSION prints it on each rank.",
         source="NCCL src/init.cc, src/bootstrap.cc",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="nccl-shm",
@@ -165,7 +159,6 @@ CAUSES = (
         "mounted at /dev/shm; remove stale /dev/shm/nccl-* files; or NCCL_SHM_DISABLE=1 (slower).",
         confirm="df -h /dev/shm.",
         source="NCCL src/misc/shmutils.cc",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="nccl-missing",
@@ -221,7 +214,6 @@ CAUSES = (
         lightning="downloads in prepare_data(); DDPStrategy(timeout=timedelta(hours=1))",
         confirm="py-spy dump of the named rank, or the end of its own log.",
         source=_PG,
-        no_test=_NO_GPU,
     ),
     Cause(
         code="nccl-heartbeat",
@@ -238,7 +230,6 @@ CAUSES = (
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=1800 if it was only slow.",
         confirm="nvidia-smi hangs or shows an error on that node.",
         source=_PG,
-        no_test=_NO_GPU,
     ),
 )
 
@@ -266,7 +257,6 @@ NETWORK = (
         "perfquery.",
         source=_IB,
         or_else="If the peer's log ends with a crash, the crash is the cause, not the link.",
-        no_test="needs InfiniBand; composed from the format string",
     ),
     Cause(
         code="nccl-ib-memory",
@@ -281,7 +271,6 @@ NETWORK = (
         "PropagateResourceLimitsExcept=MEMLOCK. As a workaround: NCCL_IB_DISABLE=1.",
         confirm="`ulimit -l` in the job prints unlimited.",
         source="NCCL src/misc/ibvwrap.cc",
-        no_test="needs InfiniBand; composed from the format string",
     ),
     Cause(
         code="nccl-interface",
@@ -298,7 +287,6 @@ NETWORK = (
         "GLOO_SOCKET_IFNAME; or unset both.",
         confirm="NCCL_DEBUG=INFO prints the interface that it uses.",
         source="NCCL src/bootstrap.cc, src/misc/socket.cc",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="nccl-connect",
@@ -318,7 +306,6 @@ NETWORK = (
         "nodes; containers: --network=host.",
         confirm="nc -zv PEER PORT from this node; the peer's address is not of docker0.",
         source="NCCL src/misc/socket.cc",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="nccl-efa",
@@ -335,7 +322,6 @@ NETWORK = (
         "EFA: FI_PROVIDER=tcp, or remove the plug-in.",
         confirm="fi_info -p efa on each node; NCCL_DEBUG=INFO says NET/OFI Selected Provider.",
         source="aws-ofi-nccl src/nccl_ofi_net.c",
-        no_test=_NO_GPU,
     ),
 )
 
@@ -359,7 +345,6 @@ SETUP = (
         "CUDA_LAUNCH_BLOCKING=1 finds the kernel that failed before.",
         confirm=_DEBUG,
         source=_UTILS,
-        no_test=_NO_GPU,
     ),
     Cause(
         code="nccl-system-error",
@@ -378,7 +363,6 @@ SETUP = (
         "Limits: ulimit -l unlimited, ulimit -n 65536.",
         confirm=_DEBUG,
         source=_UTILS,
-        no_test=_NO_GPU,
     ),
     Cause(
         code="nccl-internal-error",
@@ -392,7 +376,6 @@ SETUP = (
         fix="Unset NCCL_TOPO_FILE and NCCL_NET_PLUGIN; NCCL_DEBUG=INFO; a newer NCCL.",
         confirm=_DEBUG,
         source=_UTILS,
-        no_test=_NO_GPU,
     ),
     Cause(
         code="nccl-invalid-usage",
@@ -408,7 +391,6 @@ SETUP = (
         "slice twice.",
         confirm=_DEBUG,
         source=_UTILS,
-        no_test=_NO_GPU,
     ),
     Cause(
         code="nccl-aborted",
@@ -425,7 +407,6 @@ SETUP = (
         fix="Look further up, and in the logs of the other ranks, for the first error.",
         confirm="The first error of all ranks is earlier than this line.",
         source="torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="nccl-p2p",
@@ -442,7 +423,6 @@ SETUP = (
         "set NCCL_P2P_LEVEL.",
         confirm="nvidia-smi topo -p2p r; the job works with NCCL_P2P_DISABLE=1.",
         source="NCCL src/graph/paths.cc; CUDA's cudaErrorTooManyPeers",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="nccl-nvls",
@@ -460,7 +440,6 @@ SETUP = (
         "node.",
         confirm="nvidia-smi -q | grep -A2 Fabric says Completed.",
         source="NCCL src/transport/nvls.cc",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="nccl-nvml",
@@ -477,7 +456,6 @@ SETUP = (
         "--device /dev/nvidiactl ..., or the cgroup driver systemd fix of NVIDIA.",
         confirm="nvidia-smi in the same container fails with the same words.",
         source="NVML; NCCL src/misc/nvmlwrap.cc",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="nccl-graph-order",
@@ -492,7 +470,6 @@ SETUP = (
         fix="Use the groups in one order on all ranks; or CUDA_DEVICE_MAX_CONNECTIONS=1.",
         confirm="py-spy dump of two ranks shows two different groups.",
         source="NCCL src/group.cc",
-        no_test=_NO_GPU,
     ),
     Cause(
         code="nccl-advice-device",
@@ -509,6 +486,5 @@ SETUP = (
         fix="init_process_group('nccl', device_id=torch.device('cuda', local_rank)).",
         confirm="It is printed by runs that work, too.",
         source="torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp",
-        no_test=_NO_GPU,
     ),
 )

@@ -131,6 +131,5 @@ KILLED_OUTSIDE = Cause(
     "says exitcode -9 and neither of them anything: somebody's kill -9. If the process still runs: "
     "it hangs (py-spy dump), or its network is cut",
     source="hardened_ddp/reporting/rank_status.py",
-    no_test="it is in no log: it is read from the run folder, which has a test of its own",
 )
 CAUSES = (KILLED_OUTSIDE, *(_cause(code, title) for code, title in TITLES.items()))

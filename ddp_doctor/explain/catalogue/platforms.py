@@ -2,9 +2,6 @@
 
 from ddp_doctor.explain.events import Blame, Cause, Tier
 
-_WINDOWS = "needs Windows; composed from the format string"
-_MACOS = "needs macOS; composed from the format string"
-
 CAUSES = (
     Cause(
         code="windows-libuv",
@@ -18,7 +15,6 @@ CAUSES = (
         fix="set USE_LIBUV=0 before torchrun; init_method='tcp://127.0.0.1:29500?use_libuv=0'.",
         confirm="It goes away with USE_LIBUV=0.",
         source="torch/csrc/distributed/c10d/TCPStore.cpp",
-        no_test=_WINDOWS,
     ),
     Cause(
         code="windows-paging-file",
@@ -31,7 +27,6 @@ CAUSES = (
         fix="Fewer num_workers; a larger paging file.",
         confirm="num_workers=0 works.",
         source="Windows error 1455",
-        no_test=_WINDOWS,
     ),
     Cause(
         code="windows-dll",
@@ -45,7 +40,6 @@ CAUSES = (
         fix="Install the current Visual C++ Redistributable; a fresh environment.",
         confirm="python -c 'import torch' in a fresh environment.",
         source="Windows loader",
-        no_test=_WINDOWS,
     ),
     Cause(
         code="windows-hostname",
@@ -61,7 +55,6 @@ CAUSES = (
         "to the interface.",
         confirm="ping HOSTNAME gives 127.0.0.1.",
         source="torch issue tracker: gloo on Windows",
-        no_test=_WINDOWS,
     ),
     Cause(
         code="openmp-twice",
@@ -72,7 +65,6 @@ CAUSES = (
         "workaround.",
         confirm="conda list | grep -iE 'omp|mkl'.",
         source="LLVM OpenMP runtime",
-        no_test=_MACOS,
     ),
     Cause(
         code="openmp-threads",
@@ -100,7 +92,6 @@ CAUSES = (
         fix="Set OMP_NUM_THREADS to cores / ranks.",
         confirm="It is printed by runs that work, too.",
         source="torch/distributed/run.py",
-        no_test="advice of each torchrun; tested as a healthy log",
     ),
     Cause(
         code="macos-fork",
@@ -114,7 +105,6 @@ CAUSES = (
         fix="multiprocessing_context='spawn'; OBJC_DISABLE_INITIALIZE_FORK_SAFETY=YES.",
         confirm="num_workers=0 works.",
         source="macOS libobjc",
-        no_test=_MACOS,
     ),
     Cause(
         code="macos-mps",
@@ -128,7 +118,6 @@ CAUSES = (
         fix="PYTORCH_ENABLE_MPS_FALLBACK=1; DDP on the CPU with gloo; float32.",
         confirm="device='cpu' works.",
         source="aten/src/ATen/mps",
-        no_test=_MACOS,
     ),
     Cause(
         code="tracker-login",
@@ -144,6 +133,5 @@ CAUSES = (
         trainer="report_to='none'",
         confirm="wandb login --verify on the node.",
         source="wandb",
-        no_test="wandb is not a package of this suite; composed from its format string",
     ),
 )

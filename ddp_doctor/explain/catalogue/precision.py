@@ -82,7 +82,6 @@ CAUSES = (
         accelerate="Accelerator(mixed_precision='fp16')",
         confirm="torch.cuda.is_bf16_supported().",
         source="torch/amp/autocast_mode.py",
-        no_test="needs an old GPU; composed from the format string",
     ),
     Cause(
         code="amp-nan",
@@ -126,7 +125,6 @@ CAUSES = (
         fix="Nothing, unless it is printed at every step.",
         confirm="It stops after some steps.",
         source="apex, DeepSpeed",
-        no_test="needs a GPU; composed from the format string",
     ),
     Cause(
         code="compile-failed",
@@ -189,6 +187,5 @@ CAUSES = (
         fix="torch.compile(dynamic=True), padded batches; mark_dynamic.",
         confirm="TORCH_LOGS=recompiles.",
         source="torch/_dynamo/convert_frame.py",
-        no_test="a warning, not a failure; tested as a healthy log",
     ),
 )

@@ -2,9 +2,6 @@
 
 from ddp_doctor.explain.events import Blame, Cause, Tier
 
-_SLURM = "needs a Slurm that cancels jobs; composed from its format string"
-_CLUSTER = "needs a cluster; composed from the format string"
-
 # No message tells these two: they are seen in who ended, and in what the others lost.
 SILENT = Cause(
     code="stop-silent",
@@ -16,7 +13,6 @@ SILENT = Cause(
     "clauses; raise instead of exiting; torchrun --log-dir logs --tee 3.",
     confirm="python -X faulthandler -u; a breakpoint in sys.exit.",
     source="torch/distributed/elastic/multiprocessing/errors",
-    no_test="seen in torchrun's own table: tests/explain/test_forms.py",
 )
 FINISHED = Cause(
     code="lost-finished-rank",
@@ -35,7 +31,6 @@ FINISHED = Cause(
     suite="uneven last windows need no setting",
     confirm="print(rank, len(loader)) on each rank, and a print after the loop.",
     source="torch/distributed/elastic/multiprocessing/errors, gloo/transport/tcp/pair.cc",
-    no_test="seen in torchrun's own table: tests/explain/test_forms.py",
 )
 
 CAUSES = (
@@ -58,7 +53,6 @@ CAUSES = (
         suite="--time_limit; it saves before the limit and requeues",
         confirm="sacct -j JOB --format=State,Elapsed,Timelimit.",
         source="Slurm src/slurmd/slurmstepd",
-        no_test=_SLURM,
     ),
     Cause(
         code="stop-preempted",
@@ -77,7 +71,6 @@ CAUSES = (
         trainer="save_steps, then train(resume_from_checkpoint=True)",
         confirm="sacct -j JOB --format=State says PREEMPTED.",
         source="Slurm src/slurmd/slurmstepd, Kubernetes",
-        no_test=_SLURM,
     ),
     Cause(
         code="stop-node-failed",
@@ -94,7 +87,6 @@ CAUSES = (
         fix="Start again without it: sbatch --exclude=NODE; report it.",
         confirm="sinfo -R or kubectl describe node.",
         source="Slurm src/slurmctld, Kubernetes",
-        no_test=_SLURM,
     ),
     Cause(
         code="stop-cancelled",
@@ -109,7 +101,6 @@ CAUSES = (
         fix="Look for the first failed task; srun --kill-on-bad-exit=1 prints it first.",
         confirm="sacct -j JOB --format=JobID,State,ExitCode: CANCELLED by UID is a person.",
         source="Slurm src/slurmd/slurmstepd",
-        no_test=_SLURM,
     ),
     Cause(
         code="memory-scheduler",
@@ -126,7 +117,6 @@ CAUSES = (
         "workers.",
         confirm="bhist -l JOB, qstat -fx JOB: the memory that was used.",
         source="LSF, PBS, HTCondor",
-        no_test="needs such a scheduler; composed from its text",
     ),
     Cause(
         code="stop-evicted",
@@ -144,7 +134,6 @@ CAUSES = (
         "a volume, not to the container's disk.",
         confirm="kubectl describe pod and kubectl get events.",
         source="Kubernetes, kubelet",
-        no_test=_CLUSTER,
     ),
     Cause(
         code="stop-sighup",
@@ -244,7 +233,6 @@ CAUSES = (
         "--cpus-per-task for srun, too (since Slurm 22.05).",
         confirm="srun --pty hostname with the same options.",
         source="Slurm src/srun",
-        no_test=_SLURM,
     ),
     Cause(
         code="launch-mpi",
@@ -267,7 +255,6 @@ CAUSES = (
         "containers; ssh without password between nodes; srun --mpi=pmix.",
         confirm="mpirun -np N hostname.",
         source="Open MPI help texts",
-        no_test="Open MPI is not a part of the tests of explain; composed from its texts",
     ),
     Cause(
         code="launch-command",
