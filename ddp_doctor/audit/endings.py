@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ddp_doctor.audit.records import Rank, Ranks, Record
-from ddp_doctor.audit.verdict import Verdict, at, shown_path
+from ddp_doctor.audit.verdict import Verdict, shown_path
 
 _ECHOES = ("Connection", "peer", "recvValue", "Broken pipe", "timed out", "Socket", "TCPStore")
 """Words of exceptions that another rank's end causes."""
@@ -24,7 +24,7 @@ def judge_endings(ranks: Ranks, *, hung: bool) -> Iterator[Verdict]:
         yield Verdict(
             code="exception",
             sentence=f"rank {rank.number} fails: {end['error'].splitlines()[0][:200]}",
-            **at(end["line"]),
+            place=end["line"],
             evidence=(f"after {rank.step_count} optimizer steps",),
             softened=bool(differing),
         )
@@ -47,7 +47,7 @@ def _left_alone(ranks: Ranks, rank: Rank, end: Record) -> Iterator[Verdict]:
             code="collectives-differ",
             sentence=f"rank {rank.number} alone calls a collective, or a forward of DDP, which has "
             "collectives of its own: the others have come to their end",
-            **at(end["line"]),
+            place=end["line"],
             evidence=(
                 end["error"].splitlines()[0][:200],
                 f"all ranks made {rank.step_count} steps",
@@ -90,7 +90,7 @@ def _differing(ranks: Ranks, place: int, calls: dict[int, Record | None]) -> Ver
     told = []
     for number, call in calls.items():
         if call:
-            told.append(f"rank {number}: {call['op']} {call['what']} at {_short(call['line'])}")
+            told.append(f"rank {number}: {call['op']} {call['what']} at {_shown(call['line'])}")
         else:
             told.append(f"rank {number}: not called; it {_stands(ranks.by_number[number])}")
     missing = [number for number, call in calls.items() if call is None]
@@ -104,7 +104,7 @@ def _differing(ranks: Ranks, place: int, calls: dict[int, Record | None]) -> Ver
         "differs"
         if not late
         else "one rank does not come to a collective in which others wait",
-        **at(late[0]["line"] if late else (fewest or first)["line"]),
+        place=late[0]["line"] if late else (fewest or first)["line"],
         evidence=tuple(told),
     )
 
@@ -138,7 +138,7 @@ def _hang(ranks: Ranks) -> Iterator[Verdict]:
     yield Verdict(
         code="hang",
         sentence=f"the program makes no progress: {why}",
-        **at(first["line"]),
+        place=first["line"],
         evidence=told,
     )
 
@@ -153,7 +153,7 @@ def _stands(rank: Rank) -> str:
     where = "waits in backward" if stall["in_backward"] else f"stands in {stall['function']}"
     if stall["waits"] and not stall["in_backward"]:
         where = f"waits in {stall['function']}"
-    return f"{where} at {_short(stall['line'])}"
+    return f"{where} at {_shown(stall['line'])}"
 
 
 def _shared_files(ranks: Ranks) -> Iterator[Verdict]:
@@ -168,14 +168,13 @@ def _shared_files(ranks: Ranks) -> Iterator[Verdict]:
             yield Verdict(
                 code="same-file",
                 sentence=f"{len(by_rank)} ranks write one file: {shown_path(path)}",
-                **at(first["line"]),
+                place=first["line"],
                 evidence=(f"ranks {', '.join(map(str, sorted(by_rank)))}",),
             )
 
 
-def _short(line: str) -> str:
-    path, _, number = line.rpartition(":")
-    return f"{shown_path(path)}:{number}" if path else line or "a line of a library"
+def _shown(place: str) -> str:
+    return shown_path(place) if place else "a line of a library"
 
 
 def _ordinal(number: int) -> str:

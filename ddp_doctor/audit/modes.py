@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ddp_doctor.audit.records import Rank, Ranks, Record
 from ddp_doctor.audit.samples import Key, Pass, read_passes
-from ddp_doctor.audit.verdict import Verdict, at
+from ddp_doctor.audit.verdict import Verdict
 
 ENOUGH = 2
 """Draws that must agree: one may be equal by a seed that is set once, before the ranks part."""
@@ -43,7 +43,7 @@ def _train_mode(rank: Rank) -> Iterator[Verdict]:
                 code="evaluation-in-train-mode",
                 sentence=f"{op} is in train mode in an evaluation: the metric is that of another, "
                 "noisy model" + (", and its statistics change" if op == "batch_norm" else ""),
-                **at(record["line"]),
+                place=record["line"],
                 evidence=("no step of training uses the batches of this loop",),
             )
             return
@@ -60,7 +60,7 @@ def _masks(ranks: Ranks) -> Iterator[Verdict]:
         code="same-dropout",
         sentence="all ranks draw the same dropout masks: their random generators are in the same "
         "state",
-        **at(seed["line"] if seed else first["line"]),
+        place=seed["line"] if seed else first["line"],
         evidence=(
             f"{len(common)} of {len(common)} masks are equal; dropout: {first['line']}",
             f"seed {seed['value']} on all ranks" if seed else "no line of the program sets a seed",
@@ -109,7 +109,7 @@ def _augmentations(ranks: Ranks) -> Iterator[Verdict]:
         code="same-augmentation",
         sentence="all ranks draw the same random numbers for their samples: the n-th sample of "
         "each rank is augmented alike",
-        **at(first["line"] or (about["made"] if about else "")),
+        place=first["line"] or (about["made"] if about else ""),
         evidence=(
             f"{len(same)} states of {', '.join(generators)} are equal when samples are read",
             f"seed: {seed['line']}" if seed else "no line of the program sets a seed",
@@ -167,7 +167,7 @@ def _judge_pass(
             code="evaluation-not-joined",
             sentence="each rank evaluates its own share, and nothing joins the results: a metric "
             f"that one rank prints covers 1/{ranks.world_size} of the data",
-            **at(one.about["line"]),
+            place=one.about["line"],
             evidence=(
                 f"{len(sets[0])} samples on rank 0, {shared} of them on rank 1, too; no reduce or "
                 "gather follows",
@@ -181,6 +181,6 @@ def _judge_pass(
             code="evaluation-padded",
             sentence=f"{total - size} of {size} samples are evaluated twice: DistributedSampler "
             "fills up the last batches, and the sums over the ranks count them again",
-            **at(one.about["made"]),
+            place=one.about["made"],
             evidence=(f"{total} samples evaluated, {size} in the dataset",),
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ddp_doctor.audit.records import Rank, Ranks, Record
-from ddp_doctor.audit.verdict import Verdict, at
+from ddp_doctor.audit.verdict import Verdict
 
 SAME = 0.9
 """Share of equal places from which two orders count as the same."""
@@ -122,7 +122,7 @@ def _pair(a: int, x: Pass, b: int, y: Pass, ranks: Ranks) -> Iterator[Verdict]:
             code="same-samples",
             sentence=f"ranks {a} and {b} train on the same samples in the same order: "
             f"{ranks.world_size} ranks do the work of one",
-            **at(x.about["made"]),
+            place=x.about["made"],
             evidence=(f"{number} samples compared ({where})", f"loop: {x.about['line']}"),
         )
         return
@@ -137,7 +137,7 @@ def _pair(a: int, x: Pass, b: int, y: Pass, ranks: Ranks) -> Iterator[Verdict]:
             code="samples-overlap",
             sentence=f"ranks {a} and {b} share samples within one epoch: the loader is not split "
             "over the ranks",
-            **at(x.about["made"]),
+            place=x.about["made"],
             evidence=(f"{both} of {min(len(own), len(theirs))} samples are shared ({where})",),
         )
 
@@ -161,7 +161,7 @@ def _coverage(by_rank: dict[int, Pass], ranks: Ranks) -> Iterator[Verdict]:
             code="samples-missing",
             sentence=f"{missing} of {size} samples are used by no rank: the sampler splits for "
             f"{declared} ranks, and there are {ranks.world_size}",
-            **at(first.about["made"]),
+            place=first.about["made"],
             evidence=(f"{len(used)} samples used in pass {first.about['number']}",),
         )
 
@@ -179,7 +179,7 @@ def _repeated(by_rank: dict[int, Pass]) -> Iterator[Verdict]:
             code="samples-repeated",
             sentence=f"each sample comes {workers} times: every one of the {workers} workers reads "
             "the whole dataset",
-            **at(one.about["made"]),
+            place=one.about["made"],
             evidence=(f"{num_distinct} different samples among {len(one.keys)}",),
         )
 
@@ -206,7 +206,7 @@ def _order(by_rank: dict[int, Pass], following: dict[int, Pass]) -> Iterator[Ver
                 if about["has_set_epoch"]
                 else "its generator is seeded anew in each epoch"
             ),
-            **at(about["line"]),
+            place=about["line"],
             evidence=(
                 f"{length} samples of passes {about['number']} and {about['number'] + 1} are in "
                 f"the same order ({about['sampler']})",
@@ -227,7 +227,7 @@ def _uneven(by_rank: dict[int, Pass], ranks: Ranks) -> Iterator[Verdict]:
         code="uneven-steps",
         sentence="the ranks have other numbers of batches in one epoch: who has more waits for "
         "ever in its next all-reduce",
-        **at(about["line"]),
+        place=about["line"],
         evidence=(f"batches in pass {about['number']}: {told}",),
     )
 
@@ -247,7 +247,7 @@ def _inputs(ranks: Ranks) -> Iterator[Verdict]:
                 code="same-samples",
                 sentence=f"ranks {number} and {number + 1} train on the same batches: "
                 f"{ranks.world_size} ranks do the work of one",
-                **at(step["forward_line"]),
+                place=step["forward_line"],
                 evidence=(f"{len(own & theirs)} of {len(own)} inputs of DDP's forward are equal",),
             )
             return

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ddp_doctor.audit.verdict import Verdict
 from ddp_doctor.errors import UsageError
 
 DDP_NAMES = ("DistributedDataParallel", "DDP")
@@ -208,10 +207,3 @@ def _rank_flags(nodes: list[ast.AST]) -> set[str]:
         and any("rank" in name.lower() for name in names_in(node.value))
         for target in node.targets
     } - {""}
-
-
-def found(script: Script, node: ast.AST, code: str, sentence: str) -> Verdict:
-    """Make a verdict for a node; the evidence is its line."""
-    line = getattr(node, "lineno", 0)
-    text = script.text.splitlines()[line - 1].strip() if line else ""
-    return Verdict(code=code, sentence=sentence, file=str(script.path), line=line, evidence=(text,))

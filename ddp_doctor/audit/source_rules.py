@@ -1,28 +1,29 @@
 """What can be seen in a file without running it, one rule each.
 
-A rule yields nothing where it is not sure: helpers in other files, frameworks that do the work
-themselves, and conditions that may depend on the rank all count in favour of the program.
+A rule yields calls and what is wrong with them. It yields nothing where it is not sure: helpers in
+other files, frameworks that do the work themselves, and conditions that may depend on the rank all
+count in favour of the program.
 """
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from ddp_doctor.audit.script import (
     FRAMEWORKS,
     LOOPS,
     OTHER_LAUNCHERS,
     Script,
-    found,
     last_name,
     names_in,
 )
 from ddp_doctor.audit.verdict import Verdict
 
+Found = Iterator[tuple[ast.Call, str]]
+"""Each call that is a mistake, and what is wrong with it."""
+
 _OPENERS = ("BytesIO", "open", "StringIO", "NamedTemporaryFile", "TemporaryFile", "mkstemp")
 _UNIQUE = ("rank", "pid", "uuid", "temp", "tmp", "buf", "worker", "hostname", "node", "gpu")
-
-
-COLLECTIVES = [
+_COLLECTIVES = [
     "barrier",
     "monitored_barrier",
     "all_reduce",
@@ -41,7 +42,7 @@ COLLECTIVES = [
 _DIST_NAMES = ("dist", "distributed", "torch.distributed", "c10d", "torch_dist", "tdist")
 
 
-def find_bypass(script: Script) -> Iterator[Verdict]:
+def find_bypass(script: Script) -> Found:
     """Yield calls of model.module(x) whose loss goes backward in the same loop or function."""
     for call in script.calls("module"):
         function = call.func
@@ -58,10 +59,8 @@ def find_bypass(script: Script) -> Iterator[Verdict]:
             isinstance(n, ast.Call) and ast.unparse(n.func) == model for n in inside
         )
         if not is_also_whole and _reaches_backward(call, scope):
-            yield found(
-                script,
+            yield (
                 call,
-                "bypasses-ddp",
                 f"{model}.module(...) is called in training: DDP's forward does not run, so the "
                 "gradients are not averaged and every rank trains a model of its own",
             )
@@ -89,7 +88,7 @@ def _reaches_backward(call: ast.Call, scope: ast.AST) -> bool:
     return is_reached
 
 
-def find_missing_set_epoch(script: Script) -> Iterator[Verdict]:
+def find_missing_set_epoch(script: Script) -> Found:
     """Yield shuffling DistributedSamplers of a training that never calls set_epoch."""
     trains = any(True for _ in script.calls("backward"))
     if "set_epoch" in script.text or not trains or script.imports_any(FRAMEWORKS):
@@ -103,10 +102,8 @@ def find_missing_set_epoch(script: Script) -> Iterator[Verdict]:
         is_eval = any(word in words for word in ("val", "test", "eval", "dev", "pred"))
         # WHY True only: a name or an expression may be False when it runs
         if not is_eval and (shuffle is None or ast.unparse(shuffle) == "True"):
-            yield found(
-                script,
+            yield (
                 call,
-                "set-epoch-missing",
                 "this DistributedSampler shuffles, but set_epoch is called nowhere in the file: "
                 "all epochs have the same order",
             )
@@ -133,7 +130,7 @@ def _trains_on_batches(node: ast.AST) -> bool:
     )
 
 
-def find_save_on_all_ranks(script: Script) -> Iterator[Verdict]:
+def find_save_on_all_ranks(script: Script) -> Found:
     """Yield torch.save to a fixed path that every rank reaches."""
     if not script.is_distributed:
         return
@@ -151,10 +148,8 @@ def find_save_on_all_ranks(script: Script) -> Iterator[Verdict]:
         is_unsure = not callers or any(map(script.is_for_some_ranks, callers))
         if name and is_unsure and name != "main" and name not in _spawned(script):
             continue
-        yield found(
-            script,
+        yield (
             call,
-            "save-on-all-ranks",
             f"torch.save writes {ast.unparse(call.args[1])} on every rank at the same time",
         )
 
@@ -187,7 +182,7 @@ def _is_fixed_path(script: Script, path: ast.expr) -> bool:
     return isinstance(path, ast.Call) and last_name(path.func) == "join"
 
 
-def find_local_rank_argument(script: Script) -> Iterator[Verdict]:
+def find_local_rank_argument(script: Script) -> Found:
     """Yield --local_rank options of scripts that never read LOCAL_RANK."""
     if "LOCAL_RANK" in script.text or script.imports_any(FRAMEWORKS):
         return
@@ -197,16 +192,14 @@ def find_local_rank_argument(script: Script) -> Iterator[Verdict]:
     for call in script.calls("add_argument"):
         words = {arg.value for arg in call.args if isinstance(arg, ast.Constant)}
         if words & {"--local_rank", "--local-rank"}:
-            yield found(
-                script,
+            yield (
                 call,
-                "local-rank-argument",
                 "torchrun passes no --local_rank (torch.distributed.launch did): the option keeps "
                 "its default, so all ranks use one device",
             )
 
 
-def find_hard_coded_device(script: Script) -> Iterator[Verdict]:
+def find_hard_coded_device(script: Script) -> Found:
     """Yield devices with a fixed index in a script that runs on all ranks."""
     if not script.is_distributed or script.imports_any(OTHER_LAUNCHERS):
         return
@@ -222,10 +215,8 @@ def find_hard_coded_device(script: Script) -> Iterator[Verdict]:
             continue
         if name.startswith(("torch.load", "tl.")) or not _is_top_of_training(script, node):
             continue
-        yield found(
-            script,
+        yield (
             node,
-            "hard-coded-device",
             f"{ast.unparse(node)} names the same GPU on every rank",
         )
 
@@ -237,9 +228,9 @@ def _is_top_of_training(script: Script, node: ast.AST) -> bool:
     return bool(words & {"DistributedDataParallel", "DDP", "init_process_group"})
 
 
-def find_one_rank_collective(script: Script) -> Iterator[Verdict]:
+def find_one_rank_collective(script: Script) -> Found:
     """Yield collectives under rank == 0 that have no counterpart for the other ranks."""
-    for name in COLLECTIVES:
+    for name in _COLLECTIVES:
         for call in script.calls(name):
             has_group = any(k.arg == "group" for k in call.keywords)
             alone = _one_rank_branch(script, call)
@@ -249,10 +240,8 @@ def find_one_rank_collective(script: Script) -> Iterator[Verdict]:
                 and alone
                 and not _has_partner(script, call, name)
             ):
-                yield found(
-                    script,
+                yield (
                     call,
-                    "collective-on-one-rank",
                     f"{ast.unparse(call.func)} is called under `if {ast.unparse(alone.test)}` "
                     "only: that rank waits for the others, which never come",
                 )
@@ -292,7 +281,7 @@ def _has_partner(script: Script, call: ast.Call, name: str) -> bool:
     )
 
 
-def find_one_rank_forward(script: Script) -> Iterator[Verdict]:
+def find_one_rank_forward(script: Script) -> Found:
     """Yield calls of a DDP model, with gradients, under rank == 0."""
     for node in script.nodes:
         if not isinstance(node, ast.Call) or ast.unparse(node.func) not in script.ddp_models:
@@ -305,26 +294,34 @@ def find_one_rank_forward(script: Script) -> Iterator[Verdict]:
             if isinstance(n, ast.Call)
         )
         if alone and not is_elsewhere and not script.is_without_grad(node):
-            yield found(
-                script,
+            yield (
                 node,
-                "ddp-forward-on-one-rank",
                 f"{ast.unparse(node.func)}(...) is DDP's forward, and runs under "
                 f"`if {ast.unparse(alone.test)}` only: it waits for the other ranks",
             )
 
 
-RULES: tuple[Callable[[Script], Iterator[Verdict]], ...] = (
-    find_bypass,
-    find_missing_set_epoch,
-    find_one_rank_collective,
-    find_one_rank_forward,
-    find_save_on_all_ranks,
-    find_local_rank_argument,
-    find_hard_coded_device,
-)
+RULES: Mapping[str, Callable[[Script], Found]] = {
+    "bypasses-ddp": find_bypass,
+    "set-epoch-missing": find_missing_set_epoch,
+    "collective-on-one-rank": find_one_rank_collective,
+    "ddp-forward-on-one-rank": find_one_rank_forward,
+    "save-on-all-ranks": find_save_on_all_ranks,
+    "local-rank-argument": find_local_rank_argument,
+    "hard-coded-device": find_hard_coded_device,
+}
 
 
 def read_script(script: Script) -> list[Verdict]:
-    """Apply all rules to one file."""
-    return [verdict for rule in RULES for verdict in rule(script)]
+    """Apply all rules to one file; the evidence is the line that a rule found."""
+    lines = script.text.splitlines()
+    return [
+        Verdict(
+            code=code,
+            sentence=sentence,
+            place=f"{script.path}:{node.lineno}",
+            evidence=(lines[node.lineno - 1].strip(),),
+        )
+        for code, rule in RULES.items()
+        for node, sentence in rule(script)
+    ]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from statistics import median
 
 from ddp_doctor.audit.records import Rank, Ranks, Record
-from ddp_doctor.audit.verdict import Verdict, at
+from ddp_doctor.audit.verdict import Verdict
 
 PARTS = ("wait_s", "forward_s", "backward_s", "optimizer_s")
 _NAMES = {
@@ -83,7 +83,7 @@ def _slow_rank(ranks: Ranks, times: dict[int, dict[str, float]]) -> Iterator[Ver
             sentence=f"rank {slow} is slow, and all others wait for it: {work[slow]:.1f} ms of "
             f"own work per step, the others {others:.1f}; most of it in "
             f"{_NAMES.get(part, 'code outside the forward')}",
-            **at(step["line"]),
+            place=step["line"],
             evidence=(f"a step takes {times[slow]['step']:.1f} ms",),
         )
 
@@ -96,7 +96,7 @@ def _data(rank: Rank, times: dict[str, float]) -> Iterator[Verdict]:
         yield Verdict(
             code="slow-data",
             sentence=f"{share:.0%} of a step is spent waiting for data, with num_workers={workers}",
-            **at(about["made"]),
+            place=about["made"],
             evidence=(f"{times['wait_s']:.1f} of {times['step']:.1f} ms",),
         )
 
@@ -111,7 +111,7 @@ def _ddp(rank: Rank, wrap: Record, times: dict[str, float]) -> Iterator[Verdict]
                 code="find-unused-needless",
                 sentence="find_unused_parameters=True searches the graph in every step, and every "
                 "parameter had a gradient",
-                **at(wrap["line"]),
+                place=wrap["line"],
                 evidence=(f"{len(steps)} steps looked at",),
             )
         elif all(some == unused[0] for some in unused) and not wrap["static_graph"]:
@@ -119,7 +119,7 @@ def _ddp(rank: Rank, wrap: Record, times: dict[str, float]) -> Iterator[Verdict]
                 code="static-graph-possible",
                 sentence="the same parameters are unused in every step: static_graph=True needs "
                 "no search",
-                **at(wrap["line"]),
+                place=wrap["line"],
                 evidence=(f"{len(unused[0])} unused parameters in {len(steps)} steps",),
             )
     if not wrap["bucket_view"] and wrap["numel"] > 1_000_000:
@@ -128,7 +128,7 @@ def _ddp(rank: Rank, wrap: Record, times: dict[str, float]) -> Iterator[Verdict]
             code="bucket-view-possible",
             sentence=f"gradient_as_bucket_view=True saves {size_mb:.0f} MiB per rank and a copy of "
             "all gradients",
-            **at(wrap["line"]),
+            place=wrap["line"],
             evidence=(f"{wrap['numel']} parameters",),
         )
     needless = [
@@ -145,7 +145,7 @@ def _ddp(rank: Rank, wrap: Record, times: dict[str, float]) -> Iterator[Verdict]
             code="no-sync-without-effect",
             sentence="no_sync() covers the backward only: DDP decides in the forward, so all "
             "gradients are averaged all the same",
-            **at(late[0]["backward_line"]),
+            place=late[0]["backward_line"],
             evidence=(f"{late[0]['backwards']['late']} backwards of a step",),
         )
     elif is_only and len(needless) > 2:
@@ -155,6 +155,6 @@ def _ddp(rank: Rank, wrap: Record, times: dict[str, float]) -> Iterator[Verdict]
             code="no-sync-missing",
             sentence=f"the gradients are averaged {number} times per step: under no_sync() once "
             "would do",
-            **at(needless[0]["backward_line"]),
+            place=needless[0]["backward_line"],
             evidence=(f"backward with all-reduce takes {share:.0%} of a step",),
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ddp_doctor.audit.records import Rank, Ranks, Record
 from ddp_doctor.audit.script import names_in
-from ddp_doctor.audit.verdict import Verdict, at
+from ddp_doctor.audit.verdict import Verdict
 from ddp_doctor.audit.weights import MAX_NAMED, name_of
 
 ENOUGH = 2
@@ -50,7 +50,7 @@ def _zeroing(steps: Sequence[Record]) -> Iterator[Verdict]:
             code="gradients-not-zeroed",
             sentence="the gradients are never set to zero: every step adds to those of all steps "
             "before",
-            **at(step["backward_line"] or step["line"]),
+            place=step["backward_line"] or step["line"],
             evidence=(
                 f"at every backward of {len(later)} steps looked at, the gradients of the step "
                 "before were still there",
@@ -68,7 +68,7 @@ def _zeroing(steps: Sequence[Record]) -> Iterator[Verdict]:
             code="accumulation-lost",
             sentence=f"{step['num_looks']} batches make a step, but the gradients are set to zero "
             "before each of them: only the last one counts",
-            **at(step["backward_line"]),
+            place=step["backward_line"],
             evidence=(f"all {step['num_looks']} backwards of a step began with empty gradients",),
         )
 
@@ -96,14 +96,14 @@ def _still(rank: Rank, optimizer: Record, steps: Sequence[Record]) -> Iterator[V
             code="parameter-not-in-optimizer",
             sentence="the optimizer holds the parameters of another model than the one that DDP "
             "trains: it was made before the model was replaced",
-            **at(optimizer["line"]),
+            place=optimizer["line"],
             evidence=(f"none of its {len(unused)} parameters ever has a gradient",),
         )
     elif unused:
         yield Verdict(
             code="parameter-never-moves",
             sentence=f"{_named(optimizer, unused)} never get a gradient: no loss depends on them",
-            **at(optimizer["line"]),
+            place=optimizer["line"],
             evidence=(f"{len(steps)} of {steps[-1]['n']} steps were looked at",),
         )
     if stuck:
@@ -111,7 +111,7 @@ def _still(rank: Rank, optimizer: Record, steps: Sequence[Record]) -> Iterator[V
         yield Verdict(
             code="parameter-never-moves",
             sentence=f"{_named(optimizer, sorted(stuck))} get gradients, but never change",
-            **at(optimizer["line"]),
+            place=optimizer["line"],
             evidence=(f"learning rate {', '.join(map(str, sorted(rates)))}",),
         )
 
@@ -137,7 +137,7 @@ def _orphans(rank: Rank) -> Iterator[Verdict]:
         yield Verdict(
             code="parameter-not-in-optimizer",
             sentence=f"{shown}{more}: trainable, but in no optimizer, so never updated",
-            **at(optimizer["line"]),
+            place=optimizer["line"],
             evidence=(
                 f"{len(names)} parameters of the DDP model are in no optimizer",
                 f"the optimizer has {num_stale} that DDP's model does not have",
@@ -153,7 +153,7 @@ def _clipping(ranks: Ranks) -> Iterator[Verdict]:
             code="clipped-before-unscale",
             sentence="gradients are clipped while they are multiplied by the loss scale: the limit "
             "is too small by that factor",
-            **at(scaled[0]["line"]),
+            place=scaled[0]["line"],
             evidence=(f"loss scale {scaled[0]['scale']:g}, and unscale_ was not called before",),
         )
     if ranks.are_sharded or len(ranks) < 2:
@@ -170,7 +170,7 @@ def _clipping(ranks: Ranks) -> Iterator[Verdict]:
             code="clipped-before-all-reduce",
             sentence="gradients are clipped on each rank before they are averaged: what is left "
             "depends on how the batch is split",
-            **at(differing[0]["line"]),
+            place=differing[0]["line"],
             evidence=("the gradients differ between ranks at the clipping, and not at the step",),
         )
 
@@ -200,14 +200,14 @@ def judge_scale(rank: Rank, steps: Sequence[Record], ranks: Ranks) -> Iterator[V
             code="accumulation-not-divided",
             sentence=f"{parts} batches make a step, and their losses are added up without a "
             f"division: the gradients are {parts} times too large",
-            **at(step["backward_line"]),
+            place=step["backward_line"],
             evidence=(seen,),
         )
     elif parts > 1 and _is(whole, 1 / parts) and (line := _scaling_line(file, ())):
         yield Verdict(
             code="divided-twice",
             sentence=f"the loss is divided by the {parts} batches of a step twice",
-            **at(line),
+            place=line,
             evidence=(seen,),
         )
     elif world > 1 and (_is(whole, world) or _is(whole, 1 / world)):
@@ -219,7 +219,7 @@ def judge_scale(rank: Rank, steps: Sequence[Record], ranks: Ranks) -> Iterator[V
                 code="scaled-by-world-size" if is_large else "divided-twice",
                 sentence="DDP averages the gradients over the ranks already; the program "
                 + (f"multiplies them by the {world} ranks" if is_large else "divides them again"),
-                **at(line),
+                place=line,
                 evidence=(seen,),
             )
 
@@ -350,14 +350,14 @@ def judge_by_hand(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
         yield Verdict(
             code="scaled-by-world-size",
             sentence=f"the gradients are added up over the {world} ranks, and not divided",
-            **at(line),
+            place=line,
             evidence=(seen,),
         )
     elif _is(whole, 1 / world):
         yield Verdict(
             code="divided-twice",
             sentence=f"the gradients are divided by the {world} ranks twice",
-            **at(_scaling_line(file, _WORLD) or line),
+            place=_scaling_line(file, _WORLD) or line,
             evidence=(seen,),
         )
 

@@ -9,7 +9,6 @@ import os
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 from ddp_doctor.audit.catalogue import CATALOGUE, Severity
 
@@ -25,10 +24,9 @@ class Verdict:
     """A key of CATALOGUE."""
 
     sentence: str
-    file: str = ""
-    """The user's file; empty if no line of it is to blame."""
+    place: str = ""
+    """FILE:LINE of the user's; empty if no line is to blame."""
 
-    line: int = 0
     evidence: tuple[str, ...] = ()
     softened: bool = False
     """It is true, but may be meant so, or follows from another verdict: advice only."""
@@ -42,21 +40,12 @@ class Verdict:
         return self.severity != "advice"
 
     @property
-    def place(self) -> str:
-        return f"{shown_path(self.file)}:{self.line}" if self.file else ""
+    def file(self) -> str:
+        return self.place.rpartition(":")[0]
 
-
-class Place(TypedDict):
-    """The keyword arguments file and line of a Verdict."""
-
-    file: str
-    line: int
-
-
-def at(place: str) -> Place:
-    """Split FILE:LINE, as a record has it; an empty one stays empty."""
-    file, _, line = place.rpartition(":")
-    return {"file": file, "line": int(line)} if line.isdigit() else {"file": "", "line": 0}
+    @property
+    def line(self) -> int:
+        return int(self.place.rpartition(":")[2] or 0)
 
 
 def shown_path(path: str) -> str:
@@ -97,7 +86,7 @@ def as_text(verdicts: Sequence[Verdict]) -> list[str]:
     lines: list[str] = []
     for verdict in in_order(verdicts):
         head = f"{verdict.severity} {verdict.code}"
-        lines.append(f"{verdict.place}: {head}" if verdict.file else head)
+        lines.append(f"{shown_path(verdict.place)}: {head}" if verdict.place else head)
         lines += _wrapped(verdict.sentence)
         for fact in verdict.evidence:
             lines += _wrapped(f"seen: {fact}")

@@ -6,7 +6,7 @@ What differs is a fact; why it differs is read from what DDP was asked to do bef
 from collections.abc import Iterator, Sequence
 
 from ddp_doctor.audit.records import Rank, Ranks, Record
-from ddp_doctor.audit.verdict import Verdict, at
+from ddp_doctor.audit.verdict import Verdict
 
 MAX_NAMED = 3
 
@@ -31,7 +31,7 @@ def _no_group(ranks: Ranks) -> Verdict:
         code="no-process-group",
         sentence=f"{len(ranks)} processes train, but none called init_process_group: each trains "
         "a model of its own",
-        **at(line),
+        place=line,
         evidence=(f"ranks seen: {sorted(ranks.by_number)}",),
     )
 
@@ -63,7 +63,7 @@ def _first_difference(first: Rank, other: Rank) -> Iterator[Verdict]:
             yield Verdict(
                 code="learning-rates-differ",
                 sentence=f"the learning rate differs between ranks at step {step}",
-                **at(_scheduler_line(first, other) or a["line"]),
+                place=_scheduler_line(first, other) or a["line"],
                 evidence=(f"rank {first.number}: {a['lr']}, rank {other.number}: {b['lr']}",),
             )
             return
@@ -78,7 +78,7 @@ def _first_difference(first: Rank, other: Rank) -> Iterator[Verdict]:
                 sentence=f"the weights differ between ranks from step {step} on, though the "
                 "gradients were equal: the optimizer's state, or a change of the weights on one "
                 "rank, differs",
-                **at(_only_on_one(first, other, "load") or a["line"]),
+                place=_only_on_one(first, other, "load") or a["line"],
                 evidence=(f"{who}: {seen}",),
             )
             return
@@ -112,7 +112,7 @@ def _unequal_start(first: Rank, other: Rank, optimizer: Record, seen: str, late:
     return Verdict(
         code="weights-differ",
         sentence=f"the weights differ between ranks before the first step: {why}",
-        **at(loaded or late or optimizer["line"]),
+        place=loaded or late or optimizer["line"],
         evidence=(seen,),
     )
 
@@ -164,7 +164,7 @@ def _not_averaged(first: Rank, other: Rank, optimizer: Record, step: Record, see
         code="gradients-not-averaged",
         sentence=f"the gradients differ between ranks: {why}"
         + ("; the weights are averaged now and then (local SGD)" if is_local else ""),
-        **at(line),
+        place=line,
         evidence=(seen, f"DDP in this step: {_told(counts)}"),
         softened=is_local,
     )
@@ -192,7 +192,7 @@ def _by_hand(first: Rank, other: Rank) -> Iterator[Verdict]:
             yield Verdict(
                 code="weights-differ",
                 sentence="the weights differ between ranks; no optimizer of torch moves them",
-                **at(a["line"]),
+                place=a["line"],
                 evidence=(
                     f"after {a['n']} backwards {len(differ)} of {len(a['w'])} tensors differ, "
                     f"first {differ[0]}",
@@ -216,7 +216,7 @@ def _buffers(first: Rank, other: Rank) -> Iterator[Verdict]:
             yield Verdict(
                 code="buffers-differ",
                 sentence=f"{what} between ranks: each rank evaluates, and saves, another model",
-                **at(wrap["line"]),
+                place=wrap["line"],
                 evidence=(
                     f"step {step['n']}: {len(differ)} of {len(mine)} buffers, first {differ[0]}; "
                     "DDP was made with broadcast_buffers=False",

@@ -45,7 +45,6 @@ class Collectives:
         self._recorder, self._patience_s = recorder, patience_s
         self._depth = 0
         self._num_records = 0
-        self._num_by_group: dict[str, int] = {}
         self._is_watching = False
         self._module: Foreign = None
 
@@ -87,7 +86,6 @@ class Collectives:
             group = next((a for a in args if isinstance(a, self._module.ProcessGroup)), None)
         ranks = [] if group is None else self._module.get_process_group_ranks(group)
         key = "world" if group is None else "-".join(map(str, ranks))
-        index = self._num_by_group[key] = self._num_by_group.get(key, 0) + 1
         first = args[0] if args else kwargs.get("tensor")
         # WHY only these: of the others each rank may have other sizes
         has_shape = name in ("all_reduce", "broadcast") and hasattr(first, "shape")
@@ -95,7 +93,6 @@ class Collectives:
             "collective",
             group=key,
             ranks=ranks,
-            index=index,
             op=name,
             what=f"{str(first.dtype).rpartition('.')[2]}{list(first.shape)}" if has_shape else "",
             line=user_line(),
@@ -104,13 +101,7 @@ class Collectives:
     def _note_init(self, token: Foreign, result: Foreign, *args: Any, **kwargs: Any) -> None:
         self._recorder.is_rank = True
         module = self._module
-        self._recorder.emit(
-            "init",
-            rank=module.get_rank(),
-            world=module.get_world_size(),
-            backend=str(module.get_backend()),
-            line=user_line(),
-        )
+        self._recorder.emit("init", rank=module.get_rank(), world=module.get_world_size())
         if not self._is_watching:
             self._is_watching = True
             ident = threading.main_thread().ident
@@ -144,11 +135,9 @@ class Collectives:
             # Python's threads of this process use CPU too: only an idle one surely waits
             is_idle=is_idle,
             waits=is_idle and (is_torch or function == "_engine_run_backward"),
-            in_collective=self._depth > 0,
             in_backward=function == "_engine_run_backward",
         )
 
     def forget(self) -> None:
         """Begin anew in a forked child, where no other thread lives."""
         self._is_watching, self._depth = False, 0
-        self._num_by_group.clear()

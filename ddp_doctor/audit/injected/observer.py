@@ -26,8 +26,6 @@ from ddp_doctor.audit.injected.replicas import Replicas
 from ddp_doctor.audit.injected.training import Clipping, Training
 
 PATIENCE_VARIABLE = "HARDENED_DDP_AUDIT_PATIENCE"
-_LAST = 100
-"""Of multiprocessing's finalizers: those with a higher number run before."""
 
 
 Patch = Callable[[Foreign], None]
@@ -79,7 +77,6 @@ class Observer:
         self.randomness = Randomness(self.recorder, self.loaders)
         self.clipping = Clipping(self.recorder, self.training)
         self.files = Files(self.recorder)
-        self._loads: list[str] = []
 
     def patches(self) -> dict[str, list[Patch]]:
         """Say which modules are patched, and how."""

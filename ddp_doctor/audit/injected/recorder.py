@@ -108,7 +108,6 @@ class Recorder:
                 rank=env.get("RANK"),
                 world=env.get("WORLD_SIZE"),
                 local_world=env.get("LOCAL_WORLD_SIZE"),
-                argv=sys.argv,
             )
         with self._lock:
             self._waiting.append({"k": kind, "t": round(time.time(), 4), **fields})

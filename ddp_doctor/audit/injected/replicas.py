@@ -23,9 +23,8 @@ MAX_BARE_CALLS = 3
 class Replica:
     """What is known of one DDP object."""
 
-    def __init__(self, ddp: Foreign, number: int) -> None:
+    def __init__(self, ddp: Foreign) -> None:
         self.ddp = weakref.ref(ddp)
-        self.number = number
         self.is_ready = False
         """A forward has run that the next backward answers with an average."""
 
@@ -61,7 +60,7 @@ class Replicas:
     def patch(self, module: Foreign) -> None:
         """Patch torch.nn.parallel.distributed."""
         wrap, ddp = self._recorder.wrap, module.DistributedDataParallel
-        wrap(ddp, "__init__", before=self._read_before, after=self._note_made)
+        wrap(ddp, "__init__", after=self._note_made)
         wrap(ddp, "forward", before=self._begin_forward, after=self._end_forward)
         wrap(ddp, "no_sync", before=self._note_no_sync)
         wrap(ddp, "join", before=self._note_join)
@@ -139,11 +138,8 @@ class Replicas:
         replica.has_bare_hook = True
         replica.num_bare += 1
 
-    def _read_before(self, ddp: Foreign, module: Foreign, *args: Any, **kwargs: Any) -> Foreign:
-        return fingerprints(list(module.parameters()))
-
     def _note_made(
-        self, before: Foreign, result: Foreign, ddp: Foreign, *args: Any, **kwargs: Any
+        self, token: Foreign, result: Foreign, ddp: Foreign, *args: Any, **kwargs: Any
     ) -> None:
         import torch
 
@@ -151,22 +147,18 @@ class Replicas:
         if not self._all:
             register = torch.nn.modules.module.register_module_parameter_registration_hook
             register(self._recorder.guarded(self._note_parameter))
-        replica = Replica(ddp, len(self._all))
+        replica = Replica(ddp)
         self._all.append(replica)
         norms = [type(m).__name__ for m in ddp.module.modules()]
         replica.has_modes = any("Dropout" in n or "BatchNorm" in n for n in norms)
         self._recorder.emit(
             "ddp",
-            number=replica.number,
-            model=type(ddp.module).__name__,
             line=user_line(),
-            before=before,
             find_unused=ddp.find_unused_parameters,
             static_graph=bool(getattr(ddp, "static_graph", False)),
             bucket_view=ddp.gradient_as_bucket_view,
             broadcasts=ddp.broadcast_buffers,
             num_norms=sum("BatchNorm" in n and "Sync" not in n for n in norms),
-            num_parameters=len(before or []),
             numel=sum(p.numel() for p in ddp.module.parameters()),
         )
 
