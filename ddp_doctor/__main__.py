@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             if asked.cause:
                 return run_cause(asked.cause, output=output)
-            return run_explain(asked.log, wants_json=asked.json, output=output, progress=sys.stderr)
+            return run_explain(asked.log, wants_json=asked.json, output=output)
         from ddp_doctor.audit.command import Request, run_audit
 
         request = Request(

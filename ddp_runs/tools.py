@@ -45,7 +45,6 @@ def _run(request: Request) -> int:
                 [_named(log) for log in request.options["log"].splitlines()],
                 wants_json=bool(request.options["json"]),
                 output=output,
-                progress=sys.stderr,
                 commands=commands,
             )
         case "watch":

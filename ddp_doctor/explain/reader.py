@@ -104,9 +104,8 @@ def read_lines(
     taker: LineTaker,
     search: Search,
     *,
-    first: bytes = b"",
-    on_block: Callable[[int], None] = lambda size: None,
-    on_end: Callable[[bytes], None] = lambda block: None,
+    first: bytes,
+    on_block: Callable[[bytes], None],
 ) -> int:
     """Give taker the lines that search finds, and those that it wants. Count all lines."""
     number = 0
@@ -114,8 +113,7 @@ def read_lines(
         if decoder_of(first) != "utf-8":
             block = _to_utf8(block)
         number = _read_block(block, taker, search, number)
-        on_block(len(block))
-        on_end(block)
+        on_block(block)
     return number
 
 

@@ -72,10 +72,6 @@ class Source:
             return None
         return _STACKS.match(path.name)
 
-    @property
-    def size_bytes(self) -> int:
-        return self.path.stat().st_size if self.path is not None else 0
-
     def open(self) -> BinaryIO:
         """Open it for reading bytes, unpacked. Raises OSError."""
         if self.path is None:

@@ -11,9 +11,7 @@ from ddp_doctor.explain.command import run_explain
 def explain(*logs: Path) -> dict[str, Any]:
     """Give what --json writes. Any: JSON."""
     output = StringIO()
-    status = run_explain(
-        [str(log) for log in logs], wants_json=True, output=output, progress=output
-    )
+    status = run_explain([str(log) for log in logs], wants_json=True, output=output)
     found: dict[str, Any] = json.loads(output.getvalue())
     assert status == (1 if found["verdict"] == "unknown" else 0)
     return found

@@ -75,7 +75,7 @@ def _moment(seconds: float) -> str:
 def told(*paths: Path, status: int = 0) -> str:
     output = StringIO()
     names = [str(path) for path in paths]
-    assert run_explain(names, wants_json=False, output=output, progress=output) == status
+    assert run_explain(names, wants_json=False, output=output) == status
     return output.getvalue()
 
 
@@ -177,7 +177,7 @@ class TestSeveral:
         # one of them, by what is to be typed
         assert told(Path(shlex.split(command)[-1])).startswith("runs/a b ended at step 40")
         output = StringIO()
-        run_explain(["runs"], wants_json=True, output=output, progress=output)
+        run_explain(["runs"], wants_json=True, output=output)
         found = json.loads(output.getvalue())
         assert [job["cause"]["code"] for job in found["jobs"]] == ["DDP-G05", "DDP-G05"]
 
