@@ -34,7 +34,7 @@ from hardened_ddp.model.zoo import SimpleCNN
 from hardened_ddp.ranks.garbage import keep_imported
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.block_reader import BlockReader
 from hardened_ddp.streams.shard_loader import ShardLoader
 from hardened_ddp.streams.shard_sampler import ShardSampler

@@ -29,8 +29,7 @@ from ddp_drills.injections import DEPENDS_ON_PARTS, Board, Injection
 from hardened_ddp.data.sources.datasets import build_data, prepare_data
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.ranks.launch import environment, read_launch
-from hardened_ddp.settings.data import DataConfig
-from hardened_ddp.settings.model import ModelConfig
+from hardened_ddp.settings.config import DataConfig, ModelConfig
 from hardened_ddp.streams.shards import id_of
 from hardened_ddp.streams.stream_views import StreamView
 

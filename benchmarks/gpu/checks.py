@@ -22,7 +22,7 @@ from hardened_ddp.model.optimizer import allocate_state, build_optimizer, skips_
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import read_launch
-from hardened_ddp.settings.optimizer import OptimizerConfig
+from hardened_ddp.settings.config import OptimizerConfig
 from hardened_ddp.step.events import Flag
 from hardened_ddp.step.progress import Totals
 from hardened_ddp.task.classification import Classification

@@ -19,8 +19,7 @@ from hardened_ddp.data.sources.datasets import AnyDataset, TaskData
 from hardened_ddp.errors import CheckpointMismatchError, DataError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.settings.config import Config
-from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.config import Config, DataConfig
 from hardened_ddp.streams.block_reader import BlockReader
 from hardened_ddp.streams.shard_loader import ShardLoader
 from hardened_ddp.streams.shard_sampler import ShardSampler

@@ -16,8 +16,7 @@ from hardened_ddp.gradients.by_ddp import ByDdp
 from hardened_ddp.gradients.one_rank import OneRank
 from hardened_ddp.gradients.sums import GradientSum
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.settings.config import Config
-from hardened_ddp.settings.ddp import DdpConfig
+from hardened_ddp.settings.config import Config, DdpConfig
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from torch import nn
 from hardened_ddp.errors import ModelError
 from hardened_ddp.model.huggingface import build_from_config
 from hardened_ddp.model.zoo import build_model
-from hardened_ddp.settings.model import ModelConfig
+from hardened_ddp.settings.config import ModelConfig
 
 DESCRIPTION = (
     *("model", "model_args", "pretrained", "hub_config"),

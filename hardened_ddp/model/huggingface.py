@@ -26,7 +26,7 @@ from hardened_ddp.data.sources.hub_place import (
     no_answer,
 )
 from hardened_ddp.errors import ANY_FAILURE, HardenedError, ModelError
-from hardened_ddp.settings.model import ModelConfig
+from hardened_ddp.settings.config import ModelConfig
 
 _KINDS = (
     *("CausalLM", "MaskedLM", "SequenceClassification", "TokenClassification"),

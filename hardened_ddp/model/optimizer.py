@@ -19,8 +19,8 @@ from hardened_ddp.data.foreign_code import describe, import_callable, line_of_us
 from hardened_ddp.errors import ANY_FAILURE, OptimizerError
 from hardened_ddp.model.optimizer_state import KNOWN, is_known
 from hardened_ddp.model.parameter_groups import Group, check_options
+from hardened_ddp.settings.config import OptimizerConfig
 from hardened_ddp.settings.declare import ImportPath
-from hardened_ddp.settings.optimizer import OptimizerConfig
 
 log = logging.getLogger(__name__)
 

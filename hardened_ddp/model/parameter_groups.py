@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from hardened_ddp.data.foreign_code import describe
 from hardened_ddp.errors import ANY_FAILURE, OptimizerError
-from hardened_ddp.settings.optimizer import OptimizerConfig
+from hardened_ddp.settings.config import OptimizerConfig
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, assert_never
 import torch
 
 from hardened_ddp.reporting.log import ON_EVERY_RANK
-from hardened_ddp.settings.optimizer import Amp
+from hardened_ddp.settings.config import Amp
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS
 from hardened_ddp.data.foreign_code import describe, import_callable, line_of_user
 from hardened_ddp.errors import ANY_FAILURE, OptimizerError
+from hardened_ddp.settings.config import LrSchedule, OptimizerConfig
 from hardened_ddp.settings.declare import ImportPath
-from hardened_ddp.settings.optimizer import LrSchedule, OptimizerConfig
 
 log = logging.getLogger(__name__)
 

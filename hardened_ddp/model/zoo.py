@@ -29,7 +29,7 @@ from hardened_ddp.model.dense_gradients import make_dense
 from hardened_ddp.model.gradient_checkpointing import checkpoint_blocks
 from hardened_ddp.model.huggingface import load_hub_model
 from hardened_ddp.model.torchvision_models import build_classifier
-from hardened_ddp.settings.model import ModelConfig
+from hardened_ddp.settings.config import ModelConfig
 
 log = logging.getLogger(__name__)
 

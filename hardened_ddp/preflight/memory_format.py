@@ -23,8 +23,7 @@ from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.seeding import seed_step
-from hardened_ddp.settings.config import Config
-from hardened_ddp.settings.data import AUTO_BATCH_SIZE
+from hardened_ddp.settings.config import AUTO_BATCH_SIZE, Config
 from hardened_ddp.task.task import Task
 
 log = logging.getLogger(__name__)

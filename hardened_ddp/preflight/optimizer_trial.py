@@ -26,7 +26,7 @@ from hardened_ddp.model.optimizer_state import is_known, restore_state, save_sta
 from hardened_ddp.model.parameter_groups import Group, parameter_groups
 from hardened_ddp.model.schedule import Schedule
 from hardened_ddp.ranks.seeding import seed_update
-from hardened_ddp.settings.optimizer import OptimizerConfig
+from hardened_ddp.settings.config import OptimizerConfig
 
 log = logging.getLogger(__name__)
 

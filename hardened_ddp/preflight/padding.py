@@ -24,8 +24,7 @@ from hardened_ddp.preflight.forward_collectives import watching
 from hardened_ddp.preflight.memory_format import Trial
 from hardened_ddp.preflight.probe import Findings
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.settings.config import Config
-from hardened_ddp.settings.data import AUTO_BATCH_SIZE
+from hardened_ddp.settings.config import AUTO_BATCH_SIZE, Config
 
 log = logging.getLogger(__name__)
 

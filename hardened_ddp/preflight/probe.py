@@ -23,7 +23,7 @@ from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
 from hardened_ddp.preflight.forward_collectives import calls_of, find_collectives, watching
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.settings.ddp import FindUnused
+from hardened_ddp.settings.config import FindUnused
 from hardened_ddp.settings.wording import counted
 from hardened_ddp.task.output import fix_for
 from hardened_ddp.task.own_metrics import OwnMetrics

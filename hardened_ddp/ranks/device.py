@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hardened_ddp.errors import LaunchError
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.place import command_words, with_arguments
-from hardened_ddp.settings.device import Backend
+from hardened_ddp.settings.config import Backend
 
 
 def pick_device(launch: Launch, *, cpu_only: bool, backend: str) -> torch.device:

@@ -39,7 +39,7 @@ from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.rendezvous import open_store, rendezvous
 from hardened_ddp.ranks.shared_sum import SharedSum, is_supported, open_shared_sum
 from hardened_ddp.ranks.tracker import Tracker, waits_in
-from hardened_ddp.settings.device import Backend
+from hardened_ddp.settings.config import Backend
 from hardened_ddp.settings.typed_command import own_command
 
 log = logging.getLogger(__name__)

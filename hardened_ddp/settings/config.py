@@ -1,24 +1,537 @@
-"""All settings of a run, by section.
+"""All settings of a run, by section: names, defaults, what each one does and takes.
 
-Each section is a frozen dataclass in its own file; the other layers receive the section that they
-need. Names are flat and unique over all sections: `batch_size` is a line of a YAML file and
-`--batch_size` a flag.
+Each section is a frozen dataclass; the other layers receive the section that they need. Names are
+flat and unique over all sections: `batch_size` is a line of a YAML file and `--batch_size` a flag.
 
 Does not own: how a setting is declared (declare.py), reading values (cli.py, layers.py), rules that
 tie two settings (rules.py).
 Read next: schema.py, which reads these dataclasses as a table.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from hardened_ddp.settings.data import DataConfig
-from hardened_ddp.settings.ddp import DdpConfig
-from hardened_ddp.settings.device import DeviceConfig
-from hardened_ddp.settings.loop import LoopConfig
-from hardened_ddp.settings.model import ModelConfig
-from hardened_ddp.settings.optimizer import OptimizerConfig
-from hardened_ddp.settings.run import RunConfig
-from hardened_ddp.settings.task import TaskConfig
+from hardened_ddp.settings.declare import (
+    ANY_TEXT,
+    COUNT,
+    COUNT_OR_ZERO,
+    FRACTION,
+    IMPORT_PATH,
+    NOT_NEGATIVE,
+    SECONDS,
+    SECONDS_OR_ZERO,
+    Bounds,
+    ImportPath,
+    Shape,
+    setting,
+)
+
+Backend = Literal["auto", "nccl", "gloo"]
+SEED = Bounds(low=0, high=2**63 - 1)  # torch takes a signed 64-bit int
+
+AUTO_BATCH_SIZE = 32
+"""What batch_size auto counts as where the global batch is not given."""
+
+TASKS = ("auto", "classification", "multilabel", "regression", "tokens", "segmentation", "own")
+"""The tasks that are built in."""
+
+FindUnused = Literal["auto", "on", "off"]
+CommHook = Literal["none", "bf16", "fp16", "powersgd"]
+MEGABYTES = Bounds(low=0, high=65536, is_low_open=True)
+
+OptimizerName = Literal["adamw", "adam", "sgd"]
+LrSchedule = Literal["auto", "constant", "cosine", "linear", "step"]
+Amp = Literal["auto", "off", "bf16", "fp16"]
+
+DURATION = Shape(
+    pattern=r"([0-9]+(\.[0-9]+)?d)?([0-9]+(\.[0-9]+)?h)?([0-9]+(\.[0-9]+)?m)?([0-9]+(\.[0-9]+)?s)?",
+    words="a time such as 3h55m, 1d12h or 90s",
+)
+
+# WHY the first character: a leading dash reads as a flag, a leading dot hides the folder
+FOLDER_NAME = Shape(
+    pattern=r"([A-Za-z0-9_][A-Za-z0-9._-]{0,127})?",
+    words="letters, digits, dots, dashes, underscores; no dot or dash first; 128 at most",
+)
+
+TENSORBOARD, WANDB, NO_TRACKER = "tensorboard", "wandb", "none"
+_ONE_TRACKER = rf"({TENSORBOARD}|{WANDB}|{IMPORT_PATH.pattern})"
+TRACKERS = Shape(
+    pattern=rf"{NO_TRACKER}|{_ONE_TRACKER}( *, *{_ONE_TRACKER})*",
+    words=f"{TENSORBOARD}, {WANDB}, package.module:Class, separated by commas, or {NO_TRACKER}",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceConfig:
+    single_gpu: bool = setting(
+        False, "Train on one GPU in this single process, without a process group."
+    )
+    cpu_only: bool = setting(
+        False, "Train on the CPU even if there are GPUs. Several ranks then communicate over gloo."
+    )
+    backend: Backend = setting(
+        "auto", "Backend of the process group. auto: nccl between GPUs, gloo between CPUs."
+    )
+    timeout_s: float = setting(
+        600.0,
+        "Seconds that a collective waits for the other ranks. Too low: a slow disk ends the run. "
+        "Too high: a dead rank is noticed late.",
+        bounds=SECONDS,
+    )
+    seed: int = setting(
+        0,
+        "Seed of the initial weights, the sample order, augmentation and dropout. The same seed "
+        "gives the same run.",
+        bounds=SEED,
+    )
+    deterministic: bool = setting(
+        False,
+        "Use deterministic kernels, so that two runs on GPUs agree bit for bit. Slower. A kernel "
+        "without a deterministic version is named in a warning.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    dataset: str = setting(
+        "digits",
+        "digits, synthetic, image_folder, a torchvision dataset such as cifar10, "
+        "hf:FOLDER_OR_NAME for a Hugging Face dataset, text:GLOB, parquet:GLOB or tar:GLOB for "
+        "files that are read as a stream, or your own as package.module:callable.",
+        is_place=True,
+    )
+    # Any: the arguments are those of a callable that we don't know
+    dataset_args: Mapping[str, Any] = setting(
+        {}, "Arguments of the dataset, as a mapping: {name: value, ...}."
+    )
+    collate: Literal["auto"] | ImportPath = setting(
+        "auto",
+        "How samples become a batch, such as with padding. auto: by the dataset's own collate_fn "
+        "if it has one, else by torch's default. Or your own function, which takes a list of "
+        "samples and returns (inputs, labels).",
+        path="package.module:callable",
+    )
+    split_by_length: bool | None = setting(
+        None,
+        "Collate a micro-batch in two parts, its shorter and its longer samples, where that leaves "
+        "out 15 % of its values or more, all of them padding. Order, steps and gradient stay as "
+        "they are. auto: on the CPU, where a trial shows that padding does not change a sample's "
+        "loss, and where enough is saved for this model. true: in any case, also on a GPU.",
+    )
+    data_dir: str = setting(
+        "data", "Folder of the datasets, on each node.", may_differ=True, is_place=True
+    )
+    download: bool = setting(
+        True,
+        "Download a missing dataset, once per node. false: a missing dataset is an error.",
+        may_differ=True,
+    )
+    batch_size: int | None = setting(
+        32,
+        "Samples per rank in one forward and backward. One optimizer step sees batch_size x ranks "
+        "x accumulation_steps samples. Too high: out of memory. auto: as many as fit, found by "
+        "trial.",
+        bounds=COUNT,
+    )
+    global_batch_size: int | None = setting(
+        None,
+        "Samples of one optimizer step over all ranks. Each rank splits its share into "
+        "micro-batches of batch_size. auto: batch_size x ranks x accumulation_steps, where a "
+        "batch_size of auto counts as 32.",
+        bounds=COUNT,
+    )
+    eval_batch_size: int = setting(
+        256,
+        "Samples per rank in one forward of evaluation. It may be larger than batch_size, because "
+        "evaluation keeps no gradients.",
+        bounds=COUNT,
+    )
+    num_workers: int | None = setting(
+        None,
+        "Processes per rank that load samples. 0: load in the training process. auto: from the "
+        "number of CPUs per rank. More workers than CPUs: slower.",
+        bounds=COUNT_OR_ZERO,
+        may_differ=True,
+    )
+    prefetch_factor: int = setting(
+        2,
+        "Batches that each worker loads ahead. Memory per rank: num_workers x prefetch_factor x "
+        "one batch.",
+        bounds=COUNT,
+        may_differ=True,
+    )
+    pin_memory: bool | None = setting(
+        None,
+        "Load into page-locked memory, from which copies to a GPU are faster. auto: on with a GPU.",
+        may_differ=True,
+    )
+    persistent_workers: bool = setting(
+        True, "Keep the workers alive between epochs.", may_differ=True
+    )
+    multiprocessing_context: Literal["auto", "fork", "forkserver", "spawn"] = setting(
+        "auto",
+        "How workers are started. fork is the fastest, but unsafe for datasets that hold threads "
+        "or CUDA state. auto: forkserver, or spawn where there is none.",
+        may_differ=True,
+    )
+    loader_timeout_s: float = setting(
+        120.0,
+        "Seconds to wait for a batch before the workers, or a rank that reads without any, count "
+        "as hung. 0: wait as long as it takes (the other ranks wait for timeout_s).",
+        bounds=SECONDS_OR_ZERO,
+        may_differ=True,
+    )
+    loader_quiet_s: float = setting(
+        300.0,
+        "Seconds without a fault before a loader that fell back to fewer workers goes back up by "
+        "one level. Doubles each time a new fault shows that this was too early. 0: never go back "
+        "up.",
+        bounds=SECONDS_OR_ZERO,
+        may_differ=True,
+    )
+    check_inputs: bool = setting(
+        True,
+        "Treat a sample whose float inputs contain NaN or infinity as a bad sample. false: for a "
+        "model that handles such values.",
+    )
+    shuffle_block: int = setting(
+        16,
+        "Of a stream: samples are shuffled within so many consecutive ones of a shard, besides "
+        "taking turns between shards. Each rank holds some blocks of each of its shards in memory. "
+        "1: no shuffling within a shard.",
+        bounds=COUNT,
+    )
+    streaming: bool = setting(
+        False,
+        "Read a Hugging Face dataset (hf:...) as a stream, from the start to the end of its files, "
+        "without a copy in the cache.",
+    )
+    drop_last: bool = setting(
+        False,
+        "Leave out the last samples of an epoch if they don't fill a global batch. false: every "
+        "sample exactly once per epoch.",
+    )
+    augment: bool = setting(
+        False, "Random crops and flips of the training images. Meant for photos, not for digits."
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    model: str = setting(
+        "simple_cnn",
+        "simple_cnn, mlp, a torchvision model such as resnet18, hf:FOLDER_OR_NAME for a Hugging "
+        "Face model of images or text, or your own as package.module:callable.",
+        is_place=True,
+    )
+    # Any: the arguments are those of a callable that we don't know
+    model_args: Mapping[str, Any] = setting(
+        {}, "Arguments of the model, as a mapping: {name: value, ...}."
+    )
+    pretrained: bool = setting(
+        False,
+        "Start from torchvision's pretrained weights. Only for torchvision models; an hf: model "
+        "always starts from its own.",
+    )
+    init_from: str = setting(
+        "",
+        "Weights that a new run starts from, as far as they fit: an export, a run or a checkpoint, "
+        "a safetensors file, or a folder of Hugging Face. What does not fit is named. Empty: "
+        "random weights. A resumed run has its own.",
+        shape=ANY_TEXT,
+        may_differ=True,
+        is_place=True,
+    )
+    sync_batchnorm: bool = setting(
+        False,
+        "Batch normalization over all ranks (SyncBatchNorm) instead of over each rank's own "
+        "samples. GPU only. Costs one collective per layer.",
+    )
+    gradient_checkpointing: bool = setting(
+        False,
+        "Recompute activations in backward instead of keeping them: less memory, about a third "
+        "more time.",
+    )
+    channels_last: bool | None = setting(
+        None,
+        "Store images in the channels_last memory format. auto: on the CPU where the convolutions "
+        "read and write at least as many values per micro-batch as their kernels have, on a GPU "
+        "with amp; off with compile.",
+    )
+    compile: bool = setting(
+        False,
+        "Compile the model with torch.compile: a slow first step, faster steps after it. How often "
+        "it compiled in the first epoch is logged.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskConfig:
+    task: str = setting(
+        "auto",
+        "What the output is compared with: classification, multilabel, regression, tokens, "
+        "segmentation, own (the model returns its loss), or your class as package.module:Class. "
+        "auto: by the labels and the output of the first batch.",
+    )
+    # Any: the arguments are those of a class that we don't know
+    task_args: Mapping[str, Any] = setting(
+        {}, "Arguments of the task, as a mapping: {loss: l1}, {ignore_index: 255}."
+    )
+    metrics: Mapping[str, Any] = setting(
+        {},
+        "Further metrics of the test set, as a mapping: {name: package.module:Class}. A class has "
+        "update(output, labels), compute() and reset(), as in torchmetrics.",
+    )
+    best_metric: str = setting(
+        "auto",
+        "The metric of the test set that decides which checkpoint is the best: loss, or one of the "
+        "task. auto: the first one of the task, or the loss if it has none.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DdpConfig:
+    find_unused_parameters: FindUnused = setting(
+        "auto",
+        "Search in each step for parameters that get no gradient. auto: look once before the "
+        "first step, and search in each step if there are any. off: the run stops if there are "
+        "any.",
+        bare="on",
+    )
+    static_graph: bool = setting(
+        False,
+        "Promise that every step uses the same parameters in the same way, which saves DDP work. "
+        "If the promise is broken, gradients are wrong.",
+    )
+    gradient_as_bucket_view: bool = setting(
+        True,
+        "Make gradients views into DDP's buckets. Saves a copy, and as much memory as the "
+        "gradients take.",
+    )
+    bucket_cap_mb: float = setting(
+        25.0,
+        "Size of DDP's gradient buckets, in MiB. Smaller: the all-reduce starts earlier, but "
+        "sends more messages.",
+        bounds=MEGABYTES,
+    )
+    shared_memory: bool = setting(
+        True,
+        "Sum the gradients of CPU ranks on one machine through shared memory, after backward. "
+        "false: through DDP's hooks over gloo, as between machines.",
+    )
+    comm_hook: CommHook = setting(
+        "none",
+        "Compress gradients for the all-reduce. Less to send, but gradients are rounded; with "
+        "powersgd a resumed run is also not bitwise equal.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    optimizer: OptimizerName | ImportPath = setting(
+        "adamw",
+        "Which optimizer updates the weights. Or any torch.optim.Optimizer, such as "
+        "torch.optim:RAdam; it gets learning_rate as lr, and weight_decay, if it takes them.",
+        path="package.module:Class",
+    )
+    # Any: the arguments are those of a callable that we don't know
+    optimizer_args: Mapping[str, Any] = setting(
+        {},
+        "More arguments of the optimizer, as a mapping: {betas: [0.9, 0.95]}. They override "
+        "learning_rate, weight_decay and momentum.",
+    )
+    learning_rate: float = setting(
+        3e-3,
+        "Peak learning rate. Too high: the loss becomes NaN. Too low: the loss hardly falls.",
+        bounds=NOT_NEGATIVE,
+    )
+    weight_decay: float = setting(
+        0.01,
+        "Weight decay: decoupled from the gradient in adamw, added to the gradient in the others.",
+        bounds=NOT_NEGATIVE,
+    )
+    no_weight_decay: bool = setting(
+        False,
+        "No weight decay for norms, biases and other vectors. Parameter groups with a weight_decay "
+        "of their own keep it.",
+    )
+    momentum: float = setting(
+        0.9, "Momentum of sgd. The other optimizers don't use it.", bounds=FRACTION
+    )
+    lr_schedule: LrSchedule | ImportPath = setting(
+        "auto",
+        "Learning rate after the warm-up. auto: cosine, and constant for a stream of unknown "
+        "length without max_steps. cosine, linear: down to 0 at the end. step: divided by "
+        "10 after one third, and again after two thirds. Or a scheduler, such as "
+        "torch.optim.lr_scheduler:OneCycleLR, stepped after each optimizer step; or your own "
+        "function (step, total_steps), which returns the share of learning_rate.",
+        path="package.module:callable",
+    )
+    # Any: as in optimizer_args
+    lr_schedule_args: Mapping[str, Any] = setting(
+        {}, "Arguments of a schedule of your own, as a mapping: {name: value, ...}."
+    )
+    warmup_steps: int = setting(
+        0, "Steps in which the learning rate rises linearly to its peak.", bounds=COUNT_OR_ZERO
+    )
+    accumulation_steps: int = setting(
+        1,
+        "Micro-batches per optimizer step: a larger global batch in the same memory.",
+        bounds=COUNT,
+    )
+    clip_grad_norm: float = setting(
+        0.0, "Clip gradients to this norm. 0: no clipping.", bounds=NOT_NEGATIVE
+    )
+    label_smoothing: float = setting(
+        0.0, "Share of each target that is spread evenly over all classes.", bounds=FRACTION
+    )
+    amp: Amp = setting(
+        "auto",
+        "Mixed precision. auto: bf16, or fp16 on a GPU without bf16; off on the CPU. fp16 scales "
+        "the loss, because small gradients underflow in it.",
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopConfig:
+    epochs: int = setting(5, "Number of passes over the training set.", bounds=COUNT)
+    max_steps: int = setting(
+        0, "Stop after this many optimizer steps. 0: no limit.", bounds=COUNT_OR_ZERO
+    )
+    eval_every: int = setting(
+        1, "Evaluate every this many epochs, and at the end. 0: never.", bounds=COUNT_OR_ZERO
+    )
+    stop_when: str = setting(
+        "",
+        "Stop early when this metric of the test set no longer improves: loss, or one of the task; "
+        "auto: the one that best_metric auto takes. Lower or higher is better as the metric says. "
+        "Empty: never.",
+        shape=ANY_TEXT,
+    )
+    patience: int = setting(
+        3, "With stop_when: so many evaluations in a row without a better value.", bounds=COUNT
+    )
+    log_interval: int = setting(
+        50,
+        "Steps between progress reports. Each report waits for the GPU once.",
+        bounds=COUNT,
+    )
+    time_limit: str = setting(
+        "",
+        "Stop this long after the launcher started, saved and ready to resume: 3h55m, 90s. Choose "
+        "it a little below the job's limit. Empty: no limit.",
+        shape=DURATION,
+    )
+    stop_grace_s: float = setting(
+        30.0,
+        "Seconds between the launcher's SIGTERM and its SIGKILL: 30 in torchrun and Slurm. A rank "
+        "that still waits for another rank after two thirds of them saves on its own and exits.",
+        bounds=SECONDS,
+        may_differ=True,
+    )
+    hang_after_s: float = setting(
+        60.0,
+        "Seconds in one phase of a step after which a rank counts as hung, if that is also 5 "
+        "times the longest such phase so far. Start-up, first steps and evaluation may take 30 "
+        "times as long. 0: no hang detection.",
+        bounds=SECONDS_OR_ZERO,
+        may_differ=True,
+    )
+    debug: bool = setting(
+        False,
+        "More checks and more messages: an error in backward names its line of forward, "
+        "TORCH_DISTRIBUTED_DEBUG is set to INFO, and every rank logs to the console: the parts of "
+        "its start, and at each report its times and its memory. CPU ranks of one machine sum "
+        "gradients by DDP's hooks, as everywhere else, not through shared memory. Slow.",
+    )
+    step_retry: Literal["on", "off"] = setting(
+        "on",
+        "When one rank fails inside a step, retry the step on all ranks; after an out-of-memory "
+        "error, with smaller micro-batches. off: the first exception ends the run.",
+    )
+    continue_on_error: bool = setting(
+        False,
+        "Leave out a bad sample, count it and name it, instead of stopping the run.",
+    )
+    max_errors: int = setting(
+        100, "With continue_on_error: stop if more samples than this were left out.", bounds=COUNT
+    )
+    rollback_after: int = setting(
+        3,
+        "With continue_on_error: after this many steps in a row whose loss or gradient is not "
+        "finite, roll back to the last good checkpoint. If it happens again, stop. 0: never.",
+        bounds=COUNT_OR_ZERO,
+    )
+    check_replicas_every: int = setting(
+        1000,
+        "Steps between two comparisons of weights and optimizer state over all ranks; they are "
+        "compared at the end too. A rank that differs is named, and its state is repaired. 0: "
+        "never.",
+        bounds=COUNT_OR_ZERO,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    output_dir: str = setting(
+        "runs", "Folder that holds the run folders.", may_differ=True, is_place=True
+    )
+    run_name: str = setting(
+        "",
+        "Name of the run folder. Empty: made from the time, the model and the dataset. The name "
+        "of an earlier run continues that run. It can't rename the run that resume names.",
+        shape=FOLDER_NAME,
+    )
+    checkpoint_every_steps: int | None = setting(
+        None,
+        "Steps between checkpoints. auto: measured, so that checkpoints cost at most 1 % of the "
+        "time and write during at most 10 % of it; the first one after 10 minutes at the latest. "
+        "0: never. There is always one at the end.",
+        bounds=COUNT_OR_ZERO,
+    )
+    checkpoint_every_epochs: int = setting(
+        0, "Write a checkpoint every this many epochs too. 0: no.", bounds=COUNT_OR_ZERO
+    )
+    keep_last: int = setting(
+        3,
+        "Number of checkpoints to keep, besides the best one. Older ones are removed.",
+        bounds=COUNT,
+    )
+    resume: str = setting(
+        "auto",
+        "auto: continue run_name if it has a checkpoint. never: start a new run. newest: continue "
+        "the run with the newest checkpoint. PATH: continue that run folder, or from a checkpoint "
+        "folder inside one.",
+        is_place=True,
+    )
+    tensorboard: bool = setting(
+        True,
+        "Write curves for TensorBoard into the run folder, if tracker names it.",
+        may_differ=True,
+    )
+    tracker: str = setting(
+        "tensorboard",
+        "Where the curves go besides metrics.jsonl, separated by commas: tensorboard, wandb "
+        "(Weights & Biases; WANDB_MODE=offline needs no network), or your class with "
+        "log(step, values) and close() as package.module:Class. none: nowhere. A tracker that "
+        "fails never stops training.",
+        shape=TRACKERS,
+        may_differ=True,
+    )
+    progress: bool | None = setting(
+        None, "Show a progress bar. auto: if the output is a terminal.", may_differ=True
+    )
+    ledger: bool = setting(
+        False,
+        "Record the samples of each step, 4 bytes per sample. verify-ledger then proves that each "
+        "epoch used every sample exactly once.",
+    )
+    profile: bool = setting(
+        False,
+        "Record a few steps with torch.profiler into the run folder. Those steps are slower.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,3 +552,9 @@ class Config:
     run: RunConfig = field(
         default_factory=RunConfig, metadata={"title": "Run folder, checkpoints and reports"}
     )
+
+
+def tracker_names(tracker: str) -> list[str]:
+    """Split the setting tracker into names, each once."""
+    names = [name.strip() for name in tracker.split(",")]
+    return [name for name in dict.fromkeys(names) if name != NO_TRACKER]

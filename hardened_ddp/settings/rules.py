@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hardened_ddp.errors import ConfigError
-from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.config import TASKS, Config
 from hardened_ddp.settings.declare import ImportPath
 from hardened_ddp.settings.schema import AUTO, flatten
-from hardened_ddp.settings.task import TASKS
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import shown, url_problem
 

@@ -10,7 +10,7 @@ import torch
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
-from hardened_ddp.settings.task import TASKS
+from hardened_ddp.settings.config import TASKS
 from hardened_ddp.task.output import (
     are_one_hot,
     are_shares,

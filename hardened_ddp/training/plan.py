@@ -16,8 +16,7 @@ import hardened_ddp
 from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS, RunLength
 from hardened_ddp.data.loader_setup import AnySampler
 from hardened_ddp.errors import ConfigError
-from hardened_ddp.settings.config import Config
-from hardened_ddp.settings.data import AUTO_BATCH_SIZE
+from hardened_ddp.settings.config import AUTO_BATCH_SIZE, Config
 from hardened_ddp.settings.wording import counted
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from pathlib import Path
 from hardened_ddp.checkpoint.disk import Disk, make_folders
 from hardened_ddp.checkpoint.verify import unusable_folder
 from hardened_ddp.errors import RunFolderError
-from hardened_ddp.settings.run import FOLDER_NAME
+from hardened_ddp.settings.config import FOLDER_NAME
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.]+")
 # Suffixes that are tried for a name that is taken.

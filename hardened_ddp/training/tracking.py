@@ -12,8 +12,7 @@ from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import ConfigError, MissingPackageError
 from hardened_ddp.reporting.trackers import Tracker, TrackerThread
 from hardened_ddp.reporting.weights_and_biases import WandbTracker
-from hardened_ddp.settings.config import Config
-from hardened_ddp.settings.run import TENSORBOARD, WANDB, tracker_names
+from hardened_ddp.settings.config import TENSORBOARD, WANDB, Config, tracker_names
 from hardened_ddp.settings.schema import flatten
 from hardened_ddp.settings.typed_command import pip_command
 

@@ -26,8 +26,7 @@ from hardened_ddp.data.sources.datasets import build_data, prepare_data
 from hardened_ddp.data.sources.facts import is_in_memory
 from hardened_ddp.errors import DataError
 from hardened_ddp.model.zoo import build_model
-from hardened_ddp.settings.data import DataConfig
-from hardened_ddp.settings.model import ModelConfig
+from hardened_ddp.settings.config import DataConfig, ModelConfig
 from tests.harness.processes import ROOT, limit_of
 
 HERE = "tests.data.test_datasets"
@@ -400,8 +399,8 @@ import logging, sys
 logging.basicConfig(level=logging.WARNING, format="WARNED %(message)s", stream=sys.stdout)
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.data.foreign_code import import_torchvision
-from hardened_ddp.settings.data import DataConfig
-from hardened_ddp.settings.model import ModelConfig
+from hardened_ddp.settings.config import DataConfig
+from hardened_ddp.settings.config import ModelConfig
 build_data(DataConfig())
 assert not {"sklearn", "torchvision"} & set(sys.modules), "digits need neither"
 try:

@@ -24,8 +24,7 @@ from hardened_ddp.errors import DataError, ModelError
 from hardened_ddp.model import torchvision_models
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.ranks.launch import prepare_environment, read_launch
-from hardened_ddp.settings.data import DataConfig
-from hardened_ddp.settings.model import ModelConfig
+from hardened_ddp.settings.config import DataConfig, ModelConfig
 from tests.harness.ranks import run_command
 
 SQUEEZENET = ModelConfig(model="squeezenet1_1")

@@ -14,8 +14,7 @@ from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.data.sources.hub_place import find_place, hub_answers
 from hardened_ddp.errors import DataError, ModelError
 from hardened_ddp.model.zoo import build_model
-from hardened_ddp.settings.data import DataConfig
-from hardened_ddp.settings.model import ModelConfig
+from hardened_ddp.settings.config import DataConfig, ModelConfig
 
 constants: Any = pytest.importorskip(
     "huggingface_hub.constants", reason="needs requirements-extras.txt"

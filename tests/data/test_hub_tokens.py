@@ -10,7 +10,7 @@ import torch
 
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import DataError
-from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.config import DataConfig
 from tests.harness.marks import slow_after
 from tests.harness.ranks import import_in_server, run_program, train
 from tests.harness.run_folder import last_tensors, only_run, read_summary

@@ -8,8 +8,7 @@ import pytest
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import DataError, HardenedError, ModelError
 from hardened_ddp.model.zoo import build_model
-from hardened_ddp.settings.data import DataConfig
-from hardened_ddp.settings.model import ModelConfig
+from hardened_ddp.settings.config import DataConfig, ModelConfig
 
 NUMBER = 3
 

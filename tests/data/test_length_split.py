@@ -25,10 +25,7 @@ from hardened_ddp.preflight.padding import choose_split
 from hardened_ddp.preflight.probe import Findings
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.settings.config import Config
-from hardened_ddp.settings.data import DataConfig
-from hardened_ddp.settings.ddp import DdpConfig
-from hardened_ddp.settings.model import ModelConfig
+from hardened_ddp.settings.config import Config, DataConfig, DdpConfig, ModelConfig
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.step import Stepper

@@ -28,7 +28,7 @@ from hardened_ddp.data.batches.sampler import WindowSampler
 from hardened_ddp.data.batches.stream import BatchStream
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError, SampleError
-from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.config import DataConfig
 from tests.harness.processes import HOUR_S, deadline
 from tests.harness.ranks import run_ranks
 from tests.harness.scripted import (

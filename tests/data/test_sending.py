@@ -17,7 +17,7 @@ from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.sending import measure_sending
 from hardened_ddp.data.batches.stream import BatchStream
 from hardened_ddp.data.batches.workers import WorkerPlan
-from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.block_reader import BlockReader
 from tests.harness.ranks import run_ranks
 

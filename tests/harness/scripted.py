@@ -20,7 +20,7 @@ from hardened_ddp.data.batches.loader import TrainLoader
 from hardened_ddp.data.batches.sampler import WindowSampler
 from hardened_ddp.data.batches.stream import BatchStream
 from hardened_ddp.data.batches.workers import WorkerPlan
-from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.config import DataConfig
 
 SIZE = 40
 MARKED = 20  # the sample at which something happens

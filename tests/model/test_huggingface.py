@@ -15,8 +15,7 @@ from hardened_ddp.errors import DataError, MissingPackageError, ModelError
 from hardened_ddp.export.export import export_model
 from hardened_ddp.model.huggingface import ImageClassifier, build_from_config
 from hardened_ddp.model.zoo import build_model
-from hardened_ddp.settings.data import DataConfig
-from hardened_ddp.settings.model import ModelConfig
+from hardened_ddp.settings.config import DataConfig, ModelConfig
 from tests.harness.ranks import train
 from tests.harness.run_folder import only_run
 

@@ -14,8 +14,7 @@ from hardened_ddp.preflight.memory_format import Trial, choose_channels_last
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.host_memory import keep_freed_memory
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.settings.config import Config
-from hardened_ddp.settings.model import ModelConfig
+from hardened_ddp.settings.config import Config, ModelConfig
 from hardened_ddp.task.classification import Classification
 from tests.harness.ranks import run_ranks
 

@@ -19,9 +19,8 @@ from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.schedule import learning_rate
 from hardened_ddp.preflight.probe import Findings, choose_find_unused
 from hardened_ddp.ranks.device import choose_backend
-from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.config import Config, LrSchedule, OptimizerConfig, OptimizerName
 from hardened_ddp.settings.declare import ImportPath
-from hardened_ddp.settings.optimizer import LrSchedule, OptimizerConfig, OptimizerName
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SCHEDULES = [name for name in get_args(LrSchedule) if name != "auto"]

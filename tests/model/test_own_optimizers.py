@@ -18,8 +18,8 @@ from hardened_ddp.model.optimizer_state import _pack, _unpack, restore_state, sa
 from hardened_ddp.model.parameter_groups import parameter_groups
 from hardened_ddp.model.schedule import Schedule
 from hardened_ddp.preflight.optimizer_trial import build_schedule
+from hardened_ddp.settings.config import OptimizerConfig
 from hardened_ddp.settings.declare import ImportPath
-from hardened_ddp.settings.optimizer import OptimizerConfig
 from tests.harness.marks import slow_after
 from tests.harness.ranks import train
 from tests.own_optimizers import Gan, Grouped

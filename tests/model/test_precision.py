@@ -9,7 +9,7 @@ from torch import nn
 from hardened_ddp.model import precision
 from hardened_ddp.model.optimizer import build_optimizer
 from hardened_ddp.model.precision import Precision, clip
-from hardened_ddp.settings.optimizer import OptimizerConfig
+from hardened_ddp.settings.config import OptimizerConfig
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ import torch
 
 from hardened_ddp.errors import ModelError
 from hardened_ddp.model.zoo import build_model
-from hardened_ddp.settings.model import ModelConfig
+from hardened_ddp.settings.config import ModelConfig
 
 
 def test_a_first_layer_for_grey_images_gives_what_three_equal_channels_gave() -> None:

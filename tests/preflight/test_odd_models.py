@@ -17,10 +17,8 @@ from hardened_ddp.model.replica import check_same_model
 from hardened_ddp.model.zoo import place_model
 from hardened_ddp.ranks.group import open_group
 from hardened_ddp.ranks.launch import read_launch
-from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.config import DataConfig, ModelConfig, OptimizerConfig
 from hardened_ddp.settings.declare import ImportPath
-from hardened_ddp.settings.model import ModelConfig
-from hardened_ddp.settings.optimizer import OptimizerConfig
 from hardened_ddp.streams import stream_views
 from tests.harness.ranks import run_ranks, train
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hardened_ddp.settings.config import Config
-from hardened_ddp.settings.device import DeviceConfig
+from hardened_ddp.settings.config import Config, DeviceConfig
 from hardened_ddp.settings.document import plain_value
 from hardened_ddp.settings.schema import SETTINGS, flatten
 from tests.harness.settings_given import make_run, problem_of, settings_of, values_of

@@ -11,7 +11,7 @@ import torch
 from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
 from hardened_ddp.errors import OutOfMemoryError, PeerLostError
 from hardened_ddp.model.optimizer import allocate_state, build_optimizer
-from hardened_ddp.settings.optimizer import OptimizerConfig
+from hardened_ddp.settings.config import OptimizerConfig
 from hardened_ddp.step.memory import is_out_of_memory
 from tests.harness.marks import slow_after
 from tests.harness.ranks import train

@@ -12,7 +12,7 @@ from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS, RunLength
 from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.data.batches.stream import BatchStream
 from hardened_ddp.data.batches.workers import WorkerPlan
-from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.block_reader import BlockReader
 from hardened_ddp.streams.shard_loader import ShardLoader
 from hardened_ddp.streams.shard_sampler import ShardSampler

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from hardened_ddp.data import foreign_code
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import DataError, MissingPackageError
-from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.file_streams import open_parquet, open_tar, open_text
 from hardened_ddp.streams.iterable import HubStream, adapt
 from hardened_ddp.streams.stream_types import changes, digests_of

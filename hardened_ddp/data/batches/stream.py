@@ -26,7 +26,7 @@ from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError
 from hardened_ddp.ranks.open_files import raise_open_file_limit
 from hardened_ddp.reporting.log import ON_EVERY_RANK
-from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.config import DataConfig
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.settings.wording import counted
 
 log = logging.getLogger(__name__)

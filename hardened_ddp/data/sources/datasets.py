@@ -44,7 +44,7 @@ from hardened_ddp.data.sources.synthetic import SyntheticImages
 from hardened_ddp.data.sources.transfer import TIMEOUT_S, locked
 from hardened_ddp.data.sources.vision import DOWNLOADABLE, by_hand, open_downloadable, open_folder
 from hardened_ddp.errors import ANY_FAILURE, DataError, HardenedError
-from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.file_streams import FILE_STREAMS
 from hardened_ddp.streams.iterable import adapt
 from hardened_ddp.streams.stream_types import says_sizes

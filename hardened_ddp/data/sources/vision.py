@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from hardened_ddp.data.batches.memory import MemoryImages
 from hardened_ddp.data.foreign_code import import_torchvision
 from hardened_ddp.errors import DataError
-from hardened_ddp.settings.data import DataConfig
+from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.settings.typed_command import ROOT, python_command, shell_command
 
 # name here: (torchvision class, channel means, channel standard deviations of the training set)
