@@ -60,8 +60,7 @@ from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.earlier_run import refuse_links
 from hardened_ddp.settings.layers import Resolved, resolve
 from hardened_ddp.settings.manual import help_text
-from hardened_ddp.settings.packages import missing_package
-from hardened_ddp.settings.typed_command import own_command
+from hardened_ddp.settings.typed_command import missing_package, own_command
 from hardened_ddp.settings.wording import as_typed
 
 if TYPE_CHECKING:

@@ -118,7 +118,7 @@ def main(argv: list[str]) -> int:
             port = port_of(holder)
             return start_and_wait(num_ranks, port, lesson=not options.no_lesson, words=words)
     except ModuleNotFoundError as error:
-        from hardened_ddp.settings.packages import missing_package
+        from hardened_ddp.settings.typed_command import missing_package
 
         if (missing := missing_package(error)) is None:
             raise

@@ -403,8 +403,8 @@ MUTATIONS = [
     # settings
     Mutation(
         "settings/rules.py",
-        "0 < config.loop.max_steps <= config.optimizer.warmup_steps",
-        "0 < config.loop.max_steps < config.optimizer.warmup_steps",
+        "0 < loop.max_steps <= optimizer.warmup_steps",
+        "0 < loop.max_steps < optimizer.warmup_steps",
         PROBLEMS,
     ),
     Mutation(

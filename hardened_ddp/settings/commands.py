@@ -5,18 +5,19 @@ Does not own: reading the command line (cli.py), what a command does.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 TRAIN = "train"
 HELP = "help"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Option:
     """A flag with a value, a switch, or a bare word, of a command other than training."""
 
     name: str
     text: str
+    _: KW_ONLY
     default: str = ""
     choices: tuple[str, ...] = ()
     is_word: bool = False
@@ -33,12 +34,13 @@ class Option:
     """The last of the words given by place takes all that are left; they are joined by newlines."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Command:
     """A command other than training."""
 
     text: str
     options: tuple[Option, ...] = ()
+    _: KW_ONLY
     takes_settings: bool = False
     """It trains, or uses the RUN that it names: settings may follow it."""
 
@@ -46,142 +48,123 @@ class Command:
     """What follows "--" is the command line of another program, and is not read here."""
 
 
+RUN = Option("run", "Run folder or checkpoint folder.", is_word=True, is_place=True)
+OUTPUT_DIR = Option(
+    "output_dir", "Folder that holds the run folders.", default="runs", is_place=True
+)
+
 COMMANDS: Mapping[str, Command] = {
-    "doctor": Command(text="Check this machine: Python, torch, GPUs, network, disk, memory."),
+    "doctor": Command("Check this machine: Python, torch, GPUs, network, disk, memory."),
     "explain": Command(
-        text="Explain the log of any DDP job: which rank failed, why, and how to fix it.",
-        options=(
+        "Explain the log of any DDP job: which rank failed, why, and how to fix it.",
+        (
             Option(
-                name="log",
-                is_place=True,
-                text="Log files, .gz, folders of logs, run folders, newest for the newest run in "
-                "runs, or - for standard input.",
+                "log",
+                "Log files, .gz, folders of logs, run folders, newest for the newest run in runs, "
+                "or - for standard input.",
                 is_word=True,
                 is_optional=True,
                 is_repeated=True,
+                is_place=True,
             ),
-            Option(name="cause", text="Code of a cause of docs/CAUSES.md: print it in full."),
-            Option(name="json", text="Write JSON instead of text.", is_switch=True),
+            Option("cause", "Code of a cause of docs/CAUSES.md: print it in full."),
+            Option("json", "Write JSON instead of text.", is_switch=True),
         ),
     ),
     "watch": Command(
-        text="Watch a run: every rank, what it does and how fast, the loss, and faults so far.",
-        options=(
+        "Watch a run: every rank, what it does and how fast, the loss, and faults so far.",
+        (
             Option(
-                name="run",
-                is_place=True,
-                text="Run folder, or its name in output_dir. Default: the newest run.",
+                "run",
+                "Run folder, or its name in output_dir. Default: the newest run.",
                 is_word=True,
                 is_optional=True,
-            ),
-            Option(
-                name="output_dir",
                 is_place=True,
-                text="Folder that holds the run folders.",
-                default="runs",
             ),
-            Option(name="every", text="Seconds between two updates.", default="1"),
-            Option(name="once", text="Print it once, and exit.", is_switch=True),
+            OUTPUT_DIR,
+            Option("every", "Seconds between two updates.", default="1"),
+            Option("once", "Print it once, and exit.", is_switch=True),
         ),
     ),
     "report": Command(
-        text="Write one HTML file of a run, or of several side by side: curves, faults, times.",
-        options=(
+        "Write one HTML file of a run, or of several side by side: curves, faults, times.",
+        (
             Option(
-                name="run",
-                is_place=True,
-                text="Run folders, or their names in output_dir.",
+                "run",
+                "Run folders, or their names in output_dir.",
                 is_word=True,
                 is_repeated=True,
-            ),
-            Option(
-                name="output_dir",
                 is_place=True,
-                text="Folder that holds the run folders.",
-                default="runs",
             ),
+            OUTPUT_DIR,
             Option(
-                name="output",
-                is_place=True,
-                text="File to write. Default: report.html in the run folder; of several runs, in "
+                "output",
+                "File to write. Default: report.html in the run folder; of several runs, in "
                 "output_dir.",
+                is_place=True,
             ),
         ),
     ),
     "verify-ledger": Command(
-        text="Prove from a run's ledger that each epoch took every sample exactly once.",
-        options=(
-            Option(
-                name="run", is_place=True, text="Run folder, or its name in runs.", is_word=True
-            ),
-        ),
+        "Prove from a run's ledger that each epoch took every sample exactly once.",
+        (replace(RUN, text="Run folder, or its name in runs."),),
     ),
     "evaluate": Command(
-        text="Evaluate a trained model on its whole test set; under torchrun the ranks share it.",
-        options=(
+        "Evaluate a trained model on its whole test set; under torchrun the ranks share it.",
+        (
+            RUN,
             Option(
-                name="run", is_place=True, text="Run folder or checkpoint folder.", is_word=True
-            ),
-            Option(
-                name="output",
+                "output",
+                "JSON file to write. Default: a file in the run folder, named after the step.",
                 is_place=True,
-                text="JSON file to write. Default: a file in the run folder, named after the step.",
             ),
         ),
         takes_settings=True,
     ),
     "audit": Command(
-        text="Run any DDP program under observation, or read its source, and report what is "
-        "silently wrong in it.",
-        options=(
-            Option(name="steps", text="Optimizer steps to observe on each rank.", default="50"),
+        "Run any DDP program under observation, or read its source, and report what is silently "
+        "wrong in it.",
+        (
+            Option("steps", "Optimizer steps to observe on each rank.", default="50"),
             Option(
-                name="hang_after",
-                text="Seconds without progress on any rank after which the program counts as hung.",
+                "hang_after",
+                "Seconds without progress on any rank after which the program counts as hung.",
                 default="20",
             ),
-            Option(
-                name="source", is_place=True, text="Python file to read instead; nothing is run."
-            ),
-            Option(name="json", text="Print the report as JSON.", is_switch=True),
+            Option("source", "Python file to read instead; nothing is run.", is_place=True),
+            Option("json", "Print the report as JSON.", is_switch=True),
         ),
         takes_program=True,
     ),
     "drill": Command(
-        text="Inject a fault into a run on this machine, and check how the run ends.",
-        options=(
+        "Inject a fault into a run on this machine, and check how the run ends.",
+        (
             Option(
-                name="name",
-                text="Name of the fault; all: all of them, one by one. Without it they are listed.",
+                "name",
+                "Name of the fault; all: all of them, one by one. Without it they are listed.",
                 is_word=True,
                 is_optional=True,
             ),
-            Option(name="ranks", text="Number of training processes.", default="2"),
-            Option(
-                name="table",
-                is_place=True,
-                text="File to write the verdicts to, as a Markdown table.",
-            ),
+            Option("ranks", "Number of training processes.", default="2"),
+            Option("table", "File to write the verdicts to, as a Markdown table.", is_place=True),
         ),
         takes_settings=True,
     ),
     "export": Command(
-        text="Write the model of a run for other programs, read it back and compare it.",
-        options=(
+        "Write the model of a run for other programs, read it back and compare it.",
+        (
+            RUN,
             Option(
-                name="run", is_place=True, text="Run folder or checkpoint folder.", is_word=True
-            ),
-            Option(
-                name="format",
-                text="safetensors: the weights; huggingface: for from_pretrained(); torch_export, "
-                "onnx: a program that needs none of this code.",
+                "format",
+                "safetensors: the weights; huggingface: for from_pretrained(); torch_export, onnx: "
+                "a program that needs none of this code.",
                 default="safetensors",
                 choices=("safetensors", "huggingface", "torch_export", "onnx"),
             ),
             Option(
-                name="output",
+                "output",
+                "New folder to write to. Default: exports/ and the run's name (and format).",
                 is_place=True,
-                text="New folder to write to. Default: exports/ and the run's name (and format).",
             ),
         ),
     ),

@@ -11,7 +11,7 @@ Does not own: checking a value against them (schema.py).
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -64,45 +64,28 @@ class Facts:
     """What is known of a setting beside its name, type and default."""
 
     text: str
-    bounds: Bounds | None
-    bare: str
-    shape: Shape
-    may_differ: bool
-    is_place: bool
-    """Whether it names a folder or a file of this machine."""
+    """What it does."""
 
-    path: str
-    """What an import path names, as package.module:Class, if the setting takes one."""
+    bounds: Bounds | None = None
+    bare: str = ""
+    """What the flag means without a value."""
+
+    shape: Shape = NOT_EMPTY
+    """What a text must look like."""
+
+    may_differ: bool = False
+    """Ranks may have different values, such as a path on their own disk."""
+
+    is_place: bool = False
+    """It names a folder or a file of this machine, so a URL is refused."""
+
+    path: str = ""
+    """What a setting of type `Literal[...] | ImportPath` takes beside its words."""
 
 
-def setting(
-    default: T,
-    text: str,
-    *,
-    bounds: Bounds | None = None,
-    bare: str = "",
-    shape: Shape = NOT_EMPTY,
-    may_differ: bool = False,
-    is_place: bool = False,
-    path: str = "",
-) -> T:
-    """Declare a field: its default, what it does, and what values it takes.
-
-    bare: what the flag means without a value. shape: what a text must look like.
-    may_differ: ranks may have different values, such as a path on their own disk.
-    is_place: it names a folder or a file of this machine, so a URL is refused.
-    path: beside its words, a setting of type `Literal[...] | ImportPath` takes this.
-    """
-    facts = Facts(
-        text=text,
-        bounds=bounds,
-        bare=bare,
-        shape=shape,
-        may_differ=may_differ,
-        is_place=is_place,
-        path=path,
-    )
-    metadata = {"facts": facts}
+def setting(default: T, text: str, **facts: Any) -> T:  # Any: the other fields of Facts
+    """Declare a field of a section: its default, what it does, and what values it takes."""
+    metadata = {"facts": Facts(text=text, **facts)}
     if isinstance(default, dict):
         return field(default_factory=partial(copy, default), metadata=metadata)
     return field(default=default, metadata=metadata)

@@ -1,7 +1,9 @@
 """The commands that messages print: each works when it is pasted where the user stands.
 
-Owns how a program, a path and an argument are typed there, and StartCommand.
-Does not own: which launcher started the ranks, and how (ranks/start_command.py).
+Owns how a program, a path and an argument are typed there, StartCommand, and what to type if a
+package that every run needs is missing.
+Does not own: which launcher started the ranks, and how (ranks/start_command.py); packages that only
+some commands need (data/foreign_code.py).
 What goes wrong here: the user is not in the project's folder, the environment of setup.sh is not
 active in the shell, a path has a space.
 """
@@ -14,10 +16,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hardened_ddp.errors import MissingPackageError
 from hardened_ddp.settings.wording import as_typed
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "ddp_training.py"
+NEEDED = ("torch", "numpy", "yaml", "psutil", "tqdm", "safetensors")
+"""The packages of requirements.txt without which no run starts, by the names to import."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,20 @@ def pip_command(requirements: str, package: str = "") -> str:
     lines = path.read_text(encoding="utf-8").splitlines()
     pinned = [line.partition("#")[0].strip() for line in lines if line.startswith(package)]
     return python_command("-m", "pip", "install", *pinned)
+
+
+def missing_package(error: ModuleNotFoundError) -> MissingPackageError | None:
+    """Return the error to report, or None if the missing package is another one."""
+    if error.name not in NEEDED:
+        return None
+    activate = shell_command("source", ROOT / ".venv" / "bin" / "activate")
+    fix = f"after this the same command again: {activate}"
+    if not (ROOT / ".venv" / "bin" / "activate").is_file():
+        fix = f"after this the same command again: {shell_command(ROOT / 'setup.sh')} && {activate}"
+    return MissingPackageError(
+        f"{sys.executable} has no package {error.name}, without which nothing can be trained",
+        fix=fix,
+    )
 
 
 def shell_command(*words: str | Path) -> str:

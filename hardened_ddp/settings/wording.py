@@ -22,56 +22,32 @@ _NO_BREAK = "\0"  # stands for a space that stays inside its line
 # Names that a setting had in earlier versions. A saved run is read with them, too (layers.py).
 OLD_NAMES = {"recovery": "step_retry"}
 # What other programs call a setting of ours, where the name is too different to guess it.
-OTHER_NAMES = {
-    "lr": "learning_rate",
-    "wd": "weight_decay",
-    "bs": "batch_size",
-    "bsz": "batch_size",
-    "batch": "batch_size",
-    "per_device_train_batch_size": "batch_size",
-    "per_device_eval_batch_size": "eval_batch_size",
-    "workers": "num_workers",
-    "grad_accum": "accumulation_steps",
-    "gradient_accumulation_steps": "accumulation_steps",
-    "max_grad_norm": "clip_grad_norm",
-    "max_norm": "clip_grad_norm",
-    "scheduler": "lr_schedule",
-    "warmup": "warmup_steps",
-    "num_epochs": "epochs",
-    "num_train_epochs": "epochs",
-    "arch": "model",
-    "precision": "amp",
-    "mixed_precision": "amp",
-    "fp16": "amp",
-    "bf16": "amp",
-    "device": "cpu_only",
-    "cpu": "cpu_only",
-    "no_cuda": "cpu_only",
-    "gpu": "single_gpu",
-    "name": "run_name",
-    "checkpoint": "resume",
-    "resume_from_checkpoint": "resume",
-    "save_every": "checkpoint_every_steps",
-    "save_steps": "checkpoint_every_steps",
-    "log_every": "log_interval",
-    "logging_steps": "log_interval",
-    "timeout": "timeout_s",
+_TOLD_ELSEWHERE = {
+    "learning_rate": ("lr",),
+    "weight_decay": ("wd",),
+    "batch_size": ("bs", "bsz", "batch", "per_device_train_batch_size"),
+    "eval_batch_size": ("per_device_eval_batch_size",),
+    "num_workers": ("workers",),
+    "accumulation_steps": ("grad_accum", "gradient_accumulation_steps"),
+    "clip_grad_norm": ("max_grad_norm", "max_norm"),
+    "lr_schedule": ("scheduler",),
+    "warmup_steps": ("warmup",),
+    "epochs": ("num_epochs", "num_train_epochs"),
+    "model": ("arch",),
+    "amp": ("precision", "mixed_precision", "fp16", "bf16"),
+    "cpu_only": ("device", "cpu", "no_cuda"),
+    "single_gpu": ("gpu",),
+    "run_name": ("name",),
+    "resume": ("checkpoint", "resume_from_checkpoint"),
+    "checkpoint_every_steps": ("save_every", "save_steps"),
+    "log_interval": ("log_every", "logging_steps"),
+    "timeout_s": ("timeout",),
 }
-_LAUNCHER_NAMES = frozenset(
-    {
-        "standalone",
-        "nnodes",
-        "nproc_per_node",
-        "node_rank",
-        "master_addr",
-        "master_port",
-        "rdzv_backend",
-        "rdzv_endpoint",
-        "rdzv_id",
-        "max_restarts",
-        "log_dir",
-    }
-)
+OTHER_NAMES = {other: name for name, others in _TOLD_ELSEWHERE.items() for other in others}
+_LAUNCHER_NAMES = {
+    *("standalone", "nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port"),
+    *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "max_restarts", "log_dir"),
+}
 
 
 def shown(value: object) -> str:

@@ -9,7 +9,6 @@ from hardened_ddp.errors import ConfigError
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.commands import COMMANDS
 from hardened_ddp.settings.layers import resolve
-from hardened_ddp.settings.rules import RULES
 from hardened_ddp.settings.schema import SETTINGS
 from hardened_ddp.settings.wording import OLD_NAMES, OTHER_NAMES
 from tests.harness.settings_given import (
@@ -63,11 +62,8 @@ class TestProblems:
         [
             ("batch_sze", "batch_size"),
             ("lr", "learning_rate"),
-            ("workers", "num_workers"),
             ("Epochs", "epochs"),
-            ("find_unused_parameter", "find_unused_parameters"),
             ("no_tensorbord", "tensorboard"),
-            ("checkpoint_every_step", "checkpoint_every_steps"),
             ("recovery", "step_retry"),
         ],
     )
@@ -75,23 +71,18 @@ class TestProblems:
         assert problem_of(f"--{given} 3").endswith(f"did you mean --{meant}?")
         assert problems_in(f"{given}: 3\n")[0].endswith(f"did you mean {meant}?")
 
-    def test_a_name_with_dashes_in_the_file_gets_the_right_one(self) -> None:
+    def test_dashes_as_they_are_not_taken_lead_to_the_right_name(self) -> None:
         assert problems_in("batch-size: 3\n")[0].endswith("did you mean batch_size?")
-
-    def test_a_flag_with_one_dash_gets_the_right_one(self) -> None:
         assert problem_of("-batch_size 3").endswith("did you mean --batch_size?")
 
     def test_flags_of_the_launcher_are_told_apart(self) -> None:
         assert "belongs to torchrun" in problem_of("--nproc_per_node=2")
         assert "start with torchrun" in problem_of("--local-rank=0")
 
-    def test_names_of_other_programs_lead_to_settings_that_exist(self) -> None:
-        assert set(OTHER_NAMES.values()) <= SETTINGS.keys()
-        assert not OTHER_NAMES.keys() & SETTINGS.keys()
-
-    def test_old_names_lead_to_settings_that_exist(self) -> None:
-        assert set(OLD_NAMES.values()) <= SETTINGS.keys()
-        assert not OLD_NAMES.keys() & (SETTINGS.keys() | OTHER_NAMES.keys())
+    def test_names_of_other_programs_and_old_ones_lead_to_settings_that_exist(self) -> None:
+        assert {*OTHER_NAMES.values(), *OLD_NAMES.values()} <= SETTINGS.keys()
+        assert not (OTHER_NAMES | OLD_NAMES).keys() & SETTINGS.keys()
+        assert not OTHER_NAMES.keys() & OLD_NAMES.keys()
 
     def test_a_name_like_no_other_is_not_guessed(self) -> None:
         assert "did you mean" not in problem_of("--xyzzy 3")
@@ -101,50 +92,36 @@ class TestProblems:
         [
             ("--epochs", "--epochs: has no value, needs an integer, 1 or more"),
             ("--batch_size --epochs 3", "--batch_size: has no value"),
-            ("--batch_size=", "--batch_size: has no value"),
             ("--batch_size 3 4", "--batch_size: found '4' after its value '3'"),
             ("--epochs -3", "--epochs: found -3, needs an integer, 1 or more"),
             ("--epochs 3.0", "found 3.0 (a number), needs an integer"),
-            ("--epochs 1e3", "found 1000.0 (a number), needs an integer"),
             ("--epochs true", "found true (a boolean), needs an integer"),
             ("--epochs auto", "found 'auto' (text), needs an integer"),
             ("--batch_size 3000000000", "at most 2147483647"),
             ("--num_workers -1", "needs auto or an integer, 0 or more"),
             ("--learning_rate -1e-3", "--learning_rate: found -0.001, needs a number, 0 or more"),
-            ("--learning_rate nan", "--learning_rate: found 'nan' (text), needs a number"),
             ("--learning_rate .nan", "--learning_rate: found nan, needs a number"),
             ("--learning_rate -inf", "--learning_rate: found '-inf' (text), needs a number"),
-            ("--learning_rate .inf", "--learning_rate: found inf, needs a number"),
             ("--learning_rate 1e999", "--learning_rate: found inf, needs a number"),
             ("--label_smoothing 1", "found 1, needs a number, 0 or more, below 1"),
             ("--timeout_s 0", "found 0, needs a number, above 0"),
             ("--timeout_s 1e9", "at most 604800"),
             ("--single_gpu yes", "found 'yes' (text), needs true or false"),
-            ("--single_gpu 1", "found 1 (an integer), needs true or false"),
             ("--no_single_gpu true", "--no_single_gpu: found 'true', needs no value"),
-            ("--no_epochs", "--no_epochs: no such setting"),
             ("--backend ncl", "found 'ncl', needs one of auto, nccl, gloo; did you mean nccl?"),
-            ("--backend NCCL", "did you mean nccl?"),
             ("--optimizer adamx", "needs one of adamw, adam, sgd, or package.module:Class; did"),
-            ("--optimizer torch.optim.RAdam", "sgd, or package.module:Class"),
             ("--optimizer 'a:B, c:D'", "sgd, or package.module:Class"),
             ("--lr_schedule cosin", "step, or package.module:callable; did you mean cosine?"),
-            ("--lr_schedule_args '{a: 1}'", "a built-in schedule takes no arguments"),
             ("--collate pad", "found 'pad', needs auto, or package.module:callable"),
             ("--collate a.b:c:d", "found 'a.b:c:d', needs auto, or package.module:callable"),
-            ("--collate a/b.py:pad", "needs auto, or package.module:callable"),
-            ("--collate :pad", "needs auto, or package.module:callable"),
             ("--amp true", "--amp: found 'true', needs one of auto, off, bf16, fp16"),
             ("--model ''", "--model: found '', needs text that is not empty"),
             ("--run_name ../x", "--run_name: found '../x', needs letters"),
-            ("--run_name ..", "--run_name: found '..', needs letters"),
-            ("--run_name a/b", "--run_name: found 'a/b', needs letters"),
             ("--run_name=-x", "--run_name: found '-x', needs letters"),
             (f"--run_name {'x' * 129}", "128 at most"),
             ("--data_dir '~/data'", "only the shell knows ~"),
             ("--data_dir 'a\nb'", "needs text without control characters"),
             ("--model_args 3", "found 3 (an integer), needs a mapping"),
-            ("--model_args '[1]'", "found [1] (a list), needs a mapping"),
             ("--model_args ''", "has no value, needs a mapping"),
             ("--model_args '{depth:18}'", "is a space missing after the colon?"),
             ("--model_args '{a: 1, a: 2}'", "a: is already set in line 1"),
@@ -153,7 +130,6 @@ class TestProblems:
             ("--config", "--config: has no value, needs a file"),
             ("--config=a --config=b", "--config: found 2 files"),
             ("-b 4", "-b: no such setting"),
-            ("--", "--: no such setting"),
         ],
     )  # fmt: skip
     def test_a_bad_flag_is_told(self, flags: str, told: str) -> None:
@@ -166,21 +142,17 @@ class TestProblems:
             ("\n\nepochs: '3'\n", "my.yaml:3: epochs: found '3' (text), needs an integer"),
             ("epochs:\n", "my.yaml:1: epochs: has no value, needs an integer"),
             ("num_workers: null\n", "my.yaml:1: num_workers: has no value, needs auto or"),
-            ("epochs: [1]\n", "found [1] (a list)"),
             ("epochs: {a: 1}\n", "found {'a': 1} (a mapping)"),
             ("epochs: 3.0\n", "found 3.0 (a number)"),
             ("download: yes\n", "found 'yes' (text), needs true or false"),
             ("amp: false\n", "found false (a boolean), needs one of auto, off"),
             ("run_name: 3\n", 'as text it is written "3"'),
             ("learning_rate: .nan\n", "found nan, needs a number, 0 or more, finite"),
-            ("learning_rate: -.inf\n", "found -inf, needs a number, 0 or more, finite"),
             (f"learning_rate: 1{'0' * 400}\n", "needs a number, 0 or more, finite"),
             (f"seed: {'9' * 5000}\n", "my.yaml:1: "),
             ("epochs: 3\nseed: 1\nepochs: 4\n", "my.yaml:3: epochs: is already set in line 1"),
             ("model_args: {a: 1, a: 2}\n", "my.yaml:1: a: is already set in line 1"),
             ("epochs: 1\nseed: [1\n", "my.yaml:3: is not YAML"),
-            ("epochs: 1\n\tseed: 1\n", "my.yaml:2: is not YAML"),
-            ("seed: 'x\n", "is not YAML"),
             ("seed: 1\nepochs 2\n# more\namp: off\n", "a simple key that begins in line 2, could"),
             ("a: b: c\n", "my.yaml:1: is not YAML"),
             ("seed: 1\n---\nseed: 2\n", "my.yaml:2: is not YAML"),
@@ -191,7 +163,6 @@ class TestProblems:
             ("seed: !!int x\n", "'x' can't be read as int"),
             (f"model_args: {'[' * 60}{']' * 60}\n", "more than 50 levels deep"),
             (f"model_args: {'[' * 2000}{']' * 2000}\n", "is nested"),
-            ("- epochs\n", "my.yaml:1: found sequence, needs lines such as"),
             ("epochs\n", "my.yaml:1: found scalar, needs lines such as"),
             ("[1, 2]: 3\n", "my.yaml:1: a sequence: no such setting"),
             ("data:\n  batch_size: 4\n", "settings have no sections here"),
@@ -216,16 +187,12 @@ class TestProblems:
         with pytest.raises(ConfigError, match="null byte"):
             resolve(parse(["--config", "a\0b"]))
 
-    def test_arguments_that_are_not_utf8_are_told(self) -> None:
+    def test_arguments_that_are_not_utf8_are_told_and_of_a_path_what_to_set(self) -> None:
         bad = os.fsdecode(b"\xff")
-        for words in (["--data_dir", bad], ["--model_args", bad], [f"--{bad}"]):
+        for words in (["--model_args", bad], [f"--{bad}"], ["--data_dir", bad]):
             with pytest.raises(ConfigError) as caught:
                 resolve(parse(words))
             assert str(caught.value).isascii()
-
-    def test_a_path_that_the_locale_cant_read_is_told_with_what_to_set(self) -> None:
-        with pytest.raises(ConfigError) as caught:
-            resolve(parse(["--data_dir", "/data/\udcc3\udca9"]))
         assert "export LC_ALL=C.UTF-8" in str(caught.value)
 
     def test_many_aliases_of_one_file_are_one_line(self) -> None:
@@ -242,20 +209,30 @@ class TestRules:
     @pytest.mark.parametrize(
         ("flags", "names"),
         [
-            ("--single_gpu --cpu_only", ("single_gpu", "cpu_only")),
-            ("--backend nccl --cpu_only", ("backend", "cpu_only")),
-            ("--amp fp16 --cpu_only", ("amp", "cpu_only")),
-            ("--sync_batchnorm --cpu_only", ("sync_batchnorm", "cpu_only")),
-            ("--static_graph --find_unused_parameters", ("static_graph", "find_unused_parameters")),
-            ("--static_graph --split_by_length", ("static_graph", "split_by_length")),
-            ("--warmup_steps 10 --max_steps 10", ("warmup_steps", "max_steps")),
+            ("--single_gpu --cpu_only", "single_gpu cpu_only"),
+            ("--backend nccl --cpu_only", "backend cpu_only"),
+            ("--amp fp16 --cpu_only", "amp cpu_only"),
+            ("--sync_batchnorm --cpu_only", "sync_batchnorm cpu_only"),
+            ("--init_from runs/a --pretrained", "init_from pretrained"),
+            ("--compile --bucket_cap_mb 0.5", "compile bucket_cap_mb"),
+            ("--streaming --dataset cifar10", "streaming dataset"),
+            ("--static_graph --find_unused_parameters", "static_graph find_unused_parameters"),
+            ("--static_graph --split_by_length", "static_graph split_by_length"),
+            (
+                "--global_batch_size 8 --accumulation_steps 2",
+                "global_batch_size accumulation_steps",
+            ),
+            ("--lr_schedule step --lr_schedule_args '{a: 1}'", "lr_schedule lr_schedule_args"),
+            ("--stop_when loss --eval_every 0", "stop_when eval_every"),
+            ("--warmup_steps 10 --max_steps 10", "warmup_steps max_steps"),
         ],
     )
-    def test_two_settings_that_contradict_each_other_are_told(
-        self, flags: str, names: tuple[str, ...]
-    ) -> None:
-        line = problem_of(flags)
-        assert all(f"--{name} " in line for name in names)
+    def test_two_settings_that_contradict_each_other_are_told(self, flags: str, names: str) -> None:
+        line = problems_of(flags, world_size=2)[0]
+        assert all(f"--{name} " in line for name in names.split())
+
+    def test_a_task_that_does_not_exist_is_told(self) -> None:
+        assert "--task clasification: there is no such task" in problem_of("--task clasification")
 
     def test_single_gpu_with_several_ranks_is_told(self) -> None:
         assert "--single_gpu true with 2 ranks" in problem_of("--single_gpu", world_size=2)
@@ -286,9 +263,6 @@ class TestRules:
         assert len(problems_in("static_graph: [\n", "--find_unused_parameters")) == 1
         assert len(problems_in("static_graph: !x true\n", "--find_unused_parameters")) == 1
 
-    def test_rules_name_settings_that_exist(self) -> None:
-        assert {name for rule in RULES for name in rule.names} <= SETTINGS.keys()
-
 
 PLACES = [f"--{name}" for name, setting in SETTINGS.items() if setting.facts.is_place]
 WORDS = [
@@ -308,8 +282,13 @@ class TestPlaces:
         for text in (*(s.facts.text for s in SETTINGS.values()), *map(str, COMMANDS.values())):
             assert "://" not in text, "a setting that takes a URL is no place"
 
-    @pytest.mark.parametrize("words", ["--config", *PLACES, *WORDS])
-    @pytest.mark.parametrize("url", ["s3://bucket/runs", "gs://b", "HTTPS://a.b/c?d=e", "a+b.c://"])
+    @pytest.mark.parametrize(
+        ("words", "url"),
+        [
+            *((words, "s3://bucket/runs") for words in ("--config", *PLACES, *WORDS)),
+            *(("--data_dir", url) for url in ("gs://b", "HTTPS://a.b/c?d=e", "a+b.c://")),
+        ],
+    )
     def test_a_url_is_refused_where_a_folder_or_a_file_is_meant(self, words: str, url: str) -> None:
         problem = problem_of(f"{words} {url}")
         assert problem.startswith(f"{words.split()[-1]}: " if "--" in words else ("RUN", "LOG"))

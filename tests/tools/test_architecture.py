@@ -60,7 +60,6 @@ BUDGETS = {
 # Functions that take one value, by its name, for each thing that they make or pass on.
 ONE_FOR_EACH_FIELD = {
     "data/batches/sampler.py": {"__init__"},
-    "settings/declare.py": {"setting"},
     "streams/shard_sampler.py": {"__init__"},
     # their parameters are the keys of --dataset_args
     "data/sources/synthetic.py": {"__init__"},
