@@ -130,7 +130,7 @@ def run_ranks(
     prepare_environment(launch, environment(), debug=debug, deterministic=config.deterministic)
     prepare_signals(launch)
     from hardened_ddp.ranks.tracker import Tracker
-    from hardened_ddp.reporting.start_up import StartUp
+    from hardened_ddp.reporting.progress import StartUp
 
     tracker = Tracker()  # knows what this rank is doing, and for how long
     start_up = StartUp(tracker, launch, debug=debug)

@@ -10,7 +10,7 @@ from time import perf_counter
 
 from ddp_runs.check import GIB, MIB, Check
 from hardened_ddp.data.batches.workers import cpu_budget
-from hardened_ddp.reporting.container import read_container_memory
+from hardened_ddp.reporting.resources import read_container_memory
 
 _CGROUP = Path("/sys/fs/cgroup")
 _SHARED_MEMORY = Path("/dev/shm")

@@ -4,7 +4,7 @@ Owns the list of files and the warnings when one can't be written. After a resta
 step both contain some steps twice: TensorBoard is told to discard the first, and a reader of
 metrics.jsonl takes the last line of a step.
 
-Does not own: the formats (event_file.py, pictures.py), the thread (background.py), the disk
+Does not own: the formats (event_file.py), the thread (background.py), the disk
 (sinks.py).
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from hardened_ddp.reporting import event_file, pictures
+from hardened_ddp.reporting import event_file
 from hardened_ddp.reporting.background import ReportWriter
 from hardened_ddp.reporting.sinks import FileSink
 from hardened_ddp.reporting.trackers import TrackerThread
@@ -76,9 +76,9 @@ class MetricsLog:
         """Write up to 16 images (N, C, H, W) of any range as one grid, and their titles as text."""
         if self._has_board and images.dim() == 4 and images.numel():
             # WHY not in the writer thread: torch would start another thread pool for it.
-            picture = pictures.draw_grid(images)
+            picture = event_file.draw_grid(images)
             self._writer.do(partial(self._add_picture, step, tag, picture, time.time()))
-            self._add_text(step, f"{tag}/titles", _as_table(titles[: pictures.MAX_PICTURES]))
+            self._add_text(step, f"{tag}/titles", _as_table(titles[: event_file.MAX_PICTURES]))
 
     def text(self, tag: str, text: str) -> None:
         """Write a text, shown verbatim."""
@@ -120,8 +120,8 @@ class MetricsLog:
             self._has_restart_record = True
             self._add_event(event_file.scalars_record(step, numbers, wall_time=now))
 
-    def _add_picture(self, step: int, tag: str, picture: pictures.Picture, now: float) -> None:
-        png = pictures.encode_png(picture)
+    def _add_picture(self, step: int, tag: str, picture: event_file.Picture, now: float) -> None:
+        png = event_file.encode_png(picture)
         width, height = picture.width, picture.height
         record = event_file.image_record(step, tag, png, width=width, height=height, wall_time=now)
         self._add_event(record)
@@ -155,7 +155,7 @@ class MetricsLog:
 
 def _as_table(titles: Sequence[str]) -> str:
     """Arrange titles in a table like the images in the grid."""
-    columns = max(1, min(pictures.COLUMNS, len(titles)))
+    columns = max(1, min(event_file.COLUMNS, len(titles)))
     cells = [title.replace("|", "/") for title in titles]
     rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
     lines = [f"| {' | '.join(row)} |" for row in rows]

@@ -1,7 +1,11 @@
-"""The progress bar: one, on rank 0, and only in a terminal.
+"""What shows whoever waits that a run goes on: signs of life while it starts, then a progress bar.
 
-Owns the bar, how often it is drawn, and that log lines appear above it. Without a terminal the log
-lines carry the same information. A terminal that is closed ends the bar, not the run.
+Between the command and the first step lie the import of torch, the other ranks, a download, the
+trials, the loader's workers and perhaps a compiler: a thread names the part that takes long. The
+bar is one, on rank 0, and only in a terminal; log lines appear above it, and carry the same
+information where there is none. A terminal that is closed ends the bar, not the run.
+
+Does not own: the parts of the start, which the tracker is told (ranks/tracker.py).
 """
 
 import logging
@@ -13,7 +17,10 @@ from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TextIO
 
-from hardened_ddp.reporting.log import write_within
+from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.tracker import Tracker
+from hardened_ddp.reporting.log import start_logging, stop_logging, write_within
 from hardened_ddp.reporting.sinks import TextSink
 
 if TYPE_CHECKING:
@@ -21,6 +28,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+FIRST_SIGN_S = 2.0
+_TICK_S = 0.5
+_END_LIMIT_S = 2.0
 _REDRAW_S = 0.2
 _REDRAW_IN_FILE_S = 10.0
 """If the bar is enabled without a terminal, each drawing is a line in a file."""
@@ -28,6 +38,40 @@ _REDRAW_IN_FILE_S = 10.0
 _COLUMNS_IF_UNKNOWN = 80
 _OPEN_LAYOUT = "{desc}step {n_fmt} [{elapsed}]"  # while the number of all steps is not known
 _LAYOUT = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
+
+
+class StartUp:
+    """Logging, and the signs of life, from now to close()."""
+
+    def __init__(
+        self, tracker: Tracker, launch: Launch, *, debug: bool, first_sign_s: float = FIRST_SIGN_S
+    ) -> None:
+        start_logging(rank=launch.rank, world_size=launch.world_size, debug=debug)
+        self._tracker = tracker
+        self._first_sign_s = first_sign_s
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="start-up", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, if it still runs, and logging."""
+        self._end.set()
+        self._thread.join(_END_LIMIT_S)
+        stop_logging()
+
+    def _watch(self) -> None:
+        seen, next_sign_s = "", 0.0
+        tick_s = min(_TICK_S, self._first_sign_s / 4)
+        while not self._end.wait(tick_s):
+            tracker = self._tracker
+            if tracker.num_steps > 0 or tracker.phase in (Phase.EVALUATION, Phase.CHECKPOINT):
+                return
+            part, age_s = tracker.part_of_start()
+            if part != seen:
+                seen, next_sign_s = part, self._first_sign_s
+            if age_s >= next_sign_s:
+                log.info("%s: %.0f s so far", part, age_s)
+                next_sign_s = max(3 * next_sign_s, age_s + self._first_sign_s)
 
 
 class ProgressBar:

@@ -1,17 +1,18 @@
 """Memory use of this process, the machine or its container, the GPU and /dev/shm.
 
 Owns the figures and the warning before memory runs out. Reads /proc directly if there is one: that
-is faster than psutil, and psutil is not loaded.
+is faster than psutil, and psutil is not loaded. Nor is torch: the doctor asks for a container's
+memory without it.
 """
 
 import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from hardened_ddp.reporting.container import read_container_memory
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +33,18 @@ class MemorySource:
     cgroup: Path = Path("/sys/fs/cgroup")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContainerMemory:
+    """A container's memory: its limit, and what is in use."""
+
+    limit_bytes: int
+    used_bytes: int
+
+
 class ResourceMonitor:
     """Reads memory figures; warns once when memory is nearly full. Never raises."""
 
-    def __init__(self, device: torch.device, *, source: MemorySource | None = None) -> None:
+    def __init__(self, device: "torch.device", *, source: MemorySource | None = None) -> None:
         self._device = device
         self._source = source or MemorySource()
         self._has_proc = self._source.process.exists()
@@ -89,6 +98,8 @@ class ResourceMonitor:
 
     def _read_gpu(self, found: dict[str, float]) -> None:
         if self._device.type == "cuda":
+            import torch
+
             found["memory/gpu_allocated_mib"] = torch.cuda.memory_allocated(self._device) / _MIB
             found["memory/gpu_reserved_mib"] = torch.cuda.memory_reserved(self._device) / _MIB
             found["memory/gpu_peak_mib"] = torch.cuda.max_memory_allocated(self._device) / _MIB
@@ -121,6 +132,31 @@ def read_used_percent(meminfo: Path) -> float:
     total = int(words[words.index(b"MemTotal:") + 1])
     available = int(words[words.index(b"MemAvailable:") + 1])
     return 100 * (total - available) / total
+
+
+def read_container_memory(cgroup: Path) -> ContainerMemory | None:
+    """Read the limit of this process's container (cgroup v2 or v1); None without a limit."""
+    for limit_name, used_name, stat_name, cache_name in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
+    ):
+        try:
+            limit = (cgroup / limit_name).read_text("ascii").strip()
+        except OSError:
+            continue
+        if limit == "max" or int(limit) >= 2**60:  # v1 says "no limit" with a huge number
+            return None
+        # WHY subtract the cache: the kernel reclaims it before it kills a process.
+        stat = (cgroup / stat_name).read_text("ascii").split()
+        cache = int(stat[stat.index(cache_name) + 1])
+        used = int((cgroup / used_name).read_text("ascii"))
+        return ContainerMemory(limit_bytes=int(limit), used_bytes=max(0, used - cache))
+    return None
 
 
 def _read(path: Path) -> bytes:

@@ -1,34 +1,35 @@
-"""The end of a run: summary.json, and the commands to continue with."""
+"""The results of a run: summary.json and the commands to continue with; the report of evaluate.
+
+Does not own: what a task adds to the report, such as a table of classes (task/).
+"""
 
 import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from hardened_ddp.errors import RunFolderError
 from hardened_ddp.reporting.sinks import open_no_link
 from hardened_ddp.settings.typed_command import own_command, python_command, shell_command
+from hardened_ddp.settings.wording import printable
 
 log = logging.getLogger(__name__)
 
 _NAME = "summary.json"
+READER_HAS_GONE = 141
+"""The exit status if nobody reads the report of evaluate: what a shell gives for SIGPIPE."""
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
     """Write summary.json, complete or not at all. A failure is a warning."""
-    path = folder / _NAME
-    aside = path.with_name(f".summary-{os.getpid()}.json")
+    text = json.dumps(_plain(summary), indent=2, allow_nan=False)
     try:
-        with open(aside, "w", encoding="utf-8", opener=open_no_link) as file:
-            file.write(json.dumps(_plain(summary), indent=2, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
+        _write_whole(folder / _NAME, text)
     except OSError as error:
         log.warning("summary.json can't be written: %s", error)
-        _remove(aside)
 
 
 def finished_at(folder: Path) -> int | None:
@@ -67,6 +68,59 @@ def closing_lines(
         f"evaluate:    {own_command('evaluate', folder)}",
         f"export:      {own_command('export', folder)}",
     ]
+
+
+def write_report(path: Path, report: Mapping[str, Any]) -> None:
+    """Write the report, complete or not at all. Raises RunFolderError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_whole(path, json.dumps(report, indent=1))
+    except OSError as error:
+        raise RunFolderError(
+            f"the report can't be written to {path}: {error}",
+            fix="choose another place: --output FILE",
+        ) from error
+
+
+def print_report(
+    report: Mapping[str, Any], *, metrics: str, table: Sequence[str], place: Path, output: TextIO
+) -> bool:
+    """Print the report; return False if whoever read the output has gone, as in: ... | head.
+
+    metrics: one line; table: the task's part; place: where the file is.
+    """
+    lines = [
+        f"checkpoint {report['checkpoint']} (step {report['step']})",
+        f"test set of {report['dataset']}: {report['num_samples']} samples, each once",
+        metrics,
+    ]
+    if not report["is_data_of_training"]:
+        lines.append("note: this is not the data of the training")
+    if report["left_out"]:
+        lines.append(f"left out, because they can't be read: {len(report['left_out'])} samples")
+    lines += [*table, "", f"full report: {place}"]
+    text = "".join(f"{line}\n" for line in lines)
+    try:
+        output.write(printable(text).encode("ascii", "backslashreplace").decode("ascii"))
+        output.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())  # for what is not sent yet
+        return False
+    return True
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a text file, complete or not at all. Raises OSError."""
+    aside = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        with open(aside, "w", encoding="utf-8", opener=open_no_link) as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        _remove(aside)
+        raise
 
 
 def _plain(value: Any) -> Any:  # Any: JSON

@@ -1,7 +1,8 @@
 """Trackers: where the curves of a run go besides metrics.jsonl, such as Weights & Biases.
 
 Owns the seam for trackers, and one thread for each: a tracker that is slow, hangs or raises is
-named once and left behind, and training goes on. A tracker is any class such as
+named once and left behind, and training goes on. WandbTracker is the one that is built in. Another
+one is any class such as
 
     class MyTracker:
         def __init__(self, *, folder: Path, settings: Mapping[str, Any]) -> None: ...
@@ -13,17 +14,19 @@ Does not own: TensorBoard, whose files are written without its package (event_fi
 """
 
 import logging
+import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from hardened_ddp.reporting.background import ReportWriter
+from hardened_ddp.reporting.sinks import write_text
 
 log = logging.getLogger(__name__)
 
 _CLOSE_LIMIT_S = 30.0
 """How long the end of a run waits for a tracker that sends its last values over a network."""
-
 
 _QUIET_S = 2.0
 """How long it waits for one without saying so."""
@@ -101,3 +104,43 @@ class TrackerThread:
                 error,
             )
             log.debug("the traceback of tracker %s", self.name, exc_info=True)
+
+
+class WandbTracker:
+    """Weights & Biases: --tracker wandb.
+
+    Its id of a run is kept in the run folder, so a resumed run goes on in the same curves. Project,
+    key and mode are set as W&B says, by WANDB_PROJECT, WANDB_API_KEY and WANDB_MODE (offline writes
+    to the run folder only; later: wandb sync).
+    """
+
+    def __init__(self, *, folder: Path, settings: Mapping[str, Any]) -> None:  # Any: of settings
+        """Start or continue the W&B run of a run folder. Raises what wandb raises."""
+        import wandb
+
+        self._run = wandb.init(
+            dir=folder,
+            id=_read_wandb_id(folder / "wandb"),
+            name=folder.name,
+            resume="allow",
+            config=dict(settings),
+            # WHY no console: it would put itself between this process and its log
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Log values; W&B ignores a step that is before the last one, as after a rollback."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Send or write what is left."""
+        self._run.finish()
+
+
+def _read_wandb_id(folder: Path) -> str:
+    """Return the id of a run folder; make one the first time."""
+    path = folder / "run-id.txt"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(path, uuid.uuid4().hex[:16] + "\n")
+    return path.read_text(encoding="utf-8").strip()

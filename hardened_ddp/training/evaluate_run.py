@@ -3,7 +3,7 @@
 Owns the content of its report. Every sample counts once: the ranks' shares do not overlap, and at
 the end the count is compared with the size of the set.
 Does not own: the loop over the test set (evaluation.py), the metrics and the table of classes
-(task/), the format of the report (reporting/evaluation_report.py).
+(task/), the format of the report (reporting/summary.py).
 """
 
 import os
@@ -25,7 +25,7 @@ from hardened_ddp.preflight.equal_forwards import check_equal_evaluation
 from hardened_ddp.preflight.memory_format import Trial
 from hardened_ddp.ranks.garbage import collect_as_usual
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.reporting.evaluation_report import READER_HAS_GONE, print_report, write_report
+from hardened_ddp.reporting.summary import READER_HAS_GONE, print_report, write_report
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.layers import Resolved
 from hardened_ddp.step.progress import Totals

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from hardened_ddp.data.foreign_code import import_callable
 from hardened_ddp.errors import ConfigError, MissingPackageError
-from hardened_ddp.reporting.trackers import Tracker, TrackerThread
-from hardened_ddp.reporting.weights_and_biases import WandbTracker
+from hardened_ddp.reporting.trackers import Tracker, TrackerThread, WandbTracker
 from hardened_ddp.settings.config import TENSORBOARD, WANDB, Config, tracker_names
 from hardened_ddp.settings.schema import flatten
 from hardened_ddp.settings.typed_command import pip_command

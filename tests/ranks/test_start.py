@@ -12,7 +12,7 @@ import pytest
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.place import Launch
 from hardened_ddp.ranks.tracker import Tracker
-from hardened_ddp.reporting import start_up
+from hardened_ddp.reporting.progress import StartUp
 from hardened_ddp.training.start_summary import changed_settings, not_used_line
 from tests.harness.processes import ROOT, deadline, limit_of
 from tests.harness.ranks import run_command, train
@@ -110,7 +110,7 @@ def test_a_part_of_the_start_that_takes_long_gives_a_sign_of_life(
 ) -> None:
     tracker = Tracker()
     caplog.set_level(logging.INFO, logger="hardened_ddp")
-    starting = start_up.StartUp(tracker, Launch(), debug=False, first_sign_s=0.02)
+    starting = StartUp(tracker, Launch(), debug=False, first_sign_s=0.02)
     try:
         for part, begin in (
             ("opening the dataset: ", lambda: tracker.begin("opening the dataset")),

@@ -34,7 +34,7 @@ from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting import background, sinks, step_clock
 from hardened_ddp.reporting import metrics as metrics_module
-from hardened_ddp.reporting.event_file import crc32c
+from hardened_ddp.reporting.event_file import crc32c, draw_grid, encode_png
 from hardened_ddp.reporting.log import (
     ON_EVERY_RANK,
     add_log_file,
@@ -42,7 +42,6 @@ from hardened_ddp.reporting.log import (
     stop_logging,
 )
 from hardened_ddp.reporting.metrics import MetricsLog
-from hardened_ddp.reporting.pictures import draw_grid, encode_png
 from hardened_ddp.reporting.progress import ProgressBar
 from hardened_ddp.reporting.resources import MemorySource, ResourceMonitor
 from hardened_ddp.reporting.sinks import FileSink, TextSink

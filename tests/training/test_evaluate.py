@@ -11,7 +11,7 @@ import torch
 from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
 from hardened_ddp.data.sources.digits import open_digits
 from hardened_ddp.errors import CheckpointMismatchError, ModelError
-from hardened_ddp.reporting.evaluation_report import print_report
+from hardened_ddp.reporting.summary import print_report
 from hardened_ddp.task.confusion import class_figures, confusion_lines
 from hardened_ddp.training.rebuild import example_inputs, model_tensors, rebuild_model
 from tests.harness.ranks import train
