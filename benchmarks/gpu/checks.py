@@ -26,7 +26,7 @@ from hardened_ddp.settings.config import OptimizerConfig
 from hardened_ddp.step.events import Flag
 from hardened_ddp.step.progress import Totals
 from hardened_ddp.task.classification import Classification
-from hardened_ddp.task.first_mistakes import FirstMistakes
+from hardened_ddp.task.details import FirstMistakes
 
 _MIB = 2**20
 _MOST_WORKSPACE_MIB = 300  # of checksums: while factors of 128 MiB are mixed, as much again

@@ -12,8 +12,13 @@ from torch.nn.functional import cross_entropy
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
-from hardened_ddp.task.confusion import ConfusionMatrix
-from hardened_ddp.task.output import are_one_hot, described_labels, logits_of, split_output
+from hardened_ddp.task.details import ConfusionMatrix, name_of
+from hardened_ddp.task.output import (
+    are_one_hot,
+    described_labels,
+    logits_of,
+    split_output,
+)
 from hardened_ddp.task.task import Figures, Metric, Mistake, Score, Task
 
 ACCURACY = Metric("accuracy", form=".2%", short_name="acc", short_form=".1%")
@@ -70,7 +75,7 @@ class Classification(Task):
         if mean_loss is None:
             # WHY float(): under autocast logits are bf16, and a sum over a batch needs fp32.
             loss_sum = cross_entropy(
-                logits.float() if logits.dtype != torch.float64 else logits,
+                logits if logits.dtype == torch.float64 else logits.float(),
                 targets,
                 reduction="sum",
                 label_smoothing=self.label_smoothing,
@@ -146,8 +151,8 @@ class Classification(Task):
         return [
             Mistake(
                 inputs[i].cpu(),
-                f"true {self._name(int(targets[i]))}, "
-                f"predicted {self._name(int(score.predictions[i]))}",
+                f"true {name_of(int(targets[i]), self.class_names)}, "
+                f"predicted {name_of(int(score.predictions[i]), self.class_names)}",
             )
             for i in wrong
         ]
@@ -155,10 +160,6 @@ class Classification(Task):
     def table(self, device: torch.device) -> ConfusionMatrix:
         """Return an empty confusion matrix."""
         return ConfusionMatrix(self.num_classes, names=self.class_names, device=device)
-
-    def _name(self, label: int) -> str:
-        """Return the name of a class; a model may have more outputs than there are names."""
-        return self.class_names[label] if label < len(self.class_names) else str(label)
 
 
 def _fix_for_labels(labels: Any) -> str:  # Any: a dataset's labels

@@ -12,8 +12,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
-from hardened_ddp.task.output import logits_of
-from hardened_ddp.task.tables import SumsTable
+from hardened_ddp.task.details import SumsTable, name_of, shares_of
+from hardened_ddp.task.output import logits_of, shape_of
 from hardened_ddp.task.task import Figures, Metric, Score, Task
 
 _NEED = "(num_samples, num_labels)"
@@ -69,10 +69,9 @@ class Multilabel(Task):
         is_labelled = isinstance(targets, torch.Tensor)
         pair = _alike(logits, targets) if is_labelled else (logits, targets)
         if not is_labelled or pair[0].dim() != 2 or pair[0].shape != pair[1].shape:
-            shape = tuple(targets.shape) if isinstance(targets, torch.Tensor) else "no shape"
             raise ModelError(
-                f"the model gives logits of shape {tuple(logits.shape)} for labels of {shape}; "
-                "multilabel needs both alike: (num_samples, num_labels)",
+                f"the model gives logits of shape {tuple(logits.shape)} for labels of "
+                f"{shape_of(targets)}; multilabel needs both alike: (num_samples, num_labels)",
                 fix="give the model's last layer one output for each label",
             )
         self.num_labels = pair[0].shape[1]
@@ -106,20 +105,14 @@ class Multilabel(Task):
     def label_figures(self, sums: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return precision, recall and F1 of each label; None where the divisor is 0."""
         columns = zip(sums["true_positive"], sums["predicted"], sums["positive"], strict=True)
-        found = []
-        for index, (hit, predicted, positive) in enumerate(columns):
-            found.append(
-                {
-                    "name": self.class_names[index]
-                    if index < len(self.class_names)
-                    else str(index),
-                    "samples": int(positive),
-                    "precision": hit / predicted if predicted else None,
-                    "recall": hit / positive if positive else None,
-                    "f1": 2 * hit / (predicted + positive) if predicted + positive else None,
-                }
-            )
-        return found
+        return [
+            {
+                "name": name_of(index, self.class_names),
+                "samples": int(labelled),
+                **shares_of(hit, predicted=predicted, labelled=labelled),
+            }
+            for index, (hit, predicted, labelled) in enumerate(columns)
+        ]
 
 
 def _alike(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -200,6 +200,11 @@ def described_labels(labels: object) -> str:
     return f"a {type(labels).__name__}"
 
 
+def shape_of(labels: object) -> object:
+    """Return the shape of labels for a message, whatever they are."""
+    return tuple(labels.shape) if isinstance(labels, torch.Tensor) else "no shape"
+
+
 def described(output: object) -> str:
     """Describe what a model returned."""
     if isinstance(output, torch.Tensor):

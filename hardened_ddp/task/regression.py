@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ConfigError, ModelError
+from hardened_ddp.task.details import SumsTable
 from hardened_ddp.task.output import logits_of
-from hardened_ddp.task.tables import SumsTable
 from hardened_ddp.task.task import Figures, Metric, Score, Task
 
 LossName = Literal["mse", "l1", "huber"]

@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
-from hardened_ddp.task.output import logits_of
-from hardened_ddp.task.tables import SumsTable
+from hardened_ddp.task.details import SumsTable, name_of
+from hardened_ddp.task.output import logits_of, shape_of
 from hardened_ddp.task.task import Figures, Metric, Mistake, Score, Task
 
 IGNORED = -100
@@ -50,8 +50,8 @@ class Segmentation(Task):
         """Compare the logits of each pixel that counts with its label."""
         targets = batch.targets
         logits = logits_of(output, need=_NEED)
-        wide = logits if logits.dtype == torch.float64 else logits.float()
         labels = targets.long()
+        wide = logits if logits.dtype == torch.float64 else logits.float()
         loss_sum = cross_entropy(wide, labels, reduction="sum", ignore_index=self.ignore_index)
         counts = labels.ne(self.ignore_index)
         predictions = logits.detach()[:, : self.num_classes].argmax(dim=1)
@@ -70,11 +70,10 @@ class Segmentation(Task):
         is_labelled = isinstance(targets, torch.Tensor) and not targets.is_floating_point()
         is_map = is_labelled and targets.dim() in _SIZES and logits.dim() == targets.dim() + 1
         if not is_map or (shape[0], *shape[2:]) != tuple(targets.shape):
-            labels = tuple(targets.shape) if isinstance(targets, torch.Tensor) else "no shape"
             raise ModelError(
-                f"the model gives logits of shape {shape} for labels of {labels}; segmentation "
-                f"needs {_NEED} for labels (num_samples, height, width) of integers, or both with "
-                "a depth before the height",
+                f"the model gives logits of shape {shape} for labels of {shape_of(targets)}; "
+                f"segmentation needs {_NEED} for labels (num_samples, height, width) of integers, "
+                "or both with a depth before the height",
                 fix="give one output channel for each class, at the size of the labels",
             )
         self.num_classes = self.num_classes or shape[1]
@@ -112,10 +111,9 @@ class Segmentation(Task):
     def _rows(self, sums: Mapping[str, Any], count: float) -> list[dict[str, Any]]:
         confusion = sums["confusion"]
         shares = self.class_shares(confusion)
-        names = [*self.class_names, *map(str, range(len(self.class_names), len(shares)))]
         return [
-            {"name": name, "pixels": int(sum(row)), "iou": share}
-            for name, row, share in zip(names, confusion, shares, strict=False)
+            {"name": name_of(index, self.class_names), "pixels": int(sum(row)), "iou": share}
+            for index, (row, share) in enumerate(zip(confusion, shares, strict=True))
         ]
 
     def class_shares(self, confusion: Sequence[Sequence[float]]) -> list[float | None]:

@@ -19,9 +19,9 @@ from torch.nn.functional import cross_entropy
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.fetch import preserved_rng
 from hardened_ddp.errors import ANY_FAILURE, ModelError
-from hardened_ddp.task.output import logits_of, may_be_left_out, split_output
+from hardened_ddp.task.details import TokenTable
+from hardened_ddp.task.output import logits_of, may_be_left_out, shape_of, split_output
 from hardened_ddp.task.own_metrics import OwnMetrics
-from hardened_ddp.task.tables import TokenTable
 from hardened_ddp.task.task import Figures, Metric, Score, Task
 
 IGNORED = -100
@@ -95,10 +95,10 @@ class Tokens(Task):
         logits = logits_of(output, need=_NEED)
         is_labelled = isinstance(targets, torch.Tensor) and not targets.is_floating_point()
         if not is_labelled or logits.dim() != 3 or logits.shape[:2] != targets.shape:
-            labels = tuple(targets.shape) if isinstance(targets, torch.Tensor) else "no shape"
             raise ModelError(
-                f"the model gives logits of shape {tuple(logits.shape)} for labels of {labels}; "
-                f"--task tokens needs {_NEED} for labels (num_samples, length)",
+                f"the model gives logits of shape {tuple(logits.shape)} for labels of "
+                f"{shape_of(targets)}; --task tokens needs {_NEED} for labels (num_samples, "
+                "length)",
                 fix="return logits for every position, and give each an integer label "
                 f"({self.ignore_index}: none)",
             )

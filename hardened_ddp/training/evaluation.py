@@ -22,7 +22,7 @@ from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step.failure import explain_evaluation
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Totals
-from hardened_ddp.task.first_mistakes import FirstMistakes
+from hardened_ddp.task.details import FirstMistakes
 from hardened_ddp.task.task import LOSS, Mistake, Score, Task
 
 

@@ -10,7 +10,7 @@ from benchmarks import step_ops
 from benchmarks.ops_trace import Trace
 from hardened_ddp.gradients.buckets import flag_of
 from hardened_ddp.task.classification import Classification
-from hardened_ddp.task.first_mistakes import FirstMistakes
+from hardened_ddp.task.details import FirstMistakes
 from hardened_ddp.task.segmentation import Segmentation
 from hardened_ddp.task.tokens import Tokens
 from tests.harness.ranks import run_program, train

@@ -20,8 +20,7 @@ from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.step.progress import Totals
-from hardened_ddp.task.build import best_metric, build_task, choose_task
-from hardened_ddp.task.choose import task_that_fits
+from hardened_ddp.task.build import best_metric, build_task, choose_task, task_that_fits
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.multilabel import Multilabel
 from hardened_ddp.task.output import fix_for
