@@ -13,7 +13,6 @@ from torch import nn
 import ddp_training
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.sources.datasets import build_data
-from hardened_ddp.errors import ModelError
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import Launch, environment, read_launch
 from hardened_ddp.settings.cli import parse
@@ -84,20 +83,6 @@ def test_only_the_task_stands_between_its_caller_and_the_model() -> None:
     Classification(num_classes=3).forward(model, batch_of(LOGITS, TARGETS))
     test = "test_only_the_task_stands_between_its_caller_and_the_model"
     assert above == ["forward", test]
-
-
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        ([1.0], "returned a list of a float; need a tensor"),
-        ({"prediction": LOGITS}, r"returned a dict with \['prediction'\]; need a tensor"),
-        (LOGITS[:, :2], r"logits of shape \(3, 2\) for 3 samples and 3 classes"),
-    ],
-    ids=["no tensor", "no logits", "too few classes"],
-)
-def test_an_output_that_does_not_fit_is_told_in_words(output: object, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        Classification(num_classes=3).check(output, batch_of(LOGITS, TARGETS))
 
 
 def test_totals_add_up_the_sums_of_any_task_and_go_back_to_a_mark() -> None:
