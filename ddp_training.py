@@ -364,7 +364,7 @@ def fit(run: Run) -> Ending:
 def finish_epoch(run: Run) -> bool:
     """Evaluate and save if that is due; False: stopped within the evaluation. Collective."""
     from hardened_ddp.step.step import is_due
-    from hardened_ddp.task.build import best_metric
+    from hardened_ddp.task.build import metric_of
     from hardened_ddp.training.early_stop import note_evaluation
     from hardened_ddp.training.evaluation import evaluate
 
@@ -382,7 +382,7 @@ def finish_epoch(run: Run) -> bool:
             progress.reopen_epoch(parts.sampler.end)  # the next start evaluates again
             return False
         run.report.log_evaluation(progress, evaluation)
-        metric = best_metric(parts.task, parts.config.task.best_metric)
+        metric = metric_of(parts.task, parts.config.task.best_metric, setting="best_metric")
         value = evaluation.figures[metric.name]
         if progress.note_best(metric, value):
             best = metric.record(value)

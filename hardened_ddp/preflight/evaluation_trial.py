@@ -20,8 +20,8 @@ from hardened_ddp.preflight.forward_collectives import watching
 from hardened_ddp.preflight.memory_format import Trial
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.parts import Parts
+from hardened_ddp.task.first_batch import check_score
 from hardened_ddp.task.output import fix_for_gradients
-from hardened_ddp.task.score_check import check_score
 
 log = logging.getLogger(__name__)
 

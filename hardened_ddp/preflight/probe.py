@@ -25,10 +25,14 @@ from hardened_ddp.preflight.forward_collectives import calls_of, find_collective
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import FindUnused
 from hardened_ddp.settings.wording import counted
+from hardened_ddp.task.first_batch import (
+    check_score,
+    refuse_late_buffers,
+    saved_shapes,
+    warn_of_unsaved,
+)
 from hardened_ddp.task.output import fix_for
 from hardened_ddp.task.own_metrics import OwnMetrics
-from hardened_ddp.task.saved_buffers import refuse_late_buffers, saved_shapes, warn_of_unsaved
-from hardened_ddp.task.score_check import check_score
 from hardened_ddp.task.task import Task
 
 log = logging.getLogger(__name__)

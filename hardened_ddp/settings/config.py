@@ -279,6 +279,9 @@ class TaskConfig:
     task_args: Mapping[str, Any] = setting(
         {}, "Arguments of the task, as a mapping: {loss: l1}, {ignore_index: 255}."
     )
+    label_smoothing: float = setting(
+        0.0, "Share of each target that is spread evenly over all classes.", bounds=FRACTION
+    )
     metrics: Mapping[str, Any] = setting(
         {},
         "Further metrics of the test set, as a mapping: {name: package.module:Class}. A class has "
@@ -383,9 +386,6 @@ class OptimizerConfig:
     )
     clip_grad_norm: float = setting(
         0.0, "Clip gradients to this norm. 0: no clipping.", bounds=NOT_NEGATIVE
-    )
-    label_smoothing: float = setting(
-        0.0, "Share of each target that is spread evenly over all classes.", bounds=FRACTION
     )
     amp: Amp = setting(
         "auto",

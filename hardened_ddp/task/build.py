@@ -19,8 +19,9 @@ from hardened_ddp.data.foreign_code import describe, import_callable, line_of_us
 from hardened_ddp.data.sources.datasets import TaskData
 from hardened_ddp.errors import ANY_FAILURE, ConfigError, HardenedError, ModelError
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.settings.config import TASKS, Config
+from hardened_ddp.settings.config import TASKS, TaskConfig
 from hardened_ddp.task.classification import Classification
+from hardened_ddp.task.first_batch import refuse_late_buffers, saved_shapes
 from hardened_ddp.task.multilabel import Multilabel
 from hardened_ddp.task.output import (
     are_one_hot,
@@ -34,7 +35,6 @@ from hardened_ddp.task.output import (
 from hardened_ddp.task.own import Own
 from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.regression import Regression
-from hardened_ddp.task.saved_buffers import refuse_late_buffers, saved_shapes
 from hardened_ddp.task.segmentation import Segmentation
 from hardened_ddp.task.task import LOSS, LOSS_METRIC, Metric, Task
 from hardened_ddp.task.tokens import Tokens
@@ -52,17 +52,17 @@ BUILT_IN: Mapping[str, type[Task]] = {
 }
 
 
-def check_metrics(config: Config) -> None:
+def check_metrics(config: TaskConfig, *, stop_when: str) -> None:
     """Raise ConfigError for metrics that can't be built, or names that no metric has. Rank-local.
 
     Before any data are seen: of a task that is built in, or of all of them where auto chooses.
     """
-    name, own = config.task.task, OwnMetrics(config.task.metrics)
+    name, own = config.task, OwnMetrics(config.metrics)
     if ":" in name:
         return  # what it measures is known when it is built
     tasks = BUILT_IN.values() if name == "auto" else [BUILT_IN[name]]
     known = {*own.names, LOSS, *(metric.name for task in tasks for metric in task.all_metrics())}
-    asked = {"best_metric": config.task.best_metric, "stop_when": config.loop.stop_when}
+    asked = {"best_metric": config.best_metric, "stop_when": stop_when}
     for setting, wanted in asked.items():
         if wanted not in {"", "auto", *known}:
             whose = "no task" if name == "auto" else f"the task {name}"
@@ -77,7 +77,7 @@ def choose_task(
     model: nn.Module,
     sample: Batch,
     data: TaskData,
-    config: Config,
+    config: TaskConfig,
     group: Group,
     *,
     saved: Mapping[str, Any] | None = None,  # Any: the numbers of a checkpoint
@@ -87,7 +87,7 @@ def choose_task(
     Collective: all ranks. Raises ModelError or ConfigError on all ranks alike.
     """
     began_with = (saved or {}).get("task", {})
-    name = config.task.task
+    name = config.task
     if name == "auto":
         name = began_with.get("name") or _fitting_name(model, sample, group)  # collective
     task = build_task(name, model, data, config)
@@ -107,7 +107,7 @@ def find_task(name: str) -> Callable[..., Any]:
     return BUILT_IN[name]
 
 
-def build_task(name: str, model: nn.Module, data: TaskData, config: Config) -> Task:
+def build_task(name: str, model: nn.Module, data: TaskData, config: TaskConfig) -> Task:
     """Build the task called name, by which model is trained on data. Rank-local.
 
     Raises ConfigError for an unknown name, or arguments that it does not take.
@@ -120,40 +120,32 @@ def build_task(name: str, model: nn.Module, data: TaskData, config: Config) -> T
         "num_outputs": data.label_size,
         "class_names": data.class_names,
         "input_shape": data.input_shape,
-        "label_smoothing": config.optimizer.label_smoothing,
+        "label_smoothing": config.label_smoothing,
     }
     try:
         wanted = inspect.signature(build).parameters
         known = {key: value for key, value in facts.items() if key in wanted}
-        task = build(**{**known, **config.task.task_args})
+        task = build(**{**known, **config.task_args})
     except HardenedError:
         raise
     except ANY_FAILURE as error:  # WHY broad: it may be the user's class
         log.debug("building the task failed", exc_info=True)
         raise ConfigError(
-            f"--task {name} can't be built with task_args {dict(config.task.task_args)}: "
+            f"--task {name} can't be built with task_args {dict(config.task_args)}: "
             f"{describe(error)}{line_of_user(error)}",
             fix="check --task_args against the constructor of the task",
         ) from error
     task = _as_task(task, name)
     taken = {"samples", LOSS, *(metric.name for metric in task.metrics)}
-    if twice := sorted(taken & config.task.metrics.keys()):
+    if twice := sorted(taken & config.metrics.keys()):
         raise ConfigError(
             f"metrics: {', '.join(twice)} is measured by the task {name} itself, or stands for "
             "something else in its results",
             fix="give your metric another name",
         )
-    task.attach(model, name, OwnMetrics(config.task.metrics))
-    best_metric(task, config.task.best_metric)  # raises if there is none of that name
+    task.attach(model, name, OwnMetrics(config.metrics))
+    metric_of(task, config.best_metric, setting="best_metric")  # raises if there is none
     return task
-
-
-def best_metric(task: Task, name: str) -> Metric:
-    """Return the metric of the test set that decides which checkpoint is best.
-
-    Raises ConfigError.
-    """
-    return metric_of(task, name, setting="best_metric")
 
 
 def metric_of(task: Task, name: str, *, setting: str) -> Metric:

@@ -57,7 +57,7 @@ def model_and_task(
     load_initial_weights(model, "" if saved else config.model.init_from, group)  # collective
     model = place_model(model, config.model, device=group.device, world_size=group.world_size)
     # The task makes a loss and metrics of the output. auto: the first batch says which task it is.
-    task = choose_task(model, samples[0], data, config, group, saved=saved)  # collective
+    task = choose_task(model, samples[0], data, config.task, group, saved=saved)  # collective
     as_built.reset()
     return model, task, samples
 

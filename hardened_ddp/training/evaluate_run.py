@@ -62,7 +62,7 @@ def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
     model = rebuild_model(model_tensors(weights), shared.meta).to(group.device)
     if shared.meta.get("channels_last"):  # WHY: the same order of additions as in training
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch
-    task = build_task(saved_task["name"], model, data, config)
+    task = build_task(saved_task["name"], model, data, config.task)
     task.take_over(saved_task["learned"])
     MovingAttributes(model, task).load(shared.meta.get("attributes", {}))
     table = task.table(group.device)

@@ -23,7 +23,7 @@ def check_names(config: Config) -> None:
     check_model(config.model.model)
     if config.task.task != "auto":
         find_task(config.task.task)
-    check_metrics(config)
+    check_metrics(config.task, stop_when=config.loop.stop_when)
     find_optimizer(config.optimizer)
     if isinstance(config.optimizer.lr_schedule, ImportPath):
         path = config.optimizer.lr_schedule

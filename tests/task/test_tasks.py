@@ -20,7 +20,7 @@ from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.layers import resolve
 from hardened_ddp.step.progress import Totals
-from hardened_ddp.task.build import best_metric, build_task, choose_task, task_that_fits
+from hardened_ddp.task.build import build_task, choose_task, metric_of, task_that_fits
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.multilabel import Multilabel
 from hardened_ddp.task.output import fix_for
@@ -344,7 +344,7 @@ class ModuleScore(nn.Module):
 def built(*argv: str) -> Task:
     config = resolve(parse(["--cpu_only", *argv]), world_size=1).config
     model = nn.Linear(3, 2)
-    return build_task(config.task.task, model, build_data(config.data), config)
+    return build_task(config.task.task, model, build_data(config.data), config.task)
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_a_class_that_only_scores_becomes_a_task_even_a_frozen_one() -> None:
     task = built("--task", "tests.task.test_tasks:Frozen")
     assert isinstance(task, Task)
     assert float(task.score(torch.ones(3, 2), Batch(None, None, torch.arange(3))).loss_sum) == 12
-    assert best_metric(task, "auto").name == "loss"
+    assert metric_of(task, "auto", setting="best_metric").name == "loss"
 
 
 @pytest.mark.parametrize(
@@ -403,10 +403,10 @@ def test_names_of_metrics_that_some_data_have_pass() -> None:
 
 
 def test_the_best_metric_is_the_first_of_the_task_or_the_loss() -> None:
-    assert best_metric(built("--task", "regression"), "auto").name == "rmse"
-    assert best_metric(built("--task", "own"), "auto").name == "loss"
+    for name, metric in (("regression", "rmse"), ("own", "loss")):
+        assert metric_of(built("--task", name), "auto", setting="best_metric").name == metric
     asked = built("--task", "own", "--metrics", "{total: tests.task.test_tasks:Sum}")
-    found = best_metric(asked, "total")
+    found = metric_of(asked, "total", setting="stop_when")
     assert (found.name, found.is_higher_better) == ("total", False)
 
 
@@ -465,7 +465,7 @@ def choose_on_ranks() -> str:
             Branching((2,) if group.launch.rank == 0 else (1,)),
             batch_of(labels, inputs=torch.ones(2)),
             data,
-            Config(),
+            Config().task,
             group,
         )
     except ModelError as error:
