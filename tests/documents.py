@@ -3,8 +3,8 @@
     python -m tests.documents      write config.yaml, pictures and generated parts of documents anew
 
 Owns: reading the documents, and their generated parts: causes (from the catalogue of explain),
-verdicts (from that of audit), drills (from their list), faults (from docs/PEERS_ON_FAULTS.md), and
-the capture of the first run (docs/first_run.txt).
+verdicts (from that of audit), drills (from their list), faults (from docs/PEERS_ON_FAULTS.md),
+sizes (from the files), and the capture of the first run (docs/first_run.txt).
 Does not own: whether what they say is true (test_docs.py).
 """
 
@@ -25,6 +25,7 @@ from ddp_drills.faults import all_faults
 from docs.pictures.draw import write_all
 from hardened_ddp.settings.record import template
 from tests.harness.processes import ROOT
+from tests.tools.test_architecture import BUDGETS, LAYERS
 
 README, TROUBLES, CONTRIBUTING = "README.md", "DDP_TROUBLESHOOTING.md", "CONTRIBUTING.md"
 GLOSSARY, READING = "docs/GLOSSARY.md", "docs/READING_ORDER.md"
@@ -45,6 +46,7 @@ GENERATED = {
     CAUSES: ("generated: causes",),
     DRILLS: ("generated: drills",),
     AUDIT: ("generated: verdicts of a run", "generated: verdicts of a source"),
+    READING: ("generated: sizes",),
 }
 """Which parts of which document are made from code or from measurements."""
 
@@ -61,6 +63,27 @@ SECTIONS = {
     "DDP-K01": ("checkpoint-corrupt",),
 }
 """Sections of DDP_TROUBLESHOOTING.md, and the causes of explain that each one treats."""
+SIZES_BEFORE = {
+    "ddp_doctor": (11_990, 74),
+    "ddp_runs": (2_590, 21),
+    "hardened_ddp": (30_717, 225),
+    "hardened_ddp/settings": (2_482, 22),
+    "hardened_ddp/ranks": (2_808, 26),
+    "hardened_ddp/reporting": (1_955, 18),
+    "hardened_ddp/data": (7_756, 55),
+    "hardened_ddp/task": (2_379, 17),
+    "hardened_ddp/model": (3_654, 25),
+    "hardened_ddp/checkpoint": (1_707, 8),
+    "hardened_ddp/guard": (1_594, 11),
+    "hardened_ddp/step": (2_001, 13),
+    "hardened_ddp/training": (3_785, 25),
+    "hardened_ddp/export": (394, 3),
+    "ddp_drills": (2_604, 18),
+    "launchers": (682, 7),
+    "tests": (33_654, 166),
+}
+"""Lines and files of the same code at commit b630b7b, where one package held the three products."""
+
 _LONGEST_PHRASE = 48
 _LONGEST_FIX = 60
 
@@ -245,12 +268,35 @@ def drills_tables() -> str:
     return "\n".join(lines)
 
 
+def sizes_table() -> str:
+    """Write the lines and files of each package, today and before.
+
+    Figures that are still within 2 % stay as they are: else every change would change the document.
+    """
+    shown = {row[0].strip("`"): row[1:3] for row in table_rows(READING, cells=6)}
+    lines = ["| package | lines | files | lines at most | lines before | files before |"]
+    lines.append("| --- " * 6 + "|")
+    layers = [f"hardened_ddp/{layer.split('/')[0]}" for layer in LAYERS]
+    packages = ("ddp_doctor", "ddp_runs", "hardened_ddp", *layers, *SIZES_BEFORE)
+    for package in filter(lambda name: (ROOT / name).is_dir(), dict.fromkeys(packages)):
+        paths = list((ROOT / package).rglob("*.py"))
+        now = (sum(len(text_of(str(p)).splitlines()) for p in paths), len(paths))
+        old = [int(figure.replace(",", "")) for figure in shown.get(package, ())] or now
+        is_near = all(abs(a - b) <= max(1, 0.02 * b) for a, b in zip(old, now, strict=True))
+        most = BUDGETS.get(f"{package}/*")
+        figures = (*(old if is_near else now), most, *SIZES_BEFORE.get(package, (None, None)))
+        cells = ["" if figure is None else f"{figure:,}" for figure in figures]
+        lines.append(f"| `{package}` | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
 def rendered(document: str, *, only: str = "") -> str:
     """Give the text of a document with its generated parts made anew."""
     makers = {
         "generated: causes": causes_table,
         "generated: drills": drills_tables,
         "generated: faults": faults_table,
+        "generated: sizes": sizes_table,
         "generated: verdicts of a run": partial(verdicts_table, OBSERVED),
         "generated: verdicts of a source": partial(verdicts_table, SOURCE),
     }
