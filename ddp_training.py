@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = resolve(request, world_size=launch.world_size)
         if request.command == "evaluate":
             output = request.options["output"]
-            return run_ranks(settings, launch, lambda group: evaluate(settings, group, output))
+            return run_ranks(settings, launch, lambda group: measure(settings, group, output))
         if settings.config.loop.hang_after_s > 0:
             keep_nccl_from_exiting(launch, environment())  # before surviving ranks have saved
         return run_ranks(settings, launch, lambda group: train(settings, group), trains=True)
@@ -181,7 +181,7 @@ def run_ranks(
         start_up.close()
 
 
-def evaluate(settings: Resolved, group: Group, output: str) -> int:
+def measure(settings: Resolved, group: Group, output: str) -> int:
     """Measure a trained model on its test set, every sample once. Collective: all ranks."""
     from hardened_ddp.training.evaluate_run import evaluate_run
 
@@ -194,7 +194,7 @@ def train(settings: Resolved, group: Group) -> int:
     from hardened_ddp.preflight.evaluation_trial import check_evaluation
     from hardened_ddp.reporting.log import add_log_file
     from hardened_ddp.reporting.rank_status import RankStatus
-    from hardened_ddp.training.early_stop import check_stop_when, stops_early
+    from hardened_ddp.training.evaluation import check_stop_when, stops_early
     from hardened_ddp.training.hang_subject import watch_for_hangs
     from hardened_ddp.training.resume import open_run, read_checkpoint
     from hardened_ddp.training.run import Ending, Run
@@ -315,58 +315,53 @@ def fit(run: Run) -> Ending:
     """Train from where the run stands to its end, or to an agreed stop; say which. Collective."""
     from hardened_ddp.step.attempt import Outcome
     from hardened_ddp.step.step import is_due
-    from hardened_ddp.training.early_stop import stops_early
     from hardened_ddp.training.rollback import Course
     from hardened_ddp.training.run import Ending
 
     config, progress, stop = run.parts.config, run.progress, run.stop
-    # After its last step, or when the test set's metric no longer improves, the run is over.
-    while not stops_early(run.parts, progress):
-        # A window: the samples of one optimizer step over all ranks. batches: this rank's share
-        # of it, in micro-batches. None is left if only the last evaluation was cut short.
-        for window, batches in run.windows():
-            if stop.poll():  # collective: all ranks stop here, or none
-                run.stepper.settle()  # collective
-                log.warning("%s: stopping at step %d, saving first", stop.reason, progress.step)
-                return Ending.STOPPED
-            if stop.has_looked:  # some times a second
-                run.look_around()  # progress bar, checkpoints by time
-            try:
-                # Forward, backward, all-reduce, update: see step/step.py.
-                outcome = run.stepper.do(window, batches)  # collective
-            except NonFiniteError as error:
-                run.rollback.mend(error)  # collective: was one rank's memory to blame?
-                break
-            except StepError as error:
-                run.rollback.undo(error)  # collective: back, if it can't be done again
-                break
+    # A window: the samples of one optimizer step over all ranks. batches: this rank's share of it,
+    # in micro-batches. After those of an epoch comes a None; after a rollback they begin again.
+    windows = run.windows()
+    while found := next(windows, None):
+        window, batches = found
+        if window is None:
+            finish_epoch(run)  # collective
+            continue
+        if stop.poll():  # collective: all ranks stop here, or none
+            run.stepper.settle()  # collective
+            log.warning("%s: stopping at step %d, saving first", stop.reason, progress.step)
+            break
+        if stop.has_looked:  # some times a second
+            run.do_periodic_work()  # progress bar, checkpoints by time
+        try:
+            # Forward, backward, all-reduce, update: see step/step.py.
+            outcome = run.stepper.do(window, batches)  # collective
+        except (NonFiniteError, StepError) as error:
+            course = run.rollback.repair_or_raise(error)  # collective
+        else:
             # Now and then, and at the end, the ranks compare their weights. If they differ, or one
             # step after the other gives NaN, the run goes back to a checkpoint.
             is_last = progress.step >= run.parts.length.total
             is_compared = is_last or is_due(progress.step, run.compares_every)
-            needs_look = is_compared or outcome is Outcome.LEFT_OUT
-            if needs_look and run.rollback.look() is Course.ANOTHER_STEP:  # collective
-                break
-            if is_due(progress.step, config.loop.log_interval):
-                run.report_losses()  # collective
-            if is_due(progress.step, config.run.checkpoint_every_steps):
-                run.save()
-        else:  # no break: the epoch is over, or the run
-            if not finish_epoch(run):  # collective
-                return Ending.STOPPED
-            if progress.step >= run.parts.length.total:
-                break
-            if stops_early(run.parts, progress):
-                run.rollback.look()  # collective: the comparison at the end
-    return Ending.FINISHED
+            if is_compared or outcome is Outcome.LEFT_OUT:
+                course = run.rollback.compare_or_roll_back()  # collective
+            else:
+                course = Course.NEXT_STEP
+        if course is Course.ANOTHER_STEP:
+            windows = run.windows()  # from the step that the run went back to
+            continue
+        if is_due(progress.step, config.loop.log_interval):
+            run.report_losses()  # collective
+        if progress.step in run.saver.due_steps:
+            run.save()
+    return Ending.STOPPED if stop.reason else Ending.FINISHED
 
 
-def finish_epoch(run: Run) -> bool:
-    """Evaluate and save if that is due; False: stopped within the evaluation. Collective."""
+def finish_epoch(run: Run) -> None:
+    """Evaluate and save if that is due; a stop meanwhile leaves the epoch open. Collective."""
     from hardened_ddp.step.step import is_due
     from hardened_ddp.task.build import metric_of
-    from hardened_ddp.training.early_stop import note_evaluation
-    from hardened_ddp.training.evaluation import evaluate
+    from hardened_ddp.training.evaluation import evaluate, note_evaluation, stops_early
 
     parts, progress, stop = run.parts, run.progress, run.stop
     if run.stepper.gradient.totals.num_steps:
@@ -380,16 +375,17 @@ def finish_epoch(run: Run) -> bool:
         if evaluation is None:
             log.warning("%s: stopping in the evaluation after step %d", stop.reason, progress.step)
             progress.reopen_epoch(parts.sampler.end)  # the next start evaluates again
-            return False
+            return
         run.report.log_evaluation(progress, evaluation)
         metric = metric_of(parts.task, parts.config.task.best_metric, setting="best_metric")
         value = evaluation.figures[metric.name]
         if progress.note_best(metric, value):
             best = metric.record(value)
         note_evaluation(parts, progress, evaluation)
-    if is_due(progress.epoch, parts.config.run.checkpoint_every_epochs) or best is not None:
+    if best is not None or progress.epoch in run.saver.due_epochs:
         run.saver.save(progress, best=best)
-    return True
+    if stops_early(parts, progress) and not is_last:
+        run.rollback.compare_or_roll_back()  # collective: the comparison at the end
 
 
 if __name__ == "__main__":

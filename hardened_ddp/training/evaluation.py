@@ -2,10 +2,12 @@
 
 Owns the loop over the test set, for training and for the command evaluate. Runs the plain module,
 never the DDP wrapper: ranks may have different numbers of batches, and only the sums at the end are
-exchanged.
+exchanged. Also early stopping, which follows from figures that are equal on all ranks and in every
+checkpoint: all ranks stop at the same evaluation, and a resumed run where the unbroken one would.
 Does not own: what is measured (task/), what is reported of it (run_report.py, evaluate_run.py).
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,15 +17,19 @@ from torch import nn
 
 from hardened_ddp.data.batches.batch import BadSample, Batch
 from hardened_ddp.data.batches.loader import EvalLoader
-from hardened_ddp.errors import ANY_FAILURE, HardenedError, SampleError
+from hardened_ddp.errors import ANY_FAILURE, ConfigError, HardenedError, SampleError
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.settings.wording import counted
 from hardened_ddp.step.failure import explain_evaluation
 from hardened_ddp.step.parts import Parts
-from hardened_ddp.step.progress import Totals
+from hardened_ddp.step.progress import NEVER_FINITE, Progress, Totals
+from hardened_ddp.task.build import metric_of
 from hardened_ddp.task.details import FirstMistakes
-from hardened_ddp.task.task import LOSS, Mistake, Score, Task
+from hardened_ddp.task.task import LOSS, Metric, Mistake, Score, Task
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,3 +197,45 @@ def evaluate(
         tuple(mistakes.read()),
         tuple(f"{bad.name}: {bad.error}" for bad in left_out),
     )
+
+
+def check_stop_when(parts: Parts) -> None:
+    """Raise ConfigError if --stop_when names a metric that is never measured."""
+    name = parts.config.loop.stop_when
+    if not name:
+        return
+    if parts.eval_loader is None:
+        raise ConfigError(
+            f"stop_when {name}: dataset {parts.config.data.dataset} has no test set to measure it",
+            fix="leave --stop_when out, or give a dataset that has one",
+        )
+    _stop_metric(parts)
+
+
+def note_evaluation(parts: Parts, progress: Progress, evaluation: Evaluation) -> None:
+    """Count the evaluations since the best one. Rank-local, on all ranks with the same numbers."""
+    if not parts.config.loop.stop_when:
+        return
+    metric = _stop_metric(parts)
+    progress.note_for_stop(metric, evaluation.figures[metric.name])
+    if stops_early(parts, progress):
+        log.info("stopping early after step %d: %s", progress.step, why_stopped(metric, progress))
+
+
+def why_stopped(metric: Metric, progress: Progress) -> str:
+    """Say what did not improve, and for how long."""
+    times = counted(progress.num_worse, "evaluation")
+    if abs(progress.stop_value) == NEVER_FINITE:
+        return f"{metric.name} has been NaN or infinite in {times}"
+    return f"{metric.name} has not been better than {progress.stop_value:.6g} in {times}"
+
+
+def stops_early(parts: Parts, progress: Progress) -> bool:
+    """Whether the run is over before its last step. The same on all ranks."""
+    loop = parts.config.loop
+    is_same = progress.stop_metric == _stop_metric(parts).name if loop.stop_when else False
+    return is_same and progress.num_worse >= loop.patience
+
+
+def _stop_metric(parts: Parts) -> Metric:
+    return metric_of(parts.task, parts.config.loop.stop_when, setting="stop_when")

@@ -64,8 +64,8 @@ class Rollback:
         self._given_up_until = -1
         self._note_equal()  # all ranks have just got the same state
 
-    def look(self) -> Course:
-        """Compare the replicas, and check the steps given up for NaN or inf. Collective.
+    def compare_or_roll_back(self) -> Course:
+        """Compare the replicas; go back if they differ, or after many steps with NaN. Collective.
 
         Raises DivergenceError or NonFiniteError, on all ranks, if nothing helps.
         """
@@ -80,27 +80,22 @@ class Rollback:
             return self._leave_given_up(list(given_up))  # collective
         return Course.NEXT_STEP
 
-    def undo(self, error: StepError) -> None:
-        """Go back to before a step whose changes can't be put back. Collective: all ranks.
+    def repair_or_raise(self, error: NonFiniteError | StepError) -> Course:
+        """Make the state good again after an error that may come from it, or raise it. Collective.
 
-        Raises error if there is no such checkpoint, or if it is another error.
+        All ranks have raised it, in the same state, unless a failed rank could not stand in.
         """
-        if error.is_undone:
+        if isinstance(error, NonFiniteError):
+            # WHY: NaN may be the first sign of a rank with bad memory.
+            can_differ = self.parts.compares_every and self.parts.gradients.tells_of_failures
+            is_repaired = can_differ and self._equalize(f": {error.message}")  # collective
+        else:
+            what = "what a forward has changed can't be put back"
+            at_most = self.progress.step
+            is_repaired = not error.is_undone and self._go_back(at_most=at_most, why=what)
+        if not is_repaired:
             raise error
-        what = "what a forward has changed can't be put back"
-        if not self._go_back(at_most=self.progress.step, why=what):  # collective
-            raise error
-
-    def mend(self, error: NonFiniteError) -> None:
-        """Make unequal replicas equal after a loss or gradient with NaN. Collective.
-
-        WHY: NaN may be the first sign of a rank with bad memory. Raises error if the replicas are
-        equal. All ranks have raised it, in the same state, unless a failed rank could not stand in.
-        """
-        if not (self.parts.compares_every and self.parts.gradients.tells_of_failures):
-            raise error
-        if not self._equalize(f": {error.message}"):  # collective
-            raise error
+        return Course.ANOTHER_STEP
 
     def _leave_given_up(self, steps: list[str]) -> Course:
         """Go back to before the steps that had no finite loss or gradient. Collective."""

@@ -5,9 +5,9 @@ report, at the end. Each part owns what it does.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
-from itertools import islice
+from itertools import chain, islice
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.sampler import Window
@@ -19,6 +19,7 @@ from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.step import Stepper
+from hardened_ddp.training.evaluation import stops_early
 from hardened_ddp.training.hang_subject import hang_subject
 from hardened_ddp.training.resume import RunFolder
 from hardened_ddp.training.rollback import Rollback
@@ -71,27 +72,36 @@ class Run:
         collect_as_usual()  # from here on garbage may hold large tensors
         parts.group.tracker.begin("reading the first batch")
 
-    def windows(self) -> Iterator[tuple[Window, list[Batch]]]:
-        """Iterate over the windows up to the end of the epoch or of the run, with their batches.
+    def windows(self) -> Iterator[tuple[Window | None, list[Batch]]]:
+        """Iterate over the windows from where the run stands to its end, with their batches.
 
         A window is the samples of one optimizer step over all ranks; the batches are this rank's
-        share of it, in micro-batches. The caller advances progress with each of them.
+        share of it, in micro-batches. (None, []) follows the last window of each epoch: of one
+        whose evaluation was cut short, it comes alone. The caller advances progress by each window.
         """
-        parts, progress = self.parts, self.progress
-        if progress.epoch > self._first_epoch:
-            self._tell_compilations()
-        found = parts.train_loader.windows(progress.epoch, progress.cursor, progress.step)
-        found = islice(found, max(0, parts.length.total - progress.step))
-        return self.report.profiled(found)
+        # WHY a chain: it adds no call of ours to a step.
+        return chain.from_iterable(self._epochs())
 
-    def look_around(self) -> None:
-        """Do the periodic work: progress bar, account of time, checkpoints by time.
+    def _epochs(self) -> Iterator[Iterable[tuple[Window | None, list[Batch]]]]:
+        """Give the windows of each epoch, until the run is over or was stopped in an evaluation."""
+        parts, progress = self.parts, self.progress
+        while not (self.stop.reason or stops_early(parts, progress)):
+            if progress.epoch > self._first_epoch:
+                self._tell_compilations()
+            found = parts.train_loader.windows(progress.epoch, progress.cursor, progress.step)
+            found = islice(found, max(0, parts.length.total - progress.step))
+            yield chain(self.report.profiled(found), [(None, [])])
+            if progress.step >= parts.length.total:
+                return
+
+    def do_periodic_work(self) -> None:
+        """Update the progress bar and the account of time; save if it is time to.
 
         Rank-local, between two steps.
         """
         self.report.tick(self.progress.step)
         self.saver.tell_errors()
-        if self.progress.step > 0 and self.saver.is_due():
+        if self.progress.step > 0 and self.saver.is_time():
             self.save()
         self.stop.tell(self.saver.warning)
 

@@ -4,12 +4,14 @@ Owns the calls into checkpoint/ during training, and the names inside a checkpoi
 optimizer.PARAMETER.KEY. Rank 0 writes, in the background. A failed write is a warning: training
 goes on and older checkpoints stay. There is nothing of a single rank in a checkpoint, no random
 state and no sampler state: those follow from seed, step and cursor.
-Does not own: when a checkpoint is due (the script), how it gets to disk (checkpoint/), how it is
+Also when a checkpoint is due.
+Does not own: how it gets to disk (checkpoint/), how it is
 loaded (state.py).
 """
 
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +38,7 @@ OTHER_THREAD_S = 600.0
 
 
 class Pace:
-    """Says when to save, so that saving takes at most a share of the time."""
+    """Says when it is time to save, so that saving takes at most a share of the time."""
 
     SHARE = 0.01
     """Of training's time."""
@@ -57,7 +59,7 @@ class Pace:
         self._interval_s = min(self.MOST_S, cost_s / self.SHARE)
         self._began_at = clock()
 
-    def is_due(self, measured: WriteCost | None) -> bool:
+    def is_time(self, measured: WriteCost | None) -> bool:
         """Say whether the last save began long enough ago. measured: what the last one cost."""
         if measured is not None:
             costs_s = (measured.training_s / self.SHARE, measured.disk_s / self.DISK_SHARE)
@@ -85,19 +87,26 @@ class Saver:
         self.warning = ""
         """Why the last checkpoint could not be written; empty: it could."""
 
-        self._is_auto = parts.config.run.checkpoint_every_steps is None
+        # A checkpoint is due after these steps and epochs; or else when is_time says so.
+        run = parts.config.run
+        self.due_steps = _multiples_of(run.checkpoint_every_steps)
+        self.due_epochs = _multiples_of(run.checkpoint_every_epochs)
+        self._is_auto = run.checkpoint_every_steps is None
         # Weights, and as a rule two numbers more for each in the optimizer.
         self._pace = Pace(3 * sum(p.nbytes for p in parts.replica.module.parameters()))
 
-    def is_due(self) -> bool:
-        """Say whether it is time to save. Rank-local: False but on rank 0."""
+    def is_time(self) -> bool:
+        """Say whether a checkpoint is due by the clock, or was when the last one was under way.
+
+        Rank-local: False but on rank 0.
+        """
         if self._writer is None:
             return False
         if self._writer.is_wanted:  # it was due while the writer was busy
             return True
         if self._writer.is_busy:
             return False
-        return self._is_auto and self._pace.is_due(self._writer.cost)
+        return self._is_auto and self._pace.is_time(self._writer.cost)
 
     def save(self, progress: Progress, *, best: Best | None = None) -> None:
         """Start writing the state of this step boundary; training goes on beside it. Rank-local."""
@@ -194,6 +203,10 @@ class Saver:
     def _warn(self, error: CheckpointError) -> None:
         self.warning = f"no new checkpoint, training continues with the older ones: {error}"
         log.warning("%s", self.warning)
+
+
+def _multiples_of(every: int | None) -> range:
+    return range(every, sys.maxsize, every) if every else range(0)
 
 
 def collect_tensors(parts: Parts, *, buffers: Sequence[torch.Tensor | None] = ()) -> Tensors:

@@ -24,7 +24,7 @@ def save_for(hours: float, size_bytes: float, training_s: float) -> list[float]:
     while now < hours * HOUR:
         now += 0.25
         cost = WriteCost(training_s, size_bytes / DISK) if saved_at else None
-        if now >= free_at and pace.is_due(cost):
+        if now >= free_at and pace.is_time(cost):
             pace.begin()
             saved_at.append(now)
             free_at = now + size_bytes / DISK

@@ -308,7 +308,7 @@ def test_a_save_that_was_refused_is_due_as_soon_as_the_writer_is_free() -> None:
     saver._is_auto = False
     for is_wanted in (False, True):
         saver._writer = cast(Any, SimpleNamespace(is_wanted=is_wanted, is_busy=False))
-        assert saver.is_due() == is_wanted
+        assert saver.is_time() == is_wanted
 
 
 def test_only_the_rank_that_writes_waits_for_the_device_before_a_save() -> None:

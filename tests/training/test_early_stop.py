@@ -9,7 +9,7 @@ import pytest
 
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.task.task import Metric
-from hardened_ddp.training.early_stop import why_stopped
+from hardened_ddp.training.evaluation import why_stopped
 from tests.harness.ranks import train
 from tests.harness.run_folder import read_summary
 from tests.harness.settings_given import problem_of
