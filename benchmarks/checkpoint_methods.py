@@ -15,8 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.snapshot import CheckpointWriter
+from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter
 
 
 class Method(Protocol):

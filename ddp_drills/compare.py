@@ -15,7 +15,7 @@ from ddp_drills.digest import digest_of
 from ddp_drills.fault import Fault
 from ddp_drills.injections import DEPENDS_ON_PARTS, Board
 from ddp_runs.ledger_check import check_ledger
-from hardened_ddp.checkpoint.verify import find_newest, load_checkpoint
+from hardened_ddp.checkpoint.folder import find_newest, load_checkpoint
 from hardened_ddp.errors import HardenedError
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
 from hardened_ddp.training.rebuild import MODEL_PREFIX

@@ -16,8 +16,7 @@ from pathlib import Path
 from ddp_drills.fault import Fault
 from ddp_drills.injections import Board, Pause
 from ddp_drills.processes import Ranks, send
-from hardened_ddp.checkpoint.manifest import STATE_NAME
-from hardened_ddp.checkpoint.verify import find_newest
+from hardened_ddp.checkpoint.folder import STATE_NAME, find_newest
 from hardened_ddp.ranks.port import port_of
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, TextIO
 
-from hardened_ddp.checkpoint.verify import find_newest
+from hardened_ddp.checkpoint.folder import find_newest
 from hardened_ddp.data.batches.ledger import Done, verify_ledger
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME

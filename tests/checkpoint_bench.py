@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from hardened_ddp.checkpoint.disk import Disk
-from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.snapshot import CheckpointWriter
-from hardened_ddp.checkpoint.verify import load_checkpoint
+from hardened_ddp.checkpoint.folder import find_newest, load_checkpoint
+from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter
 
 LIMIT_S = 90
 
@@ -61,7 +60,7 @@ class Bench:
         self.writer = CheckpointWriter(self.store)
 
     def loaded(self, step: int) -> dict[str, Tensor]:
-        found, rejected = self.store.find_valid()
+        found, rejected = find_newest(self.store.root)
         assert found is not None
         assert rejected == []
         assert found.step == step

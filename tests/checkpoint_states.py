@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.manifest import Best
-from hardened_ddp.checkpoint.stream import flat_bytes
-from hardened_ddp.checkpoint.tensors import specs_of
-from hardened_ddp.checkpoint.verify import Found, load_checkpoint
+from hardened_ddp.checkpoint.folder import Best, Found, load_checkpoint
+from hardened_ddp.checkpoint.store import CheckpointStore
+from hardened_ddp.checkpoint.tensors import flat_bytes, specs_of
 
 DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),

@@ -231,7 +231,7 @@ MUTATIONS = [
         "reporting/background.py", "if self._jobs.qsize() >= _MAX_WAITING:", "if False:", REPORTING
     ),
     # checkpoint
-    Mutation("checkpoint/manifest.py", "if step not in protected", "", FILES),
+    Mutation("checkpoint/folder.py", "if step not in protected", "", FILES),
     Mutation(
         "checkpoint/disk.py",
         "return time.time() - newest > _FOREIGN_AGE_S",
@@ -251,19 +251,19 @@ MUTATIONS = [
         f"{HOSTILE} {FILES}",
     ),
     Mutation(
-        "checkpoint/verify.py",
+        "checkpoint/folder.py",
         "and path.name != step_folder_name(manifest.step)",
         "and False",
         f"{HOSTILE} {FILES}",
     ),
     Mutation(
-        "checkpoint/verify.py",
+        "checkpoint/folder.py",
         "is_open = bool(status.st_mode & stat.S_IWOTH)",
         "is_open = False",
         "tests/checkpoint/test_checkpoint_faults.py",
     ),
     Mutation(
-        "checkpoint/manifest.py",
+        "checkpoint/folder.py",
         "return type(value) is int and",
         "return isinstance(value, int) and",
         HOSTILE,
@@ -276,13 +276,13 @@ MUTATIONS = [
         TENSORS,
     ),
     Mutation(
-        "checkpoint/snapshot.py",
+        "checkpoint/store.py",
         "if name in volatile or not tensor.is_cpu]",
         "if not tensor.is_cpu]",
         SNAPSHOT,
     ),
     Mutation(
-        "checkpoint/verify.py",
+        "checkpoint/folder.py",
         "best = read_best_step(root) if prefer_best else None",
         "best = None",
         f"{EXPORT} {FILES}",

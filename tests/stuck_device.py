@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.snapshot import CheckpointWriter
+from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter
 from hardened_ddp.gradients.buckets import Buckets
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.step import async_device, events, parts

@@ -1,27 +1,35 @@
 """The file of tensors: the safetensors format, written by us and read by its library.
 
-Owns: the layout of a file (plan_file), reading one back (read_tensors), and the shape and dtype of
-tensors (TensorSpec, specs_of, differences).
+Owns: the layout of a file (plan_file), reading one back (read_tensors), the shape and dtype of
+tensors (TensorSpec, specs_of, differences); TensorReader, which reads live tensors in the order of
+the file, in place, and copies them only if they are about to change (freeze), HostArena, the memory
+for such copies, and write_tensors.
 The format, from https://github.com/huggingface/safetensors#format: 8 bytes, the length of the
 header, little-endian; the header, JSON, {name: {dtype, shape, data_offsets: [begin, end]}}, padded
 with spaces; then the bytes of the tensors, little-endian, row-major, without holes. No code in it.
-Does not own: in which order bytes are read from live tensors (stream.py), hashes (verify.py).
-What goes wrong here: the library's tensors are views of the mapped file, and reading them raises
-SIGBUS when the file is truncated; so each one is copied.
+Does not own: threads and streams of a GPU (store.py), hashes (folder.py).
+What goes wrong here: reading a tensor while the optimizer changes it gives a file with a correct
+hash and a state that never existed. The rule that prevents it: bytes before `position` are read,
+those after it are live or in the arena, and both sides move under one lock, held for the copy of
+one chunk and never while the disk works. And the library's tensors are views of the mapped file:
+reading them raises SIGBUS when the file is truncated, so each one is copied.
 """
 
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hardened_ddp.checkpoint.disk import Disk, HashedFile, Retry, run_once
 from hardened_ddp.errors import CheckpointError
 
 # The format's names of torch's dtypes.
@@ -43,9 +51,25 @@ DTYPE_CODES: Mapping[torch.dtype, str] = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-_PREFIX_BYTES = 8
 # The limit of the safetensors library; a larger header can't be read back.
 _MAX_HEADER_BYTES = 100_000_000
+_MAX_NAMED = 10  # differences between two states
+# How much the reader copies at once. Large enough that the writer thread rarely takes the GIL,
+# small enough that a training step waits only a millisecond or two for the copy of a chunk.
+CHUNK_BYTES = 8 * 2**20
+# WHY blocks: the allocator of pinned memory rounds up to a power of two, so a single block of
+# 1.2 GB would pin 2 GiB. WHY this size: above 32 MiB malloc leaves pages untouched.
+_BLOCK_BYTES = 64 * 2**20
+# Dtypes that numpy has. The others (bfloat16, float8) are viewed as integers of the same size.
+_NUMPY_DTYPES = frozenset(
+    {
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.float32, torch.float64, torch.complex64),
+    }
+)
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Bytes = NDArray[np.uint8]
 
 
 class TensorSpec(NamedTuple):
@@ -81,12 +105,10 @@ class FilePlan:
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
-    """Describe a tensor."""
-    return TensorSpec(tuple(tensor.shape), _dtype_name(tensor.dtype))
+    return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
-    """Describe tensors by name."""
     return {name: spec_of(tensor) for name, tensor in tensors.items()}
 
 
@@ -127,32 +149,25 @@ def plan_file(tensors: Mapping[str, Tensor]) -> FilePlan:
     )
 
 
-def read_tensors(
-    path: Path, *, device: torch.device | str = "cpu", names: Sequence[str] | None = None
-) -> dict[str, Tensor]:
+def read_tensors(path: Path, *, names: Sequence[str] | None = None) -> dict[str, Tensor]:
     """Read tensors of a verified file; each owns its memory. Raises CheckpointError.
 
     names: which; None: all.
     """
-    on_cpu = torch.device(device).type == "cpu"
     found: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys() if names is None else names:
-                mapped: Tensor = file.get_tensor(name)
-                found[name] = mapped.clone() if on_cpu else mapped.to(device)
+                found[name] = file.get_tensor(name).clone()
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path} can't be read as safetensors: {error}") from error
     return found
 
 
-def differences(
-    expected: Mapping[str, TensorSpec], found: Mapping[str, TensorSpec], *, limit: int = 10
-) -> list[str]:
+def differences(expected: Mapping[str, TensorSpec], found: Mapping[str, TensorSpec]) -> list[str]:
     """Return lines that say where a checkpoint's tensors differ from those of this run.
 
-    expected, found: from specs_of or a manifest. Empty if they agree; at most limit lines, then one
-    with the number of the others.
+    expected, found: from specs_of or a manifest. Empty if they agree. Of many, the first few.
     """
     lines = [
         f"missing in the checkpoint: {name} ({expected[name]})"
@@ -167,16 +182,180 @@ def differences(
         for name in expected
         if name in found and tuple(found[name]) != tuple(expected[name])
     ]
-    left_out = len(lines) - limit
-    return lines if left_out <= 0 else [*lines[:limit], f"and {left_out} more"]
-
-
-@cache
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    left_out = len(lines) - _MAX_NAMED
+    return lines if left_out <= 0 else [*lines[:_MAX_NAMED], f"and {left_out} more"]
 
 
 def _is_plain(tensor: Tensor) -> bool:
     return (
         tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
     )
+
+
+class HostArena:
+    """Host memory for an image of the file's data, reused from one checkpoint to the next.
+
+    Unpinned memory takes no physical pages until it is written, so nothing if nothing is copied.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[Tensor] = []
+
+    def reserve(self, size_bytes: int, *, pinned: bool) -> None:
+        """Allocate size_bytes. Raises RuntimeError if the driver can't pin that much."""
+        for index in range(-(-size_bytes // _BLOCK_BYTES)):
+            wanted = min(_BLOCK_BYTES, size_bytes - index * _BLOCK_BYTES)
+            if index < len(self._blocks) and self._blocks[index].numel() >= wanted:
+                continue
+            # WHY numpy: with deterministic algorithms on, torch.empty would fill every page
+            block = (
+                torch.empty(wanted, dtype=torch.uint8, pin_memory=True)
+                if pinned
+                else torch.from_numpy(np.empty(wanted, dtype=np.uint8))
+            )
+            self._blocks[index : index + 1] = [block]
+
+    def pieces(self, begin: int, end: int) -> Iterator[Tensor]:
+        """Yield the memory of the bytes from begin to end, in order."""
+        while begin < end:
+            index, offset = divmod(begin, _BLOCK_BYTES)
+            size = min(_BLOCK_BYTES - offset, end - begin)
+            yield self._blocks[index][offset : offset + size]
+            begin += size
+
+
+class _Source:
+    """Where the bytes of one tensor are: in the tensor, in a copy of it, or in the arena."""
+
+    __slots__ = ("data", "slot", "tensor")
+
+    def __init__(self, slot: Slot, tensor: Tensor) -> None:
+        self.slot = slot
+        self.tensor: Tensor | None = tensor
+        """None if the arena has the bytes, or if they were read."""
+        self.data: Bytes | None = None
+        """The bytes of `tensor`, after the first bytes_of: a view of it, or a copy."""
+
+    def bytes_of(self, tensor: Tensor) -> Bytes:
+        if self.data is None:
+            self.data = _row_major_bytes(tensor)
+        return self.data
+
+    def release(self) -> None:
+        self.tensor = None
+        self.data = None
+
+
+class TensorReader:
+    """The data of a file of tensors, read from front to back exactly once."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        plan: FilePlan,
+        arena: HostArena | None = None,
+        lock: AbstractContextManager[object] | None = None,
+    ) -> None:
+        self._sources = [_Source(slot, _as_words(tensors[slot.name])) for slot in plan.slots]
+        self._by_name = {source.slot.name: source for source in self._sources}
+        self.plan = plan
+        self._position = 0
+        self._next = 0
+        self._arena = HostArena() if arena is None else arena
+        self._lock = nullcontext() if lock is None else lock
+
+    def read_into(self, buffer: Bytes) -> int:
+        """Copy the next bytes into buffer and return their number; 0 at the end."""
+        with self._lock:
+            wanted = min(buffer.size, self.plan.data_bytes - self._position)
+            filled = 0
+            while filled < wanted:
+                source = self._sources[self._next]
+                size = min(source.slot.end - self._position, wanted - filled)
+                self._read_source(source, buffer[filled : filled + size])
+                filled += size
+                self._position += size
+                if self._position == source.slot.end:
+                    source.release()
+                    self._next += 1
+            return filled
+
+    def freeze(self) -> None:
+        """Copy what is not read yet, so that the tensors may change. Waits for one chunk."""
+        with self._lock:
+            unread = self.plan.data_bytes - self._position
+            if unread and any(source.tensor is not None for source in self._sources[self._next :]):
+                self._arena.reserve(self.plan.data_bytes, pinned=False)
+                self._store(self._sources[self._next :])
+
+    def freeze_only(self, names: Collection[str]) -> None:
+        """Copy the tensors of these names now. Call before anything is read."""
+        chosen = [self._by_name[name] for name in names if name in self._by_name]
+        if chosen:
+            self._arena.reserve(self.plan.data_bytes, pinned=False)
+            self._store(chosen)
+
+    def hand_over(self, name: str) -> Iterator[Tensor]:
+        """Read the tensor's bytes from the arena from now on; yield the memory to copy them to."""
+        source = self._by_name[name]
+        source.release()
+        return self._arena.pieces(source.slot.begin, source.slot.end)
+
+    def _read_source(self, source: _Source, out: Bytes) -> None:
+        """Fill out with the bytes from `position` on."""
+        if source.tensor is not None:
+            offset = self._position - source.slot.begin
+            # WHY numpy: it copies without the GIL, and starts no extra threads
+            np.copyto(out, source.bytes_of(source.tensor)[offset : offset + out.size])
+            return
+        filled = 0
+        for piece in self._arena.pieces(self._position, self._position + out.size):
+            np.copyto(out[filled : filled + piece.numel()], piece.numpy())
+            filled += piece.numel()
+
+    def _store(self, sources: list[_Source]) -> None:
+        for source in sources:
+            if source.tensor is None:
+                continue
+            begin = max(self._position, source.slot.begin)
+            data = torch.from_numpy(source.bytes_of(source.tensor)[begin - source.slot.begin :])
+            taken = 0
+            for piece in self._arena.pieces(begin, source.slot.end):
+                piece.copy_(data[taken : taken + piece.numel()])
+                taken += piece.numel()
+            source.release()
+
+
+def write_tensors(path: Path, reader: TensorReader, *, disk: Disk, retry: Retry = run_once) -> str:
+    """Write and sync a new file of tensors, and return its sha256. Raises OSError."""
+    file = HashedFile(path, disk=disk, retry=retry)
+    try:
+        file.write(memoryview(reader.plan.header))
+        buffer = np.empty(CHUNK_BYTES, dtype=np.uint8)
+        while size := reader.read_into(buffer):
+            file.write(buffer.data[:size])
+            file.flush_early()
+        return file.sync_and_close()
+    finally:
+        file.close()
+
+
+def flat_bytes(tensor: Tensor) -> Bytes:
+    """Return a tensor's bytes on the host, row-major: a view of it if possible."""
+    return _row_major_bytes(_as_words(tensor))
+
+
+def _as_words(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor in a dtype that numpy has."""
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    return plain if plain.dtype in _NUMPY_DTYPES else plain.view(_WORDS[plain.element_size()])
+
+
+def _row_major_bytes(words: Tensor) -> Bytes:
+    # WHY numpy and not torch: each call of torch releases the GIL, and the writer thread waits
+    # milliseconds to get it back. The file is row-major, whatever the memory layout is.
+    array = words.numpy() if words.is_cpu else words.cpu().numpy()
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -26,10 +26,15 @@ from hardened_ddp.checkpoint.disk import (
     sync_files,
     write_file,
 )
-from hardened_ddp.checkpoint.manifest import JSON
-from hardened_ddp.checkpoint.stream import TensorStream, flat_bytes, write_stream_to
-from hardened_ddp.checkpoint.tensors import plan_file, read_tensors, specs_of
-from hardened_ddp.checkpoint.verify import Found, load_checkpoint, open_checkpoint
+from hardened_ddp.checkpoint.folder import JSON, Found, load_checkpoint, open_checkpoint
+from hardened_ddp.checkpoint.tensors import (
+    TensorReader,
+    flat_bytes,
+    plan_file,
+    read_tensors,
+    specs_of,
+    write_tensors,
+)
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.export.formats import (
     CARD_NAME,
@@ -121,8 +126,8 @@ def export_model(source: Path, *, output: Path, form: str = SAFETENSORS) -> Path
 
 def _write_weights(folder: Path, weights: Mapping[str, Tensor]) -> str:
     """Write only the weights, read them back and compare, and return the file's sha256."""
-    stream = TensorStream(weights, plan=plan_file(weights))
-    sha256 = write_stream_to(folder / WEIGHTS_NAME, stream, disk=Disk())
+    stream = TensorReader(weights, plan=plan_file(weights))
+    sha256 = write_tensors(folder / WEIGHTS_NAME, stream, disk=Disk())
     _compare(read_tensors(folder / WEIGHTS_NAME), weights)
     return sha256
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hardened_ddp.checkpoint.verify import Found, open_checkpoint
+from hardened_ddp.checkpoint.folder import Found, open_checkpoint
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.loader_setup import build_eval_loader
 from hardened_ddp.data.sources.datasets import TaskData, build_data, prepare_data

@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hardened_ddp.checkpoint.manifest import MANIFEST_NAME
+from hardened_ddp.checkpoint.folder import MANIFEST_NAME, load_checkpoint, open_checkpoint
 from hardened_ddp.checkpoint.tensors import read_tensors, spec_of
-from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
 from hardened_ddp.errors import CheckpointError, CheckpointMismatchError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME

@@ -14,15 +14,14 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from hardened_ddp.checkpoint.disk import Disk, replace_file
-from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.manifest import discard_newer
-from hardened_ddp.checkpoint.verify import (
+from hardened_ddp.checkpoint.folder import (
     Found,
     find_newest,
     load_checkpoint,
     open_checkpoint,
     probe_folder,
 )
+from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
@@ -158,9 +157,8 @@ def read_checkpoint(run: RunFolder, group: Group) -> Saved | None:
     def choose() -> bool:
         if run.checkpoint is None:
             return False
-        root = run.folder / CHECKPOINTS_NAME
         # WHY: newer ones, passed over or not wanted, would be taken by the next start.
-        for path in discard_newer(root, run.checkpoint.step, disk=Disk()):
+        for path in run.store.discard_newer(run.checkpoint.step):
             log.warning("set aside %s, which is newer than the checkpoint resumed from", path)
         return True
 

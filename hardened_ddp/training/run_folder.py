@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from hardened_ddp.checkpoint.disk import Disk, make_folders
-from hardened_ddp.checkpoint.verify import unusable_folder
+from hardened_ddp.checkpoint.folder import unusable_folder
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.settings.config import FOLDER_NAME
 

@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
-from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.manifest import Best
-from hardened_ddp.checkpoint.snapshot import CheckpointWriter, WriteCost
+from hardened_ddp.checkpoint.folder import Best
+from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter, WriteCost
 from hardened_ddp.errors import CheckpointError, NonFiniteError
 from hardened_ddp.model.optimizer_state import PREFIX, is_known, save_state
 from hardened_ddp.ranks.phase import Phase

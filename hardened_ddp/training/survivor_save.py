@@ -3,7 +3,7 @@
 Every rank holds the whole state of the last completed step, so as long as one rank lives, nothing
 is lost: one surviving rank writes it, and a restart continues with the next step. Which one: rank 0
 if it can, else the first to claim it in the store; without a store, every surviving rank. If two of
-them write the same step, the second finds it there (checkpoint/files.py).
+them write the same step, the second finds it there (checkpoint/store.py).
 A half updated state (Stepper.live) is not saved, and after some errors none is (_NOT_SAVED).
 A GPU may be stuck in an all-reduce that never ends: then what it has finished is saved
 (step/async_device.py).

@@ -12,8 +12,14 @@ from typing import Any
 import pytest
 
 from hardened_ddp.checkpoint.disk import Disk
-from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.verify import Found, Rejected, probe_folder
+from hardened_ddp.checkpoint.folder import (
+    Found,
+    Rejected,
+    find_newest,
+    probe_folder,
+    verify_checkpoint,
+)
+from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from tests.checkpoint_states import assert_holds, write_step
 from tests.harness.forks import run_forked
@@ -80,7 +86,7 @@ def test_a_crash_at_any_call_leaves_the_old_or_the_new_checkpoint(
     template = tmp_path / "template" / "checkpoints"
     prepare(template)
     before = CheckpointStore(template, keep_last=1)
-    old, old_best = before.find_valid()[0], before.best_step()
+    old, old_best = find_newest(before.root)[0], before.best_step()
     outcomes = set()
     for dies_at in range(1, 200):
         root = tmp_path / f"run-{dies_at}" / "checkpoints"
@@ -89,8 +95,8 @@ def test_a_crash_at_any_call_leaves_the_old_or_the_new_checkpoint(
         dying = CheckpointStore(root, keep_last=1, disk=disk)
         status = run_forked(lambda dying=dying: write_step(dying, 4, best={"value": 0.7}))
         after = CheckpointStore(root, keep_last=1)
-        found, _ = after.find_valid()
-        verdicts = [after.verify(root / f"step-{step:09d}") for step in after.steps()]
+        found, _ = find_newest(after.root)
+        verdicts = [verify_checkpoint(root / f"step-{step:09d}") for step in after.steps()]
         num_broken = sum(isinstance(verdict, Rejected) for verdict in verdicts)
         assert num_broken <= (prepare is prepare_broken), "half of one is left"
         if found is not None:
@@ -100,10 +106,10 @@ def test_a_crash_at_any_call_leaves_the_old_or_the_new_checkpoint(
         best = after.best_step()
         assert best in {old_best, 4, None} - ({None} if old_best else set())
         if best is not None:
-            assert isinstance(after.verify(root / f"step-{best:09d}"), Found)
+            assert isinstance(verify_checkpoint(root / f"step-{best:09d}"), Found)
         # the next start clears up and goes on
         assert run_forked(lambda after=after: write_step(after, 5, best={"value": 0.9})) == 0
-        last, rejected = after.find_valid()
+        last, rejected = find_newest(after.root)
         assert last is not None
         assert last.step == 5
         assert rejected == []
@@ -158,7 +164,7 @@ def test_a_full_disk_costs_the_oldest_checkpoint_and_the_write_goes_on(
     full = failing_store(store.root, FailingDisk(call, number, after=after))
     write_step(full, 4)
     assert store.steps() == [4, 3, 1]
-    found, _ = store.find_valid()
+    found, _ = find_newest(store.root)
     assert found is not None
     assert_holds(store, found)
 
@@ -186,7 +192,7 @@ def test_a_disk_that_stays_broken_is_an_error_and_the_newest_and_best_stay(
         needed = r"\d{4} bytes are needed, and \d+ are free now: another program gave them back, or"
         assert caught.match(needed)
     assert store.steps()[-2:] == [2, 1]
-    found, rejected = store.find_valid()
+    found, rejected = find_newest(store.root)
     assert found is not None
     assert rejected == []
     write_step(store, 4)
@@ -234,7 +240,7 @@ def test_a_real_full_disk_keeps_the_newest_and_the_best(small_disk: Path) -> Non
     with pytest.raises(CheckpointError, match=r"No space left.*104\d{4} bytes are needed"):
         write_step(store, 4, size=size)
     assert store.steps() == [3, 2]
-    found, rejected = store.find_valid()
+    found, rejected = find_newest(store.root)
     assert found is not None
     assert rejected == []
     assert_holds(store, found, size=size)
@@ -268,7 +274,7 @@ class OvertakenDisk:
 
 def test_of_two_survivors_that_save_one_step_both_succeed(store: CheckpointStore) -> None:
     path = write_step(failing_store(store.root, OvertakenDisk(store.root)), 1)
-    found = store.verify(path)
+    found = verify_checkpoint(path)
     assert isinstance(found, Found)
     assert_holds(store, found)
     assert os.listdir(store.root) == [path.name]
@@ -289,4 +295,4 @@ class ForgetfulDisk:
 
 def test_a_rename_that_worked_and_reported_an_error_counts(store: CheckpointStore) -> None:
     path = write_step(failing_store(store.root, ForgetfulDisk()), 1)
-    assert isinstance(store.verify(path), Found)
+    assert isinstance(verify_checkpoint(path), Found)

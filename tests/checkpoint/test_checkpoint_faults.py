@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from hardened_ddp.checkpoint import verify as verify_module
-from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.manifest import (
+from hardened_ddp.checkpoint.folder import (
+    Found,
+    Rejected,
     decode_manifest,
+    find_newest,
+    verify_checkpoint,
 )
-from hardened_ddp.checkpoint.verify import Found, Rejected
+from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError
 from tests.checkpoint_states import write_step
 
@@ -40,7 +43,7 @@ def test_a_flipped_bit_in_any_page_of_the_state_is_seen(store: CheckpointStore) 
             flip(file, offset, bit=offset // 4096 % 8)
             assert "sha256 of state.safetensors differs" in reason_of(path.parent), offset
             flip(file, offset, bit=offset // 4096 % 8)
-    assert isinstance(store.verify(path.parent), Found)
+    assert isinstance(verify_checkpoint(path.parent), Found)
 
 
 def flip(file: Any, offset: int, *, bit: int) -> None:
@@ -65,7 +68,7 @@ def test_a_flipped_bit_anywhere_in_the_manifest_is_seen(store: CheckpointStore) 
                 continue
             assert manifest == wanted, (offset, bit)
         path.write_bytes(bytes(changed))
-        assert isinstance(store.verify(path.parent), Rejected)
+        assert isinstance(verify_checkpoint(path.parent), Rejected)
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "manifest.json"])
@@ -74,9 +77,9 @@ def test_a_file_cut_anywhere_is_seen(store: CheckpointStore, name: str) -> None:
     raw = path.read_bytes()
     for cut in range(100):
         path.write_bytes(raw[: len(raw) * cut // 100])
-        assert isinstance(store.verify(path.parent), Rejected)
+        assert isinstance(verify_checkpoint(path.parent), Rejected)
     path.write_bytes(raw + b"x")
-    assert isinstance(store.verify(path.parent), Rejected)
+    assert isinstance(verify_checkpoint(path.parent), Rejected)
 
 
 def test_a_missing_file_is_named(store: CheckpointStore) -> None:
@@ -142,7 +145,7 @@ def test_the_run_of_a_colleague_is_read_but_not_what_a_third_one_put_there(
     path = write_step(store, 1)
     for each in (store.root.parent, store.root, path, *path.iterdir()):
         os.chown(each, 65534, 65534)
-    assert isinstance(store.verify(path), Found)
+    assert isinstance(verify_checkpoint(path), Found)
     os.chown(path / "state.safetensors", 65533, 65533)
     assert "belongs to user 65533 and not to you (0)" in reason_of(path)
 
@@ -157,7 +160,7 @@ def test_a_mount_that_gives_all_files_one_owner_and_mode_does_not_lose_the_run(
         each.chmod(0o777)
     odd = path.lstat()
     monkeypatch.setattr(verify_module, "_status_of_new_folder", lambda _: odd)
-    assert isinstance(store.verify(path), Found)
+    assert isinstance(verify_checkpoint(path), Found)
 
 
 def test_the_trial_of_a_mount_leaves_nothing(store: CheckpointStore) -> None:
@@ -181,7 +184,7 @@ def test_nothing_is_written_through_a_link_that_replaced_a_folder(
         write_step(store, 2)
     assert sorted(outside.rglob("*")) == before
     if level == "checkpoints":
-        found, rejected = store.find_valid()
+        found, rejected = find_newest(store.root)
         assert found is None
         assert [verdict.reason for verdict in rejected] == ["is a symbolic link"]
 

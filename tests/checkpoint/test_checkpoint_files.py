@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hardened_ddp.checkpoint.disk import Disk, remove_tree, replace_file
-from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.verify import Found, load_checkpoint
+from hardened_ddp.checkpoint.folder import Found, find_newest, load_checkpoint, verify_checkpoint
+from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.ranks.process import this_process
 from tests.checkpoint_states import assert_same, small_state
@@ -21,7 +21,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 def found_in(store: CheckpointStore) -> Found:
-    found, rejected = store.find_valid()
+    found, rejected = find_newest(store.root)
     assert found is not None, rejected
     return found
 
@@ -88,7 +88,7 @@ def test_the_newest_valid_one_is_found_and_the_others_are_named(store: Checkpoin
     (store.root / "step-000000003" / "manifest.json").unlink()
     os.truncate(store.root / "step-000000002" / "state.safetensors", 50)
     (store.root / "step-x").mkdir()
-    found, rejected = store.find_valid()
+    found, rejected = find_newest(store.root)
     assert found is not None
     assert found.step == 1
     assert [verdict.path.name for verdict in rejected] == ["step-000000003", "step-000000002"]
@@ -97,7 +97,7 @@ def test_the_newest_valid_one_is_found_and_the_others_are_named(store: Checkpoin
 
 
 def test_no_checkpoint_yet_is_no_error(store: CheckpointStore) -> None:
-    assert store.find_valid() == (None, [])
+    assert find_newest(store.root) == (None, [])
     assert store.steps() == []
     assert store.best_step() is None
 
@@ -117,7 +117,7 @@ def test_newer_checkpoints_of_a_course_that_was_left_are_set_aside(store: Checkp
         store.write(step, tensors=small_state(step), meta={})
     assert [path.name for path in store.discard_newer(1)] == ["step-000000003", "step-000000002"]
     assert found_in(store).step == 1
-    kept = store.verify(store.root / "discarded-step-000000003")
+    kept = verify_checkpoint(store.root / "discarded-step-000000003")
     assert isinstance(kept, Found)
     for step in (2, 3):
         store.write(step, tensors=small_state(step + 10), meta={})
@@ -234,4 +234,4 @@ def test_a_checkpoint_follows_the_umask_and_is_never_open_to_every_writer(
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o775 & ~umask
     assert {file.stat().st_mode & 0o777 for file in path.iterdir()} == {0o664 & ~umask}
-    assert isinstance(store.verify(path), Found)
+    assert isinstance(verify_checkpoint(path), Found)

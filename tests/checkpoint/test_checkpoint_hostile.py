@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from hardened_ddp.checkpoint import verify as verify_module
-from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.manifest import (
+from hardened_ddp.checkpoint.folder import (
     MAX_MANIFEST_BYTES,
+    Rejected,
     _digest,
+    find_newest,
+    load_checkpoint,
 )
-from hardened_ddp.checkpoint.verify import Rejected, load_checkpoint
+from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError
 from tests.checkpoint_states import write_step
 
@@ -56,7 +58,7 @@ def test_a_pickle_is_never_executed(
         target.write_bytes(pickle.dumps(_Evil(marker)))
     if name == "state.safetensors":  # with a manifest that vouches for it
         forge(path)
-    found, rejected = store.find_valid()
+    found, rejected = find_newest(store.root)
     if found is not None:
         try:
             load_checkpoint(found)
@@ -160,7 +162,7 @@ def test_a_hostile_state_that_its_manifest_vouches_for_is_an_error(
     path = write_step(store, 1)
     (path / "state.safetensors").write_bytes(header + b"\0" * 8)
     forge(path)
-    found, _ = store.find_valid()
+    found, _ = find_newest(store.root)
     assert found is not None
     with pytest.raises(CheckpointError, match="can't be read as safetensors"):
         load_checkpoint(found)
@@ -171,7 +173,7 @@ def test_a_state_with_other_tensors_than_its_manifest_says_is_an_error(
 ) -> None:
     path = write_step(store, 1)
     forge(path, tensors={"w": {"shape": [2], "dtype": "float32"}})
-    found, _ = store.find_valid()
+    found, _ = find_newest(store.root)
     assert found is not None
     with pytest.raises(CheckpointError, match="missing in the checkpoint: w"):
         load_checkpoint(found)

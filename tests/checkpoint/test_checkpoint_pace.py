@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from hardened_ddp.checkpoint.disk import Disk
-from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.snapshot import CheckpointWriter, WriteCost, device_wait_s
+from hardened_ddp.checkpoint.store import (
+    CheckpointStore,
+    CheckpointWriter,
+    WriteCost,
+    device_wait_s,
+)
 from hardened_ddp.training.saving import Pace
 
 HOUR = 3600.0

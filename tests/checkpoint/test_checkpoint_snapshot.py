@@ -15,9 +15,8 @@ from torch import Tensor
 
 from hardened_ddp.checkpoint import snapshot as snapshot_module
 from hardened_ddp.checkpoint import stream as stream_module
-from hardened_ddp.checkpoint.stream import HostArena, TensorStream, flat_bytes
-from hardened_ddp.checkpoint.tensors import plan_file
-from hardened_ddp.checkpoint.verify import load_checkpoint
+from hardened_ddp.checkpoint.folder import find_newest, load_checkpoint, verify_checkpoint
+from hardened_ddp.checkpoint.tensors import HostArena, TensorReader, flat_bytes, plan_file
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.training.run import Run
 from hardened_ddp.training.saving import Saver
@@ -145,7 +144,7 @@ def test_training_beside_the_writer_saves_each_step_as_it_was(
     assert 0 in saved
     assert 7 in saved
     for step in bench.store.steps():
-        found: Any = bench.store.verify(bench.store.root / f"step-{step:09d}")
+        found: Any = verify_checkpoint(bench.store.root / f"step-{step:09d}")
         assert_same(load_checkpoint(found)[0], saved[step])
 
 
@@ -214,7 +213,7 @@ def test_the_meta_written_is_that_of_submit(bench: Bench) -> None:
     meta["cursor"] = 2
     bench.disk.open()
     bench.writer.close(timeout_s=LIMIT_S)
-    found, _ = bench.store.find_valid()
+    found, _ = find_newest(bench.store.root)
     assert found is not None
     assert found.manifest.meta == {"cursor": 1, "nested": {"a": [1]}}
 
@@ -272,7 +271,7 @@ def test_the_copies_of_a_gpu_land_where_the_writer_reads(monkeypatch: pytest.Mon
     plan = plan_file(state)
     arena = HostArena()
     arena.reserve(plan.data_bytes, pinned=False)
-    stream = TensorStream(state, plan=plan, arena=arena)
+    stream = TensorReader(state, plan=plan, arena=arena)
     for name, tensor in state.items():
         snapshot_module._start_copy(name, tensor, stream)
     expected = b"".join(flat_bytes(state[slot.name]).tobytes() for slot in plan.slots)

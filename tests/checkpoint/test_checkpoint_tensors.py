@@ -9,10 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from hardened_ddp.checkpoint import stream as stream_module
-from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.stream import TensorStream
-from hardened_ddp.checkpoint.tensors import differences, plan_file, specs_of
-from hardened_ddp.checkpoint.verify import Found, load_checkpoint
+from hardened_ddp.checkpoint.folder import Found, find_newest, load_checkpoint
+from hardened_ddp.checkpoint.store import CheckpointStore
+from hardened_ddp.checkpoint.tensors import TensorReader, differences, plan_file, specs_of
 from hardened_ddp.errors import CheckpointError
 from tests.checkpoint_states import assert_same, every_kind
 
@@ -32,7 +31,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 def found_in(store: CheckpointStore) -> Found:
-    found, rejected = store.find_valid()
+    found, rejected = find_newest(store.root)
     assert found is not None, rejected
     return found
 
@@ -86,8 +85,8 @@ def test_a_stream_frozen_anywhere_gives_the_state_before_the_change(
         name: tensor.detach().clone(memory_format=torch.preserve_format)
         for name, tensor in every_kind().items()
     }
-    expected = read_all(TensorStream(kinds, plan=plan_file(kinds)), chunk_bytes=50)
-    stream = TensorStream(kinds, plan=plan_file(kinds))
+    expected = read_all(TensorReader(kinds, plan=plan_file(kinds)), chunk_bytes=50)
+    stream = TensorReader(kinds, plan=plan_file(kinds))
     head = read_all(stream, chunk_bytes=50, at_most=frozen_after)
     stream.freeze()
     for tensor in kinds.values():
@@ -95,7 +94,7 @@ def test_a_stream_frozen_anywhere_gives_the_state_before_the_change(
     assert head + read_all(stream, chunk_bytes=50) == expected
 
 
-def read_all(stream: TensorStream, *, chunk_bytes: int, at_most: int = 10**9) -> bytes:
+def read_all(stream: TensorReader, *, chunk_bytes: int, at_most: int = 10**9) -> bytes:
     parts = []
     buffer = np.empty(chunk_bytes, dtype=np.uint8)
     while at_most > 0 and (size := stream.read_into(buffer[:at_most])):
@@ -126,7 +125,7 @@ def test_loaded_tensors_outlive_their_file(store: CheckpointStore) -> None:
 def test_a_tensor_that_has_no_place_is_named(store: CheckpointStore, tensor: torch.Tensor) -> None:
     with pytest.raises(CheckpointError, match=r"model\.odd"):
         store.write(1, tensors={"model.odd": tensor}, meta={})
-    assert store.find_valid() == (None, [])
+    assert find_newest(store.root) == (None, [])
 
 
 def test_differences_are_listed_by_kind_and_capped() -> None:

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import (
 )
 from torch.utils.data import Dataset, Subset
 
-from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
+from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.data.batches.batch import take
 from hardened_ddp.data.batches.checks import Checks
 from hardened_ddp.data.batches.collate import find_collate, split_targets

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from hardened_ddp.checkpoint.disk import Disk
-from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.verify import Rejected, open_checkpoint
+from hardened_ddp.checkpoint.folder import Rejected, open_checkpoint, verify_checkpoint
+from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.export.export import _compare, export_model
 from tests.checkpoint_states import assert_same, every_kind, small_state
@@ -130,6 +130,6 @@ def test_a_path_means_a_run_its_checkpoints_or_one_of_them(trained_run: Path) ->
     (root / "step-000000001").rename(renamed)
     assert open_checkpoint(renamed).step == 1
     (root / "step-000000002").rename(root / "step-000000007")
-    verdict = CheckpointStore(root, keep_last=1).verify(root / "step-000000007")
+    verdict = verify_checkpoint(root / "step-000000007")
     assert isinstance(verdict, Rejected)
     assert "belongs to step 2" in verdict.reason

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
+from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.errors import CheckpointError, MissingPackageError, ModelError
 from hardened_ddp.export import formats
 from hardened_ddp.export.export import export_model

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
+from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.errors import OptimizerError
 from hardened_ddp.model.optimizer import build_optimizer
 from hardened_ddp.model.optimizer_state import _pack, _unpack, restore_state, save_state

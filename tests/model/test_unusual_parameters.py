@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
+from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.preflight.lazy import shape_by_weights
 from tests.harness.ranks import Finished, train
 

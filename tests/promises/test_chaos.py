@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from hardened_ddp.checkpoint.verify import find_newest
+from hardened_ddp.checkpoint.folder import find_newest
 from hardened_ddp.reporting.summary import finished_at
 from tests.harness.commands import POLL_S
 from tests.harness.processes import deadline, kill, read_process

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
+from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.errors import OutOfMemoryError, PeerLostError
 from hardened_ddp.model.optimizer import allocate_state, build_optimizer
 from hardened_ddp.settings.config import OptimizerConfig

@@ -93,7 +93,7 @@ OWNERS = {
     "signal.signal": "guard/stop.py data/batches/worker_signals.py ddp_training.py",
     "signal.set_wakeup_fd signal.siginterrupt": "guard/stop.py",
     "threading.Thread threading.Timer _thread.* concurrent.futures.Thread*": (
-        "guard/watchdog.py guard/hang.py checkpoint/snapshot.py reporting/* "
+        "guard/watchdog.py guard/hang.py checkpoint/store.py reporting/* "
         "data/batches/worker_pool.py ranks/patience.py ranks/parent.py ranks/process.py "
         "ddp_doctor/audit/injected/*"
     ),
@@ -237,7 +237,7 @@ BREAKS: dict[Rule, list[tuple[str, str]]] = {
         ("data/batches/workers.py", "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)"),
         ("data/batches/workers.py", "import threading\nthreading.Thread(target=f)"),
         ("data/batches/workers.py", "from concurrent.futures import ThreadPoolExecutor as T\nT()"),
-        ("checkpoint/files.py", "print('saved')"),
+        ("checkpoint/store.py", "print('saved')"),
         ("step/step.py", "import sys\nsys.exit(1)"),
         ("step/step.py", "raise SystemExit(1)"),
         ("guard/stop.py", "import os\nos._exit(1)"),

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from hardened_ddp.checkpoint.verify import load_checkpoint, open_checkpoint
+from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.data.foreign_code import import_extra
 from hardened_ddp.errors import CheckpointError, CheckpointMismatchError
 from hardened_ddp.export.export import export_model

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hardened_ddp.checkpoint.disk import Disk
-from hardened_ddp.checkpoint.files import CheckpointStore
-from hardened_ddp.checkpoint.verify import probe_folder
+from hardened_ddp.checkpoint.folder import probe_folder
+from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.ranks.place import Launch
 from hardened_ddp.ranks.tracker import Tracker

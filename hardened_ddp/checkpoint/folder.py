@@ -1,51 +1,206 @@
-"""The check whether a folder is a complete checkpoint that only we could have written.
+"""A checkpoint's folder: its manifest, its name, and the check that only we could have written it.
 
-Owns: the check of one folder before anything in it is used: type, owner, mode, manifest, size and
-sha256. The result is Found, or Rejected with the reason. From that: the newest checkpoint that is
-valid, the one that a user's path means, and its tensors. Also probe_folder, which shows at the
-start of a run, and not after an hour, that its folder can't be written.
-Does not own: writing and removing (files.py).
+Owns: manifest.json and its own digest, so that every change of a byte is detected; the folders
+step-000000123, discarded-step-... and best.json, and the choice of what to drop; the check of one
+folder before anything in it is used: type, owner, mode, manifest, size and sha256. Its result is
+Found, or Rejected with the reason. From that: the newest checkpoint that is valid, the one that a
+user's path means, and its tensors. Also probe_folder, which shows at the start of a run, and not
+after an hour, that its folder can't be written.
+Does not own: writing and removing (store.py).
 What goes wrong here: the newest checkpoint can be broken. Then it is returned with the reason, and
-the next older one is used; the caller decides whether to continue from that one. And a check that
-is too strict starts a run from the beginning although its checkpoints are valid. Some mounts give
-every file the same foreign owner or mode 777; so before a folder is rejected for these, a new
-folder shows whether this mount does that.
+the next older one is used; the caller decides whether to continue from that one. A manifest may
+contain anything, so the type of each field is checked before it is used. And a check that is too
+strict starts a run from the beginning although its checkpoints are valid. Some mounts give every
+file the same foreign owner or mode 777; so before a folder is rejected for these, a new folder
+shows whether this mount does that.
 """
 
 import hashlib
 import io
+import json
 import logging
 import os
+import re
 import stat
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn, TypeAlias, cast
 
-import torch
 from torch import Tensor
 
-from hardened_ddp.checkpoint.disk import Disk, make_folders, write_file
-from hardened_ddp.checkpoint.manifest import (
-    JSON,
-    MANIFEST_NAME,
-    MAX_MANIFEST_BYTES,
-    STATE_NAME,
-    Manifest,
-    decode_manifest,
-    list_steps,
-    read_best_step,
-    step_folder_name,
-)
-from hardened_ddp.checkpoint.tensors import differences, read_tensors, specs_of
+from hardened_ddp.checkpoint.disk import Disk, is_real_folder, make_folders, write_file
+from hardened_ddp.checkpoint.tensors import TensorSpec, differences, read_tensors, specs_of
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, STEP_FOLDER
 from hardened_ddp.settings.typed_command import look_at
 
 log = logging.getLogger(__name__)
 
+JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
+
+SCHEMA = 1
+MANIFEST_NAME = "manifest.json"
+STATE_NAME = "state.safetensors"
+BEST_NAME = "best.json"
+_MAX_BEST_BYTES = 4096
+# A manifest needs about 100 bytes per tensor: this is room for half a million of them.
+MAX_MANIFEST_BYTES = 64 * 2**20
+# More than any file system allows for one file, so a larger size can't be right.
+_MAX_FILE_BYTES = 2**60
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _PROBE_BYTES = b"can this folder be written?\n" * 200
+
+Best = Mapping[str, Any]
+"""What best.json says besides the step: metric, value, direction."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """The content of manifest.json."""
+
+    step: int
+    meta: dict[str, JSON]
+    """The caller's data, such as the epoch and the cursor."""
+    size_bytes: int
+    sha256: str
+    """Of state.safetensors, as is its size."""
+    tensors: dict[str, TensorSpec]
+
+
+def plain_meta(meta: Mapping[str, JSON]) -> dict[str, JSON]:
+    """Return a copy of meta as it will be read back. Raises CheckpointError if it is not JSON."""
+    try:
+        return cast(dict[str, JSON], json.loads(json.dumps(meta)))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"meta can't be stored in a checkpoint: {error}") from error
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the bytes of manifest.json."""
+    body: dict[str, object] = {
+        "schema": SCHEMA,
+        "step": manifest.step,
+        "meta": manifest.meta,
+        "files": {STATE_NAME: {"size_bytes": manifest.size_bytes, "sha256": manifest.sha256}},
+        "tensors": {
+            name: {"shape": list(spec.shape), "dtype": spec.dtype}
+            for name, spec in manifest.tensors.items()
+        },
+    }
+    body["digest"] = _digest(body)
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in body.items()]
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def decode_manifest(raw: bytes) -> Manifest:
+    """Read manifest.json. Raises ValueError that says what is wrong with it."""
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{MANIFEST_NAME} is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        _refuse(f"holds a {type(body).__name__} and not an object")
+    schema = body.get("schema")
+    if type(schema) is not int or schema < 1:
+        _refuse(f"has no usable schema number ({schema!r:.40})")
+    if schema > SCHEMA:
+        _refuse(f"has schema {schema}, newer than {SCHEMA}, which this version reads: update it")
+    digest = body.pop("digest", None)
+    if digest != _digest(body):
+        _refuse("was changed after it was written (its digest differs)")
+    step, meta = body.get("step"), body.get("meta")
+    if not _is_count(step) or not isinstance(meta, dict):
+        _refuse("has no usable step or meta")
+    size_bytes, sha256 = _read_files(body.get("files"))
+    return Manifest(
+        step=cast(int, step),
+        meta=meta,
+        size_bytes=size_bytes,
+        sha256=sha256,
+        tensors=_read_tensors(body.get("tensors")),
+    )
+
+
+def step_folder_name(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint."""
+    return f"step-{step:09d}"  # WHY fixed width: sorting by name is sorting by step
+
+
+def list_steps(root: Path) -> list[int]:
+    """Return the steps that have a folder under root, newest first, valid or not."""
+    if not is_real_folder(root):
+        return []
+    matches = [STEP_FOLDER.fullmatch(path.name) for path in root.iterdir()]
+    return sorted((int(match[1]) for match in matches if match), reverse=True)
+
+
+def read_best_step(root: Path) -> int | None:
+    """Return the step that best.json names if it has a folder, else None."""
+    try:
+        with (root / BEST_NAME).open("rb") as file:
+            step = json.loads(file.read(_MAX_BEST_BYTES))["step"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        # WHY no warning: there is no best checkpoint yet, or the next better one replaces the file
+        return None
+    return step if type(step) is int and step in list_steps(root) else None
+
+
+def choose_drops(
+    steps: Sequence[int], *, keep_last: int, protected: Collection[int | None]
+) -> list[int]:
+    """Return which of the steps, newest first, to drop: not among the newest, not protected."""
+    return [step for step in steps[keep_last:] if step not in protected]
+
+
+def _read_files(files: object) -> tuple[int, str]:
+    if not isinstance(files, dict):
+        _refuse("has no list of files")
+    for name in files:
+        if "/" in name or "\\" in name or name in ("", ".", ".."):
+            _refuse(f"names the file {name!r:.80}, outside the checkpoint's folder")
+    if set(files) != {STATE_NAME}:
+        _refuse(f"names the files {sorted(files)!r:.80} and not {STATE_NAME}")
+    record = files[STATE_NAME]
+    size_bytes = record.get("size_bytes") if isinstance(record, dict) else None
+    sha256 = record.get("sha256") if isinstance(record, dict) else None
+    if not _is_count(size_bytes) or not isinstance(sha256, str) or not _SHA256.fullmatch(sha256):
+        _refuse(f"has no usable size and sha256 for {STATE_NAME}")
+    return cast(int, size_bytes), sha256
+
+
+def _read_tensors(tensors: object) -> dict[str, TensorSpec]:
+    if not isinstance(tensors, dict):
+        _refuse("has no list of tensors")
+    specs = {}
+    for name, entry in tensors.items():
+        shape = entry.get("shape") if isinstance(entry, dict) else None
+        dtype = entry.get("dtype") if isinstance(entry, dict) else None
+        if (
+            not isinstance(shape, list)
+            or not all(map(_is_count, shape))
+            or not isinstance(dtype, str)
+        ):
+            _refuse(f"has no usable shape and dtype for the tensor {name!r:.80}")
+        specs[name] = TensorSpec(tuple(shape), dtype)
+    return specs
+
+
+def _is_count(value: object) -> bool:
+    # WHY type and not isinstance: True is an int, but not a size
+    return type(value) is int and 0 <= value <= _MAX_FILE_BYTES
+
+
+def _digest(body: Mapping[str, object]) -> str:
+    # WHY sorted and compact: the digest covers the content, and not spaces and line ends
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _refuse(problem: str) -> NoReturn:
+    raise ValueError(f"{MANIFEST_NAME} {problem}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,10 +268,10 @@ def find_newest(root: Path, *, at_most: int | None = None) -> tuple[Found | None
     for step in list_steps(root):
         if at_most is not None and step > at_most:
             continue
-        verdict = verify_checkpoint(root / step_folder_name(step))
-        if isinstance(verdict, Found):
-            return verdict, rejected
-        rejected.append(verdict)
+        checked = verify_checkpoint(root / step_folder_name(step))
+        if isinstance(checked, Found):
+            return checked, rejected
+        rejected.append(checked)
     return None, rejected
 
 
@@ -132,24 +287,24 @@ def open_checkpoint(path: Path, *, prefer_best: bool = False) -> Found:
             fix="give the folder of a run, or of a checkpoint in its folder checkpoints",
         )
     if (path / MANIFEST_NAME).is_file() or STEP_FOLDER.fullmatch(path.name):
-        verdict = verify_checkpoint(path)
-        if isinstance(verdict, Found):
-            return verdict
+        checked = verify_checkpoint(path)
+        if isinstance(checked, Found):
+            return checked
         raise CheckpointError(
-            f"the checkpoint can't be used. {verdict}",
+            f"the checkpoint can't be used. {checked}",
             fix=f"give the run's folder to use its newest valid one: {path.parent.parent}",
         )
     root = path if path.name == CHECKPOINTS_NAME else path / CHECKPOINTS_NAME
     best = read_best_step(root) if prefer_best else None
     if best is not None:
-        verdict = verify_checkpoint(root / step_folder_name(best))
-        if isinstance(verdict, Found):
-            return verdict
-        log.warning("the best checkpoint can't be used (%s): the newest one is used", verdict)
+        checked = verify_checkpoint(root / step_folder_name(best))
+        if isinstance(checked, Found):
+            return checked
+        log.warning("the best checkpoint can't be used (%s): the newest one is used", checked)
     found, rejected = find_newest(root)
     if found is not None:
         return found
-    reasons = "".join(f"\n  {verdict}" for verdict in rejected)
+    reasons = "".join(f"\n  {checked}" for checked in rejected)
     raise CheckpointError(
         f"{path} has no checkpoint that can be used{reasons or ': none was written'}",
         fix="give another run, or train without --resume",
@@ -157,7 +312,7 @@ def open_checkpoint(path: Path, *, prefer_best: bool = False) -> Found:
 
 
 def load_checkpoint(
-    found: Found, *, device: torch.device | str = "cpu", names: Sequence[str] | None = None
+    found: Found, *, names: Sequence[str] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, JSON]]:
     """Read a verified checkpoint: tensors that own their memory, and meta.
 
@@ -170,7 +325,7 @@ def load_checkpoint(
         is_same = False
     if not is_same:
         raise CheckpointError(f"{found.state_path} changed since it was verified")
-    tensors = read_tensors(found.state_path, device=device, names=names)
+    tensors = read_tensors(found.state_path, names=names)
     expected = found.manifest.tensors
     if names is not None:
         expected = {name: expected[name] for name in names}
@@ -201,12 +356,12 @@ def _open_regular(path: Path) -> io.BufferedReader:
 
 
 def _check_content(file: io.BufferedReader, manifest: Manifest) -> None:
-    size_bytes, wanted = os.fstat(file.fileno()).st_size, manifest.state.size_bytes
+    size_bytes, wanted = os.fstat(file.fileno()).st_size, manifest.size_bytes
     if size_bytes < wanted:
         raise ValueError(f"{STATE_NAME} is truncated: {size_bytes} of {wanted} bytes")
     if size_bytes > wanted:
         raise ValueError(f"{STATE_NAME} has {size_bytes} bytes, and its manifest says {wanted}")
-    if hashlib.file_digest(file, "sha256").hexdigest() != manifest.state.sha256:
+    if hashlib.file_digest(file, "sha256").hexdigest() != manifest.sha256:
         raise ValueError(f"the sha256 of {STATE_NAME} differs: it changed after it was written")
 
 

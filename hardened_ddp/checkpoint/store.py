@@ -1,0 +1,544 @@
+"""The checkpoints of one run: complete or absent, and written while training continues.
+
+Owns: CheckpointStore, which writes and removes the folders step-000000123 of a run;
+CheckpointWriter, its thread (one, one checkpoint in flight), the rule when live tensors are copied,
+and the copies from a GPU.
+Does not own: the bytes (tensors.py), what a valid folder is (folder.py), what the tensors mean and
+when a checkpoint is due (training/). It has no lock: whoever writes holds the run's lock.
+What goes wrong here: a crash between any two calls, and a full disk. So everything is written under
+a temporary name, the manifest last, then renamed into place; what is removed is renamed first.
+Between two optimizer steps parameters and optimizer state don't change, so the thread reads them in
+place. before_update is called right before a change and copies what is not read yet. From a GPU
+everything is copied at submit, on a side stream; before_update makes the update wait for that. So
+the other thing that goes wrong is a change without before_update: an update in place, a load of
+other weights, buffers that a forward changes (name these in `volatile`: they are copied at submit).
+"""
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from hardened_ddp.checkpoint.disk import (
+    DISK_FULL_ERRORS,
+    Disk,
+    Retry,
+    aside_path,
+    drop_folder,
+    is_real_folder,
+    make_folders,
+    remove_aside,
+    replace_file,
+    sweep_leftovers,
+    write_file,
+)
+from hardened_ddp.checkpoint.folder import (
+    BEST_NAME,
+    JSON,
+    MANIFEST_NAME,
+    SCHEMA,
+    STATE_NAME,
+    Best,
+    Found,
+    Manifest,
+    choose_drops,
+    encode_manifest,
+    find_newest,
+    list_steps,
+    plain_meta,
+    read_best_step,
+    step_folder_name,
+    verify_checkpoint,
+)
+from hardened_ddp.checkpoint.tensors import (
+    FilePlan,
+    HostArena,
+    TensorReader,
+    plan_file,
+    write_tensors,
+)
+from hardened_ddp.errors import CheckpointError
+from hardened_ddp.settings.typed_command import shell_command
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+# Longer than a working disk needs for any state; a network disk that hangs never finishes.
+_WAIT_S = 1800.0
+_DISCARDED = "discarded-"
+
+
+class CheckpointStore:
+    """The checkpoints under one folder. One thread of one process writes at a time."""
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep_last: int,
+        disk: Disk | None = None,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> None:
+        """before_commit: raises CheckpointError if this process may no longer write here."""
+        self.root = root
+        self._before_commit = [before_commit]
+        self._keep_last = keep_last
+        self._disk = Disk() if disk is None else disk
+        self._kept_step: int | None = None
+
+    def call_before_commit(self, call: Callable[[], None]) -> None:
+        """Call this too before each commit; it raises OSError or CheckpointError to prevent it."""
+        self._before_commit.insert(0, call)
+
+    def write(
+        self,
+        step: int,
+        *,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, JSON],
+        best: Best | None = None,
+    ) -> Path:
+        """Write the checkpoint of step and return its folder. Rank-local: one rank calls it.
+
+        With best it also becomes the best one. A valid checkpoint of this step that is there
+        already is kept as it is. Raises CheckpointError; then the older ones are unchanged, except
+        that the oldest one may have been dropped to make room on a full disk.
+        """
+        reader = TensorReader(tensors, plan=plan_file(tensors))
+        return self.write_from(step, reader, meta=meta, best=best)
+
+    def write_from(
+        self,
+        step: int,
+        reader: TensorReader,
+        *,
+        meta: Mapping[str, JSON],
+        best: Best | None = None,
+    ) -> Path:
+        """Do what write does, with tensors that another thread may freeze meanwhile."""
+        final = self.root / step_folder_name(step)
+        plain = plain_meta(meta)
+        try:
+            self._prepare_root()
+            if not _is_valid(final):
+                self._write_folder(final, reader, step=step, meta=plain)
+        # WHY RuntimeError: copying from a GPU can raise it
+        except (OSError, RuntimeError) as error:
+            raise self._write_error(step, error, reader.plan.size_bytes) from error
+        if best is not None:
+            self.mark_best(step, best)
+        self._prune(written=step)
+        return final
+
+    def mark_best(self, step: int, best: Best) -> None:
+        """Make step's checkpoint the best one, which is never pruned. Raises CheckpointError."""
+        if step not in list_steps(self.root):
+            raise CheckpointError(f"step {step} has no checkpoint under {self.root}")
+        content = json.dumps({"schema": SCHEMA, "step": step, **best}) + "\n"
+        try:
+            replace_file(self.root / BEST_NAME, content.encode(), disk=self._disk)
+        except OSError as error:
+            raise self._write_error(step, error, len(content)) from error
+
+    def best_step(self) -> int | None:
+        """Return the step of the best checkpoint, or None."""
+        return read_best_step(self.root)
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a folder, newest first, valid or not."""
+        return list_steps(self.root)
+
+    def keep_newest(self, *, at_most: int) -> None:
+        """Protect the newest checkpoint up to this step: a rollback would use it."""
+        self._kept_step = max([s for s in self.steps() if s <= at_most], default=None)
+
+    def discard_newer(self, step: int) -> list[Path]:
+        """Set aside the checkpoints of later steps, and return their paths.
+
+        For a rollback, or a resume from an older checkpoint: otherwise the next start would find
+        the newer ones. No start finds them any more, but a person can, and they are removed when
+        the disk is full. Raises CheckpointError.
+        """
+        newer = [self.root / step_folder_name(other) for other in self.steps() if other > step]
+        try:
+            for path in newer:
+                target = path.with_name(f"{_DISCARDED}{path.name}")
+                if os.path.lexists(target):
+                    drop_folder(target, disk=self._disk)
+                self._disk.rename(path, target)
+                self._disk.sync_folder(self.root)
+        except OSError as error:
+            raise CheckpointError(f"{path} can't be set aside: {error}") from error
+        return newer
+
+    def _prepare_root(self) -> None:
+        if not os.path.lexists(self.root):
+            make_folders(self.root, disk=self._disk)
+        for folder in (self.root, self.root.parent):
+            if not is_real_folder(folder):
+                raise CheckpointError(
+                    f"{folder} is not a folder but a link or a file that somebody else made: "
+                    "nothing is written through it",
+                    fix=f"look at it: {shell_command('ls', '-ld', folder)}",
+                )
+        sweep_leftovers(self.root, disk=self._disk)
+
+    def _write_folder(
+        self, final: Path, reader: TensorReader, *, step: int, meta: dict[str, JSON]
+    ) -> None:
+        partial = aside_path(final, what="partial")
+        try:
+            self._fill(partial, reader, step=step, meta=meta)
+            self._commit(partial, final)
+        finally:
+            if os.path.lexists(partial):
+                try:
+                    remove_aside(partial, disk=self._disk)
+                except OSError as error:
+                    log.warning(
+                        "%s, an unfinished checkpoint, can't be removed: %s", partial, error
+                    )
+
+    def _fill(
+        self, partial: Path, reader: TensorReader, *, step: int, meta: dict[str, JSON]
+    ) -> None:
+        """Write the state, then the manifest, and sync both to the disk."""
+        disk, retry = self._disk, self._retry_with_room()
+        retry(lambda: disk.make_folder(partial))
+        sha256 = write_tensors(partial / STATE_NAME, reader, disk=disk, retry=retry)
+        plan = reader.plan
+        manifest = Manifest(
+            step=step, meta=meta, size_bytes=plan.size_bytes, sha256=sha256, tensors=plan.specs
+        )
+        content = encode_manifest(manifest)
+        write_file(partial / MANIFEST_NAME, content, disk=disk, retry=retry)
+        disk.sync_folder(partial)
+
+    def _commit(self, partial: Path, final: Path) -> None:
+        """Rename a complete checkpoint into place; before that no reader sees it."""
+        for call in self._before_commit:
+            call()
+        if os.path.lexists(final):
+            log.warning("%s is not valid and is written again", final)
+            drop_folder(final, disk=self._disk)
+        try:
+            self._disk.rename(partial, final)
+        except OSError:
+            # WHY check: NFS can lose the reply to a rename that succeeded, and if two survivors
+            # save the same step, the second one fails here
+            if not _is_valid(final):
+                raise
+        self._disk.sync_folder(self.root)
+
+    def _prune(self, *, written: int) -> None:
+        protected = (written, self.best_step(), self._kept_step)
+        for step in choose_drops(self.steps(), keep_last=self._keep_last, protected=protected):
+            path = self.root / step_folder_name(step)
+            try:
+                drop_folder(path, disk=self._disk)
+            except OSError as error:
+                log.warning("%s, an old checkpoint, can't be removed: %s", path, error)
+
+    def _retry_with_room(self) -> Retry:
+        """Return a Retry that drops the oldest checkpoint, once, if the disk is full."""
+        is_used = False
+
+        def retry(act: Callable[[], T], /) -> T:
+            nonlocal is_used
+            try:
+                return act()
+            except OSError as error:
+                if is_used or error.errno not in DISK_FULL_ERRORS:
+                    raise
+                is_used = True
+                if not self._make_room():
+                    raise
+                return act()
+
+        return retry
+
+    def _make_room(self) -> bool:
+        newest, _ = find_newest(self.root)
+        protected = (newest.step if newest else None, self.best_step(), self._kept_step)
+        drops = choose_drops(self.steps(), keep_last=0, protected=protected)
+        candidates = sorted(p for p in self.root.iterdir() if p.name.startswith(_DISCARDED))
+        candidates += [self.root / step_folder_name(step) for step in reversed(drops)]
+        if not candidates:
+            return False
+        path = candidates[0]
+        log.warning("the disk is full: %s, an old checkpoint, is dropped to make room", path)
+        drop_folder(path, disk=self._disk)
+        return True
+
+    def _write_error(self, step: int, error: Exception, needed_bytes: int) -> CheckpointError:
+        why = f"{type(error).__name__}: {error}"
+        fix = "check the folder and the disk; the run continues, older checkpoints are unchanged"
+        if isinstance(error, OSError) and error.errno in DISK_FULL_ERRORS:
+            try:
+                status = os.statvfs(self.root)
+                free_bytes = status.f_bavail * status.f_frsize
+            except OSError:
+                free_bytes = 0
+            why = f"{error.strerror}: {needed_bytes} bytes are needed, and {free_bytes} are free"
+            if free_bytes >= needed_bytes:
+                why += " now: another program gave them back, or a quota or limit is below that"
+            fix = (
+                f"free space under {self.root}, or lower keep_last; check quotas and ulimit -f too"
+            )
+        return CheckpointError(
+            f"the checkpoint of step {step} was not written to {self.root}: {why}", fix=fix
+        )
+
+
+def _is_valid(path: Path) -> bool:
+    return os.path.lexists(path) and isinstance(verify_checkpoint(path), Found)
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCost:
+    """What one write cost."""
+
+    training_s: float
+    """How long training stood still, on the host or on a device; on the CPU also the writer's own
+    CPU time, which training could have used."""
+
+    disk_s: float
+    """How long the disk was in use."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _InFlight:
+    """The checkpoint in flight."""
+
+    reader: TensorReader
+    copied: list[tuple[torch.device, torch.cuda.Event]]
+    """For each GPU, the event after the copies from it."""
+
+    waits: list[tuple[torch.cuda.Event, torch.cuda.Event]]
+    """For each GPU, the event at which its update began to wait, and the one that it waited for."""
+
+    tensors: Mapping[str, Tensor]
+    """Kept until then: memory that is freed while it is copied would be reused."""
+
+
+class CheckpointWriter:
+    """Writes checkpoints while training continues. Call all methods from the training thread."""
+
+    def __init__(self, store: CheckpointStore) -> None:
+        self._store = store
+        self._arena = HostArena()
+        self._plan: FilePlan | None = None
+        self._layout: list[tuple[str, torch.dtype, torch.Size]] = []
+        self._lock = threading.Lock()
+        self._copy_streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._thread: threading.Thread | None = None
+        self._unfrozen: _InFlight | None = None
+        self._error: CheckpointError | None = None
+        self._was_refused = False
+        self._stall_s = 0.0
+        self.cost: WriteCost | None = None
+        """Of the last finished write; None: there is none."""
+
+    @property
+    def is_busy(self) -> bool:
+        """A checkpoint is in flight."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def is_wanted(self) -> bool:
+        """A submit was refused and the writer is free now: submit the state of this step."""
+        return self._was_refused and not self.is_busy
+
+    def submit(
+        self,
+        step: int,
+        *,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, JSON],
+        volatile: Collection[str] = (),
+        best: Best | None = None,
+    ) -> bool:
+        """Start writing a checkpoint; False if one is still in flight, see is_wanted.
+
+        Tensors are read until the write is done: call before_update before each change. Those
+        named in volatile are copied here. Raises CheckpointError if something can't be stored.
+        """
+        if self.is_busy:
+            self._was_refused = True
+            return False
+        started_at = time.perf_counter()
+        plain = plain_meta(meta)
+        # WHY kept: the layout is the same each time, and it takes most of the time here
+        layout = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+        if self._plan is None or self._layout != layout:
+            self._plan, self._layout = plan_file(tensors), layout
+        reader = TensorReader(tensors, plan=self._plan, arena=self._arena, lock=self._lock)
+        copied = self._copy_from_gpus(reader, tensors, volatile)
+        reader.freeze_only(
+            # WHY other devices too: only CUDA has streams that copy while training continues
+            [name for name, tensor in tensors.items() if name in volatile or not tensor.is_cpu]
+        )
+        flight = _InFlight(reader=reader, copied=copied, waits=[], tensors=dict(tensors))
+        self._unfrozen = flight
+        self._was_refused = False
+        # WHY a daemon: a disk that hangs must not keep the process from exiting. Each write has its
+        # own thread, so there is none when nothing is written.
+        self._thread = threading.Thread(
+            target=self._write,
+            args=(step, flight, plain, best),
+            name=f"checkpoint-{step}",
+            daemon=True,
+        )
+        self._stall_s = time.perf_counter() - started_at
+        self._thread.start()
+        return True
+
+    def before_update(self) -> None:
+        """Make the tensors safe to change. Call right before every optimizer step.
+
+        Costs nothing when no checkpoint is in flight; else it copies what is not read yet.
+        """
+        flight = self._unfrozen
+        if flight is None:
+            return
+        self._unfrozen = None
+        started_at = time.perf_counter()
+        flight.reader.freeze()
+        self._stall_s += time.perf_counter() - started_at
+        for device, event in flight.copied:
+            # WHY no synchronize: the update waits on the GPU, and this thread continues
+            compute = torch.cuda.current_stream(device)
+            reached = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
+            reached.record(compute)
+            compute.wait_event(event)
+            flight.waits.append((reached, event))
+
+    def poll(self) -> CheckpointError | None:
+        """Return the error of a write that failed since the last poll. Training can continue."""
+        error, self._error = self._error, None
+        return error
+
+    def write_now(
+        self,
+        step: int,
+        *,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, JSON],
+        timeout_s: float = _WAIT_S,
+    ) -> Path:
+        """Wait for the write in flight, then write this checkpoint and return its folder.
+
+        For the last checkpoint and for emergencies. Raises CheckpointError.
+        """
+        self._wait(timeout_s)
+        return self._store.write(step, tensors=tensors, meta=meta)
+
+    def close(self, *, timeout_s: float = _WAIT_S) -> None:
+        """Wait for the write in flight. Raises CheckpointError if it takes longer; poll after."""
+        self._wait(timeout_s)
+
+    def _wait(self, timeout_s: float) -> None:
+        if self._thread is None:
+            return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise CheckpointError(
+                f"the checkpoint in flight ({self._thread.name}) is not written after "
+                f"{timeout_s:.0f} s: the disk under {self._store.root} hangs",
+                fix="older checkpoints are unchanged; check the disk: "
+                + shell_command("df", self._store.root),
+            )
+        self._thread = None
+
+    def _write(
+        self,
+        step: int,
+        flight: _InFlight,
+        meta: dict[str, JSON],
+        best: Best | None,
+    ) -> None:
+        try:
+            for _, event in flight.copied:
+                event.synchronize()
+            began_at = time.perf_counter()
+            self._store.write_from(step, reader=flight.reader, meta=meta, best=best)
+            # WHY not with a GPU: there the writer's CPU core would be idle
+            work_s = device_wait_s(flight.waits) if flight.copied else time.thread_time()
+            self.cost = WriteCost(self._stall_s + work_s, time.perf_counter() - began_at)
+        except CheckpointError as error:
+            self._error = error
+        except Exception as error:  # WHY broad: nothing else reports what a thread raises
+            log.exception("the checkpoint of step %d failed", step)
+            self._error = CheckpointError(f"the checkpoint of step {step} failed: {error!r}")
+        finally:
+            # WHY: a failed write needs no copies, and a finished one needs no tensors
+            self._unfrozen = None
+
+    def _copy_from_gpus(
+        self, reader: TensorReader, tensors: Mapping[str, Tensor], volatile: Collection[str]
+    ) -> list[tuple[torch.device, torch.cuda.Event]]:
+        """Start the copies to pinned memory; return, for each GPU, the event after them."""
+        on_gpu = {name: tensor for name, tensor in tensors.items() if tensor.is_cuda}
+        if not on_gpu:
+            return []
+        self._reserve_pinned(reader.plan.data_bytes)
+        # WHY in the compute stream: these copies must come before the next forward; the others run
+        # in parallel to it
+        for name in on_gpu.keys() & set(volatile):
+            _start_copy(name, on_gpu[name], reader)
+        copied = []
+        for device in {tensor.device for tensor in on_gpu.values()}:
+            if device not in self._copy_streams:
+                side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+                self._copy_streams[device] = side
+            side = self._copy_streams[device]
+            side.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(side):
+                for name, tensor in on_gpu.items():
+                    if name not in volatile and tensor.device == device:
+                        _start_copy(name, tensor, reader)
+                # WHY timing: it tells how long the update waited for it
+                event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+                event.record(side)
+            copied.append((device, event))
+        return copied
+
+    def _reserve_pinned(self, size_bytes: int) -> None:
+        try:
+            self._arena.reserve(size_bytes, pinned=True)
+        except RuntimeError as error:
+            log.warning(
+                "%d bytes of host memory can't be pinned (%s): ordinary memory is used, and "
+                "training stops while a checkpoint is copied from the GPU",
+                size_bytes,
+                error,
+            )
+            self._arena.reserve(size_bytes, pinned=False)
+
+
+def device_wait_s(waits: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
+    """Return how long devices stood still between reaching a wait and the event waited for."""
+    longest_ms = 0.0
+    for reached, event in waits:
+        reached.synchronize()
+        # negative if the event came first: then nothing waited
+        longest_ms = max(longest_ms, reached.elapsed_time(event))
+    return longest_ms / 1000
+
+
+def _start_copy(name: str, tensor: Tensor, reader: TensorReader) -> None:
+    """Start the copy of a GPU tensor to the memory from which the reader takes it."""
+    source = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    data = source.reshape(-1).view(torch.uint8)
+    taken = 0
+    for piece in reader.hand_over(name):
+        piece.copy_(data[taken : taken + piece.numel()], non_blocking=True)
+        taken += piece.numel()
