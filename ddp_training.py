@@ -140,7 +140,7 @@ def run_ranks(
     from hardened_ddp.ranks.group import open_group
     from hardened_ddp.ranks.seeding import seed_run
     from hardened_ddp.step.failure import errors_told
-    from hardened_ddp.training.names import check_names
+    from hardened_ddp.training.building import check_names
 
     keep_imported()  # nothing of torch is garbage
     if debug:
@@ -195,9 +195,8 @@ def train(settings: Resolved, group: Group) -> int:
     from hardened_ddp.reporting.log import add_log_file
     from hardened_ddp.reporting.rank_status import RankStatus
     from hardened_ddp.training.evaluation import check_stop_when, stops_early
-    from hardened_ddp.training.hang_subject import watch_for_hangs
-    from hardened_ddp.training.resume import open_run, read_checkpoint
-    from hardened_ddp.training.run import Ending, Run
+    from hardened_ddp.training.run import Ending, Run, watch_for_hangs
+    from hardened_ddp.training.run_folder import open_run, read_checkpoint
     from hardened_ddp.training.start_summary import tell_start
     from hardened_ddp.training.state import begin
     from hardened_ddp.training.survivor_save import refuse_crash_loop, save_as_survivor
@@ -263,8 +262,13 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     from hardened_ddp.preflight.optimizer_trial import build_schedule
     from hardened_ddp.settings.record import agreed_settings
     from hardened_ddp.step.parts import Parts
-    from hardened_ddp.training.building import build_replica, model_and_task
-    from hardened_ddp.training.plan import choose_global_batch, count_steps, facts_of_rank
+    from hardened_ddp.training.building import (
+        build_replica,
+        choose_global_batch,
+        count_steps,
+        facts_of_rank,
+        model_and_task,
+    )
 
     config, launch = settings.config, group.launch
     group.tracker.begin("downloading and opening the dataset")

@@ -18,8 +18,8 @@ from ddp_runs.ledger_check import check_ledger
 from hardened_ddp.checkpoint.folder import find_newest, load_checkpoint
 from hardened_ddp.errors import HardenedError
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
-from hardened_ddp.training.rebuild import MODEL_PREFIX
-from hardened_ddp.training.run_lock import LOCK_NAME
+from hardened_ddp.training.run_folder import LOCK_NAME
+from hardened_ddp.training.weights import MODEL_PREFIX
 
 _ROUNDING = 1e-3
 """Of the size of the weights. A few dozen steps make it 1e-7 to 1e-5; one wrong gradient, 1e-2."""

@@ -32,14 +32,14 @@ _KINDS = (
     ("hardened_ddp.step", "retry"),
     ("hardened_ddp.training.rollback", "rollback"),
     ("hardened_ddp.training.survivor_save", "survivor save"),
-    ("hardened_ddp.training.plan", "resize"),
+    ("hardened_ddp.training.building", "resize"),
     ("hardened_ddp.guard.slow", "slow"),
     ("hardened_ddp.guard.hang", "hang"),
     ("hardened_ddp.guard", "stop"),
     ("hardened_ddp.data", "data"),
     ("hardened_ddp.checkpoint", "checkpoint"),
-    ("hardened_ddp.training.saving", "checkpoint"),
-    ("hardened_ddp.training.resume", "checkpoint"),
+    ("hardened_ddp.training.state", "checkpoint"),
+    ("hardened_ddp.training.run_folder", "checkpoint"),
 )
 FAULTS = ("error", "hang", "rollback", "retry", "left out", "data", "slow", "survivor save")
 """Kinds that tell of something that went wrong, the gravest first."""

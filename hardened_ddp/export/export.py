@@ -46,7 +46,7 @@ from hardened_ddp.export.formats import (
 from hardened_ddp.export.preparation import how_to_add
 from hardened_ddp.model.described import DESCRIPTION
 from hardened_ddp.settings.typed_command import shell_command
-from hardened_ddp.training.rebuild import MODEL_PREFIX, model_tensors
+from hardened_ddp.training.weights import MODEL_PREFIX, model_tensors
 
 log = logging.getLogger(__name__)
 

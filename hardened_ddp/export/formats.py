@@ -25,7 +25,7 @@ from hardened_ddp.export.preparation import IMAGE_PROCESSOR, TOKENIZER, write_pr
 from hardened_ddp.model.described import DESCRIPTION
 from hardened_ddp.model.huggingface import HubModel as HubNet
 from hardened_ddp.model.huggingface import ImageClassifier, TextModel
-from hardened_ddp.training.rebuild import example_inputs, rebuild_model
+from hardened_ddp.training.weights import example_inputs, rebuild_model
 
 HUGGINGFACE, TORCH_EXPORT, ONNX = "huggingface", "torch_export", "onnx"
 CARD_NAME, WEIGHTS_NAME = "README.md", "model.safetensors"

@@ -1,35 +1,172 @@
-"""The model of a run: built, given its task, tried without DDP, and wrapped in it.
+"""What a run is made of, before its first step: its numbers, and its model with task and DDP.
 
-Owns the order of these steps, of which each is a collective of all ranks.
-Does not own: how a model is built (model/zoo.py), what a trial finds (preflight/), the sum of the
-gradients (gradients/), the task's choice (task/build.py).
+Owns the numbers that follow from settings, data and the checkpoint; the list of names in the
+settings that are checked before the ranks meet: a name that does not exist, or code of the user's
+that can't be imported, ends a run at once, without a process group and without a run folder; and
+the order in which the model is built, given its task, tried without DDP, and wrapped in it.
+Does not own: the checks (each beside what it names), how a model is built (model/zoo.py), the
+trials (preflight/), the sum of the gradients (gradients/), the task's choice (task/build.py).
 """
 
+import functools
+import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+import hardened_ddp
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.loader_setup import AnyLoader
-from hardened_ddp.data.sources.datasets import TaskData
+from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS, RunLength
+from hardened_ddp.data.foreign_code import import_callable
+from hardened_ddp.data.loader_setup import AnyLoader, AnySampler
+from hardened_ddp.data.sources.datasets import TaskData, find_source
+from hardened_ddp.errors import ConfigError, DataError, OptimizerError
 from hardened_ddp.gradients.choose import sum_gradients_of
 from hardened_ddp.gradients.sums import GradientSum
 from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.moving_attributes import MovingAttributes
+from hardened_ddp.model.optimizer import find_optimizer
 from hardened_ddp.model.replica import Replica, check_same_model
-from hardened_ddp.model.zoo import build_model, place_model
+from hardened_ddp.model.zoo import build_model, check_model, place_model
 from hardened_ddp.preflight.lazy import shape_by_forward
 from hardened_ddp.preflight.memory_format import Trial, choose_channels_last
 from hardened_ddp.preflight.padding import choose_split
 from hardened_ddp.preflight.probe import choose_find_unused, probe
 from hardened_ddp.preflight.shared_loss import warn_of_shared_loss
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.settings.config import Config
-from hardened_ddp.task.build import choose_task
+from hardened_ddp.settings.config import AUTO_BATCH_SIZE, Config
+from hardened_ddp.settings.declare import ImportPath
+from hardened_ddp.settings.wording import counted
+from hardened_ddp.task.build import check_metrics, choose_task, find_task
 from hardened_ddp.task.task import Task
-from hardened_ddp.training.initial_weights import load_initial_weights
+from hardened_ddp.training.run_report import check_trackers
+from hardened_ddp.training.weights import load_initial_weights
+
+log = logging.getLogger(__name__)
+
+
+def choose_global_batch(
+    config: Config,
+    *,
+    world_size: int,
+    saved: Mapping[str, Any] | None,  # Any: the numbers of a checkpoint
+    sources: Mapping[str, str],
+) -> int:
+    """Return the number of samples of one step. Pure except for a log line.
+
+    global_batch_size, or batch_size x world_size x accumulation_steps; a resumed run keeps its own
+    on any number of ranks, so that each step takes the same samples, unless another batch setting
+    was given. The same value again, as in a restart by the same command, does not count.
+    """
+    settings = {
+        "batch_size": config.data.batch_size,
+        "accumulation_steps": config.optimizer.accumulation_steps,
+        "global_batch_size": config.data.global_batch_size,
+    }
+    of_one_rank = (config.data.batch_size or AUTO_BATCH_SIZE) * config.optimizer.accumulation_steps
+    asked = config.data.global_batch_size or of_one_rank * world_size
+    if saved is None or saved["global_batch"] == asked:
+        return asked
+    given = [
+        name
+        for name, value in settings.items()
+        if sources.get(name) == "command line" and value != saved[name]
+    ]
+    if given:
+        log.warning(
+            "the global batch changes from %d to %d, because %s was given",
+            saved["global_batch"],
+            asked,
+            " and ".join(f"--{name}" for name in given),
+        )
+        return asked
+    kept = int(saved["global_batch"])
+    log.warning(
+        "the global batch stays %d, as with %s before: %s samples of every step on %s",
+        kept,
+        counted(saved["world_size"], "rank"),
+        kept if world_size == 1 else f"about {-(-kept // world_size)}",
+        "the one rank" if world_size == 1 else f"each of {world_size} ranks",
+    )
+    return kept
+
+
+def count_steps(
+    config: Config, sampler: AnySampler, saved: Mapping[str, Any] | None = None
+) -> RunLength:
+    """Return the optimizer steps of the whole run: those done, and those left in its epochs.
+
+    WHY not steps per epoch x epochs: the steps done may have had another size. Of a stream they may
+    be known only later: then max_steps is what the learning rate's schedule is stretched over.
+    A run that auto gave a constant rate keeps it, when its length is known later, too.
+    Raises ConfigError if the schedule needs a length that nobody knows.
+    """
+    done, epoch, cursor = 0, 0, 0
+    if saved is not None:
+        done, epoch, cursor = int(saved["step"]), int(saved["epoch"]), int(saved["cursor"])
+    most = config.loop.max_steps or UNKNOWN_STEPS
+    left = sampler.steps_left(epoch, cursor, epochs=config.loop.epochs)
+    total = most if left is None else min(done + left, most)
+    if sampler.declares_length:
+        return RunLength(total, schedule=total, most=most)
+    schedule = config.optimizer.lr_schedule
+    if schedule == "auto":
+        # WHY as before: where a run continues, its rate must not jump.
+        before = None if saved is None else saved.get("lr_schedule")
+        schedule = before or ("constant" if most == UNKNOWN_STEPS else "cosine")
+        if schedule == "constant":
+            return RunLength(total, schedule=UNKNOWN_STEPS, most=most)
+    if most == UNKNOWN_STEPS and schedule != "constant":
+        raise ConfigError(
+            f"lr_schedule {schedule} needs the number of steps, and this stream does not say how "
+            "many samples it has",
+            fix="--max_steps N, or --lr_schedule constant, or give the stream sizes, the samples "
+            "of each shard",
+        )
+    return RunLength(total, schedule=most, most=most)
+
+
+def facts_of_rank(settings: Mapping[str, str], dataset: str, precision: str) -> dict[str, str]:
+    """Return what must be equal on all ranks before they may train together. Rank-local."""
+    return {
+        "code": code_hash(),
+        "torch": torch.__version__,
+        **settings,
+        "dataset": dataset,
+        "precision": precision,  # WHY: with amp auto it depends on the GPU
+    }
+
+
+@functools.cache
+def code_hash() -> str:
+    """Hash this program's own source files, as they are when this process asks first."""
+    digest = hashlib.sha256()
+    root = Path(hardened_ddp.__file__).parent
+    for path in [root.parent / "ddp_training.py", *sorted(root.rglob("*.py"))]:
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def check_names(config: Config) -> None:
+    """Raise the HardenedError of whatever a setting names and is not there. Rank-local."""
+    check_trackers(config)
+    find_source(config.data.dataset, config.data)
+    check_model(config.model.model)
+    if config.task.task != "auto":
+        find_task(config.task.task)
+    check_metrics(config.task, stop_when=config.loop.stop_when)
+    find_optimizer(config.optimizer)
+    if isinstance(config.optimizer.lr_schedule, ImportPath):
+        path = config.optimizer.lr_schedule
+        import_callable(path, setting="lr_schedule", error=OptimizerError)
+    if isinstance(config.data.collate, ImportPath):
+        import_callable(config.data.collate, setting="collate", error=DataError)
 
 
 def model_and_task(

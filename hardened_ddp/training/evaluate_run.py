@@ -32,9 +32,9 @@ from hardened_ddp.step.progress import Totals
 from hardened_ddp.task.build import build_task
 from hardened_ddp.task.task import Score, Table, Task, described, with_loss
 from hardened_ddp.training.evaluation import EvaluationLoop
-from hardened_ddp.training.rebuild import MODEL_PREFIX, model_tensors, rebuild_model
-from hardened_ddp.training.resume import share_checkpoint
+from hardened_ddp.training.run_folder import share_checkpoint
 from hardened_ddp.training.state import receive
+from hardened_ddp.training.weights import MODEL_PREFIX, model_tensors, rebuild_model
 
 
 def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:

@@ -25,10 +25,18 @@ from hardened_ddp.guard.divergence import Divergence, compare_replicas, differin
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.step import Stepper, is_due
-from hardened_ddp.training.resume import RunFolder, read_newest
+from hardened_ddp.training.run_folder import RunFolder, read_newest
 from hardened_ddp.training.run_report import RunReport
-from hardened_ddp.training.saving import Saver, collect_meta, collect_tensors, replicated_tensors
-from hardened_ddp.training.state import Tensors, has_all_that_moves, restore, share_state
+from hardened_ddp.training.state import (
+    Saver,
+    Tensors,
+    collect_meta,
+    collect_tensors,
+    has_all_that_moves,
+    replicated_tensors,
+    restore,
+    share_state,
+)
 
 log = logging.getLogger(__name__)
 

@@ -1,19 +1,330 @@
-"""The folder of a run.
+"""The folder of a run: found or made, locked, and the checkpoint in it to start from.
 
-Owns: making one under the output folder.
-Does not own: the lock in it (run_lock.py), the files of other layers in it.
-What goes wrong here: a name with a path in it that leads out of the output folder, two jobs that
-start in the same second, a link where a folder is expected, a full or read-only disk.
+Owns the meaning of --resume, which rank 0 decides and all follow. A fresh start by hand makes a new
+run folder; a restart by the launcher, the same --run_name, or --resume PATH goes on in the old one,
+from its newest checkpoint that proves valid. What is passed over is named with its reason. And
+RunLock, a file in the folder that says which process writes there.
+Does not own: verification (checkpoint/), loading into the parts (state.py), how a process is
+recognised and the heartbeat in the lock (ranks/process.py).
+What goes wrong here: a name that leads out of the output folder, two jobs that start in the same
+second, a link where a folder is expected, a full or read-only disk. And a job that was killed
+leaves its lock, which must not stop a restart; a live job must never lose it. A dead process on
+this host is recognised, whatever container it ran in. One on another host can't be seen. Its lock
+is taken over if it belongs to an earlier attempt of the same job, or to this machine before a
+reboot, and if its heartbeat stopped. A process that was only stopped finds out before it commits a
+checkpoint. Locks of the file system are only used between containers of one host, because between
+hosts many file systems don't keep them.
 """
 
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
 import re
+import uuid
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import cached_property, partial
 from pathlib import Path
+from types import TracebackType
 
-from hardened_ddp.checkpoint.disk import Disk, make_folders
-from hardened_ddp.checkpoint.folder import unusable_folder
-from hardened_ddp.errors import RunFolderError
-from hardened_ddp.settings.config import FOLDER_NAME
+from hardened_ddp.checkpoint.disk import Disk, make_folders, replace_file, write_file
+from hardened_ddp.checkpoint.folder import (
+    Found,
+    find_newest,
+    load_checkpoint,
+    open_checkpoint,
+    probe_folder,
+    unusable_folder,
+)
+from hardened_ddp.checkpoint.store import CheckpointStore
+from hardened_ddp.errors import CheckpointError, RunFolderError
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.ranks.process import (
+    SILENT_AFTER_S,
+    LockHeartbeat,
+    ProcessMark,
+    is_earlier_boot,
+    is_gone,
+    is_silent,
+    this_process,
+    with_count,
+)
+from hardened_ddp.reporting.goodput import Goodput
+from hardened_ddp.reporting.sinks import write_text
+from hardened_ddp.reporting.summary import finished_at
+from hardened_ddp.settings.config import FOLDER_NAME, Config
+from hardened_ddp.settings.earlier_run import (
+    CHECKPOINTS_NAME,
+    SAVED_SETTINGS,
+    newest_run,
+    refuse_links,
+    run_of_checkpoint,
+)
+from hardened_ddp.settings.layers import Resolved
+from hardened_ddp.settings.record import dump
+from hardened_ddp.settings.typed_command import look_at, shell_command
+from hardened_ddp.training.state import Saved, Tensors, share_state
+
+log = logging.getLogger(__name__)
+
+_JOBS = ".jobs"
+
+
+@dataclass
+class RunFolder:
+    """The folder of a run, and what rank 0 holds of it."""
+
+    folder: Path
+    keep_last: int
+    goodput: Goodput
+    """The account of this attempt."""
+
+    token: str
+    """Of the lock, on all ranks: who saves proves by it that the run is still ours."""
+
+    checkpoint: Found | None = None
+    """What to start from; None: from the beginning. Rank 0 only."""
+
+    lock: "RunLock | None" = None
+    """Rank 0 only: no second run writes here."""
+
+    settings_text: str = ""
+    """The resolved settings, as they stand in the folder."""
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Give the folder free; an attempt that failed is accounted for up to here."""
+        if error[0] is not None:
+            self.goodput.leave()
+        if self.lock is not None:
+            self.lock.release()
+
+    def is_finished(self, group: Group, step: int) -> bool:
+        """Say whether the run came to its end at this step: tested, summed up. Collective."""
+        if not group.run_on_main(lambda: finished_at(self.folder) == step, what="the summary"):
+            return False
+        self.goodput.leave(ended="finished")
+        return True
+
+    @cached_property
+    def store(self) -> CheckpointStore:
+        """Its checkpoints, to be written by whoever holds the lock."""
+        return CheckpointStore(
+            self.folder / CHECKPOINTS_NAME,
+            keep_last=self.keep_last,
+            before_commit=partial(check_held, self.folder, self.token),
+        )
+
+    def write_settings(self, settings: Resolved) -> None:
+        """Write the settings beside the run, on rank 0; a resume takes them up.
+
+        WHY replace: the next resume needs the earlier ones if the disk is full, or we die here.
+        """
+        self.settings_text = dump(settings.config, settings.sources)
+        if self.lock is None:
+            return
+        try:
+            replace_file(self.folder / SAVED_SETTINGS, self.settings_text.encode(), disk=Disk())
+        except OSError as error:
+            raise RunFolderError(
+                f"the settings can't be written to {self.folder}: {error}",
+                fix="check the disk, or choose another --output_dir",
+            ) from error
+
+
+def open_run(config: Config, group: Group) -> RunFolder:
+    """Find or make the run folder, lock it, and choose the checkpoint. Collective: all ranks.
+
+    Raises MainRankError on every rank if rank 0 can't use the folder or found nothing to resume.
+    """
+    chosen: list[tuple[Found | None, RunLock]] = []  # on rank 0
+    output = Path(config.run.output_dir)
+    # WHY all ranks: with elastic nodes, the node of rank 0 may be a new one.
+    notes = group.gather_json(  # collective
+        [_noted_folder(output, group.launch), *_job_marks(group.launch)]
+    )
+    jobs = {mark for _, *marks in notes for mark in marks}
+
+    def choose() -> list[str]:
+        noted = (Path(name) for name, *_ in notes if name)
+        folder, checkpoint = find_place(config, next(filter(Path.is_dir, noted), None))
+        refuse_links(folder)
+        lock = RunLock.acquire(folder, jobs=jobs, restart=group.launch.attempt)
+        try:
+            probe_folder(folder)
+        except RunFolderError:
+            lock.release()
+            raise
+        chosen.append((checkpoint, lock))
+        return [str(folder), lock.token]
+
+    name, token = group.run_on_main(choose, what="opening the run folder")  # collective
+    folder = Path(name)
+    if group.is_local_main:
+        _note_folder(output, group.launch, folder)
+    checkpoint, lock = chosen[0] if chosen else (None, None)
+    step = 0 if checkpoint is None else checkpoint.step
+    goodput = Goodput(folder, group.tracker, group.launch, step=step)
+    goodput.leave()
+    return RunFolder(folder, config.run.keep_last, goodput, token, checkpoint, lock)
+
+
+def read_checkpoint(run: RunFolder, group: Group) -> Saved | None:
+    """Tell all ranks of the chosen checkpoint, which rank 0 reads later. Collective: all ranks.
+
+    Returns None to start from the beginning.
+    """
+
+    def choose() -> bool:
+        if run.checkpoint is None:
+            return False
+        # WHY: newer ones, passed over or not wanted, would be taken by the next start.
+        for path in run.store.discard_newer(run.checkpoint.step):
+            log.warning("set aside %s, which is newer than the checkpoint resumed from", path)
+        return True
+
+    if not group.run_on_main(choose, what="looking at the checkpoint"):  # collective
+        return None
+    return share_checkpoint(group, run.checkpoint)  # collective
+
+
+def share_checkpoint(group: Group, found: Found | None) -> Saved:
+    """Tell all ranks of a checkpoint that rank 0 has found. Collective: all ranks."""
+    if found is None:
+        return share_state(group, {}, {}, None)  # collective
+    read = partial(_read_tensors, found)
+    return share_state(group, found.manifest.tensors, found.manifest.meta, read)  # collective
+
+
+def _read_tensors(found: Found, names: Sequence[str]) -> Tensors:
+    return load_checkpoint(found, names=names)[0]
+
+
+def read_newest(run: RunFolder, group: Group, *, at_most: int) -> Saved | None:
+    """Read the newest valid checkpoint, of step at_most or before, on all ranks. Collective.
+
+    Returns None if there is none.
+    """
+
+    def choose() -> bool:
+        run.checkpoint = find_newest(run.folder / CHECKPOINTS_NAME, at_most=at_most)[0]
+        return run.checkpoint is not None
+
+    if not group.run_on_main(choose, what="looking for a checkpoint"):  # collective
+        return None
+    return read_checkpoint(run, group)  # collective
+
+
+def find_place(config: Config, earlier: Path | None) -> tuple[Path, Found | None]:
+    """Decide the run folder and the checkpoint to start from. On rank 0 only.
+
+    earlier: the folder of this job's earlier attempts. It goes on there, whatever --resume says:
+    that was for the first attempt.
+    Raises CheckpointError if a resume was asked for and no checkpoint there is valid;
+    RunFolderError if the folder can't be used.
+    """
+    output, wanted = Path(config.run.output_dir), config.run.resume
+    if earlier is not None:
+        return earlier, _newest_valid(earlier)
+    if wanted == "newest":
+        newest = newest_run(output)
+        if newest is None:
+            raise CheckpointError(
+                f"there is no run with a checkpoint in {output}",
+                fix="name its folder with --resume, or start one without --resume",
+            )
+        return _place_at(newest, config)
+    if wanted not in ("auto", "never"):
+        return _place_at(Path(wanted), config)
+    named = output / config.run.run_name if config.run.run_name else None
+    if wanted == "never" and named is not None and (named / CHECKPOINTS_NAME).exists():
+        raise RunFolderError(
+            f"{named} holds a run already; with --resume never it is not continued",
+            fix="choose another --run_name, or --resume auto",
+        )
+    if wanted == "auto" and named is not None and named.is_dir():
+        return named, _newest_valid(named)
+    folder = create_run_folder(
+        output,
+        model=config.model.model,
+        dataset=config.data.dataset,
+        run_name=config.run.run_name,
+    )
+    return folder, None
+
+
+def _place_at(path: Path, config: Config) -> tuple[Path, Found | None]:
+    """Take a run folder, or one checkpoint inside of it, that the user named."""
+    run = run_of_checkpoint(path)
+    if run is not None:
+        return run, open_checkpoint(path)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"--resume {path}: there is no such folder",
+            fix=f"name a folder that is in {config.run.output_dir}, or --resume newest",
+        )
+    found = _newest_valid(path)
+    if found is None:
+        raise CheckpointError(
+            f"{path} holds no valid checkpoint",
+            fix="the log says why each was passed over; start afresh with --resume never",
+        )
+    return path, found
+
+
+def _newest_valid(folder: Path) -> Found | None:
+    found, rejected = find_newest(folder / CHECKPOINTS_NAME)
+    for checkpoint in rejected:
+        log.warning("passed over the checkpoint %s", checkpoint)
+    if found is None and rejected:
+        raise CheckpointError(
+            f"none of the {len(rejected)} checkpoints in {folder} is valid",
+            fix="the log says what is wrong with each; start afresh with --resume never",
+        )
+    return found
+
+
+def _note_folder(output: Path, launch: Launch, folder: Path) -> None:
+    """Leave a note by which later attempts of this job find its folder again."""
+    if not output.is_dir():  # --resume PATH to a run elsewhere: later attempts are told the same
+        return
+    try:
+        for key in {launch.job_key, launch.agent_key} - {""}:
+            (output / _JOBS).mkdir(exist_ok=True)
+            write_text(output / _JOBS / key, str(folder.resolve()) + "\n")
+    except OSError as error:
+        log.warning("a restart by the launcher will not find this run by itself: %s", error)
+
+
+def _noted_folder(output: Path, launch: Launch) -> str:
+    """Name the folder of this job's earlier attempts; empty if there was none.
+
+    WHY the restart count: a Slurm job may train one model after the other; an agent starts one.
+    """
+    keys = [launch.agent_key, launch.job_key if launch.attempt > 0 else ""]
+    for note in (output / _JOBS / key for key in keys if key):
+        if note.is_file():
+            return note.read_text(encoding="utf-8", errors="replace").strip()
+    return ""
+
+
+def _job_marks(launch: Launch) -> list[str]:
+    """Return short marks of this rank's job: two attempts of a job share one, two jobs none.
+
+    WHY several: after a node was lost, the new attempt may have only some agents in common with
+    the one before. The run id is the user's, who may use it twice.
+    """
+    keys = (launch.job_key, launch.agent_key, launch.run_id and f"run-id-{launch.run_id}")
+    return sorted({hashlib.sha256(key.encode()).hexdigest()[:12] for key in keys if key})
+
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.]+")
 # Suffixes that are tried for a name that is taken.
@@ -62,3 +373,248 @@ def create_run_folder(
 def _as_name(text: str) -> str:
     """Turn a model's or dataset's name or import path into a part of a folder's name."""
     return _NOT_IN_NAMES.sub("-", text).strip("-.")[:30] or "run"
+
+
+LOCK_NAME = "run.lock"
+_MAX_LOCK_BYTES = 1 << 20  # it lists a key for each node of the job
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Holder:
+    """Who holds a lock."""
+
+    mark: ProcessMark
+    token: str
+    """Of this lock alone."""
+
+    jobs: tuple[str, ...]
+    """The keys by which launchers know the job; two attempts of one job share at least one."""
+
+    restart: int
+    beats: int = 0
+    """Counted up by the holder; 0: it can't count in this file system."""
+
+
+class RunLock:
+    """The right to write into a run's folder, held until release or the end of the process."""
+
+    def __init__(self, path: Path, *, token: str, descriptor: int) -> None:
+        self.path = path
+        self.token = token
+        self._descriptor = descriptor
+        self._heartbeat = LockHeartbeat(descriptor)
+
+    @classmethod
+    def acquire(
+        cls,
+        folder: Path,
+        *,
+        jobs: Collection[str] = (),
+        restart: int = 0,
+        silent_after_s: float = SILENT_AFTER_S,
+    ) -> "RunLock":
+        """Lock a run's folder. Rank-local: one rank calls it.
+
+        jobs and restart: the keys of this job and its count of starts, if launchers have them.
+        Waits at most 2 * silent_after_s, and only for a lock of this job, or of this machine before
+        a reboot. Raises RunFolderError if another process holds the lock, with its host and pid.
+        """
+        path = folder / LOCK_NAME
+        holder = _Holder(
+            mark=this_process(), token=uuid.uuid4().hex, jobs=tuple(sorted(jobs)), restart=restart
+        )
+        try:
+            with _alone_in(folder):
+                try:
+                    write_file(path, _encode(holder), disk=Disk())
+                except FileExistsError:
+                    _take_over(path, holder, silent_after_s=silent_after_s)
+                    write_file(path, _encode(holder), disk=Disk())
+                descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise RunFolderError(
+                f"{path} can't be written: {error}",
+                fix=f"look at it: {look_at(folder)}",
+            ) from error
+        # WHY this too: see _is_dead. WHY flock: lockf's lock is lost when anything in this process
+        # closes the file. WHY no error: a file system without locks is no reason to stop.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return cls(path, token=holder.token, descriptor=descriptor)
+
+    def release(self) -> None:
+        """Release the lock. A second call does nothing."""
+        if self._descriptor < 0:
+            return
+        self._heartbeat.stop()
+        if _is_held(self.path, self.token):
+            with suppress(FileNotFoundError):
+                Disk().unlink(self.path)
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def __enter__(self) -> "RunLock":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep other processes of this host out of acquire. Raises RunFolderError if one is there."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        if _is_busy(descriptor):
+            raise _taken_now(folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def check_held(folder: Path, token: str) -> None:
+    """Raise CheckpointError if another attempt holds the run's lock. Any rank.
+
+    WHY: this job may have been stopped (SIGSTOP, a suspended machine) for so long that a restart
+    of it took the lock over. WHY no lock at all is fine: a surviving rank may save while the rank
+    that held the lock has already left.
+    """
+    path = folder / LOCK_NAME
+    if _read(path) is not None and not _is_held(path, token):
+        raise CheckpointError(
+            f"{folder} no longer belongs to this process: while it was stopped or its host could "
+            "not write, another attempt took over the run",
+            fix="end this one; the other one continues from the newest checkpoint",
+        )
+
+
+def _is_busy(descriptor: int) -> bool:
+    """Try to lock an open file; False also on a file system without locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # WHY only this one: without locks, only the rename in _take_over protects
+        return isinstance(error, BlockingIOError)
+    return False
+
+
+def _taken_now(folder: Path) -> RunFolderError:
+    return RunFolderError(
+        f"another job is locking {folder} at this moment",
+        fix="give another run_name, or wait for that job",
+    )
+
+
+def _take_over(path: Path, mine: _Holder, *, silent_after_s: float) -> None:
+    """Remove a dead process's lock. Raises RunFolderError if its process may be alive."""
+    content = _read(path)
+    if content is None:
+        return
+    holder = _parse(content)
+    if holder is None:
+        raise RunFolderError(
+            f"{path} can't be read as a lock: another job may be writing to {path.parent}",
+            fix=f"if no job uses this folder: {shell_command('rm', path)}",
+        )
+    if not _is_dead(path, holder, mine, silent_after_s=silent_after_s):
+        mark = holder.mark
+        raise RunFolderError(
+            f"{path.parent} is in use by process {mark.pid} on host {mark.host}; two jobs in one "
+            "folder would overwrite each other's checkpoints",
+            fix="wait for it or give another run_name; if that process is gone: "
+            + shell_command("rm", path),
+        )
+    # WHY rename and read again: of two processes that found the same dead lock, the second one
+    # would otherwise remove the new lock of the first
+    aside = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    with suppress(FileNotFoundError):
+        Disk().rename(path, aside)
+        taken = _read(aside)
+        if taken != content:
+            with suppress(FileExistsError):
+                os.link(aside, path)
+        Disk().unlink(aside)
+        if taken != content:
+            raise _taken_now(path.parent)
+
+
+def _is_dead(path: Path, holder: _Holder, mine: _Holder, *, silent_after_s: float) -> bool:
+    gone = is_gone(holder.mark)
+    if gone is not None:
+        return gone
+    if holder.mark.boot == mine.mark.boot and holder.mark.boot:
+        return not _is_locked(path)
+    is_same_job = not {*holder.jobs}.isdisjoint(mine.jobs)
+    if not holder.beats:
+        return is_same_job and holder.restart < mine.restart
+    if not is_same_job and not is_earlier_boot(holder.mark, mine.mark):
+        return False
+    log.warning(
+        "%s is locked by process %d on host %s, an earlier attempt of this job: watching for %g s "
+        "whether it still runs",
+        path.parent,
+        holder.mark.pid,
+        holder.mark.host,
+        silent_after_s,
+    )
+    return is_silent(lambda: _read(path), silent_after_s=silent_after_s)
+
+
+def _is_locked(path: Path) -> bool:
+    """Ask the kernel, which releases a lock when its process ends."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path) -> bytes | None:
+    """Return a lock's content; None if it is not there."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return b"symbolic link"
+        raise
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read(_MAX_LOCK_BYTES)
+
+
+def _is_held(path: Path, token: str) -> bool:
+    holder = _parse(_read(path) or b"")
+    return holder is not None and holder.token == token
+
+
+def _encode(holder: _Holder) -> bytes:
+    fields = asdict(holder)
+    del fields["beats"]
+    return with_count(json.dumps(fields).encode() + b"\n")
+
+
+def _parse(content: bytes) -> _Holder | None:
+    try:
+        body = json.loads(content)
+        return _Holder(
+            mark=ProcessMark(**body["mark"]),
+            token=str(body["token"]),
+            jobs=tuple(map(str, body["jobs"])),
+            restart=int(body["restart"]),
+            beats=int(body["beats"]),
+        )
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None

@@ -1,16 +1,23 @@
-"""The reports of a run: log lines, metrics.jsonl, TensorBoard, summary.
+"""The reports of a run: log lines, metrics.jsonl, TensorBoard, trackers, summary, and a profile.
 
-Owns which numbers are reported, and when. Rank 0 writes; the other ranks keep their own log file.
+Owns which numbers are reported, and when; which trackers a run has; which steps are profiled. Rank
+0 writes; the other ranks keep their own log file.
 Does not own: how they are written (reporting/), which never stops training.
 """
 
+import importlib.util
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch.profiler import ProfilerActivity, profile, schedule
 
+from hardened_ddp.data.foreign_code import import_callable
+from hardened_ddp.errors import ConfigError, MissingPackageError
 from hardened_ddp.guard.slow import BACKWARD_AND_WAIT, Splits
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.reporting.metrics import MetricsLog
@@ -18,14 +25,16 @@ from hardened_ddp.reporting.progress import ProgressBar
 from hardened_ddp.reporting.resources import ResourceMonitor
 from hardened_ddp.reporting.step_clock import REPORTED, StepClock
 from hardened_ddp.reporting.summary import closing_lines, withdraw_summary, write_summary
+from hardened_ddp.reporting.trackers import Tracker, TrackerThread, WandbTracker
+from hardened_ddp.settings.config import TENSORBOARD, WANDB, Config, tracker_names
+from hardened_ddp.settings.schema import flatten
+from hardened_ddp.settings.typed_command import pip_command
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.task.task import described, shortly_described, with_loss
 from hardened_ddp.training.evaluation import Evaluation
-from hardened_ddp.training.profiling import profiled, start_profile
-from hardened_ddp.training.resume import RunFolder
-from hardened_ddp.training.tracking import has_tensorboard, make_trackers
+from hardened_ddp.training.run_folder import RunFolder
 
 T = TypeVar("T")
 
@@ -285,3 +294,81 @@ def _times(account: Mapping[str, float]) -> dict[str, float]:
     """Name the account of the wall time as TensorBoard shows it."""
     seconds = {f"time/{name}_s": value for name, value in account.items() if name != "goodput"}
     return {"time/goodput": account["goodput"], **seconds}
+
+
+def check_trackers(config: Config) -> None:
+    """Raise ConfigError or MissingPackageError if a tracker that was asked for can't be there."""
+    for name in tracker_names(config.run.tracker):
+        if name == WANDB and importlib.util.find_spec(WANDB) is None:
+            raise MissingPackageError(
+                "tracker wandb: Weights & Biases is not installed",
+                fix=pip_command("requirements-extras.txt", "wandb"),
+            )
+        if ":" in name:
+            import_callable(name, setting="tracker", error=ConfigError)
+
+
+def has_tensorboard(config: Config) -> bool:
+    """Whether curves are written for TensorBoard."""
+    return config.run.tensorboard and TENSORBOARD in tracker_names(config.run.tracker)
+
+
+def make_trackers(config: Config, folder: Path, *, is_main: bool) -> list[TrackerThread]:
+    """Make the trackers of a run; they start with the first values. None but on rank 0."""
+    if not is_main:
+        return []
+    names = [name for name in tracker_names(config.run.tracker) if name != TENSORBOARD]
+    return [TrackerThread(name, partial(_make, name, config, folder)) for name in names]
+
+
+def _make(name: str, config: Config, folder: Path) -> Tracker:
+    settings = flatten(config)
+    if name == WANDB:
+        return WandbTracker(folder=folder, settings=settings)
+    make = import_callable(name, setting="tracker", error=ConfigError)
+    tracker: Tracker = make(folder=folder, settings=settings)
+    return tracker
+
+
+NUM_SKIPPED = 5
+NUM_STEPS = 5
+
+
+def start_profile(folder: Path, *, rank: int, device: torch.device) -> Callable[[], None]:
+    """Start profiling this rank; call the result after each step. The trace goes to folder."""
+    activities = [ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    path = folder / f"profile-rank-{rank}.json"
+
+    def save(profiler: profile) -> None:
+        try:
+            profiler.export_chrome_trace(str(path))
+            log.info("profile of %d steps: %s (open it in chrome://tracing)", NUM_STEPS, path)
+        except (OSError, RuntimeError) as error:
+            log.warning("the profile can't be written: %s", error)
+
+    profiler = profile(
+        activities=activities,
+        schedule=schedule(wait=NUM_SKIPPED - 1, warmup=1, active=NUM_STEPS, repeat=1),
+        on_trace_ready=save,
+    )
+    profiler.start()
+    num_done = 0
+
+    def step_done() -> None:
+        nonlocal num_done
+        num_done += 1
+        if num_done <= NUM_SKIPPED + NUM_STEPS:
+            profiler.step()
+        if num_done == NUM_SKIPPED + NUM_STEPS:
+            profiler.stop()
+
+    return step_done
+
+
+def profiled(steps: Iterator[T], step_done: Callable[[], None]) -> Iterator[T]:
+    """Yield from steps; call step_done after each."""
+    for step in steps:
+        yield step
+        step_done()

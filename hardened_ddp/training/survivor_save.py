@@ -38,8 +38,7 @@ from hardened_ddp.step.events import beside, copy_beside, read_beside
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.step import Stepper
-from hardened_ddp.training.saving import Saver, collect_tensors
-from hardened_ddp.training.state import Tensors
+from hardened_ddp.training.state import Saver, Tensors, collect_tensors
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hardened_ddp.checkpoint import verify as verify_module
+from hardened_ddp.checkpoint import folder as folder_module
 from hardened_ddp.checkpoint.folder import (
     Found,
     Rejected,
@@ -22,7 +22,7 @@ from tests.checkpoint_states import write_step
 
 
 def reason_of(path: Path) -> str:
-    verdict = verify_module.verify_checkpoint(path)
+    verdict = folder_module.verify_checkpoint(path)
     assert isinstance(verdict, Rejected)
     return verdict.reason
 
@@ -159,7 +159,7 @@ def test_a_mount_that_gives_all_files_one_owner_and_mode_does_not_lose_the_run(
         os.chown(each, 65534, 65534)
         each.chmod(0o777)
     odd = path.lstat()
-    monkeypatch.setattr(verify_module, "_status_of_new_folder", lambda _: odd)
+    monkeypatch.setattr(folder_module, "_status_of_new_folder", lambda _: odd)
     assert isinstance(verify_checkpoint(path), Found)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hardened_ddp.checkpoint import verify as verify_module
+from hardened_ddp.checkpoint import folder as folder_module
 from hardened_ddp.checkpoint.folder import (
     MAX_MANIFEST_BYTES,
     Rejected,
@@ -24,7 +24,7 @@ from tests.checkpoint_states import write_step
 
 
 def reason_of(path: Path) -> str:
-    verdict = verify_module.verify_checkpoint(path)
+    verdict = folder_module.verify_checkpoint(path)
     assert isinstance(verdict, Rejected)
     return verdict.reason
 
@@ -81,7 +81,7 @@ def forge(path: Path, **changes: Any) -> None:
     content = (path / "state.safetensors").read_bytes()
     record = {
         "size_bytes": len(content),
-        "sha256": verify_module.hashlib.sha256(content).hexdigest(),
+        "sha256": folder_module.hashlib.sha256(content).hexdigest(),
     }
     body["files"] = {"state.safetensors": record}
     body |= changes

@@ -15,7 +15,7 @@ from hardened_ddp.checkpoint.store import (
     WriteCost,
     device_wait_s,
 )
-from hardened_ddp.training.saving import Pace
+from hardened_ddp.training.state import Pace
 
 HOUR = 3600.0
 DISK = 1e9  # bytes/s

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hardened_ddp.checkpoint import snapshot as snapshot_module
-from hardened_ddp.checkpoint import stream as stream_module
+from hardened_ddp.checkpoint import store as store_module
+from hardened_ddp.checkpoint import tensors as tensors_module
 from hardened_ddp.checkpoint.folder import find_newest, load_checkpoint, verify_checkpoint
 from hardened_ddp.checkpoint.tensors import HostArena, TensorReader, flat_bytes, plan_file
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.training.run import Run
-from hardened_ddp.training.saving import Saver
+from hardened_ddp.training.state import Saver
 from tests.checkpoint_bench import LIMIT_S, Bench
 from tests.checkpoint_states import assert_same
 
@@ -58,8 +58,8 @@ def change(state: dict[str, Tensor]) -> None:
 def test_the_state_written_is_that_of_submit_however_far_the_writer_was(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, num_writes: int
 ) -> None:
-    monkeypatch.setattr(stream_module, "CHUNK_BYTES", 100)
-    monkeypatch.setattr(stream_module, "_BLOCK_BYTES", 256)
+    monkeypatch.setattr(tensors_module, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(tensors_module, "_BLOCK_BYTES", 256)
     state = some_state()
     expected = copy_of(state)
     assert bench.writer.submit(5, tensors=state, meta={"epoch": 1})
@@ -82,7 +82,7 @@ def test_without_before_update_the_change_would_be_in_the_file(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Show that the test above sees what it is for: the writer does read live tensors."""
-    monkeypatch.setattr(stream_module, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(tensors_module, "CHUNK_BYTES", 100)
     state = some_state()
     bench.writer.submit(5, tensors=state, meta={})
     bench.disk.wait_for_write()
@@ -116,7 +116,7 @@ def test_volatile_tensors_are_copied_at_submit(bench: Bench) -> None:
 def test_training_beside_the_writer_saves_each_step_as_it_was(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_module, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(tensors_module, "CHUNK_BYTES", 256)
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Linear(32, 2)
@@ -266,14 +266,14 @@ def test_before_update_costs_less_than_a_microsecond_when_nothing_is_in_flight(
 
 def test_the_copies_of_a_gpu_land_where_the_writer_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the way of a GPU's tensors with tensors of the host; a GPU has a test of its own."""
-    monkeypatch.setattr(stream_module, "_BLOCK_BYTES", 128)
+    monkeypatch.setattr(tensors_module, "_BLOCK_BYTES", 128)
     state = some_state()
     plan = plan_file(state)
     arena = HostArena()
     arena.reserve(plan.data_bytes, pinned=False)
     stream = TensorReader(state, plan=plan, arena=arena)
     for name, tensor in state.items():
-        snapshot_module._start_copy(name, tensor, stream)
+        store_module._start_copy(name, tensor, stream)
     expected = b"".join(flat_bytes(state[slot.name]).tobytes() for slot in plan.slots)
     change(state)
     buffer = np.empty(plan.data_bytes, dtype=np.uint8)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hardened_ddp.checkpoint import stream as stream_module
+from hardened_ddp.checkpoint import tensors as tensors_module
 from hardened_ddp.checkpoint.folder import Found, find_newest, load_checkpoint
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.checkpoint.tensors import TensorReader, differences, plan_file, specs_of
@@ -71,7 +71,7 @@ def test_chunks_and_blocks_of_any_size_give_the_same_file(
 ) -> None:
     kinds = every_kind()
     whole = store.write(1, tensors=kinds, meta={}) / "state.safetensors"
-    monkeypatch.setattr(stream_module, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(tensors_module, "CHUNK_BYTES", chunk_bytes)
     pieces = store.write(2, tensors=kinds, meta={}) / "state.safetensors"
     assert pieces.read_bytes() == whole.read_bytes()
 
@@ -80,7 +80,7 @@ def test_chunks_and_blocks_of_any_size_give_the_same_file(
 def test_a_stream_frozen_anywhere_gives_the_state_before_the_change(
     monkeypatch: pytest.MonkeyPatch, frozen_after: int
 ) -> None:
-    monkeypatch.setattr(stream_module, "_BLOCK_BYTES", 256)
+    monkeypatch.setattr(tensors_module, "_BLOCK_BYTES", 256)
     kinds = {
         name: tensor.detach().clone(memory_format=torch.preserve_format)
         for name, tensor in every_kind().items()

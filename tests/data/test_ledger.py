@@ -14,7 +14,7 @@ import pytest
 
 from ddp_runs.ledger_check import check_ledger
 from ddp_training import main
-from hardened_ddp.checkpoint import files
+from hardened_ddp.checkpoint import store
 from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.data.batches.ledger import Done, LedgerWriter, next_start, verify_ledger
 from hardened_ddp.errors import RunFolderError
@@ -285,7 +285,7 @@ def train_and_record(output: Path, has_bad: bool) -> list[tuple[str, str]]:
             super().rename(source, target)
 
     fsync, os.fsync = os.fsync, sync
-    files.Disk = Noting  # type: ignore[misc,attr-defined]  # in this process, which ends
+    store.Disk = Noting  # type: ignore[misc,attr-defined]  # in this process, which ends
     argv = [*map(str, BAD), "--max_steps", "20", "--checkpoint_every_steps", "6"]
     argv += [] if has_bad else ["--dataset_args", "{size: 400}"]
     assert main([*argv, "--output_dir", str(output)]) == 0

@@ -32,7 +32,7 @@ from hardened_ddp.step.step import Stepper
 from hardened_ddp.task.task import Task
 from hardened_ddp.task.tokens import Tokens
 from hardened_ddp.training import start_summary
-from hardened_ddp.training.saving import collect_meta
+from hardened_ddp.training.state import collect_meta
 from tests.harness.marks import slow_after
 from tests.harness.ranks import run_ranks
 from tests.harness.scripted import make_stream, read

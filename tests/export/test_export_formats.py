@@ -16,7 +16,7 @@ from hardened_ddp.errors import CheckpointError, MissingPackageError, ModelError
 from hardened_ddp.export import formats
 from hardened_ddp.export.export import export_model
 from hardened_ddp.settings.typed_command import pip_command
-from hardened_ddp.training.rebuild import model_tensors, rebuild_model
+from hardened_ddp.training.weights import model_tensors, rebuild_model
 from tests.harness.processes import ROOT
 from tests.harness.ranks import run_program, train
 from tests.harness.run_folder import only_run

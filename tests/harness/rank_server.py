@@ -148,7 +148,7 @@ def preload() -> None:
 def read_files() -> None:
     """Read what each rank would read: digits, sources for their hash and for a stack, uname."""
     from hardened_ddp.data.sources import digits
-    from hardened_ddp.training.plan import code_hash
+    from hardened_ddp.training.building import code_hash
 
     code_hash()
     digits.read_table(digits.find_file())

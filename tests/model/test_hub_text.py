@@ -19,7 +19,7 @@ from hardened_ddp.export.preparation import how_to_add, write_preparation
 from hardened_ddp.model.huggingface import TextModel, build_from_config
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.settings.config import ModelConfig
-from hardened_ddp.training.rebuild import model_tensors, rebuild_model
+from hardened_ddp.training.weights import model_tensors, rebuild_model
 from tests.harness.ranks import run_program, train
 from tests.harness.run_folder import last_tensors, only_run, read_summary
 

@@ -91,5 +91,5 @@ def test_it_counts_a_step_a_save_and_a_resume() -> None:
     step = ["frames", "files", "functions"]
     assert [name for name, _ in figures] == [*step, *step, "save", "resume"], done.stdout
     assert all(int(count) > 0 for _, count in figures)
-    for expected in ("ddp_training.py: fit", "checkpoint/disk.py", "training/resume.py"):
+    for expected in ("ddp_training.py: fit", "checkpoint/disk.py", "training/run_folder.py"):
         assert expected in done.stdout

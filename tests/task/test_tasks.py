@@ -30,7 +30,7 @@ from hardened_ddp.task.regression import Regression
 from hardened_ddp.task.segmentation import Segmentation
 from hardened_ddp.task.task import Score, Task
 from hardened_ddp.task.tokens import Tokens
-from hardened_ddp.training.names import check_names
+from hardened_ddp.training.building import check_names
 from tests.harness.ranks import run_ranks
 
 CPU = torch.device("cpu")

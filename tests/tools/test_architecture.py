@@ -230,7 +230,7 @@ BREAKS: dict[Rule, list[tuple[str, str]]] = {
         ("step/step.py", "from torch.distributed import barrier\nbarrier()"),
         ("step/step.py", "import torch\ntorch.distributed.broadcast(t, 0)"),
         ("step/step.py", "from torch.nn.parallel import DistributedDataParallel as D\nD(m)"),
-        ("training/resume.py", "import torch\ntorch.load('x')"),
+        ("training/run_folder.py", "import torch\ntorch.load('x')"),
         ("model/zoo.py", "from safetensors.torch import load_file\nload_file('x')"),
         ("data/batches/workers.py", "import numpy as np\nnp.random.seed(0)"),
         ("data/batches/workers.py", "import torch\ntorch.cuda.manual_seed_all(0)"),

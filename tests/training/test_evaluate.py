@@ -13,7 +13,7 @@ from hardened_ddp.data.sources.digits import open_digits
 from hardened_ddp.errors import CheckpointMismatchError, ModelError
 from hardened_ddp.reporting.summary import print_report
 from hardened_ddp.task.details import class_figures, confusion_lines
-from hardened_ddp.training.rebuild import example_inputs, model_tensors, rebuild_model
+from hardened_ddp.training.weights import example_inputs, model_tensors, rebuild_model
 from tests.harness.ranks import train
 from tests.harness.run_folder import only_run
 

@@ -14,7 +14,7 @@ from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.data.foreign_code import import_extra
 from hardened_ddp.errors import CheckpointError, CheckpointMismatchError
 from hardened_ddp.export.export import export_model
-from hardened_ddp.training.initial_weights import (
+from hardened_ddp.training.weights import (
     Fit,
     fit_weights,
     load_initial_weights,

@@ -29,8 +29,8 @@ from hardened_ddp.guard.watchdog import LastResort
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.step.progress import Progress
-from hardened_ddp.training import saving
-from hardened_ddp.training.saving import Saver
+from hardened_ddp.training import state
+from hardened_ddp.training.state import Saver
 from hardened_ddp.training.survivor_save import (
     read_failures,
     refuse_crash_loop,
@@ -266,9 +266,11 @@ def test_two_threads_of_a_rank_that_save_the_same_step_write_it_once(
         assert may_end.wait(30)
         written.append(step)
 
-    monkeypatch.setattr(saving, "collect_meta", lambda *of: {})
+    monkeypatch.setattr(state, "collect_meta", lambda *of: {})
     replica = SimpleNamespace(module=torch.nn.Linear(2, 2))
-    config = SimpleNamespace(run=SimpleNamespace(checkpoint_every_steps=1))
+    config = SimpleNamespace(
+        run=SimpleNamespace(checkpoint_every_steps=1, checkpoint_every_epochs=0)
+    )
     group = SimpleNamespace(tracker=None, launch=SimpleNamespace(is_main=False))
     parts: Any = SimpleNamespace(group=group, config=config, replica=replica)
     store: Any = SimpleNamespace(write=write)

@@ -1,11 +1,13 @@
-"""The weights that a new run starts from: --init_from.
+"""Weights from a file or a checkpoint: those that a new run starts from, and a model rebuilt.
 
-Owns: what the path means (an export, a run or a checkpoint of ours, a safetensors file, a folder of
-Hugging Face), which of its tensors fit which of the model's, and the report of those that do not.
+Owns: what the path of --init_from means (an export, a run or a checkpoint of ours, a safetensors
+file, a folder of Hugging Face), which of its tensors fit which of the model's, and the report of
+those that do not. And the nn.Module of a checkpoint, rebuilt in eval mode, on the CPU.
 What goes wrong here: another model's weights. Those that fit by name and shape are loaded, the
 others are named; if none fits, that is an error. Weights in a pickle are refused: reading one can
-run code.
-Does not own: resuming a run (resume.py), which loads all or nothing.
+run code. And the code of the user's own model is missing or has changed since: then names or shapes
+differ from those saved, and the error lists them.
+Does not own: resuming a run (run_folder.py, state.py), which loads all or nothing.
 """
 
 import json
@@ -13,17 +15,20 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hardened_ddp.checkpoint.folder import MANIFEST_NAME, load_checkpoint, open_checkpoint
-from hardened_ddp.checkpoint.tensors import read_tensors, spec_of
-from hardened_ddp.errors import CheckpointError, CheckpointMismatchError
+from hardened_ddp.checkpoint.tensors import differences, read_tensors, spec_of, specs_of
+from hardened_ddp.errors import CheckpointError, CheckpointMismatchError, ModelError
+from hardened_ddp.model.described import build_described
+from hardened_ddp.model.moving_attributes import TASK, MovingAttributes
+from hardened_ddp.preflight.lazy import shape_by_weights
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
 from hardened_ddp.settings.typed_command import python_command
-from hardened_ddp.training.rebuild import model_tensors
 
 log = logging.getLogger(__name__)
 
@@ -251,3 +256,51 @@ def _some(names: Iterable[str], most: int) -> str:
     every = list(names)
     rest = f" and {len(every) - most} more" if len(every) > most else ""
     return ", ".join(every[:most]) + rest
+
+
+MODEL_PREFIX = "model."
+
+
+def model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Select the model's tensors of a checkpoint, under their names in state_dict()."""
+    return {
+        name.removeprefix(MODEL_PREFIX): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(MODEL_PREFIX)
+    }
+
+
+def rebuild_model(weights: Mapping[str, Tensor], meta: Mapping[str, Any]) -> nn.Module:
+    """Build the model that meta describes, and load weights. Rank-local; advances the RNG.
+
+    Raises ModelError if it can't be built, CheckpointMismatchError if the weights do not fit.
+    """
+    model = build_described(meta)
+    shape_by_weights(model, weights)
+    problems = differences(specs_of(weights), specs_of(model.state_dict()))
+    if problems:
+        raise CheckpointMismatchError(
+            f"the model {meta['model']}, built again, differs from the one saved: "
+            + "; ".join(problems),
+            fix="has its code changed since the training? Use the code of that time",
+        )
+    model.load_state_dict(dict(weights))
+    found = meta.get("attributes", {})
+    MovingAttributes(model).load({n: v for n, v in found.items() if not n.startswith(TASK)})
+    return model.eval()
+
+
+def example_inputs(meta: Mapping[str, Any], *, num_samples: int) -> Tensor:
+    """Create inputs of the trained shape to compare models with: the same every time.
+
+    Raises ModelError if the model takes anything but one tensor.
+    """
+    shape = tuple(int(size) for size in meta.get("input_shape") or ())
+    if not shape:
+        raise ModelError(
+            "the inputs of this model are not one tensor, so it can't be tried here",
+            fix="--format safetensors writes the weights without running the model",
+        )
+    count = num_samples * int(torch.Size(shape).numel())
+    # WHY a sine: values of both signs and usual size, without the random number generators
+    return torch.sin(torch.arange(count, dtype=torch.float32)).view(num_samples, *shape)
