@@ -28,6 +28,7 @@ from hardened_ddp.step.step import Stepper, is_due
 from hardened_ddp.training.run_folder import RunFolder, read_newest
 from hardened_ddp.training.run_report import RunReport
 from hardened_ddp.training.state import (
+    Saved,
     Saver,
     Tensors,
     collect_meta,
@@ -192,12 +193,12 @@ class Rollback:
         parts = self.parts
         self.saver.close()  # WHY: a write under way reads the tensors that change here
         tensors = {name: t.detach() for name, t in collect_tensors(parts).items()}
-        read = partial(_named, tensors) if parts.group.launch.rank == source else None
-        meta = collect_meta(parts, self.progress)
-        saved = share_state(  # collective
-            parts.group, specs_of(tensors), meta, read, source=source
-        )
-        if read is None:
+        mine = None
+        if parts.group.launch.rank == source:
+            meta = collect_meta(parts, self.progress)
+            mine = Saved(specs_of(tensors), meta, read=partial(_named, tensors))
+        saved = share_state(parts.group, mine)  # collective
+        if mine is None:
             tensors.clear()  # WHY: the state that is replaced would stay beside the new one
         with self.stepper.live.changing():
             restore(parts, saved)  # collective

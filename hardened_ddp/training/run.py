@@ -5,6 +5,7 @@ report, at the end. Each part owns what it does. Also what the watch for hangs n
 """
 
 import logging
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from itertools import chain, islice
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.sampler import Window
-from hardened_ddp.errors import HangError
+from hardened_ddp.errors import HangError, NonFiniteError
 from hardened_ddp.guard.hang import HangWatch, Subject
 from hardened_ddp.guard.stop import StopRequest
 from hardened_ddp.ranks.garbage import collect_as_usual
@@ -29,7 +30,7 @@ from hardened_ddp.training.evaluation import stops_early
 from hardened_ddp.training.rollback import Rollback
 from hardened_ddp.training.run_folder import RunFolder
 from hardened_ddp.training.run_report import RunReport
-from hardened_ddp.training.state import Saver, refuse_non_finite
+from hardened_ddp.training.state import Saver
 from hardened_ddp.training.survivor_save import save_while_stuck
 
 log = logging.getLogger(__name__)
@@ -122,7 +123,14 @@ class Run:
         """Sum the losses over the ranks since the last report, and report them. Collective."""
         sums = self.stepper.read_totals()  # collective
         self.parts.replica.refuse_new_parameters()
-        refuse_non_finite(sums["loss"], step=self.progress.step)
+        # WHY before saving: a checkpoint of poisoned weights would push out the good ones.
+        if not math.isfinite(sums["loss"]):
+            raise NonFiniteError(
+                f"the training loss became {sums['loss']} by step {self.progress.step}; the "
+                "checkpoints before it are kept",
+                fix="lower --learning_rate, set --clip_grad_norm 1, or --amp off; then --resume "
+                "the run. --continue_on_error leaves such steps out",
+            )
         rate = float(self.parts.optimizer.param_groups[0]["lr"])
         self.report.log_training(self.progress, sums, rate, self.stepper.gradient.totals.grad_norm)
 

@@ -198,10 +198,11 @@ def read_checkpoint(run: RunFolder, group: Group) -> Saved | None:
 
 def share_checkpoint(group: Group, found: Found | None) -> Saved:
     """Tell all ranks of a checkpoint that rank 0 has found. Collective: all ranks."""
-    if found is None:
-        return share_state(group, {}, {}, None)  # collective
-    read = partial(_read_tensors, found)
-    return share_state(group, found.manifest.tensors, found.manifest.meta, read)  # collective
+    mine = None
+    if found is not None:
+        read = partial(_read_tensors, found)
+        mine = Saved(found.manifest.tensors, found.manifest.meta, read=read)
+    return share_state(group, mine)  # collective
 
 
 def _read_tensors(found: Found, names: Sequence[str]) -> Tensors:

@@ -24,7 +24,7 @@ import torch
 from hardened_ddp.checkpoint.folder import Best
 from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter, WriteCost
 from hardened_ddp.checkpoint.tensors import TensorSpec, differences, specs_of
-from hardened_ddp.errors import CheckpointError, CheckpointMismatchError, NonFiniteError
+from hardened_ddp.errors import CheckpointError, CheckpointMismatchError
 from hardened_ddp.model.optimizer_state import (
     PREFIX,
     is_known,
@@ -64,27 +64,20 @@ class Saved:
     """Only on rank source."""
 
 
-def share_state(
-    group: Group,
-    specs: Mapping[str, TensorSpec],
-    meta: Mapping[str, Any],
-    read: Read | None,
-    *,
-    source: int = 0,
-) -> Saved:
-    """Tell every rank of a state that rank source has. Collective: all ranks.
+def share_state(group: Group, mine: Saved | None) -> Saved:
+    """Tell every rank of a state that one rank has; the others give None. Collective: all ranks.
 
-    read: see Saved; None on the other ranks.
     WHY not let every rank read a file: then each node would need it, and a network file system may
     show them different versions of it.
     """
-    mine: list[dict[str, Any]] = [{}, {}]  # Any: JSON
-    if group.launch.rank == source:
-        layout = {name: [list(spec.shape), spec.dtype] for name, spec in specs.items()}
-        mine = [layout, dict(meta)]
-    layout, meta = group.gather_json(mine)[source]  # collective
-    found = {name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in layout.items()}
-    return Saved(found, meta, source, read)
+    told: list[Any] = []  # Any: JSON
+    if mine is not None:
+        told = [{name: list(spec) for name, spec in mine.specs.items()}, dict(mine.meta)]
+    everyone = group.gather_json(told)  # collective
+    source = next(rank for rank, state in enumerate(everyone) if state)
+    layout, meta = everyone[source]
+    specs = {name: TensorSpec(tuple(shape), dtype) for name, (shape, dtype) in layout.items()}
+    return Saved(specs, meta, source, None if mine is None else mine.read)
 
 
 def receive(group: Group, saved: Saved, names: Sequence[str], device: torch.device) -> Tensors:
@@ -93,8 +86,16 @@ def receive(group: Group, saved: Saved, names: Sequence[str], device: torch.devi
     Raises MainRankError on every rank if rank 0 can't read them.
     """
     received: Tensors = {}
+    own: Tensors = {}
+
+    def read() -> None:
+        own.update({} if saved.read is None else saved.read(chunk))
+
     for chunk in _chunks(saved.specs, names):
-        own = _read_on_source(group, saved, chunk)  # collective
+        if saved.source:  # that rank has them in its memory
+            read()
+        else:
+            group.run_on_main(read, what="reading the checkpoint")  # collective
         for name in chunk:
             shape, dtype = saved.specs[name]
             tensor = own.pop(name, None)
@@ -119,20 +120,6 @@ def _chunks(specs: Mapping[str, TensorSpec], names: Sequence[str]) -> Iterator[l
             chunk, size_bytes = [], 0
     if chunk:
         yield chunk
-
-
-def _read_on_source(group: Group, saved: Saved, names: Sequence[str]) -> Tensors:
-    """Read tensors on rank saved.source; the others get none. Collective: all ranks."""
-    found: Tensors = {}
-
-    def read() -> None:
-        found.update({} if saved.read is None else saved.read(names))
-
-    if saved.source:  # that rank has them in its memory
-        read()
-    else:
-        group.run_on_main(read, what="reading the checkpoint")  # collective
-    return found
 
 
 def check_fits(parts: Parts, saved: Saved) -> None:
@@ -333,7 +320,21 @@ class Saver:
         if self._writer is None:
             return
         with self._tracker.within(Phase.CHECKPOINT):
-            self._start(self._writer, progress, best)
+            try:
+                if best is not None:
+                    self._writer.close()  # WHY: a best state must not be passed over as busy
+                if self._writer.submit(
+                    progress.step,
+                    tensors=collect_tensors(self.parts),
+                    meta=collect_meta(self.parts, progress),
+                    volatile=volatile_names(self.parts),
+                    best=best,
+                ):
+                    self.reads_weights = True
+                    self._saved_step = progress.step
+                    self._pace.begin()
+            except CheckpointError as error:
+                self._warn(error)
 
     def save_last(self, progress: Progress) -> None:
         """Write the state and wait until it is on the disk. Rank-local. Raises CheckpointError."""
@@ -391,34 +392,15 @@ class Saver:
         self._tracker.enter(Phase.CHECKPOINT)  # WHY: this may take longer than any step
         try:
             self._writer.close()
-            if (error := self._writer.poll()) is not None:
-                self._warn(error)
         except CheckpointError as error:
             self._warn(error)
+        self.tell_errors()
 
     def forget(self, discarded: Sequence[Path]) -> None:
         """Take note that checkpoints were set aside: the step may have to be saved again."""
         self._saved_step = -1
         for path in discarded:
             log.warning("set aside %s: its state may be wrong", path)
-
-    def _start(self, writer: CheckpointWriter, progress: Progress, best: Best | None) -> None:
-        try:
-            if best is not None:
-                writer.close()  # WHY: a best state must not be passed over as busy
-            was_started = writer.submit(
-                progress.step,
-                tensors=collect_tensors(self.parts),
-                meta=collect_meta(self.parts, progress),
-                volatile=volatile_names(self.parts),
-                best=best,
-            )
-            if was_started:
-                self.reads_weights = True
-                self._saved_step = progress.step
-                self._pace.begin()
-        except CheckpointError as error:
-            self._warn(error)
 
     def _warn(self, error: CheckpointError) -> None:
         self.warning = f"no new checkpoint, training continues with the older ones: {error}"
@@ -496,16 +478,3 @@ def volatile_names(parts: Parts) -> set[str]:
         return names
     state = save_state(parts.schedule, parts.replica.trainable)[0]
     return names | {name for name in state if name.startswith(f"{PREFIX}groups.")}
-
-
-def refuse_non_finite(loss: float, *, step: int) -> None:
-    """Raise NonFiniteError if the mean loss up to step is not a number. The same on all ranks.
-
-    WHY before saving: a checkpoint of poisoned weights would push out the good ones.
-    """
-    if not math.isfinite(loss):
-        raise NonFiniteError(
-            f"the training loss became {loss} by step {step}; the checkpoints before it are kept",
-            fix="lower --learning_rate, set --clip_grad_norm 1, or --amp off; then --resume the "
-            "run. --continue_on_error leaves such steps out",
-        )

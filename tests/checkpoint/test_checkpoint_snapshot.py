@@ -189,7 +189,7 @@ def test_an_error_that_nobody_thought_of_surfaces_too(
     def explode(*_: Any, **__: Any) -> None:
         raise KeyError("surprise")
 
-    monkeypatch.setattr(bench.store, "write_stream", explode)
+    monkeypatch.setattr(bench.store, "write_from", explode)
     bench.writer.submit(2, tensors=some_state(), meta={})
     bench.writer.close(timeout_s=LIMIT_S)
     error = bench.writer.poll()
