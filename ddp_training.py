@@ -190,23 +190,27 @@ def measure(settings: Resolved, group: Group, output: str) -> int:
 
 def train(settings: Resolved, group: Group) -> int:
     """Open the run folder, build every part, train from where the run stands, say how it ended."""
+    from hardened_ddp.guard.hang import HangWatch
     from hardened_ddp.guard.stop import StopRequest
     from hardened_ddp.preflight.evaluation_trial import check_evaluation
     from hardened_ddp.reporting.log import add_log_file
     from hardened_ddp.reporting.rank_status import RankStatus
     from hardened_ddp.training.evaluation import check_stop_when, stops_early
-    from hardened_ddp.training.run import Ending, Run, watch_for_hangs
+    from hardened_ddp.training.run import Ending, Run
     from hardened_ddp.training.run_folder import open_run, read_checkpoint
     from hardened_ddp.training.start_summary import tell_start
     from hardened_ddp.training.state import begin
     from hardened_ddp.training.survivor_save import refuse_crash_loop, save_as_survivor
 
+    loop, device = settings.config.loop, settings.config.device
     group.tracker.begin("opening the run folder")
     # From here on a signal means: save, then leave.
     with (
-        StopRequest(group, time_limit=settings.config.loop.time_limit) as stop,
+        StopRequest(group, time_limit=loop.time_limit) as stop,
         open_run(settings.config, group) as folder,  # collective
-        watch_for_hangs(settings.config, group, folder.folder) as watch,  # collective
+        HangWatch(  # collective
+            group, folder.folder, hang_after_s=loop.hang_after_s, timeout_s=device.timeout_s
+        ) as watch,
         RankStatus(folder.folder, group) as rank_status,  # for the commands watch and report
     ):
         add_log_file(folder.folder / "logs", rank=group.launch.rank)

@@ -155,7 +155,7 @@ def code_hash() -> str:
 
 def check_names(config: Config) -> None:
     """Raise the HardenedError of whatever a setting names and is not there. Rank-local."""
-    check_trackers(config)
+    check_trackers(config.run)
     find_source(config.data.dataset, config.data)
     check_model(config.model.model)
     if config.task.task != "auto":

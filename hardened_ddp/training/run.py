@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from itertools import chain, islice
-from pathlib import Path
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.sampler import Window
@@ -17,11 +16,9 @@ from hardened_ddp.errors import HangError, NonFiniteError
 from hardened_ddp.guard.hang import HangWatch, Subject
 from hardened_ddp.guard.stop import StopRequest
 from hardened_ddp.ranks.garbage import collect_as_usual
-from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.heartbeat import SAMPLE
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.reporting.rank_status import Work
-from hardened_ddp.settings.config import Config
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
@@ -34,6 +31,15 @@ from hardened_ddp.training.state import Saver
 from hardened_ddp.training.survivor_save import save_while_stuck
 
 log = logging.getLogger(__name__)
+
+
+COMPILE_LIMIT_S = 600.0
+"""A batch of another shape makes a compiled model compile again, in the middle of a run."""
+
+NO_LIMIT_S = 10 * 365 * 86400.0
+
+MARGIN_S = 30.0
+"""Time for the loader to find out by itself in which sample its workers hang."""
 
 
 class Ending(StrEnum):
@@ -71,7 +77,7 @@ class Run:
         parts.train_loader.open_folder(self.folder)
         self.rollback = Rollback(folder, self.stepper, self.saver, self.report)
         stop.watch(self.folder)
-        subject = hang_subject(self.stepper, self.saver, self.folder, self.report)
+        subject = hang_subject(self)
         watch.attach(subject)
         stop.start_last_resort(subject.save, grace_s=parts.config.loop.stop_grace_s)
         parts.call_after_workers_start(stop.leave_children_alone)
@@ -161,35 +167,20 @@ class Run:
             compilations.tell()
 
 
-COMPILE_LIMIT_S = 600.0
-"""A batch of another shape makes a compiled model compile again, in the middle of a run."""
+def hang_subject(run: Run) -> Subject:
+    """Start to publish the progress of a run; return what the watch for hangs needs. Main thread.
 
-NO_LIMIT_S = 10 * 365 * 86400.0
-
-MARGIN_S = 30.0
-"""Time for the loader to find out by itself in which sample its workers hang."""
-
-
-def watch_for_hangs(config: Config, group: Group, folder: Path) -> HangWatch:
-    """Create the watch of this run. Entering it is collective: all ranks."""
-    return HangWatch(
-        group,
-        folder,
-        hang_after_s=config.loop.hang_after_s,
-        timeout_s=config.device.timeout_s,
-    )
-
-
-def hang_subject(stepper: Stepper, saver: Saver, folder: Path, report: RunReport) -> Subject:
-    """Start to publish the progress of this run; return what the watch needs. Main thread."""
-    parts, progress = stepper.parts, stepper.progress
+    The watch calls it from another thread while the main thread may be stuck: so nothing here
+    waits, and a short inconsistency does no harm.
+    """
+    parts, progress, stepper = run.parts, run.progress, run.stepper
     tracker = parts.group.tracker
     tracker.start_at(progress.step)
     parts.train_loader.stream.show_reading(tracker.words[SAMPLE : SAMPLE + 1])
 
     def save(error: HangError | None = None) -> None:
-        save_while_stuck(stepper, saver, folder, error=error)
-        report.goodput.note(progress.step, is_last=True)  # the process ends after this
+        save_while_stuck(stepper, run.saver, run.folder, error=error)
+        run.report.goodput.note(progress.step, is_last=True)  # the process ends after this
 
     def samples(phase: int) -> Sequence[int]:
         batch = stepper.gradient.batch
@@ -211,7 +202,7 @@ def hang_subject(stepper: Stepper, saver: Saver, folder: Path, report: RunReport
         save=save,
         samples=samples,
         worker_stacks=worker_stacks,
-        split=report.splits.newest,
+        split=run.report.splits.newest,
         least_s=_least_s(parts),
     )
 

@@ -26,7 +26,7 @@ from hardened_ddp.reporting.resources import ResourceMonitor
 from hardened_ddp.reporting.step_clock import REPORTED, StepClock
 from hardened_ddp.reporting.summary import closing_lines, withdraw_summary, write_summary
 from hardened_ddp.reporting.trackers import Tracker, TrackerThread, WandbTracker
-from hardened_ddp.settings.config import TENSORBOARD, WANDB, Config, tracker_names
+from hardened_ddp.settings.config import TENSORBOARD, WANDB, Config, RunConfig, tracker_names
 from hardened_ddp.settings.schema import flatten
 from hardened_ddp.settings.typed_command import pip_command
 from hardened_ddp.step.left_out import LeftOut
@@ -56,7 +56,7 @@ class RunReport:
         run = parts.config.run
         self.metrics = MetricsLog(
             self.folder,
-            tensorboard=has_tensorboard(parts.config),
+            tensorboard=has_tensorboard(run),
             is_main=self.is_main,
             trackers=make_trackers(parts.config, self.folder, is_main=self.is_main),
         )
@@ -80,7 +80,10 @@ class RunReport:
         self._told_left_out: set[str] = set()
         self._num_rollbacks = self._num_diverged = 0
         self._time_spent = ""
-        self._step_done = self._start_profile() if run.profile else None
+        rank = parts.group.launch.rank
+        self._step_done = (
+            start_profile(self.folder, rank=rank, device=parts.device) if run.profile else None
+        )
 
     def tick(self, step: int) -> None:
         """Update the progress bar and the account of time. Rank-local."""
@@ -256,7 +259,7 @@ class RunReport:
             if tested is not None:
                 result = described(self.parts.task.test_metrics, tested.metrics, of="test")
                 result = result or f"test {with_loss(tested.loss)}"
-            board = has_tensorboard(self.parts.config)
+            board = has_tensorboard(self.parts.config.run)
             resume = self.parts.group.launch.command("--resume", self.folder)
             told = closing_lines(
                 self.folder, status=status, result=result, resume=resume, has_tensorboard=board
@@ -268,10 +271,6 @@ class RunReport:
         """Return the seconds of this process so far, without evaluation."""
         seconds = self._tracker.wall_s()
         return sum(seconds) - seconds[Phase.EVALUATION]
-
-    def _start_profile(self) -> Callable[[], None]:
-        rank = self.parts.group.launch.rank
-        return start_profile(self.folder, rank=rank, device=self.parts.device)
 
     def _note_left_out(self) -> None:
         try:
@@ -296,9 +295,9 @@ def _times(account: Mapping[str, float]) -> dict[str, float]:
     return {"time/goodput": account["goodput"], **seconds}
 
 
-def check_trackers(config: Config) -> None:
+def check_trackers(run: RunConfig) -> None:
     """Raise ConfigError or MissingPackageError if a tracker that was asked for can't be there."""
-    for name in tracker_names(config.run.tracker):
+    for name in tracker_names(run.tracker):
         if name == WANDB and importlib.util.find_spec(WANDB) is None:
             raise MissingPackageError(
                 "tracker wandb: Weights & Biases is not installed",
@@ -308,9 +307,9 @@ def check_trackers(config: Config) -> None:
             import_callable(name, setting="tracker", error=ConfigError)
 
 
-def has_tensorboard(config: Config) -> bool:
+def has_tensorboard(run: RunConfig) -> bool:
     """Whether curves are written for TensorBoard."""
-    return config.run.tensorboard and TENSORBOARD in tracker_names(config.run.tracker)
+    return run.tensorboard and TENSORBOARD in tracker_names(run.tracker)
 
 
 def make_trackers(config: Config, folder: Path, *, is_main: bool) -> list[TrackerThread]:
