@@ -15,10 +15,10 @@ from ddp_drills.digest import digest_of
 from ddp_drills.fault import Fault
 from ddp_drills.injections import DEPENDS_ON_PARTS, Board
 from ddp_runs.ledger_check import check_ledger
+from hardened_ddp.checkpoint.disk import LOCK_NAME
 from hardened_ddp.checkpoint.folder import find_newest, load_checkpoint
 from hardened_ddp.errors import HardenedError
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
-from hardened_ddp.training.run_folder import LOCK_NAME
 from hardened_ddp.training.weights import MODEL_PREFIX
 
 _ROUNDING = 1e-3

@@ -31,7 +31,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 from torch import Tensor
 
-from hardened_ddp.checkpoint.disk import Disk, is_real_folder, make_folders, write_file
+from hardened_ddp.checkpoint.disk import Disk, drop_folder, is_real_folder, make_folders, write_file
 from hardened_ddp.checkpoint.tensors import TensorSpec, differences, read_tensors, specs_of
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, STEP_FOLDER
@@ -45,6 +45,7 @@ SCHEMA = 1
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.safetensors"
 BEST_NAME = "best.json"
+DISCARDED = "discarded-"
 _MAX_BEST_BYTES = 4096
 # A manifest needs about 100 bytes per tensor: this is room for half a million of them.
 MAX_MANIFEST_BYTES = 64 * 2**20
@@ -153,6 +154,27 @@ def choose_drops(
 ) -> list[int]:
     """Return which of the steps, newest first, to drop: not among the newest, not protected."""
     return [step for step in steps[keep_last:] if step not in protected]
+
+
+def discard_newer(root: Path, step: int) -> list[Path]:
+    """Set aside the checkpoints of later steps, and return their paths.
+
+    For a rollback, or a resume from an older checkpoint: otherwise the next start would find the
+    newer ones. No start finds them any more, but a person can, and they are removed when the disk
+    is full. Raises CheckpointError.
+    """
+    disk = Disk()
+    newer = [root / step_folder_name(other) for other in list_steps(root) if other > step]
+    try:
+        for path in newer:
+            target = path.with_name(f"{DISCARDED}{path.name}")
+            if os.path.lexists(target):
+                drop_folder(target, disk=disk)
+            disk.rename(path, target)
+            disk.sync_folder(root)
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be set aside: {error}") from error
+    return newer
 
 
 def _read_files(files: object) -> tuple[int, str]:

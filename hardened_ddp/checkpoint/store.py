@@ -42,6 +42,7 @@ from hardened_ddp.checkpoint.disk import (
 )
 from hardened_ddp.checkpoint.folder import (
     BEST_NAME,
+    DISCARDED,
     JSON,
     MANIFEST_NAME,
     SCHEMA,
@@ -73,7 +74,6 @@ T = TypeVar("T")
 
 # Longer than a working disk needs for any state; a network disk that hangs never finishes.
 _WAIT_S = 1800.0
-_DISCARDED = "discarded-"
 
 
 class CheckpointStore:
@@ -159,25 +159,6 @@ class CheckpointStore:
     def keep_newest(self, *, at_most: int) -> None:
         """Protect the newest checkpoint up to this step: a rollback would use it."""
         self._kept_step = max([s for s in self.steps() if s <= at_most], default=None)
-
-    def discard_newer(self, step: int) -> list[Path]:
-        """Set aside the checkpoints of later steps, and return their paths.
-
-        For a rollback, or a resume from an older checkpoint: otherwise the next start would find
-        the newer ones. No start finds them any more, but a person can, and they are removed when
-        the disk is full. Raises CheckpointError.
-        """
-        newer = [self.root / step_folder_name(other) for other in self.steps() if other > step]
-        try:
-            for path in newer:
-                target = path.with_name(f"{_DISCARDED}{path.name}")
-                if os.path.lexists(target):
-                    drop_folder(target, disk=self._disk)
-                self._disk.rename(path, target)
-                self._disk.sync_folder(self.root)
-        except OSError as error:
-            raise CheckpointError(f"{path} can't be set aside: {error}") from error
-        return newer
 
     def _prepare_root(self) -> None:
         if not os.path.lexists(self.root):
@@ -269,7 +250,7 @@ class CheckpointStore:
         newest, _ = find_newest(self.root)
         protected = (newest.step if newest else None, self.best_step(), self._kept_step)
         drops = choose_drops(self.steps(), keep_last=0, protected=protected)
-        candidates = sorted(p for p in self.root.iterdir() if p.name.startswith(_DISCARDED))
+        candidates = sorted(p for p in self.root.iterdir() if p.name.startswith(DISCARDED))
         candidates += [self.root / step_folder_name(step) for step in reversed(drops)]
         if not candidates:
             return False

@@ -286,7 +286,8 @@ class Stepper:
 
         Raises OSError.
         """
-        self.gradient.left_out.write(is_synced=True)
+        if self.gradient.left_out.entries:
+            self.gradient.left_out.write(is_synced=True)
         if self._ledger is not None and (files := self._ledger.files()):
             sync_files(files[0].parent, files, disk=Disk())
 

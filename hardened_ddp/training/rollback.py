@@ -19,6 +19,7 @@ from enum import Enum
 from functools import partial
 from typing import NoReturn
 
+from hardened_ddp.checkpoint.folder import discard_newer
 from hardened_ddp.checkpoint.tensors import specs_of
 from hardened_ddp.errors import DivergenceError, NonFiniteError, StepError
 from hardened_ddp.guard.divergence import Divergence, compare_replicas, differing_on_many
@@ -218,7 +219,8 @@ class Rollback:
         """
         self.saver.close()
         if self.parts.group.launch.is_main:
-            self.saver.forget(self.folder.store.discard_newer(self._equal_at))
+            root = self.folder.store.root
+            self.saver.forget(discard_newer(root, self._equal_at))
 
     def _go_back(self, *, at_most: int, why: str) -> bool:
         """Go back to the newest valid checkpoint, of step at_most or before. Collective.

@@ -2,39 +2,25 @@
 
 Owns the meaning of --resume, which rank 0 decides and all follow. A fresh start by hand makes a new
 run folder; a restart by the launcher, the same --run_name, or --resume PATH goes on in the old one,
-from its newest checkpoint that proves valid. What is passed over is named with its reason. And
-RunLock, a file in the folder that says which process writes there.
-Does not own: verification (checkpoint/), loading into the parts (state.py), how a process is
-recognised and the heartbeat in the lock (ranks/process.py).
+from its newest checkpoint that proves valid. What is passed over is named with its reason.
+Does not own: verification and the lock (checkpoint/), loading into the parts (state.py).
 What goes wrong here: a name that leads out of the output folder, two jobs that start in the same
-second, a link where a folder is expected, a full or read-only disk. And a job that was killed
-leaves its lock, which must not stop a restart; a live job must never lose it. A dead process on
-this host is recognised, whatever container it ran in. One on another host can't be seen. Its lock
-is taken over if it belongs to an earlier attempt of the same job, or to this machine before a
-reboot, and if its heartbeat stopped. A process that was only stopped finds out before it commits a
-checkpoint. Locks of the file system are only used between containers of one host, because between
-hosts many file systems don't keep them.
+second, a link where a folder is expected, a full or read-only disk.
 """
 
-import errno
-import fcntl
 import hashlib
-import json
 import logging
-import os
 import re
-import uuid
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
-from types import TracebackType
 
-from hardened_ddp.checkpoint.disk import Disk, make_folders, replace_file, write_file
+from hardened_ddp.checkpoint.disk import Disk, RunLock, check_held, make_folders, replace_file
 from hardened_ddp.checkpoint.folder import (
     Found,
+    discard_newer,
     find_newest,
     load_checkpoint,
     open_checkpoint,
@@ -45,16 +31,6 @@ from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.process import (
-    SILENT_AFTER_S,
-    LockHeartbeat,
-    ProcessMark,
-    is_earlier_boot,
-    is_gone,
-    is_silent,
-    this_process,
-    with_count,
-)
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.sinks import write_text
 from hardened_ddp.reporting.summary import finished_at
@@ -68,12 +44,14 @@ from hardened_ddp.settings.earlier_run import (
 )
 from hardened_ddp.settings.layers import Resolved
 from hardened_ddp.settings.record import dump
-from hardened_ddp.settings.typed_command import look_at, shell_command
 from hardened_ddp.training.state import Saved, Tensors, share_state
 
 log = logging.getLogger(__name__)
 
 _JOBS = ".jobs"
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.]+")
+# Suffixes that are tried for a name that is taken.
+_MAX_SUFFIX = 1000
 
 
 @dataclass
@@ -91,7 +69,7 @@ class RunFolder:
     checkpoint: Found | None = None
     """What to start from; None: from the beginning. Rank 0 only."""
 
-    lock: "RunLock | None" = None
+    lock: RunLock | None = None
     """Rank 0 only: no second run writes here."""
 
     settings_text: str = ""
@@ -186,8 +164,9 @@ def read_checkpoint(run: RunFolder, group: Group) -> Saved | None:
     def choose() -> bool:
         if run.checkpoint is None:
             return False
+        root = run.folder / CHECKPOINTS_NAME
         # WHY: newer ones, passed over or not wanted, would be taken by the next start.
-        for path in run.store.discard_newer(run.checkpoint.step):
+        for path in discard_newer(root, run.checkpoint.step):
             log.warning("set aside %s, which is newer than the checkpoint resumed from", path)
         return True
 
@@ -327,11 +306,6 @@ def _job_marks(launch: Launch) -> list[str]:
     return sorted({hashlib.sha256(key.encode()).hexdigest()[:12] for key in keys if key})
 
 
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.]+")
-# Suffixes that are tried for a name that is taken.
-_MAX_SUFFIX = 1000
-
-
 def create_run_folder(
     output_dir: Path,
     *,
@@ -374,248 +348,3 @@ def create_run_folder(
 def _as_name(text: str) -> str:
     """Turn a model's or dataset's name or import path into a part of a folder's name."""
     return _NOT_IN_NAMES.sub("-", text).strip("-.")[:30] or "run"
-
-
-LOCK_NAME = "run.lock"
-_MAX_LOCK_BYTES = 1 << 20  # it lists a key for each node of the job
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Holder:
-    """Who holds a lock."""
-
-    mark: ProcessMark
-    token: str
-    """Of this lock alone."""
-
-    jobs: tuple[str, ...]
-    """The keys by which launchers know the job; two attempts of one job share at least one."""
-
-    restart: int
-    beats: int = 0
-    """Counted up by the holder; 0: it can't count in this file system."""
-
-
-class RunLock:
-    """The right to write into a run's folder, held until release or the end of the process."""
-
-    def __init__(self, path: Path, *, token: str, descriptor: int) -> None:
-        self.path = path
-        self.token = token
-        self._descriptor = descriptor
-        self._heartbeat = LockHeartbeat(descriptor)
-
-    @classmethod
-    def acquire(
-        cls,
-        folder: Path,
-        *,
-        jobs: Collection[str] = (),
-        restart: int = 0,
-        silent_after_s: float = SILENT_AFTER_S,
-    ) -> "RunLock":
-        """Lock a run's folder. Rank-local: one rank calls it.
-
-        jobs and restart: the keys of this job and its count of starts, if launchers have them.
-        Waits at most 2 * silent_after_s, and only for a lock of this job, or of this machine before
-        a reboot. Raises RunFolderError if another process holds the lock, with its host and pid.
-        """
-        path = folder / LOCK_NAME
-        holder = _Holder(
-            mark=this_process(), token=uuid.uuid4().hex, jobs=tuple(sorted(jobs)), restart=restart
-        )
-        try:
-            with _alone_in(folder):
-                try:
-                    write_file(path, _encode(holder), disk=Disk())
-                except FileExistsError:
-                    _take_over(path, holder, silent_after_s=silent_after_s)
-                    write_file(path, _encode(holder), disk=Disk())
-                descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError as error:
-            raise RunFolderError(
-                f"{path} can't be written: {error}",
-                fix=f"look at it: {look_at(folder)}",
-            ) from error
-        # WHY this too: see _is_dead. WHY flock: lockf's lock is lost when anything in this process
-        # closes the file. WHY no error: a file system without locks is no reason to stop.
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return cls(path, token=holder.token, descriptor=descriptor)
-
-    def release(self) -> None:
-        """Release the lock. A second call does nothing."""
-        if self._descriptor < 0:
-            return
-        self._heartbeat.stop()
-        if _is_held(self.path, self.token):
-            with suppress(FileNotFoundError):
-                Disk().unlink(self.path)
-        os.close(self._descriptor)
-        self._descriptor = -1
-
-    def __enter__(self) -> "RunLock":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
-
-@contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep other processes of this host out of acquire. Raises RunFolderError if one is there."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        if _is_busy(descriptor):
-            raise _taken_now(folder)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def check_held(folder: Path, token: str) -> None:
-    """Raise CheckpointError if another attempt holds the run's lock. Any rank.
-
-    WHY: this job may have been stopped (SIGSTOP, a suspended machine) for so long that a restart
-    of it took the lock over. WHY no lock at all is fine: a surviving rank may save while the rank
-    that held the lock has already left.
-    """
-    path = folder / LOCK_NAME
-    if _read(path) is not None and not _is_held(path, token):
-        raise CheckpointError(
-            f"{folder} no longer belongs to this process: while it was stopped or its host could "
-            "not write, another attempt took over the run",
-            fix="end this one; the other one continues from the newest checkpoint",
-        )
-
-
-def _is_busy(descriptor: int) -> bool:
-    """Try to lock an open file; False also on a file system without locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        # WHY only this one: without locks, only the rename in _take_over protects
-        return isinstance(error, BlockingIOError)
-    return False
-
-
-def _taken_now(folder: Path) -> RunFolderError:
-    return RunFolderError(
-        f"another job is locking {folder} at this moment",
-        fix="give another run_name, or wait for that job",
-    )
-
-
-def _take_over(path: Path, mine: _Holder, *, silent_after_s: float) -> None:
-    """Remove a dead process's lock. Raises RunFolderError if its process may be alive."""
-    content = _read(path)
-    if content is None:
-        return
-    holder = _parse(content)
-    if holder is None:
-        raise RunFolderError(
-            f"{path} can't be read as a lock: another job may be writing to {path.parent}",
-            fix=f"if no job uses this folder: {shell_command('rm', path)}",
-        )
-    if not _is_dead(path, holder, mine, silent_after_s=silent_after_s):
-        mark = holder.mark
-        raise RunFolderError(
-            f"{path.parent} is in use by process {mark.pid} on host {mark.host}; two jobs in one "
-            "folder would overwrite each other's checkpoints",
-            fix="wait for it or give another run_name; if that process is gone: "
-            + shell_command("rm", path),
-        )
-    # WHY rename and read again: of two processes that found the same dead lock, the second one
-    # would otherwise remove the new lock of the first
-    aside = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
-    with suppress(FileNotFoundError):
-        Disk().rename(path, aside)
-        taken = _read(aside)
-        if taken != content:
-            with suppress(FileExistsError):
-                os.link(aside, path)
-        Disk().unlink(aside)
-        if taken != content:
-            raise _taken_now(path.parent)
-
-
-def _is_dead(path: Path, holder: _Holder, mine: _Holder, *, silent_after_s: float) -> bool:
-    gone = is_gone(holder.mark)
-    if gone is not None:
-        return gone
-    if holder.mark.boot == mine.mark.boot and holder.mark.boot:
-        return not _is_locked(path)
-    is_same_job = not {*holder.jobs}.isdisjoint(mine.jobs)
-    if not holder.beats:
-        return is_same_job and holder.restart < mine.restart
-    if not is_same_job and not is_earlier_boot(holder.mark, mine.mark):
-        return False
-    log.warning(
-        "%s is locked by process %d on host %s, an earlier attempt of this job: watching for %g s "
-        "whether it still runs",
-        path.parent,
-        holder.mark.pid,
-        holder.mark.host,
-        silent_after_s,
-    )
-    return is_silent(lambda: _read(path), silent_after_s=silent_after_s)
-
-
-def _is_locked(path: Path) -> bool:
-    """Ask the kernel, which releases a lock when its process ends."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(descriptor)
-
-
-def _read(path: Path) -> bytes | None:
-    """Return a lock's content; None if it is not there."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            return b"symbolic link"
-        raise
-    with os.fdopen(descriptor, "rb") as file:
-        return file.read(_MAX_LOCK_BYTES)
-
-
-def _is_held(path: Path, token: str) -> bool:
-    holder = _parse(_read(path) or b"")
-    return holder is not None and holder.token == token
-
-
-def _encode(holder: _Holder) -> bytes:
-    fields = asdict(holder)
-    del fields["beats"]
-    return with_count(json.dumps(fields).encode() + b"\n")
-
-
-def _parse(content: bytes) -> _Holder | None:
-    try:
-        body = json.loads(content)
-        return _Holder(
-            mark=ProcessMark(**body["mark"]),
-            token=str(body["token"]),
-            jobs=tuple(map(str, body["jobs"])),
-            restart=int(body["restart"]),
-            beats=int(body["beats"]),
-        )
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None

@@ -15,6 +15,7 @@ from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.checkpoint.folder import (
     Found,
     Rejected,
+    discard_newer,
     find_newest,
     probe_folder,
     verify_checkpoint,
@@ -172,7 +173,7 @@ def test_a_full_disk_costs_the_oldest_checkpoint_and_the_write_goes_on(
 def test_a_course_that_was_left_goes_first_when_the_disk_is_full(store: CheckpointStore) -> None:
     for step in (1, 2, 3):
         write_step(store, step)
-    store.discard_newer(2)
+    discard_newer(store.root, 2)
     write_step(failing_store(store.root, FailingDisk("write", errno.ENOSPC)), 3)
     assert store.steps() == [3, 2, 1]
     assert not list(store.root.glob("discarded*"))

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from hardened_ddp.checkpoint.disk import Disk, remove_tree, replace_file
-from hardened_ddp.checkpoint.folder import Found, find_newest, load_checkpoint, verify_checkpoint
+from hardened_ddp.checkpoint.folder import (
+    Found,
+    discard_newer,
+    find_newest,
+    load_checkpoint,
+    verify_checkpoint,
+)
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.ranks.process import this_process
@@ -115,13 +121,16 @@ def test_a_file_exchanged_after_it_was_verified_is_not_loaded(store: CheckpointS
 def test_newer_checkpoints_of_a_course_that_was_left_are_set_aside(store: CheckpointStore) -> None:
     for step in (1, 2, 3):
         store.write(step, tensors=small_state(step), meta={})
-    assert [path.name for path in store.discard_newer(1)] == ["step-000000003", "step-000000002"]
+    assert [path.name for path in discard_newer(store.root, 1)] == [
+        "step-000000003",
+        "step-000000002",
+    ]
     assert found_in(store).step == 1
     kept = verify_checkpoint(store.root / "discarded-step-000000003")
     assert isinstance(kept, Found)
     for step in (2, 3):
         store.write(step, tensors=small_state(step + 10), meta={})
-    store.discard_newer(1)
+    discard_newer(store.root, 1)
     assert sorted(os.listdir(store.root)) == [
         "discarded-step-000000002",
         "discarded-step-000000003",

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ddp_drills.two_hosts import ADDRESSES, TwoHosts, why_not
-from hardened_ddp.training.run_folder import LOCK_NAME
+from hardened_ddp.checkpoint.disk import LOCK_NAME
 from tests.harness.marks import slow_after
 from tests.harness.processes import find_marked, kill
 from tests.harness.ranks import (
@@ -213,7 +213,7 @@ def test_a_dead_host_with_rank_0_does_not_keep_the_run_from_a_restart_on_another
 HOLD = """
 import sys, time
 from pathlib import Path
-from hardened_ddp.training.run_folder import RunLock
+from hardened_ddp.checkpoint.disk import RunLock
 with RunLock.acquire(Path(sys.argv[1]), jobs=sys.argv[2:], silent_after_s=7.0):
     print("has the lock", flush=True)
     if "stay" in sys.argv:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hardened_ddp.checkpoint.disk import Disk
+from hardened_ddp.checkpoint.disk import Disk, RunLock
 from hardened_ddp.checkpoint.folder import probe_folder
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import RunFolderError
@@ -16,7 +16,7 @@ from hardened_ddp.ranks.place import Launch
 from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.settings.earlier_run import newest_run
-from hardened_ddp.training.run_folder import RunFolder, RunLock, create_run_folder, find_place
+from hardened_ddp.training.run_folder import RunFolder, create_run_folder, find_place
 from tests.harness.forks import give_up_privileges, run_forked
 from tests.harness.ranks import train
 from tests.harness.settings_given import make_run, settings_of

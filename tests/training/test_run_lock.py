@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from hardened_ddp.checkpoint.disk import LOCK_NAME, RunLock, check_held
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError, RunFolderError
 from hardened_ddp.ranks.process import LockHeartbeat, is_gone, is_pid_gone, this_process, with_count
-from hardened_ddp.training.run_folder import LOCK_NAME, RunLock, check_held
 from tests.harness.forks import run_forked
 
 REFUSED = 7
