@@ -202,15 +202,13 @@ def train(settings: Resolved, group: Group) -> int:
     from hardened_ddp.training.state import begin
     from hardened_ddp.training.survivor_save import refuse_crash_loop, save_as_survivor
 
-    loop, device = settings.config.loop, settings.config.device
+    loop = settings.config.loop
     group.tracker.begin("opening the run folder")
     # From here on a signal means: save, then leave.
     with (
         StopRequest(group, time_limit=loop.time_limit) as stop,
         open_run(settings.config, group) as folder,  # collective
-        HangWatch(  # collective
-            group, folder.folder, hang_after_s=loop.hang_after_s, timeout_s=device.timeout_s
-        ) as watch,
+        HangWatch(group, folder.folder, hang_after_s=loop.hang_after_s) as watch,  # collective
         RankStatus(folder.folder, group) as rank_status,  # for the commands watch and report
     ):
         add_log_file(folder.folder / "logs", rank=group.launch.rank)
@@ -226,8 +224,7 @@ def train(settings: Resolved, group: Group) -> int:
         folder.write_settings(settings)  # WHY not before: they may not fit the run to be continued
         tell_start(settings, parts, progress)
         is_over = progress.step >= parts.length.total or stops_early(parts, progress)
-        if is_over and folder.is_finished(group, progress.step):
-            log.info("%s is finished: %d steps are done", folder.folder, progress.step)
+        if is_over and folder.close_if_finished(group, progress.step):  # collective
             return 0
         run = Run(parts, progress, folder, stop, watch)  # collective
         rank_status.attach(run.work())
@@ -264,15 +261,8 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     from hardened_ddp.model.precision import Precision
     from hardened_ddp.preflight.memory_format import Trial
     from hardened_ddp.preflight.optimizer_trial import build_schedule
-    from hardened_ddp.settings.record import agreed_settings
     from hardened_ddp.step.parts import Parts
-    from hardened_ddp.training.building import (
-        build_replica,
-        choose_global_batch,
-        count_steps,
-        facts_of_rank,
-        model_and_task,
-    )
+    from hardened_ddp.training import building
 
     config, launch = settings.config, group.launch
     group.tracker.begin("downloading and opening the dataset")
@@ -281,23 +271,26 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     leaves_out, tests = config.loop.continue_on_error, config.loop.eval_every > 0
     data = build_data(config.data, leaves_out=leaves_out, task=config.task.task, evaluates=tests)
     precision = Precision(config.optimizer.amp, group.device)  # autocast; a GradScaler for fp16
-    group.check_equal(  # collective: do all ranks mean the same run?
-        facts_of_rank(agreed_settings(config), data.told, precision.name)
-    )
+    # Do all ranks mean the same run?
+    group.check_equal(building.facts_of_rank(config, data.told, precision.name))  # collective
     # A DistributedSampler: each rank gets its share of every window of global_batch samples.
     meta = None if saved is None else saved.meta  # the numbers of the checkpoint to resume from
-    global_batch = choose_global_batch(
+    global_batch = building.choose_global_batch(
         config, world_size=group.world_size, saved=meta, sources=settings.sources
     )
     sampler = build_sampler(data, config, launch=launch, global_batch=global_batch, saved=meta)
-    length = count_steps(config, sampler, meta)
+    length = building.count_steps(config, sampler, meta)
     loader = build_train_loader(data, sampler, config, group=group, length=length)
     group.tracker.begin("building the model")
     # The model, the task that scores its output, and the DDP wrapper.
-    model, task, samples = model_and_task(config, group, data, loader, saved=meta)  # collective
+    model, task, samples = building.model_and_task(
+        config, group, data, loader, saved=meta
+    )  # collective
     group.tracker.begin("trying the model and wrapping it in DDP")
     trial = Trial(model, task, precision)
-    replica, sums = build_replica(config, group, trial, samples, loader, saved=meta)  # collective
+    replica, sums = building.build_replica(
+        config, group, trial, samples, loader, saved=meta
+    )  # collective
     # The optimizer, and its learning rate in each step.
     schedule = build_schedule(replica.module, task, config.optimizer, total_steps=length.schedule)
     return Parts(

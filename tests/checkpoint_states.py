@@ -1,6 +1,6 @@
 """States for tests of checkpoints: of every kind, and small ones that say which step they are of.
 
-path = write_step(store, 4)          assert_holds(store, found)
+path = write_step(store, 4)     assert_holds(found_in(store))     reason_of(path)
 """
 
 from pathlib import Path
@@ -9,7 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hardened_ddp.checkpoint.folder import Best, Found, load_checkpoint
+from hardened_ddp.checkpoint.folder import (
+    Best,
+    Found,
+    Rejected,
+    find_newest,
+    load_checkpoint,
+    verify_checkpoint,
+)
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.checkpoint.tensors import flat_bytes, specs_of
 
@@ -79,7 +86,22 @@ def write_step(
     return store.write(step, tensors=state, meta={"step": step}, best=best)
 
 
-def assert_holds(store: CheckpointStore, found: Found, *, size: int = 300) -> None:
+def found_in(store: CheckpointStore) -> Found:
+    """Find the newest checkpoint, which must be there and valid."""
+    found, rejected = find_newest(store.root)
+    assert found is not None, rejected
+    assert rejected == []
+    return found
+
+
+def reason_of(path: Path) -> str:
+    """Say why a checkpoint, which must not be valid, is rejected."""
+    rejected = verify_checkpoint(path)
+    assert isinstance(rejected, Rejected)
+    return rejected.reason
+
+
+def assert_holds(found: Found, *, size: int = 300) -> None:
     """Compare a checkpoint with the small state of its step."""
     tensors, meta = load_checkpoint(found)
     assert_same(tensors, small_state(found.step, size=size))

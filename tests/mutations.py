@@ -38,7 +38,7 @@ REPORTING, GOODPUT, NUMBERS = (
 )
 FILES, HOSTILE = (
     "tests/checkpoint/test_checkpoint_files.py",
-    "tests/checkpoint/test_checkpoint_hostile.py",
+    "tests/checkpoint/test_checkpoint_faults.py",
 )
 CRASHES, TENSORS = (
     "tests/checkpoint/test_checkpoint_crashes.py",
@@ -248,7 +248,7 @@ MUTATIONS = [
         "checkpoint/disk.py",
         "if entry.is_dir(follow_symlinks=False):",
         "if entry.is_dir():",
-        f"{HOSTILE} {FILES}",
+        HOSTILE,
     ),
     Mutation(
         "checkpoint/folder.py",

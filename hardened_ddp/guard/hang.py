@@ -72,14 +72,12 @@ class Subject:
 class HangWatch:
     """Watches over one run on this rank. Use it in a with statement."""
 
-    def __init__(
-        self, group: Group, folder: Path, *, hang_after_s: float, timeout_s: float
-    ) -> None:
-        """hang_after_s: the least limit of a phase; 0: no watch. timeout_s: of a collective."""
+    def __init__(self, group: Group, folder: Path, *, hang_after_s: float) -> None:
+        """hang_after_s: the least limit of a phase; 0: no watch."""
         self._group = group
         self._folder = folder / FOLDER
         self._hang_after_s = hang_after_s
-        self._patience_s = patience_for(timeout_s) if group.world_size > 1 else float("inf")
+        self._patience_s = patience_for(group.timeout_s) if group.world_size > 1 else float("inf")
         self._tick_s = min(TICK_S, hang_after_s / 4, self._patience_s / 4)
         self._subject = Subject(save=lambda *why: None)
         self._age_s = self._muted_s = self._compare_in_s = 0.0

@@ -41,6 +41,7 @@ from hardened_ddp.preflight.shared_loss import warn_of_shared_loss
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import AUTO_BATCH_SIZE, Config
 from hardened_ddp.settings.declare import ImportPath
+from hardened_ddp.settings.record import agreed_settings
 from hardened_ddp.settings.wording import counted
 from hardened_ddp.task.build import check_metrics, choose_task, find_task
 from hardened_ddp.task.task import Task
@@ -131,12 +132,12 @@ def count_steps(
     return RunLength(total, schedule=most, most=most)
 
 
-def facts_of_rank(settings: Mapping[str, str], dataset: str, precision: str) -> dict[str, str]:
+def facts_of_rank(config: Config, dataset: str, precision: str) -> dict[str, str]:
     """Return what must be equal on all ranks before they may train together. Rank-local."""
     return {
         "code": code_hash(),
         "torch": torch.__version__,
-        **settings,
+        **agreed_settings(config),
         "dataset": dataset,
         "precision": precision,  # WHY: with amp auto it depends on the GPU
     }

@@ -85,10 +85,14 @@ class RunFolder:
         if self.lock is not None:
             self.lock.release()
 
-    def is_finished(self, group: Group, step: int) -> bool:
-        """Say whether the run came to its end at this step: tested, summed up. Collective."""
+    def close_if_finished(self, group: Group, step: int) -> bool:
+        """End the account if the run came to its end at this step: tested, summed up. Collective.
+
+        Returns whether it did.
+        """
         if not group.run_on_main(lambda: finished_at(self.folder) == step, what="the summary"):
             return False
+        log.info("%s is finished: %d steps are done", self.folder, step)
         self.goodput.leave(ended="finished")
         return True
 

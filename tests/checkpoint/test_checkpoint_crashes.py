@@ -22,16 +22,11 @@ from hardened_ddp.checkpoint.folder import (
 )
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError, RunFolderError
-from tests.checkpoint_states import assert_holds, write_step
+from tests.checkpoint_states import assert_holds, found_in, write_step
 from tests.harness.forks import run_forked
 from tests.harness.marks import slow_after
 
 CRASHED = 9
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=3)
 
 
 # --- crashes -------------------------------------------------------------------------------------
@@ -101,7 +96,7 @@ def test_a_crash_at_any_call_leaves_the_old_or_the_new_checkpoint(
         num_broken = sum(isinstance(verdict, Rejected) for verdict in verdicts)
         assert num_broken <= (prepare is prepare_broken), "half of one is left"
         if found is not None:
-            assert_holds(after, found)
+            assert_holds(found)
         outcomes.add(found.step if found else None)
         assert found is not None or old is None
         best = after.best_step()
@@ -165,9 +160,8 @@ def test_a_full_disk_costs_the_oldest_checkpoint_and_the_write_goes_on(
     full = failing_store(store.root, FailingDisk(call, number, after=after))
     write_step(full, 4)
     assert store.steps() == [4, 3, 1]
-    found, _ = find_newest(store.root)
-    assert found is not None
-    assert_holds(store, found)
+    found = found_in(store)
+    assert_holds(found)
 
 
 def test_a_course_that_was_left_goes_first_when_the_disk_is_full(store: CheckpointStore) -> None:
@@ -193,9 +187,7 @@ def test_a_disk_that_stays_broken_is_an_error_and_the_newest_and_best_stay(
         needed = r"\d{4} bytes are needed, and \d+ are free now: another program gave them back, or"
         assert caught.match(needed)
     assert store.steps()[-2:] == [2, 1]
-    found, rejected = find_newest(store.root)
-    assert found is not None
-    assert rejected == []
+    found_in(store)
     write_step(store, 4)
     assert not list(store.root.glob(".*"))
 
@@ -241,10 +233,8 @@ def test_a_real_full_disk_keeps_the_newest_and_the_best(small_disk: Path) -> Non
     with pytest.raises(CheckpointError, match=r"No space left.*104\d{4} bytes are needed"):
         write_step(store, 4, size=size)
     assert store.steps() == [3, 2]
-    found, rejected = find_newest(store.root)
-    assert found is not None
-    assert rejected == []
-    assert_holds(store, found, size=size)
+    found = found_in(store)
+    assert_holds(found, size=size)
     (small_disk / "filler").write_bytes(b"x" * 2**19)
     with pytest.raises(OSError, match="No space"):
         (small_disk / "rest").write_bytes(b"x" * 2**21)
@@ -277,7 +267,7 @@ def test_of_two_survivors_that_save_one_step_both_succeed(store: CheckpointStore
     path = write_step(failing_store(store.root, OvertakenDisk(store.root)), 1)
     found = verify_checkpoint(path)
     assert isinstance(found, Found)
-    assert_holds(store, found)
+    assert_holds(found)
     assert os.listdir(store.root) == [path.name]
 
 

@@ -1,9 +1,10 @@
-"""Checkpoints written beside training: what is written is the state at submit, and nobody waits."""
+"""Checkpoints written beside training: the state is that of submit, nobody waits, and when."""
 
 import errno
 import os
 import threading
 import timeit
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,13 +16,70 @@ from torch import Tensor
 
 from hardened_ddp.checkpoint import store as store_module
 from hardened_ddp.checkpoint import tensors as tensors_module
-from hardened_ddp.checkpoint.folder import find_newest, load_checkpoint, verify_checkpoint
+from hardened_ddp.checkpoint.disk import Disk
+from hardened_ddp.checkpoint.folder import load_checkpoint, verify_checkpoint
+from hardened_ddp.checkpoint.store import (
+    CheckpointStore,
+    CheckpointWriter,
+    WriteCost,
+    device_wait_s,
+)
 from hardened_ddp.checkpoint.tensors import HostArena, TensorReader, flat_bytes, plan_file
 from hardened_ddp.errors import CheckpointError
 from hardened_ddp.training.run import Run
-from hardened_ddp.training.state import Saver
-from tests.checkpoint_bench import LIMIT_S, Bench
-from tests.checkpoint_states import assert_same
+from hardened_ddp.training.state import Pace, Saver
+from tests.checkpoint_states import assert_same, found_in
+
+LIMIT_S = 90
+
+
+class GatedDisk:
+    """A disk that lets only as many writes through as the test allows."""
+
+    def __init__(self) -> None:
+        self._allowed = threading.Semaphore(0)
+        self._is_open = False
+        self._arrived = threading.Semaphore(0)
+        self.error: OSError | None = None
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        self._arrived.release()
+        if not self._is_open:
+            assert self._allowed.acquire(timeout=LIMIT_S)
+        if self.error is not None:
+            raise self.error
+        return Disk().write(descriptor, data)
+
+    def wait_for_write(self) -> None:
+        """Return when the writer stands at the gate."""
+        assert self._arrived.acquire(timeout=LIMIT_S)
+
+    def allow(self) -> None:
+        """Let one write through."""
+        self._allowed.release()
+
+    def open(self) -> None:
+        """Let all writes through."""
+        self._is_open = True
+        self._allowed.release(1000)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(Disk(), name)
+
+
+class Bench:
+    """A writer on a gated disk."""
+
+    def __init__(self, root: Path) -> None:
+        self.disk = GatedDisk()
+        disk: Any = self.disk
+        self.store = CheckpointStore(root, keep_last=5, disk=disk)
+        self.writer = CheckpointWriter(self.store)
+
+    def loaded(self, step: int) -> dict[str, Tensor]:
+        found = found_in(self.store)
+        assert found.step == step
+        return load_checkpoint(found)[0]
 
 
 @pytest.fixture
@@ -213,8 +271,7 @@ def test_the_meta_written_is_that_of_submit(bench: Bench) -> None:
     meta["cursor"] = 2
     bench.disk.open()
     bench.writer.close(timeout_s=LIMIT_S)
-    found, _ = find_newest(bench.store.root)
-    assert found is not None
+    found = found_in(bench.store)
     assert found.manifest.meta == {"cursor": 1, "nested": {"a": [1]}}
 
 
@@ -322,3 +379,70 @@ def test_only_the_rank_that_writes_waits_for_the_device_before_a_save() -> None:
         run.stepper = cast(Any, stepper)
         run.save()
     assert asked == [True]
+
+
+HOUR = 3600.0
+DISK = 1e9  # bytes/s
+
+
+def save_for(hours: float, size_bytes: float, training_s: float) -> list[float]:
+    """Return when a run saves whose writes cost so much."""
+    now, free_at = 0.0, 0.0
+    pace, saved_at = Pace(int(size_bytes), clock=lambda: now), list[float]()
+    while now < hours * HOUR:
+        now += 0.25
+        cost = WriteCost(training_s, size_bytes / DISK) if saved_at else None
+        if now >= free_at and pace.is_time(cost):
+            pace.begin()
+            saved_at.append(now)
+            free_at = now + size_bytes / DISK
+    return saved_at
+
+
+@pytest.mark.parametrize("parameters", [1e5, 25.6e6, 1e9, 3e9, 30e9])
+@pytest.mark.parametrize("training_s", [0.0, 0.02, 5.0])
+def test_saving_takes_at_most_a_hundredth_of_the_time_and_a_tenth_of_the_disk(
+    parameters: float, training_s: float
+) -> None:
+    size_bytes = 12 * parameters
+    saved_at = save_for(6, size_bytes, training_s)
+    assert saved_at[0] <= 600.25
+    gaps = [after - before for before, after in pairwise(saved_at)]
+    assert all(gap >= training_s / 0.01 for gap in gaps)
+    assert all(gap >= size_bytes / DISK / 0.1 for gap in gaps)
+
+
+class SlowDisk(Disk):
+    def sync(self, descriptor: int) -> None:
+        threading.Event().wait(0.5)
+        super().sync(descriptor)
+
+
+def test_a_write_measures_how_long_the_disk_was_in_use(tmp_path: Path) -> None:
+    writer = CheckpointWriter(CheckpointStore(tmp_path, keep_last=2, disk=SlowDisk()))
+    assert writer.cost is None
+    assert writer.submit(1, tensors={"weight": torch.ones(4)}, meta={})
+    writer.before_update()
+    writer.close()
+    assert writer.cost is not None
+    assert writer.cost.disk_s >= 1.0  # two files
+    assert writer.cost.training_s < writer.cost.disk_s
+
+
+class Event:
+    """A CUDA event at a time, in ms."""
+
+    def __init__(self, at_ms: float) -> None:
+        self.at_ms = at_ms
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "Event") -> float:
+        return end.at_ms - self.at_ms
+
+
+def test_the_wait_of_the_device_counts_from_where_it_begins() -> None:
+    waits: list[Any] = [(Event(10.0), Event(250.0)), (Event(10.0), Event(8.0))]
+    assert device_wait_s(waits) == 0.24
+    assert device_wait_s(waits[1:]) == 0.0

@@ -102,15 +102,22 @@ def test_the_newest_run_is_the_one_whose_checkpoints_changed_last(tmp_path: Path
     assert newest_run(tmp_path) == runs["a"]
 
 
+def trained(name: str = "run") -> Path:
+    run = make_run(name, step=None)
+    store = CheckpointStore(run / "checkpoints", keep_last=1)
+    store.write(1, tensors={"model.w": torch.zeros(1)}, meta={})
+    return run
+
+
 @pytest.mark.parametrize("name", ["step-5", "step-000000005.partial", "state.pt"])
 def test_settings_and_checkpoint_come_from_the_same_newest_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run, other = make_run("run", step=None), make_run("other", step=None)
-    store = CheckpointStore(run / "checkpoints", keep_last=1)
-    store.write(1, tensors={"model.w": torch.zeros(1)}, meta={})
+    run, other = trained(), make_run("other", step=None)
     (other / "checkpoints" / name).mkdir()  # no checkpoint
+    (tmp_path / "runs" / "third").mkdir()
+    (tmp_path / "runs" / "third" / "checkpoints").touch()
     os.utime(run / "checkpoints", (1, 1))
     settings = settings_of("--resume newest")
     folder, found = find_place(settings.config, None)
@@ -118,24 +125,11 @@ def test_settings_and_checkpoint_come_from_the_same_newest_run(
     assert found is not None
 
 
-def test_a_file_named_checkpoints_hides_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = make_run("run")
-    (tmp_path / "runs" / "other").mkdir()
-    (tmp_path / "runs" / "other" / "checkpoints").touch()
-    assert settings_of("--resume newest").run_folder == run
-
-
 def test_a_checkpoint_named_from_inside_its_run_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = make_run("run", step=None)
-    store = CheckpointStore(run / "checkpoints", keep_last=1)
-    store.write(1, tensors={"model.w": torch.zeros(1)}, meta={})
-    monkeypatch.chdir(store.root)
+    monkeypatch.chdir(trained() / "checkpoints")
     settings = settings_of("--resume step-000000001")
     folder, found = find_place(settings.config, None)
     assert folder == settings.run_folder
@@ -146,9 +140,7 @@ def test_a_run_in_a_folder_named_checkpoints_is_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    run = make_run("run", step=None)
-    store = CheckpointStore(run / "checkpoints", keep_last=1)
-    store.write(1, tensors={"model.w": torch.zeros(1)}, meta={})
+    trained()
     (tmp_path / "runs").rename("checkpoints")
     settings = settings_of("--output_dir checkpoints --resume checkpoints/run")
     folder, found = find_place(settings.config, None)

@@ -1,6 +1,5 @@
 """No step is lost while one rank lives: the others save, and a restart goes on at the next step."""
 
-import json
 import signal
 import subprocess
 import threading
@@ -38,7 +37,15 @@ from hardened_ddp.training.survivor_save import (
 )
 from tests.harness.processes import deadline, kill, read_process
 from tests.harness.ranks import run_program, start_program, start_training, train
-from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, read_summary, step_of
+from tests.harness.run_folder import (
+    find_checkpoints,
+    is_past,
+    last_step,
+    last_tensors,
+    only_run,
+    read_summary,
+    step_of,
+)
 
 # No checkpoint before the end: what there is after a fault was saved because of it.
 BARE: list[str | Path] = ["--cpu_only", "--batch_size", "16", "--epochs", "2", "--eval_every", "0"]
@@ -51,11 +58,6 @@ RETRY = PeerLostError.exit_status
 """The exit status of a rank that lost another one."""
 
 Undisturbed = Callable[..., dict[str, str]]
-
-
-def logged_steps(run: Path) -> list[int]:
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
-    return [json.loads(line)["step"] for line in lines[:-1]]  # the last may be half written
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +89,7 @@ def test_the_ranks_that_are_left_save_the_step_before_a_kill(
 ) -> None:
     argv = [*BARE, *flags, "--output_dir", tmp_path]
     with start_training(argv, world_size) as running:
-        running.wait_for(
-            lambda: len(logged_steps(only_run(tmp_path))) > 20 if _has_run(tmp_path) else None,
-            timeout_s=60,
-            what="20 steps",
-        )
+        running.wait_for(lambda: is_past(tmp_path, 20), timeout_s=60, what="20 steps")
         running.kill(victim)
         finished = running.wait(40)
     assert finished.statuses[victim] == -signal.SIGKILL
@@ -100,7 +98,7 @@ def test_the_ranks_that_are_left_save_the_step_before_a_kill(
     saved = step_of(find_checkpoints(tmp_path)[-1])
     assert f"the state after step {saved} is saved" in finished.output
     if victim != 0:  # rank 0 writes the metrics: it knows the last step that was done
-        assert saved >= max(logged_steps(run))
+        assert saved >= last_step(tmp_path)
     assert [failure["step"] for failure in read_failures(run)] == [saved]
     resumed = train([*argv, "--resume", run], world_size).ok()
     assert f"from step {saved}\n" in resumed.outputs[0]
@@ -144,11 +142,7 @@ def test_ranks_of_a_killed_torchrun_save_and_leave(tmp_path: Path) -> None:
     argv = ["torchrun", "--standalone", "--nproc_per_node=2", "ddp_training.py", *map(str, BARE)]
     argv += ["--epochs", "1000", "--output_dir", str(tmp_path)]
     with start_program(argv) as command:
-        command.wait_for(
-            lambda: len(logged_steps(only_run(tmp_path))) > 5 if _has_run(tmp_path) else None,
-            timeout_s=60,
-            what="5 steps",
-        )
+        command.wait_for(lambda: is_past(tmp_path, 5), timeout_s=60, what="5 steps")
         ranks = [pid for rank in (0, 1) if (pid := command.pid_of_rank(rank)) is not None]
         assert len(ranks) == 2
         kill(command.pid)
@@ -165,11 +159,7 @@ def test_ranks_of_a_killed_torchrun_save_and_leave(tmp_path: Path) -> None:
 def test_the_workers_of_a_killed_rank_end_with_it(tmp_path: Path) -> None:
     argv = [*BARE, "--num_workers", "2", "--epochs", "1000", "--output_dir", tmp_path]
     with start_training(argv, 1) as running:
-        running.wait_for(
-            lambda: len(logged_steps(only_run(tmp_path))) > 2 if _has_run(tmp_path) else None,
-            timeout_s=60,
-            what="2 steps",
-        )
+        running.wait_for(lambda: is_past(tmp_path, 2), timeout_s=60, what="2 steps")
         children = psutil.Process(running.pids[0]).children(recursive=True)
         assert len(children) >= 2
         running.kill(0)
@@ -308,10 +298,6 @@ def test_only_failures_at_the_same_step_are_a_crash_loop(tmp_path: Path) -> None
     refuse_crash_loop(parts, Progress(step=6), tmp_path)
     with pytest.raises(CrashLoopError, match=r"3 attempts failed at step 5.*\[1, 2\]"):
         refuse_crash_loop(parts, Progress(step=5), tmp_path)
-
-
-def _has_run(output_dir: Path) -> bool:
-    return any(output_dir.glob("*/metrics.jsonl"))
 
 
 def _is_alive(pid: int) -> bool:
