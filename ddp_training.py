@@ -263,6 +263,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     from hardened_ddp.preflight.optimizer_trial import build_schedule
     from hardened_ddp.step.parts import Parts
     from hardened_ddp.training import building
+    from hardened_ddp.training.building import build_replica, model_and_task
 
     config, launch = settings.config, group.launch
     group.tracker.begin("downloading and opening the dataset")
@@ -283,14 +284,10 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     loader = build_train_loader(data, sampler, config, group=group, length=length)
     group.tracker.begin("building the model")
     # The model, the task that scores its output, and the DDP wrapper.
-    model, task, samples = building.model_and_task(
-        config, group, data, loader, saved=meta
-    )  # collective
+    model, task, samples = model_and_task(config, group, data, loader, saved=meta)  # collective
     group.tracker.begin("trying the model and wrapping it in DDP")
     trial = Trial(model, task, precision)
-    replica, sums = building.build_replica(
-        config, group, trial, samples, loader, saved=meta
-    )  # collective
+    replica, sums = build_replica(config, group, trial, samples, loader, saved=meta)  # collective
     # The optimizer, and its learning rate in each step.
     schedule = build_schedule(replica.module, task, config.optimizer, total_steps=length.schedule)
     return Parts(
