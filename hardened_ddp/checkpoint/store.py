@@ -419,14 +419,11 @@ class CheckpointWriter:
 
         For the last checkpoint and for emergencies. Raises CheckpointError.
         """
-        self._wait(timeout_s)
+        self.close(timeout_s=timeout_s)
         return self._store.write(step, tensors=tensors, meta=meta)
 
     def close(self, *, timeout_s: float = _WAIT_S) -> None:
         """Wait for the write in flight. Raises CheckpointError if it takes longer; poll after."""
-        self._wait(timeout_s)
-
-    def _wait(self, timeout_s: float) -> None:
         if self._thread is None:
             return
         self._thread.join(timeout_s)
@@ -440,11 +437,7 @@ class CheckpointWriter:
         self._thread = None
 
     def _write(
-        self,
-        step: int,
-        flight: _InFlight,
-        meta: dict[str, JSON],
-        best: Best | None,
+        self, step: int, flight: _InFlight, meta: dict[str, JSON], best: Best | None
     ) -> None:
         try:
             for _, event in flight.copied:

@@ -34,7 +34,7 @@ TORCH_EXPORT_NAME, ONNX_NAME = "model.pt2", "model.onnx"
 _TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
 _TRACED_SAMPLES, _TRIED_SAMPLES = 2, (2, 5)  # WHY also 5: it detects a fixed batch size
 
-Run = Callable[..., Tensor]
+Forward = Callable[..., Tensor]
 log = logging.getLogger(__name__)
 
 _HOW_TO_LOAD = {
@@ -145,10 +145,10 @@ def write_model(
     return "" if write_preparation(folder, meta, kind=kind) else kind
 
 
-def _write_huggingface(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Run:
+def _write_huggingface(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forward:
     from hardened_ddp.model.hub import HubModel
 
-    read_back: Run
+    read_back: Forward
     with contextlib.redirect_stdout(io.StringIO()):  # WHY: the library prints progress
         if isinstance(model.model, HubNet):
             read_back = _write_transformers(folder, model.model, meta)
@@ -160,7 +160,7 @@ def _write_huggingface(folder: Path, model: _Logits, meta: Mapping[str, Any]) ->
     return read_back
 
 
-def _write_transformers(folder: Path, model: HubNet, meta: Mapping[str, Any]) -> Run:
+def _write_transformers(folder: Path, model: HubNet, meta: Mapping[str, Any]) -> Forward:
     """Write the transformers model with save_pretrained, with the names of our classes."""
     transformers = import_extra("transformers", what="--format huggingface")
     names = dict(enumerate(meta.get("class_names") or ()))
@@ -187,15 +187,15 @@ def _examples(model: _Logits, meta: Mapping[str, Any], *, num_samples: int) -> t
     return (tokens.view(size), mask)[: len(model.names)]
 
 
-def _write_torch_export(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Run:
+def _write_torch_export(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forward:
     inputs = _examples(model, meta, num_samples=_TRACED_SAMPLES)
     program = torch.export.export(model, inputs, dynamic_shapes=(model.sizes,) * len(inputs))
     torch.export.save(program, folder / TORCH_EXPORT_NAME)
-    loaded: Run = torch.export.load(folder / TORCH_EXPORT_NAME).module()
+    loaded: Forward = torch.export.load(folder / TORCH_EXPORT_NAME).module()
     return loaded
 
 
-def _write_onnx(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Run:
+def _write_onnx(folder: Path, model: _Logits, meta: Mapping[str, Any]) -> Forward:
     onnx = import_extra("onnx", what="--format onnx")
     reference = import_extra("onnx.reference", what="--format onnx")
     path = folder / ONNX_NAME

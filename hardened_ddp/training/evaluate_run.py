@@ -44,14 +44,12 @@ def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
     set, CheckpointError, SampleError.
     """
     config = settings.config
-    found: list[Path] = []
-    saved: list[Found] = []
+    saved: list[Found] = []  # on rank 0
 
-    def look() -> None:
+    def find() -> None:
         saved.append(open_checkpoint(Path(config.run.resume), prefer_best=True))
-        found.append(saved[0].path)
 
-    group.run_on_main(look, what="reading the checkpoint")  # collective
+    group.run_on_main(find, what="reading the checkpoint")  # collective
     shared = share_checkpoint(group, saved[0] if saved else None)  # collective
     names = [name for name in shared.specs if name.startswith(MODEL_PREFIX)]
     weights = receive(group, shared, names, torch.device("cpu"))  # collective
@@ -76,7 +74,7 @@ def evaluate_run(settings: Resolved, group: Group, *, output: str) -> int:
     }
 
     def tell() -> bool:
-        [path] = found
+        path = saved[0].path
         run, name = path.parent.parent, f"evaluation-{path.name}.json"
         # WHY: the run of a colleague may be read, and not written to
         place = run / name if os.access(run, os.W_OK) else Path(f"{run.name}-{name}")

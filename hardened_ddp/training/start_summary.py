@@ -11,7 +11,6 @@ import socket
 import torch
 
 from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS
-from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.layers import RUN, Resolved
 from hardened_ddp.settings.record import yaml_word
 from hardened_ddp.settings.rules import DEFAULT
@@ -89,9 +88,12 @@ def _ranks_line(parts: Parts) -> str:
     count = "1 rank" if group.world_size == 1 else f"{group.world_size} ranks"
     hosts = f" on {launch.num_nodes} nodes" if launch.num_nodes > 1 else ""
     attempt = f" (restart {launch.attempt})" if launch.attempt else ""
+    on_gpu = group.device.type == "cuda"
+    device = torch.cuda.get_device_name(group.device) if on_gpu else "CPU"
+    precision = "fp32" if parts.precision.name == "off" else parts.precision.name
     return (
-        f"{count}{hosts}, started {_STARTED_BY[launch.launcher]}{attempt}: {_device_name(group)}, "
-        f"{_sums(parts)}precision {_precision(parts)}"
+        f"{count}{hosts}, started {_STARTED_BY[launch.launcher]}{attempt}: {device}, "
+        f"{_sums(parts)}precision {precision}"
     )
 
 
@@ -101,16 +103,6 @@ def _sums(parts: Parts) -> str:
         return "no process group, "
     threads = counted(torch.get_num_threads(), "thread")
     return f"backend {parts.group.backend}, gradients {parts.gradients.how}, {threads}, "
-
-
-def _device_name(group: Group) -> str:
-    if group.device.type != "cuda":
-        return "CPU"
-    return torch.cuda.get_device_name(group.device)
-
-
-def _precision(parts: Parts) -> str:
-    return {"off": "fp32"}.get(parts.precision.name, parts.precision.name)
 
 
 def _work_line(parts: Parts, progress: Progress) -> str:

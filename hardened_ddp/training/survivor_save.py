@@ -79,7 +79,7 @@ def save_as_survivor(error: Exception, stepper: Stepper, saver: Saver, folder: P
         if stepper.device is not None:
             _save_boundary(stepper, saver, folder, error=error, limit_s=DEVICE_LIMIT_S)
             return
-        if _is_lost(stepper) or not _is_mine(group, progress.step):
+        if _warn_if_lost(stepper) or not _claim_save(group, progress.step):
             return
         _note_failure(folder, progress.step, error)
         # WHY is_finite: the loss is checked when it is reported, which may be some steps ago
@@ -110,8 +110,8 @@ def save_while_stuck(
                 _save_boundary(stepper, saver, folder, error=error, limit_s=LOCK_LIMIT_S)
             return
         is_good = progress.step == 0 or stepper.is_finite()
-        is_good = is_good and stepper.live.is_whole and not _is_lost(stepper)
-        if not (is_good and _is_mine(stepper.parts.group, progress.step)):
+        is_good = is_good and stepper.live.is_whole and not _warn_if_lost(stepper)
+        if not (is_good and _claim_save(stepper.parts.group, progress.step)):
             return
         if error is not None:
             _note_failure(folder, progress.step, error)
@@ -167,11 +167,11 @@ def _save_boundary(
             log.warning("the device does not answer: nothing is saved, the last checkpoint stays")
             return
         progress = boundary.progress
-        if not _is_mine(parts.group, progress.step):
+        if not _claim_save(parts.group, progress.step):
             return
         if error is not None:
             _note_failure(folder, progress.step, error)
-        if progress.step == 0 or _is_lost(stepper):
+        if progress.step == 0 or _warn_if_lost(stepper):
             return
         state = ask_within(partial(_copy, stepper, boundary), COPY_LIMIT_S)
         if state is None:
@@ -195,8 +195,8 @@ def _copy(stepper: Stepper, boundary: Boundary) -> Tensors | None:
     return copy_beside(collect_tensors(parts, buffers=boundary.buffers), parts.device)
 
 
-def _is_lost(stepper: Stepper) -> bool:
-    """Return whether a forward under way changed what nobody has as it was; say so. Rank-local."""
+def _warn_if_lost(stepper: Stepper) -> bool:
+    """Warn if a forward under way changed what nobody has as it was; return whether. Rank-local."""
     lost = stepper.lost(reads_bits=stepper.device is None)
     if lost:
         log.warning(
@@ -212,7 +212,7 @@ def _say_saved(progress: Progress, launch: Launch, folder: Path) -> None:
     log.warning("the state after step %d is saved; to resume: %s", progress.step, resume)
 
 
-def _is_mine(group: Group, step: int) -> bool:
+def _claim_save(group: Group, step: int) -> bool:
     """Claim the survivor save of step for this rank; False if another rank has it."""
     if group.store is None:
         return True

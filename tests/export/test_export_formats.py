@@ -114,7 +114,7 @@ def test_onnx_gives_the_same_logits_for_any_batch(
 def test_an_export_with_other_logits_is_not_kept(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_another_model(folder: Path, model: torch.nn.Module, meta: object) -> formats.Run:
+    def write_another_model(folder: Path, model: torch.nn.Module, meta: object) -> formats.Forward:
         (folder / "model.pt2").write_bytes(b"x")
         return lambda inputs: model(inputs) + 0.01
 
@@ -127,7 +127,7 @@ def test_an_export_with_other_logits_is_not_kept(
 def test_a_model_that_can_not_be_traced_is_one_error(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> formats.Run:
+    def fail(*_: object) -> formats.Forward:
         raise AssertionError("a tracer's own words")
 
     monkeypatch.setattr(formats, "_write_torch_export", fail)
