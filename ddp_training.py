@@ -259,8 +259,8 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     )
     from hardened_ddp.data.sources.datasets import build_data, prepare_data
     from hardened_ddp.model.precision import Precision
-    from hardened_ddp.preflight.memory_format import Trial
     from hardened_ddp.preflight.optimizer_trial import build_schedule
+    from hardened_ddp.preflight.trial import Trial
     from hardened_ddp.step.parts import Parts
     from hardened_ddp.training import building
     from hardened_ddp.training.building import build_replica, model_and_task
@@ -286,10 +286,10 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
     # The model, the task that scores its output, and the DDP wrapper.
     model, task, samples = model_and_task(config, group, data, loader, saved=meta)  # collective
     group.tracker.begin("trying the model and wrapping it in DDP")
-    trial = Trial(model, task, precision)
-    replica, sums = build_replica(config, group, trial, samples, loader, saved=meta)  # collective
+    trial = Trial(model, task, precision, group)
+    replica, sums = build_replica(config, trial, samples, loader, saved=meta)  # collective
     # The optimizer, and its learning rate in each step.
-    schedule = build_schedule(replica.module, task, config.optimizer, total_steps=length.schedule)
+    schedule = build_schedule(trial, config.optimizer, total_steps=length.schedule)  # collective
     return Parts(
         config=config,
         group=group,

@@ -28,7 +28,10 @@ from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.foreign_code import import_torchvision
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.zoo import SimpleCNN
-from hardened_ddp.preflight.memory_format import Trial
+from hardened_ddp.preflight.memory_format import count_values, pays
+from hardened_ddp.preflight.trial import Trial
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.task.classification import Classification
 
 CPU = torch.device("cpu")
@@ -119,9 +122,10 @@ def main() -> int:
             model = build()
             targets = torch.arange(size) % 10
             batch = Batch(torch.randn(size, *shape), targets, torch.arange(size))
-            trial = Trial(model, Classification(num_classes=10), Precision("off", CPU))
-            num_weights, num_values = trial.count(batch, CPU)
-            is_used = trial.is_faster(batch, size, CPU)
+            task, group = Classification(num_classes=10), Group(Launch(), CPU)
+            trial = Trial(model, task, Precision("off", CPU), group)
+            [(num_weights, num_values)] = count_values(trial, batch)
+            is_used = pays(trial, num_weights, num_values)
             gain = measure(model, batch, options.seconds)
             rows.append({"model": name, "batch": size, "is_used": is_used, "gain": gain})
             rows[-1]["values"] = values = num_values / max(1, num_weights)

@@ -26,9 +26,9 @@ from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.length_split import LengthSplit
 from hardened_ddp.model.precision import Precision
-from hardened_ddp.preflight.memory_format import Trial
 from hardened_ddp.preflight.padding import choose_split
 from hardened_ddp.preflight.probe import Findings
+from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.host_memory import keep_freed_memory
 from hardened_ddp.ranks.launch import Launch
@@ -107,8 +107,8 @@ def needed(model: nn.Module, samples: Sequence[Sample]) -> int:
     batch = fetcher.with_parts(fetcher[(0, torch.arange(2))], 0)
     task, nothing = Tokens(), Findings(unused=(), is_varying=False, where="", moving_buffers=())
     task.attach(model, "tokens")
-    trial, group = Trial(model, task, Precision("off", CPU)), Group(Launch(), CPU)
-    found = choose_split(trial, [batch], nothing, group, config=Config(), saved=None)
+    trial = Trial(model, task, Precision("off", CPU), Group(Launch(), CPU))
+    found = choose_split(trial, [batch], nothing, config=Config(), saved=None)
     assert found is not None, "the trial says that padding changes this model's loss"
     return found.least_values
 

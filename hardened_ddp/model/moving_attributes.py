@@ -136,17 +136,19 @@ class MovingAttributes:
         self._before, self._last = None, self._copy_all()
         self._take_up(list(saved))
 
-    def agree(self, group: Group) -> bool:
-        """Find what has changed since it was built, and say what can't be resumed. Collective.
-
-        Returns whether something has. The same on all ranks.
-        """
+    def changes(self) -> list[Any]:
+        """Return what has changed since it was built, as JSON for agree. Rank-local."""
         self._last = now = self._copy_all()
         moved = _changed(self._first, now)
         lost = [n for n in moved if _kept(now.get(n)) != _kept(self._first.get(n))]
         names = sorted({*moved, *self.watched})
-        values = {name: _digest([now.get(name, ABSENT)]) for name in names}
-        everyone = group.gather_json([values, moved, lost])  # collective
+        return [{name: _digest([now.get(name, ABSENT)]) for name in names}, moved, lost]
+
+    def agree(self, everyone: Sequence[list[Any]]) -> bool:
+        """Take up the changes of all ranks, and say what can't be resumed. The same on all ranks.
+
+        Returns whether anything has changed.
+        """
         self.watched = tuple(sorted({name for mine, _, _ in everyone for name in mine}))
         self._moving = {name for _, mine, _ in everyone for name in mine}
         unsaved = {name for _, _, mine in everyone for name in mine}

@@ -4,25 +4,25 @@ Owns the check of that before training, and before the command evaluate: which w
 and settings can't give it. Then the run is refused with what to change, where it would hang in the
 last step of an epoch.
 Does not own: finding the collectives (forward_collectives.py), the number of micro-batches, which
-is the same on all ranks that have samples for it (data/batches/sampler.py).
+is the same on all ranks that have samples for it (data/sampler.py).
 """
 
 import logging
 
 import torch
 
-from hardened_ddp.data.batches.batch import take
+from hardened_ddp.data.batches.batch import Batch, take
 from hardened_ddp.data.batches.loader import EvalLoader
 from hardened_ddp.data.batches.sampler import WindowSampler, num_micro_batches, share_of
-from hardened_ddp.errors import ANY_FAILURE, HardenedError, ModelError
+from hardened_ddp.errors import ModelError
+from hardened_ddp.model.effects import Effects
 from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
 from hardened_ddp.preflight.forward_collectives import find_in_evaluation
-from hardened_ddp.preflight.memory_format import Trial
-from hardened_ddp.ranks.group import Group
+from hardened_ddp.preflight.trial import Refusal, Trial, try_on_all_ranks
 from hardened_ddp.reporting.log import ON_EVERY_RANK
-from hardened_ddp.step.failure import explain_evaluation
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
+from hardened_ddp.task.output import fix_for_gradients
 
 log = logging.getLogger(__name__)
 
@@ -34,23 +34,17 @@ def check_forwards(parts: Parts, progress: Progress) -> None:
 
     Say once which collectives there are.
     """
-    found, world_size = parts.replica.collectives, parts.group.world_size
-    if not found or world_size == 1:
+    found = parts.replica.collectives
+    if not found or parts.group.world_size == 1:
         return
-    calls = "; ".join(dict.fromkeys(found.calls))
     log.warning(
         "the model's forward runs collectives (%s): every rank runs the same number of forwards in "
         "each step, and an error of one rank in it ends this attempt",
-        calls,
+        "; ".join(dict.fromkeys(found.calls)),
         extra=ON_EVERY_RANK,
     )
     if problem := _problem(parts, progress):
-        text, fix = problem
-        raise ModelError(
-            f"the model's forward runs collectives ({calls}), in which all ranks wait for each "
-            f"other: {text}",
-            fix=fix,
-        )
+        raise _refusal(found, *problem)
 
 
 def _problem(parts: Parts, progress: Progress) -> tuple[str, str] | None:
@@ -103,61 +97,66 @@ def _problem_of_evaluation(parts: Parts) -> tuple[str, str] | None:
 
 
 def check_equal_evaluation(
-    trial: Trial,
-    loader: EvalLoader,
-    group: Group,
-    *,
-    channels_last: bool,
-    leaves_out: bool,
-    instead: str,
+    trial: Trial, loader: EvalLoader, *, channels_last: bool, leaves_out: bool, instead: str
 ) -> None:
     """Raise ModelError if ranks would run unequal forwards in an evaluation. Collective: all ranks.
 
-    For a model in evaluation mode that no probe has seen in it. It runs a sample through it, where
-    that can matter. leaves_out: samples that can't be read. instead: what the user can do.
+    For a model that no probe has seen in it. It runs a sample through it, where that can matter.
+    leaves_out: samples that can't be read. instead: what the user can do.
     """
-    is_even = loader.size % group.world_size == 0 and not leaves_out
-    if group.world_size == 1 or is_even:
+    world_size = trial.group.world_size
+    is_even = loader.size % world_size == 0 and not leaves_out
+    if world_size == 1 or is_even:
         return
-    found = _try_a_sample(trial, loader, group, channels_last=channels_last)  # collective
+    found = _try_a_sample(trial, loader, channels_last=channels_last)  # collective
     if not found:
         return
-    text = _uneven_in(loader, group.world_size, fit_batch=found.fit_batch)
+    text = _uneven_in(loader, world_size, fit_batch=found.fit_batch)
     fix = f"{instead}; or {_IN_TRAINING_ONLY}"
     if leaves_out and not text:
         text, fix = "a sample that is left out would be missing in one rank's batch", _LEAVE_OUT
     if text:
-        calls = "; ".join(dict.fromkeys(found.calls))
-        raise ModelError(
-            f"the model's forward runs collectives ({calls}), in which all ranks wait for each "
-            f"other: {text}",
-            fix=fix,
-        )
+        raise _refusal(found, text, fix)
 
 
-@torch.no_grad()
-def _try_a_sample(
-    trial: Trial, loader: EvalLoader, group: Group, *, channels_last: bool
-) -> ForwardCollectives:
+def _try_a_sample(trial: Trial, loader: EvalLoader, *, channels_last: bool) -> ForwardCollectives:
     """Find the collectives of a forward on one of the first test samples. Collective.
 
     WHY the same sample on all ranks: a rank may have none of its own.
     """
-    try:
-        indices = torch.arange(min(_TRIED, loader.size))
-        [batch] = list(loader.stream.batches(lambda: iter([(0, indices)])))
-        if not all(group.gather_json(batch.num_samples > 0)):  # collective
-            return NO_COLLECTIVES  # none that can be read: the evaluation will report that
-        one = take(batch, [0]).to(group.device, channels_last=channels_last)
-        model, task = trial.model, trial.task
-        with trial.precision.autocast():
-            return find_in_evaluation(  # collective
-                model, group, lambda some: task.forward(model.forward, some), one
-            )
-    except HardenedError:
-        raise
-    except ANY_FAILURE as error:  # WHY broad: the model and the test set are the user's code
-        raise explain_evaluation(error, group) from error
+    indices = torch.arange(min(_TRIED, loader.size))
+    batches: list[Batch] = []
+    found = NO_COLLECTIVES
+
+    def read(loader: EvalLoader, effects: Effects) -> bool:
+        batches.extend(loader.stream.batches(lambda: iter([(0, indices)])))
+        return batches[0].num_samples > 0
+
+    def run(batch: Batch, effects: Effects) -> None:
+        nonlocal found
+        one = take(batch, [0]).to(trial.group.device, channels_last=channels_last)
+        with torch.no_grad(), trial.precision.autocast():
+            found = find_in_evaluation(trial, one)  # collective
+
+    is_read = try_on_all_ranks(trial, [loader], read, CANT_EVALUATE)  # collective
+    if all(flags == [True] for flags in is_read):  # else the evaluation will report it
+        try_on_all_ranks(trial, batches, run, CANT_EVALUATE, evaluates=True)  # collective
+    return found
+
+
+CANT_EVALUATE = Refusal(
+    what="the test set can't be evaluated",
+    fix=lambda error: fix_for_gradients(error) or "the whole traceback is in this rank's log",
+)
+
+
+def _refusal(found: ForwardCollectives, text: str, fix: str) -> ModelError:
+    calls = "; ".join(dict.fromkeys(found.calls))
+    return ModelError(
+        f"the model's forward runs collectives ({calls}), in which all ranks wait for each "
+        f"other: {text}",
+        fix=fix,
+    )
 
 
 _IN_TRAINING_ONLY = "call them in training only: if self.training"

@@ -17,6 +17,7 @@ from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch, take
 from hardened_ddp.model.replica import ForwardCollectives
+from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
 
 _NAMESPACES = ("c10d", "_c10d_functional")
@@ -104,43 +105,37 @@ def calls_of(call: Callable[[], object], group: Group) -> list[str]:
     return watch.calls
 
 
-def find_collectives(
-    watch: Watch, module: nn.Module, batch: Batch, forward: Callable[[Batch], None]
-) -> ForwardCollectives:
+def find_collectives(trial: Trial, watch: Watch, batch: Batch) -> ForwardCollectives:
     """Find out more about a model whose forward on batch was watched. Collective: all ranks.
 
-    forward: runs it on a batch, and changes nothing. Of a batch with one sample more, and in
-    evaluation mode.
+    Of a batch with one sample more, and in evaluation mode.
     """
     if not watch.shapes:  # it could not be watched
         return ForwardCollectives(tuple(watch.calls))
-    with Watch() as longer:
-        forward(take(batch, [*range(batch.num_samples), 0]))
-    module.eval()
+    with torch.no_grad(), Watch() as longer:
+        trial.score(take(batch, [*range(batch.num_samples), 0]))
+    trial.model.eval()
     try:
-        with Watch() as evaluation:
-            forward(batch)
+        with torch.no_grad(), Watch() as evaluation:
+            trial.score(batch)
     finally:
-        module.train()
+        trial.model.train()
     return ForwardCollectives(
         tuple(watch.calls), longer.shapes != watch.shapes, bool(evaluation.calls)
     )
 
 
-def find_in_evaluation(
-    module: nn.Module, group: Group, forward: Callable[[Batch], object], batch: Batch
-) -> ForwardCollectives:
-    """Find the collectives of a forward in evaluation mode. Collective: all ranks, one batch.
-
-    forward: calls the method forward of module.
-    """
-    with watching(module, group, calls_forward=True) as watch:
-        forward(batch)
-    if not watch.shapes:
-        return ForwardCollectives(tuple(watch.calls), in_evaluation=bool(watch.calls))
-    with watching(module, group, calls_forward=True) as longer:
-        forward(take(batch, [*range(batch.num_samples), 0]))
-    return ForwardCollectives(tuple(watch.calls), longer.shapes != watch.shapes, True)
+def find_in_evaluation(trial: Trial, batch: Batch) -> ForwardCollectives:
+    """Find the collectives of a model in evaluation mode. Collective: all ranks, one batch."""
+    watches = []
+    for part in (batch, take(batch, [*range(batch.num_samples), 0])):
+        with watching(trial.model, trial.group, calls_forward=True) as watch:
+            trial.task.forward(trial.model.forward, part)
+        watches.append(watch)
+        if not watch.shapes:
+            break
+    calls, shapes = watches[0].calls, [watch.shapes for watch in watches]
+    return ForwardCollectives(tuple(calls), shapes[0] != shapes[-1], in_evaluation=bool(calls))
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:  # Any: arguments of a collective

@@ -6,7 +6,6 @@ What goes wrong here: a part that this forward does not reach stays without a sh
 """
 
 import itertools
-import logging
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -14,15 +13,15 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.foreign_code import describe, line_of_user
-from hardened_ddp.errors import ANY_FAILURE, ModelError
+from hardened_ddp.errors import ModelError
+from hardened_ddp.model.effects import Effects
+from hardened_ddp.model.precision import Precision
+from hardened_ddp.preflight.trial import Refusal, Trial, fix_by, try_on_all_ranks
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.seeding import seed_update
-from hardened_ddp.task.output import fix_for
 from hardened_ddp.task.task import Task
 
 Lazy = UninitializedParameter | UninitializedBuffer
-log = logging.getLogger(__name__)
 
 
 def shape_by_forward(model: nn.Module, sample: Batch, group: Group, *, seed: int) -> None:
@@ -33,35 +32,24 @@ def shape_by_forward(model: nn.Module, sample: Batch, group: Group, *, seed: int
     if not any(_lazy_tensors(model)):  # the same on all ranks
         return
     model.to(group.device)
-    # WHY: how many random numbers were drawn so far depends on the launch.
-    seed_update(seed, step=0, device_type=group.device.type)
     caller = Task()
     caller.attach(model)
-    problem = None
-    was_training = model.training
-    model.eval()
-    try:
+
+    def run(batch: Batch, effects: Effects) -> None:
+        # WHY: how many random numbers were drawn so far depends on the launch.
+        seed_update(seed, step=0, device_type=group.device.type)
         with torch.no_grad():
-            caller.forward(model, sample)
-    except ANY_FAILURE as error:  # WHY broad: it is the user's model, and the other ranks wait
-        log.debug("the first forward failed", exc_info=True)
-        problem = {
-            "message": f"the model failed on a first batch: {describe(error)}{line_of_user(error)}",
-            "fix": fix_for(error, sample.inputs, has_labels=sample.targets is not None),
-        }
-    finally:
-        model.train(was_training)
-    if problem is None and (left := [name for name, _ in _lazy_tensors(model)]):
-        problem = {
-            "message": f"lazy parameters have no shape after a forward: {', '.join(left[:8])}",
-            "fix": "call their modules in forward, also in eval mode; or build them with sizes, "
-            "such as nn.Linear instead of nn.LazyLinear",
-        }
-    everyone = group.gather_json(problem)  # collective
-    failed = [(rank, found) for rank, found in enumerate(everyone) if found]
-    if failed:
-        rank, found = failed[0]
-        raise ModelError(f"rank {rank}: {found['message']}", fix=found["fix"])
+            caller.forward(model, batch)
+        if left := [name for name, _ in _lazy_tensors(model)]:
+            raise ModelError(
+                f"lazy parameters have no shape after a forward: {', '.join(left[:8])}",
+                fix="call their modules in forward, also in eval mode; or build them with sizes, "
+                "such as nn.Linear instead of nn.LazyLinear",
+            )
+
+    trial = Trial(model, caller, Precision("off", group.device), group)
+    refusal = Refusal(what="the model failed on a first batch", fix=fix_by(sample))
+    try_on_all_ranks(trial, [sample], run, refusal, evaluates=True)  # collective
 
 
 def shape_by_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

@@ -7,38 +7,29 @@ its threshold decides differently each time.
 A resumed run keeps the order that it began with, or it would not be bitwise equal.
 """
 
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.batches.fetch import preserved_rng
 from hardened_ddp.data.batches.nesting import tensors_of
-from hardened_ddp.data.foreign_code import describe, line_of_user
-from hardened_ddp.errors import ANY_FAILURE, ModelError
-from hardened_ddp.model.effects import untouched
-from hardened_ddp.model.precision import Precision
-from hardened_ddp.ranks.group import Group
+from hardened_ddp.model.effects import Effects
+from hardened_ddp.preflight.trial import Refusal, Trial, try_on_all_ranks
 from hardened_ddp.ranks.seeding import seed_step
 from hardened_ddp.settings.config import AUTO_BATCH_SIZE, Config
-from hardened_ddp.task.task import Task
-
-log = logging.getLogger(__name__)
 
 _ROUNDING = 0.01
 """WHY so much: layers add up rounding. A wrong order of memory changes a number as a whole."""
 
+_FAILS = Refusal(
+    what="the model fails with channels_last",
+    fix=lambda _: "--channels_last auto, or use reshape() and flatten() in place of view()",
+)
+
 
 def choose_channels_last(
-    trial: "Trial",
-    sample: Batch,
-    group: Group,
-    *,
-    config: Config,
-    began_with: bool | None,
+    trial: Trial, sample: Batch, *, config: Config, began_with: bool | None
 ) -> bool:
     """Decide how images are stored, and store the weights so. Collective: the same on all ranks.
 
@@ -49,115 +40,93 @@ def choose_channels_last(
     if is_chosen is None:
         is_chosen = began_with
     if is_chosen is None:
-        # WHY not when compiled: the compiler chooses orders itself.
-        num_samples = config.data.batch_size or AUTO_BATCH_SIZE
-        is_faster = not config.model.compile and trial.is_faster(sample, num_samples, group.device)
-        is_chosen = all(group.gather_json(is_faster))  # collective
+        is_chosen = not config.model.compile  # WHY: the compiler chooses orders itself
+        if is_chosen:
+            num_samples = config.data.batch_size or AUTO_BATCH_SIZE
+            counts = count_values(trial, sample)  # collective
+            is_chosen = all(
+                pays(trial, num_weights * sample.num_samples, num_values * num_samples)
+                for num_weights, num_values in counts
+            )
     if is_chosen:
         _store(trial.model, torch.channels_last)
     if config.model.channels_last:
-        trial.check(sample, group)  # collective
+        stored = sample.to(trial.group.device, channels_last=True)
+
+        def run(batch: Batch, effects: Effects) -> None:
+            trial.train(batch.copied())
+
+        try_on_all_ranks(trial, [stored], run, _FAILS)  # collective
     return is_chosen
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """The model, and what its forward and backward need."""
+def pays(trial: Trial, num_weights: int, num_values: int) -> bool:
+    """Return whether channels last should be faster: by the sizes of kernels and images.
 
-    model: nn.Module
-    task: Task
-    precision: Precision
+    CPU: each step reorders the kernels' weights, which pays if the convolutions read and write
+    at least as many values as their kernels have. Measured with 24 models and
+    batches (docs/BENCHMARKS.md): 1.0 to 1.6 times as fast then, down to 0.75 times otherwise.
+    CUDA: tensor cores want channels last in bf16 and fp16, says
+    https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
+    """
+    if trial.group.device.type == "cuda":
+        return num_values > 0 and trial.precision.name != "off"
+    return num_values > 0 and num_weights <= num_values
 
-    def is_faster(self, sample: Batch, num_samples: int, device: torch.device) -> bool:
-        """Return whether micro-batches of num_samples should be faster with channels last.
 
-        CPU: each step reorders the kernels' weights, which pays if the convolutions read and write
-        at least as many values as their kernels have. Measured with 24 models and
-        batches (docs/BENCHMARKS.md): 1.0 to 1.6 times as fast then, down to 0.75 times otherwise.
-        CUDA: tensor cores want channels last in bf16 and fp16, says
-        https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html
-        """
-        num_weights, num_values = self.count(sample, device)
-        if device.type == "cuda":
-            return num_values > 0 and self.precision.name != "off"
-        return num_values > 0 and num_weights * sample.num_samples <= num_values * num_samples
+def count_values(trial: Trial, sample: Batch) -> list[tuple[int, int]]:
+    """Try channels last; return the weights of kernels and values of images on each rank.
 
-    def count(self, sample: Batch, device: torch.device) -> tuple[int, int]:
-        """Try channels last; count the weights of kernels, and the values of their images.
+    Collective. A 1x1 kernel does not count: it is the same in both orders. Both are 0 if there are
+    no convolutions, or if the model fails or gives other outputs on some rank.
+    """
+    model, group, device = trial.model, trial.group, trial.group.device
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
+    nothing = [(0, 0)] * group.world_size
+    if not convolutions:
+        return nothing
+    outputs: list[list[torch.Tensor]] = []
 
-        A 1x1 kernel does not count: it is the same in both orders. Both are 0 if there are no
-        convolutions, or if the model fails or gives other outputs. Weights, buffers and gradients
-        do not change.
-        """
-        convolutions = [m for m in self.model.modules() if isinstance(m, nn.Conv2d)]
+    def run(draw: int, effects: Effects) -> bool:
+        """Note what the model returns, from the 2nd call on with channels last."""
+        seed_step(0, step=draw, rank=0, device_type=device.type)
+        if outputs:
+            _store(model, torch.channels_last)
+        batch = sample.to(device, channels_last=bool(outputs)).copied()
+        with torch.no_grad():
+            outputs.append([t.clone() for t in tensors_of(trial.task.forward(model, batch))])
+        if len(outputs) < 3:
+            return True
+        usual, last, drawn_again = outputs
+        # Where random numbers change the outputs, their order in memory does too.
+        return _are_alike(usual, last) or not _are_alike(last, drawn_again)
+
+    def count(batch: Batch, effects: Effects) -> tuple[int, int]:
         num_weights = num_values = 0
 
-        def count(kernel: nn.Conv2d, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        def note(kernel: nn.Conv2d, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
             nonlocal num_weights, num_values
             num_weights += kernel.weight.numel() if max(kernel.kernel_size) > 1 else 0
             num_values += inputs[0].numel() + output.numel()
 
-        if not convolutions:
-            return 0, 0
-        hooks = []
+        hooks = [kernel.register_forward_hook(note) for kernel in convolutions]
         try:
-            usual = self._outputs(sample)
-            _store(self.model, torch.channels_last)
-            stored = sample.to(device, channels_last=True)
-            # WHY all of it, whatever comes out: if the model has collectives, the other ranks call
-            # it as often.
-            last, drawn_again = self._outputs(stored), self._outputs(stored, draw=1)
-            hooks = [kernel.register_forward_hook(count) for kernel in convolutions]
-            self._run(stored)
-            # Where random numbers change the outputs, their order in memory does too.
-            if not _are_alike(usual, last) and _are_alike(last, drawn_again):
-                raise ModelError("the outputs differ: is the order of memory used, by strides?")
-        except ANY_FAILURE:  # WHY broad: the user's model; one with view() in it fails here
-            log.debug("this model does not work with channels last", exc_info=True)
-            num_weights = num_values = 0
+            trial.train(batch.copied())
         finally:
-            _store(self.model, torch.contiguous_format)
             for hook in hooks:
                 hook.remove()
         return num_weights, num_values
 
-    def check(self, sample: Batch, group: Group) -> None:
-        """Try the model as it is stored now. Collective: ModelError on all ranks if it fails."""
-        problem = ""
-        try:
-            self._run(sample.to(group.device, channels_last=True))
-        except ANY_FAILURE as error:  # WHY broad: it is the user's model, and the other ranks wait
-            log.debug("the model fails with channels last", exc_info=True)
-            problem = f"{describe(error)}{line_of_user(error)}"
-        if problems := [found for found in group.gather_json(problem) if found]:  # collective
-            raise ModelError(
-                f"the model fails with channels_last: {problems[0]}",
-                fix="--channels_last auto, or use reshape() and flatten() in place of view()",
-            )
-
-    def _outputs(self, batch: Batch, *, draw: int = 0) -> list[torch.Tensor]:
-        """Return what the model returns in eval mode. draw: another one, other random numbers."""
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with torch.no_grad(), preserved_rng(), untouched(self.model):
-                seed_step(0, step=draw, rank=0, device_type=batch.indices.device.type)
-                return [
-                    t.clone() for t in tensors_of(self.task.forward(self.model, batch.copied()))
-                ]
-        finally:
-            self.model.train(was_training)
-
-    def _run(self, batch: Batch) -> None:
-        """Go forward and backward once; discard the gradients."""
-        batch = batch.copied()
-        try:
-            with untouched(self.model):
-                with self.precision.autocast():
-                    score = self.task.score(self.task.forward(self.model, batch), batch)
-                score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
-        finally:
-            self.model.zero_grad(set_to_none=True)
+    try:
+        # the same random numbers twice, then others
+        tried = try_on_all_ranks(trial, (0, 0, 1), run, evaluates=True)  # collective
+        if not all(found is not None and all(found) for found in tried):
+            return nothing
+        stored = sample.to(device, channels_last=True)
+        counts = try_on_all_ranks(trial, [stored], count)  # collective
+    finally:
+        _store(model, torch.contiguous_format)
+    return [(0, 0) if found is None else (found[0][0], found[0][1]) for found in counts]
 
 
 def _are_alike(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

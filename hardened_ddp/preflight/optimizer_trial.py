@@ -10,21 +10,19 @@ Does not own: saving (model/optimizer_state.py). torch's adamw, adam and sgd are
 
 import json
 import logging
-import traceback
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 from torch.nn import Parameter
 
 from hardened_ddp.checkpoint.tensors import plan_file
-from hardened_ddp.data.batches.fetch import preserved_rng
-from hardened_ddp.data.foreign_code import describe
-from hardened_ddp.errors import ANY_FAILURE, CheckpointError, HardenedError, OptimizerError
+from hardened_ddp.errors import CheckpointError, OptimizerError
+from hardened_ddp.model.effects import Effects, has_same_bits
 from hardened_ddp.model.optimizer import build_optimizer, described
 from hardened_ddp.model.optimizer_state import is_known, restore_state, save_state
 from hardened_ddp.model.parameter_groups import Group, parameter_groups
 from hardened_ddp.model.schedule import Schedule
+from hardened_ddp.preflight.trial import Refusal, Trial, try_on_all_ranks
 from hardened_ddp.ranks.seeding import seed_update
 from hardened_ddp.settings.config import OptimizerConfig
 
@@ -34,50 +32,39 @@ _STEPS_BEFORE, _STEPS_AFTER = 3, 2
 _PER_GROUP = 2  # stand-ins of each group: the smallest parameters, of different dimensions
 
 
-def build_schedule(
-    model: nn.Module, task: object, config: OptimizerConfig, *, total_steps: int
-) -> Schedule:
+def build_schedule(trial: Trial, config: OptimizerConfig, *, total_steps: int) -> Schedule:
     """Build the optimizer of a model and its learning rate; try them if they are the user's.
 
-    Rank-local. The optimizer is schedule.optimizer. Raises OptimizerError.
+    Collective: all ranks. The optimizer is schedule.optimizer. Raises OptimizerError.
     """
-    groups = parameter_groups(model, config, task=task)
+    groups = parameter_groups(trial.model, config, task=trial.task)
     optimizer = build_optimizer(groups, config)
     schedule = Schedule(optimizer, config, total_steps=total_steps)
-    try_optimizer(schedule, groups)
+    if not is_known(optimizer) or schedule.has_state:
+
+        def run(groups: Sequence[Group], effects: Effects) -> None:
+            _try([_stand_ins(group) for group in groups], config, total_steps)
+
+        try_on_all_ranks(trial, [groups], run, _FAILS)  # collective
     for line in (described(optimizer, config), schedule.described):
         if line:
             log.info("%s", line)
     return schedule
 
 
-def try_optimizer(schedule: Schedule, groups: Sequence[Group]) -> None:
-    """Try the optimizer and schedule of a run on stand-ins. Rank-local. Raises OptimizerError.
-
-    groups: what the optimizer was built with. The run's own optimizer, parameters and random
-    numbers do not change.
-    """
-    if is_known(schedule.optimizer) and not schedule.has_state:
-        return
-    config = schedule.config
-    try:
-        with preserved_rng():
-            _try([_stand_ins(group) for group in groups], config, schedule.total_steps)
-    except HardenedError:
-        raise
-    except ANY_FAILURE as error:  # WHY broad: the user's code
-        log.debug("the trial of the optimizer failed", exc_info=True)
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise OptimizerError(
-            f"{_names(config)} failed in a trial of some steps: {describe(error)} "
-            f"({frame.filename}:{frame.lineno})",
-            fix="it must work with a plain step(), and give its state by state_dict(); an "
-            "optimizer that needs the loss again, in a closure, can't be used",
-        ) from error
+_FAILS = Refusal(
+    what="the trial of the optimizer and its schedule failed",
+    fix=lambda _: (
+        "they must work with a plain step(), and give their state by state_dict(); an "
+        "optimizer that needs the loss again, in a closure, can't be used"
+    ),
+    error=OptimizerError,
+)
 
 
 def _try(groups: Sequence[Group], config: OptimizerConfig, total_steps: int) -> None:
-    first = _Trial(groups, config, total_steps)
+    """Update stand-ins some times, also with what was saved and loaded. Raises OptimizerError."""
+    first = _Updates(groups, config, total_steps)
     num_before = min(_STEPS_BEFORE, max(0, total_steps - _STEPS_AFTER))
     for step in range(num_before):
         first.do(step)
@@ -85,30 +72,28 @@ def _try(groups: Sequence[Group], config: OptimizerConfig, total_steps: int) -> 
         {**group, "params": [Parameter(p.detach().clone()) for p in group["params"]]}
         for group in groups
     ]
-    second = _Trial(copies, config, total_steps)
+    second = _Updates(copies, config, total_steps)
     tensors, rest = save_state(first.schedule, first.names)
     try:
         plan_file(tensors)
     except CheckpointError as error:
-        raise OptimizerError(
-            f"the state of {_names(config)} can't be saved: {error.message}", fix=error.fix
-        ) from error
+        raise OptimizerError(f"its state can't be saved: {error.message}", fix=error.fix) from error
     copied = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
     restore_state(second.schedule, second.names, copied, json.loads(json.dumps(rest)))
     for step in range(num_before, min(total_steps, num_before + _STEPS_AFTER)):
         first.do(step)
         second.do(step)
-    differing = [n for n, p in first.names.items() if not _are_equal(p, second.names[n])]
-    if differing:
+    # WHY the bits: NaN equals NaN
+    if not all(has_same_bits(p, second.names[name]) for name, p in first.names.items()):
         raise OptimizerError(
-            f"{_names(config)}: after its state was saved and loaded, its next "
-            "updates differ: it keeps something outside of its state",
+            "after its state was saved and loaded, its next updates differ: it keeps something "
+            "outside of its state",
             fix="keep all that changes in self.state[parameter] or in a parameter group, or "
             "return it from state_dict(); of a schedule, in its attributes",
         )
 
 
-class _Trial:
+class _Updates:
     """One optimizer over stand-ins, with its schedule."""
 
     def __init__(self, groups: Sequence[Group], config: OptimizerConfig, total_steps: int) -> None:
@@ -136,12 +121,3 @@ def _stand_ins(group: Group) -> Group:
         smallest.setdefault(parameter.dim(), parameter)
     kept = sorted(smallest.values(), key=torch.Tensor.numel)[:_PER_GROUP]
     return {**group, "params": [Parameter(p.detach().clone()) for p in kept]}
-
-
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare bit for bit; NaN equals NaN."""
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
-
-
-def _names(config: OptimizerConfig) -> str:
-    return f"--optimizer {config.optimizer} with --lr_schedule {config.lr_schedule}"

@@ -5,7 +5,7 @@ sample's loss and gradient are the same however much it is padded. Not so with a
 normalization over the padding, or with a loss that compares the samples of a batch.
 WHY a rule, not a measurement of time: two runs of one seed should agree bit for bit. A resumed run
 keeps the choice that it began with, for the same reason.
-Does not own: where a micro-batch is cut (data/batches/length_split.py).
+Does not own: where a micro-batch is cut (data/length_split.py).
 """
 
 import logging
@@ -17,13 +17,11 @@ from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch, take
 from hardened_ddp.data.batches.length_split import FEWEST_SAMPLES, LengthSplit
-from hardened_ddp.data.batches.nesting import map_tensors
-from hardened_ddp.errors import ANY_FAILURE
-from hardened_ddp.model.effects import untouched
+from hardened_ddp.data.batches.nesting import tensors_of
+from hardened_ddp.model.effects import Effects
 from hardened_ddp.preflight.forward_collectives import watching
-from hardened_ddp.preflight.memory_format import Trial
 from hardened_ddp.preflight.probe import Findings
-from hardened_ddp.ranks.group import Group
+from hardened_ddp.preflight.trial import Trial, try_on_all_ranks
 from hardened_ddp.settings.config import AUTO_BATCH_SIZE, Config
 
 log = logging.getLogger(__name__)
@@ -40,7 +38,6 @@ def choose_split(
     trial: Trial,
     samples: Sequence[Batch],
     findings: Findings,
-    group: Group,
     *,
     config: Config,
     saved: Mapping[str, Any] | None,  # Any: the numbers of a checkpoint
@@ -59,62 +56,43 @@ def choose_split(
     if saved is not None:
         least = saved.get("split_by_length")
         return None if least is None else LengthSplit(least)
-    if not _may_pay(trial, findings, group, config):
+    if not _may_pay(trial, findings, config):
         return None
-    everyone = group.gather_json(_try_all(trial, samples, group))  # collective
-    found = [least for rank in everyone for least in rank]
+
+    def compare(batch: Batch, effects: Effects) -> list[int | None]:
+        """Return what must be saved for a cut to pay; None: never cut; nothing: no padding."""
+        alone = [take(batch, [place]) for place in range(batch.num_samples)]
+        if sum(map(_num_values, alone)) >= _num_values(batch):
+            return []
+        with watching(trial.model, trial.group, refuses=True):
+            together, apart = _run(trial, [batch]), _run(trial, alone)
+        if not together.equals(apart) or not together.num_calls:
+            log.debug("split_by_length: %s together, but %s apart", together, apart)
+            return [None]
+        return [-(-_LEAST_OUTPUT * together.num_calls * _num_values(batch) // together.num_outputs)]
+
+    # WHY as in an evaluation: dropout would differ between two forwards
+    everyone = try_on_all_ranks(trial, samples, compare, evaluates=True)  # collective
+    found = [least for rank in everyone for batch in rank or [[None]] for least in batch]
     is_exact = bool(found) and None not in found
     return LengthSplit(max(found)) if is_exact else None
 
 
-def _may_pay(trial: Trial, findings: Findings, group: Group, config: Config) -> bool:
+def _may_pay(trial: Trial, findings: Findings, config: Config) -> bool:
     """Say whether a trial is worth it. The same on all ranks."""
     # WHY no recurrent ones: they go through time step by step, or know the lengths already.
     is_recurrent = any(isinstance(module, nn.RNNBase) for module in trial.model.modules())
     is_small = (config.data.batch_size or AUTO_BATCH_SIZE) < FEWEST_SAMPLES
-    # WHY not on a GPU: small parts may not fill it. WHY no moving buffers: statistics of a batch.
+    # WHY not on a GPU: small parts may not fill it. WHY nothing that moves: statistics of a batch.
     moves = findings.moving_buffers or findings.own_tensors or findings.moves_attributes
-    depends = group.device.type != "cpu" or moves or findings.collectives
+    depends = trial.group.device.type != "cpu" or moves or findings.collectives
     is_fixed = config.model.compile or config.ddp.static_graph
     return not (is_recurrent or is_small or depends or is_fixed or trial.task.name == "own")
 
 
-def _try_all(trial: Trial, samples: Sequence[Batch], group: Group) -> list[int | None]:
-    """Return for each batch with padding what must be saved for a cut to pay; None: never cut.
-
-    Rank-local: a model that calls a collective in eval mode is never cut.
-    """
-    found: list[int | None] = []
-    modes = [(module, module.training) for module in trial.model.modules()]
-    try:
-        trial.model.eval()  # WHY: dropout would differ between two forwards
-        for batch in samples:
-            alone = [take(batch, [place]) for place in range(batch.num_samples)]
-            if sum(map(_num_values, alone)) < _num_values(batch):
-                with watching(trial.model, group, refuses=True):
-                    found.append(_try_one(trial, batch, alone))
-    except ANY_FAILURE:  # WHY broad: the user's model and collate; the probe has tried both
-        log.debug("split_by_length: the trial failed", exc_info=True)
-        found.append(None)
-    finally:
-        for module, was_training in modes:
-            module.training = was_training
-    return found
-
-
-def _try_one(trial: Trial, batch: Batch, alone: Sequence[Batch]) -> int | None:
-    together, apart = _run(trial, [batch]), _run(trial, alone)
-    if not together.equals(apart) or not together.num_calls:
-        log.debug("split_by_length: %s together, but %s apart", together, apart)
-        return None
-    return -(-_LEAST_OUTPUT * together.num_calls * _num_values(batch) // together.num_outputs)
-
-
 def _num_values(batch: Batch) -> int:
     """Count the values of inputs and labels, padding included."""
-    sizes: list[int] = []
-    map_tensors((batch.inputs, batch.targets), lambda tensor: sizes.append(tensor.numel()))
-    return sum(sizes)
+    return sum(tensor.numel() for tensor in tensors_of((batch.inputs, batch.targets)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +123,19 @@ class _Sums:
 
 def _run(trial: Trial, batches: Sequence[Batch]) -> _Sums:
     """Go forward and backward in fp32; discard the gradients."""
-    loss, count, sizes = 0.0, 0.0, []
+    loss, count = 0.0, 0.0
+    sizes: list[int] = []
 
     def note(module: nn.Module, inputs: Any, output: Any) -> None:  # Any: the model's own
-        map_tensors(output, lambda tensor: sizes.append(tensor.numel()))
+        sizes.extend(tensor.numel() for tensor in tensors_of(output))
 
     leaves = [module for module in trial.model.modules() if not any(module.children())]
     hooks = [module.register_forward_hook(note) for module in leaves]
     try:
-        with untouched(trial.model):
-            for batch in [batch.copied() for batch in batches]:
-                score = trial.task.score(trial.task.forward(trial.model, batch), batch)
-                score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
-                loss, count = loss + score.loss_sum.item(), count + float(score.count)
+        for batch in [batch.copied() for batch in batches]:
+            score = trial.task.score(trial.task.forward(trial.model, batch), batch)
+            score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
+            loss, count = loss + score.loss_sum.item(), count + float(score.count)
         parameters = trial.model.parameters()
         norms = tuple(float(p.grad.norm()) for p in parameters if p.grad is not None)
     finally:

@@ -1,14 +1,13 @@
 """The probe before training: a few samples forward and backward, whose effects are undone.
 
-Owns its findings: which parameters get no gradient (by name, on each rank), which buffers a forward
-changes, whether logits and labels fit; and DDP's warm-up. The probe runs without DDP, so a model
-that fails on one rank ends in one message on all, not in a hang.
+Owns its findings: which parameters get no gradient (by name, on each rank), which buffers and
+attributes a forward changes, whether logits and labels fit.
 """
 
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
 import torch
@@ -16,12 +15,12 @@ from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.fetch import preserved_rng
-from hardened_ddp.data.foreign_code import describe, line_of_user
-from hardened_ddp.errors import ANY_FAILURE, HardenedError, ModelError, UnusedParameterError
-from hardened_ddp.model.effects import Effects, InputEffects, untouched
-from hardened_ddp.model.precision import Precision
+from hardened_ddp.errors import ModelError, UnusedParameterError
+from hardened_ddp.model.effects import Effects, InputEffects
+from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
 from hardened_ddp.preflight.forward_collectives import calls_of, find_collectives, watching
+from hardened_ddp.preflight.trial import Refusal, Trial, fix_by, try_on_all_ranks
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import FindUnused
 from hardened_ddp.settings.wording import counted
@@ -31,9 +30,7 @@ from hardened_ddp.task.first_batch import (
     saved_shapes,
     warn_of_unsaved,
 )
-from hardened_ddp.task.output import fix_for
 from hardened_ddp.task.own_metrics import OwnMetrics
-from hardened_ddp.task.task import Task
 
 log = logging.getLogger(__name__)
 
@@ -65,97 +62,81 @@ class Findings:
     changes_inputs: bool = False
     """Forward or loss change a batch in place."""
 
+    attributes: MovingAttributes = field(default_factory=MovingAttributes)
+    """The plain attributes of model and task, such as a counter of the model's calls."""
+
     moves_attributes: bool = False
-    """It changes plain attributes, such as a counter of its calls."""
+    """Some of them changed."""
 
 
-def probe(
-    module: nn.Module, samples: Sequence[Batch], *, task: Task, precision: Precision, group: Group
-) -> Findings:
-    """Run samples through module, locally, and compare the findings. Collective: all ranks.
+def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
+    """Run samples through the model, locally, and compare the findings. Collective: all ranks.
 
     Raises ModelError on every rank if the model failed on any.
     """
-    mine: dict[str, Any] = {"unused": [], "moving": [], "own": [], "outputs": [], "inputs": False}
-    found = NO_COLLECTIVES
-    try:
+    module, task, group = trial.model, trial.task, trial.group
+    attributes = MovingAttributes(module, task)
+    shapes = saved_shapes(module)
+    collectives = NO_COLLECTIVES
+
+    def run(batch: Batch | None, effects: Effects) -> Any:  # Any: JSON
+        nonlocal collectives
+        if batch is None:
+            return attributes.changes()
         refuse_nan(module)
-        shapes = saved_shapes(module)
-        for batch in samples:
-            inputs = InputEffects(batch.copied())
-            with untouched(module) as effects:
-                with precision.autocast(), watching(module, group) as watch:
-                    output = task.forward(module, inputs.batch)
-                    task.check(output, inputs.batch)
-                    score = check_score(task, task.score(output, inputs.batch))
-                if task.own is not None:
-                    try_metrics(task.own, output, inputs.batch, group)
-                refuse_unregistered(module, score.loss_sum)
-                refuse_late_buffers(module, shapes)
-                score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
-                refuse_sparse(module)
-                mine["unused"].append(
-                    [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
-                )
-                if not watch.calls:
-                    _look_closer(module, effects, inputs, task=task, precision=precision)
-                _note(mine, effects, inputs)
-            module.zero_grad(set_to_none=True)
-            if watch.calls and not found:
-
-                def forward(batch: Batch) -> None:
-                    with untouched(module), precision.autocast(), torch.no_grad():
-                        task.score(task.forward(module, batch), batch)
-
-                found = find_collectives(watch, module, batch, forward)  # collective
-        mine["learned"] = task.learned()
-    except HardenedError as error:
-        mine["error"] = {"message": error.message, "fix": error.fix}
-    except ANY_FAILURE as error:  # WHY broad: it is the user's model, and the other ranks wait
-        log.debug("the probe failed", exc_info=True)
-        mine["error"] = {
-            "message": f"{describe(error)}{line_of_user(error)}",
-            "fix": fix_for(error, batch.inputs, has_labels=batch.targets is not None),
+        inputs = InputEffects(batch.copied())
+        with trial.precision.autocast(), watching(module, group) as watch:
+            output = task.forward(module, inputs.batch)
+            task.check(output, inputs.batch)
+            score = check_score(task, task.score(output, inputs.batch))
+        if task.own is not None:
+            try_metrics(task.own, output, inputs.batch, group)
+        refuse_unregistered(module, score.loss_sum)
+        refuse_late_buffers(module, shapes)
+        score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
+        refuse_sparse(module)
+        unused = [n for n, p in module.named_parameters() if p.requires_grad and p.grad is None]
+        if not watch.calls:
+            _look_closer(trial, effects, inputs)
+        notes = {
+            "unused": unused,
+            "moving": sorted(effects.moving()),
+            "own": sorted(effects.remade()),
+            "outputs": sorted(effects.outputs()),
+            "inputs": inputs.are_changed(),
+            "learned": task.learned(),
         }
-    everyone = group.gather_json(mine)  # collective
-    findings = _compare(everyone)
+        if watch.calls and not collectives:
+            collectives = find_collectives(trial, watch, batch)  # collective
+        return notes
+
+    refusal = Refusal(what="a first batch can't be trained on", fix=fix_by(samples[0]))
+    # None: what is no tensor is looked at once the tensors of all samples are put back
+    everyone = try_on_all_ranks(trial, [*samples, None], run, refusal)  # collective
+    notes = [found[:-1] for found in everyone if found is not None]
+    findings = _compare(notes)
     learned: dict[str, Any] = {}
-    for notes in reversed(everyone):  # the lowest rank that found something out
-        learned |= notes["learned"]
+    for found in reversed(notes):  # the lowest rank that found something out
+        learned |= found[-1]["learned"]
     task.take_over(learned)
     warn_of_unsaved(findings.own_tensors)
-    return replace(findings, collectives=found)
+    moves = attributes.agree([found[-1] for found in everyone if found is not None])
+    return replace(findings, collectives=collectives, attributes=attributes, moves_attributes=moves)
 
 
-def _look_closer(
-    module: nn.Module, effects: Effects, inputs: InputEffects, *, task: Task, precision: Precision
-) -> None:
+def _look_closer(trial: Trial, effects: Effects, inputs: InputEffects) -> None:
     """Look once more what a forward and backward write, operator by operator. Rank-local.
 
     Finds more, as a rule: WHY not instead, some models can't run so.
     """
-    batch, task = inputs.original.copied(), copy.copy(task)
-
-    def train() -> None:
-        with precision.autocast():
-            score = task.score(task.forward(module, batch), batch)
-        score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
-
-    if any(getattr(part, "_compiled_call_impl", None) for part in module.modules()):
+    batch, again = inputs.original.copied(), replace(trial, task=copy.copy(trial.task))
+    if any(getattr(part, "_compiled_call_impl", None) for part in trial.model.modules()):
         return
     try:
         with preserved_rng():
-            effects.run(train, inputs, batch)
+            effects.run(lambda: again.train(batch), inputs, batch)
     except Exception:  # WHY broad: torch and the user's model, under a mode; it ran without
         log.debug("the trial operator by operator failed", exc_info=True)
-
-
-def _note(mine: dict[str, Any], effects: Effects, inputs: InputEffects) -> None:
-    """Add what a trial found to what this rank has found. Any: JSON."""
-    found = {"moving": effects.moving(), "own": effects.remade(), "outputs": effects.outputs()}
-    for key, names in found.items():
-        mine[key] = sorted({*mine[key], *names})
-    mine["inputs"] = mine["inputs"] or inputs.are_changed()
 
 
 def refuse_nan(module: nn.Module) -> None:
@@ -252,33 +233,27 @@ def choose_find_unused(wanted: FindUnused, findings: Findings) -> bool:
             assert_never(wanted)
 
 
-def _compare(everyone: Sequence[dict[str, Any]]) -> Findings:
-    """Merge what the ranks found, with the same result on each rank."""
-    failed = [(rank, notes["error"]) for rank, notes in enumerate(everyone) if "error" in notes]
-    if failed:
-        rank, error = failed[0]
-        others = f" (and on {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-        raise ModelError(
-            f"a first batch can't be trained on, rank {rank}{others}: {error['message']}",
-            fix=error["fix"],
-        )
-    unions = [sorted({name for names in notes["unused"] for name in names}) for notes in everyone]
-    different = {tuple(names) for notes in everyone for names in notes["unused"]}
-    union = sorted({name for names in unions for name in names})
-    if all(names == union for names in unions):
-        where = ", ".join(union[:8]) + (f" and {len(union) - 8} more" if len(union) > 8 else "")
+def _compare(everyone: Sequence[Sequence[dict[str, Any]]]) -> Findings:
+    """Merge what the ranks found in each sample, with the same result on each rank."""
+
+    def union(key: str, ranks: Sequence[Sequence[dict[str, Any]]] = everyone) -> list[str]:
+        return sorted({name for notes in ranks for found in notes for name in found[key]})
+
+    unused, own, moving = union("unused"), union("own"), union("moving")
+    of_each = [union("unused", [notes]) for notes in everyone]
+    if all(names == unused for names in of_each):
+        where = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
     else:
         where = "; ".join(
-            f"rank {rank}: {', '.join(names[:8]) or 'none'}" for rank, names in enumerate(unions)
+            f"rank {rank}: {', '.join(names[:8]) or 'none'}" for rank, names in enumerate(of_each)
         )
-    found = {k: {name for notes in everyone for name in notes[k]} for k in ("moving", "own")}
-    outputs = {name for notes in everyone for name in notes["outputs"]}
+    different = {tuple(found["unused"]) for notes in everyone for found in notes}
     return Findings(
-        unused=tuple(union),
+        unused=tuple(unused),
         is_varying=len(different) > 1,
         where=where,
-        moving_buffers=tuple(sorted(found["moving"] - found["own"])),
-        own_tensors=tuple(sorted(found["own"])),
-        outputs=tuple(sorted(outputs - found["moving"] - found["own"])),
-        changes_inputs=any(notes["inputs"] for notes in everyone),
+        moving_buffers=tuple(name for name in moving if name not in own),
+        own_tensors=tuple(own),
+        outputs=tuple(name for name in union("outputs") if name not in {*moving, *own}),
+        changes_inputs=any(found["inputs"] for notes in everyone for found in notes),
     )

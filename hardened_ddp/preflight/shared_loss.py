@@ -9,17 +9,15 @@ Does not own: BatchNorm, which is as in its evaluation here; what differs by pad
 import copy
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from hardened_ddp.data.batches.batch import Batch, take
-from hardened_ddp.data.batches.fetch import preserved_rng
 from hardened_ddp.data.batches.nesting import tensors_of
-from hardened_ddp.errors import ANY_FAILURE
-from hardened_ddp.model.effects import untouched
+from hardened_ddp.model.effects import Effects
 from hardened_ddp.preflight.forward_collectives import watching
-from hardened_ddp.preflight.memory_format import Trial
-from hardened_ddp.ranks.group import Group
+from hardened_ddp.preflight.trial import Trial, try_on_all_ranks
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 
 log = logging.getLogger(__name__)
@@ -27,11 +25,29 @@ log = logging.getLogger(__name__)
 _TOLERANCE = 0.05  # of the rounding of weights of 16 bits; a shared loss differs by far more
 
 
-def warn_of_shared_loss(trial: Trial, samples: Sequence[Batch], group: Group) -> None:
-    """Warn if samples have another loss together than each alone. Collective: all ranks."""
-    mine = next((pair for batch in samples if (pair := _try(trial, batch, group))), [])
-    everyone = group.gather_json(mine)  # collective
-    if found := next((pair for pair in everyone if pair), None):
+def warn_of_shared_loss(trial: Trial, samples: Sequence[Batch]) -> None:
+    """Warn if samples have another loss together than each alone. Collective: all ranks.
+
+    Without gradients, and as in an evaluation: dropout would differ too.
+    """
+    # WHY a copy: a task learns from what it scores, and each rank sees something else.
+    trial = replace(trial, task=copy.copy(trial.task))
+
+    def compare(batch: Batch, effects: Effects) -> list[float]:
+        alone = [take(batch, [place]) for place in range(batch.num_samples)]
+        if len(alone) < 2 or not _has_same_values(batch, alone):
+            return []
+        with torch.no_grad(), watching(trial.model, trial.group, refuses=True):
+            together, apart, again = (
+                sum(trial.score(part.copied()).loss_sum.item() for part in parts)
+                for parts in ([batch], alone, [batch])
+            )
+        # WHY once more: a model that draws random numbers gives another loss each time
+        is_shared = not _is_near(together, apart) and _is_near(together, again)
+        return [together, apart] if is_shared else []
+
+    everyone = try_on_all_ranks(trial, samples, compare, evaluates=True)  # collective
+    if found := next((pair for pairs in everyone for pair in pairs or () if pair), None):
         log.warning(
             "the losses of two samples add up to %.5g in one micro-batch, and to %.5g in one each: "
             "the loss depends on which samples share a micro-batch, so on --batch_size and the "
@@ -43,42 +59,6 @@ def warn_of_shared_loss(trial: Trial, samples: Sequence[Batch], group: Group) ->
             else "",
             extra=ON_EVERY_RANK,
         )
-
-
-def _try(trial: Trial, batch: Batch, group: Group) -> list[float]:
-    """Return the loss of the samples together, and that of each alone, if they differ.
-
-    Rank-local, without gradients, and as in an evaluation: dropout would differ too.
-    """
-    model, task = trial.model, copy.copy(trial.task)
-
-    def loss_of(part: Batch) -> float:
-        part = part.copied()
-        return task.score(task.forward(model, part), part).loss_sum.item()
-
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        alone = [take(batch, [place]) for place in range(batch.num_samples)]
-        if len(alone) < 2 or not _has_same_values(batch, alone):
-            return []
-        model.eval()
-        with (
-            torch.no_grad(),
-            preserved_rng(),
-            untouched(model),
-            watching(model, group, refuses=True),
-        ):
-            together, apart = loss_of(batch), sum(map(loss_of, alone))
-            # WHY once more: a model that draws random numbers gives another loss each time
-            if _is_near(together, apart) or not _is_near(together, loss_of(batch)):
-                return []
-    except ANY_FAILURE:  # WHY broad: the user's model; the probe has tried what must work
-        log.debug("the trial of the loss of samples failed", exc_info=True)
-        return []
-    finally:
-        for module, was_training in modes:
-            module.training = was_training
-    return [together, apart]
 
 
 def _is_near(one: float, other: float) -> bool:
@@ -96,10 +76,7 @@ def _has_same_values(batch: Batch, alone: list[Batch]) -> bool:
     for place, part in enumerate(alone):
         for tensor, own in zip(whole, tensors_of((part.inputs, part.targets)), strict=True):
             is_row = len(tensor) == len(alone) and len(own) == 1 and tensor.dim() == own.dim()
-            if not is_row or not torch.equal(tensor[place][_region(own[0])], own[0]):
+            region = tuple(slice(size) for size in own.shape[1:])
+            if not is_row or not torch.equal(tensor[place][region], own[0]):
                 return False
     return True
-
-
-def _region(tensor: torch.Tensor) -> tuple[slice, ...]:
-    return tuple(slice(size) for size in tensor.shape)

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,11 @@ from hardened_ddp.model.optimizer import find_optimizer
 from hardened_ddp.model.replica import Replica, check_same_model
 from hardened_ddp.model.zoo import build_model, check_model, place_model
 from hardened_ddp.preflight.lazy import shape_by_forward
-from hardened_ddp.preflight.memory_format import Trial, choose_channels_last
+from hardened_ddp.preflight.memory_format import choose_channels_last
 from hardened_ddp.preflight.padding import choose_split
 from hardened_ddp.preflight.probe import choose_find_unused, probe
 from hardened_ddp.preflight.shared_loss import warn_of_shared_loss
+from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.settings.config import AUTO_BATCH_SIZE, Config
 from hardened_ddp.settings.declare import ImportPath
@@ -202,7 +202,6 @@ def model_and_task(
 
 def build_replica(
     config: Config,
-    group: Group,
     trial: Trial,
     samples: Sequence[Batch],
     loader: AnyLoader,
@@ -213,27 +212,21 @@ def build_replica(
 
     loader: learns how it cuts the micro-batches for this model.
     """
-    model, task, precision = trial.model, trial.task, trial.precision
-    attributes = MovingAttributes(model, task)
+    model, task, group = trial.model, trial.task, trial.group
     check_same_model(model, group)  # collective
     # Try it on a few samples without DDP: which parameters get no gradient, and on which rank?
     # DDP would wait for those for ever, unless find_unused_parameters is on.
-    findings = probe(model, samples, task=task, precision=precision, group=group)  # collective
-    # Also step counters and private generators: which change, and can they be resumed?
-    findings = replace(findings, moves_attributes=attributes.agree(group))  # collective
+    findings = probe(trial, samples)  # collective
     find_unused = choose_find_unused(config.ddp.find_unused_parameters, findings)
     # WHY no condition around it: one rank alone may have found collectives in its forward
-    warn_of_shared_loss(trial, () if findings.collectives else samples, group)  # collective
+    warn_of_shared_loss(trial, () if findings.collectives else samples)  # collective
     # Samples of different lengths: in two parts, with less padding, if that changes nothing else.
-    split = choose_split(trial, samples, findings, group, config=config, saved=saved)  # collective
+    split = choose_split(trial, samples, findings, config=config, saved=saved)  # collective
     loader.split_by_length(split)
     # Images with channels last: as asked, as the run began, or by a rule.
+    began_with = None if saved is None else saved["channels_last"]
     channels_last = choose_channels_last(  # collective
-        trial,
-        samples[0],
-        group,
-        config=config,
-        began_with=None if saved is None else saved["channels_last"],
+        trial, samples[0], config=config, began_with=began_with
     )
     replica = Replica(
         model,
@@ -246,7 +239,7 @@ def build_replica(
         outputs=findings.outputs,
         changes_inputs=findings.changes_inputs,
     )
-    replica.note_attributes(attributes)
+    replica.note_attributes(findings.attributes)
     # DDP sends gradients while backward runs; CPU ranks of one machine add them up after it.
     sums = sum_gradients_of(  # collective
         model,

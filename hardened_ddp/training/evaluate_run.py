@@ -22,7 +22,7 @@ from hardened_ddp.errors import DataError, StepError
 from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.preflight.equal_forwards import check_equal_evaluation
-from hardened_ddp.preflight.memory_format import Trial
+from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.garbage import collect_as_usual
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.reporting.summary import READER_HAS_GONE, print_report, write_report
@@ -123,9 +123,8 @@ def measure(
     collect_as_usual()
     try:
         check_equal_evaluation(  # collective
-            Trial(model, task, loop.precision),
+            Trial(model, task, loop.precision, group),
             loader,
-            group,
             channels_last=False,
             leaves_out=loop.leaves_out,
             instead="evaluate in one process, without torchrun",

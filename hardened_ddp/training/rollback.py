@@ -157,7 +157,8 @@ class Rollback:
     def _take_up_late_buffers(self) -> None:
         """Make buffers equal from now on that began to move after the first steps. Collective."""
         parts = self.parts
-        parts.replica.attributes.agree(parts.group)  # collective
+        attributes = parts.replica.attributes
+        attributes.agree(parts.group.gather_json(attributes.changes()))  # collective
         buffers = parts.replica.buffers
         late = differing_on_many(parts.group, buffers.still())  # collective
         if not late:

@@ -20,9 +20,9 @@ from hardened_ddp.data.batches.sampler import WindowSampler
 from hardened_ddp.data.batches.worker_fallback import WorkerLevel
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import ForwardCollectives
-from hardened_ddp.preflight.memory_format import Trial
 from hardened_ddp.preflight.padding import choose_split
 from hardened_ddp.preflight.probe import Findings
+from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.settings.config import Config, DataConfig, DdpConfig, ModelConfig
@@ -278,10 +278,9 @@ def chosen(
     task.attach(model, name)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = choose_split(
-        Trial(model, task, Precision("off", CPU)),
+        Trial(model, task, Precision("off", CPU), group),
         samples,
         Findings((), False, "", moving, ForwardCollectives(calls)),
-        group,
         config=Config() if config is None else config,
         saved=saved,
     )
@@ -315,7 +314,7 @@ class GathersInEvaluation(TinyLM):
 
 
 def test_a_trial_runs_no_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Group, "gather_json", lambda group, mine: [mine, [5]])
+    monkeypatch.setattr(Group, "gather_json", lambda group, mine: [mine, {"found": [[5]]}])
     assert chosen(TinyLM(), world_size=2) is not None
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

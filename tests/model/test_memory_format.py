@@ -10,7 +10,9 @@ from torch import nn
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.errors import ModelError
 from hardened_ddp.model.precision import Precision
-from hardened_ddp.preflight.memory_format import Trial, choose_channels_last
+from hardened_ddp.preflight import memory_format
+from hardened_ddp.preflight.memory_format import choose_channels_last, pays
+from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.host_memory import keep_freed_memory
 from hardened_ddp.ranks.launch import Launch
@@ -51,9 +53,8 @@ def choose(
     model: nn.Module, config: Config | None = None, *, began_with: bool | None = None
 ) -> bool:
     return choose_channels_last(
-        Trial(model, Classification(num_classes=3), Precision("off", CPU)),
+        Trial(model, Classification(num_classes=3), Precision("off", CPU), Group(Launch(), CPU)),
         Batch(torch.randn(2, 3, 6, 6), torch.tensor([0, 2]), torch.arange(2)),
-        Group(Launch(), CPU),
         config=Config() if config is None else config,
         began_with=began_with,
     )
@@ -85,19 +86,17 @@ def test_kernels_of_one_pixel_do_not_count() -> None:
     assert choose(wide, of_batch(1))
 
 
-def test_on_a_gpu_it_goes_with_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = torch.device("cuda")
-    batch = Batch(torch.randn(2, 3, 6, 6), torch.tensor([0, 2]), torch.arange(2))
+def test_on_a_gpu_it_goes_with_16_bits() -> None:
+    group = Group(Launch(), CPU)
+    group.device = torch.device("cuda")
     for num_values, amp, is_faster in ((1, "bf16", True), (1, "off", False), (0, "bf16", False)):
-        monkeypatch.setattr(
-            Trial, "count", lambda trial, sample, device, values=num_values: (9, values)
-        )
-        trial = Trial(Net(), Classification(num_classes=3), Precision(amp, CPU))
-        assert trial.is_faster(batch, 2, gpu) == is_faster
+        trial = Trial(Net(), Classification(num_classes=3), Precision(amp, CPU), group)
+        assert pays(trial, 9, num_values) == is_faster
 
 
 def test_one_rank_where_it_is_slower_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Group, "gather_json", lambda group, mine: [mine, False])
+    slower = {"found": [[10**9, 1]]}
+    monkeypatch.setattr(Group, "gather_json", lambda group, mine: [mine, slower])
     assert not choose(Net())
 
 
@@ -105,7 +104,7 @@ def test_one_rank_where_it_is_slower_decides_for_all(monkeypatch: pytest.MonkeyP
 def test_what_was_asked_or_begun_with_is_not_tried(
     monkeypatch: pytest.MonkeyPatch, asked: bool
 ) -> None:
-    monkeypatch.setattr(Trial, "is_faster", lambda trial, *args: not asked)
+    monkeypatch.setattr(memory_format, "pays", lambda trial, *numbers: not asked)
     assert choose(Net(), Config(model=ModelConfig(channels_last=asked))) == asked
     assert choose(Net(), began_with=asked) == asked
 
@@ -130,7 +129,7 @@ def test_the_trial_leaves_no_trace(uses_view: bool) -> None:
 def test_a_model_that_needs_the_usual_order_keeps_it_or_is_refused() -> None:
     assert not choose(Net(uses_view=True))
     asked = Config(model=ModelConfig(channels_last=True))
-    with pytest.raises(ModelError, match=r"fails with channels_last: .*view") as caught:
+    with pytest.raises(ModelError, match=r"fails with channels_last, rank 0: .*view") as caught:
         choose(Net(uses_view=True), asked)
     assert "--channels_last auto" in caught.value.fix
     assert not choose(Net(uses_strides=True))
@@ -138,15 +137,23 @@ def test_a_model_that_needs_the_usual_order_keeps_it_or_is_refused() -> None:
     assert not choose(Net(is_random=True, uses_view=True))
 
 
-def test_a_rank_calls_the_model_equally_often_whatever_it_finds() -> None:
+def test_a_rank_calls_the_model_equally_often_until_all_agree(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # WHY: in a model with collectives, ranks that find otherwise would wait for each other.
-    found: list[tuple[bool, int]] = []
+    calls: list[object] = []
+    agreed_after: list[int] = []
+
+    def gather(group: Group, mine: object) -> list[object]:
+        agreed_after.append(len(calls))
+        return [mine]
+
+    monkeypatch.setattr(Group, "gather_json", gather)
     for model in (Net(), Net(uses_strides=True), Net(is_random=True)):
-        calls: list[object] = []
-        model.register_forward_hook(lambda *call, calls=calls: calls.append(call))
-        found.append((choose(model), len(calls)))
-    assert [is_chosen for is_chosen, _ in found] == [True, False, True]
-    assert len({num_calls for _, num_calls in found}) == 1
+        calls.clear()
+        model.register_forward_hook(lambda *call: calls.append(call))
+        choose(model)
+    assert agreed_after == [3, 4, 3, 3, 4]
 
 
 def page_faults_of_a_loop(keeps: bool) -> int:

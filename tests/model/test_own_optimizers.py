@@ -16,14 +16,20 @@ from hardened_ddp.errors import OptimizerError
 from hardened_ddp.model.optimizer import build_optimizer
 from hardened_ddp.model.optimizer_state import _pack, _unpack, restore_state, save_state
 from hardened_ddp.model.parameter_groups import parameter_groups
+from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.schedule import Schedule
 from hardened_ddp.preflight.optimizer_trial import build_schedule
+from hardened_ddp.preflight.trial import Trial
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.settings.config import OptimizerConfig
 from hardened_ddp.settings.declare import ImportPath
+from hardened_ddp.task.task import Task
 from tests.harness.marks import slow_after
 from tests.harness.ranks import train
 from tests.own_optimizers import Gan, Grouped
 
+CPU = torch.device("cpu")
 OWN, SCHEDULERS = "tests.own_optimizers", "torch.optim.lr_scheduler"
 
 
@@ -38,7 +44,8 @@ def config_of(**settings: Any) -> OptimizerConfig:
 
 def build(model: nn.Module | None = None, *, total_steps: int = 12, **settings: Any) -> Schedule:
     chosen = nn.Linear(3, 2) if model is None else model
-    return build_schedule(chosen, None, config_of(**settings), total_steps=total_steps)
+    trial = Trial(chosen, Task(), Precision("off", CPU), Group(Launch(), CPU))
+    return build_schedule(trial, config_of(**settings), total_steps=total_steps)
 
 
 def rates(schedule: Schedule, num_steps: int, group: int = 0) -> list[float]:

@@ -18,6 +18,7 @@ from hardened_ddp.gradients.sums import GradientSum, Marks
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.preflight.probe import Findings, choose_find_unused, probe
+from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.settings.config import Config
@@ -50,15 +51,13 @@ def rendezvous(*, shared_memory: bool = True) -> Group:
     )
 
 
+def trial_of(model: nn.Module, group: Group) -> Trial:
+    return Trial(model, Classification(num_classes=3), Precision("off", CPU), group)
+
+
 def look_at(model: nn.Module, group: Group) -> Findings:
     samples = [Batch(torch.randn(2, 4), torch.tensor([0, 2]), torch.arange(2)) for _ in range(2)]
-    return probe(
-        model,
-        samples,
-        task=Classification(num_classes=3),
-        precision=Precision("off", CPU),
-        group=group,
-    )
+    return probe(trial_of(model, group), samples)
 
 
 def do_backward(
@@ -232,14 +231,9 @@ def test_a_tensor_that_forward_makes_and_reads_again_is_told(
 def test_labels_beyond_the_classes_are_named() -> None:
     group = Group(read_launch({}), CPU)
     model = nn.Linear(4, 3)
+    batch = Batch(torch.randn(2, 4), torch.tensor([0, 7]), torch.arange(2))
     with pytest.raises(ModelError, match="labels run from 0 to 7"):
-        probe(
-            model,
-            [Batch(torch.randn(2, 4), torch.tensor([0, 7]), torch.arange(2))],
-            task=Classification(num_classes=3),
-            precision=Precision("off", CPU),
-            group=group,
-        )
+        probe(trial_of(model, group), [batch])
 
 
 @pytest.mark.parametrize(

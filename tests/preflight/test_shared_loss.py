@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy, normalize
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.model.precision import Precision
-from hardened_ddp.preflight.memory_format import Trial
 from hardened_ddp.preflight.shared_loss import warn_of_shared_loss
+from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.task.classification import Classification
@@ -80,7 +80,7 @@ def told(model: nn.Module, task: Task, caplog: pytest.LogCaptureFixture, **batch
     task.attach(model, "own" if isinstance(task, Own) else "classification")
     with caplog.at_level(logging.WARNING):
         group = Group(read_launch({}), CPU)
-        warn_of_shared_loss(Trial(model, task, Precision("off", CPU)), samples, group)
+        warn_of_shared_loss(Trial(model, task, Precision("off", CPU), group), samples)
     assert model.training
     return caplog.text
 

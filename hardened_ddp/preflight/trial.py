@@ -1,0 +1,117 @@
+"""One way to try something before the first step: it changes nothing, and all ranks learn of it.
+
+The model runs without DDP, so what fails on one rank ends in one message on all, not in a hang.
+Afterwards mode, random numbers, gradients, and whatever forward moves are as before.
+Does not own: what is tried (the other files here).
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import nn
+
+from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.fetch import preserved_rng
+from hardened_ddp.data.foreign_code import describe, line_of_user
+from hardened_ddp.errors import ANY_FAILURE, HardenedError, ModelError
+from hardened_ddp.model.effects import Effects, untouched
+from hardened_ddp.model.moving_attributes import MovingAttributes
+from hardened_ddp.model.precision import Precision
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.task.output import fix_for
+from hardened_ddp.task.task import Score, Task
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What a trial runs: the model, and what its forward and backward need."""
+
+    model: nn.Module
+    task: Task
+    precision: Precision
+    group: Group
+
+    def score(self, batch: Batch) -> Score:
+        """Run the forward of a batch. Rank-local."""
+        with self.precision.autocast():
+            return self.task.score(self.task.forward(self.model, batch), batch)
+
+    def train(self, batch: Batch) -> Score:
+        """Run forward and backward of a batch. Rank-local."""
+        score = self.score(batch)
+        score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
+        return score
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refusal:
+    """What is raised where a trial fails."""
+
+    what: str
+    fix: Callable[[BaseException], str]
+    """Of an error that is none of ours; those have one."""
+
+    also: str = ""
+    """Ends every fix."""
+
+    error: type[HardenedError] = ModelError
+
+
+def fix_by(sample: Batch) -> Callable[[BaseException], str]:
+    """Return what says how to mend a model that failed on sample, by its error."""
+    return partial(fix_for, inputs=sample.inputs, has_labels=sample.targets is not None)
+
+
+def try_on_all_ranks(
+    trial: Trial,
+    items: Iterable[T],
+    work: Callable[[T, Effects], Any],
+    refusal: Refusal | None = None,
+    *,
+    evaluates: bool = False,
+) -> list[list[Any] | None]:
+    """Do work with each item, and undo it; return each rank's outcomes. Collective: all ranks.
+
+    work: rank-local, with what it has changed so far; returns JSON. evaluates: in evaluation mode.
+    If it failed on any rank, raises as refusal says on all ranks alike; without a refusal that
+    rank's outcome is None.
+    """
+    mine: dict[str, Any] = {"found": []}
+    modes = [(module, module.training) for module in trial.model.modules()]
+    attributes = MovingAttributes(trial.model, trial.task)
+    try:
+        if evaluates:
+            trial.model.eval()
+        with preserved_rng():
+            for item in items:
+                with untouched(trial.model) as effects:
+                    mine["found"].append(work(item, effects))
+                trial.model.zero_grad(set_to_none=True)
+    except HardenedError as error:
+        mine = {"error": error.message, "fix": error.fix}
+    except ANY_FAILURE as error:  # WHY broad: it is the user's code, and the other ranks wait
+        log.debug("a trial failed", exc_info=True)
+        fix = "" if refusal is None else refusal.fix(error)
+        mine = {"error": f"{describe(error)}{line_of_user(error)}", "fix": fix}
+    finally:
+        trial.model.zero_grad(set_to_none=True)
+        attributes.reset()
+        for module, was_training in modes:
+            module.training = was_training
+    everyone = trial.group.gather_json(mine)  # collective
+    failed = [(rank, notes) for rank, notes in enumerate(everyone) if "error" in notes]
+    if failed and refusal is not None:
+        rank, notes = failed[0]
+        others = f" (and on {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
+        raise refusal.error(
+            f"{refusal.what}, rank {rank}{others}: {notes['error']}",
+            fix=notes["fix"] + refusal.also,
+        )
+    return [notes.get("found") for notes in everyone]
