@@ -16,8 +16,7 @@ from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.nesting import tensors_of
-from hardened_ddp.model.moving_buffers import may_move
-from hardened_ddp.model.reach import Place, holders_of, places_of, version_of
+from hardened_ddp.model.reach import Place, Reach, version_of
 
 Span = tuple[int, int]
 _Mode: Any = getattr(getattr(torch.utils, "_python_dispatch", None), "TorchDispatchMode", object)
@@ -64,10 +63,11 @@ class Effects:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._before = places_of(module)
+        reach = Reach(module)
+        self._before = reach.places
         self._marks = {name: _mark(place.home) for name, place in self._before.items()}
-        self._copies = {name: p.home.detach().clone() for name, p in may_move(module).items()}
-        self._holders = [(holder, holder.copy()) for holder in holders_of(module)]
+        self._copies = {name: p.home.detach().clone() for name, p in reach.may_move().items()}
+        self._holders = [(holder, holder.copy()) for holder in reach.holders()]
         self._written: set[str] = set()
         self._read: set[str] | None = None  # None: not known
 
@@ -76,7 +76,7 @@ class Effects:
 
         Raises what work raises: some models can't run under such a mode, though all is well.
         """
-        now = places_of(self._module)
+        now = Reach(self._module).places
         tensors = {name: place.home for name, place in now.items()}
         others = {name: place.home for name, place in now.items() if place.owner is None}
         data = {f"batch {i}": t for i, t in enumerate(tensors_of((batch.inputs, batch.targets)))}
@@ -143,7 +143,7 @@ class Effects:
         """Name attributes with a tensor that were empty before, or held one of another form."""
         return {
             name
-            for name, place in places_of(self._module).items()
+            for name, place in Reach(self._module).places.items()
             if place.owner is None
             and (name not in self._before or _form(place) != _form(self._before[name]))
         }

@@ -16,11 +16,7 @@ import torch
 from torch import nn
 
 from hardened_ddp.model.checksum import checksums
-from hardened_ddp.model.reach import Place, is_trained, places_of
-
-_MOST_FROZEN = 2.0
-"""With more bytes of frozen parameters for each byte of trained ones, they don't move: a teacher is
-as large as its student. WHY not more: a trial would copy a frozen base of billions."""
+from hardened_ddp.model.reach import Place, Reach
 
 _PIECE_BITS = 16
 _NUM_PIECES = 64 // _PIECE_BITS
@@ -43,7 +39,8 @@ class MovingBuffers:
         outputs: attributes that forward replaces, and never reads. All are the same on all ranks.
         """
         self._module = module
-        self._places = places_of(module)
+        reach = Reach(module)
+        self._places = reach.places
         self._saved = set(module.state_dict())
         self._own, self._outputs = set(own), set(outputs)
         self.names = [name for name in names if name in self._places]
@@ -52,7 +49,7 @@ class MovingBuffers:
         self.known = [*self.names, *own]
         """What is copied before a step, in the order of its copies; may differ between ranks."""
 
-        self.may_move = frozenset(may_move(module))
+        self.may_move = frozenset(reach.may_move())
         """What a forward may change: not the trained weights, nor a large frozen base."""
 
         self._bits: dict[str, list[int]] = {}
@@ -199,7 +196,7 @@ class MovingBuffers:
     def _place(self, name: str) -> Place | None:
         """Return the place of a tensor; None: forward has not made it yet."""
         if name not in self._places:
-            self._places = places_of(self._module) | self._places
+            self._places = Reach(self._module).places | self._places
         return self._places.get(name)
 
     def _now(self, name: str) -> torch.Tensor:
@@ -221,7 +218,7 @@ class MovingBuffers:
 
     def _unmoved(self) -> dict[str, torch.Tensor]:
         passed = {*self.known, *self._outputs}
-        found = may_move(self._module).items()
+        found = Reach(self._module).may_move().items()
         return {name: place.home for name, place in found if name not in passed}
 
     def _take_parameters(
@@ -236,20 +233,6 @@ class MovingBuffers:
             sums = sum_(wide if is_main else torch.zeros_like(wide))  # collective
             values = torch.split(sums, [part.numel() for part in parts])
             copy_each(parts, [v.view(p.shape) for v, p in zip(values, parts, strict=True)])
-
-
-def may_move(module: nn.Module) -> dict[str, Place]:
-    """Return what forward may change: no trained parameters, frozen ones if they are few."""
-    places = places_of(module)
-    parameters = [p.home for p in places.values() if isinstance(p.home, nn.Parameter)]
-    num_trained = sum(parameter.nbytes for parameter in parameters if is_trained(parameter))
-    num_frozen = sum(parameter.nbytes for parameter in parameters) - num_trained
-    has_few = num_frozen <= _MOST_FROZEN * num_trained
-    return {
-        name: place
-        for name, place in places.items()
-        if not is_trained(place.home) and (has_few or not isinstance(place.home, nn.Parameter))
-    }
 
 
 def _set(place: Place, copy: torch.Tensor | None) -> None:

@@ -13,6 +13,7 @@ import json
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -137,31 +138,25 @@ def _copy(value: Any, room: list[int]) -> Copy:
 
 def put_back(copy: Copy) -> Any:
     """Give a value its content of before, in place, and return it."""
-    target, content = copy.original, copy.content
+    target, content = copy.original, _each(put_back, copy.content)
     match copy.kind:
-        case "tuple":
-            for part in content:
-                put_back(part)
         case "list":
-            target[:] = [put_back(part) for part in content]
+            target[:] = content
         case "deque":
-            parts = put_back(content[1])
             target.clear()
-            target.extend(parts)
+            target.extend(content[1])
         case "set" | "dict" | "object":
-            is_set, store = copy.kind == "set", vars(target) if copy.kind == "object" else target
-            whole: Any = map(put_back, content)
-            whole = set(whole) if is_set else {put_back(k): put_back(part) for k, part in content}
+            store = vars(target) if copy.kind == "object" else target
             store.clear()
-            store.update(whole)
+            store.update(content if copy.kind == "set" else dict(content))
         case "array":
             target[...] = _array_of(content)
         case "random":
-            target.setstate(put_back(content))
+            target.setstate(content)
         case "numpy generator":
-            target.bit_generator.state = put_back(content)
+            target.bit_generator.state = content
         case "numpy state":
-            target.set_state(put_back(content))
+            target.set_state(content)
         case "torch generator":
             target.set_state(torch.frombuffer(bytearray(_from_text(content)), dtype=torch.uint8))
     return target
@@ -169,19 +164,9 @@ def put_back(copy: Copy) -> Any:
 
 def as_json(copy: Copy) -> Any:
     """Write a copy as JSON; read_json reads it."""
-    kind, content = copy.kind, copy.content
-    if kind in _AS_THEY_ARE:
-        return content
-    match kind:
-        case "kept":
-            content = None
-        case "list" | "tuple" | "deque" | "set" | "frozenset":
-            content = [as_json(part) for part in content]
-        case "dict" | "object":
-            content = [[as_json(key), as_json(part)] for key, part in content]
-        case "random" | "numpy generator" | "numpy state":
-            content = as_json(content)
-    return [kind, content]
+    if copy.kind in _AS_THEY_ARE:
+        return copy.content
+    return [copy.kind, None if copy.kind == "kept" else _each(as_json, copy.content)]
 
 
 def read_json(data: Any, live: Any) -> Copy:
@@ -197,34 +182,33 @@ def read_json(data: Any, live: Any) -> Copy:
         return Copy(kind, content, _FRESH[kind](content, live))
     target = live if is_same else _EMPTY[kind]() if kind in _EMPTY else live
     match kind:
-        case "list" | "deque" | "set" | "tuple" | "frozenset":
+        case "list" | "tuple" | "set" | "frozenset":
             olds = list(live) if is_same and "set" not in kind else []
-            olds = [None, olds] if kind == "deque" else olds
             olds += [None] * (len(content) - len(olds))
             content = [read_json(part, old) for part, old in zip(content, olds, strict=False)]
-            if kind == "deque" and not is_same:
-                target = deque(maxlen=put_back(content[0]))
             if kind in ("tuple", "frozenset"):
                 target = {"tuple": tuple, "frozenset": frozenset}[kind](map(put_back, content))
+        case "deque":
+            most, parts = content
+            content = [read_json(most, None), read_json(parts, list(live) if is_same else None)]
+            target = live if is_same else deque(maxlen=most)
         case "dict" | "object":
             if kind == "object" and not is_same:
                 return Copy("kept", None, live)  # a class is not looked up by its name
             old = {} if not is_same else live if kind == "dict" else vars(live)
             keys = [read_json(key, None) for key, _ in content]
-            parts = [part for _, part in content]
             content = [
                 [key, read_json(part, old.get(put_back(key)))]
-                for key, part in zip(keys, parts, strict=True)
+                for key, (_, part) in zip(keys, content, strict=True)
             ]
-        case "random" | "numpy state":
+        case "random" | "numpy state" | "numpy generator":
             content = read_json(content, None)
-        case "numpy generator":
-            content = read_json(content, None)
-            name = put_back(content)["bit_generator"]
-            if name not in _BIT_GENERATORS:
-                raise ValueError(f"there is no bit generator {name!r}")
-            if not is_same or live.bit_generator.state["bit_generator"] != name:
-                target = np.random.Generator(getattr(np.random, name)())
+            if kind == "numpy generator":
+                name = put_back(content)["bit_generator"]
+                if name not in _BIT_GENERATORS:
+                    raise ValueError(f"there is no bit generator {name!r}")
+                if not is_same or live.bit_generator.state["bit_generator"] != name:
+                    target = np.random.Generator(getattr(np.random, name)())
         case "array":
             made = _array_of(content)
             has_room = is_same and (live.dtype, live.shape) == (made.dtype, made.shape)
@@ -257,11 +241,15 @@ _FRESH: dict[str, Any] = {  # what can't change in place
 def kept_parts(copy: Copy) -> list[Any]:
     """Return marks of the parts that could not be copied: they differ if these change."""
     found: list[Any] = [copy.content] if copy.kind == "kept" else []
-    waiting = copy.content if isinstance(copy.content, list) else []
-    for part in waiting:
-        for each in part if isinstance(part, list) else [part]:
-            found += kept_parts(each) if isinstance(each, Copy) else []
+    _each(lambda part: found.extend(kept_parts(part)), copy.content)
     return found
+
+
+def _each(call: Callable[[Copy], Any], content: Any) -> Any:
+    """Replace the copies in content by what call returns for them."""
+    if isinstance(content, Copy):
+        return call(content)
+    return [_each(call, part) for part in content] if isinstance(content, list) else content
 
 
 def _mark(value: Any) -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ Does not own: attributes that are no tensors. What only a closure or a class hol
 
 import sys
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +21,14 @@ _FOREIGN = sys.stdlib_module_names | {"torch", "numpy"}
 _MOST_PARTS, _DEEPEST = 10_000, 50
 """Larger lists and dicts are not entered: they hold a vocabulary, not weights."""
 
+_MOST_FROZEN = 2.0
+"""With more bytes of frozen parameters for each byte of trained ones, they don't move: a teacher is
+as large as its student. WHY not more: a trial would copy a frozen base of billions."""
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor is held: Any: a dict, a list or a tuple, and its key there."""
+    """Where a tensor is held. Any: a dict, a list or a tuple, and its key there."""
 
     holder: Any
     key: Any
@@ -54,25 +57,67 @@ class Place:
             self.holder[self.key] = tensor
 
 
-def places_of(module: nn.Module, seen: dict[int, Any] | None = None) -> dict[str, Place]:
-    """Return the place of each tensor that module reaches, by name; in order, alike on all ranks.
+class Reach:
+    """What a module reaches at one time."""
 
-    The names of parameters and buffers are those of torch; the others are such as teacher[0].bias.
-    seen: gets all that was looked at, by id. Any: whatever attributes hold.
-    """
-    seen = {} if seen is None else seen
-    found = dict(_registered(module, "", seen))
-    return found | dict(_in_attributes(module, "", seen))
+    def __init__(self, module: nn.Module) -> None:
+        self.places: dict[str, Place] = {}
+        """The place of each tensor by name; in order, alike on all ranks. The names of parameters
+        and buffers are those of torch; the others are such as teacher[0].bias."""
 
+        self._seen: dict[int, Any] = {}
+        self._add_module(module, "")
 
-def holders_of(module: nn.Module) -> list[Any]:
-    """Return the dicts and lists that hold what module reaches. Any: whatever attributes hold."""
-    seen: dict[int, Any] = {}
-    places_of(module, seen)
-    found = [value for value in seen.values() if isinstance(value, dict | list)]
-    others = [value for value in seen.values() if hasattr(value, "__dict__")]
-    found += [vars(value) for value in others if not isinstance(value, torch.Tensor)]
-    return found + [vars(part)["_buffers"] for part in others if isinstance(part, nn.Module)]
+    def holders(self) -> list[Any]:
+        """Return the dicts and lists that hold it. Any: whatever attributes hold."""
+        found = [value for value in self._seen.values() if isinstance(value, dict | list)]
+        others = [value for value in self._seen.values() if hasattr(value, "__dict__")]
+        found += [vars(value) for value in others if not isinstance(value, torch.Tensor)]
+        return found + [vars(part)["_buffers"] for part in others if isinstance(part, nn.Module)]
+
+    def may_move(self) -> dict[str, Place]:
+        """Return what forward may change: no trained parameters, frozen ones if they are few."""
+        parameters = [p.home for p in self.places.values() if isinstance(p.home, nn.Parameter)]
+        num_trained = sum(parameter.nbytes for parameter in parameters if is_trained(parameter))
+        num_frozen = sum(parameter.nbytes for parameter in parameters) - num_trained
+        has_few = num_frozen <= _MOST_FROZEN * num_trained
+        return {
+            name: place
+            for name, place in self.places.items()
+            if not is_trained(place.home) and (has_few or not isinstance(place.home, nn.Parameter))
+        }
+
+    def _add_module(self, module: nn.Module, prefix: str) -> None:
+        parts = list(module.named_modules(prefix=prefix))
+        for path, part in parts:
+            self._seen[id(part)] = part
+            for held in (vars(part)["_parameters"], vars(part)["_buffers"]):
+                for name in list(held):
+                    self._add(held, name, _joined(path, name), owner=part)
+        for path, part in parts:
+            for name in [name for name in vars(part) if name not in _OF_MODULES]:
+                self._add(vars(part), name, _joined(path, name))
+
+    def _add(
+        self, holder: Any, key: Any, path: str, depth: int = 0, owner: nn.Module | None = None
+    ) -> None:
+        """Add what is in holder[key]. Any: whatever an attribute holds."""
+        value = holder[key]
+        if id(value) in self._seen or depth > _DEEPEST:
+            return
+        self._seen[id(value)] = value  # held, so that no other object gets its id meanwhile
+        if isinstance(value, torch.Tensor):
+            if not is_lazy(value):
+                self.places[path] = Place(holder, key, value, owner)
+        elif isinstance(value, nn.Module):
+            self._add_module(value, path)
+        elif isinstance(value, dict | list | tuple | deque):
+            if len(value) <= _MOST_PARTS:
+                for part in list(value) if isinstance(value, dict) else range(len(value)):
+                    self._add(value, part, f"{path}[{part!r}]", depth + 1)
+        elif _is_of_user(value):
+            for name in list(vars(value)):
+                self._add(vars(value), name, f"{path}.{name}", depth + 1)
 
 
 def is_trained(tensor: torch.Tensor) -> bool:
@@ -83,49 +128,6 @@ def is_trained(tensor: torch.Tensor) -> bool:
 def version_of(tensor: torch.Tensor) -> int:
     """Return a number that grows with each write in place; not by .data, numpy and the like."""
     return 0 if tensor.is_inference() else int(getattr(tensor, "_version", 0))
-
-
-def _registered(
-    module: nn.Module, prefix: str, seen: dict[int, Any]
-) -> Iterator[tuple[str, Place]]:
-    for path, part in module.named_modules(prefix=prefix):
-        seen[id(part)] = part
-        for held in (vars(part)["_parameters"], vars(part)["_buffers"]):
-            for name, tensor in held.items():
-                if tensor is not None and id(tensor) not in seen and not is_lazy(tensor):
-                    seen[id(tensor)] = tensor
-                    yield _joined(path, name), Place(held, name, tensor, part)
-
-
-def _in_attributes(
-    module: nn.Module, prefix: str, seen: dict[int, Any]
-) -> Iterator[tuple[str, Place]]:
-    for path, part in module.named_modules(prefix=prefix):
-        for name in [name for name in vars(part) if name not in _OF_MODULES]:
-            yield from _walk(vars(part), name, _joined(path, name), seen)
-
-
-def _walk(
-    holder: Any, key: Any, path: str, seen: dict[int, Any], depth: int = 0
-) -> Iterator[tuple[str, Place]]:
-    """Yield what is in holder[key]. Any: whatever an attribute holds."""
-    value = holder[key]
-    if id(value) in seen or depth > _DEEPEST:
-        return
-    seen[id(value)] = value  # held, so that no other object gets its id meanwhile
-    if isinstance(value, torch.Tensor):
-        if not is_lazy(value):
-            yield path, Place(holder, key, value)
-    elif isinstance(value, nn.Module):
-        yield from _registered(value, path, seen)
-        yield from _in_attributes(value, path, seen)
-    elif isinstance(value, dict | list | tuple | deque):
-        if len(value) <= _MOST_PARTS:
-            for part in list(value) if isinstance(value, dict) else range(len(value)):
-                yield from _walk(value, part, f"{path}[{part!r}]", seen, depth + 1)
-    elif _is_of_user(value):
-        for name in list(vars(value)):
-            yield from _walk(vars(value), name, f"{path}.{name}", seen, depth + 1)
 
 
 def _is_of_user(value: object) -> bool:

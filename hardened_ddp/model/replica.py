@@ -10,10 +10,8 @@ Read next: probe.py (what is learned about the model), step/step.py (the caller)
 """
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from hardened_ddp.errors import ModelError, RankMismatchError
@@ -49,21 +47,23 @@ class Replica:
     def __init__(
         self,
         module: nn.Module,
+        buffers: MovingBuffers,
         *,
-        moving_buffers: Sequence[str],
+        attributes: MovingAttributes | None = None,
         channels_last: bool = False,
+        copies_inputs: bool = False,
         collectives: ForwardCollectives = NO_COLLECTIVES,
     ) -> None:
         self.module = module
         self.trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        self.buffers = MovingBuffers(module, moving_buffers)
-        self.attributes = MovingAttributes()
+        self.buffers = buffers
+        self.attributes = MovingAttributes() if attributes is None else attributes
         """What forward changes besides tensors."""
 
         self.channels_last = channels_last
         """Whether images are stored with channels last."""
 
-        self.copies_inputs = False
+        self.copies_inputs = copies_inputs
         """Forward or loss change a batch in place: they get a copy, so that a retry has it."""
 
         self.collectives = collectives
@@ -71,18 +71,6 @@ class Replica:
 
         self.compilations: Compilations | None = None
         """What torch has compiled; None: the model is not compiled."""
-
-    def note_effects(
-        self, *, own: Sequence[str], outputs: Sequence[str], changes_inputs: bool
-    ) -> None:
-        """Note what a trial found beside the moving buffers. Rank-local: all ranks call it."""
-        names = self.buffers.names
-        self.buffers = MovingBuffers(self.module, names, own=own, outputs=outputs)
-        self.copies_inputs = changes_inputs
-
-    def note_attributes(self, found: MovingAttributes) -> None:
-        """Note what forward changes besides tensors. Rank-local: all ranks call it."""
-        self.attributes = found
 
     def compile(self) -> None:
         """Compile the model from its next forward on. Rank-local."""
@@ -103,10 +91,6 @@ class Replica:
                 "(parameter_groups of the model), which is 0 at first; or begin a new run with "
                 "them, from this one's weights: --init_from CHECKPOINT",
             )
-
-    def put_back_buffers(self, copies: Sequence[torch.Tensor | None]) -> None:
-        """Restore the moving buffers from copies of them."""
-        self.buffers.put_back(copies)
 
     def sync_buffers(self, group: Group) -> None:
         """Make the moving buffers equal on all ranks. Collective: all ranks."""

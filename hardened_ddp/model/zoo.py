@@ -10,11 +10,13 @@ import difflib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from hardened_ddp.data.foreign_code import (
     describe,
@@ -25,8 +27,6 @@ from hardened_ddp.data.foreign_code import (
 )
 from hardened_ddp.data.sources.hub_place import PREFIX
 from hardened_ddp.errors import ANY_FAILURE, DataError, HardenedError, ModelError
-from hardened_ddp.model.dense_gradients import make_dense
-from hardened_ddp.model.gradient_checkpointing import checkpoint_blocks
 from hardened_ddp.model.huggingface import load_hub_model
 from hardened_ddp.model.torchvision_models import build_classifier
 from hardened_ddp.settings.config import ModelConfig
@@ -139,7 +139,7 @@ def build_model(
             fix="build it on the CPU, without init_empty_weights() and torch.device('meta')",
         )
     if config.gradient_checkpointing:
-        checkpoint_blocks(model, config.model)
+        _checkpoint_blocks(model, config.model)
     return model
 
 
@@ -175,7 +175,7 @@ def place_model(
             )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]  # torch
         log.warning("sync_batchnorm: a rank that fails in forward leaves the others waiting there")
-    make_dense(model)
+    _make_dense(model)
     _check_storage(model, config.model, world_size=world_size)
     return model.to(device)
 
@@ -253,3 +253,42 @@ def _call(build: Callable[..., Any], facts: Mapping[str, Any], config: ModelConf
             fix="name a class or function that returns an nn.Module",
         )
     return model
+
+
+def _make_dense(model: nn.Module) -> None:
+    """Have the embeddings of model give dense gradients; name those that gave sparse ones.
+
+    WHY: gradients are summed over the ranks in flat buffers, and checked there for NaN.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            module.sparse = False
+            found.append(name)
+    if found:
+        log.info(
+            "sparse gradients are made dense, to be summed over the ranks: %s", ", ".join(found)
+        )
+
+
+def _checkpoint_blocks(model: nn.Module, name: str) -> None:
+    """Recompute each block's activations in backward instead of keeping them."""
+    enable = getattr(model, "gradient_checkpointing_enable", None)
+    if callable(enable):  # models of transformers define their own blocks
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return
+    blocks = [
+        block
+        for parent in model.modules()
+        if isinstance(parent, nn.Sequential | nn.ModuleList)
+        for block in parent
+        if len(list(block.children())) > 0 and any(True for _ in block.parameters())
+    ] or [child for child in model.children() if any(True for _ in child.parameters())]
+    outermost = [
+        b for b in blocks if not any(b in other.modules() for other in blocks if other is not b)
+    ]
+    for block in outermost:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    log.info(
+        "gradient checkpointing: %d blocks of %s are recomputed in backward", len(outermost), name
+    )

@@ -211,7 +211,7 @@ class Gradient:
 
     def undo(self, attempt: Attempt) -> None:
         """Undo what forward and backward have changed. Rank-local."""
-        self.parts.replica.put_back_buffers(attempt.buffers)
+        self.parts.replica.buffers.put_back(attempt.buffers)
         self.parts.optimizer.zero_grad(set_to_none=True)
         self.totals.go_back(attempt.totals_before)
         self.parts.replica.attributes.put_back(attempt.attributes)

@@ -241,7 +241,7 @@ class Stepper:
         except ANY_FAILURE as error:
             if self.live.is_whole:
                 self.gradient.writes.note()
-                self.parts.replica.put_back_buffers(attempt.buffers)
+                self.parts.replica.buffers.put_back(attempt.buffers)
                 self.parts.replica.attributes.put_back(attempt.attributes)
             if isinstance(error, HardenedError):
                 raise

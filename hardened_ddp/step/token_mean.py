@@ -34,7 +34,7 @@ def divide(parts: Parts, attempt: Attempt, count: float, *, step: int) -> None:
     log.warning(
         "step %d: no label of its samples counts, so no weight changes", step, extra=ON_EVERY_RANK
     )
-    parts.replica.put_back_buffers(attempt.buffers)
+    parts.replica.buffers.put_back(attempt.buffers)
     attempt.outcome = Outcome.EMPTY
 
 

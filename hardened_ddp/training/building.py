@@ -29,6 +29,7 @@ from hardened_ddp.gradients.choose import sum_gradients_of
 from hardened_ddp.gradients.sums import GradientSum
 from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.moving_attributes import MovingAttributes
+from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.optimizer import find_optimizer
 from hardened_ddp.model.replica import Replica, check_same_model
 from hardened_ddp.model.zoo import build_model, check_model, place_model
@@ -228,18 +229,17 @@ def build_replica(
     channels_last = choose_channels_last(  # collective
         trial, samples[0], config=config, began_with=began_with
     )
+    buffers = MovingBuffers(
+        model, findings.moving_buffers, own=findings.own_tensors, outputs=findings.outputs
+    )
     replica = Replica(
         model,
-        moving_buffers=findings.moving_buffers,
+        buffers,
+        attributes=findings.attributes,
         channels_last=channels_last,
+        copies_inputs=findings.changes_inputs,
         collectives=findings.collectives,
     )
-    replica.note_effects(
-        own=findings.own_tensors,
-        outputs=findings.outputs,
-        changes_inputs=findings.changes_inputs,
-    )
-    replica.note_attributes(findings.attributes)
     # DDP sends gradients while backward runs; CPU ranks of one machine add them up after it.
     sums = sum_gradients_of(  # collective
         model,

@@ -182,7 +182,7 @@ def test_a_norm_that_begins_to_count_late_is_taken_up_whole() -> None:
 
 def test_a_batch_and_a_weight_that_a_forward_writes_late_are_told() -> None:
     model = nn.Linear(4, 4)
-    replica = Replica(model, moving_buffers=())
+    replica = Replica(model, MovingBuffers(model, []))
     writes = Writes(replica)
     batch = Batch({"a": [torch.zeros(6, 4)]}, torch.zeros(6), torch.arange(6))
     writes.begin([batch])

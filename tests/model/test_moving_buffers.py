@@ -12,7 +12,8 @@ from ddp_drills.faults import find
 from ddp_drills.work import Work
 from hardened_ddp.guard.divergence import differing_on_many
 from hardened_ddp.model.effects import untouched
-from hardened_ddp.model.moving_buffers import MovingBuffers, may_move
+from hardened_ddp.model.moving_buffers import MovingBuffers
+from hardened_ddp.model.reach import Reach
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import read_launch
 from tests.harness.forked_drills import forked_drills
@@ -165,9 +166,9 @@ def test_a_buffer_that_begins_as_a_copy_of_a_weight_is_found_to_move() -> None:
 
 def test_a_frozen_base_that_is_much_larger_than_what_is_trained_is_not_copied() -> None:
     module = nn.Sequential(nn.Linear(30, 30).requires_grad_(False), nn.Linear(30, 2))
-    assert not may_move(module)
+    assert not Reach(module).may_move()
     module = nn.Sequential(nn.Linear(30, 30).requires_grad_(False), nn.Linear(30, 30))
-    assert list(may_move(module)) == ["0.weight", "0.bias"]
+    assert list(Reach(module).may_move()) == ["0.weight", "0.bias"]
 
 
 def test_moving_parameters_become_those_of_rank_0_bit_for_bit() -> None:

@@ -15,6 +15,7 @@ from hardened_ddp.gradients.buckets import Buckets
 from hardened_ddp.gradients.choose import sum_gradients_of
 from hardened_ddp.gradients.local import LocalGradients
 from hardened_ddp.gradients.sums import GradientSum, Marks
+from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.preflight.probe import Findings, choose_find_unused, probe
@@ -250,7 +251,7 @@ def average_buffers() -> dict[str, list[float]]:
     group = rendezvous()
     model = nn.BatchNorm1d(2)
     names = ("running_mean", "running_var", "num_batches_tracked")
-    replica = Replica(model, moving_buffers=names)
+    replica = Replica(model, MovingBuffers(model, names))
     model(torch.full((4, 2), float(group.launch.rank)) + torch.arange(8.0).view(4, 2))
     if group.launch.rank == 0:
         model(torch.ones(4, 2))
