@@ -52,22 +52,6 @@ class ZeroTeacher(Base):
         return torch.tanh(self.teacher(inputs))
 
 
-class DataTeacher(ZeroTeacher):
-    """The same through .data, which no version counts."""
-
-    def change(self, inputs: torch.Tensor) -> None:
-        for its, mine in zip(self.teacher.parameters(), self.body.parameters(), strict=True):
-            its.data.mul_(0.9).add_(mine.data, alpha=0.1)
-
-
-class ForeachTeacher(ZeroTeacher):
-    """The same by one operator for all of them."""
-
-    @torch.no_grad()
-    def change(self, inputs: torch.Tensor) -> None:
-        torch._foreach_lerp_(list(self.teacher.parameters()), list(self.body.parameters()), 0.1)
-
-
 class ReplacedTeacher(ZeroTeacher):
     """The same by new memory for each tensor, as MoCo does it."""
 
@@ -248,9 +232,8 @@ class InBackward(ZeroTeacher):
         self.teacher.bias.data.lerp_(self.body.bias.data, 0.2)
 
 
-MOVING = [ZeroTeacher, DataTeacher, ForeachTeacher, ReplacedTeacher, ZeroedTarget, DataTarget]
-MOVING += [HiddenTeacher, HiddenTarget, Shadowed, PlainMean, Queue, Unsaved]
-MOVING += [Numpy, Decayed, InBackward]
+MOVING = [ZeroTeacher, ReplacedTeacher, ZeroedTarget, DataTarget, HiddenTeacher, HiddenTarget]
+MOVING += [Shadowed, PlainMean, Queue, Unsaved, Numpy, Decayed, InBackward]
 
 
 class Normalising(nn.Module):
@@ -268,11 +251,6 @@ class Normalising(nn.Module):
         return logits
 
 
-class Standardising(Normalising):
-    def change(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs.sub_(0.5).div_(0.25)
-
-
 class DroppingOut(Normalising):
     def __init__(self, num_classes: int) -> None:
         super().__init__(num_classes)
@@ -283,32 +261,10 @@ class DroppingOut(Normalising):
         return dropped
 
 
-class Rectifying(Normalising):
-    def change(self, inputs: torch.Tensor) -> torch.Tensor:
-        return nn.functional.leaky_relu_(inputs, 0.1)
-
-
-class ThroughAView(Normalising):
-    def change(self, inputs: torch.Tensor) -> torch.Tensor:
-        inputs.view(-1)[::2].mul_(2)
-        return inputs
-
-
 class ThroughData(Normalising):
     def change(self, inputs: torch.Tensor) -> torch.Tensor:
         inputs.data.exp_()
         return inputs
-
-
-class Masking(Normalising):
-    def change(self, inputs: torch.Tensor) -> torch.Tensor:
-        inputs[inputs > 1] -= 1.5
-        return inputs
-
-
-class Noisy(Normalising):
-    def change(self, inputs: torch.Tensor) -> torch.Tensor:
-        return inputs.add_(torch.randn_like(inputs), alpha=0.3)
 
 
 class NoisyNowAndThen(Normalising):
@@ -340,8 +296,7 @@ class ChangingLabels(Normalising):
         return {"logits": logits, "loss": nn.functional.cross_entropy(logits, labels)}
 
 
-CHANGING = [Normalising, Standardising, DroppingOut, Rectifying, ThroughAView, ThroughData]
-CHANGING += [Masking, Noisy, NoisyNowAndThen, OfNests, ChangingLabels]
+CHANGING = [Normalising, DroppingOut, ThroughData, NoisyNowAndThen, OfNests, ChangingLabels]
 
 
 class Nests(torch.utils.data.Dataset[tuple[dict[str, Any], int]]):

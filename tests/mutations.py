@@ -362,20 +362,20 @@ MUTATIONS = [
     Mutation("model/checksum.py", "((upper, factors[1]),", "((piece, factors[1]),", NUMBERS),
     Mutation(
         "preflight/memory_format.py",
-        "is_chosen = all(group.gather_json(",
-        "is_chosen = any(group.gather_json(",
+        "            is_chosen = all(",
+        "            is_chosen = any(",
         FORMAT,
     ),
     Mutation(
         "preflight/memory_format.py",
-        "if not _are_alike(usual, last) and _are_alike(last, drawn_again):",
-        "if not _are_alike(usual, last):",
+        "return _are_alike(usual, last) or not _are_alike(last, drawn_again)",
+        "return _are_alike(usual, last)",
         FORMAT,
     ),
     Mutation(
         "preflight/padding.py",
-        "with watching(trial.model, group, refuses=True):",
-        "with watching(trial.model, group):",
+        "with watching(trial.model, trial.group, refuses=True):",
+        "with watching(trial.model, trial.group):",
         "tests/data/test_length_split.py",
     ),
     Mutation(

@@ -2,21 +2,16 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from ddp_drills.faults import find
-from ddp_drills.work import Work
 from hardened_ddp.guard.divergence import differing_on_many
-from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.reach import Reach
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import read_launch
-from tests.harness.forked_drills import forked_drills
 from tests.harness.ranks import run_ranks, train
 
 LATE = ["--cpu_only", "--dataset", "tests.plugins:points", "--dataset_args", "{size: 120}"]
@@ -106,62 +101,13 @@ def test_without_foreach_they_are_copied_one_by_one(monkeypatch: pytest.MonkeyPa
 
 
 class Teacher(nn.Module):
-    """Has a copy of its layer that follows it as a moving average, and a frozen one that rests."""
+    """Has a frozen copy of its layer."""
 
-    def __init__(self, num_classes: int = 2) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer, self.teacher = nn.Linear(3, num_classes), nn.Linear(3, num_classes)
+        self.layer, self.teacher = nn.Linear(3, 2), nn.Linear(3, 2)
         self.teacher.load_state_dict(self.layer.state_dict())
-        self.rests = nn.Parameter(torch.ones(3), requires_grad=False)
         self.teacher.requires_grad_(False)
-
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        if self.training:
-            for mine, its in zip(self.teacher.parameters(), self.layer.parameters(), strict=True):
-                mine.data = mine.data * 0.9 + its.data * 0.1  # the device of MoCo's own code
-        logits = self.layer(inputs * self.rests)
-        if labels is None:
-            return {"logits": logits}
-        loss = nn.functional.cross_entropy(logits, labels)
-        return {"logits": logits, "loss": loss + (logits - self.teacher(inputs)).square().mean()}
-
-
-def test_a_teacher_that_begins_as_a_copy_is_found_to_move() -> None:
-    module = Teacher()
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    with untouched(module) as effects:
-        module(torch.randn(4, 3))
-        assert effects.moving() == {"teacher.weight", "teacher.bias"}
-    assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
-    with untouched(module) as effects:
-        module.teacher.weight.data.add_(1)
-        assert effects.moving() == {"teacher.weight"}
-    assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
-
-
-class Averaged(nn.Module):
-    """Keeps a moving average of its weight in a buffer, which begins as a copy of it."""
-
-    def __init__(self, num_classes: int = 2) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, num_classes)
-        self.register_buffer("average", self.layer.weight.detach().clone())
-        self.register_buffer("begins_as", self.layer.weight.detach().clone())
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.average.lerp_(self.layer.weight.detach(), 0.1)
-        logits: torch.Tensor = self.layer(inputs)
-        return logits
-
-
-def test_a_buffer_that_begins_as_a_copy_of_a_weight_is_found_to_move() -> None:
-    module = Averaged()
-    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    with untouched(module) as effects:
-        module(torch.randn(4, 3))
-        assert effects.moving() == {"average"}
-    assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
 
 
 def test_a_frozen_base_that_is_much_larger_than_what_is_trained_is_not_copied() -> None:
@@ -185,29 +131,6 @@ def test_moving_parameters_become_those_of_rank_0_bit_for_bit() -> None:
     )
     assert torch.equal(modules[2].teacher.weight, modules[0].teacher.weight)
     assert torch.equal(modules[2].teacher.bias, modules[0].teacher.bias)
-
-
-@pytest.mark.parametrize(
-    ("fault", "model"),
-    [
-        pytest.param("kill-forward", "Teacher", marks=pytest.mark.slow),
-        ("raise-backward-one", "Teacher"),
-        pytest.param("raise-backward-one", "Averaged", marks=pytest.mark.slow),
-    ],
-)
-def test_a_fault_in_a_step_leaves_the_teacher_as_in_the_undisturbed_run(
-    fault: str, model: str, tmp_path: Path
-) -> None:
-    work = Work(
-        model=f"tests.model.test_moving_buffers:{model}",
-        dataset="tests.plugins:points",
-        dataset_args={"size": 360},
-        flags=("--batch_size=12", "--num_workers=0", "--max_steps=15", "--eval_every=0"),
-    )
-    found = find(fault)
-    assert found is not None
-    verdict = forked_drills(tmp_path, work=work).run(found)
-    assert verdict.passed, verdict
 
 
 def compare_still(values: list[float]) -> list[str]:

@@ -1,5 +1,6 @@
 """The optimizer and its learning rate; and that no code guesses what an unknown choice means."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -51,21 +52,10 @@ def test_the_schedules_are_the_known_ones() -> None:
     assert curve("constant", warmup_steps=4)[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
-def test_a_schedule_without_a_case_is_refused() -> None:
-    with pytest.raises(AssertionError, match="a new choice"):
-        curve(UNKNOWN)
-
-
 def test_each_optimizer_is_its_own() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     kinds = {type(build_optimizer([weight], OptimizerConfig(optimizer=n))) for n in OPTIMIZERS}
     assert len(kinds) == len(OPTIMIZERS)
-
-
-def test_an_optimizer_without_a_case_is_refused() -> None:
-    weight = torch.nn.Parameter(torch.ones(2))
-    with pytest.raises(AssertionError, match="a new choice"):
-        build_optimizer([weight], OptimizerConfig(optimizer=UNKNOWN))
 
 
 @pytest.mark.parametrize(
@@ -136,15 +126,6 @@ def test_only_the_fused_ones_of_torch_are_trusted_to_skip_a_step_by_a_flag() -> 
         assert not skips_by_flag(build_optimizer([weight], config)), optimizer
 
 
-@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
-def test_a_precision_without_a_case_is_refused(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    with pytest.raises(AssertionError, match="a new choice"):
-        Precision(UNKNOWN, device)
-
-
 def test_fp16_on_the_cpu_is_said_to_run_in_fp32(caplog: pytest.LogCaptureFixture) -> None:
     assert Precision("fp16", CPU).name == "off"
     assert "fp16, which needs a GPU; running fp32" in caplog.text
@@ -153,15 +134,23 @@ def test_fp16_on_the_cpu_is_said_to_run_in_fp32(caplog: pytest.LogCaptureFixture
     assert not caplog.records
 
 
-def test_a_backend_without_a_case_is_refused() -> None:
+NOTHING_UNUSED, SOME_UNUSED = (Findings(names, False, "a", ()) for names in ((), ("a",)))
+WITHOUT_A_CASE: dict[str, Callable[[], object]] = {
+    "a schedule": lambda: curve(UNKNOWN),
+    "an optimizer": lambda: build_optimizer([], OptimizerConfig(optimizer=UNKNOWN)),
+    "a precision": lambda: Precision(UNKNOWN, CPU),
+    "a precision on a GPU": lambda: Precision(UNKNOWN, GPU),
+    "a backend": lambda: choose_backend(CPU, UNKNOWN),
+    "a search for unused parameters": lambda: choose_find_unused(UNKNOWN, NOTHING_UNUSED),
+    "such a search that is needed": lambda: choose_find_unused(UNKNOWN, SOME_UNUSED),
+}
+
+
+@pytest.mark.parametrize("choice", WITHOUT_A_CASE)
+def test_a_choice_without_a_case_is_refused(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     with pytest.raises(AssertionError, match="a new choice"):
-        choose_backend(CPU, UNKNOWN)
-
-
-def test_a_search_for_unused_parameters_without_a_case_is_refused() -> None:
-    for names in ((), ("a",)):
-        with pytest.raises(AssertionError, match="a new choice"):
-            choose_find_unused(UNKNOWN, Findings(names, False, "a", ()))
+        WITHOUT_A_CASE[choice]()
 
 
 def test_a_hook_without_a_case_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

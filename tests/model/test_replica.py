@@ -134,18 +134,13 @@ def test_auto_trains_a_model_that_uses_parameters_on_one_rank_only(shared_memory
     assert first == second
 
 
-@pytest.mark.parametrize("wanted", ["auto", "on"])
-def test_find_unused_is_on_where_needed(wanted: str) -> None:
-    assert choose_find_unused(wanted, Findings(("a",), False, "a", ()))
-
-
-def test_find_unused_off_refuses_unused_parameters_by_name() -> None:
-    with pytest.raises(UnusedParameterError, match=r"second\.weight"):
-        choose_find_unused("off", Findings(("second.weight",), False, "second.weight", ()))
-
-
-def test_find_unused_auto_stays_off_when_all_are_used() -> None:
+def test_find_unused_is_on_where_needed_and_refused_by_name_where_it_is_off() -> None:
+    needed = Findings(("second.weight",), False, "second.weight", ())
+    assert choose_find_unused("auto", needed)
+    assert choose_find_unused("on", needed)
     assert not choose_find_unused("auto", Findings((), False, "", ()))
+    with pytest.raises(UnusedParameterError, match=r"second\.weight"):
+        choose_find_unused("off", needed)
 
 
 def probe_failing() -> str:
