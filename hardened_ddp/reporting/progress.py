@@ -15,7 +15,7 @@ import sys
 import threading
 from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase
@@ -83,14 +83,10 @@ class ProgressBar:
         total_steps: int | None,
         initial_step: int,
         enabled: bool | None = None,
-        stream: TextIO | None = None,
     ) -> None:
-        """total_steps None: not known yet. enabled None: on if stream is a terminal.
-
-        stream: by default stderr.
-        """
+        """total_steps None: not known yet. enabled None: on if stderr is a terminal."""
         self._bar: tqdm[Any] | None = None  # Any: it iterates over nothing
-        self._sink = TextSink(sys.stderr if stream is None else stream)
+        self._sink = TextSink(sys.stderr)
         is_terminal = self._sink.isatty()
         self._redraw_s = _REDRAW_S if is_terminal else _REDRAW_IN_FILE_S
         self._next_draw = 0.0

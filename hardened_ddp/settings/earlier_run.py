@@ -77,27 +77,17 @@ def refuse_links(run: Path | None) -> None:
     """
     if run is None:
         return
-    inside = [run, *(run / name for name in _names_in(run) if name not in _MAY_HAVE_LINKS)]
-    links = [folder / name for folder in inside for name in _names_in(folder, links=True)]
-    if links:
-        raise RunFolderError(
-            f"{links[0]} is a symbolic link to {os.readlink(links[0])}: what the run writes there "
-            "would change something outside of its folder",
-            fix=f"look at it, and remove it: rm {shlex.quote(str(links[0]))}",
-        )
-
-
-def _names_in(folder: Path, *, links: bool = False) -> list[str]:
-    """List the folders, or the links, in a folder; none if it can't be read."""
-    try:
-        with os.scandir(folder) as entries:
-            return sorted(
-                entry.name
-                for entry in entries
-                if (entry.is_symlink() if links else entry.is_dir(follow_symlinks=False))
+    for folder, folders, files in os.walk(run):  # what can't be read is told by who opens it
+        links = (os.path.join(folder, name) for name in sorted((*folders, *files)))
+        if link := next(filter(os.path.islink, links), ""):
+            raise RunFolderError(
+                f"{link} is a symbolic link to {os.readlink(link)}: what the run writes there "
+                "would change something outside of its folder",
+                fix=f"look at it, and remove it: rm {shlex.quote(link)}",
             )
-    except OSError:  # it is not there yet; or who opens it says why not
-        return []
+        # what is looked into: the folders of the run, but not those in them
+        is_run = folder == str(run)
+        folders[:] = [name for name in folders if is_run and name not in _MAY_HAVE_LINKS]
 
 
 def run_of_checkpoint(path: Path) -> Path | None:

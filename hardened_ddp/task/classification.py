@@ -51,7 +51,6 @@ class Classification(Task):
 
     @classmethod
     def all_metrics(cls) -> Sequence[Metric]:
-        """Return what is measured with many classes."""
         return ACCURACY, TOP5
 
     @property
@@ -126,7 +125,6 @@ class Classification(Task):
         return {"num_classes": self.num_classes} if self.num_classes else {}
 
     def take_over(self, learned: Mapping[str, Any]) -> None:
-        """Use what another rank, or an earlier start, has learned."""
         self._know(learned.get("num_classes", self.num_classes))
 
     def figures(self, sums: Mapping[str, Any], count: float) -> Figures:
@@ -138,12 +136,10 @@ class Classification(Task):
         return found | ({TOP5.name: sums["in_top5"] / count} if "in_top5" in sums else {})
 
     def is_wrong(self, score: Score, batch: Batch) -> torch.Tensor:
-        """Return for each sample whether it was misclassified."""
         wrong: torch.Tensor = score.predictions.ne(batch.targets)
         return wrong
 
     def mistakes(self, score: Score, batch: Batch, *, most: int) -> list[Mistake]:
-        """Return the first misclassified samples."""
         inputs, targets = batch.inputs, batch.targets
         if not isinstance(inputs, torch.Tensor):
             return []
@@ -158,7 +154,6 @@ class Classification(Task):
         ]
 
     def table(self, device: torch.device) -> ConfusionMatrix:
-        """Return an empty confusion matrix."""
         return ConfusionMatrix(self.num_classes, names=self.class_names, device=device)
 
 

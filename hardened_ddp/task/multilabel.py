@@ -87,7 +87,6 @@ class Multilabel(Task):
         return {"num_labels": self.num_labels}
 
     def take_over(self, learned: Mapping[str, Any]) -> None:
-        """Use what another rank, or an earlier start, has learned."""
         self.num_labels = learned.get("num_labels", self.num_labels)
 
     def figures(self, sums: Mapping[str, Any], count: float) -> Figures:

@@ -73,11 +73,9 @@ class Own(Task):
                 self.take_over({"shift": found[0]})
 
     def learned(self) -> dict[str, Any]:
-        """Return what the first batch has shown; empty if nothing."""
         return {} if self.finds_shift else {"shift": self.shift}
 
     def take_over(self, learned: Mapping[str, Any]) -> None:
-        """Use what another rank, or an earlier start, has learned."""
         if learned:
             self.shift, self.finds_shift = learned["shift"], False
 

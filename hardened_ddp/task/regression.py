@@ -107,11 +107,9 @@ class Regression(Task):
             self.take_over({"origin": numbers.mean(0).tolist()})
 
     def learned(self) -> dict[str, Any]:
-        """Return what the first batch has shown."""
         return {} if self.origin is None else {"origin": self.origin.tolist()}
 
     def take_over(self, learned: Mapping[str, Any]) -> None:
-        """Use what another rank, or an earlier start, has learned."""
         if learned:
             self.origin = torch.tensor(learned["origin"], dtype=torch.float64)
 

@@ -92,7 +92,6 @@ class Segmentation(Task):
         return {"num_classes": self.num_classes} if self.num_classes else {}
 
     def take_over(self, learned: Mapping[str, Any]) -> None:
-        """Use what another rank, or an earlier start, has learned."""
         self.num_classes = learned.get("num_classes", self.num_classes)
 
     def figures(self, sums: Mapping[str, Any], count: float) -> Figures:
@@ -125,7 +124,6 @@ class Segmentation(Task):
         return found
 
     def is_wrong(self, score: Score, batch: Batch) -> torch.Tensor:
-        """Return for each image whether a pixel of it is wrong."""
         pixels = score.predictions.ne(batch.targets) & batch.targets.ne(self.ignore_index)
         wrong: torch.Tensor = pixels.flatten(1).any(dim=1)
         return wrong

@@ -122,7 +122,6 @@ class Tokens(Task):
                 self.take_over({**learned, "needs_labels": needs_labels})
 
     def learned(self) -> dict[str, Any]:
-        """Return what the first batch has shown; empty if nothing."""
         found: dict[str, Any] = {"vocabulary": self.vocabulary} if self.vocabulary else {}
         if not self.finds_shift:
             found |= {"shift": self.shift, "uses_model_loss": self.uses_model_loss}
@@ -130,7 +129,6 @@ class Tokens(Task):
         return found
 
     def take_over(self, learned: Mapping[str, Any]) -> None:
-        """Use what another rank, or an earlier start, has learned."""
         self.vocabulary = learned.get("vocabulary", self.vocabulary)
         if "shift" in learned:
             self.shift, self.uses_model_loss = learned["shift"], learned["uses_model_loss"]

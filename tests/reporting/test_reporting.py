@@ -21,7 +21,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -504,12 +503,13 @@ class TestProgressBar:
         done = run_command([sys.executable, "-c", program], timeout_s=30).ok()
         assert done.stdout == "False\n"
 
-    def test_a_bar_that_was_asked_for_is_drawn_into_any_stream_but_seldom(self) -> None:
-        stream = StringIO()
-        bar = ProgressBar(total_steps=1000, initial_step=0, enabled=True, stream=stream)
+    def test_a_bar_that_was_asked_for_is_drawn_into_any_stream_but_seldom(
+        self, stderr: Callable[[], str]
+    ) -> None:
+        bar = ProgressBar(total_steps=1000, initial_step=0, enabled=True)
         for step in range(1000):
             bar.update(step)
-        assert 1 <= stream.getvalue().count("/1000 [") <= 3
+        assert 1 <= stderr().count("/1000 [") <= 3
         bar.close()
 
     def test_an_update_costs_less_than_2_us(self, terminal: Terminal) -> None:
