@@ -273,20 +273,20 @@ def sizes_table() -> str:
 
     Figures that are still within 2 % stay as they are: else every change would change the document.
     """
-    shown = {row[0].strip("`"): row[1:3] for row in table_rows(READING, cells=6)}
-    lines = ["| package | lines | files | lines at most | lines before | files before |"]
-    lines.append("| --- " * 6 + "|")
+    shown = {row[0]: row[1:3] for row in table_rows(READING, cells=5)}
+    lines = ["| part | lines | files | at most | before |", "| --- " * 5 + "|"]
     layers = [f"hardened_ddp/{layer.split('/')[0]}" for layer in LAYERS]
     packages = ("ddp_doctor", "ddp_runs", "hardened_ddp", *layers, *SIZES_BEFORE)
     for package in filter(lambda name: (ROOT / name).is_dir(), dict.fromkeys(packages)):
+        name = package.replace("hardened_ddp/", ".../")
         paths = list((ROOT / package).rglob("*.py"))
         now = (sum(len(text_of(str(p)).splitlines()) for p in paths), len(paths))
-        old = [int(figure.replace(",", "")) for figure in shown.get(package, ())] or now
+        old = [int(figure.replace(",", "")) for figure in shown.get(name, ())] or now
         is_near = all(abs(a - b) <= max(1, 0.02 * b) for a, b in zip(old, now, strict=True))
-        most = BUDGETS.get(f"{package}/*")
-        figures = (*(old if is_near else now), most, *SIZES_BEFORE.get(package, (None, None)))
-        cells = ["" if figure is None else f"{figure:,}" for figure in figures]
-        lines.append(f"| `{package}` | {' | '.join(cells)} |")
+        size, count = old if is_near else now
+        most = f"{BUDGETS[key]:,}" if (key := f"{package}/*") in BUDGETS else ""
+        before = "{:,} in {}".format(*SIZES_BEFORE[package]) if package in SIZES_BEFORE else ""
+        lines.append(f"| {name} | {size:,} | {count} | {most} | {before} |")
     return "\n".join([*lines, ""])
 
 

@@ -122,12 +122,7 @@ OURS |= {"break", "kill"}  # of the tutorial
 class TestErrorCodes:
     def test_every_code_has_its_section_and_every_section_its_code(self) -> None:
         sections = re.findall(r"^### (DDP-[A-Z]\d\d) ", text_of(TROUBLES), re.MULTILINE)
-        assert len(set(sections)) == len(sections)
-        assert set(sections) == {error.code for error in error_classes()}
-
-    def test_no_two_errors_share_a_code(self) -> None:
-        codes = [error.code for error in error_classes()]
-        assert len(set(codes)) == len(codes)
+        assert sorted(sections) == sorted(error.code for error in error_classes())
 
     def test_a_section_has_symptom_cause_and_fix(self) -> None:
         found = re.split(r"^##+ ", text_of(TROUBLES), flags=re.MULTILINE)

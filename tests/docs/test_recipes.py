@@ -112,21 +112,9 @@ def run(command: str, tree: Path) -> str:
     return run_it(words, timeout_s=170, cwd=tree, env=env).ok().output
 
 
-def test_there_is_a_recipe_for_each_kind_of_addition() -> None:
+def test_there_is_a_recipe_for_each_kind_and_all_patches_apply(tree: Path) -> None:
     assert [recipe.name for recipe in RECIPES] == list(SHOWN)
-
-
-def test_all_patches_apply_one_after_the_other(tree: Path) -> None:
     for recipe in RECIPES:
-        apply(recipe, tree)
-
-
-def test_a_patch_that_is_out_of_date_is_told(tree: Path) -> None:
-    [recipe] = [recipe for recipe in RECIPES if recipe.name == "metric"]
-    apply(recipe, tree)
-    task = tree / "hardened_ddp/task/classification.py"
-    task.write_text(task.read_text().replace("TOP5 = ", "FIVE = "))
-    with pytest.raises(AssertionError, match="recipe metric no longer applies: update CONTRIB"):
         apply(recipe, tree)
 
 

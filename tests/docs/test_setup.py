@@ -53,12 +53,9 @@ def test_the_checkout_pins_every_version() -> None:
 
 
 def test_wrong_options_are_refused(copied: Path) -> None:
-    for words, what in (
-        (["--fast"], "unknown option --fast"),
-        (["--offline"], "needs the folder"),
-        (["--offline", "nowhere"], "no such folder"),
-    ):
-        done = run_command([copied / "setup.sh", *words], timeout_s=20)
+    told = {"--fast": "unknown option --fast", "--offline": "needs the folder"}
+    for words, what in (told | {"--offline nowhere": "no such folder"}).items():
+        done = run_command([copied / "setup.sh", *words.split()], timeout_s=20)
         assert done.status == 2
         assert what in done.stderr
     assert not (copied / "runs").exists()
@@ -96,7 +93,6 @@ def test_an_installation_that_was_killed_is_made_anew_and_the_next_does_nothing(
     ("torch", "torchvision", "is_enough"),
     [
         ("2.13.0+cpu", "0.28.0", True),
-        ("2.12.1", "0.27.1", True),
         ("2.11.0", "0.26.0", True),
         ("2.12.1", "0.28.0", False),
         ("2.10.0", "0.25.0", False),

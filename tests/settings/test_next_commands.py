@@ -373,40 +373,24 @@ def test_a_dead_rank_is_explained_and_the_run_resumed_by_what_the_survivor_says(
 
 
 @pytest.mark.slow
-def test_a_stopped_run_is_resumed_by_its_last_lines(shell: Shell) -> None:
-    words = [PYTHON, SCRIPT, *TRAIN]
-    words[words.index("--max_steps") + 1] = "100000"
-    with start_command(words, cwd=shell.folder, env=shell.env) as command:
-        metrics = shell.folder / "runs/r/metrics.jsonl"
-        command.wait_for(metrics.exists, timeout_s=LIMIT_S, what="a step")
-        command.signal(signal.SIGTERM)
-        stopped = command.wait(timeout_s=60).ok()
-    step = read_summary(only_run(shell.folder / "runs"))["step"]
-    resume = command_after(stopped.output, "resume: ")
-    done = shell.paste(f"{resume} --max_steps {step + 2}").ok()
-    assert f"resuming runs/r from step {step}" in done.output
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("variables", "num_ranks"),
+    "variables",
     [
-        ({"RANK": "0", "LOCAL_RANK": "0"}, [2, 1]),
-        ({"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2"}, [2, 1]),
-        ({"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2"}, [2, 1]),
+        {"RANK": "0", "LOCAL_RANK": "0"},
+        {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "2"},
+        {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2"},
     ],
     ids=["half an environment", "a batch script without srun", "an operator without torchrun"],
 )
 def test_a_start_that_is_refused_names_the_right_ones(
-    variables: dict[str, str], num_ranks: list[int], shell: Shell
+    variables: dict[str, str], shell: Shell
 ) -> None:
     shell.pretend("srun", SLURM)
     words = [word for word in TRAIN if word not in ("--run_name", "r")]
     refused = shell.run(PYTHON, SCRIPT, *words, **variables)
     assert refused.status == 2
     found = commands_in(refused.output.replace("  or in one process: ", "").replace("  next: ", ""))
-    assert len(found) == len(num_ranks)
-    for command, expected in zip(found, num_ranks, strict=True):
+    for command, expected in zip(found, (2, 1), strict=True):
         done = shell.paste(command, **variables).ok()
         assert f"{expected} rank{'s' * (expected > 1)}" in done.output
 

@@ -75,8 +75,6 @@ class TestEditedConfig:
         found = settings_beside((PROJECT / "config.yaml").read_text(encoding="utf-8"))
         assert found.config == Config()
         assert set(found.sources.values()) == {"default"}
-
-    def test_without_the_file_the_defaults_are_used(self) -> None:
         assert resolve(parse([], edited_file="none.yaml")).config == Config()
 
     def test_it_comes_after_the_default_and_before_everything_else(self) -> None:
@@ -99,11 +97,9 @@ class TestEditedConfig:
         assert (config.device.timeout_s, config.loop.epochs, config.data.batch_size) == (3, 5, 8)
         assert (config.optimizer.momentum, config.optimizer.learning_rate) == (0.2, 0.1)
 
-    def test_a_run_that_it_names_is_continued(self) -> None:
+    def test_a_run_that_it_names_is_continued_and_no_config_ignores_it(self) -> None:
         make_run("old", command="--seed 7")
         assert settings_beside("resume: newest\n").config.device.seed == 7
-
-    def test_no_config_ignores_it(self) -> None:
         assert settings_beside("epochs: 3\n", "--no_config").config.loop.epochs == 5
         assert settings_beside("[not: yaml", "--no-config").config.loop.epochs == 5
 
@@ -326,10 +322,6 @@ class TestWords:
         found = values_of("--config my.yaml")[line.partition(":")[0]]
         assert found == value
         assert type(found) is type(value)
-
-    def test_flags_are_never_shortened(self) -> None:
-        assert "no such setting" in problem_of("--epoch 3")
-        assert "no such setting" in problem_of("--batch 3")
 
 
 class TestTable:
