@@ -125,7 +125,7 @@ def build_task(name: str, model: nn.Module, data: TaskData, config: TaskConfig) 
     try:
         wanted = inspect.signature(build).parameters
         known = {key: value for key, value in facts.items() if key in wanted}
-        task = build(**{**known, **config.task_args})
+        task: object = build(**{**known, **config.task_args})
     except HardenedError:
         raise
     except ANY_FAILURE as error:  # WHY broad: it may be the user's class
@@ -135,7 +135,11 @@ def build_task(name: str, model: nn.Module, data: TaskData, config: TaskConfig) 
             f"{describe(error)}{line_of_user(error)}",
             fix="check --task_args against the constructor of the task",
         ) from error
-    task = _as_task(task, name)
+    if not isinstance(task, Task):
+        raise ConfigError(
+            f"--task {name} returned a {type(task).__name__}, which is no Task",
+            fix="derive it from hardened_ddp.task.task.Task, and define score(output, batch)",
+        )
     taken = {"samples", LOSS, *(metric.name for metric in task.metrics)}
     if twice := sorted(taken & config.metrics.keys()):
         raise ConfigError(
@@ -231,34 +235,6 @@ def _fitting_name(model: nn.Module, sample: Batch, group: Group) -> str:
     found = str(names[0])
     log.info("task: %s, because of the first batch: %s", found, reason)
     return found
-
-
-def _as_task(task: Any, name: str) -> Task:
-    """Return the user's object as a Task; what it does not define comes from Task."""
-    if isinstance(task, Task):
-        return task
-    if not callable(getattr(task, "score", None)):
-        raise ConfigError(
-            f"--task {name} returned a {type(task).__name__} without score(output, batch)",
-            fix="name a class derived from hardened_ddp.task.task.Task that defines score",
-        )
-    if isinstance(task, nn.Module):
-        raise ConfigError(
-            f"--task {name} returned an nn.Module: its forward and its parameters would stand "
-            "for those of the model",
-            fix="derive the class from hardened_ddp.task.task.Task instead; constants, such as "
-            "weights of classes, are plain tensors there, and what is trained belongs to the model",
-        )
-    try:
-        # WHY object's: a frozen dataclass refuses its own.
-        object.__setattr__(task, "__class__", type(type(task).__name__, (type(task), Task), {}))
-    except TypeError as error:  # such as a class with __slots__
-        raise ConfigError(
-            f"--task {name} returned a {type(task).__name__}, to which the rest of a task can't be "
-            f"added: {error}",
-            fix="derive the class from hardened_ddp.task.task.Task",
-        ) from error
-    return task  # type: ignore[no-any-return]  # it is one now
 
 
 @contextlib.contextmanager

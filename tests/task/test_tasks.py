@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from hardened_ddp.task.own import Own
 from hardened_ddp.task.own_metrics import OwnMetrics
 from hardened_ddp.task.regression import Regression
 from hardened_ddp.task.segmentation import Segmentation
-from hardened_ddp.task.task import Score, Task
+from hardened_ddp.task.task import Task
 from hardened_ddp.task.tokens import Tokens
 from hardened_ddp.training.building import check_names
 from tests.harness.ranks import run_ranks
@@ -267,23 +266,6 @@ class NoScore:
     pass
 
 
-class Slotted:
-    """It has no place for attributes besides its own."""
-
-    __slots__ = ("factor",)
-
-    def score(self, output: torch.Tensor, batch: Batch) -> Score:
-        return Score(output.sum(), batch.num_samples)
-
-
-@dataclass(frozen=True)
-class Frozen:
-    factor: float = 2.0
-
-    def score(self, output: torch.Tensor, batch: Batch) -> Score:
-        return Score(self.factor * output.sum(), batch.num_samples)
-
-
 class Refusing(Task):
     def __init__(self) -> None:
         raise ValueError("no such table")
@@ -334,13 +316,6 @@ class Summed(Sum):
         return self.total
 
 
-class ModuleScore(nn.Module):
-    """A task that is written as a loss of torch."""
-
-    def score(self, output: torch.Tensor, batch: Batch) -> Score:
-        return Score(output.sum(), batch.num_samples)
-
-
 def built(*argv: str) -> Task:
     config = resolve(parse(["--cpu_only", *argv]), world_size=1).config
     model = nn.Linear(3, 2)
@@ -351,9 +326,7 @@ def built(*argv: str) -> Task:
     ("argv", "told"),
     [
         (("--task", "tests.task.test_tasks:Nothing"), "Nothing"),
-        (("--task", "tests.task.test_tasks:NoScore"), "without score"),
-        (("--task", "tests.task.test_tasks:ModuleScore"), "an nn.Module"),
-        (("--task", "tests.task.test_tasks:Slotted"), "derive the class from"),
+        (("--task", "tests.task.test_tasks:NoScore"), "is no Task"),
         (("--task", "tests.task.test_tasks:Refusing"), "no such table"),
         (("--task", "tokens", "--metrics", "{x: nothing}"), "need package.module:Class"),
         (("--task", "tokens", "--metrics", "{x: tests.task.test_tasks:NoScore}"), "without update"),
@@ -369,13 +342,6 @@ def test_a_task_that_can_not_be_built_is_told_before_the_first_step(
 ) -> None:
     with pytest.raises(HardenedError, match=told):
         built(*argv)
-
-
-def test_a_class_that_only_scores_becomes_a_task_even_a_frozen_one() -> None:
-    task = built("--task", "tests.task.test_tasks:Frozen")
-    assert isinstance(task, Task)
-    assert float(task.score(torch.ones(3, 2), Batch(None, None, torch.arange(3))).loss_sum) == 12
-    assert metric_of(task, "auto", setting="best_metric").name == "loss"
 
 
 @pytest.mark.parametrize(
@@ -397,7 +363,7 @@ def test_names_of_metrics_that_some_data_have_pass() -> None:
     own = ("--metrics", "{total: tests.task.test_tasks:Sum}", "--best_metric", "total")
     for argv in (
         (*own, "--stop_when", "top5_accuracy"),
-        ("--task", "tests.task.test_tasks:Frozen"),
+        ("--task", "tests.task.test_tasks:Refusing"),
     ):
         check_names(resolve(parse(["--cpu_only", *argv]), world_size=1).config)
 
