@@ -228,7 +228,10 @@ MUTATIONS = [
         REPORTING,
     ),
     Mutation(
-        "reporting/background.py", "if self._jobs.qsize() >= _MAX_WAITING:", "if False:", REPORTING
+        "reporting/background.py",
+        "if self._jobs.qsize() >= _MAX_WAITING:",
+        "if False:",
+        "tests/reporting/test_trackers.py",
     ),
     # checkpoint
     Mutation("checkpoint/folder.py", "if step not in protected", "", FILES),

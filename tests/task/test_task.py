@@ -1,6 +1,5 @@
 """The task: what a batch is worth, and that training adds up any task's scores alike."""
 
-import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from torch import nn
 
 import ddp_training
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import Launch, environment, read_launch
 from hardened_ddp.settings.cli import parse
@@ -20,7 +18,6 @@ from hardened_ddp.settings.layers import resolve
 from hardened_ddp.step.progress import Totals
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.task import Metric, Score, Task, described, shortly_described, with_loss
-from hardened_ddp.training.evaluate_run import measure
 from hardened_ddp.training.evaluation import Evaluation, evaluate
 from tests.harness.ranks import run_ranks, train
 
@@ -70,19 +67,6 @@ def test_the_mean_loss_of_a_model_itself_becomes_a_sum() -> None:
     score = task.score(task.forward(model, batch), batch)
     assert float(score.loss_sum) == 3.0
     assert int(score.metrics["correct"]) == 2
-
-
-def test_only_the_task_stands_between_its_caller_and_the_model() -> None:
-    """Whoever reads a traceback of a forward finds the loop right above the model."""
-    above: list[str] = []
-
-    def model(inputs: torch.Tensor) -> torch.Tensor:
-        above.extend(frame.function for frame in inspect.stack()[1:3])
-        return inputs
-
-    Classification(num_classes=3).forward(model, batch_of(LOGITS, TARGETS))
-    test = "test_only_the_task_stands_between_its_caller_and_the_model"
-    assert above == ["forward", test]
 
 
 def test_totals_add_up_the_sums_of_any_task_and_go_back_to_a_mark() -> None:
@@ -199,14 +183,3 @@ def test_the_best_checkpoint_is_the_one_of_the_first_metric_of_the_task(tmp_path
     assert (found["metric"], found["direction"]) == ("distance", "lower is better")
     assert found["value"] == min(distances.values())
     assert found["value"] == distances[found["step"]]
-
-
-def test_the_command_evaluate_reports_what_the_task_names() -> None:
-    argv = ["--dataset", "tests.plugins:points", "--cpu_only", "--num_workers", "0"]
-    config = resolve(parse(argv), world_size=1).config
-    data = build_data(config.data)
-    model = nn.Linear(3, 2)
-    group = Group(Launch(), CPU)
-    report = measure(model, Distance(), None, data, config, group)
-    assert list(report) == ["num_samples", "left_out", "loss", "distance", "near"]
-    assert report["num_samples"] == 17
