@@ -60,9 +60,6 @@ class Classification(Task):
             found["in_top5"] = torch.zeros((), dtype=torch.int64)
         return found
 
-    def sums_of(self, score: Score) -> Mapping[str, torch.Tensor]:
-        return score.metrics
-
     def score(self, output: Any, batch: Batch) -> Score:
         """Compare the logits in output with the labels. Raises ModelError if there are none."""
         targets = batch.targets.long()  # of any integer type; int64 as it is

@@ -33,7 +33,8 @@ def check_score(task: Task, score: Any) -> Score:  # Any: whatever a user's task
     _check_loss(name, score.loss_sum)
     _check_count(name, score.count)
     missing = [metric.name for metric in task.metrics if metric.name not in score.metrics]
-    if missing and type(task).sums_of is Task.sums_of:
+    has_own_sums = (type(task).sums, type(task).sums_of) != (Task.sums, Task.sums_of)
+    if missing and not has_own_sums:
         raise ModelError(
             f"task {name}: score() did not return {', '.join(missing)}",
             fix="give each of its metrics in Score.metrics: a sum, or (sum, count)",

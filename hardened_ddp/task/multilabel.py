@@ -45,9 +45,6 @@ class Multilabel(Task):
             "exact": torch.zeros((), dtype=torch.int64),
         }
 
-    def sums_of(self, score: Score) -> Mapping[str, torch.Tensor]:
-        return score.metrics
-
     def score(self, output: Any, batch: Batch) -> Score:
         """Compare each logit with its label; a logit above 0 predicts the label."""
         logits, targets = _alike(logits_of(output, need=_NEED), batch.targets)

@@ -55,9 +55,6 @@ class Regression(Task):
         names = ("squared_error", "absolute_error", "label", "squared_label")
         return {name: torch.zeros(self.num_outputs, dtype=torch.float64) for name in names}
 
-    def sums_of(self, score: Score) -> Mapping[str, torch.Tensor]:
-        return score.metrics
-
     def score(self, output: Any, batch: Batch) -> Score:
         """Compare outputs with labels, number by number."""
         targets = batch.targets

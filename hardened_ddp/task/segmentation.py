@@ -43,9 +43,6 @@ class Segmentation(Task):
         size = self.num_classes
         return {"confusion": torch.zeros(size, size, dtype=torch.int64)}
 
-    def sums_of(self, score: Score) -> Mapping[str, torch.Tensor]:
-        return score.metrics
-
     def score(self, output: Any, batch: Batch) -> Score:
         """Compare the logits of each pixel that counts with its label."""
         targets = batch.targets

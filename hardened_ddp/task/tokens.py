@@ -68,9 +68,6 @@ class Tokens(Task):
     def sums(self) -> Mapping[str, torch.Tensor]:
         return {"correct": torch.zeros((), dtype=torch.int64)}
 
-    def sums_of(self, score: Score) -> Mapping[str, torch.Tensor]:
-        return score.metrics
-
     def score(self, output: Any, batch: Batch) -> Score:
         """Compare the logits at each position that counts with its label."""
         targets = batch.targets.long()  # of any integer type; int64 as it is
