@@ -16,37 +16,15 @@ DDP_NAMES = ("DistributedDataParallel", "DDP")
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 # Words in a condition that say: not every rank comes here.
-RANK_WORDS = frozenset(
-    [
-        "rank",
-        "main",
-        "master",
-        "primary",
-        "chief",
-        "leader",
-        "zero",
-        "gpu",
-        "writer",
-        "head",
-        "root",
-        "save",
-        "local",
-    ]
+RANK_WORDS = (
+    *("rank", "main", "master", "primary", "chief", "leader", "zero", "gpu", "writer", "head"),
+    *("root", "save", "local"),
 )
 OTHER_LAUNCHERS = frozenset(("deepspeed", "horovod", "colossalai"))
-FRAMEWORKS = frozenset(
-    [
-        "lightning",
-        "pytorch_lightning",
-        "accelerate",
-        "transformers",
-        "ignite",
-        "fastai",
-        "composer",
-        "catalyst",
-        "ray",
-    ]
-).union(OTHER_LAUNCHERS)
+FRAMEWORKS = OTHER_LAUNCHERS.union(
+    ("lightning", "pytorch_lightning", "accelerate", "transformers", "ignite", "fastai"),
+    ("composer", "catalyst", "ray"),
+)
 
 
 class Script:

@@ -8,6 +8,7 @@ count in favour of the program.
 import ast
 from collections.abc import Callable, Iterator, Mapping
 
+from ddp_doctor.audit.injected.collectives import OPERATIONS
 from ddp_doctor.audit.script import (
     FRAMEWORKS,
     LOOPS,
@@ -23,22 +24,6 @@ Found = Iterator[tuple[ast.Call, str]]
 
 _OPENERS = ("BytesIO", "open", "StringIO", "NamedTemporaryFile", "TemporaryFile", "mkstemp")
 _UNIQUE = ("rank", "pid", "uuid", "temp", "tmp", "buf", "worker", "hostname", "node", "gpu")
-_COLLECTIVES = [
-    "barrier",
-    "monitored_barrier",
-    "all_reduce",
-    "reduce",
-    "reduce_scatter",
-    "broadcast",
-    "broadcast_object_list",
-    "all_gather",
-    "all_gather_object",
-    "all_gather_into_tensor",
-    "gather",
-    "gather_object",
-    "scatter",
-    "all_to_all",
-]
 _DIST_NAMES = ("dist", "distributed", "torch.distributed", "c10d", "torch_dist", "tdist")
 
 
@@ -230,7 +215,7 @@ def _is_top_of_training(script: Script, node: ast.AST) -> bool:
 
 def find_one_rank_collective(script: Script) -> Found:
     """Yield collectives under rank == 0 that have no counterpart for the other ranks."""
-    for name in _COLLECTIVES:
+    for name in OPERATIONS:
         for call in script.calls(name):
             has_group = any(k.arg == "group" for k in call.keywords)
             alone = _one_rank_branch(script, call)

@@ -140,8 +140,8 @@ def _is_of_whole_job(answer: Answer) -> bool:
 
 def collect(sources: Sequence[Source], commands: Commands) -> Evidence:
     """Read all sources. Raises UnreadableLogError."""
-    matcher, words, rare_words = _catalogue()
-    collector, search = Collector(matcher), Search(words, rare_words)
+    matcher, words = _catalogue()
+    collector, search = Collector(matcher), Search(words)
     has_text = False
     for source in sources:
         try:
@@ -162,11 +162,10 @@ def collect(sources: Sequence[Source], commands: Commands) -> Evidence:
 
 
 @cache
-def _catalogue() -> tuple[Matcher, tuple[bytes, ...], tuple[bytes, ...]]:
-    """Give the index of the catalogue, and the words of its messages: common ones, and rare."""
+def _catalogue() -> tuple[Matcher, tuple[bytes, ...]]:
+    """Give the index of the catalogue, and the words of the lines that are looked at."""
     matcher = Matcher(CAUSES)
-    rare_words = matcher.words(are_rare=True)
-    return matcher, (*matcher.words(), *_FACTS), (*rare_words, *_FACTS)
+    return matcher, (*matcher.words(), *_FACTS)
 
 
 def _read(source: Source, collector: Collector, search: Search) -> bool:

@@ -15,44 +15,9 @@ from ddp_doctor.explain.events import Cause
 # Words that many messages have, and few other lines. WHY so few: each costs a pass over the lines
 # that are new.
 _WORDS = (
-    b"rror",
-    b"RROR",
-    b"xception",
-    b"Traceback",
-    b"Exit",
-    b"Interrupt",
-    b"ailed",
-    b"ailure",
-    b"FAILED",
-    b"imeout",
-    b"imed out",
-    b"SIG",
-    b"ignal ",
-    b"illed",
-    b"exitcode",
-    b"exit code",
-    b"atal",
-    b"DDP-",
-    b"Errno",
-    b'  File "',
-)
-# Words that many messages have, and many lines of training output.
-_COMMON_WORDS = (
-    b"NCCL",
-    b"nccl",
-    b" not ",
-    b"xpected",
-    b"n't ",
-    b" is ",
-    b"annot",
-    b"nable to",
-    b"nvalid",
-    b"emory",
-    b"ismatch",
-    b"been ",
-    b"onnection",
-    b"CUDA",
-    b"bort",
+    *(b"rror", b"RROR", b"xception", b"Traceback", b"Exit", b"Interrupt", b"Errno", b'  File "'),
+    *(b"ailed", b"ailure", b"FAILED", b"imeout", b"imed out", b"atal", b"illed", b"DDP-"),
+    *(b"SIG", b"ignal ", b"exitcode", b"exit code"),
 )
 _LITERAL_ESCAPES = set(".()[]{}|*+?^$\\/-'\"#& ")
 _SHORTEST = 4
@@ -106,12 +71,9 @@ class Matcher:
             self._literals_of[form] = known
         return known
 
-    def words(self, *, are_rare: bool = False) -> tuple[bytes, ...]:
-        """List words such that every line that matches a phrase has one of them.
-
-        are_rare: no words of usual output among them, but several times as many words.
-        """
-        words = [*_WORDS, *(() if are_rare else _COMMON_WORDS)]
+    def words(self) -> tuple[bytes, ...]:
+        """List words such that every line that matches a phrase has one of them."""
+        words = list(_WORDS)
         for literal in sorted(self._literals, key=len):
             encoded = literal.encode()
             if not any(word in encoded for word in words):

@@ -14,23 +14,10 @@ from typing import Any
 from ddp_doctor.audit.injected.recorder import Foreign, Recorder, user_line
 
 OPERATIONS = (
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "monitored_barrier",
-    "broadcast_object_list",
-    "all_gather_object",
-    "gather_object",
-    "scatter_object_list",
+    *("all_reduce", "broadcast", "reduce", "gather", "scatter", "reduce_scatter", "barrier"),
+    *("all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "monitored_barrier"),
+    *("all_to_all", "all_to_all_single", "all_gather_object", "gather_object"),
+    *("broadcast_object_list", "scatter_object_list"),
 )
 MAX_RECORDS = 5000
 POLL_S = 0.5
