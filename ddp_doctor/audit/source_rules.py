@@ -281,8 +281,8 @@ def find_one_rank_forward(script: Script) -> Found:
         if alone and not is_elsewhere and not script.is_without_grad(node):
             yield (
                 node,
-                f"{ast.unparse(node.func)}(...) is DDP's forward, and runs under "
-                f"`if {ast.unparse(alone.test)}` only: it waits for the other ranks",
+                f"{ast.unparse(node.func)}(...) is DDP's forward, and runs under `if "
+                f"{ast.unparse(alone.test)}` only: it waits for the other ranks",
             )
 
 

@@ -80,8 +80,8 @@ def _slow_rank(ranks: Ranks, times: dict[int, dict[str, float]]) -> Iterator[Ver
         step = ranks.by_number[slow].all("step")[0]
         yield Verdict(
             code="slow-rank",
-            sentence=f"rank {slow} is slow, and all others wait for it: {work[slow]:.1f} ms of "
-            f"own work per step, the others {others:.1f}; most of it in "
+            sentence=f"rank {slow} is slow, and all others wait for it: {work[slow]:.1f} ms of own "
+            f"work per step, the others {others:.1f}; most of it in "
             f"{_NAMES.get(part, 'code outside the forward')}",
             place=step["line"],
             evidence=(f"a step takes {times[slow]['step']:.1f} ms",),
@@ -117,8 +117,8 @@ def _ddp(rank: Rank, wrap: Record, times: dict[str, float]) -> Iterator[Verdict]
         elif all(some == unused[0] for some in unused) and not wrap["static_graph"]:
             yield Verdict(
                 code="static-graph-possible",
-                sentence="the same parameters are unused in every step: static_graph=True needs "
-                "no search",
+                sentence="the same parameters are unused in every step: static_graph=True needs no "
+                "search",
                 place=wrap["line"],
                 evidence=(f"{len(unused[0])} unused parameters in {len(steps)} steps",),
             )

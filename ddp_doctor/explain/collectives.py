@@ -36,14 +36,10 @@ _LEAVING = re.compile(
     r"taking the entire process down|watchdog thread terminated with exception|Signal 6 \(SIGABRT\)"
     r"|first observed failure"
 )
-_EQUAL_SIZES = {
-    "ALLREDUCE",
-    "ALL_REDUCE",
-    "BROADCAST",
-    "_ALLGATHER_BASE",
-    "_REDUCE_SCATTER_BASE",
-    "REDUCE",
-}
+_EQUAL_SIZES = (
+    *("ALLREDUCE", "ALL_REDUCE", "BROADCAST", "REDUCE"),
+    *("_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE"),
+)
 _DEFAULT_GROUP = re.compile(r"default_pg|GUID 0\b|^PG 0\b|^PG \(0\)|^$")
 _NO_SEQ = -1
 _MOST_APART = 100

@@ -16,10 +16,9 @@ from typing import TextIO
 from ddp_doctor.errors import UnreadableLogError, UsageError
 from ddp_doctor.explain.catalogue import BY_CODE, CAUSES
 from ddp_doctor.explain.collectives import MAX_BYTES, PICKLE
-from ddp_doctor.explain.collector import Collector
+from ddp_doctor.explain.collector import Collector, Evidence
 from ddp_doctor.explain.endings import Tail, ending_of
 from ddp_doctor.explain.events import Tier
-from ddp_doctor.explain.evidence import Evidence
 from ddp_doctor.explain.lines import habits_of, stack_of_error_file
 from ddp_doctor.explain.matching import Matcher
 from ddp_doctor.explain.reader import Search, decoder_of, read_lines, read_sample

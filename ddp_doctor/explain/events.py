@@ -70,9 +70,6 @@ class Cause:
     confirm: str
     """How to make sure that this is the cause."""
 
-    source: str
-    """Where the message is made: a file of torch, NCCL, gloo, or an issue."""
-
     tier: Tier = Tier.EXCEPTION
     blame: Blame = Blame.SPEAKER
     is_generic: bool = False

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_doctor.explain.collectives import Finding
+from ddp_doctor.explain.collector import Evidence
 from ddp_doctor.explain.events import Blame, Event, Tier
-from ddp_doctor.explain.evidence import Evidence
 from ddp_doctor.explain.exits import Exit
 
 CERTAIN, LIKELY, GUESS = "certain", "likely", "guess"

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ddp_doctor.explain.catalogue.own import GUIDE, STEPS
+from ddp_doctor.explain.collector import Evidence
 from ddp_doctor.explain.events import Cause, Event, Tier
-from ddp_doctor.explain.evidence import Evidence
 from ddp_doctor.explain.guilt import CERTAIN, GUESS, LIKELY
 from ddp_doctor.explain.run_story import ENDED_WELL, Story, lines_of
 from ddp_doctor.explain.verdict import Verdict
@@ -34,8 +34,8 @@ _NAMES = {
 }
 _COLLECT = (
     "one log per rank: torchrun --log-dir logs --redirects 3 --tee 3 ... ; srun --label",
-    "tracebacks in torchrun's last block: @record of torch.distributed.elastic.multiprocessing."
-    "errors above main()",
+    "tracebacks in torchrun's last block: @record of "
+    "torch.distributed.elastic.multiprocessing.errors above main()",
     "the collectives at a hang: TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 "
     "TORCH_DISTRIBUTED_DEBUG=DETAIL (on nccl; INFO on gloo); give the dumps to explain, too",
     "crashes in native code: PYTHONFAULTHANDLER=1; of the machine: dmesg -T, sacct, kubectl "
@@ -324,7 +324,7 @@ def _confirm_lines(cause: Cause) -> list[str]:
     lines += ["", *_wrap(f"Confirm: {cause.confirm}", "")]
     if cause.or_else:
         lines += _wrap(f"Or else: {cause.or_else}", "")
-    return lines + _wrap(f"Code: {cause.code}; the message comes from {cause.source}", "")
+    return [*lines, f"Code: {cause.code}"]
 
 
 def _steps(answer: Answer) -> list[tuple[str, str]]:

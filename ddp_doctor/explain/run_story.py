@@ -15,8 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from ddp_doctor.explain.collector import Evidence
 from ddp_doctor.explain.events import Line, Tier
-from ddp_doctor.explain.evidence import Evidence
 
 _HANG = re.compile(r"(?P<clock>\d{8}-\d{6})-step-(?P<step>\d+)$")
 _OF_ALL_ATTEMPTS = ("failures.jsonl", "attempts.jsonl", "metrics.jsonl", "summary.json")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from ddp_doctor.explain.catalogue import BY_CODE
 from ddp_doctor.explain.catalogue.stops import FINISHED, SILENT
 from ddp_doctor.explain.collectives import Finding
+from ddp_doctor.explain.collector import Evidence
 from ddp_doctor.explain.endings import (
     is_closing,
     name_known_crash,
@@ -20,14 +21,9 @@ from ddp_doctor.explain.endings import (
     without_restarted,
 )
 from ddp_doctor.explain.events import Event, Tier
-from ddp_doctor.explain.evidence import Evidence
 from ddp_doctor.explain.exits import Exit
 from ddp_doctor.explain.guilt import Guilty, place_events, who
-from ddp_doctor.explain.run_folder import (
-    HUNG,
-    events_of_folder,
-    newest_stacks,
-)
+from ddp_doctor.explain.run_folder import HUNG, events_of_folder, newest_stacks
 
 _OF_SIGNAL = {
     -9: "killed-sigkill",

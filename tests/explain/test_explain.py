@@ -66,7 +66,6 @@ class TestCatalogue:
         for cause in CAUSES:
             assert cause.why, cause.code
             assert cause.confirm, cause.code
-            assert cause.source, cause.code
             assert len(cause.fix) > 10, cause.code
 
     def test_the_first_search_finds_every_line_that_a_phrase_matches(self) -> None:

@@ -36,7 +36,6 @@ class Collectives:
         self._module: Foreign = None
 
     def patch(self, module: Foreign) -> None:
-        """Patch torch.distributed.distributed_c10d."""
         self._module = module
         self._recorder.wrap(module, "init_process_group", after=self._note_init)
         for name in OPERATIONS:

@@ -38,7 +38,6 @@ class Files:
         self._recorder.wrap(module, "save", before=self._note_save)
 
     def patch_safetensors(self, module: Foreign) -> None:
-        """Patch safetensors.torch."""
         self._recorder.wrap(module, "save_file", before=self._note_save_file)
 
     def _note_save(self, obj: Foreign, f: Foreign, *args: Any, **kwargs: Any) -> None:
@@ -83,5 +82,4 @@ class Files:
             self._waiting = []
 
     def forget(self) -> None:
-        """Begin anew in a forked child."""
         self._seen, self._waiting = set(), []

@@ -36,7 +36,6 @@ class Loaders:
         """Since the last optimizer step, by loader."""
 
     def patch(self, module: Foreign) -> None:
-        """Patch torch.utils.data.dataloader."""
         wrap = self._recorder.wrap
         wrap(module.DataLoader, "__init__", after=self._note_made)
         wrap(module.DataLoader, "__iter__", before=self._forget_batches, after=self._note_pass)
@@ -155,7 +154,6 @@ class Loaders:
         self.wait_s, self._num_batches = 0.0, {}
 
     def forget(self) -> None:
-        """Begin anew in a forked child."""
         self._passes, self.current = {}, None
 
 

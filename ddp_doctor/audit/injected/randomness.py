@@ -32,16 +32,13 @@ class Randomness:
         self._seen: dict[tuple[Foreign, ...], int] = {}
 
     def patch_random(self, module: Foreign) -> None:
-        """Patch torch.random."""
         self._recorder.wrap(module, "manual_seed", before=self._note_seed)
 
     def patch_functional(self, module: Foreign) -> None:
-        """Patch torch.nn.functional."""
         self._recorder.wrap(module, "dropout", before=self._note_dropout)
         self._recorder.wrap(module, "batch_norm", before=self._note_batch_norm)
 
     def patch_fetch(self, module: Foreign) -> None:
-        """Patch torch.utils.data._utils.fetch."""
         fetcher = getattr(module, "_MapDatasetFetcher", None)
         if fetcher is not None:
             self._recorder.wrap(fetcher, "fetch", before=self._begin_fetch, after=self._end_fetch)
@@ -114,7 +111,6 @@ class Randomness:
             )
 
     def forget(self) -> None:
-        """Begin anew in a forked child."""
         self._num_fetches = 0
 
 

@@ -58,7 +58,6 @@ class Replicas:
         self._num_quiet_modes = 0
 
     def patch(self, module: Foreign) -> None:
-        """Patch torch.nn.parallel.distributed."""
         wrap, ddp = self._recorder.wrap, module.DistributedDataParallel
         wrap(ddp, "__init__", after=self._note_made)
         wrap(ddp, "forward", before=self._begin_forward, after=self._end_forward)
@@ -201,5 +200,4 @@ class Replicas:
         self.forward_s, self.inputs = 0.0, []
 
     def forget(self) -> None:
-        """Begin anew in a forked child."""
         self._all = []

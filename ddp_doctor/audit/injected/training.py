@@ -91,7 +91,6 @@ class Training:
         self._recorder.wrap(module.Optimizer, "__init__", after=self._note_made)
 
     def patch_autograd(self, module: Foreign) -> None:
-        """Patch torch.autograd."""
         self._recorder.wrap(
             module, "backward", before=self._before_backward, after=self._after_backward
         )
@@ -311,7 +310,6 @@ class Training:
         return [p.grad for optimizer in list(self._optimizers) for p in parameters_of(optimizer)]
 
     def forget(self) -> None:
-        """Begin anew in a forked child."""
         self._optimizers.clear()
 
 
@@ -365,14 +363,12 @@ class Clipping:
         self._num_records = 0
 
     def patch_scaler(self, module: Foreign) -> None:
-        """Patch torch.amp.grad_scaler."""
         wrap, scaler = self._recorder.wrap, module.GradScaler
         wrap(scaler, "scale", before=self._note_scale)
         wrap(scaler, "unscale_", before=self._note_unscaled)
         wrap(scaler, "step", before=self._note_unscaled)
 
     def patch_clipping(self, module: Foreign) -> None:
-        """Patch torch.nn.utils.clip_grad."""
         for name in ("clip_grad_norm_", "clip_grad_value_"):
             self._recorder.wrap(module, name, before=self._note_clip)
 

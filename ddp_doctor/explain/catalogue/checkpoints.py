@@ -2,9 +2,6 @@
 
 from ddp_doctor.explain.events import Cause
 
-_MODULE = "torch/nn/modules/module.py"
-_SERIAL = "torch/serialization.py"
-
 CAUSES = (
     Cause(
         code="checkpoint-module-prefix",
@@ -21,7 +18,6 @@ CAUSES = (
         "load_from_checkpoint",
         trainer="trainer.save_model() writes the names without module.",
         confirm="print(list(state)[:3]).",
-        source=_MODULE,
     ),
     Cause(
         code="checkpoint-compile-prefix",
@@ -32,7 +28,6 @@ CAUSES = (
         "{k.replace('_orig_mod.', ''): v for k, v in state.items()}.",
         accelerate="accelerator.unwrap_model(model, keep_torch_compile=False)",
         confirm="print(list(state)[:3]).",
-        source=_MODULE,
     ),
     Cause(
         code="checkpoint-size",
@@ -47,7 +42,6 @@ CAUSES = (
         "from the state and load with strict=False.",
         trainer="from_pretrained(..., ignore_mismatched_sizes=True)",
         confirm="Compare the two shapes in the message.",
-        source=_MODULE,
     ),
     Cause(
         code="checkpoint-keys",
@@ -60,7 +54,6 @@ CAUSES = (
         why="Names of parameters in the file and in the model differ",
         fix="Compare set(state) and set(model.state_dict()); strict=False only if meant.",
         confirm="The names in the message.",
-        source=_MODULE,
     ),
     Cause(
         code="checkpoint-weights-only",
@@ -76,7 +69,6 @@ CAUSES = (
         "strangers.",
         lightning="load_from_checkpoint(..., weights_only=False) for own files",
         confirm="The class named after `Unsupported global`.",
-        source=_SERIAL,
     ),
     Cause(
         code="checkpoint-device",
@@ -90,7 +82,6 @@ CAUSES = (
         fix="torch.load(path, map_location='cpu'), then model.load_state_dict; it also keeps all "
         "ranks from loading to GPU 0.",
         confirm="The device number in the message.",
-        source=_SERIAL,
     ),
     Cause(
         code="checkpoint-corrupt",
@@ -110,7 +101,6 @@ CAUSES = (
         "os.replace; git lfs pull.",
         suite="a checkpoint is complete or absent; the newest valid one is used (DDP-K01)",
         confirm="ls -l and sha256sum of the file on all nodes; head -c 100 for git-lfs.",
-        source="caffe2/serialize/inline_container.cc",
     ),
     Cause(
         code="checkpoint-many-writers",
@@ -128,7 +118,6 @@ CAUSES = (
         accelerate="accelerator.save(...), or if accelerator.is_main_process",
         trainer="if trainer.is_world_process_zero()",
         confirm="The call that saves is not under `if rank == 0`.",
-        source="Python's OSError; caffe2/serialize/inline_container.cc",
         or_else="`unexpected pos` and `file write failed` also mean a full disk: df -h, quota.",
     ),
     Cause(
@@ -147,7 +136,6 @@ CAUSES = (
         trainer="save_total_limit=2",
         suite="--keep_last",
         confirm="df -h and df -i of that path on that node.",
-        source="Linux errno",
     ),
     Cause(
         code="checkpoint-permission",
@@ -160,7 +148,6 @@ CAUSES = (
         why="Rights, a read-only mount, or a folder that is missing on this node",
         fix="ls -ld of the folder as the job's user on that node; mkdir -p; another path.",
         confirm="touch PATH/x on that node.",
-        source="Linux errno; torch/serialization.py",
     ),
     Cause(
         code="checkpoint-optimizer",
@@ -177,7 +164,6 @@ CAUSES = (
         "weights alone",
         trainer="train() without resume_from_checkpoint, on a model of from_pretrained(CHECKPOINT)",
         confirm="Compare len(group['params']) of both.",
-        source="torch/optim/optimizer.py",
     ),
     Cause(
         code="checkpoint-rng",
@@ -186,7 +172,6 @@ CAUSES = (
         why="map_location='cuda' moved the saved random state to the GPU, too",
         fix="map_location='cpu' for the file; or state.cpu() before set_rng_state.",
         confirm="print(state.device, state.dtype).",
-        source="torch/random.py",
     ),
     Cause(
         code="checkpoint-sharded",
@@ -201,6 +186,5 @@ CAUSES = (
         fix="All ranks write to one shared folder; load with the same model; "
         "torch.distributed.checkpoint.format_utils converts to one file.",
         confirm="ls of the folder on all nodes: .metadata and one file per rank.",
-        source="torch/distributed/checkpoint",
     ),
 )

@@ -2,8 +2,6 @@
 
 from ddp_doctor.explain.events import Blame, Cause, Tier
 
-_WORKER = "torch/utils/data/dataloader.py"
-
 CAUSES = (
     Cause(
         code="data-worker-exited",
@@ -20,7 +18,6 @@ CAUSES = (
         suite="the run goes on with fewer workers; --num_workers 0",
         trainer="dataloader_num_workers=0 shows the worker's own error",
         confirm="dmesg for OOM; PYTHONFAULTHANDLER=1 for a crash.",
-        source=_WORKER,
     ),
     Cause(
         code="data-worker-timeout",
@@ -31,7 +28,6 @@ CAUSES = (
         "timeout=; check the disk.",
         suite="--loader_timeout_s; the worker is replaced",
         confirm="py-spy dump of the worker shows where it waits.",
-        source=_WORKER,
     ),
     Cause(
         code="data-open-files",
@@ -47,7 +43,6 @@ CAUSES = (
         "files in __getitem__.",
         suite="it raises its soft limit, and goes on with pipes",
         confirm="ls /proc/PID/fd | wc -l against ulimit -n.",
-        source=_WORKER,
     ),
     Cause(
         code="data-pickle",
@@ -63,7 +58,6 @@ CAUSES = (
         "files lazily in __getitem__ and leave them out in __getstate__.",
         lightning="strategy='ddp' instead of 'ddp_spawn'",
         confirm="pickle.dumps(dataset) in one process fails with the same words.",
-        source="Python's multiprocessing",
     ),
     Cause(
         code="data-collate",
@@ -83,7 +77,6 @@ CAUSES = (
         trainer="DataCollatorWithPadding(tokenizer)",
         suite="the sample is named (DDP-D02)",
         confirm="print({dataset[i][0].shape for i in range(1000)}).",
-        source="torch/utils/data/_utils/collate.py",
     ),
     Cause(
         code="data-target-range",
@@ -99,7 +92,6 @@ CAUSES = (
         suite="checked when batches are made (DDP-D02)",
         trainer="from_pretrained(..., num_labels=N)",
         confirm="print(min, max) of all labels, and the model's last dimension.",
-        source="aten/src/ATen/native/LossNLL.cpp, Embedding.cpp",
     ),
     Cause(
         code="data-label-type",
@@ -114,7 +106,6 @@ CAUSES = (
         why="cross_entropy needs int64 class numbers; BCE and MSE need floats",
         fix="labels.long() for cross_entropy; labels.float() for BCEWithLogitsLoss and MSE.",
         confirm="print(labels.dtype).",
-        source="aten/src/ATen/native/LossNLL.cpp",
     ),
     Cause(
         code="data-target-shape",
@@ -129,7 +120,6 @@ CAUSES = (
         fix="cross_entropy: logits (N, C), labels (N); sequences: logits.flatten(0, 1), "
         "labels.flatten(); BCE: labels.unsqueeze(1).",
         confirm="print(logits.shape, labels.shape) before the loss.",
-        source="torch/nn/functional.py",
     ),
     Cause(
         code="data-missing-file",
@@ -148,7 +138,6 @@ CAUSES = (
         accelerate="with accelerator.main_process_first(): ...",
         trainer="with training_args.main_process_first(): ...",
         confirm="ls of that path on the node of this rank.",
-        source="Python's OSError",
     ),
     Cause(
         code="data-bad-image",
@@ -164,7 +153,6 @@ CAUSES = (
         fix="Fetch the file again; check all once: for i in range(len(dataset)): dataset[i].",
         suite="--continue_on_error leaves such samples out and lists them",
         confirm="Open that one file in one process.",
-        source="Pillow, h5py, pyarrow",
     ),
     Cause(
         code="data-sampler",
@@ -181,7 +169,6 @@ CAUSES = (
         lightning="leave the sampler to Lightning (use_distributed_sampler=True)",
         accelerate="leave the sampler to accelerator.prepare",
         confirm="The line of the DataLoader in the traceback.",
-        source=_WORKER,
     ),
     Cause(
         code="data-empty",
@@ -194,7 +181,6 @@ CAUSES = (
         why="A wrong path, a filter that keeps nothing, or fewer samples than ranks",
         fix="print(len(dataset)) on each rank before the loader is made.",
         confirm="ls of the folder on the node of this rank.",
-        source="torch/utils/data/sampler.py, torchvision/datasets/folder.py",
     ),
     Cause(
         code="data-uneven",
@@ -211,7 +197,6 @@ CAUSES = (
         "model.join() without that argument, which lets the others go on.",
         suite="uneven last windows need no setting",
         confirm="print(len(loader)) on each rank.",
-        source="torch/distributed/algorithms/join.py",
     ),
     Cause(
         code="data-tokenizers-fork",
@@ -222,7 +207,6 @@ CAUSES = (
         why="A warning: it switches its threads off to avoid a deadlock",
         fix="export TOKENIZERS_PARALLELISM=false.",
         confirm="It is printed by runs that work, too.",
-        source="Hugging Face tokenizers",
     ),
 )
 
@@ -247,7 +231,6 @@ STORAGE = (
         "__getitem__.",
         suite="such reads are retried, and counted",
         confirm="dmesg | grep -iE 'nfs|lustre|i/o error' on that node.",
-        source="Linux errno",
     ),
     Cause(
         code="data-lock",
@@ -263,7 +246,6 @@ STORAGE = (
         "HDF5_USE_FILE_LOCKING=FALSE with mode 'r', lmdb.open(..., readonly=True, lock=False); let "
         "rank 0 write, then barrier; remove stale .lock files.",
         confirm="lsof or fuser of the file on that node; mount shows nolock for NFS.",
-        source="HDF5, lmdb, sqlite3, filelock",
     ),
     Cause(
         code="data-hub",
@@ -286,6 +268,5 @@ STORAGE = (
         suite="download.py, then --no_download",
         lightning="download in prepare_data(), which runs on one rank first",
         confirm="curl of that address on the node.",
-        source="huggingface_hub, urllib",
     ),
 )

@@ -2,8 +2,6 @@
 
 from ddp_doctor.explain.events import Blame, Cause, Tier
 
-_TCP = "gloo/transport/tcp"
-
 CAUSES = (
     Cause(
         code="lost-peer",
@@ -30,7 +28,6 @@ CAUSES = (
         "rank. No message there: it was killed (memory, scheduler).",
         suite="the surviving ranks save; the cause: python ddp_training.py explain newest",
         confirm="The log of the rank that does not print this message.",
-        source=_TCP + "/pair.cc; torch/csrc/distributed/c10d/Utils.hpp",
     ),
     Cause(
         code="gloo-timeout",
@@ -52,7 +49,6 @@ CAUSES = (
         suite="--hang_after_s names the rank and its line",
         lightning="DDPStrategy(timeout=timedelta(hours=1))",
         confirm="dist.monitored_barrier() in its place names the ranks that are missing.",
-        source=_TCP + "/unbound_buffer.cc",
     ),
     Cause(
         code="gloo-barrier",
@@ -68,7 +64,6 @@ CAUSES = (
         fix="Read the end of their logs; py-spy dump them; the barrier must be reached by all "
         "ranks.",
         confirm="The last line of the named ranks.",
-        source="torch/csrc/distributed/c10d/ProcessGroupGloo.cpp",
     ),
     Cause(
         code="gloo-barrier-rank0",
@@ -85,7 +80,6 @@ CAUSES = (
         "its own log says which",
         fix="Read rank 0's log: it names the ranks that failed to pass the barrier.",
         confirm="Rank 0's log.",
-        source="torch/csrc/distributed/c10d/ProcessGroupGloo.cpp",
     ),
     Cause(
         code="gloo-connect",
@@ -105,7 +99,6 @@ CAUSES = (
         fix="GLOO_SOCKET_IFNAME=eth0 (the cluster's interface) on all nodes; one line for the node "
         "in /etc/hosts with its real address.",
         confirm="getent hosts $(hostname) gives an address that the other nodes can reach.",
-        source="gloo/rendezvous/context.cc",
     ),
     Cause(
         code="gloo-interface",
@@ -122,7 +115,6 @@ CAUSES = (
         fix="`ip -br addr` lists the interfaces; set GLOO_SOCKET_IFNAME, or unset it; add the "
         "host's name to /etc/hosts.",
         confirm="ip -br addr show NAME on that node.",
-        source="gloo/transport/tcp/device.cc, torch ProcessGroupGloo.cpp",
     ),
     Cause(
         code="gloo-unsupported",
@@ -140,7 +132,6 @@ CAUSES = (
         "reduce_scatter in older versions",
         fix="SUM and a division instead of AVG; another dtype; nccl for GPU tensors.",
         confirm="The same operation works with nccl.",
-        source="torch/csrc/distributed/c10d/ProcessGroupGloo.cpp",
     ),
     Cause(
         code="group-destroyed",
@@ -152,7 +143,6 @@ CAUSES = (
         fix="Call torch.distributed.destroy_process_group() at the end of main().",
         accelerate="accelerator.end_training()",
         confirm="It is printed by runs that work, too.",
-        source="torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp",
     ),
     Cause(
         code="group-shapes",
@@ -168,7 +158,6 @@ CAUSES = (
         why="Size, layout or type of a list of tensors is not what the operation needs",
         fix=".contiguous(); one output per rank; world_size * input size for gather.",
         confirm="print shapes and strides before the call on each rank.",
-        source="torch/distributed/distributed_c10d.py",
     ),
     Cause(
         code="group-rank",
@@ -182,7 +171,6 @@ CAUSES = (
         fix="Every rank calls new_group in the same order, also those not in it; src is the global "
         "rank (group_src= for the rank in the group).",
         confirm="print(dist.get_process_group_ranks(group)).",
-        source="torch/distributed/distributed_c10d.py",
     ),
     Cause(
         code="gloo-ddp-outlives-group",
@@ -197,7 +185,6 @@ CAUSES = (
         "function of its own, and destroy the group after it has returned.",
         confirm="py-spy dump --native: the main thread is in std::thread::join, a thread of gloo "
         "in gil_scoped_acquire.",
-        source="torch/csrc/distributed/c10d/reducer.cpp, ProcessGroupGloo.cpp",
     ),
     Cause(
         code="gloo-destroy-hang",
@@ -217,7 +204,6 @@ CAUSES = (
         "os._exit(0) after the last save, where a rank that does not answer must not hold up the "
         "others.",
         confirm="py-spy dump of the other ranks: one is stopped (state T in ps) or still trains.",
-        source="gloo/transport/tcp/pair.cc; torch/distributed/distributed_c10d.py",
     ),
     Cause(
         code="gloo-detail-crash",
@@ -231,7 +217,6 @@ CAUSES = (
         "the nccl backend only.",
         suite="what says so before the run: python ddp_training.py doctor",
         confirm="echo $TORCH_DISTRIBUTED_DEBUG; the crash is gone with INFO.",
-        source="torch/nn/parallel/distributed.py; torch/csrc/distributed/c10d/reducer.cpp",
         or_else="DETAIL is not set: torch and an extension of it don't fit together.",
     ),
 )

@@ -2,8 +2,6 @@
 
 from ddp_doctor.explain.events import Cause, Tier
 
-_XID = "NVIDIA's table of Xid errors; the driver's line in dmesg"
-_CUDA = "CUDA's cudaGetErrorString"
 _DRAIN = (
     "Take the node out of the queue (scontrol update nodename=N state=drain; kubectl cordon N), "
     "restart from the last checkpoint on others, reset the GPU or reboot the node, then run dcgmi "
@@ -24,7 +22,6 @@ CAUSES = (
         why="The driver lost the GPU on PCIe: power, heat, a bad slot or a dying card",
         fix=_DRAIN,
         confirm="dmesg | grep -i xid; nvidia-smi does not list it.",
-        source=_XID,
     ),
     Cause(
         code="gpu-ecc",
@@ -38,7 +35,6 @@ CAUSES = (
         why="Memory of the GPU is damaged; a row must be remapped, which needs a reset",
         fix=_DRAIN,
         confirm="nvidia-smi -q -d ECC,ROW_REMAPPER.",
-        source=_XID,
     ),
     Cause(
         code="gpu-nvlink",
@@ -53,7 +49,6 @@ CAUSES = (
         why="A link between GPUs has errors; collectives fail or hang",
         fix=_DRAIN,
         confirm="nvidia-smi nvlink -e; dmesg for SXid.",
-        source=_XID,
     ),
     Cause(
         code="gpu-driver-stuck",
@@ -66,7 +61,6 @@ CAUSES = (
         why="Firmware or hardware of the GPU hangs; every call into the driver waits",
         fix=_DRAIN + " A newer driver; or NVreg_EnableGpuFirmware=0.",
         confirm="nvidia-smi hangs on that node.",
-        source=_XID,
     ),
     Cause(
         code="gpu-xid-program",
@@ -81,7 +75,6 @@ CAUSES = (
         fix="CUDA_LAUNCH_BLOCKING=1 and compute-sanitizer find the kernel. If other programs fail "
         "on this GPU, too: " + _DRAIN,
         confirm="The same sample fails on another GPU: it is the program.",
-        source=_XID,
     ),
     Cause(
         code="gpu-fabric-manager",
@@ -96,7 +89,6 @@ CAUSES = (
         fix="systemctl restart nvidia-fabricmanager; install the version of the driver; reboot "
         "after a driver update.",
         confirm="systemctl status nvidia-fabricmanager; nvidia-smi -q | grep -A2 Fabric.",
-        source=_CUDA,
     ),
     Cause(
         code="gpu-assert",
@@ -112,7 +104,6 @@ CAUSES = (
         "line.",
         suite="labels and inputs are checked while batches are made (DDP-D02)",
         confirm="The same batch on the CPU raises IndexError with the value.",
-        source="aten/src/ATen/native/cuda",
     ),
     Cause(
         code="gpu-illegal-access",
@@ -131,7 +122,6 @@ CAUSES = (
         "torch.cuda.set_device(LOCAL_RANK) if a Triton or custom kernel ran on the wrong GPU; "
         "switch off custom kernels (flash-attention, apex) one by one.",
         confirm="dmesg shows Xid 13 or 31 for this process.",
-        source=_CUDA,
         or_else="If it moves with the node and not with the program, the GPU is broken.",
     ),
     Cause(
@@ -146,7 +136,6 @@ CAUSES = (
         fix="Smaller batch, or leave memory free; run the batch on the CPU, or with "
         "CUDA_LAUNCH_BLOCKING=1, to see a wrong label or token.",
         confirm="nvidia-smi just before; the same batch on the CPU.",
-        source="aten/src/ATen/cuda/CUDABlas.cpp",
         or_else="Memory: a smaller batch works. An index: the CPU raises IndexError.",
     ),
     Cause(
@@ -161,7 +150,6 @@ CAUSES = (
         why="No memory for its work space, another cuDNN in LD_LIBRARY_PATH, or an earlier error",
         fix="Smaller batch; unset LD_LIBRARY_PATH; torch.backends.cudnn.benchmark=False.",
         confirm="A smaller batch works: it was memory.",
-        source="aten/src/ATen/native/cudnn",
     ),
     Cause(
         code="gpu-none",
@@ -183,7 +171,6 @@ CAUSES = (
         accelerate="accelerate launch --cpu for the CPU",
         suite="--cpu_only; what is missing: python ddp_training.py doctor",
         confirm="python -c 'import torch; print(torch.version.cuda, torch.cuda.device_count())'.",
-        source="torch/cuda/__init__.py",
     ),
     Cause(
         code="gpu-ordinal",
@@ -201,7 +188,6 @@ CAUSES = (
         lightning="Trainer(devices=N) with N at most the node's GPUs",
         accelerate="accelerate launch --num_processes at most the GPUs, --gpu_ids",
         confirm="print(local_rank, torch.cuda.device_count()).",
-        source=_CUDA,
     ),
 )
 
@@ -220,7 +206,6 @@ SOFTWARE = (
         fix="Update the driver, or install torch for an older CUDA (the selector on pytorch.org); "
         "containers: an image for the host's driver.",
         confirm="nvidia-smi shows the highest CUDA version that the driver supports.",
-        source="torch/cuda/__init__.py",
     ),
     Cause(
         code="gpu-arch",
@@ -236,7 +221,6 @@ SOFTWARE = (
         fix="Install a newer torch (new GPU) or an older one (old GPU); build extensions with "
         "TORCH_CUDA_ARCH_LIST of this GPU.",
         confirm="torch.cuda.get_arch_list() against torch.cuda.get_device_capability().",
-        source="torch/cuda/__init__.py",
     ),
     Cause(
         code="gpu-busy",
@@ -249,7 +233,6 @@ SOFTWARE = (
         fix="nvidia-smi lists processes: kill those left over by pid; nvidia-smi -c DEFAULT; one "
         "process per GPU.",
         confirm="nvidia-smi -q -d COMPUTE.",
-        source=_CUDA,
     ),
     Cause(
         code="gpu-fork",
@@ -266,7 +249,6 @@ SOFTWARE = (
         lightning="strategy='ddp' instead of 'ddp_notebook' or 'ddp_fork'",
         accelerate="notebook_launcher before any .cuda()",
         confirm="The traceback is in a worker; torch.cuda.is_initialized() before the fork.",
-        source="torch/cuda/__init__.py",
     ),
     Cause(
         code="gpu-visible-changed",
@@ -279,7 +261,6 @@ SOFTWARE = (
         "bad state (after sleep)",
         fix="Set CUDA_VISIBLE_DEVICES before Python starts; reload nvidia_uvm or reboot.",
         confirm="A fresh shell with only torch.cuda.init() works.",
-        source="torch/cuda/__init__.py",
     ),
     Cause(
         code="gpu-power",
@@ -295,7 +276,6 @@ SOFTWARE = (
         why="The machine's own hardware reported an error",
         fix="Take the node out of the queue, and run the job on another one.",
         confirm="dmesg and ipmitool sel list of that node.",
-        source="Linux kernel, NVIDIA driver",
     ),
     Cause(
         code="gpu-cuda-error",
@@ -306,7 +286,6 @@ SOFTWARE = (
         "traceback may be innocent",
         fix="Run again with CUDA_LAUNCH_BLOCKING=1; look for an Xid in dmesg.",
         confirm="dmesg | grep -i xid.",
-        source="c10/cuda/CUDAException.cpp",
     ),
     Cause(
         code="gpu-triton-resources",
@@ -319,7 +298,6 @@ SOFTWARE = (
         fix="Smaller block sizes or num_stages in the kernel; another attention kernel (sdpa); a "
         "newer triton. torch.compile: mode='default' instead of 'max-autotune'.",
         confirm="The two numbers in the message; it works on a GPU of a larger class.",
-        source="triton/runtime/errors.py",
     ),
 )
 
@@ -344,7 +322,6 @@ OTHERS = (
         "HCCL: wait 10 s after an earlier job.",
         confirm="Its debug log: CCL_LOG_LEVEL=info, ASCEND_GLOBAL_LOG_LEVEL=1, "
         "LOG_LEVEL_ALL_HCL=1.",
-        source="oneCCL src/atl, torch_npu ProcessGroupHCCL.cpp, process_group_hccl_base.cpp",
     ),
     Cause(
         code="accelerator-gaudi",
@@ -358,7 +335,6 @@ OTHERS = (
         fix="The versions of SynapseAI, its torch and optimum-habana belong together (hl-smi "
         "prints the driver's); PT_HPU_LAZY_MODE=1, static shapes, a smaller batch.",
         confirm="The operation in the message fails in one process, too.",
-        source="Habana's SynapseAI",
     ),
     Cause(
         code="killed-sigfpe",
@@ -376,6 +352,5 @@ OTHERS = (
         fix="pip install -U nvidia-cublas-cu12, or a newer torch; PYTHONFAULTHANDLER=1 shows the "
         "Python line; assert tensor.numel() before the extension.",
         confirm="The stack that PYTHONFAULTHANDLER=1 prints ends in that library.",
-        source="Python's faulthandler; torch elastic",
     ),
 )

@@ -2,9 +2,6 @@
 
 from ddp_doctor.explain.events import Blame, Cause, Tier
 
-_REDUCER = "torch/csrc/distributed/c10d/reducer.cpp"
-
-
 CAUSES = (
     Cause(
         code="graph-unused",
@@ -31,7 +28,6 @@ CAUSES = (
         suite="--find_unused_parameters auto (the default) or on",
         confirm="After loss.backward() print [n for n, p in model.named_parameters() if "
         "p.requires_grad and p.grad is None].",
-        source=_REDUCER,
     ),
     Cause(
         code="graph-static-changed",
@@ -49,7 +45,6 @@ CAUSES = (
         accelerate="DistributedDataParallelKwargs(static_graph=False)",
         confirm="Train without static_graph: the message goes away, or names the unused "
         "parameters.",
-        source=_REDUCER,
     ),
     Cause(
         code="graph-ready-twice",
@@ -71,7 +66,6 @@ CAUSES = (
         "ddp_find_unused_parameters=False)",
         suite="--gradient_checkpointing uses use_reentrant=False; or --static_graph",
         confirm="TORCH_DISTRIBUTED_DEBUG=INFO names the parameter.",
-        source=_REDUCER,
     ),
     Cause(
         code="graph-inplace",
@@ -89,7 +83,6 @@ CAUSES = (
         suite="change the model; --debug names the forward line",
         confirm="torch.autograd.set_detect_anomaly(True) prints the forward line. If one process "
         "without DDP does not fail, it is the buffers.",
-        source="torch/csrc/autograd/saved_variable.cpp",
         or_else="With buffers (BatchNorm) and two forwards it is DDP's buffer broadcast; without "
         "DDP in the stack it is the model's own in-place operation.",
     ),
@@ -101,7 +94,6 @@ CAUSES = (
         fix="Detach what is kept between steps (hidden = hidden.detach(), total += loss.item()); "
         "add losses and call backward once; retain_graph=True only if two backwards are meant.",
         confirm="One step after a restart works, the second fails: state is kept between steps.",
-        source="torch/csrc/autograd/saved_variable.cpp",
     ),
     Cause(
         code="graph-no-grad",
@@ -116,7 +108,6 @@ CAUSES = (
         "gradient_checkpointing_kwargs={'use_reentrant': False}",
         lightning="training_step returns the loss itself, not loss.item() or loss.detach()",
         confirm="print(loss.requires_grad, loss.grad_fn) before backward.",
-        source="torch/csrc/autograd (run_backward)",
     ),
     Cause(
         code="graph-nothing-to-train",
@@ -129,7 +120,6 @@ CAUSES = (
         fix="Wrap only the modules that are trained; freeze after deciding what is trained, and do "
         "not wrap frozen teachers or encoders.",
         confirm="print(sum(p.requires_grad for p in model.parameters())).",
-        source="torch/nn/parallel/distributed.py",
     ),
     Cause(
         code="graph-models-differ",
@@ -148,7 +138,6 @@ CAUSES = (
         "on rank 0 and broadcast_object_list it; same code and files on each node.",
         suite="settings, code and data of all ranks are compared at the start (DDP-G02)",
         confirm="print(rank, [tuple(p.shape) for p in model.parameters()]) before DDP(model).",
-        source="torch/csrc/distributed/c10d/reducer.cpp, verify_params_across_processes",
     ),
     Cause(
         code="graph-checkpoint-differs",
@@ -163,7 +152,6 @@ CAUSES = (
         fix="Make the checkpointed function depend on its arguments only; keep autocast around it; "
         "debug=True of checkpoint() shows both runs.",
         confirm="checkpoint(..., debug=True) prints the operations of both forwards.",
-        source="torch/utils/checkpoint.py",
     ),
 )
 
@@ -188,7 +176,6 @@ MODEL = (
         lightning="use self.device in the module and register_buffer",
         accelerate="use accelerator.device, and accelerator.prepare the loader",
         confirm="Print the device of each argument in the line that the traceback names.",
-        source="aten/src/ATen/TensorIterator.cpp",
     ),
     Cause(
         code="graph-ddp-device",
@@ -206,7 +193,6 @@ MODEL = (
         "model",
         accelerate="accelerator.prepare(model) places and wraps it; no DDP(...) of your own",
         confirm="print({p.device for p in model.parameters()}).",
-        source="torch/nn/parallel/distributed.py",
     ),
     Cause(
         code="graph-lazy",
@@ -217,7 +203,6 @@ MODEL = (
         why="A lazy module (LazyLinear, LazyConv) gets its shape in its first forward",
         fix="Run one forward on a sample batch before DDP(model), the same on all ranks.",
         confirm="Look for nn.Lazy in the model.",
-        source="torch/nn/parallel/distributed.py",
     ),
     Cause(
         code="graph-batchnorm-single",
@@ -228,7 +213,6 @@ MODEL = (
         suite="--drop_last",
         trainer="TrainingArguments(dataloader_drop_last=True)",
         confirm="len(dataset) per rank modulo the batch size is 1.",
-        source="torch/nn/functional.py",
     ),
     Cause(
         code="graph-syncbn",
@@ -243,7 +227,6 @@ MODEL = (
         lightning="Trainer(sync_batchnorm=True) only with accelerator='gpu'",
         suite="remove --sync_batchnorm on the CPU",
         confirm="The device of the model is the CPU.",
-        source="torch/nn/modules/batchnorm.py",
     ),
     Cause(
         code="graph-shapes",
@@ -259,7 +242,6 @@ MODEL = (
         fix="Print the batch's shape before the line that the traceback names; the last batch of "
         "an epoch is smaller (drop_last=True, or no fixed batch size in view()).",
         confirm="Run that one batch through the model in one process.",
-        source="aten/src/ATen/native/LinearAlgebra.cpp",
     ),
     Cause(
         code="graph-inference-mode",
@@ -274,7 +256,6 @@ MODEL = (
         "x.clone() outside of it.",
         lightning="Trainer(inference_mode=False)",
         confirm="print(x.is_inference()) for the tensors in the line of the traceback.",
-        source="torch/csrc/autograd/variable.cpp",
     ),
     Cause(
         code="fsdp-requires-grad",
@@ -291,7 +272,6 @@ MODEL = (
         trainer='fsdp_config={"use_orig_params": True}; PEFT: '
         "peft.utils.other.fsdp_auto_wrap_policy",
         confirm="print({p.requires_grad for p in module.parameters()}) of each unit.",
-        source="torch/distributed/fsdp/_flat_param.py",
     ),
     Cause(
         code="fsdp-past-wrapper",
@@ -308,6 +288,5 @@ MODEL = (
         "method (fully_shard); modules that share weights belong to one unit; with "
         "FSDP.summon_full_params(model): for evaluation or generate().",
         confirm="The first line of the program in the traceback calls a submodule.",
-        source="torch/distributed/tensor/_dispatch.py, torch/distributed/fsdp",
     ),
 )

@@ -2,10 +2,6 @@
 
 from ddp_doctor.explain.events import Blame, Cause, Tier
 
-_RDZV = "torch/distributed/rendezvous.py"
-_STORE = "torch/csrc/distributed/c10d/TCPStore.cpp, socket.cpp"
-_ELASTIC = "torch/distributed/elastic/rendezvous"
-
 CAUSES = (
     Cause(
         code="launch-environment",
@@ -25,7 +21,6 @@ CAUSES = (
         lightning='Trainer(devices=N, strategy="ddp") starts the ranks itself when the '
         "script is started by python",
         confirm="env | grep -E 'RANK|WORLD|MASTER' in the process.",
-        source=_RDZV,
     ),
     Cause(
         code="launch-port",
@@ -43,7 +38,6 @@ CAUSES = (
         suite="--standalone before the script's name",
         lightning="MASTER_PORT=29511 python train.py",
         confirm="ss -ltnp | grep PORT.",
-        source=_STORE,
     ),
     Cause(
         code="launch-client-timeout",
@@ -67,7 +61,6 @@ CAUSES = (
         accelerate="accelerate launch --main_process_ip HOST --main_process_port PORT "
         "--machine_rank I, another I on each machine",
         confirm="nc -zv HOST PORT from the node that prints it, while rank 0 waits.",
-        source=_STORE,
     ),
     Cause(
         code="launch-ranks-missing",
@@ -90,7 +83,6 @@ CAUSES = (
         accelerate="--num_machines, --num_processes (of all machines together) and another "
         "--machine_rank on each",
         confirm="Count the processes: pgrep -fc train.py on each node.",
-        source=_STORE,
     ),
     Cause(
         code="launch-rendezvous",
@@ -109,7 +101,6 @@ CAUSES = (
         fix="The same --rdzv_endpoint HOST:PORT and a fresh --rdzv_id on all nodes; HOST is one of "
         "the nodes; its port is open; --rdzv_conf join_timeout=1200 for slow starts.",
         confirm="nc -zv HOST PORT from the other nodes.",
-        source=_ELASTIC,
     ),
     Cause(
         code="launch-name",
@@ -127,7 +118,6 @@ CAUSES = (
         "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1); Kubernetes: a "
         "headless service.",
         confirm="getent hosts NAME on that node.",
-        source="the C library's getaddrinfo",
     ),
     Cause(
         code="launch-route",
@@ -143,7 +133,6 @@ CAUSES = (
         fix="ping and nc -zv between the nodes; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; open "
         "the ports.",
         confirm="nc -zv HOST PORT.",
-        source="Linux errno 101, 113",
     ),
     Cause(
         code="launch-no-group",
@@ -158,7 +147,6 @@ CAUSES = (
         lightning="no torch.distributed call before fit(); in hooks "
         "self.trainer.strategy.barrier()",
         confirm="The line in the traceback runs before init_process_group.",
-        source="torch/distributed/distributed_c10d.py",
     ),
     Cause(
         code="launch-group-twice",
@@ -171,7 +159,6 @@ CAUSES = (
         lightning="no init_process_group of your own",
         accelerate="no init_process_group of your own; InitProcessGroupKwargs for its arguments",
         confirm="Search for init_process_group in the program.",
-        source="torch/distributed/distributed_c10d.py",
     ),
     Cause(
         code="launch-spawn-guard",
@@ -185,7 +172,6 @@ CAUSES = (
         "too",
         fix="if __name__ == '__main__': main() at the end of the script.",
         confirm="The script calls mp.spawn or iterates a DataLoader at top level.",
-        source="Python's multiprocessing/spawn.py",
     ),
     Cause(
         code="launch-import",
@@ -203,7 +189,6 @@ CAUSES = (
         "same environment: python -m torch.distributed.run.",
         suite="setup.sh again; what still differs: python ddp_training.py doctor",
         confirm="python -c 'import NAME' on the node of this rank.",
-        source="Python's import system, the dynamic linker",
     ),
     Cause(
         code="launch-rank-range",
@@ -219,7 +204,6 @@ CAUSES = (
         fix="Let the launcher set them: torchrun --nnodes N --nproc_per_node M.",
         accelerate="--machine_rank from 0 to num_machines - 1",
         confirm="print RANK and WORLD_SIZE of each process.",
-        source=_RDZV,
     ),
 )
 
@@ -237,7 +221,6 @@ SETUP = (
         fix="Start with torchrun and read os.environ['LOCAL_RANK']; or "
         "parser.add_argument('--local-rank', '--local_rank', type=int).",
         confirm="The command line in the log has torch.distributed.launch or deepspeed.",
-        source="torch/distributed/launch.py",
     ),
     Cause(
         code="launch-arguments",
@@ -253,7 +236,6 @@ SETUP = (
         why="A flag is misspelled, or a flag of the launcher stands behind the script's name",
         fix="Flags of torchrun come before the script's name, those of the script after it.",
         confirm="python train.py --help.",
-        source="Python's argparse",
     ),
     Cause(
         code="launch-devices",
@@ -275,7 +257,6 @@ SETUP = (
         accelerate="accelerate launch --num_processes (of all nodes) --num_machines",
         suite="the launcher's numbers are the only ones",
         confirm="env | grep -E 'SLURM_NTASKS|SLURM_NNODES|WORLD_SIZE' in a task.",
-        source="lightning/fabric/plugins/environments/slurm.py",
     ),
     Cause(
         code="launch-notebook",
@@ -296,7 +277,6 @@ SETUP = (
         accelerate="notebook_launcher(train, args, num_processes=N) with the Accelerator made in "
         "train",
         confirm="The same code in a file works with torchrun.",
-        source="accelerate/launchers.py, lightning/pytorch/trainer/connectors",
     ),
     Cause(
         code="launch-config",
@@ -318,7 +298,6 @@ SETUP = (
         suite="mistyped settings get the nearest name (DDP-C01); all of them: python "
         "ddp_training.py --help",
         confirm="python -c 'import sys, yaml; yaml.safe_load(open(sys.argv[1]))' FILE.",
-        source="PyYAML, omegaconf, hydra, pydantic",
     ),
     Cause(
         code="launch-container",
@@ -337,7 +316,6 @@ SETUP = (
         fix="Install nvidia-container-toolkit, nvidia-ctk runtime configure, restart docker; "
         "Kubernetes: the device plugin and resources.limits nvidia.com/gpu; check mounts.",
         confirm="docker run --rm --gpus all IMAGE nvidia-smi.",
-        source="docker, nvidia-container-toolkit, Kubernetes",
     ),
     Cause(
         code="launch-pod-pending",
@@ -354,7 +332,6 @@ SETUP = (
         "(Kueue, Volcano), so that all pods of a job start or none; a longer rendezvous timeout if "
         "nodes are still to come.",
         confirm="kubectl describe pod POD; kubectl describe nodes | grep -A8 Allocated.",
-        source="kube-scheduler",
     ),
     Cause(
         code="launch-pod-crash",
@@ -369,7 +346,6 @@ SETUP = (
         why="Its container exits with an error, and Kubernetes starts it anew",
         fix="kubectl logs POD --previous, and explain that.",
         confirm="kubectl describe pod POD: Last State, Exit Code.",
-        source="kubelet",
     ),
     Cause(
         code="launch-ray-actor",
@@ -386,7 +362,6 @@ SETUP = (
         fix="Read worker-*-PID.err of that pid in /tmp/ray/session_latest/logs on its node, with "
         "explain; memory: fewer workers per node, or more memory per worker.",
         confirm="dmesg -T | grep -i 'killed process' on the node; ray logs raylet.out -ip HOST.",
-        source="Ray, python/ray/exceptions.py",
     ),
     Cause(
         code="launch-lightning",
@@ -400,6 +375,5 @@ SETUP = (
         lightning="Trainer(accelerator, devices, num_nodes, strategy) must be what the launcher "
         "started",
         confirm="The same message comes with Trainer(fast_dev_run=True).",
-        source="lightning/pytorch/utilities/exceptions.py",
     ),
 )

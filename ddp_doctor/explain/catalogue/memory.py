@@ -31,7 +31,6 @@ CAUSES = (
         "gradient_accumulation_steps=..., gradient_checkpointing=True, auto_find_batch_size=True)",
         suite="it halves micro-batches by itself; --batch_size auto --global_batch_size N",
         confirm="torch.cuda.memory_summary(); nvidia-smi for other processes on that GPU.",
-        source="c10/cuda/CUDACachingAllocator.cpp",
     ),
     Cause(
         code="memory-kernel-oom",
@@ -49,7 +48,6 @@ CAUSES = (
         "could not log anything",
         fix=_HOST,
         confirm="dmesg -T | grep -i 'killed process'; memory.events of the cgroup.",
-        source="Linux mm/oom_kill.c",
     ),
     Cause(
         code="memory-slurm-oom",
@@ -66,7 +64,6 @@ CAUSES = (
         why="The processes of this node used more memory than --mem or --mem-per-cpu allowed",
         fix="sbatch --mem=0 (all of the node) or a larger --mem. " + _HOST,
         confirm="sacct -j JOB --format=JobID,State,MaxRSS,ReqMem; state is OUT_OF_MEMORY.",
-        source="Slurm src/plugins/task/cgroup",
     ),
     Cause(
         code="memory-pod-oom",
@@ -82,7 +79,6 @@ CAUSES = (
         fix="Raise resources.limits.memory; an emptyDir of medium Memory (/dev/shm) counts, "
         "too. " + _HOST,
         confirm="kubectl describe pod: Last State: Terminated, Reason: OOMKilled, Exit Code: 137.",
-        source="Kubernetes, kubelet",
     ),
     Cause(
         code="memory-worker-killed",
@@ -95,7 +91,6 @@ CAUSES = (
         suite="the run goes on with fewer workers",
         trainer="dataloader_num_workers=2, dataloader_prefetch_factor=2",
         confirm="dmesg | grep -i oom; grep oom_kill /sys/fs/cgroup/memory.events.",
-        source="torch/utils/data/_utils/signal_handling.py",
     ),
     Cause(
         code="memory-host",
@@ -110,7 +105,6 @@ CAUSES = (
         why="The process asked for more than there is, or than ulimit -v or the container allows",
         fix=_HOST,
         confirm="free -g and ulimit -v at that moment; how large is the allocation in the message?",
-        source="c10/core/impl/alloc_cpu.cpp",
     ),
     Cause(
         code="memory-shm",
@@ -129,7 +123,6 @@ CAUSES = (
         suite="batches go through pipes by themselves then",
         trainer="dataloader_num_workers=0 as a workaround",
         confirm="df -h /dev/shm while it runs.",
-        source="torch/csrc, torch/utils/data/_utils/signal_handling.py",
     ),
     Cause(
         code="memory-pinned",
@@ -145,7 +138,6 @@ CAUSES = (
         "torch.cuda.set_device before the loader.",
         trainer="dataloader_pin_memory=False",
         confirm="The run works with pin_memory=False.",
-        source="torch/utils/data/_utils/pin_memory.py",
     ),
     Cause(
         code="killed-sigkill",
@@ -169,7 +161,6 @@ CAUSES = (
         suite="the surviving ranks save; --num_workers 1, --prefetch_factor 1",
         confirm="dmesg -T | grep -i 'killed process'; grep oom_kill /sys/fs/cgroup/memory.events; "
         "sacct or kubectl describe pod.",
-        source="torch/distributed/elastic/multiprocessing/errors",
         or_else="Memory: dmesg names the pid. Scheduler: its accounting says TIMEOUT or PREEMPTED. "
         "Neither: somebody ran kill -9.",
     ),
@@ -195,7 +186,6 @@ CAUSES = (
         "dataset; ulimit -s unlimited; reinstall the extension for this torch.",
         suite="--debug prints the Python stacks; --num_workers 0",
         confirm="The stack that PYTHONFAULTHANDLER=1 prints ends in that extension.",
-        source="Python's faulthandler; torch elastic",
         or_else="TORCH_DISTRIBUTED_DEBUG=DETAIL on gloo: torch 2.13 crashes on all ranks when DDP "
         "is made; use INFO.",
     ),
@@ -214,7 +204,6 @@ CAUSES = (
         fix="Raise shared memory (--shm-size=8g); copy memory-mapped data to a local disk; do not "
         "write files that others map.",
         confirm="df -h /dev/shm and the dataset's disk.",
-        source="torch/distributed/elastic/multiprocessing/errors",
     ),
     Cause(
         code="killed-sigill",
@@ -229,7 +218,6 @@ CAUSES = (
         why="A package was built for a newer CPU (AVX-512) than that of this node",
         fix="Install it on the oldest node, or build without -march=native.",
         confirm="lscpu on this node and on one that works: compare the flags.",
-        source="Linux, torch/distributed/elastic/multiprocessing/errors",
     ),
     Cause(
         code="memory-ray",
@@ -243,6 +231,5 @@ CAUSES = (
         why="All processes of the node together crossed Ray's memory threshold",
         fix="RAY_memory_usage_threshold=0.98 only if it is close. " + _HOST,
         confirm="ray logs raylet.out -ip HOST | grep -i memory.",
-        source="Ray, src/ray/common/memory_monitor",
     ),
 )

@@ -2,9 +2,6 @@
 
 from ddp_doctor.explain.events import Blame, Cause, Tier
 
-_PG = "torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp"
-_IB = "NCCL src/transport/net_ib"
-
 CAUSES = (
     Cause(
         code="nccl-timeout",
@@ -31,7 +28,6 @@ CAUSES = (
         suite="--hang_after_s finds the rank and its line; --timeout_s 3600",
         confirm="Run again with TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 and give "
         "the dumps to explain; or py-spy dump each rank while it hangs.",
-        source=_PG,
         or_else="All ranks time out at the very first collective: then it is the network or "
         "peer-to-peer access between GPUs (NCCL_DEBUG=INFO; try NCCL_P2P_DISABLE=1).",
     ),
@@ -56,7 +52,6 @@ CAUSES = (
         "is_main_process",
         trainer="no collective in compute_metrics or callbacks under is_world_process_zero",
         confirm="The stack of the named rank is outside of a collective.",
-        source="torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, desync debug",
     ),
     Cause(
         code="collective-mismatch",
@@ -84,7 +79,6 @@ CAUSES = (
         trainer="eval_accumulation_steps, and a compute_metrics that gives the same shape",
         confirm="Run again on nccl with TORCH_DISTRIBUTED_DEBUG=DETAIL: it names operation and "
         "shape on both ranks before the hang (on gloo it crashes torch 2.13).",
-        source="torch/csrc/distributed/c10d/ProcessGroupWrapper.cpp; gloo/transport/tcp/pair.cc",
     ),
     Cause(
         code="nccl-duplicate-gpu",
@@ -102,7 +96,6 @@ CAUSES = (
         accelerate="num_processes in `accelerate config` at most the number of GPUs",
         lightning="Trainer(devices=N) without a torch.cuda.set_device or .cuda() of your own",
         confirm="print(rank, torch.cuda.current_device(), os.environ.get('CUDA_VISIBLE_DEVICES')).",
-        source="NCCL src/init.cc",
     ),
     Cause(
         code="nccl-remote-error",
@@ -123,7 +116,6 @@ CAUSES = (
         suite="the surviving ranks save; start again with --resume newest",
         confirm="torchrun's last block, dmesg and the scheduler's accounting (sacct, kubectl "
         "describe) of the other nodes.",
-        source="torch/csrc/distributed/c10d/NCCLUtils.cpp; NCCL src/misc/socket.cc",
     ),
     Cause(
         code="nccl-version",
@@ -142,7 +134,6 @@ CAUSES = (
         "'import torch; print(torch.__version__, torch.cuda.nccl.version())'.",
         suite="versions of all ranks are compared at the start (DDP-G02)",
         confirm="NCCL_DEBUG=VERSION prints it on each rank.",
-        source="NCCL src/init.cc, src/bootstrap.cc",
     ),
     Cause(
         code="nccl-shm",
@@ -158,7 +149,6 @@ CAUSES = (
         fix="docker run --shm-size=8g or --ipc=host; Kubernetes: an emptyDir with medium Memory "
         "mounted at /dev/shm; remove stale /dev/shm/nccl-* files; or NCCL_SHM_DISABLE=1 (slower).",
         confirm="df -h /dev/shm.",
-        source="NCCL src/misc/shmutils.cc",
     ),
     Cause(
         code="nccl-missing",
@@ -178,7 +168,6 @@ CAUSES = (
         trainer="TrainingArguments(ddp_backend='gloo')",
         suite="--backend auto (the default) or --cpu_only",
         confirm="python -c 'import torch; print(torch.__version__, torch.cuda.is_available())'.",
-        source="torch/distributed/distributed_c10d.py",
     ),
     Cause(
         code="nccl-wrong-device-tensor",
@@ -193,7 +182,6 @@ CAUSES = (
         "for both; for Python objects torch.cuda.set_device first.",
         lightning="torchmetrics: compute on the module's device",
         confirm="print(tensor.device) in the line that the traceback names.",
-        source="torch/csrc/distributed/c10d/ProcessGroup.hpp",
     ),
     Cause(
         code="nccl-store-get",
@@ -213,7 +201,6 @@ CAUSES = (
         trainer="TrainingArguments(ddp_timeout=...)",
         lightning="downloads in prepare_data(); DDPStrategy(timeout=timedelta(hours=1))",
         confirm="py-spy dump of the named rank, or the end of its own log.",
-        source=_PG,
     ),
     Cause(
         code="nccl-heartbeat",
@@ -229,7 +216,6 @@ CAUSES = (
         fix="Look for an Xid in dmesg and for an earlier timeout in the log; "
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=1800 if it was only slow.",
         confirm="nvidia-smi hangs or shows an error on that node.",
-        source=_PG,
     ),
 )
 
@@ -255,7 +241,6 @@ NETWORK = (
         "NCCL_IB_RETRY_CNT=13. As a workaround: NCCL_IB_DISABLE=1.",
         confirm="ib_write_bw between the two nodes over the named port; symbol errors in "
         "perfquery.",
-        source=_IB,
         or_else="If the peer's log ends with a crash, the crash is the cause, not the link.",
     ),
     Cause(
@@ -270,7 +255,6 @@ NETWORK = (
         "IPC_LOCK; Slurm: LimitMEMLOCK=infinity for slurmd and "
         "PropagateResourceLimitsExcept=MEMLOCK. As a workaround: NCCL_IB_DISABLE=1.",
         confirm="`ulimit -l` in the job prints unlimited.",
-        source="NCCL src/misc/ibvwrap.cc",
     ),
     Cause(
         code="nccl-interface",
@@ -286,7 +270,6 @@ NETWORK = (
         fix="`ip -br addr` on each node; NCCL_SOCKET_IFNAME=eth0 (or ^docker,lo), the same for "
         "GLOO_SOCKET_IFNAME; or unset both.",
         confirm="NCCL_DEBUG=INFO prints the interface that it uses.",
-        source="NCCL src/bootstrap.cc, src/misc/socket.cc",
     ),
     Cause(
         code="nccl-connect",
@@ -305,7 +288,6 @@ NETWORK = (
         fix="NCCL_SOCKET_IFNAME=the interface of the cluster's network; open all ports between the "
         "nodes; containers: --network=host.",
         confirm="nc -zv PEER PORT from this node; the peer's address is not of docker0.",
-        source="NCCL src/misc/socket.cc",
     ),
     Cause(
         code="nccl-efa",
@@ -321,12 +303,10 @@ NETWORK = (
         "installer's libfabric and aws-ofi-nccl; containers: --device /dev/infiniband; without "
         "EFA: FI_PROVIDER=tcp, or remove the plug-in.",
         confirm="fi_info -p efa on each node; NCCL_DEBUG=INFO says NET/OFI Selected Provider.",
-        source="aws-ofi-nccl src/nccl_ofi_net.c",
     ),
 )
 
 
-_UTILS = "torch/csrc/distributed/c10d/NCCLUtils.cpp"
 _DEBUG = "Run again with NCCL_DEBUG=INFO (WARN prints too little): the first NCCL WARN names it."
 
 SETUP = (
@@ -344,7 +324,6 @@ SETUP = (
         fix="`Cuda failure 'out of memory'`: leave 1 GB per GPU free (smaller batch). Otherwise "
         "CUDA_LAUNCH_BLOCKING=1 finds the kernel that failed before.",
         confirm=_DEBUG,
-        source=_UTILS,
     ),
     Cause(
         code="nccl-system-error",
@@ -362,7 +341,6 @@ SETUP = (
         fix="Network: NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=1 as a trial. Shared memory: --shm-size. "
         "Limits: ulimit -l unlimited, ulimit -n 65536.",
         confirm=_DEBUG,
-        source=_UTILS,
     ),
     Cause(
         code="nccl-internal-error",
@@ -375,7 +353,6 @@ SETUP = (
         "another container, a net plug-in that does not fit",
         fix="Unset NCCL_TOPO_FILE and NCCL_NET_PLUGIN; NCCL_DEBUG=INFO; a newer NCCL.",
         confirm=_DEBUG,
-        source=_UTILS,
     ),
     Cause(
         code="nccl-invalid-usage",
@@ -390,7 +367,6 @@ SETUP = (
         fix="torch.cuda.set_device(LOCAL_RANK) before init_process_group; one rank per GPU; no MIG "
         "slice twice.",
         confirm=_DEBUG,
-        source=_UTILS,
     ),
     Cause(
         code="nccl-aborted",
@@ -406,7 +382,6 @@ SETUP = (
         why="An earlier error or timeout ended the communicator; this only follows from it",
         fix="Look further up, and in the logs of the other ranks, for the first error.",
         confirm="The first error of all ranks is earlier than this line.",
-        source="torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp",
     ),
     Cause(
         code="nccl-p2p",
@@ -422,7 +397,6 @@ SETUP = (
         fix="NCCL_P2P_DISABLE=1 as a workaround; then disable ACS and the IOMMU in the BIOS, or "
         "set NCCL_P2P_LEVEL.",
         confirm="nvidia-smi topo -p2p r; the job works with NCCL_P2P_DISABLE=1.",
-        source="NCCL src/graph/paths.cc; CUDA's cudaErrorTooManyPeers",
     ),
     Cause(
         code="nccl-nvls",
@@ -439,7 +413,6 @@ SETUP = (
         fix="NCCL_NVLS_ENABLE=0 as a workaround; systemctl status nvidia-fabricmanager on the "
         "node.",
         confirm="nvidia-smi -q | grep -A2 Fabric says Completed.",
-        source="NCCL src/transport/nvls.cc",
     ),
     Cause(
         code="nccl-nvml",
@@ -455,7 +428,6 @@ SETUP = (
         fix="Reboot the node, or reload the driver's modules. Container: start it again; docker: "
         "--device /dev/nvidiactl ..., or the cgroup driver systemd fix of NVIDIA.",
         confirm="nvidia-smi in the same container fails with the same words.",
-        source="NVML; NCCL src/misc/nvmlwrap.cc",
     ),
     Cause(
         code="nccl-graph-order",
@@ -469,7 +441,6 @@ SETUP = (
         why="Two communicators on one GPU were used in another order on another rank",
         fix="Use the groups in one order on all ranks; or CUDA_DEVICE_MAX_CONNECTIONS=1.",
         confirm="py-spy dump of two ranks shows two different groups.",
-        source="NCCL src/group.cc",
     ),
     Cause(
         code="nccl-advice-device",
@@ -485,6 +456,5 @@ SETUP = (
         why="init_process_group was not given device_id; harmless if rank and GPU match",
         fix="init_process_group('nccl', device_id=torch.device('cuda', local_rank)).",
         confirm="It is printed by runs that work, too.",
-        source="torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp",
     ),
 )

@@ -111,7 +111,6 @@ def _cause(code: str, title: str) -> Cause:
         why="{message}",
         fix="see " + GUIDE.format(code=code),
         confirm="the log of that rank in logs/ of the run folder",
-        source="hardened_ddp/errors.py",
     )
 
 
@@ -130,6 +129,5 @@ KILLED_OUTSIDE = Cause(
     "memory. sacct -j JOB or kubectl describe pod says why: the scheduler. torchrun's last block "
     "says exitcode -9 and neither of them anything: somebody's kill -9. If the process still runs: "
     "it hangs (py-spy dump), or its network is cut",
-    source="hardened_ddp/reporting/rank_status.py",
 )
 CAUSES = (KILLED_OUTSIDE, *(_cause(code, title) for code, title in TITLES.items()))

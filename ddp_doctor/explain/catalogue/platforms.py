@@ -14,7 +14,6 @@ CAUSES = (
         why="torch 2.4 and newer want libuv for the store; wheels for Windows had none",
         fix="set USE_LIBUV=0 before torchrun; init_method='tcp://127.0.0.1:29500?use_libuv=0'.",
         confirm="It goes away with USE_LIBUV=0.",
-        source="torch/csrc/distributed/c10d/TCPStore.cpp",
     ),
     Cause(
         code="windows-paging-file",
@@ -26,7 +25,6 @@ CAUSES = (
         why="Each worker loads torch's DLLs anew, and Windows reserves memory for them",
         fix="Fewer num_workers; a larger paging file.",
         confirm="num_workers=0 works.",
-        source="Windows error 1455",
     ),
     Cause(
         code="windows-dll",
@@ -39,7 +37,6 @@ CAUSES = (
         why="The Visual C++ runtime is missing, or another CUDA or OpenMP comes first in PATH",
         fix="Install the current Visual C++ Redistributable; a fresh environment.",
         confirm="python -c 'import torch' in a fresh environment.",
-        source="Windows loader",
     ),
     Cause(
         code="windows-hostname",
@@ -54,7 +51,6 @@ CAUSES = (
         fix="MASTER_ADDR=127.0.0.1; remove the entry from the hosts file; set GLOO_SOCKET_IFNAME "
         "to the interface.",
         confirm="ping HOSTNAME gives 127.0.0.1.",
-        source="torch issue tracker: gloo on Windows",
     ),
     Cause(
         code="openmp-twice",
@@ -64,7 +60,6 @@ CAUSES = (
         fix="Install all from one channel (pip or conda); KMP_DUPLICATE_LIB_OK=TRUE as a "
         "workaround.",
         confirm="conda list | grep -iE 'omp|mkl'.",
-        source="LLVM OpenMP runtime",
     ),
     Cause(
         code="openmp-threads",
@@ -80,7 +75,6 @@ CAUSES = (
         "x OpenMP threads",
         fix="OMP_NUM_THREADS=1; fewer workers; ulimit -u; --pids-limit of the container.",
         confirm="cat /sys/fs/cgroup/pids.max; ps -eLf | wc -l.",
-        source="libgomp; Python's threading",
     ),
     Cause(
         code="openmp-advice",
@@ -91,7 +85,6 @@ CAUSES = (
         why="Advice of torchrun",
         fix="Set OMP_NUM_THREADS to cores / ranks.",
         confirm="It is printed by runs that work, too.",
-        source="torch/distributed/run.py",
     ),
     Cause(
         code="macos-fork",
@@ -104,7 +97,6 @@ CAUSES = (
         why="Objective-C frameworks can't be used after fork",
         fix="multiprocessing_context='spawn'; OBJC_DISABLE_INITIALIZE_FORK_SAFETY=YES.",
         confirm="num_workers=0 works.",
-        source="macOS libobjc",
     ),
     Cause(
         code="macos-mps",
@@ -117,7 +109,6 @@ CAUSES = (
         why="MPS has one GPU, no process group for its tensors, and fewer operators",
         fix="PYTORCH_ENABLE_MPS_FALLBACK=1; DDP on the CPU with gloo; float32.",
         confirm="device='cpu' works.",
-        source="aten/src/ATen/mps",
     ),
     Cause(
         code="tracker-login",
@@ -132,6 +123,5 @@ CAUSES = (
         lightning="WandbLogger logs on rank 0 by itself",
         trainer="report_to='none'",
         confirm="wandb login --verify on the node.",
-        source="wandb",
     ),
 )

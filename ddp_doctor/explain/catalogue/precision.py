@@ -2,8 +2,6 @@
 
 from ddp_doctor.explain.events import Blame, Cause, Tier
 
-_AMP = "torch/amp/grad_scaler.py"
-
 CAUSES = (
     Cause(
         code="amp-unscale-twice",
@@ -20,7 +18,6 @@ CAUSES = (
         lightning="Trainer(gradient_clip_val=1.0) instead of a clipping of your own",
         trainer="TrainingArguments(max_grad_norm=1.0) instead of a clipping of your own",
         confirm="The lines around clip_grad_norm_ in the loop.",
-        source=_AMP,
     ),
     Cause(
         code="amp-no-inf-checks",
@@ -31,7 +28,6 @@ CAUSES = (
         fix="scaler.scale(loss).backward() before scaler.step; make the optimizer after the model "
         "was moved and wrapped; skip the step if there was no backward.",
         confirm="print(any(p.grad is not None for g in opt.param_groups for p in g['params'])).",
-        source=_AMP,
     ),
     Cause(
         code="amp-fp16-weights",
@@ -46,7 +42,6 @@ CAUSES = (
         trainer="load the model in float32 with fp16=True; or bf16=True",
         accelerate="load the model in float32 and give Accelerator(mixed_precision='fp16')",
         confirm="print({p.dtype for p in model.parameters()}).",
-        source=_AMP,
     ),
     Cause(
         code="amp-dtype",
@@ -63,7 +58,6 @@ CAUSES = (
         fix="with torch.autocast(device.type, dtype=torch.bfloat16): around forward and loss; no "
         ".half() beside it; .to(weight.dtype) where it is needed.",
         confirm="print the dtypes in the line that the traceback names.",
-        source="aten/src/ATen/native",
     ),
     Cause(
         code="amp-unsupported",
@@ -81,7 +75,6 @@ CAUSES = (
         lightning="Trainer(precision='16-mixed')",
         accelerate="Accelerator(mixed_precision='fp16')",
         confirm="torch.cuda.is_bf16_supported().",
-        source="torch/amp/autocast_mode.py",
     ),
     Cause(
         code="amp-nan",
@@ -109,7 +102,6 @@ CAUSES = (
         trainer="TrainingArguments(bf16=True, max_grad_norm=1.0, warmup_ratio=0.1, "
         "logging_nan_inf_filter=False)",
         confirm="torch.autograd.set_detect_anomaly(True) names the function.",
-        source="torch/autograd/anomaly_mode, torch/nn/utils/clip_grad.py, DeepSpeed",
     ),
     Cause(
         code="amp-overflow-advice",
@@ -124,7 +116,6 @@ CAUSES = (
         why="Normal in float16: the scale is halved and training goes on",
         fix="Nothing, unless it is printed at every step.",
         confirm="It stops after some steps.",
-        source="apex, DeepSpeed",
     ),
     Cause(
         code="compile-failed",
@@ -144,7 +135,6 @@ CAUSES = (
         trainer="torch_compile=False",
         suite="remove --compile",
         confirm="The run works without torch.compile.",
-        source="torch/_dynamo/exc.py",
         is_generic=True,
     ),
     Cause(
@@ -162,7 +152,6 @@ CAUSES = (
         fix="apt install build-essential python3-dev; pip install triton (triton-windows); or "
         "torch.compile off.",
         confirm="c++ --version and python -c 'import triton' on the node.",
-        source="torch/_inductor",
     ),
     Cause(
         code="compile-graph-break",
@@ -175,7 +164,6 @@ CAUSES = (
         why="With fullgraph=True (or export) every operation must be traceable",
         fix="fullgraph=False; move .item(), print and Python side effects out of forward.",
         confirm="TORCH_LOGS=graph_breaks lists them.",
-        source="torch/_dynamo/exc.py",
     ),
     Cause(
         code="compile-recompiles",
@@ -186,6 +174,5 @@ CAUSES = (
         why="Shapes or values change from step to step, so it falls back to eager",
         fix="torch.compile(dynamic=True), padded batches; mark_dynamic.",
         confirm="TORCH_LOGS=recompiles.",
-        source="torch/_dynamo/convert_frame.py",
     ),
 )

@@ -12,7 +12,6 @@ SILENT = Cause(
     fix="Read what it printed last; search the program for sys.exit, os._exit and broad except "
     "clauses; raise instead of exiting; torchrun --log-dir logs --tee 3.",
     confirm="python -X faulthandler -u; a breakpoint in sys.exit.",
-    source="torch/distributed/elastic/multiprocessing/errors",
 )
 FINISHED = Cause(
     code="lost-finished-rank",
@@ -30,7 +29,6 @@ FINISHED = Cause(
     trainer="TrainingArguments(dataloader_drop_last=True)",
     suite="uneven last windows need no setting",
     confirm="print(rank, len(loader)) on each rank, and a print after the loop.",
-    source="torch/distributed/elastic/multiprocessing/errors, gloo/transport/tcp/pair.cc",
 )
 
 CAUSES = (
@@ -52,7 +50,6 @@ CAUSES = (
         trainer="save_steps, then train(resume_from_checkpoint=True)",
         suite="--time_limit; it saves before the limit and requeues",
         confirm="sacct -j JOB --format=State,Elapsed,Timelimit.",
-        source="Slurm src/slurmd/slurmstepd",
     ),
     Cause(
         code="stop-preempted",
@@ -70,7 +67,6 @@ CAUSES = (
         suite="it saves on SIGTERM and resumes; --requeue",
         trainer="save_steps, then train(resume_from_checkpoint=True)",
         confirm="sacct -j JOB --format=State says PREEMPTED.",
-        source="Slurm src/slurmd/slurmstepd, Kubernetes",
     ),
     Cause(
         code="stop-node-failed",
@@ -86,7 +82,6 @@ CAUSES = (
         why="The scheduler lost contact with the node: it crashed, was rebooted, or is cut off",
         fix="Start again without it: sbatch --exclude=NODE; report it.",
         confirm="sinfo -R or kubectl describe node.",
-        source="Slurm src/slurmctld, Kubernetes",
     ),
     Cause(
         code="stop-cancelled",
@@ -100,7 +95,6 @@ CAUSES = (
         why="Somebody ran scancel, or one task failed and srun ended the others",
         fix="Look for the first failed task; srun --kill-on-bad-exit=1 prints it first.",
         confirm="sacct -j JOB --format=JobID,State,ExitCode: CANCELLED by UID is a person.",
-        source="Slurm src/slurmd/slurmstepd",
     ),
     Cause(
         code="memory-scheduler",
@@ -116,7 +110,6 @@ CAUSES = (
         fix="Ask for more: bsub -M and -R 'rusage[mem=...]', qsub -l mem=...; or fewer DataLoader "
         "workers.",
         confirm="bhist -l JOB, qstat -fx JOB: the memory that was used.",
-        source="LSF, PBS, HTCondor",
     ),
     Cause(
         code="stop-evicted",
@@ -133,7 +126,6 @@ CAUSES = (
         fix="Set resources.requests to what is used (ephemeral-storage, too); write checkpoints to "
         "a volume, not to the container's disk.",
         confirm="kubectl describe pod and kubectl get events.",
-        source="Kubernetes, kubelet",
     ),
     Cause(
         code="stop-sighup",
@@ -149,7 +141,6 @@ CAUSES = (
         "because torchrun handles SIGHUP itself",
         fix="Start it in tmux or screen, or with setsid, or as a job of a scheduler.",
         confirm="It ended when the connection did: last, journalctl -u ssh.",
-        source="torch/distributed/elastic/multiprocessing/api.py",
     ),
     Cause(
         code="stop-sigterm",
@@ -174,7 +165,6 @@ CAUSES = (
         lightning="SLURMEnvironment(auto_requeue=True)",
         trainer="save_steps, then train(resume_from_checkpoint=True)",
         confirm="No other rank has an error before this time.",
-        source="torch/distributed/elastic/multiprocessing/api.py",
     ),
     Cause(
         code="stop-interrupt",
@@ -190,7 +180,6 @@ CAUSES = (
         why="SIGINT was sent: Ctrl-C in the terminal, or the scheduler",
         fix="Start it again.",
         confirm="Nothing else failed before it.",
-        source="Python",
     ),
     Cause(
         code="stop-aborted",
@@ -212,7 +201,6 @@ CAUSES = (
         "nothing caught. Its message stands before",
         fix="Read what stands before it on the same rank: what() has the reason.",
         confirm="The lines before it on that rank.",
-        source="torch/distributed/elastic/multiprocessing/errors",
     ),
     Cause(
         code="launch-slurm-step",
@@ -232,7 +220,6 @@ CAUSES = (
         fix="Compare #SBATCH lines with sinfo -o '%P %G %c %m'; srun needs the same --gres; "
         "--cpus-per-task for srun, too (since Slurm 22.05).",
         confirm="srun --pty hostname with the same options.",
-        source="Slurm src/srun",
     ),
     Cause(
         code="launch-mpi",
@@ -254,7 +241,6 @@ CAUSES = (
         fix="mpirun -np N --hostfile with slots=; --oversubscribe; --allow-run-as-root in "
         "containers; ssh without password between nodes; srun --mpi=pmix.",
         confirm="mpirun -np N hostname.",
-        source="Open MPI help texts",
     ),
     Cause(
         code="launch-command",
@@ -270,7 +256,6 @@ CAUSES = (
         why="The environment is not active in the job, or a path is not the same on this node",
         fix="Activate the environment in the job's script; absolute paths; which torchrun.",
         confirm="Run the same line on that node.",
-        source="the shell, Python",
     ),
     SILENT,
     FINISHED,
