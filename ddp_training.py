@@ -46,7 +46,6 @@ from hardened_ddp.ranks.error_file import (
     log_failure,
     write_error_file,
 )
-from hardened_ddp.ranks.garbage import collect_rarely, keep_imported
 from hardened_ddp.ranks.launch import (
     Launch,
     environment,
@@ -55,6 +54,7 @@ from hardened_ddp.ranks.launch import (
     prepare_signals,
     read_launch,
 )
+from hardened_ddp.ranks.resources import collect_rarely, keep_imported
 from hardened_ddp.reporting.sinks import printed
 from hardened_ddp.settings.cli import parse
 from hardened_ddp.settings.earlier_run import refuse_links
@@ -394,7 +394,7 @@ if __name__ == "__main__":
     collect_rarely()  # while torch is imported: it saves a third of that time
     status = main()
     if status and "torch" in sys.modules:
-        from hardened_ddp.guard.watchdog import leave_at_once
+        from hardened_ddp.guard.stop import leave_at_once
 
         leave_at_once(status)
     sys.exit(status)

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.commands import Command
 from tests.harness.marks import slow_after
 from tests.harness.processes import ROOT, kill
 from tests.harness.ranks import (
+    Command,
     Completed,
     Finished,
     Program,

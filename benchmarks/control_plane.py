@@ -45,16 +45,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hardened_ddp.data.batches.own_order import MAX_KEPT_ORDER
 from hardened_ddp.data.batches.sampler import WindowSampler
 from hardened_ddp.guard.hang_consensus import HangConsensus
+from hardened_ddp.guard.hang_rules import Report
 from hardened_ddp.guard.stop import CHECK_PER_RANK_S, StopRequest
-from hardened_ddp.guard.verdict import Report
-from hardened_ddp.ranks import patient_store
-from hardened_ddp.ranks.failures import publish_failure, read_failures
+from hardened_ddp.ranks import store as run_store
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.open_files import raise_open_file_limit
-from hardened_ddp.ranks.patient_store import PatientStore, poll_s
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.rendezvous import rendezvous
+from hardened_ddp.ranks.resources import raise_open_file_limit
+from hardened_ddp.ranks.store import RunStore, poll_s, publish_failure, read_failures
 
 LIMIT_S = 300.0
 STEADY_S = 10.0
@@ -96,7 +95,7 @@ class Ranks:
         with ThreadPoolExecutor(number) as pool:
             # WHY at the same time: torch sleeps 0.2 s in each connection
             self.stores: list[dist.Store] = list(pool.map(lambda _: connect(port), range(number)))
-        self.patient: list[PatientStore] = []
+        self.patient: list[RunStore] = []
 
     def each(self, work: Callable[[int, float], Any]) -> list[Any]:
         """Do work on all ranks at the same time, in forks of this process; return the results.
@@ -163,7 +162,7 @@ def measure_rendezvous(ranks: Ranks) -> float:
 
     took_s: float = max(ranks.each(meet))
     round_id = json.loads(ranks.stores[0].get("round"))["round_id"]
-    ranks.patient = [PatientStore(dist.PrefixStore(round_id, store)) for store in ranks.stores]
+    ranks.patient = [RunStore(dist.PrefixStore(round_id, store)) for store in ranks.stores]
     return took_s
 
 
@@ -215,8 +214,8 @@ def measure_hang(ranks: Ranks) -> float:
             if not alarm:
                 time.sleep(TICK_S)
         has_seen[host] = True
-        verdict = consensus.judge(report, dict, is_witness=rank == hung, patience_s=PATIENCE_S)
-        if verdict is None or verdict.laggards != (hung,):
+        verdict = consensus.agree(report, dict, is_witness=rank == hung, wait_limit_s=PATIENCE_S)
+        if verdict is None or verdict.ranks != (hung,):
             raise RuntimeError(f"rank {hung} hangs, and the verdict is: {verdict}"[:400])
         return time.perf_counter() - deadline_at
 
@@ -325,7 +324,7 @@ def main() -> None:
     threading.stack_size(256 * 1024)
     # WHY: a rank asks the store on a thread made for the question (0.1 ms), which takes 2 ms in a
     # process that has hundreds of them
-    patient_store.ask_within = lambda question, limit_s: question()
+    run_store.call_within = lambda question, limit_s: question()
     here, there = get_context("spawn").Pipe()
     process = get_context("spawn").Process(target=serve, args=(there,), daemon=True)
     process.start()

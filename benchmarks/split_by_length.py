@@ -30,8 +30,8 @@ from hardened_ddp.preflight.padding import choose_split
 from hardened_ddp.preflight.probe import Findings
 from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.host_memory import keep_freed_memory
 from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.ranks.resources import keep_freed_memory
 from hardened_ddp.settings.config import Config
 from hardened_ddp.task.tokens import Tokens
 

@@ -31,9 +31,9 @@ from hardened_ddp.data.batches.sampler import WindowSampler
 from hardened_ddp.data.batches.stream import BatchStream
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.model.zoo import SimpleCNN
-from hardened_ddp.ranks.garbage import keep_imported
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.ranks.resources import keep_imported
 from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.block_reader import BlockReader
 from hardened_ddp.streams.shard_loader import ShardLoader

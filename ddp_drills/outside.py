@@ -17,7 +17,7 @@ from ddp_drills.fault import Fault
 from ddp_drills.injections import Board, Pause
 from ddp_drills.processes import Ranks, send
 from hardened_ddp.checkpoint.folder import STATE_NAME, find_newest
-from hardened_ddp.ranks.port import port_of
+from hardened_ddp.ranks.network import port_of
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME
 
 PATIENCE_S = 8.0

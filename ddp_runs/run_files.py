@@ -25,8 +25,8 @@ from ddp_runs.run_json import (
     read_text,
 )
 from hardened_ddp.errors import RunFolderError
-from hardened_ddp.ranks.place import LauncherName, command_words
 from hardened_ddp.ranks.process import ProcessMark, is_gone
+from hardened_ddp.ranks.start_command import LauncherName, command_words
 from hardened_ddp.reporting.goodput import NAME as ATTEMPTS_NAME
 from hardened_ddp.reporting.goodput import account_of, has_all_numbers
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, SAVED_SETTINGS, STEP_FOLDER

@@ -17,7 +17,7 @@ from typing import IO
 
 from ddp_runs.check import Check
 from hardened_ddp.ranks.launch import environment, prepare_environment, read_launch
-from hardened_ddp.ranks.port import hold_port, port_of
+from hardened_ddp.ranks.network import hold_port, port_of
 
 _LIMIT_S = 20.0
 _GROUP_LIMIT_S = 15.0

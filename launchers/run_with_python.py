@@ -22,7 +22,7 @@ from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hardened_ddp.ranks.port import hold_port, port_of
+from hardened_ddp.ranks.network import hold_port, port_of
 from launchers.running import limit_threads, make_parser, read_arguments, run_script
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)

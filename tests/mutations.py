@@ -164,12 +164,12 @@ MUTATIONS = [
     ),
     Mutation("ranks/process.py", " or fields[_START_FIELD] != started", "", f"{LOCK} {FILES}"),
     Mutation(
-        "ranks/slurm_env.py",
+        "ranks/launchers_env.py",
         'env.get("MASTER_ADDR", hosts[0])',
         'env.get("MASTER_ADDR", hosts[-1])',
         ENVIRONMENTS,
     ),
-    Mutation("ranks/slurm_env.py", "int(match[2] or 1)", "1", ENVIRONMENTS),
+    Mutation("ranks/launchers_env.py", "int(match[2] or 1)", "1", ENVIRONMENTS),
     Mutation(
         "ranks/rendezvous.py",
         'store.set(f"{round_id}/refused", json.dumps(conflict))',
@@ -292,13 +292,13 @@ MUTATIONS = [
     ),
     # guard
     Mutation(
-        "guard/verdict.py",
+        "guard/hang_rules.py",
         "        late = [report for report in late if report.step == first]\n",
         "",
         f"{HANGS} -k 'verdict or blam or decide or told or late or named'",
     ),
     Mutation(
-        "guard/verdict.py",
+        "guard/hang_rules.py",
         "return max(most_s, timeout_s / 2)",
         "return most_s",
         f"{HANGS} -k 'patience or timeout'",

@@ -20,9 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests.harness.commands import Completed, run_command
 from tests.harness.processes import clean_environment, deadline, limit_of
-from tests.harness.ranks import held_port
+from tests.harness.ranks import Completed, held_port, run_command
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun")
 POLL_S = 0.2

@@ -1,18 +1,18 @@
 """The watch for hangs: names the rank that makes no progress, and where; then saves and exits.
 
-Owns a thread of each rank that checks this rank's heartbeat, and those of its neighbours, about
-once a second. If a phase takes longer than its limit, the thread raises the alarm; then the threads
-of all ranks write Python's stacks to RUN/hangs, agree on a verdict (verdict.py), save the last
-completed step, kill the ranks that can't exit by themselves, and exit with a status on which the
-launcher starts again.
+Owns a thread of each rank. About once a second it checks the heartbeat of this rank and those of
+the other ranks of its machine (neighbours.py). If a phase takes longer than its limit, the thread
+raises the alarm. Then the threads of all ranks write Python's stacks to RUN/hangs and agree
+(hang_consensus.py) on which ranks hang, by the rules of hang_rules.py. If one does, they save the
+last completed step, kill the ranks that can't exit by themselves, and exit with a status on which
+the launcher starts again.
 
 Time counts only while the thread itself runs: a job that was stopped as a whole and continued, or a
 machine that slept, did not hang. Neither does a rank in a debugger.
 What it can't see: a process that is alone on its machine while native code holds the GIL. Its
 stacks are written even then (outside_view.py), but it does not exit.
 
-Does not own: what is saved (training/survivor_save.py), where the others are (neighbours.py,
-hang_consensus.py).
+Does not own: what is saved (training/survivor_save.py).
 """
 
 import contextlib
@@ -29,16 +29,24 @@ from pathlib import Path
 
 from hardened_ddp.errors import HangError
 from hardened_ddp.guard.hang_consensus import NUM_WITNESSES, HangConsensus
+from hardened_ddp.guard.hang_rules import Hang, Report, decide, limits_ns, longest_wait_s
 from hardened_ddp.guard.neighbours import Neighbours
 from hardened_ddp.guard.outside_view import start_outside_view
-from hardened_ddp.guard.slow import SlowRanks, Split
-from hardened_ddp.guard.slow_data import SlowData
-from hardened_ddp.guard.verdict import Report, Verdict, decide, limits_ns, patience_for
-from hardened_ddp.guard.watchdog import leave_at_once
-from hardened_ddp.ranks.awake import AwakeTime
+from hardened_ddp.guard.slow import SlowData, SlowRanks, Split
+from hardened_ddp.guard.stop import leave_at_once
+from hardened_ddp.ranks.call_timeout import AwakeTime
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.heartbeat import ALARM, HEART, LIMITS, PHASE, SINCE, STEP, TOKEN
-from hardened_ddp.ranks.phase import FIRST_WAIT, Phase
+from hardened_ddp.ranks.phase import (
+    ALARM,
+    FIRST_WAIT,
+    HEART,
+    LIMITS,
+    PHASE,
+    SINCE,
+    STEP,
+    TOKEN,
+    Phase,
+)
 from hardened_ddp.ranks.stacks import is_debugged, offer_stacks, withdraw_stacks
 from hardened_ddp.reporting.sinks import open_no_link, write_text
 
@@ -77,15 +85,16 @@ class HangWatch:
         self._group = group
         self._folder = folder / FOLDER
         self._hang_after_s = hang_after_s
-        self._patience_s = patience_for(group.timeout_s) if group.world_size > 1 else float("inf")
-        self._tick_s = min(TICK_S, hang_after_s / 4, self._patience_s / 4)
+        limit_s = longest_wait_s(group.timeout_s) if group.world_size > 1 else float("inf")
+        self._wait_limit_s = limit_s
+        self._tick_s = min(TICK_S, hang_after_s / 4, self._wait_limit_s / 4)
         self._subject = Subject(save=lambda *why: None)
         self._age_s = self._muted_s = self._compare_in_s = 0.0
         self._seen_since = 0
         self._slow = SlowRanks()
         self._slow_data = SlowData()
         self._end = threading.Event()
-        self._is_judging = threading.Event()
+        self._is_deciding = threading.Event()
         self._thread: threading.Thread | None = None
         self._outside: subprocess.Popen[bytes] | None = None
 
@@ -125,7 +134,7 @@ class HangWatch:
         self._subject = subject
 
     def close(self) -> None:
-        """Stop the watch; if a hang is being judged, wait for the verdict. Main thread.
+        """Stop the watch; if the ranks are deciding on a hang, wait for that. Main thread.
 
         WHY wait: a rank that lost another one calls this, and the verdict says why it was lost.
         The watch's thread then ends this process. May be called twice.
@@ -135,7 +144,7 @@ class HangWatch:
             return
         self._end.set()
         self._thread.join(_END_LIMIT_S)
-        while self._thread.is_alive() and self._is_judging.is_set():
+        while self._thread.is_alive() and self._is_deciding.is_set():
             self._thread.join(self._tick_s)
         self._thread = None
         withdraw_stacks(self._stacks_fd)
@@ -179,7 +188,7 @@ class HangWatch:
             return
         if alarm := self._consensus.alarm(name):
             words[ALARM] = self._consensus.round + 1
-            self._judge(self._folder / alarm, is_witness=is_suspicious)
+            self._answer_alarm(self._folder / alarm, is_witness=is_suspicious)
 
     def _age(self, awake_s: float) -> None:
         """Add up how long this rank has been in its phase, while this thread was awake."""
@@ -215,46 +224,54 @@ class HangWatch:
             return False
         if self._neighbours.lost() or (is_working and report.is_late):
             return True
-        if is_working or report.age_s > self._patience_s:
-            return not is_working
+        if is_working:
+            return False
+        if report.age_s > self._wait_limit_s:
+            return True
         if not report.is_late or report.rank >= NUM_WITNESSES:
             return False
+        # This rank waits for long: does any rank hang, by the beats of all of them?
         seen = {**self._consensus.watch_beats(awake_s), report.rank: report}
-        is_complete = len(seen) == self._group.world_size
-        return is_complete and decide(list(seen.values()), patience_s=self._patience_s) is not None
+        if len(seen) < self._group.world_size:
+            return False
+        return decide(list(seen.values()), wait_limit_s=self._wait_limit_s) is not None
 
-    def _judge(self, folder: Path, *, is_witness: bool) -> None:
-        """Write stacks, report, and agree on a verdict; then act, or continue if no rank hangs."""
-        self._is_judging.set()
+    def _answer_alarm(self, folder: Path, *, is_witness: bool) -> None:
+        """Write stacks, and agree on which ranks hang; then end the run, or continue if none does.
+
+        is_witness: this rank saw a reason for the alarm by itself.
+        """
+        self._is_deciding.set()
         mine = self._report(tuple(self._subject.samples(self._group.tracker.words[PHASE])))
         with contextlib.suppress(OSError):  # WHY suppress: a full disk must not hide the verdict
             self._write_stacks(folder, mine)
-        verdict = self._consensus.judge(
+        hang = self._consensus.agree(
             mine,
             self._neighbours.reports,
             is_witness=is_witness,
-            patience_s=self._patience_s,
+            wait_limit_s=self._wait_limit_s,
         )
-        if verdict is not None:
-            self._act(verdict, folder)
+        if hang is not None:
+            self._end_run(hang, folder)
         log.warning("a hang was suspected, but all ranks make progress; their stacks: %s", folder)
         self._muted_s = self._hang_after_s / 2
-        self._is_judging.clear()
+        self._is_deciding.clear()
 
-    def _act(self, verdict: Verdict, folder: Path) -> None:
-        """Log the verdict, save, kill the neighbours that can't exit by themselves, and exit."""
-        self._consensus.publish(verdict)
+    def _end_run(self, hang: Hang, folder: Path) -> None:
+        """Say who hangs, save, kill the neighbours that can't exit by themselves, and exit."""
+        self._consensus.publish(hang)
         error = HangError(
-            verdict.text,
+            hang.text,
             fix=f"read the stacks of all ranks in {folder} (torchrun --max_restarts resumes by "
             f"itself); to resume: {self._group.launch.command('--resume', self._folder.parent)}",
         )
         log.error("%s", error)
         try:
             with contextlib.suppress(OSError):
-                write_text(folder / "verdict.txt", f"{verdict.text}\n")
+                write_text(folder / "verdict.txt", f"{hang.text}\n")
             self._subject.save(error)
-            # WHY each rank: another one may not have watched for long enough to see it.
+            # WHY every rank does it: the others may not have watched that neighbour for long enough
+            # to know that it is lost. To kill it twice does no harm.
             for neighbour in self._neighbours.lost():
                 log.warning("rank %d can't exit by itself: it is killed", neighbour.rank)
                 neighbour.kill()
@@ -286,9 +303,8 @@ class HangWatch:
             write_text(path, text or "no stacks: it does not answer\n")
 
     def _compare_speeds(self, awake_s: float) -> None:
-        """Log on rank 0 which rank has become slow, and which one no longer is."""
+        """On rank 0, tell which rank has become slow, and which one no longer is."""
         self._compare_in_s -= awake_s
         if self._group.launch.is_main and self._compare_in_s <= 0:
             self._compare_in_s = _COMPARE_EVERY_S
-            for text in self._slow.note(self._consensus.splits()):
-                log.warning("%s", text)
+            self._slow.tell(self._consensus.splits())

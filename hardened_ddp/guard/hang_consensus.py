@@ -1,8 +1,8 @@
-"""How the ranks agree on whether one of them hangs: heartbeats, an alarm, reports, a verdict.
+"""How the ranks agree on whether one of them hangs: beats, an alarm, reports, a verdict.
 
 Owns the store keys for this, in rounds. A regular beat says where a rank is. A rank that sees a
 reason raises the alarm; then every rank that can reports where it is now; the first verdict made
-from these reports holds for all. If no rank hangs, the next round begins.
+from these reports (hang_rules.py) holds for all. If no rank hangs, the next round begins.
 WHY the store, not a collective: ranks that wait in one collective can't call another.
 One thread serves the store. So each rank asks it the more rarely, the more ranks there are, and
 what all of them report is one value, which is read with one question.
@@ -10,18 +10,21 @@ What goes wrong here: the rank that serves the store hangs. Then each machine ju
 """
 
 import json
-import logging
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from hardened_ddp.guard.hang_rules import SILENT, Hang, Report, decide
 from hardened_ddp.guard.slow import Split
-from hardened_ddp.guard.verdict import SILENT, Report, Verdict, decide
-from hardened_ddp.ranks.failures import MOST_READ, publish_failure, read_failures
-from hardened_ddp.ranks.patient_store import PatientStore, poll_s
-
-log = logging.getLogger(__name__)
+from hardened_ddp.ranks.store import (
+    MOST_READ,
+    RunStore,
+    ask_store,
+    poll_s,
+    publish_failure,
+    read_failures,
+)
 
 LEFT = "left"
 COLLECT_S = 4.0
@@ -40,7 +43,7 @@ class HangConsensus:
     """This rank's part in the consensus. All methods are called from one thread."""
 
     def __init__(
-        self, store: PatientStore | None, *, rank: int, world_size: int, tick_s: float = 1.0
+        self, store: RunStore | None, *, rank: int, world_size: int, tick_s: float = 1.0
     ) -> None:
         """store: None where there are no other ranks. tick_s: how often beat is called."""
         self._store = store
@@ -59,16 +62,16 @@ class HangConsensus:
         """Publish where this rank is. number: one more each time. Of many ranks, some at a time."""
         if not self._has_beaten or (number + self._rank) % self._beat_every == 0:
             self._has_beaten = True
-            self._put(f"hang/beat/{self._rank}", [number, asdict(report), splits])
+            self._publish_beat([number, asdict(report), splits])
 
     def leave(self) -> None:
         """Publish that this rank no longer takes part."""
-        self._put(f"hang/beat/{self._rank}", LEFT)
+        self._publish_beat(LEFT)
 
     def splits(self) -> dict[int, tuple[int, Split]]:
         """Return the newest split of each rank's step time, with its number."""
-        beats = {rank: json.loads(text) for rank, text in self._read_beats().items()}
-        return {r: (b[2][0], b[2][1]) for r, b in beats.items() if b != LEFT and b[2][1]}
+        beats = self._beats_now()
+        return {rank: (beat[2][0], beat[2][1]) for rank, beat in beats.items() if beat[2][1]}
 
     def watch_beats(self, awake_s: float) -> dict[int, Report]:
         """Return where each rank is by its beat. Silent: no beat for longer than its limit.
@@ -88,152 +91,121 @@ class HangConsensus:
                 found[rank] = replace(report, state=SILENT) if is_silent else report
         return found
 
-    def missing(self, reports: Collection[int]) -> list[int]:
-        """Return the ranks that neither reported nor left."""
-        left = {rank for rank, text in self._read_beats().items() if text == json.dumps(LEFT)}
-        return [r for r in range(self._world_size) if r not in reports and r not in left]
-
     def alarm(self, name: str) -> str:
         """Raise the alarm of this round under a name, or return the name of another rank's alarm.
 
         An empty name only asks; an empty answer: there is no alarm.
         """
         key = f"hang/{self.round}/alarm"
-        if self._store is None:
-            return name
-        try:
-            if name:
-                return self._store.claim(key, name)
-            return self._store.look_up(key)
-        except RuntimeError as error:
-            log.debug("the store does not answer: %s", error)
-            return name
+        return ask_store(
+            self._store, lambda s: s.claim(key, name) if name else s.look_up(key), otherwise=name
+        )
 
-    def judge(
+    def agree(
         self,
         mine: Report,
         neighbours: Callable[[], Mapping[int, Report]],
         *,
         is_witness: bool,
-        patience_s: float,
-    ) -> Verdict | None:
+        wait_limit_s: float,
+    ) -> Hang | None:
         """Agree with the other ranks on which of them hang; None: no rank does.
 
         mine: this rank's own report. neighbours: the others of this machine, as seen.
         is_witness: this rank raised the alarm, or would have. Takes COLLECT_S or a little more.
         """
-        self.report(mine)
-        verdict = None
-        if is_witness or mine.rank < NUM_WITNESSES or not self.await_verdict(_VERDICT_S):
+        line = json.dumps(asdict(mine)) + "\n"
+        ask_store(self._store, lambda s: s.append(self._key("reports"), line), otherwise=None)
+        hang = None
+        if is_witness or mine.rank < NUM_WITNESSES or not self._await_verdict():
             lost = {rank: report for rank, report in neighbours().items() if report.state}
-            found = self.collect({mine.rank: mine, **lost}, limit_s=COLLECT_S)
-            reports = {**neighbours(), **found}
-            missing = self.missing(reports)
-            verdict = decide(list(reports.values()), patience_s=patience_s, missing=missing)
-        return self.settle(verdict)
+            reports = {**neighbours(), **self._collect({mine.rank: mine, **lost})}
+            missing = self._missing(reports)
+            hang = decide(list(reports.values()), wait_limit_s=wait_limit_s, missing=missing)
+        # The verdict that is published first holds for all ranks.
+        text = json.dumps(None if hang is None else [hang.text, hang.ranks])
+        found = json.loads(
+            ask_store(self._store, lambda s: s.claim(self._key("verdict"), text), otherwise=text)
+        )
+        if found is None:
+            self.round += 1
+            return None
+        return Hang(found[0], tuple(found[1]))
 
-    def report(self, report: Report) -> None:
-        """Publish where this rank is, for this round's verdict."""
-        try:
-            if self._store is not None:
-                line = json.dumps(asdict(report)) + "\n"
-                self._store.append(f"hang/{self.round}/reports", line)
-        except RuntimeError as error:
-            log.debug("the store does not answer: %s", error)
+    def publish(self, hang: Hang) -> None:
+        """Publish the verdict under the key that a rank reads when it loses another one."""
+        # WHY if: the ranks of one verdict would all publish the same
+        if not read_failures(self._store, reader=-1):
+            for rank in hang.ranks[:MOST_READ]:
+                publish_failure(self._store, rank, hang.text)
 
-    def collect(self, known: Mapping[int, Report], *, limit_s: float) -> dict[int, Report]:
+    def await_others(self, *, is_server: bool, limit_s: float) -> None:
+        """Publish that this rank is done; the store's server waits for all that reported."""
+
+        def wait(store: RunStore) -> None:
+            store.set(self._key(f"done/{self._rank}"), "")
+            if is_server:
+                done = [self._key(f"done/{rank}") for rank in self._read_reports(store)]
+                store.wait(done, limit_s)
+
+        ask_store(self._store, wait, otherwise=None)
+
+    def _key(self, name: str) -> str:
+        return f"hang/{self.round}/{name}"
+
+    def _await_verdict(self) -> bool:
+        """Wait for another rank's verdict; return whether there is one."""
+        end = time.monotonic() + _VERDICT_S
+        has: bool | None = False
+        while has is False and time.monotonic() < end:
+            has = ask_store(self._store, lambda s: s.has(self._key("verdict")), otherwise=None)
+            if has is False:
+                time.sleep(max(_POLL_S, _POLL_PER_RANK_S * self._world_size))
+        return bool(has)
+
+    def _collect(self, known: Mapping[int, Report]) -> dict[int, Report]:
         """Wait for the reports of all ranks; return them and the known ones.
 
-        A rank that does not report within limit_s is silent, at the place of its last beat.
+        A rank that does not report within COLLECT_S is silent, at the place of its last beat.
         """
         found = dict(known)
-        end = time.monotonic() + limit_s
-        while self._store is not None and len(found) < self._world_size:
-            try:
-                found.update(self._read_reports(self._store))
-            except RuntimeError as error:
-                log.debug("the store does not answer: %s", error)
-                return found
+        end = time.monotonic() + COLLECT_S
+        while len(found) < self._world_size:
+            reports = ask_store(self._store, self._read_reports, otherwise=None)
+            if reports is None:
+                break
+            found.update(reports)
             if time.monotonic() > end:
-                last = {r: json.loads(text) for r, text in self._read_beats().items()}
                 age_s = max(report.age_s for report in known.values())
-                silent = {r: _silent(b[1], age_s) for r, b in last.items() if b != LEFT}
+                last = {rank: _report_of(b[1]) for rank, b in self._beats_now().items()}
+                silent = {r: replace(b, state=SILENT, age_s=age_s) for r, b in last.items()}
                 return {**silent, **found}
             time.sleep(max(_POLL_S, poll_s(self._world_size)))
         return found
 
-    def _read_reports(self, store: PatientStore) -> dict[int, Report]:
-        lines = store.look_up(f"hang/{self.round}/reports").splitlines()
+    def _missing(self, reports: Collection[int]) -> list[int]:
+        """Return the ranks that neither reported nor left."""
+        left = {rank for rank, text in self._read_beats().items() if text == json.dumps(LEFT)}
+        return [r for r in range(self._world_size) if r not in reports and r not in left]
+
+    def _read_reports(self, store: RunStore) -> dict[int, Report]:
+        lines = store.look_up(self._key("reports")).splitlines()
         return {report.rank: report for report in map(_report_of, map(json.loads, lines))}
 
-    def settle(self, verdict: Verdict | None) -> Verdict | None:
-        """Return the verdict of this round: that of the rank that was first to publish one."""
-        mine = json.dumps(None if verdict is None else [verdict.text, verdict.laggards])
-        found = json.loads(self._claim(f"hang/{self.round}/verdict", mine))
-        if found is None:
-            self.round += 1
-            return None
-        return Verdict(found[0], tuple(found[1]))
-
-    def await_verdict(self, limit_s: float) -> bool:
-        """Wait for another rank's verdict; return whether there is one."""
-        end = time.monotonic() + limit_s
-        while self._store is not None and time.monotonic() < end:
-            try:
-                if self._store.has(f"hang/{self.round}/verdict"):
-                    return True
-            except RuntimeError as error:
-                log.debug("the store does not answer: %s", error)
-                return False
-            time.sleep(max(_POLL_S, _POLL_PER_RANK_S * self._world_size))
-        return False
-
-    def publish(self, verdict: Verdict) -> None:
-        """Publish the verdict under the key that a rank reads when it loses another one."""
-        # WHY if: the ranks of one verdict would all publish the same
-        if not read_failures(self._store, reader=-1):
-            for rank in verdict.laggards[:MOST_READ]:
-                publish_failure(self._store, rank, verdict.text)
-
-    def await_others(self, *, is_server: bool, limit_s: float) -> None:
-        """Publish that this rank is done; the store's server waits for all that reported."""
-        prefix = f"hang/{self.round}"
-        self._put(f"{prefix}/done/{self._rank}", "")
-        try:
-            if self._store is not None and is_server:
-                reported = self._read_reports(self._store)
-                self._store.wait([f"{prefix}/done/{rank}" for rank in reported], limit_s)
-        except RuntimeError as error:
-            log.debug("not every rank is done: %s", error)
+    def _beats_now(self) -> dict[int, Any]:
+        """Return the last beat of each rank that has not left: its number, report and split."""
+        beats = {rank: json.loads(text) for rank, text in self._read_beats().items()}
+        return {rank: beat for rank, beat in beats.items() if beat != LEFT}
 
     def _read_beats(self) -> dict[int, str]:
-        if self._store is None:
-            return {}
         keys = {f"hang/beat/{rank}": rank for rank in range(self._world_size)}
-        try:
-            return {keys[key]: text for key, text in self._store.read(list(keys)).items()}
-        except RuntimeError as error:
-            log.debug("the store does not answer: %s", error)
-            return {}
+        texts: dict[str, str] = ask_store(self._store, lambda s: s.read(list(keys)), otherwise={})
+        return {keys[key]: text for key, text in texts.items()}
 
-    def _claim(self, key: str, text: str) -> str:
-        try:
-            return text if self._store is None else self._store.claim(key, text)
-        except RuntimeError as error:
-            log.debug("the store does not answer: %s", error)
-            return text
-
-    def _put(self, key: str, value: object) -> None:
-        try:
-            if self._store is not None:
-                self._store.set(key, json.dumps(value))
-        except RuntimeError as error:
-            log.debug("the store does not answer: %s", error)
+    def _publish_beat(self, value: object) -> None:
+        text = json.dumps(value)
+        ask_store(self._store, lambda s: s.set(f"hang/beat/{self._rank}", text), otherwise=None)
 
 
 def _report_of(entry: Mapping[str, Any]) -> Report:  # Any: JSON that asdict made
     return Report(**{**entry, "samples": tuple(entry["samples"])})
-
-
-def _silent(entry: Mapping[str, Any], age_s: float) -> Report:  # Any: JSON
-    return replace(_report_of(entry), state=SILENT, age_s=age_s)

@@ -12,9 +12,9 @@ import signal
 import time
 from dataclasses import dataclass
 
-from hardened_ddp.guard.verdict import HELD, STOPPED, UNINTERRUPTIBLE, Report
+from hardened_ddp.guard.hang_rules import HELD, STOPPED, UNINTERRUPTIBLE, Report
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.heartbeat import (
+from hardened_ddp.ranks.phase import (
     ALARM,
     HEART,
     LIMITS,
@@ -23,9 +23,9 @@ from hardened_ddp.ranks.heartbeat import (
     SINCE,
     STEP,
     TOKEN,
+    Phase,
     open_words,
 )
-from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.process import stat_fields, this_process
 from hardened_ddp.ranks.stacks import ask_for_stacks
 from hardened_ddp.ranks.tracker import Tracker

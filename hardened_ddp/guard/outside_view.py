@@ -17,8 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from hardened_ddp.ranks.heartbeat import HEART, LIMITS, PHASE, STEP, open_words
-from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.phase import HEART, LIMITS, PHASE, STEP, Phase, open_words
 from hardened_ddp.ranks.process import stat_fields
 from hardened_ddp.ranks.stacks import ask_for_stacks
 from hardened_ddp.reporting.sinks import write_text

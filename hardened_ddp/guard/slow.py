@@ -1,12 +1,21 @@
-"""Detection of a rank that is slower than the others, with the split of its step time.
+"""What is slow, and told before it looks like a hang: a rank beside the others, the storage.
 
-Owns the comparison. It compares each rank's own work in a step: time that a rank waits for others
-in a collective does not count.
+Ranks are compared by their own work in a step: time that a rank waits for others in a collective
+does not count. Storage is told while training waits for it. WHY: a stall of minutes looks like a
+hang to whoever reads the log, and it may end the run; the samples in question point to the file.
+Does not own: when that counts as a hang (hang_rules.py).
 """
 
+import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
+
+from hardened_ddp.guard.hang_rules import LEARNED_FACTOR, Report
+from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.tracker import Tracker
+
+log = logging.getLogger(__name__)
 
 FACTOR = 1.5
 NUM_REPORTS = 3
@@ -20,6 +29,9 @@ LEAST_S = 0.001
 BACKWARD_AND_WAIT = "backward with all-reduce"
 """On a GPU the two can't be told apart, so this is not counted as work."""
 
+SLOW_AFTER_S = 30.0
+TELL_EVERY_S = 60.0
+_SHOWN = 8
 _WORK = ("data", "forward", "backward", "optimizer")
 
 Split = Mapping[str, float]
@@ -51,6 +63,11 @@ class SlowRanks:
         self._slow: set[int] = set()
         self._in_a_row: dict[int, int] = {}
         self._seen: dict[int, int] = {}
+
+    def tell(self, splits: Mapping[int, tuple[int, Split]]) -> None:
+        """Log which ranks became slow, or no longer are, by the newest splits of all ranks."""
+        for text in self.note(splits):
+            log.warning("%s", text)
 
     def note(self, splits: Mapping[int, tuple[int, Split]]) -> list[str]:
         """Add the newest split of each rank with its number; return what to log."""
@@ -96,3 +113,40 @@ def describe(split: Split) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms"
+
+
+class SlowData:
+    """Follows the waits of one rank for its data."""
+
+    def __init__(self) -> None:
+        self._due_s = SLOW_AFTER_S
+        self._told_s = 0.0
+
+    def tell(
+        self, report: Report, *, tracker: Tracker, samples: Callable[[int], Sequence[int]]
+    ) -> None:
+        """Log a wait that takes long, and its end. samples: those that a phase processes."""
+        longest_s = tracker.longest_ns[Phase.DATA] / 1e9
+        if text := self.note(report, longest_s=longest_s, samples=lambda: samples(Phase.DATA)):
+            log.warning("%s", text)
+
+    def note(
+        self, report: Report, *, longest_s: float, samples: Callable[[], Sequence[int]]
+    ) -> str:
+        """Return what to tell; empty: nothing. longest_s: the longest such wait before."""
+        if report.phase != Phase.DATA or report.age_s < self._told_s:
+            told_s, self._told_s, self._due_s = self._told_s, 0.0, SLOW_AFTER_S
+            return f"the data came after {told_s:.0f} s or more" if told_s else ""
+        if report.age_s < max(self._due_s, LEARNED_FACTOR * longest_s if not self._told_s else 0):
+            return ""
+        self._told_s, self._due_s = report.age_s, report.age_s + TELL_EVERY_S
+        read = [sample for sample in samples() if sample >= 0][:_SHOWN]
+        which = f" (samples {', '.join(map(str, read))})" if read else ""
+        left_s = report.limit_s - report.age_s
+        end = (
+            "without a limit" if left_s > TELL_EVERY_S * 1e6 else f"for {max(0, left_s):.0f} s more"
+        )
+        return (
+            f"slow storage: rank {report.rank} has waited {report.age_s:.0f} s for the data of "
+            f"step {report.step}{which}. It waits {end} (--loader_timeout_s)"
+        )

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from hardened_ddp.errors import LaunchError
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.place import command_words, with_arguments
+from hardened_ddp.ranks.start_command import command_words, with_arguments
 from hardened_ddp.settings.config import Backend
 
 

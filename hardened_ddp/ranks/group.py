@@ -6,13 +6,15 @@ is no group and each method returns what one rank would agree on with itself.
 Rules: all ranks reach every collective, in the same order (calls are marked # collective); work
 that only rank 0 does goes through run_on_main, so that its error reaches all ranks; values travel
 as JSON bytes, never as pickles. When a peer is lost, torch raises a plain RuntimeError at the next
-collective: lost.py turns it into PeerLostError.
+collective: lost_peer turns it into PeerLostError.
 Read next: gradients/, which sums gradients over this group.
 """
 
 import ctypes
 import json
 import logging
+import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -26,18 +28,27 @@ from hardened_ddp.errors import (
     GroupError,
     HardenedError,
     MainRankError,
+    PeerLostError,
     RankMismatchError,
     first_line,
 )
-from hardened_ddp.ranks import failures
-from hardened_ddp.ranks.awake import finish_work
+from hardened_ddp.ranks.call_timeout import finish_work
 from hardened_ddp.ranks.device import choose_backend, gpu_id
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.open_files import raise_open_file_limit
-from hardened_ddp.ranks.patient_store import PatientStore
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.rendezvous import open_store, rendezvous
+from hardened_ddp.ranks.resources import raise_open_file_limit
 from hardened_ddp.ranks.shared_sum import SharedSum, is_supported, open_shared_sum
+from hardened_ddp.ranks.store import (
+    DEFER_S,
+    RunStore,
+    ask_store,
+    await_listeners,
+    poll_s,
+    publish_failure,
+    read_failures,
+    tell_once,
+)
 from hardened_ddp.ranks.tracker import Tracker, waits_in
 from hardened_ddp.settings.config import Backend
 from hardened_ddp.settings.typed_command import own_command
@@ -49,6 +60,12 @@ LISTEN_LIMIT_S = 2.0
 the others have read its own."""
 
 _NO_LIMIT = timedelta(days=365)
+# The error messages of gloo and NCCL when another rank died, left or no longer answers.
+_LOST_PEER = re.compile(
+    r"Connection (closed|reset) by peer|Timed out waiting|Application timeout caused|"
+    r"Socket closed|Broken pipe|NCCL|connectFullMesh failed|Read error|Connection refused|"
+    r"wait timeout|recvValue failed|sendBytes failed|recvVector failed"
+)
 
 
 class Group:
@@ -69,7 +86,7 @@ class Group:
         self.world_size = launch.world_size
         self.is_main, self.is_local_main = launch.is_main, launch.is_local_main
         self.tracker = tracker or Tracker()
-        self.store: PatientStore | None = None
+        self.store: RunStore | None = None
         self.control: dist.ProcessGroup | None = None
         self.shared: SharedSum | None = None
         """Sums CPU tensors if all ranks are on one machine; None: gloo sums them."""
@@ -166,31 +183,18 @@ class Group:
                 "must not be split by rank: each rank trains on its own part of all samples",
             )
 
-    def publish(self, key: str, text: str) -> bool:
-        """Write a text to the store, for published(); False if that failed. Rank-local."""
-        try:
-            if self.store is not None:
-                self.store.set(key, text)
-        except RuntimeError as error:  # the store may have died with the rank that served it
-            log.debug("could not publish %s: %s", key, error)
-            return False
-        return self.store is not None
+    def publish(self, key: str, text: str) -> None:
+        """Write a text to the store, for published(). Rank-local."""
+        ask_store(self.store, lambda store: store.set(key, text), otherwise=None)
 
     def published(self, key: str) -> str:
         """Read what another rank has published; empty if it is not there. Rank-local."""
-        try:
-            if self.store is not None:
-                return self.store.look_up(key)
-        except RuntimeError as error:
-            log.debug("could not read %s: %s", key, error)
-        return ""
+        return ask_store(self.store, lambda store: store.look_up(key), otherwise="")
 
     def publish_failure(self, text: str) -> None:
         """Write the reason for this rank's failure to the store, for its peers. Rank-local."""
         self.is_broken = True
-        self._has_published = failures.publish_failure(
-            self.store, self.launch.rank, text, is_last=False
-        )
+        self._has_published = publish_failure(self.store, self.launch.rank, text, is_last=False)
 
     def tell_once(self, text: str, tell: Callable[[], None], *, is_everywhere: bool) -> bool:
         """Call tell, unless another rank tells the same text; return whether it did. Rank-local.
@@ -198,18 +202,18 @@ class Group:
         After publish_failure. is_everywhere: as a rule all ranks have such an error, and rank 0
         tells it.
         """
-        return failures.tell_once(
+        return tell_once(
             self.store,
             self.launch.rank,
             text,
             tell,
             world_size=self.world_size,
-            defer_s=failures.DEFER_S if is_everywhere else 0.0,
+            defer_s=DEFER_S if is_everywhere else 0.0,
         )
 
     def published_failures(self) -> dict[int, str]:
         """Return the reason of each other rank that failed, as far as known. Rank-local."""
-        return failures.read_failures(self.store, reader=self.launch.rank)
+        return read_failures(self.store, reader=self.launch.rank)
 
     def leave(self) -> None:
         """Tell the others at once that this rank joins no further collective. Rank-local.
@@ -229,7 +233,7 @@ class Group:
             # WHY not then: NCCL would wait here for data that the dead rank never sends.
             dist.destroy_process_group()
         if self._has_published and self.is_main and not self.launch.agent_owns_store:
-            failures.await_listeners(self.store, self.world_size, LISTEN_LIMIT_S)
+            await_listeners(self.store, self.world_size, LISTEN_LIMIT_S)
         if self._agreement is not None and not self._agreement.is_completed():
             # WHY: the destructor would join a thread that waits for a stopped rank, without limit.
             # With one more reference the group is never destroyed; the process ends anyway.
@@ -293,7 +297,7 @@ def open_group(
         store = rendezvous(  # collective
             open_store(launch, timeout), launch, timeout_s, gpu=gpu
         )
-        group.store = PatientStore(store)
+        group.store = RunStore(store)
         dist.init_process_group(
             name,
             store=store,
@@ -320,3 +324,35 @@ def open_group(
             f"machine is looked at by: {own_command('doctor')}",
         ) from error
     return group
+
+
+def lost_peer(error: BaseException, group: Group) -> PeerLostError | None:
+    """Return a PeerLostError with the peer's own cause if error means a lost peer, else None."""
+    if group.world_size == 1 or not isinstance(error, RuntimeError):
+        return None
+    if not _LOST_PEER.search(str(error)):
+        return None
+    group.is_broken = True
+    failures = _await_failures(group)
+    causes = "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
+    return PeerLostError(
+        f"rank {group.launch.rank} lost another rank ({first_line(error)})"
+        + (
+            f". Cause: {causes}"
+            if causes
+            else ". It left no error message: it was killed from outside, or it hangs"
+        ),
+        fix="read the log of the rank that failed first",
+    )
+
+
+def _await_failures(group: Group) -> dict[int, str]:
+    """Read the peers' failures; wait a moment for a peer that is about to write its own."""
+    end = time.monotonic() + LISTEN_LIMIT_S
+    while True:
+        # WHY before reading: a process that has ended has already written its reason
+        has_dead_peer = group.shared is not None and group.shared.has_dead_peer()
+        found = group.published_failures()
+        if found or has_dead_peer or time.monotonic() > end:
+            return found
+        time.sleep(poll_s(group.world_size))

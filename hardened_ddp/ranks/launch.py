@@ -1,39 +1,51 @@
-"""Who launched this process, and its place among the ranks.
+"""Who launched this process, and how it ends with its launcher.
 
 Owns the environment: the only module that reads or sets environment variables. A launcher is
 recognised once, its variables are checked against each other, and all other modules get the frozen
 Launch. An incomplete environment is an error: guessing rank 0 would train N separate models.
 
-Does not own: what each launcher's variables mean (launchers_env.py, slurm_env.py), the process
-group (group.py).
+Owns finding the command that started this run, too. Our launchers that a rank can't see name theirs
+in a variable; torchrun, mpirun and run_with_python.py are ancestors of this process on this host,
+and their command lines are taken as they are. What can't be found is composed.
+
+Does not own: what each launcher's variables mean (launchers_env.py), the process group (group.py).
 Read next: group.py, which turns a Launch into a process group.
 """
 
 import os
+import select
+import shlex
 import signal
 import socket
-from collections.abc import Mapping, MutableMapping
+import sys
+import threading
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hardened_ddp.ranks import slurm_env
 from hardened_ddp.ranks.launchers_env import (
     TORCHRUN,
+    Launch,
     is_of_operator,
+    is_step,
     names_of_mpi,
     read_mpi,
     read_operator,
+    read_step,
     read_torchrun,
+    refuse_missing_srun,
     refuse_missing_torchrun,
+    whole_number,
 )
-from hardened_ddp.ranks.parent import end_with_parent
-from hardened_ddp.ranks.place import Launch, whole_number
-from hardened_ddp.ranks.start_command import find_start_command
+from hardened_ddp.ranks.process import START_FIELD, ancestors, stat_fields
+from hardened_ddp.ranks.start_command import COMMAND, command_words, srun_words
+from hardened_ddp.settings.typed_command import StartCommand, working_folder
 
 __all__ = [
     "SAVE_REQUESTS",
     "Launch",
     "end_with_launcher",
+    "end_with_parent",
     "environment",
     "keep_nccl_from_exiting",
     "prepare_environment",
@@ -49,6 +61,7 @@ SAVE_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)
 # They leave a process only some GPUs: those of its rank if a wrapper sets them for each rank.
 _GPU_MASKS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_MPI = ("mpirun", "mpiexec", "orterun", "prterun", "prun")
 
 
 def read_launch(env: Mapping[str, str]) -> Launch:
@@ -66,10 +79,10 @@ def read_launch(env: Mapping[str, str]) -> Launch:
         launch = read_torchrun(env)
     elif (names := names_of_mpi(env)) is not None:
         launch = read_mpi(env, names)
-    elif slurm_env.is_step(env):
-        launch = slurm_env.read_step(env)
+    elif is_step(env):
+        launch = read_step(env)
     else:
-        slurm_env.refuse_missing_srun(env)
+        refuse_missing_srun(env)
         refuse_missing_torchrun(env)
         launch = Launch()
     # Slurm's variable exists only after a requeue.
@@ -148,6 +161,29 @@ def end_with_launcher(launch: Launch) -> None:
         end_with_parent()
 
 
+def end_with_parent() -> None:
+    """Start the thread that sends this process SIGTERM when its parent has ended. Rank-local.
+
+    WHY not the kernel's PR_SET_PDEATHSIG: it sends its signal when the thread that started the
+    process ends. A thread pool, a notebook or Ray starts processes from threads that end early.
+    """
+    if not hasattr(os, "pidfd_open"):
+        return
+    try:
+        parent = os.pidfd_open(os.getppid())
+    except OSError:  # not visible from this container, or not supported: then nothing is sent
+        return
+
+    def wait() -> None:
+        poller = select.poll()
+        poller.register(parent, select.POLLIN)
+        poller.poll()
+        os.close(parent)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
 def stop_launcher(launch: Launch) -> None:
     """Stop torchrun, so that it does not restart. Rank-local, on one rank of each node."""
     if launch.launcher == "torchrun" and launch.is_local_main:
@@ -168,9 +204,61 @@ def _agent_key(launcher_id: str) -> str:
     if not launcher_id:
         return ""
     parent = os.getppid()
-    try:
-        with open(f"/proc/{parent}/stat", encoding="utf-8") as stat:
-            started = stat.read().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        started = "0"
-    return f"{socket.gethostname()}-{launcher_id}-{parent}-{started}"
+    started = stat_fields(parent)[START_FIELD:][:1] or ["0"]
+    return f"{socket.gethostname()}-{launcher_id}-{parent}-{started[0]}"
+
+
+def find_start_command(env: Mapping[str, str], launch: Launch) -> StartCommand:
+    """Find how all ranks of this run are started again. Rank-local."""
+    words, note = _find_words(env, launch)
+    return StartCommand(tuple(words), working_folder(), note)
+
+
+def _find_words(env: Mapping[str, str], launch: Launch) -> tuple[Sequence[str], str]:
+    if told := env.get(COMMAND):
+        return shlex.split(told), ""
+    found: Sequence[str] = ()
+    if launch.launcher == "mpi":
+        found = _words_of_ancestor(lambda words: Path(words[0]).name.startswith(_MPI))
+    elif launch.launcher == "spawn" or "TORCHELASTIC_RUN_ID" in env:
+        found = _words_of_ancestor(lambda words: True)
+    if not found:
+        found = command_words(
+            launch.launcher, launch.world_size, num_nodes=launch.num_nodes, env=env
+        )
+    note = ""
+    if launch.launcher == "operator":
+        note = f"in each of the {launch.num_nodes} pods"
+    elif launch.launcher == "torchrun":
+        # Where torchrun is configured by variables, its command line does not have all of it.
+        by_variable = [f"{name}={value}" for name, value in env.items() if name.startswith("PET_")]
+        found = [*(["env", *sorted(by_variable)] if by_variable else []), *found]
+        if is_step(env):
+            return [*srun_words(env, launch.num_nodes, num_nodes=launch.num_nodes), *found], ""
+        if launch.num_nodes > 1:
+            note = (
+                f"on each of the {launch.num_nodes} nodes, with its own --node_rank if it has one"
+            )
+    return found, note
+
+
+def _words_of_ancestor(is_launcher: Callable[[list[str]], bool]) -> list[str]:
+    """Give the command line of the nearest such ancestor, without the script's own arguments.
+
+    Empty if there is none, or if these arguments are not what it ends with.
+    """
+    given = sys.argv[1:]
+    for pid in ancestors():
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            break
+        words = words[:-1]
+        if words and is_launcher(words):
+            first = len(words) - len(given)
+            if first < 1 or words[first:] != given:
+                break
+            # WHY: ranks run in the Python of their launcher, which may be typed as any name of it.
+            is_python = Path(words[0]).name.startswith("python")
+            return [sys.executable if is_python else words[0], *words[1:first]]
+    return []

@@ -1,31 +1,35 @@
-"""The environment variables of torchrun, of operators of Kubernetes, mpirun and our own launchers.
+"""What each launcher's environment variables say of this process: its place among the ranks.
 
-Owns: one reader for each. A reader takes the variables, checks them against each other and returns
-a Launch, or raises LaunchError with the right command.
+Owns Launch, and one reader for each launcher: torchrun, operators of Kubernetes, mpirun, srun, our
+own. A reader takes the variables, checks them against each other and returns a Launch, or raises
+LaunchError with the right command. Nothing here reads os.environ or imports torch.
+Does not own: which of them started this process (launch.py).
+
 What goes wrong here: two launchers at once. Each task of srun starts a torchrun that does not know
-the others; or RANK was exported once, before srun, and is 0 in every task.
+the others; or RANK was exported once, before srun, and is 0 in every task. And python in a batch
+script without srun: there SLURM_PROCID is 0 and SLURM_NTASKS may be 8, but the seven others were
+never started. Slurm's lists are read here, because scontrol is missing inside containers.
 """
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import re
+import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from hardened_ddp.errors import LaunchError
-from hardened_ddp.ranks import slurm_env
-from hardened_ddp.ranks.place import (
+from hardened_ddp.ranks.process import START_FIELD, ancestors, name_of, stat_fields
+from hardened_ddp.ranks.start_command import (
     MASTER,
-    Launch,
     LauncherName,
     command_words,
-    need,
     one_process,
-    read_numbers,
-    read_port,
     right_command,
-    whole_number,
     with_arguments,
 )
-from hardened_ddp.settings.typed_command import torchrun_words
+from hardened_ddp.settings.typed_command import StartCommand, own_command, torchrun_words
 
 # Set to "spawn" by run_with_python.py, beside torchrun's variables, for its ranks.
 MARK = "HARDENED_DDP_LAUNCHER"
@@ -42,16 +46,71 @@ HYDRA = {
     "WORLD_SIZE": "PMI_SIZE",
     "LOCAL_WORLD_SIZE": "MPI_LOCALNRANKS",
 }
+STEP = {
+    "RANK": "SLURM_PROCID",
+    "LOCAL_RANK": "SLURM_LOCALID",
+    "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
+    "NODE": "SLURM_NODEID",
+    "NODES": "SLURM_STEP_NUM_NODES",
+}
+TASKS, HOSTS = "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"
+# The step of salloc's interactive shell on some clusters: it starts no ranks.
+_SHELL_OF_SALLOC = "4294967290"
+# Below the kernel's range of ephemeral ports (32768 and up on Linux).
+_FIRST_PORT, _NUM_PORTS = 15000, 16000
 
 
-@dataclass(frozen=True, slots=True)
-class OuterLauncher:
-    """The srun or mpirun that started one process per task, and this one's place among them."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """Who launched this process, and its place among the ranks."""
 
-    name: str
-    rank: int
-    world_size: int
-    local_world_size: int
+    launcher: LauncherName = "none"
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    num_nodes: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    attempt: int = 0
+    """How often the launcher has restarted the ranks."""
+
+    agent_owns_store: bool = False
+    """torchrun's agent already serves a TCPStore on the master port; rank 0 must not."""
+
+    has_own_gpus: bool = False
+    """This rank may see only its own GPUs; then it takes the first one."""
+
+    job_key: str = ""
+    """The same over all restarts of one job, different between jobs; empty: unknown."""
+
+    agent_key: str = ""
+    """The same over all attempts that one launcher on one node starts; empty: unknown."""
+
+    run_id: str = ""
+    """torchrun's --rdzv_id, the same on all nodes of a job; empty: none was given."""
+
+    start: StartCommand = field(default=StartCommand((), ""), compare=False)
+    """What starts all ranks again."""
+
+    started_at: float = field(default_factory=time.time, compare=False)
+    """When this process read its environment, in seconds since the epoch."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        return self.local_rank == 0
+
+    @property
+    def is_restart(self) -> bool:
+        return self.attempt > 0
+
+    def command(self, *arguments: str | Path) -> str:
+        """Write the command that starts all ranks again, with these arguments of the script."""
+        return self.start.typed(*arguments) if self.start.words else own_command(*arguments)
 
 
 def read_torchrun(env: Mapping[str, str]) -> Launch:
@@ -59,7 +118,8 @@ def read_torchrun(env: Mapping[str, str]) -> Launch:
     need(env, (*TORCHRUN, *MASTER))
     numbers = read_numbers(env, {name: name for name in TORCHRUN})
     num_agents = whole_number(env, "GROUP_WORLD_SIZE", default=0)
-    outer = find_outer_launcher(env)
+    names = names_of_mpi(env)
+    outer = _read_mpi_ranks(env, names) if names else read_step(env) if is_step(env) else None
     if outer is not None and outer.world_size > 1:
         _check_outer_launcher(outer, env, num_agents=num_agents)
     return Launch(
@@ -79,7 +139,7 @@ def read_torchrun(env: Mapping[str, str]) -> Launch:
 def is_of_operator(env: Mapping[str, str]) -> bool:
     """Return whether an operator of Kubernetes numbered the pods, and nobody the ranks in them."""
     is_launched = "LOCAL_RANK" in env or "LOCAL_WORLD_SIZE" in env
-    is_inner = names_of_mpi(env) is not None or slurm_env.is_step(env)
+    is_inner = names_of_mpi(env) is not None or is_step(env)
     return "RANK" in env and "WORLD_SIZE" in env and not is_launched and not is_inner
 
 
@@ -119,7 +179,7 @@ def names_of_mpi(env: Mapping[str, str]) -> Mapping[str, str] | None:
     if any(name in env for name in OPEN_MPI.values()):
         return OPEN_MPI
     # WHY not by PMI_RANK inside a Slurm step: srun sets that too.
-    is_hydra = "MPI_LOCALRANKID" in env or ("PMI_RANK" in env and not slurm_env.is_step(env))
+    is_hydra = "MPI_LOCALRANKID" in env or ("PMI_RANK" in env and not is_step(env))
     return HYDRA if is_hydra else None
 
 
@@ -128,85 +188,64 @@ def read_mpi(env: Mapping[str, str], names: Mapping[str, str]) -> Launch:
 
     On several hosts MASTER_ADDR must be set: mpirun does not say where rank 0 is.
     """
-    need(env, names.values())
-    numbers = read_numbers(env, names)
-    num_nodes = -(-numbers["WORLD_SIZE"] // numbers["LOCAL_WORLD_SIZE"])
+    launch = _read_mpi_ranks(env, names)
     missing = [name for name in MASTER if name not in env]
-    if num_nodes > 1 and missing:
+    if launch.num_nodes > 1 and missing:
         raise LaunchError(
-            f"mpirun started {numbers['WORLD_SIZE']} ranks on several hosts, "
-            f"{numbers['LOCAL_WORLD_SIZE']} of them here, and {' and '.join(missing)} not set: "
+            f"mpirun started {launch.world_size} ranks on several hosts, "
+            f"{launch.local_world_size} of them here, and {' and '.join(missing)} not set: "
             "nothing says where rank 0 is, so the ranks can't find each other",
             fix="with the options of this mpirun, start launchers/run_with_mpirun.py, whose ranks "
             "agree on the address, or give all ranks MASTER_ADDR, the host of rank 0, and "
             f"MASTER_PORT; on one host: {right_command(env)}",
         )
+    return replace(
+        launch,
+        master_addr="127.0.0.1" if launch.num_nodes == 1 else env["MASTER_ADDR"],
+        master_port=read_port(env, mpi_job(env)),
+    )
+
+
+def _read_mpi_ranks(env: Mapping[str, str], names: Mapping[str, str]) -> Launch:
+    need(env, names.values())
+    numbers = read_numbers(env, names)
     return Launch(
         launcher="mpi",
         rank=numbers["RANK"],
         local_rank=numbers["LOCAL_RANK"],
         world_size=numbers["WORLD_SIZE"],
         local_world_size=numbers["LOCAL_WORLD_SIZE"],
-        num_nodes=num_nodes,
-        master_addr="127.0.0.1" if num_nodes == 1 else env["MASTER_ADDR"],
-        master_port=read_port(env, mpi_job(env)),
+        num_nodes=-(-numbers["WORLD_SIZE"] // numbers["LOCAL_WORLD_SIZE"]),
     )
 
 
 def mpi_job(env: Mapping[str, str]) -> str:
     """Return a name for this mpirun: unique at any time, and the same on all ranks of a host."""
-    return env.get("PMIX_NAMESPACE") or ancestor_named("hydra") or f"user-{os.getuid()}"
+    if namespace := env.get("PMIX_NAMESPACE"):
+        return namespace
+    # Hydra gives its ranks no job name, but on each host they have a common ancestor.
+    for pid in ancestors():
+        if name_of(pid).startswith("hydra"):
+            return f"{pid}-{stat_fields(pid)[START_FIELD]}"
+    return f"user-{os.getuid()}"
 
 
-def ancestor_named(beginning: str) -> str:
-    """Return pid and start of the ancestor whose program name begins so; empty without one.
-
-    Hydra gives its ranks no job name, but on each host they have a common ancestor.
-    """
-    pid = os.getppid()
-    while pid > 1:
-        try:
-            with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
-                name, _, rest = file.read().partition("(")[2].rpartition(")")
-        except OSError:
-            return ""
-        fields = rest.split()
-        if name.startswith(beginning):
-            return f"{pid}-{fields[19]}"
-        pid = int(fields[1])
-    return ""
-
-
-def find_outer_launcher(env: Mapping[str, str]) -> OuterLauncher | None:
-    """Find the mpirun or srun that started this process or its torchrun, if there is one."""
-    if (names := names_of_mpi(env)) is not None:
-        need(env, names.values())
-        numbers = read_numbers(env, names)
-    elif slurm_env.is_step(env):
-        launch = slurm_env.read_step(env)
-        return OuterLauncher("srun", launch.rank, launch.world_size, launch.local_world_size)
-    else:
-        return None
-    world_size, local_world_size = numbers["WORLD_SIZE"], numbers["LOCAL_WORLD_SIZE"]
-    return OuterLauncher("mpirun", numbers["RANK"], world_size, local_world_size)
-
-
-def _check_outer_launcher(outer: OuterLauncher, env: Mapping[str, str], *, num_agents: int) -> None:
+def _check_outer_launcher(outer: Launch, env: Mapping[str, str], *, num_agents: int) -> None:
     """Raise LaunchError if RANK and WORLD_SIZE contradict the srun or mpirun around them."""
+    name = "srun" if outer.launcher == "slurm" else "mpirun"
     is_agent = "TORCHELASTIC_RUN_ID" in env or env.get(MARK) == "spawn"
     agent = "run_with_python.py" if env.get(MARK) == "spawn" else "torchrun"
     if is_agent and outer.local_world_size > 1:
         raise LaunchError(
-            f"{outer.name} started {outer.local_world_size} tasks on this node, and each one a "
+            f"{name} started {outer.local_world_size} tasks on this node, and each one a "
             f"{agent} with its own ranks: they would take each other's GPUs and hang",
             fix=f"without {agent}: {right_command(env)}",
         )
     if is_agent and max(1, num_agents) != outer.world_size:
-        launcher: LauncherName = "slurm" if outer.name == "srun" else "mpi"
         num_ranks = outer.world_size * whole_number(env, "LOCAL_WORLD_SIZE")
-        direct = command_words(launcher, num_ranks, num_nodes=outer.world_size, env=env)
+        direct = command_words(outer.launcher, num_ranks, num_nodes=outer.world_size, env=env)
         raise LaunchError(
-            f"{outer.name} started {agent} {outer.world_size} times, but this one knows of "
+            f"{name} started {agent} {outer.world_size} times, but this one knows of "
             f"{max(1, num_agents)} nodes: each would train a separate model",
             fix=f"give torchrun --nnodes={outer.world_size} and an --rdzv_endpoint that all nodes "
             f"reach, or leave it out: {with_arguments(direct)}",
@@ -214,8 +253,171 @@ def _check_outer_launcher(outer: OuterLauncher, env: Mapping[str, str], *, num_a
     found = (whole_number(env, "RANK"), whole_number(env, "WORLD_SIZE"))
     if not is_agent and found != (outer.rank, outer.world_size):
         raise LaunchError(
-            f"RANK={found[0]} and WORLD_SIZE={found[1]}, but {outer.name} says that this is rank "
+            f"RANK={found[0]} and WORLD_SIZE={found[1]}, but {name} says that this is rank "
             f"{outer.rank} of {outer.world_size}: two processes would have one rank. They were "
-            f"exported before {outer.name}",
+            f"exported before {name}",
             fix=right_command(env, unset=(*TORCHRUN, *MASTER)),
         )
+
+
+def is_step(env: Mapping[str, str]) -> bool:
+    """Return whether srun started this process."""
+    return env.get("SLURM_STEP_ID", _SHELL_OF_SALLOC) != _SHELL_OF_SALLOC
+
+
+def read_step(env: Mapping[str, str]) -> Launch:
+    """Read the variables of srun: one task per rank. Rank-local."""
+    need(env, ("SLURM_JOB_ID", *STEP.values(), TASKS, HOSTS))
+    numbers = {ours: whole_number(env, theirs) for ours, theirs in STEP.items()}
+    tasks, hosts = tasks_of(env[TASKS]), hosts_of(env[HOSTS])
+    problems = [
+        f"{STEP['NODES']}={numbers['NODES']}, but {name}={env[name]} are {len(found)} nodes"
+        for name, found in ((TASKS, tasks), (HOSTS, hosts))
+        if len(found) != numbers["NODES"]
+    ]
+    if sum(tasks) != numbers["WORLD_SIZE"]:
+        problems.append(
+            f"{STEP['WORLD_SIZE']}={numbers['WORLD_SIZE']}, but {TASKS}={env[TASKS]} are "
+            f"{sum(tasks)} tasks"
+        )
+    if numbers["NODE"] >= len(tasks):
+        problems.append(f"{STEP['NODE']}={numbers['NODE']} must be below {len(tasks)} nodes")
+    refuse(problems, env)
+    numbers["LOCAL_WORLD_SIZE"] = tasks[numbers["NODE"]]
+    check_ranks(numbers, {**STEP, "LOCAL_WORLD_SIZE": "the tasks of this node"}, env)
+    return Launch(
+        launcher="slurm",
+        rank=numbers["RANK"],
+        local_rank=numbers["LOCAL_RANK"],
+        world_size=numbers["WORLD_SIZE"],
+        local_world_size=numbers["LOCAL_WORLD_SIZE"],
+        num_nodes=numbers["NODES"],
+        # WHY the first host: srun puts task 0 there.
+        master_addr="127.0.0.1" if len(hosts) == 1 else env.get("MASTER_ADDR", hosts[0]),
+        master_port=read_port(env, f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}"),
+        has_own_gpus="SLURM_GPUS_PER_TASK" in env
+        or env.get("SLURM_GPU_BIND", "").startswith(("single", "per_task")),
+    )
+
+
+def refuse_missing_srun(env: Mapping[str, str]) -> None:
+    """Raise LaunchError for plain python in a job of several tasks: only srun starts them all."""
+    num_tasks = whole_number(env, "SLURM_NTASKS", default=1)
+    if "SLURM_JOB_ID" in env and num_tasks > 1:
+        alone = command_words("slurm", 1, env=env)
+        raise LaunchError(
+            f"job {env['SLURM_JOB_ID']} has SLURM_NTASKS={num_tasks} tasks, but this one process "
+            "was started without srun (SLURM_STEP_ID is not set), so the others would never join",
+            fix=f"{right_command(env)}\n  or in one process: {with_arguments(alone)}",
+        )
+
+
+def hosts_of(nodelist: str) -> list[str]:
+    """Expand Slurm's list of hosts: gpu[01-02,7],login gives gpu01, gpu02, gpu7, login."""
+    hosts = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist.strip()):
+        before, bracket, rest = part.partition("[")
+        inside, _, after = rest.partition("]")
+        if not bracket:
+            hosts.append(part)
+            continue
+        for numbers in inside.split(","):
+            first, _, last = numbers.partition("-")
+            if not first.isdecimal() or not (last or first).isdecimal():
+                raise LaunchError(
+                    f"{HOSTS}={nodelist} can't be read at [{numbers}]",
+                    fix="let srun set it, which writes numbers and ranges of numbers there",
+                )
+            for number in range(int(first), int(last or first) + 1):
+                hosts += hosts_of(f"{before}{number:0{len(first)}}{after}")
+    return hosts
+
+
+def tasks_of(text: str) -> list[int]:
+    """Expand Slurm's tasks per node: 2(x3),1 gives 2, 2, 2, 1."""
+    tasks: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise LaunchError(
+                f"{TASKS}={text} can't be read at {part!r}",
+                fix="let srun set it, which writes such as 2(x3),1 there",
+            )
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
+
+
+def need(env: Mapping[str, str], names: Iterable[str]) -> None:
+    """Raise LaunchError unless all names are set: some of them don't identify the other ranks."""
+    wanted = list(names)
+    present = [name for name in wanted if name in env]
+    missing = [name for name in wanted if name not in env]
+    if missing:
+        # WHY not of Slurm: its other variables say, too, that this is one of several tasks.
+        is_job = "SLURM_JOB_ID" in wanted
+        alone = "" if is_job else f"\n  or in one process: {one_process(present)}"
+        raise LaunchError(
+            f"{', '.join(present)} set, but not {', '.join(missing)}: this process got only a part "
+            "of a launcher's environment, so it can't find the other ranks",
+            fix=right_command(env) + alone,
+        )
+
+
+def read_numbers(env: Mapping[str, str], names: Mapping[str, str]) -> dict[str, int]:
+    """Read numbers; names maps ours to the launcher's. Check that each rank is in its world."""
+    numbers = {ours: whole_number(env, theirs) for ours, theirs in names.items()}
+    check_ranks(numbers, names, env)
+    return numbers
+
+
+def check_ranks(
+    numbers: Mapping[str, int], names: Mapping[str, str], env: Mapping[str, str]
+) -> None:
+    """Raise LaunchError if a rank is outside its world. names maps ours to the launcher's."""
+    said = {ours: f"{theirs}={numbers[ours]}" for ours, theirs in names.items()}
+    problems = [
+        f"{said[small]} must be below {said[large]}"
+        for small, large in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        if numbers[small] >= numbers[large]
+    ]
+    if numbers["LOCAL_WORLD_SIZE"] > numbers["WORLD_SIZE"]:
+        problems.append(f"{said['LOCAL_WORLD_SIZE']} can't be above {said['WORLD_SIZE']}")
+    refuse(problems, env)
+
+
+def refuse(problems: Sequence[str], env: Mapping[str, str]) -> None:
+    """Raise LaunchError with all problems, if there are any."""
+    if problems:
+        raise LaunchError(
+            "the launcher's environment contradicts itself: " + "; ".join(problems),
+            fix=right_command(env),
+        )
+
+
+def whole_number(env: Mapping[str, str], name: str, *, default: int | None = None) -> int:
+    """Read a whole number >= 0. Raises LaunchError if the value is something else."""
+    if name not in env and default is not None:
+        return default
+    try:
+        value = int(env[name])
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise LaunchError(
+            f"{name}={env[name]!r} in the environment is not a whole number >= 0",
+            fix=f"let a launcher set it: {right_command(env)}",
+        )
+    return value
+
+
+def read_port(env: Mapping[str, str], job: str) -> int:
+    """Return MASTER_PORT if it is set, else a port that all ranks derive from the job's name.
+
+    WHY: two jobs on one machine need two ports, and the ranks can't communicate yet.
+    """
+    if "MASTER_PORT" not in env:
+        return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
+    port = whole_number(env, "MASTER_PORT")
+    if not 0 < port < 65536:
+        refuse([f"MASTER_PORT={port} is not a port (1 to 65535)"], env)
+    return port

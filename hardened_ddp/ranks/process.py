@@ -19,11 +19,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hardened_ddp.ranks.awake import AwakeTime
+from hardened_ddp.ranks.call_timeout import AwakeTime
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,9 @@ _LOOK_EVERY_S = 0.25
 _WIDTH = 12
 _BEFORE = b'{"beats": '
 
-_STATE_FIELD = 0
-_START_FIELD = 19
+_STATE_FIELD = 0  # of those that stat_fields returns
+_PARENT_FIELD = 1
+START_FIELD = 19
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +73,7 @@ def this_process() -> ProcessMark:
     return ProcessMark(
         host=socket.gethostname(),
         pid=pid,
-        started=fields[_START_FIELD] if fields else "",
+        started=fields[START_FIELD] if fields else "",
         boot=_text_of(Path("/proc/sys/kernel/random/boot_id")),
         namespace=namespace,
         machine=_short_hash(f"ddp-{machine}") if machine else "",
@@ -93,7 +94,7 @@ def is_pid_gone(pid: int, *, started: str) -> bool:
     """Return whether the process of this pid and start time, seen from here, has ended."""
     fields = stat_fields(pid)
     if fields:
-        return fields[_STATE_FIELD] in "ZX" or fields[_START_FIELD] != started
+        return fields[_STATE_FIELD] in "ZX" or fields[START_FIELD] != started
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -107,6 +108,19 @@ def stat_fields(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat after the name, or nothing."""
     # WHY after the last bracket: the name before it may contain blanks and brackets
     return _text_of(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+
+
+def ancestors() -> Iterator[int]:
+    """Give the pid of the parent of this process, then of its parent, as far as they are seen."""
+    pid = os.getppid()
+    while fields := stat_fields(pid):
+        yield pid
+        pid = int(fields[_PARENT_FIELD])
+
+
+def name_of(pid: int) -> str:
+    """Return the name of a process's program; empty if it is gone."""
+    return _text_of(Path(f"/proc/{pid}/comm"))
 
 
 def is_earlier_boot(mark: ProcessMark, here: ProcessMark) -> bool:

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from hardened_ddp.ranks.awake import AwakeTime
+from hardened_ddp.ranks.call_timeout import AwakeTime
 
 log = logging.getLogger(__name__)
 

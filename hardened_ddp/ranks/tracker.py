@@ -12,8 +12,16 @@ from functools import wraps
 from time import monotonic_ns
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from hardened_ddp.ranks.heartbeat import PHASE, SINCE, STEP, new_words, share_words
-from hardened_ddp.ranks.phase import FIRST_WAIT, NUM_PHASES, Phase
+from hardened_ddp.ranks.phase import (
+    FIRST_WAIT,
+    NUM_PHASES,
+    PHASE,
+    SINCE,
+    STEP,
+    Phase,
+    new_words,
+    share_words,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")

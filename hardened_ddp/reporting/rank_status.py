@@ -25,8 +25,7 @@ from typing import Any, Self
 import torch
 
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.heartbeat import PHASE, SINCE, STEP
-from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.phase import PHASE, SINCE, STEP, Phase
 from hardened_ddp.ranks.process import this_process
 from hardened_ddp.reporting.resources import read_rss_mib
 from hardened_ddp.reporting.sinks import open_no_link

@@ -21,7 +21,7 @@ from hardened_ddp.data.foreign_code import describe
 from hardened_ddp.errors import ANY_FAILURE
 from hardened_ddp.gradients.sums import Marks
 from hardened_ddp.model.replica import Replica
-from hardened_ddp.ranks.lost import lost_peer
+from hardened_ddp.ranks.group import lost_peer
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.seeding import seed_step
 from hardened_ddp.step import token_mean

@@ -20,7 +20,7 @@ from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.model.schedule import Schedule
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.heartbeat import PHASE
+from hardened_ddp.ranks.phase import PHASE
 from hardened_ddp.settings.config import Config
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.task.task import Task

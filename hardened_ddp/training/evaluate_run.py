@@ -23,8 +23,8 @@ from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.preflight.equal_forwards import check_equal_evaluation
 from hardened_ddp.preflight.trial import Trial
-from hardened_ddp.ranks.garbage import collect_as_usual
 from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.resources import collect_as_usual
 from hardened_ddp.reporting.summary import READER_HAS_GONE, print_report, write_report
 from hardened_ddp.settings.config import Config
 from hardened_ddp.settings.layers import Resolved

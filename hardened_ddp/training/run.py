@@ -15,9 +15,8 @@ from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.errors import HangError, NonFiniteError
 from hardened_ddp.guard.hang import HangWatch, Subject
 from hardened_ddp.guard.stop import StopRequest
-from hardened_ddp.ranks.garbage import collect_as_usual
-from hardened_ddp.ranks.heartbeat import SAMPLE
-from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.phase import SAMPLE, Phase
+from hardened_ddp.ranks.resources import collect_as_usual
 from hardened_ddp.reporting.rank_status import Work
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts

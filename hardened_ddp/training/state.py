@@ -34,8 +34,8 @@ from hardened_ddp.model.optimizer_state import (
 )
 from hardened_ddp.preflight.equal_forwards import check_forwards
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.host_memory import keep_freed_memory
 from hardened_ddp.ranks.phase import Phase
+from hardened_ddp.ranks.resources import keep_freed_memory
 from hardened_ddp.step.memory import fit_into_memory
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress

@@ -28,10 +28,10 @@ from hardened_ddp.errors import (
     NonFiniteError,
     PeerLostError,
 )
+from hardened_ddp.ranks.call_timeout import call_within
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.ranks.patience import ask_within
-from hardened_ddp.ranks.patient_store import poll_s
+from hardened_ddp.ranks.store import poll_s
 from hardened_ddp.reporting.sinks import write_text
 from hardened_ddp.step.async_device import Boundary
 from hardened_ddp.step.events import beside, copy_beside, read_beside
@@ -173,7 +173,7 @@ def _save_boundary(
             _note_failure(folder, progress.step, error)
         if progress.step == 0 or _warn_if_lost(stepper):
             return
-        state = ask_within(partial(_copy, stepper, boundary), COPY_LIMIT_S)
+        state = call_within(partial(_copy, stepper, boundary), COPY_LIMIT_S)
         if state is None:
             log.warning("the loss is not finite: nothing is saved, the last checkpoint stays")
             return

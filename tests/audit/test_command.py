@@ -13,10 +13,9 @@ from ddp_doctor.audit.injected.recorder import Recorder, user_line
 from ddp_doctor.audit.program import BUSY_STALLS, hangs
 from ddp_doctor.audit.records import Follower, read_ranks
 from tests.audit.programs import MISTAKES, PLAIN, Case
-from tests.harness.commands import Completed, run_command
 from tests.harness.marks import slow_after
 from tests.harness.processes import ROOT
-from tests.harness.ranks import held_port, run_program
+from tests.harness.ranks import Completed, held_port, run_command, run_program
 
 SPAWNED = PLAIN.replace("def main():\n", "def main(rank):\n    world_size = 2\n")
 SPAWNED = SPAWNED.replace('("gloo")', '("gloo", rank=rank, world_size=world_size)')

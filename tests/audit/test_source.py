@@ -16,7 +16,7 @@ from ddp_doctor.audit.catalogue import SOURCE
 from ddp_doctor.audit.script import Script
 from ddp_doctor.audit.source_rules import read_script
 from ddp_doctor.audit.verdict import Verdict, as_json
-from tests.harness.commands import run_command
+from tests.harness.ranks import run_command
 
 HEAD = """
 import argparse, os

@@ -18,7 +18,7 @@ from benchmarks.faults.account import (
 from benchmarks.faults.cases import FAULTS, TOTAL_STEPS
 from benchmarks.faults.running import Attempt, Observed
 from benchmarks.faults.table import describe, figures_of, markdown
-from tests.harness.commands import run_command
+from tests.harness.ranks import run_command
 
 # 2 ranks, 4 samples, one of each per step: an epoch is 2 steps.
 EPOCH = [((0, 1), (2, 3)), ((2, 0), (1, 3))]

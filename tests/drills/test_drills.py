@@ -24,10 +24,9 @@ from ddp_drills.runner import Drills
 from ddp_drills.two_hosts import why_not
 from hardened_ddp.errors import ConfigError, HardenedError
 from hardened_ddp.settings.cli import parse
-from tests.harness.commands import run_command
 from tests.harness.forked_drills import forked_drills
 from tests.harness.marks import slow_after
-from tests.harness.ranks import run_program
+from tests.harness.ranks import run_command, run_program
 
 DrillsOf = Callable[[int], Drills]
 # The others are slow: these show each a way that a run can end.

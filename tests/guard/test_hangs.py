@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from hardened_ddp.errors import HangError
-from hardened_ddp.guard.slow import NUM_REPORTS, SlowRanks
-from hardened_ddp.guard.verdict import (
+from hardened_ddp.guard.hang_rules import (
     HELD,
     LONG_FACTOR,
     SILENT,
@@ -21,8 +20,9 @@ from hardened_ddp.guard.verdict import (
     Report,
     decide,
     limits_ns,
-    patience_for,
+    longest_wait_s,
 )
+from hardened_ddp.guard.slow import NUM_REPORTS, SlowRanks
 from hardened_ddp.ranks.phase import NUM_PHASES, Phase
 from hardened_ddp.ranks.stacks import ask_for_stacks, is_debugged
 from hardened_ddp.ranks.tracker import NUM_FIRST_STEPS, Tracker
@@ -278,17 +278,17 @@ def at(rank: int, step: int, phase: int, age_s: float, **others: object) -> Repo
 def test_the_verdict_names_who_holds_up_the_others(
     reports: Sequence[Report], missing: Sequence[int], text: str | None
 ) -> None:
-    verdict = decide(reports, patience_s=540, missing=missing)
+    verdict = decide(reports, wait_limit_s=540, missing=missing)
     assert (verdict and verdict.text) == text
 
 
 @pytest.mark.parametrize("state", [HELD, SILENT, "D"])
 def test_what_keeps_a_rank_from_answering_is_said(state: str) -> None:
     verdict = decide(
-        [at(0, 7, Phase.ALL_REDUCE, 9), at(1, 7, Phase.FORWARD, 9, state=state)], patience_s=540
+        [at(0, 7, Phase.ALL_REDUCE, 9), at(1, 7, Phase.FORWARD, 9, state=state)], wait_limit_s=540
     )
     assert verdict is not None
-    assert verdict.laggards == (1,)
+    assert verdict.ranks == (1,)
     assert re.match(r"rank 1, step 7, forward, 9 s, [a-z].*; rank 0 waits", verdict.text)
 
 
@@ -354,7 +354,7 @@ def test_twice_as_long_is_not_slow_where_that_is_less_than_a_millisecond() -> No
 
 @pytest.mark.parametrize(("timeout_s", "patience_s"), [(2, 1), (8, 5), (30, 27), (600, 540)])
 def test_a_verdict_has_time_before_torchs_own_timeout(timeout_s: float, patience_s: float) -> None:
-    assert patience_for(timeout_s) == patience_s
+    assert longest_wait_s(timeout_s) == patience_s
 
 
 def test_stacks_come_from_a_process_that_holds_pythons_lock() -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hardened_ddp.guard.slow_data import SlowData
-from hardened_ddp.guard.verdict import Report
+from hardened_ddp.guard.hang_rules import Report
+from hardened_ddp.guard.slow import SlowData
 from hardened_ddp.ranks.phase import Phase
 from tests.harness.marks import slow_after
 from tests.harness.ranks import train

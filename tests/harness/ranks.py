@@ -24,10 +24,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from hardened_ddp.ranks.port import hold_port, port_of
-from tests.harness.commands import Completed, run_command, start_command
+from hardened_ddp.ranks.network import hold_port, port_of
 from tests.harness.processes import ROOT, clean_environment
 from tests.harness.rank_link import RankLink, RankServer
+from tests.harness.ranks import Completed, run_command, start_command
 from tests.harness.running import Finished, Program, RankFailure, Running
 
 __all__ = [

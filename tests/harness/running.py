@@ -16,10 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from tests.harness.commands import POLL_S, Completed, tail
 from tests.harness.processes import deadline, kill, kill_group, limit_of, read_process
 from tests.harness.rank_link import RankLink
 from tests.harness.rank_server import ERRORS_NAME, PIDS_NAME, STACK_SIGNAL
+from tests.harness.ranks import POLL_S, Completed, tail
 
 T = TypeVar("T")
 STACK_LIMIT_S = 2.0

@@ -14,8 +14,8 @@ from hardened_ddp.preflight import memory_format
 from hardened_ddp.preflight.memory_format import choose_channels_last, pays
 from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.host_memory import keep_freed_memory
 from hardened_ddp.ranks.launch import Launch
+from hardened_ddp.ranks.resources import keep_freed_memory
 from hardened_ddp.settings.config import Config, ModelConfig
 from hardened_ddp.task.classification import Classification
 from tests.harness.ranks import run_ranks

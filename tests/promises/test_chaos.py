@@ -18,9 +18,8 @@ import pytest
 
 from hardened_ddp.checkpoint.folder import find_newest
 from hardened_ddp.reporting.summary import finished_at
-from tests.harness.commands import POLL_S
 from tests.harness.processes import deadline, kill, read_process
-from tests.harness.ranks import start_program, start_training, train
+from tests.harness.ranks import POLL_S, start_program, start_training, train
 from tests.harness.run_folder import last_tensors, only_run, read_summary
 
 SMALL: list[str | Path] = ["--cpu_only", "--batch_size", "8", "--epochs", "2"]

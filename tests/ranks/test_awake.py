@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from hardened_ddp.ranks import awake
-from hardened_ddp.ranks.awake import AwakeTime
+from hardened_ddp.ranks import call_timeout
+from hardened_ddp.ranks.call_timeout import AwakeTime
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.ranks.phase import Phase
@@ -23,7 +23,7 @@ def test_a_gap_counts_for_the_longest_that_running_explains(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [50.0]
-    monkeypatch.setattr(awake.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(call_timeout.time, "monotonic", lambda: now[0])
     waited = AwakeTime(2.0)
     for gap_s, total_s, paused_s in ((1.0, 1.0, 0.0), (3600.0, 3.0, 3598.0), (2.0, 5.0, 0.0)):
         now[0] += gap_s

@@ -12,18 +12,17 @@ import pytest
 import torch.distributed as dist
 
 from hardened_ddp.guard.hang_consensus import HangConsensus
+from hardened_ddp.guard.hang_rules import Hang, Report, decide
 from hardened_ddp.guard.neighbours import Neighbours
-from hardened_ddp.guard.verdict import Report, Verdict, decide
-from hardened_ddp.ranks.failures import (
+from hardened_ddp.ranks.phase import ALARM, Phase, new_words
+from hardened_ddp.ranks.store import (
     MOST_READ,
+    RunStore,
     await_listeners,
     publish_failure,
     read_failures,
     tell_once,
 )
-from hardened_ddp.ranks.heartbeat import ALARM, new_words
-from hardened_ddp.ranks.patient_store import PatientStore
-from hardened_ddp.ranks.phase import Phase
 from tests.harness.ranks import run_program
 
 HUNG = Report(2, 412, int(Phase.FORWARD), 61.0, 60.0)
@@ -42,8 +41,8 @@ class CountingStore:
         return getattr(self._store, name)
 
 
-def patient(store: Any) -> PatientStore:
-    return PatientStore(store)
+def patient(store: Any) -> RunStore:
+    return RunStore(store)
 
 
 def test_a_rank_reads_the_reasons_of_others_with_one_question() -> None:
@@ -65,7 +64,7 @@ def test_of_ranks_with_the_same_error_one_tells_it_and_leaves_last() -> None:
     told: list[tuple[int, str]] = []
 
     def fail(rank: int, text: str, defer_s: float) -> bool:
-        store = PatientStore(inner)
+        store = RunStore(inner)
         assert publish_failure(store, rank, text, is_last=False)
 
         def tell() -> None:
@@ -86,7 +85,7 @@ def test_of_ranks_with_the_same_error_one_tells_it_and_leaves_last() -> None:
     assert fail_all(range(4, 5), "of one rank", 0.0) == [4]
     assert fail_all(range(5, 6), "of one rank that defers to none", 0.05) == [5]
     assert len(told) == 4
-    await_listeners(PatientStore(inner), 6, 0.0)  # all have heard, so rank 0 may end the store
+    await_listeners(RunStore(inner), 6, 0.0)  # all have heard, so rank 0 may end the store
 
 
 def test_a_rank_whose_store_is_gone_or_whose_teller_died_tells_its_error_itself() -> None:
@@ -94,7 +93,7 @@ def test_a_rank_whose_store_is_gone_or_whose_teller_died_tells_its_error_itself(
     assert tell_once(None, 1, "x", lambda: told.append(1), world_size=1)
     inner = CountingStore()
     inner.set("told/" + sha256(b"x").hexdigest(), "0")  # rank 0 died before it told it
-    assert tell_once(PatientStore(inner), 2, "x", lambda: told.append(2), world_size=3)
+    assert tell_once(RunStore(inner), 2, "x", lambda: told.append(2), world_size=3)
 
     class Gone:
         def __getattr__(self, name: str) -> Any:
@@ -129,14 +128,14 @@ def test_the_ranks_agree_on_who_hangs_and_all_but_the_witnesses_only_wait(
     inner = CountingStore()
     world_size = 6
 
-    def judge(rank: int) -> Verdict | None:
+    def judge(rank: int) -> Hang | None:
         mine = replace(HUNG if rank == HUNG.rank else WAITING, rank=rank)
         consensus = HangConsensus(patient(inner), rank=rank, world_size=world_size)
         consensus.beat(mine, 1, (0, {}))
         consensus.alarm("hang" if rank == 1 else "")
         if is_silent and rank == HUNG.rank:
             return None
-        return consensus.judge(mine, dict, is_witness=rank == 1, patience_s=540.0)
+        return consensus.agree(mine, dict, is_witness=rank == 1, wait_limit_s=540.0)
 
     with ThreadPoolExecutor(world_size) as pool:
         verdicts = list(pool.map(judge, range(world_size)))
@@ -144,7 +143,7 @@ def test_the_ranks_agree_on_who_hangs_and_all_but_the_witnesses_only_wait(
     for rank, verdict in enumerate(verdicts):
         if not (is_silent and rank == HUNG.rank):
             assert verdict is not None
-            assert verdict.laggards == (HUNG.rank,)
+            assert verdict.ranks == (HUNG.rank,)
             assert verdict.text.startswith(expected)
     assert inner.asked["compare_set"] < 60
 
@@ -179,9 +178,9 @@ def test_a_rank_of_many_beats_more_rarely_and_is_not_silent_for_that() -> None:
 
 def test_a_verdict_on_hundreds_of_ranks_stays_short() -> None:
     reports = [replace(HUNG, rank=rank) for rank in range(500)]
-    verdict = decide(reports, patience_s=540.0)
+    verdict = decide(reports, wait_limit_s=540.0)
     assert verdict is not None
-    assert len(verdict.laggards) == 500
+    assert len(verdict.ranks) == 500
     assert len(verdict.text) < 600
     assert "and 492 more ranks like these" in verdict.text
 

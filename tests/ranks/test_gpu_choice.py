@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hardened_ddp.errors import LaunchError
-from hardened_ddp.ranks import open_files
+from hardened_ddp.ranks import resources
 from hardened_ddp.ranks.device import pick_device
 from hardened_ddp.ranks.group import open_group
 from hardened_ddp.ranks.launch import Launch, read_launch
@@ -99,8 +99,8 @@ def test_the_limit_of_open_files_is_raised_before_the_ranks_connect() -> None:
 def test_too_low_a_hard_limit_for_so_many_ranks_is_told_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(open_files.resource, "getrlimit", lambda kind: (1024, 1024))
-    open_files.raise_open_file_limit(world_size=64)
+    monkeypatch.setattr(resources.resource, "getrlimit", lambda kind: (1024, 1024))
+    resources.raise_open_file_limit(world_size=64)
     with pytest.raises(LaunchError, match="each of 1000 ranks opens about 2254 files") as caught:
-        open_files.raise_open_file_limit(world_size=1000)
+        resources.raise_open_file_limit(world_size=1000)
     assert "ulimit -Hn" in caught.value.fix

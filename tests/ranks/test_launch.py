@@ -25,7 +25,7 @@ from hardened_ddp.errors import (
     RankMismatchError,
 )
 from hardened_ddp.guard.stop import STOP_FILE, StopRequest
-from hardened_ddp.ranks import reach
+from hardened_ddp.ranks import network
 from hardened_ddp.ranks.device import pick_device
 from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import (
@@ -188,9 +188,9 @@ def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:
 
 def test_a_wait_is_told_after_seconds_and_then_each_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr(reach.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(network.time, "monotonic", lambda: now[0])
     told: list[float] = []
-    notices = reach.Notices(tell=lambda text: told.append(now[0] - 1000))
+    notices = network.Notices(tell=lambda text: told.append(now[0] - 1000))
     for second in range(200):
         now[0] = 1000.0 + second
         if notices.is_due:
@@ -202,9 +202,9 @@ def test_a_name_server_that_does_not_answer_delays_no_verdict(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(reach.socket, "getaddrinfo", lambda *a, **k: answers.wait(60) and [])
-    monkeypatch.setattr(reach, "_RESOLVE_LIMIT_S", 0.1)
-    assert "the name server does not answer" in reach.why_unreachable("node7", 29500)
+    monkeypatch.setattr(network.socket, "getaddrinfo", lambda *a, **k: answers.wait(60) and [])
+    monkeypatch.setattr(network, "_RESOLVE_LIMIT_S", 0.1)
+    assert "the name server does not answer" in network.why_unreachable("node7", 29500)
     answers.set()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from hardened_ddp.errors import LaunchError
 from hardened_ddp.ranks.launch import Launch, prepare_environment, read_launch
-from hardened_ddp.ranks.slurm_env import hosts_of, tasks_of
+from hardened_ddp.ranks.launchers_env import hosts_of, tasks_of
 from tests.harness.ranks import run_command
 from tests.launcher_environments import (
     AGENT,

@@ -11,7 +11,7 @@ from tests.harness.processes import ROOT, clean_environment, deadline
 
 RANK = """
 import signal, sys
-from hardened_ddp.ranks.parent import end_with_parent
+from hardened_ddp.ranks.launch import end_with_parent
 end_with_parent()
 print("ready", flush=True)
 if "pause" in sys.argv:

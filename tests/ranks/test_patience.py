@@ -6,27 +6,27 @@ from typing import Any
 
 import pytest
 
-from hardened_ddp.ranks import patient_store
-from hardened_ddp.ranks.patience import ask_within
-from hardened_ddp.ranks.patient_store import PatientStore
+from hardened_ddp.ranks import store as run_store
+from hardened_ddp.ranks.call_timeout import call_within
+from hardened_ddp.ranks.store import RunStore
 
 
 def test_an_answer_or_an_error_comes_through() -> None:
-    assert ask_within(lambda: "yes", 10) == "yes"
-    assert ask_within(lambda: None, 10) is None
+    assert call_within(lambda: "yes", 10) == "yes"
+    assert call_within(lambda: None, 10) is None
     with pytest.raises(ZeroDivisionError):
-        ask_within(lambda: 1 // 0, 10)
+        call_within(lambda: 1 // 0, 10)
 
 
 def test_a_question_without_an_answer_ends_after_its_limit() -> None:
     answered = threading.Event()
     with pytest.raises(TimeoutError, match=r"no answer for 0\.05 s"):
-        ask_within(answered.wait, 0.05)
+        call_within(answered.wait, 0.05)
     answered.set()
 
 
 def test_a_store_is_asked_again_only_when_it_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patient_store, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(run_store, "ANSWER_LIMIT_S", 0.05)
     answered, asked = threading.Event(), []
 
     def check(keys: list[str]) -> bool:
@@ -34,7 +34,7 @@ def test_a_store_is_asked_again_only_when_it_has_answered(monkeypatch: pytest.Mo
         return answered.wait()
 
     inner: Any = SimpleNamespace(check=check)
-    store = PatientStore(inner)
+    store = RunStore(inner)
     with pytest.raises(RuntimeError, match=r"no answer for 0\.05 s"):
         store.has("key")
     with pytest.raises(RuntimeError, match="does not answer"):

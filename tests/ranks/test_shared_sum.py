@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hardened_ddp.ranks.group import Group, open_group
+from hardened_ddp.ranks.group import Group, lost_peer, open_group
 from hardened_ddp.ranks.launch import read_launch
-from hardened_ddp.ranks.lost import lost_peer
 from hardened_ddp.ranks.shared_sum import CHUNK_BYTES, PeerGone, SharedSum, create_memory
 from tests.harness.marks import slow_after
 from tests.harness.processes import HOUR_S

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.ranks.place import Launch
 from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting.progress import StartUp
 from hardened_ddp.training.start_summary import changed_settings, not_used_line
@@ -60,7 +60,7 @@ def test_garbage_is_looked_for_in_what_a_run_makes_and_not_in_what_was_imported(
     """In a process of its own: the objects of this one must stay as they are."""
     code = """if True:
         import gc, weakref
-        from hardened_ddp.ranks.garbage import collect_as_usual, collect_rarely, keep_imported
+        from hardened_ddp.ranks.resources import collect_as_usual, collect_rarely, keep_imported
         usual = gc.get_threshold()
         class Node: pass
         collect_rarely()

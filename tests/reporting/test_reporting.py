@@ -51,9 +51,9 @@ from hardened_ddp.reporting.summary import (
     write_summary,
 )
 from hardened_ddp.settings.typed_command import SCRIPT
-from tests.harness.commands import run_command
 from tests.harness.forks import run_forked
 from tests.harness.processes import deadline
+from tests.harness.ranks import run_command
 
 log = logging.getLogger("hardened_ddp.tests")
 CPU = torch.device("cpu")

@@ -13,9 +13,8 @@ import pytest
 from ddp_runs import gpus, machine, network, selftest, software, variables
 from ddp_runs.check import Check
 from ddp_runs.doctor import list_checks, run_doctor
-from tests.harness.commands import run_command
 from tests.harness.processes import ROOT, clean_environment, limit_of
-from tests.harness.ranks import run_program
+from tests.harness.ranks import run_command, run_program
 
 GIB = 2**30
 

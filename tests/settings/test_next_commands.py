@@ -27,9 +27,8 @@ from hardened_ddp.settings.typed_command import (
     pip_command,
     shell_command,
 )
-from tests.harness.commands import Completed, run_command, start_command
 from tests.harness.processes import ROOT
-from tests.harness.ranks import held_port
+from tests.harness.ranks import Completed, held_port, run_command, start_command
 from tests.harness.run_folder import only_run, read_summary
 from tests.launcher_environments import AGENT, OPEN_MPI, SRUN, TORCHRUN
 

@@ -240,7 +240,7 @@ BREAKS: dict[Rule, list[tuple[str, str]]] = {
         ("checkpoint/store.py", "print('saved')"),
         ("step/step.py", "import sys\nsys.exit(1)"),
         ("step/step.py", "raise SystemExit(1)"),
-        ("guard/stop.py", "import os\nos._exit(1)"),
+        ("guard/hang.py", "import os\nos._exit(1)"),
     ],
     find_private_torch: [
         ("model/replica.py", "import torch\ntorch._C._cuda_init()"),

@@ -12,7 +12,7 @@ from hardened_ddp.checkpoint.disk import Disk, RunLock
 from hardened_ddp.checkpoint.folder import probe_folder
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import RunFolderError
-from hardened_ddp.ranks.place import Launch
+from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.settings.earlier_run import newest_run

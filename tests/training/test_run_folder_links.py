@@ -8,7 +8,7 @@ import torch
 
 from hardened_ddp.errors import RunFolderError
 from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.place import Launch
+from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting.goodput import Goodput
 from hardened_ddp.reporting.rank_status import RankStatus

@@ -23,8 +23,7 @@ from hardened_ddp.errors import (
     PeerLostError,
     StepError,
 )
-from hardened_ddp.guard.stop import seconds_of
-from hardened_ddp.guard.watchdog import LastResort
+from hardened_ddp.guard.stop import LastResort, seconds_of
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.step.progress import Progress

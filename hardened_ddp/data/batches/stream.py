@@ -24,7 +24,7 @@ from hardened_ddp.data.batches.worker_fallback import WorkerFallback, WorkerLeve
 from hardened_ddp.data.batches.worker_pool import WorkerPool, WorkersLost
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError
-from hardened_ddp.ranks.open_files import raise_open_file_limit
+from hardened_ddp.ranks.resources import raise_open_file_limit
 from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.settings.config import DataConfig
 

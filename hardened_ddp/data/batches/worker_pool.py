@@ -33,7 +33,7 @@ from hardened_ddp.data.batches.nesting import map_tensors
 from hardened_ddp.data.batches.payload import Payload, share
 from hardened_ddp.data.batches.sending import Copied
 from hardened_ddp.data.batches.workers import WorkerPlan
-from hardened_ddp.ranks.awake import AwakeTime
+from hardened_ddp.ranks.call_timeout import AwakeTime
 from hardened_ddp.ranks.stacks import ask_for_stacks, offer_stacks
 
 POLL_S = 0.5  # how long a dead worker may go unnoticed while a batch is waited for

@@ -1,9 +1,7 @@
-"""Reaching the address of rank 0: the wait for it, and what is told meanwhile.
+"""Ports and addresses: a port that stays free, and why an address can't be reached from here.
 
-Owns: why an address can't be reached from here, and Notices, which paces what is told in a wait.
-Does not own: the store at that address (rendezvous.py).
-WHY a wait of our own before torch's: torch prints several lines for each try, with none that says
-what to do, and name servers that don't answer block a try for half a minute.
+Owns Notices, too, which paces what is told in a wait.
+Does not own: the store at the address of rank 0 (rendezvous.py).
 """
 
 import logging
@@ -11,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 
-from hardened_ddp.ranks.patience import ask_within
+from hardened_ddp.ranks.call_timeout import call_within
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +42,32 @@ class Notices:
         self._due_s = self.waited_s + NOTICE_EVERY_S
 
 
+def hold_port() -> socket.socket:
+    """Take a port of this machine, which is that of the returned socket, until that is closed.
+
+    WHY not look one up and free it: another process may get it before rank 0 listens on it. As this
+    socket was bound without SO_REUSEADDR, nobody gets its port from the kernel; as it has that
+    option now, who is told the port and has the option too (as torch and socket.create_server) can
+    listen on it.
+    """
+    holder = socket.socket()
+    holder.bind(("", 0))
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return holder
+
+
+def port_of(holder: socket.socket) -> int:
+    """Return the port of a socket."""
+    port: int = holder.getsockname()[1]
+    return port
+
+
 def await_listener(host: str, port: int, *, end: float, notices: Notices | None) -> str:
     """Wait until host:port accepts connections; return "", or why not by the time end. Rank-local.
 
     end: by time.monotonic(). notices: None on ranks that leave the telling to another one.
+    WHY before torch's own wait: torch prints several lines for each try, with none that says what
+    to do, and name servers that don't answer block a try for half a minute.
     """
     pause_s = _TRY_EVERY_S[0]
     while reason := why_unreachable(host, port):
@@ -67,7 +87,7 @@ def await_listener(host: str, port: int, *, end: float, notices: Notices | None)
 def why_unreachable(host: str, port: int) -> str:
     """Return why host:port can't be reached, one reason for each address; empty: it can be."""
     try:
-        found = ask_within(
+        found = call_within(
             lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), _RESOLVE_LIMIT_S
         )
     except TimeoutError:

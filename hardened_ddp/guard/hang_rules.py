@@ -1,7 +1,6 @@
-"""The verdict on a hang: which rank hangs, and where, from what is known of each rank.
+"""The rules of the hang watch: when a phase takes too long, and which ranks hang, and where.
 
-Owns the limit of each phase, and which ranks count as hung. Decides only: no communication, no
-action.
+Decides only, from what is known of each rank: no communication, no action.
 
 A rank that works hangs if its phase takes longer than the limit. A rank that waits for others is
 held up by one of them; it does not hang itself. Only if every rank waits, they wait for each other,
@@ -65,11 +64,11 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """The sentence, and the ranks that hang."""
+class Hang:
+    """The sentence that says which ranks hang, and these ranks."""
 
     text: str
-    laggards: tuple[int, ...]
+    ranks: tuple[int, ...]
 
 
 def limits_ns(
@@ -92,24 +91,25 @@ def limits_ns(
     return found
 
 
-def patience_for(timeout_s: float) -> float:
-    """Return how long to wait for another rank, so that the verdict precedes torch's timeout."""
+def longest_wait_s(timeout_s: float) -> float:
+    """Return how long a rank may wait for another one, so that we decide before torch's timeout."""
     most_s = min(_SHARE_OF_TIMEOUT * timeout_s, timeout_s - _HEAD_START_S)
     return max(most_s, timeout_s / 2)
 
 
 def decide(
-    reports: Sequence[Report], *, patience_s: float, missing: Sequence[int] = ()
-) -> Verdict | None:
+    reports: Sequence[Report], *, wait_limit_s: float, missing: Sequence[int] = ()
+) -> Hang | None:
     """Return which ranks hang; None: no rank does.
 
-    patience_s: a wait of this length will soon end in a timeout, so the ranks that do not wait
-    count as late. missing: ranks of which nothing is known.
+    wait_limit_s: if a rank has waited for longer, torch's timeout will soon end the wait. Then the
+    ranks that work hang, although none of them is over the limit of its phase. missing: ranks of
+    which nothing is known.
     """
     waiting = [report for report in reports if report.is_waiting]
     working = [report for report in reports if not report.is_waiting]
     late = [report for report in working if report.is_late or report.state]
-    is_urgent = any(report.age_s > patience_s for report in waiting)
+    is_urgent = any(report.age_s > wait_limit_s for report in waiting)
     if is_urgent and not late:
         late = working
     parts, hung = [], tuple(missing)
@@ -125,11 +125,11 @@ def decide(
     if parts:
         others = [report for report in reports if report.rank not in hung]
         parts += [_places(others)] if others else []
-        return Verdict("; ".join(parts), hung)
-    if waiting and not missing and all(r.is_late or r.age_s > patience_s for r in reports):
+        return Hang("; ".join(parts), hung)
+    if waiting and not missing and all(r.is_late or r.age_s > wait_limit_s for r in reports):
         longest_s = max(report.age_s for report in waiting)
         text = f"all ranks wait for each other: {_places(waiting)}, {longest_s:.0f} s"
-        return Verdict(text, tuple(report.rank for report in waiting))
+        return Hang(text, tuple(report.rank for report in waiting))
     return None
 
 
