@@ -86,7 +86,7 @@ class WorkerPool:
         self._workers: list[BaseProcess] = []
         worker_signals.kill_at_exit(self, self._workers)
         self._iterator: Iterator[Any] | None = None  # Any: what _Reader sends
-        _shorten_socket_paths()
+        _make_folder_of_sockets()
         context = multiprocessing.get_context(plan.start_method)
         self._notes = context.RawArray("q", _NUM_NOTES * plan.num_workers)
         if plan.start_method == "forkserver":
@@ -274,12 +274,15 @@ def _unchanged(data: Any) -> Any:
     return data  # WHY: torch's default would turn the sample numbers into tensors
 
 
-def _shorten_socket_paths() -> None:
-    """Have multiprocessing make its sockets in a shorter folder if TMPDIR is too long for them.
+def _make_folder_of_sockets() -> None:
+    """Have multiprocessing make its folder for sockets, which workers use and this process removes.
 
-    WHY: else no worker is reached, as on clusters whose TMPDIR names the user, the job and more.
+    WHY before there are workers: the first one would make its own, and be killed before it removes
+    it. Elsewhere than in TMPDIR if that is too long for sockets, as on clusters where it names the
+    user, the job and more: else no worker is reached.
     """
     if len(os.fsencode(tempfile.gettempdir())) <= _LONGEST_PARENT_OF_SOCKETS:
+        util.get_temp_dir()
         return
     chosen = tempfile.tempdir
     try:
