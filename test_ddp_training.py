@@ -21,10 +21,8 @@ import pytest
 from tests.harness.marks import slow_after
 from tests.harness.processes import ROOT, kill
 from tests.harness.ranks import (
-    Command,
-    Completed,
     Finished,
-    Program,
+    Running,
     held_port,
     run_command,
     run_program,
@@ -246,7 +244,7 @@ def test_a_request_to_save_that_comes_while_torch_is_imported_is_kept(tmp_path: 
         command.wait_for(
             lambda: _blocks(command.pid, signal.SIGUSR1), timeout_s=20, what="a kept signal"
         )
-        command.signal(signal.SIGUSR1)
+        command.kill(0, signal.SIGUSR1)
         completed = command.wait(timeout_s=60).ok()
     assert "SIGUSR1: stopping at step 0" in completed.output
     assert read_summary(tmp_path / "run")["status"] == "stopped"
@@ -279,13 +277,13 @@ def test_torchrun_restarts_after_a_killed_worker_to_the_same_weights(
     ],
 )
 def test_a_signal_to_torchrun_saves_a_checkpoint_and_leaves_no_worker(
-    start: Callable[..., Command | Program], number: signal.Signals, tmp_path: Path
+    start: Callable[..., Running], number: signal.Signals, tmp_path: Path
 ) -> None:
     argv = ["torchrun", "--nproc_per_node=2", "ddp_training.py", "--epochs", "1000"]
     argv += ["--checkpoint_every_steps", "10"]
     with start([*argv, "--output_dir", tmp_path]) as command:
         command.wait_for(lambda: find_checkpoints(tmp_path), timeout_s=60, what="a checkpoint")
-        command.signal(number)
+        command.kill(0, number)
         command.wait(timeout_s=40)  # its status is torchrun's own: always 1 after a signal
     summary = read_summary(only_run(tmp_path))
     assert summary["status"] == "stopped"
@@ -335,7 +333,7 @@ def _typed_value(command: str, name: str, default: str) -> str:
     return found[1] if found else default
 
 
-def _check_one_error(completed: Completed) -> None:
+def _check_one_error(completed: Finished) -> None:
     assert completed.stderr.count("error") == 1
     assert "Traceback" not in completed.output
     assert completed.stdout == ""

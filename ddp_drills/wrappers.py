@@ -8,10 +8,10 @@ Does not own: the injectors (injectors.py), what is expected of them (faults.py)
 program has no hook for them: all of this could be a user's own code.
 """
 
-import atexit
 import functools
 import os
 from collections.abc import Callable, Mapping
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,8 @@ def model(
         network.register_buffer(BUFFER, torch.zeros(4))
     _watch_forward(network, moments)
     _watch_optimizer(network, moments)
-    atexit.register(_leave_digest, network, moments)
+    # WHY not atexit: a rank that multiprocessing started (run_with_python.py) ends without that
+    Finalize(None, _leave_digest, args=(network, moments), exitpriority=0)
     return network
 
 

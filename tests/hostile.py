@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -29,12 +28,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
-from tests.harness.processes import ROOT, kill_marked
+from tests.harness.processes import ROOT, adopt_orphans, kill_descendants
 from tests.mutate import copy_tree
 
 T = TypeVar("T")
 AGAIN = "./launch_examples.sh test --hostile"
-MARK = "HARDENED_DDP_HOSTILE"
 SHORT, LONG = 8, 140
 """Characters of TMPDIR."""
 
@@ -229,10 +227,10 @@ def _show_python(base: Path) -> Iterator[str]:
 
 def _run_tests(command: Sequence[str], conditions: Conditions, place: _Place) -> int:
     """Run pytest in place; whatever happens, nothing of it lives on."""
-    mark = uuid.uuid4().hex
+    adopt_orphans()
     env = {name: value for name, value in os.environ.items() if not name.startswith(_LEFT_OUT)}
     env |= {"LANG": "C", "LC_ALL": "C", "HOME": str(place.home), "TMPDIR": str(place.temporary)}
-    env |= {"VIRTUAL_ENV": sys.prefix, MARK: mark}
+    env |= {"VIRTUAL_ENV": sys.prefix}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
     if conditions.is_narrow:
         env["COLUMNS"] = "40"
@@ -248,7 +246,7 @@ def _run_tests(command: Sequence[str], conditions: Conditions, place: _Place) ->
     finally:
         tests.kill()
         tests.wait()
-        kill_marked(MARK, mark)
+        kill_descendants(os.getpid())
 
 
 @contextlib.contextmanager

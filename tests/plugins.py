@@ -1,6 +1,5 @@
 """Datasets and models that tests plug in by import path, as a user would."""
 
-import atexit
 import errno
 import gc
 import os
@@ -9,6 +8,7 @@ import signal
 import time
 import traceback
 from collections.abc import Sequence
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -776,7 +776,7 @@ class Wide(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3, 5000), nn.Linear(5000, 2000), nn.Linear(2000, 2))
         if notes:
-            atexit.register(_note_memory, Path(notes))
+            Finalize(None, _note_memory, args=(Path(notes),), exitpriority=0)
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.layers(points)

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Self
 
 from tests.harness.processes import clean_environment, deadline, limit_of
-from tests.harness.ranks import Completed, held_port, run_command
+from tests.harness.ranks import Finished, held_port, run_command
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun")
 POLL_S = 0.2
@@ -136,11 +136,11 @@ class SlurmCluster:
     def cancel(self, job: str) -> None:
         self._run("scancel", job).ok()
 
-    def run(self, *argv: str | Path, timeout_s: float) -> Completed:
+    def run(self, *argv: str | Path, timeout_s: float) -> Finished:
         """Run a program of this cluster, such as srun."""
         return run_command(argv, timeout_s=timeout_s, env=self.env)
 
-    def _run(self, *argv: str, env: Mapping[str, str] | None = None) -> Completed:
+    def _run(self, *argv: str, env: Mapping[str, str] | None = None) -> Finished:
         return run_command(argv, timeout_s=60, env={**self.env, **(env or {})})
 
     def _start(self, *argv: str) -> None:

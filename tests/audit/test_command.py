@@ -15,7 +15,7 @@ from ddp_doctor.audit.records import Follower, read_ranks
 from tests.audit.programs import MISTAKES, PLAIN, Case
 from tests.harness.marks import slow_after
 from tests.harness.processes import ROOT
-from tests.harness.ranks import Completed, held_port, run_command, run_program
+from tests.harness.ranks import Finished, held_port, run_command, run_program
 
 SPAWNED = PLAIN.replace("def main():\n", "def main(rank):\n    world_size = 2\n")
 SPAWNED = SPAWNED.replace('("gloo")', '("gloo", rank=rank, world_size=world_size)')
@@ -45,7 +45,7 @@ def launch(script: Path) -> list[str]:
 
 def run_audit(
     source: str, folder: Path, *options: str, env: Mapping[str, str] | None = None
-) -> Completed:
+) -> Finished:
     """Audit a program of two ranks with torchrun; its report is JSON."""
     script = folder / "train.py"
     script.write_text(source)

@@ -119,6 +119,13 @@ def leave_politely(flag: Path) -> None:
     sys.exit(0)
 
 
+def test_a_run_with_workers_leaves_no_folder_of_sockets(tmp_path: Path) -> None:
+    argv = ["--cpu_only", "--dataset", "tests.plugins:points", "--model", "mlp", "--epochs", "1"]
+    argv += ["--num_workers", "2", "--output_dir", tmp_path / "runs"]
+    train(argv, launcher="none", env={"TMPDIR": str(tmp_path)}).ok()
+    assert not list(tmp_path.glob("pymp-*"))
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_sample_that_asks_to_exit_is_a_bad_one_and_the_rank_lives(num_workers: int) -> None:
     loader = make_loader(Scripted(leave_politely), num_workers)

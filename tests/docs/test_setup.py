@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.processes import ROOT
-from tests.harness.ranks import Completed, run_command, start_command
+from tests.harness.ranks import Finished, run_command, start_command
 
 # The modules that setup.sh imports once: what has another name than its package.
 MODULES = {
@@ -194,7 +194,7 @@ def installed(made: Path) -> Iterator[Path]:
     pretend(made, torch="2.13.0", torchvision="0.28.0")
 
 
-def set_up(folder: Path, *words: str, env: dict[str, str] | None = None) -> Completed:
+def set_up(folder: Path, *words: str, env: dict[str, str] | None = None) -> Finished:
     """Run setup.sh of a folder, from above it, with the stubs that lie there."""
     wheels = f"{folder.name}/wheels"
     argv = [folder / "setup.sh", "--offline", wheels, *words]

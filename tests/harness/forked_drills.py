@@ -14,15 +14,14 @@ from ddp_drills.processes import HOST, SCRIPT, Ranks, Starter, await_end
 from ddp_drills.runner import OUTPUT_NAME, Drills
 from ddp_drills.work import Work
 from tests.harness.processes import kill, list_pids, read_process
-from tests.harness.ranks import Program, start_program, start_training
-from tests.harness.running import Running
+from tests.harness.ranks import Running, start_program, start_training
 
 
 class ForkedRanks:
-    """Ranks of the fork server, as ddp_drills/processes.py has them."""
+    """Ranks of the fork server, or a torchrun with its own, as ddp_drills/processes.py has them."""
 
-    def __init__(self, running: Running, log: Path) -> None:
-        self._running, self._log = running, log
+    def __init__(self, running: Running, log: Path, *, by_torchrun: bool) -> None:
+        self._running, self._log, self._by_torchrun = running, log, by_torchrun
         self._before = log.read_text(encoding="utf-8") if log.exists() else ""
 
     @property
@@ -30,6 +29,8 @@ class ForkedRanks:
         return self._running.statuses()
 
     def pid_of(self, rank: int) -> int | None:
+        if self._by_torchrun:
+            return self._running.pid if rank < 0 else self._running.pid_of_rank(rank)
         return self._running.pids[rank] if rank in self._running.living() else None
 
     def cut(self) -> None:
@@ -48,39 +49,11 @@ class ForkedRanks:
         return [f"process {pid} was left" for pid in left]
 
     def _living(self) -> list[int]:
-        """Find the processes of the ranks' groups: each rank leads one."""
+        """Find the processes that the ranks have started, which are in their groups."""
+        if self._by_torchrun:
+            return self._running.living_ranks()
         found = (read_process(pid) for pid in list_pids())
         return [p.pid for p in found if p and p.is_alive and p.group in self._running.pids]
-
-
-class ForkedTorchrun:
-    """A forked torchrun with its ranks, as ddp_drills/processes.py has them."""
-
-    def __init__(self, launched: Program, log: Path) -> None:
-        self._launched, self._log = launched, log
-        self._before = log.read_text(encoding="utf-8") if log.exists() else ""
-
-    @property
-    def statuses(self) -> list[int | None]:
-        return [self._launched.status()]
-
-    def pid_of(self, rank: int) -> int | None:
-        return self._launched.pid if rank < 0 else self._launched.pid_of_rank(rank)
-
-    def cut(self) -> None:
-        """They share this machine with all others."""
-
-    def output(self) -> str:
-        output = self._before + self._launched.stdout + self._launched.stderr
-        self._log.write_text(output, encoding="utf-8")
-        return output
-
-    def end(self) -> list[str]:
-        left = [] if None in self.statuses else await_end(self._launched.living_ranks)
-        for pid in self._launched.living_ranks():
-            kill(pid)
-        self._launched.kill()
-        return [f"process {pid} was left" for pid in left]
 
 
 class Forked:
@@ -101,9 +74,10 @@ class Forked:
         if self._by_torchrun:
             argv = ["torchrun", "--standalone", f"--nproc_per_node={num_ranks}"]
             argv += ["--max_restarts=3", str(SCRIPT), *flags]
-            return ForkedTorchrun(start_program(argv), self._log)
+            return ForkedRanks(start_program(argv), self._log, by_torchrun=True)
         env = {"MASTER_PORT": str(port), "MASTER_ADDR": host}
-        return ForkedRanks(start_training(flags, num_ranks, env=env, missing=missing), self._log)
+        started = start_training(flags, num_ranks, env=env, missing=missing)
+        return ForkedRanks(started, self._log, by_torchrun=False)
 
 
 def forked_drills(

@@ -1,11 +1,11 @@
 """What a test leaves behind: found, named, cleared away, and counted as a failure of that test.
 
-Owns: the snapshot before a test and the comparison after it, for processes, listening ports,
-/dev/shm, threads, the environment, the working folder, signal handlers, the process group and
+Owns: the snapshot before a test and the comparison after it, for processes, /dev/shm,
+threads, the environment, the working folder, signal handlers, the process group and
 files in the checkout. Something that is just ending gets GRACE_S; a test that is clean costs a
 few milliseconds and never waits.
-What goes wrong here: other programs start processes and segments at the same time. Only what
-carries the session's mark, or was forked from pytest, is ours.
+What goes wrong here: other programs start processes and segments at the same time. Ours are the
+descendants of pytest and of the keepers of the test's ranks, as both adopt orphans.
 """
 
 import contextlib
@@ -24,14 +24,12 @@ from tests.harness import ranks
 from tests.harness.processes import (
     PATIENCE,
     ROOT,
-    SESSION_MARK,
-    is_fork_of,
+    adopt_orphans,
+    descendants_of,
     kill,
     list_pids,
     read_command_line,
-    read_environment,
     read_process,
-    session_mark,
 )
 
 GRACE_S = 6.0  # WHY: a DataLoader worker looks every 5 s whether its parent still lives
@@ -43,7 +41,7 @@ _MADE_BY_SETUP = [ROOT / name for name in ("data", "models", "runs")]
 _OWN_TOOLS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # Set for good by libraries when they are first imported, or by pytest itself.
-_OWN_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TF_CPP_", SESSION_MARK)
+_OWN_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TF_CPP_")
 _OWN_VARIABLES += ("CUDA_MODULE_LOADING",)  # some versions of torch, at the first use of a GPU
 _OWN_THREADS = ("_DummyThread", "TMonitor")  # C++ threads that ran Python; tqdm's one per process
 
@@ -54,7 +52,6 @@ class Snapshot:
 
     pids: frozenset[int]
     segments: frozenset[str]
-    sockets: frozenset[str]
     threads: frozenset[int]
     files: frozenset[Path]
     environment: dict[str, str]
@@ -65,7 +62,7 @@ class Snapshot:
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
     """Fail a test that leaves something behind, and clear that away for the next one."""
-    os.environ[SESSION_MARK] = session_mark()
+    adopt_orphans()
     before = take_snapshot()
     yield
     ranks.release_ports()
@@ -73,15 +70,16 @@ def leaves_nothing_behind() -> Iterator[None]:
     leftovers = still_running + find_leftovers(before)
     if leftovers:
         clear_away(before)
+    ranks.forget_ranks()
+    if leftovers:
         pytest.fail("the test left behind:\n  " + "\n  ".join(leftovers), pytrace=False)
 
 
 def take_snapshot() -> Snapshot:
     """Note what is there now."""
     return Snapshot(
-        pids=list_pids(),
+        pids=frozenset(descendants_of(os.getpid(), without=ranks.server_pids())),
         segments=_list_segments(),
-        sockets=_sockets_of(os.getpid()),
         threads=frozenset(id(thread) for thread in threading.enumerate()),
         files=_list_files(),
         environment=dict(os.environ),
@@ -97,7 +95,6 @@ def find_leftovers(before: Snapshot, *, grace_s: float = GRACE_S) -> list[str]:
     while ending := [
         *_new_processes(before),
         *_new_segments(before),
-        *_new_sockets(before),
         *_new_threads(before),
     ]:
         if time.monotonic() > end:
@@ -126,41 +123,16 @@ def _new_processes(before: Snapshot) -> list[str]:
 
 
 def _our_new_pids(before: Snapshot) -> list[int]:
-    """List new processes with the session's mark, and forks of pytest, which show no mark."""
-    own_pid, mark = os.getpid(), session_mark()
-    # WHY not those of our parent: pytest-xdist starts a worker again that has died, and that one
-    # shows what we show
-    foreign_parents = (os.getppid(),) if os.getppid() > 1 else ()
-    found = []
-    for pid in list_pids() - before.pids - ranks.server_pids():
-        process = read_process(pid)
-        if process is None or not process.is_alive:
-            continue
-        is_ours = (
-            process.parent == own_pid
-            or read_environment(pid).get(SESSION_MARK) == mark
-            or (
-                process.group == os.getpgrp()
-                and process.parent not in foreign_parents
-                and is_fork_of(pid, own_pid)
-            )
-        )
-        is_tool = process.parent == own_pid and any(
-            tool in read_command_line(pid) for tool in _OWN_TOOLS
-        )
-        if is_ours and not is_tool:
-            found.append(pid)
-    return found
+    """List the new descendants of pytest and of the keepers of this test's ranks."""
+    found = descendants_of(os.getpid(), *ranks.keepers(), without=ranks.server_pids())
+    new = set(found) - before.pids
+    return sorted(pid for pid in new if not any(t in read_command_line(pid) for t in _OWN_TOOLS))
 
 
 def _describe_process(pid: int) -> str:
     process = read_process(pid)
-    ports = _listening_ports(pid, _sockets_of(pid))
-    return (
-        f"process {pid} (parent {process.parent if process else 'gone'})"
-        + (f", listening on port {', '.join(map(str, ports))}" if ports else "")
-        + f": {read_command_line(pid)[:300]}"
-    )
+    parent = process.parent if process else "gone"
+    return f"process {pid} (parent {parent}): {read_command_line(pid)[:300]}"
 
 
 def _list_segments() -> frozenset[str]:
@@ -172,47 +144,16 @@ def _new_segments(before: Snapshot) -> list[str]:
 
 
 def _unused_new_segments(before: Snapshot) -> list[str]:
-    """List new segments, but not those that a program of somebody else works with."""
-    new = {name for name in _list_segments() - before.segments if not name.startswith("__KMP_")}
+    """List new segments of torch, but not those that another process works with."""
+    new = {name for name in _list_segments() - before.segments if name.startswith("torch_")}
     if not new:  # WHY first: looking into all processes is slow
         return []
-    own = session_mark()
-    marks = {pid: read_environment(pid).get(SESSION_MARK, "") for pid in list_pids()}
-    strangers = [pid for pid, mark in marks.items() if mark != own and pid != os.getpid()]
-    used = "".join(_text_of(Path(f"/proc/{pid}/maps")) for pid in strangers)
-    if any(mark not in ("", own) for mark in marks.values()):
-        # Another test session runs: what its processes left can't be told from ours by a name
-        # without the process id of one of ours.
-        ours = [str(pid) for pid, mark in marks.items() if mark == own] + [str(os.getpid())]
-        new = {name for name in new if any(f"_{pid}_" in name for pid in ours)}
-    return sorted(name for name in new if f"{SHM / name}" not in used)
-
-
-def _new_sockets(before: Snapshot) -> list[str]:
-    new = _sockets_of(os.getpid()) - before.sockets
-    ports = _listening_ports(os.getpid(), new) if new else []  # WHY: see there
-    return [f"pytest itself still listens on port {port}" for port in ports]
-
-
-def _sockets_of(pid: int) -> frozenset[str]:
-    """Return the sockets that a process holds, as /proc names them."""
-    held = set()
-    with contextlib.suppress(OSError):  # the process is gone by now
-        for name in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):  # the one that listdir itself had open
-                held.add(os.readlink(f"/proc/{pid}/fd/{name}"))
-    return frozenset(name for name in held if name.startswith("socket:"))
-
-
-def _listening_ports(pid: int, sockets: frozenset[str]) -> list[int]:
-    """Return the TCP ports that accept connections on these sockets; it takes 10 ms to look."""
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in _text_of(Path(f"/proc/{pid}/net/{table}")).splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:  # 0A is LISTEN
-                found.add(int(fields[1].rpartition(":")[2], 16))
-    return sorted(found)
+    others = list_pids() - {os.getpid()}
+    for pid in others:
+        with contextlib.suppress(OSError):  # the process is gone by now, or another user's
+            used = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+            new = {name for name in new if f"{SHM / name}" not in used}
+    return sorted(new)
 
 
 def _new_threads(before: Snapshot) -> list[str]:
@@ -259,10 +200,3 @@ def _has_process_group() -> bool:
     # WHY sys.modules: most tests have no torch in pytest, and this must not import it
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and bool(distributed.is_initialized())
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

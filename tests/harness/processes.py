@@ -1,25 +1,22 @@
-"""What /proc tells about processes, and the mark by which a test session knows its own.
+"""What /proc tells about processes, and how to end them.
 
-Owns: reading /proc, the mark, and killing all processes that carry one.
-A process that was started with exec shows the environment it got then; one that was only forked
-shows its parent's. So the mark is in the environment of every command and of the fork server.
 What goes wrong here: a process ends while it is read. Then it reads as empty, and never raises.
 """
 
+import ctypes
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-SESSION_MARK = "HARDENED_DDP_TEST_SESSION"
-COMMAND_MARK = "HARDENED_DDP_TEST_COMMAND"
 ROOT = Path(__file__).resolve().parents[2]
 _LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC", "GROUP_", "ROLE_", "SLURM_", "OMPI_", "PMI")
 _LAUNCHER_PREFIXES += ("MPI_LOCAL", "HARDENED_DDP_LAUNCHER")
 _LAUNCHER_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTEST_CURRENT_TEST")
 _KILL_LIMIT_S = 10.0
+_PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
 PATIENCE = 3
 """The limits in the tests are for an idle machine of 2 cores. So many times as long on any other:
 a limit is there to end what hangs, and a slow machine is no fault."""
@@ -55,22 +52,14 @@ def deadline(timeout_s: float) -> float:
     return time.monotonic() + limit_of(timeout_s)
 
 
-def session_mark() -> str:
-    """Name this test session: the value of SESSION_MARK in all that it starts.
-
-    All have one length: rank_server.py writes one over another.
-    """
-    return f"{os.getpid():010}"
-
-
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Give os.environ without what a launcher or pytest left in it, with the mark and extra."""
+    """Give os.environ without what a launcher or pytest left in it, with extra."""
     env = {
         name: value
         for name, value in os.environ.items()
         if name not in _LAUNCHER_NAMES and not name.startswith(_LAUNCHER_PREFIXES)
     }
-    return {**env, "OMP_NUM_THREADS": "1", SESSION_MARK: session_mark(), **(extra or {})}
+    return {**env, "OMP_NUM_THREADS": "1", **(extra or {})}
 
 
 def list_pids() -> frozenset[int]:
@@ -98,22 +87,30 @@ def read_command_line(pid: int) -> str:
     return _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
 
 
-def is_fork_of(pid: int, other: int) -> bool:
-    """Say whether pid shows the command line and environment of other: forked, and not started."""
-    return all(_read(pid, name) == _read(other, name) != b"" for name in ("cmdline", "environ"))
+def adopt_orphans() -> None:
+    """Be the parent of all descendants whose own parent ends: so none of them is lost sight of."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def find_marked(name: str, value: str) -> list[int]:
-    """Find the living processes that were started with NAME=VALUE in their environment."""
-    wanted = f"{name}={value}".encode()
-    found = (pid for pid in list_pids() if wanted in _read(pid, "environ").split(b"\0"))
-    return [pid for pid in found if (process := read_process(pid)) and process.is_alive]
+def descendants_of(*roots: int, without: Collection[int] = ()) -> list[int]:
+    """List the living processes that these have started, and so on. without: and their own."""
+    living = [p for p in map(read_process, list_pids()) if p is not None and p.is_alive]
+    children: dict[int, list[int]] = {}
+    for process in living:
+        children.setdefault(process.parent, []).append(process.pid)
+    found: list[int] = []
+    waiting = list(roots)
+    while waiting:
+        own = [pid for pid in children.get(waiting.pop(), []) if pid not in without]
+        found += own
+        waiting += own
+    return found
 
 
-def kill_marked(name: str, value: str) -> None:
-    """Kill all processes with that mark, and what they start meanwhile, until none is left."""
+def kill_descendants(root: int) -> None:
+    """Kill all that a process has started, and what these start meanwhile."""
     end = time.monotonic() + _KILL_LIMIT_S
-    while (pids := find_marked(name, value)) and time.monotonic() < end:
+    while (pids := descendants_of(root)) and time.monotonic() < end:
         for pid in pids:
             kill(pid)
         time.sleep(0.01)  # WHY: a killed process takes a moment to go; the loop looks again
@@ -123,14 +120,6 @@ def kill(pid: int, number: int = signal.SIGKILL) -> None:
     """Send a signal to a process that may be gone already."""
     try:
         os.kill(pid, number)
-    except ProcessLookupError:
-        return
-
-
-def kill_group(group: int) -> None:
-    """Kill a process group that may be gone already."""
-    try:
-        os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
         return
 

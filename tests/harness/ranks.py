@@ -1,58 +1,332 @@
-"""Ranks for tests: real processes that talk over gloo, forked from one server that has torch.
+"""Ranks and programs for tests: real processes, most of them forked from one that has torch.
 
     results = run_ranks(target, 2, "argument")             a function on each of 2 ranks
     finished = train(["--epochs", "1"], 2).ok()            ddp_training.py on 2 ranks
     with start_training([...], 2) as running: ...          the same, to be signalled and killed
-    completed = run_command(["torchrun", ...], timeout_s=60)
-    completed = run_program(["torchrun", ...], timeout_s=60)   the same in a forked process
-    with start_program(["torchrun", ...]) as program: ...      the same, to be signalled and killed
+    completed = run_program(["torchrun", ...], timeout_s=60)   a forked python or torchrun
+    completed = run_command(["bash", ...], timeout_s=60)       any command, as a user starts it
+    with start_program([...]) as program: ...              both of these: to be signalled and killed
 
-Owns: starting ranks, torchrun's environment for them, and the one fork server of the session.
-Does not own: the server (rank_server.py, rank_link.py), ranks under way (running.py), real commands
-(commands.py), what a test leaves behind (leftovers.py).
+Does not own: the fork server (fork_server.py), what a test leaves behind (leftovers.py).
 What goes wrong here: a rank hangs. Then all are asked for their stacks, killed, and shown.
 """
 
 import atexit
+import contextlib
+import json
 import os
 import pickle
+import select
 import shlex
+import shutil
+import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 from hardened_ddp.ranks.network import hold_port, port_of
-from tests.harness.processes import ROOT, clean_environment
-from tests.harness.rank_link import RankLink, RankServer
-from tests.harness.ranks import Completed, run_command, start_command
-from tests.harness.running import Finished, Program, RankFailure, Running
+from tests.harness.fork_server import ERRORS_NAME, MAX_MESSAGE_BYTES, PIDS_NAME, STACK_SIGNAL
+from tests.harness.processes import (
+    ROOT,
+    clean_environment,
+    deadline,
+    descendants_of,
+    kill,
+    limit_of,
+    read_environment,
+    read_process,
+)
 
-__all__ = [
-    "Completed",
-    "Finished",
-    "Program",
-    "RankFailure",
-    "Running",
-    "held_port",
-    "run_command",
-    "run_program",
-    "run_ranks",
-    "start_command",
-    "start_program",
-    "start_ranks",
-    "start_training",
-    "train",
-    "train_as_typed",
-]
+T = TypeVar("T")
+POLL_S = 0.005
+STACK_LIMIT_S = 2.0
+TAIL_CHARACTERS = 12_000
+ANSWER_LIMIT_S = 120.0  # imports of torch and the package, on a machine that does other things too
+CLOSE_LIMIT_S = 10.0
 
-_server: RankServer | None = None
+
+class Child(Protocol):
+    """A process that was started: a Popen, or a forked one."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+
+
+class RankFailure(AssertionError):
+    """Ranks or a program failed, hung or were killed; finished says how each of them ended."""
+
+    def __init__(self, reason: str, finished: "Finished") -> None:
+        super().__init__(f"{reason}\n{finished.describe()}")
+        self.finished = finished
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How the ranks ended, in rank order; a program is one rank."""
+
+    statuses: tuple[int, ...]
+    """Exit statuses; -N where signal N ended the rank."""
+
+    outputs: tuple[str, ...]
+    """What each rank wrote to stdout, and to stderr if it is no program."""
+
+    stderr: str
+    """What a program wrote there."""
+
+    stacks: tuple[str, ...]
+    """Where each rank was that hung; else empty."""
+
+    values: tuple[Any, ...]  # Any: what a test's function returns
+    """What a test's function returned; None where it did not."""
+
+    @property
+    def status(self) -> int:
+        return self.statuses[0]
+
+    @property
+    def stdout(self) -> str:
+        return self.outputs[0]
+
+    @property
+    def output(self) -> str:
+        return "".join(self.outputs) + self.stderr
+
+    def ok(self) -> Self:
+        """Return this, or raise RankFailure if a rank's status is not 0."""
+        if any(self.statuses):
+            bad = [str(rank) for rank, status in enumerate(self.statuses) if status]
+            raise RankFailure(f"rank {', '.join(bad)} failed", self)
+        return self
+
+    def describe(self) -> str:
+        """Tell of each rank that failed, with the end of its output; of all if none did."""
+        texts = []
+        ranks = [rank for rank, status in enumerate(self.statuses) if status]
+        for rank in ranks or range(len(self.statuses)):
+            status = self.statuses[rank]
+            how = signal.Signals(-status).name if status < 0 else f"status {status}"
+            output = (self.outputs[rank] + self.stderr)[-TAIL_CHARACTERS:]
+            texts.append(f"--- rank {rank} ended with {how}\n{self.stacks[rank]}{output}")
+        return "\n".join(texts)
+
+
+class Running:
+    """Ranks or a program under way. Use it in a with statement: leaving that kills what is left."""
+
+    def __init__(self, children: Sequence[Child], folder: Path) -> None:
+        """folder: of their output, until the test ends."""
+        self.pids = tuple(child.pid for child in children)
+        self._children = children
+        self._folder = folder
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        self.kill_all()
+
+    @property
+    def pid(self) -> int:
+        return self.pids[0]
+
+    @property
+    def stdout(self) -> str:
+        """What a program has written up to now."""
+        return _text_of(self._folder / "output-0.txt")
+
+    @property
+    def stderr(self) -> str:
+        return _text_of(self._folder / ERRORS_NAME)
+
+    def living(self) -> list[int]:
+        """Return the ranks that have not ended."""
+        return [rank for rank, status in enumerate(self.statuses()) if status is None]
+
+    def statuses(self) -> list[int | None]:
+        """Return how each rank ended; None: it has not."""
+        return [child.poll() for child in self._children]
+
+    def output(self, rank: int) -> str:
+        """Return what a rank has written up to now; of a program, stderr comes last."""
+        return _text_of(self._folder / f"output-{rank}.txt") + self.stderr
+
+    def kill(self, rank: int = 0, number: int = signal.SIGKILL) -> None:
+        """Send a signal to one rank, or to the program, unless that has ended."""
+        if rank in self.living():
+            kill(self.pids[rank], number)
+
+    def kill_all(self) -> None:
+        """Kill all that live, with what they have started; wait until they are gone."""
+        living = [self.pids[rank] for rank in self.living()]
+        for pid in descendants_of(*living) + living:
+            kill(pid)
+        while self.living():
+            time.sleep(POLL_S)
+
+    def wait_for(self, condition: Callable[[], T | None], *, timeout_s: float, what: str) -> T:
+        """Poll until condition gives something true, and return that.
+
+        Raises RankFailure if all ranks end before, or after timeout_s.
+        """
+        end = deadline(timeout_s)
+        while True:
+            has_ended = not self.living()
+            if found := condition():
+                return found
+            if has_ended:
+                raise RankFailure(f"all ranks ended before {what}", self._finished())
+            if time.monotonic() > end:
+                self._fail(f"{limit_of(timeout_s):g} s went by without {what}")
+            time.sleep(4 * POLL_S)
+
+    def wait(self, timeout_s: float) -> Finished:
+        """Wait for the end of all ranks. Raises RankFailure with their stacks after timeout_s."""
+        end = deadline(timeout_s)
+        while living := self.living():
+            if time.monotonic() > end:
+                names = ", ".join(map(str, living))
+                self._fail(f"rank {names} did not end in {limit_of(timeout_s):g} s")
+            time.sleep(POLL_S)
+        return self._finished()
+
+    def _fail(self, reason: str) -> None:
+        self._ask_for_stacks()
+        self.kill_all()
+        raise RankFailure(reason, self._finished())
+
+    def pid_of_rank(self, rank: int) -> int | None:
+        """Return the process id of a rank of this torchrun; None if it doesn't live."""
+        for number, pid in self._ranks_of_torchrun():
+            process = read_process(pid)
+            if number == rank and process and process.is_alive and process.parent == self.pid:
+                return pid
+        return None
+
+    def living_ranks(self) -> list[int]:
+        """List the process ids of torchrun's ranks that live, also of those that it has left."""
+        found = (read_process(pid) for _, pid in self._ranks_of_torchrun())
+        return [process.pid for process in found if process and process.is_alive]
+
+    def _ranks_of_torchrun(self) -> list[tuple[int, int]]:
+        """List rank and process id of all that it has started, the newest first."""
+        lines = _text_of(self._folder / PIDS_NAME).splitlines()
+        if lines:  # forked ones show no environment of their own
+            return [(int(rank), int(pid)) for rank, pid in map(str.split, reversed(lines))]
+        found = ((read_environment(pid).get("RANK", ""), pid) for pid in descendants_of(self.pid))
+        return [(int(rank), pid) for rank, pid in found if rank]
+
+    def _ask_for_stacks(self) -> None:
+        """Have each living forked rank write where it is; a stopped one never will."""
+        paths = {rank: self._folder / f"stack-{rank}.txt" for rank in self.living()}
+        paths = {rank: path for rank, path in paths.items() if path.exists()}
+        for rank in paths:
+            self.kill(rank, STACK_SIGNAL)
+        end = time.monotonic() + STACK_LIMIT_S
+        while time.monotonic() < end and not all(map(_text_of, paths.values())):
+            time.sleep(POLL_S)
+        time.sleep(20 * POLL_S)  # for the rest of it
+
+    def _finished(self) -> Finished:
+        ranks = range(len(self.pids))
+        results = [self._folder / f"result-{rank}.pickle" for rank in ranks]
+        return Finished(
+            tuple(status for status in self.statuses() if status is not None),
+            tuple(_text_of(self._folder / f"output-{rank}.txt") for rank in ranks),
+            self.stderr,
+            tuple(_text_of(self._folder / f"stack-{rank}.txt") for rank in ranks),
+            tuple(pickle.loads(path.read_bytes()) if path.exists() else None for path in results),
+        )
+
+
+class ForkServer:
+    """The process that ranks are forked from. Other processes of pytest find it by its address."""
+
+    def __init__(self) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="fork-server-"))
+        self.log = folder / "log.txt"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind("")  # the kernel finds a name, which is no file
+            listener.listen(64)
+            self.address: bytes = listener.getsockname()
+            argv = [sys.executable, "-m", "tests.harness.fork_server"]
+            with self.log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    [*argv, str(listener.fileno()), str(folder)],
+                    stdin=subprocess.PIPE,  # WHY: it closes at our end, however that comes
+                    stdout=log,
+                    stderr=log,
+                    env=clean_environment({"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}),
+                    cwd=ROOT,
+                    pass_fds=[listener.fileno()],
+                    start_new_session=True,  # WHY: Ctrl-C is for pytest, which then ends this
+                )
+        self.pid = self._process.pid
+
+    def close(self) -> None:
+        """End the server, which removes its log."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(CLOSE_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            shutil.rmtree(self.log.parent, ignore_errors=True)
+
+
+class ForkedChild:
+    """A rank, as its keeper in the fork server tells of it."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._channel = _connect()
+        self._channel.send(json.dumps({"folder": str(folder), "rank": rank}).encode())
+        if not select.select([self._channel], [], [], ANSWER_LIMIT_S)[0]:
+            raise RuntimeError(f"the fork server did not answer in {ANSWER_LIMIT_S:g} s")
+        told = self._receive()
+        self.pid, self.keeper = int(told["pid"]), int(told["keeper"])
+        self._status: int | None = None
+        _children.append(self)
+
+    def poll(self) -> int | None:
+        """Return the exit status; None: it has not ended."""
+        global _cpu_s
+        if self._status is None and select.select([self._channel], [], [], 0.0)[0]:
+            told = self._receive()
+            self._status = int(told["status"])
+            _cpu_s += told["cpu_s"]
+        return self._status
+
+    def close(self) -> None:
+        """Have the keeper kill what is left, and end."""
+        self._channel.close()
+
+    def _receive(self) -> dict[str, Any]:
+        raw = self._channel.recv(MAX_MESSAGE_BYTES)
+        if not raw:
+            raise RuntimeError(f"the keeper of a rank ended\n{_log_of_server()}")
+        found: dict[str, Any] = json.loads(raw)
+        return found
+
+
+_server: ForkServer | None = None
 _shared: tuple[bytes, Path] | None = None  # address and log of another process's server
-_link: RankLink | None = None
-_all_running: list[Running] = []
+_children: list[ForkedChild] = []  # of the test that runs
+_folders: list[Path] = []
 _holders: list[socket.socket] = []
+_cpu_s = 0.0  # of all ranks that have ended
 
 
 def run_ranks(
@@ -86,6 +360,7 @@ def start_ranks(
             "kind": "call",
             "module": target.__module__,
             "name": target.__qualname__,
+            "arguments": pickle.dumps(args),
             # WHY loopback: gloo would look for the address of the host's name, and may find none
             "env": clean_environment(
                 {"GLOO_SOCKET_IFNAME": "lo", **_launch(rank, world_size, port), **(env or {})}
@@ -95,7 +370,7 @@ def start_ranks(
         }
         for rank in range(world_size)
     ]
-    return _start(jobs, pickle.dumps(args))
+    return _start(jobs)
 
 
 def start_training(
@@ -143,37 +418,50 @@ def start_program(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     host: Mapping[str, Any] | None = None,
-) -> Program:
-    """Start a command line of python or torchrun in a forked process: see forked_programs.py.
-
-    host: of TwoHosts.
-    """
-    words = [str(word) for word in argv]
-    temporary = tempfile.TemporaryDirectory(prefix="program-")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+) -> Running:
+    """Start a command line of python or torchrun in a forked process. host: of TwoHosts."""
+    folder = _new_folder()
     job = {
         "kind": "program",
-        "argv": words,
-        "env": clean_environment({"PATH": path, "TMPDIR": temporary.name, **(env or {})}),
+        "argv": [str(word) for word in argv],
+        "env": _environment_of_program(folder, env),
         "cwd": str(cwd or ROOT),
         "sys_path": sys.path,
         "host": host,
     }
-    folder, running = _start_in_folder([job])
-    return Program(words, running, folder, temporary)
+    return _start([job], folder)
 
 
-def run_program(
-    argv: Sequence[str | Path],
-    *,
-    timeout_s: float,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
-    host: Mapping[str, Any] | None = None,
-) -> Completed:
+def run_program(argv: Sequence[str | Path], *, timeout_s: float, **how: Any) -> Finished:
     """Run such a command line to its end. Raises RankFailure, with its output, after timeout_s."""
-    with start_program(argv, env=env, cwd=cwd, host=host) as program:
+    with start_program(argv, **how) as program:
         return program.wait(timeout_s=timeout_s)
+
+
+def start_command(
+    argv: Sequence[str | Path], *, env: Mapping[str, str] | None = None, cwd: Path | None = None
+) -> Running:
+    """Start any command, by default in the repository root; python and torchrun are our own."""
+    folder = _new_folder()
+    # WHY files: a pipe would stay open as long as any process that inherited it lives
+    with (folder / "output-0.txt").open("wb") as stdout, (folder / ERRORS_NAME).open("wb") as err:
+        process = subprocess.Popen(
+            # WHY through env: Popen looks for the program on our own PATH, not on the new one
+            ["/usr/bin/env", *map(str, argv)],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=err,
+            env=_environment_of_program(folder, env),
+            cwd=cwd or ROOT,
+            start_new_session=True,
+        )
+    return Running([process], folder)
+
+
+def run_command(argv: Sequence[str | Path], *, timeout_s: float, **how: Any) -> Finished:
+    """Run a command to its end. Raises RankFailure, with its output, after timeout_s."""
+    with start_command(argv, **how) as command:
+        return command.wait(timeout_s=timeout_s)
 
 
 def train_as_typed(command: str, *more: str | Path, cwd: Path | None = None) -> Finished:
@@ -206,12 +494,22 @@ def release_ports() -> None:
 
 def kill_running() -> list[int]:
     """Kill the ranks that a test left running. Returns their process ids."""
-    left = [running for running in _all_running if running.living()]
-    _all_running.clear()
-    pids = [running.pids[rank] for running in left for rank in running.living()]
-    for running in left:
-        running.kill_all()
-    return pids
+    left = [child for child in _children if child.poll() is None]
+    Running(left, Path()).kill_all()
+    return [child.pid for child in left]
+
+
+def forget_ranks() -> None:
+    """End the keepers of this test's ranks, with what is left of these."""
+    while _children:
+        _children.pop().close()
+    while _folders:
+        shutil.rmtree(_folders.pop(), ignore_errors=True)
+
+
+def keepers() -> list[int]:
+    """Return the processes whose descendants this test's ranks are, and what these have left."""
+    return [child.keeper for child in _children]
 
 
 def import_in_server(name: str) -> None:
@@ -219,7 +517,8 @@ def import_in_server(name: str) -> None:
 
     For what is large and only some tests need: the more modules the dearer each fork.
     """
-    _connect().import_module(name)
+    with _connect() as channel:
+        channel.send(json.dumps({"import": name}).encode())
 
 
 def share_server() -> tuple[bytes, str]:
@@ -235,56 +534,60 @@ def use_server(address: bytes, log: str) -> None:
 
 
 def server_pids() -> set[int]:
-    """Return the process ids of the fork servers that run for this process."""
-    pids = {_server.pid} if _server else set()
-    return pids | ({_link.server_pid} if _link else set())
+    """Return the process id of the fork server, if it is this process's own."""
+    return {_server.pid} if _server else set()
 
 
 def cpu_seconds() -> float:
     """Return the CPU time of all ranks that have ended."""
-    return _link.cpu_s if _link else 0.0
+    return _cpu_s
 
 
-def close_server() -> None:
-    """End the fork server with all its ranks."""
-    global _link, _server
-    if _link is not None:
-        _link.close()
-        _link = None
-    if _server is not None:
-        _server.close()
-        _server = None
-
-
-def _start_server() -> RankServer:
+def _start_server() -> ForkServer:
     global _server
     if _server is None:
-        _server = RankServer()
-        atexit.register(close_server)
+        _server = ForkServer()
+        atexit.register(_server.close)
     return _server
 
 
-def _connect() -> RankLink:
-    global _link
-    if _link is None:
-        address, log = _shared or (_start_server().address, _start_server().log)
-        _link = RankLink(address, log)
-        atexit.register(close_server)
-    return _link
+def _connect() -> socket.socket:
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        channel.connect(_shared[0] if _shared else _start_server().address)
+    except ConnectionRefusedError as error:
+        raise RuntimeError(f"the fork server ended\n{_log_of_server()}") from error
+    return channel
 
 
-def _start(jobs: Sequence[Mapping[str, Any]], arguments: bytes = b"") -> Running:
-    return _start_in_folder(jobs, arguments)[1]
+def _log_of_server() -> str:
+    return _text_of(_shared[1] if _shared else _start_server().log)
 
 
-def _start_in_folder(
-    jobs: Sequence[Mapping[str, Any]], arguments: bytes = b""
-) -> tuple[Path, Running]:
-    link = _connect()
-    folder, pids = link.start_ranks(jobs, arguments)
-    running = Running(link, folder, pids)
-    _all_running.append(running)
-    return folder, running
+def _start(jobs: Sequence[Mapping[str, Any]], folder: Path | None = None) -> Running:
+    """Fork a rank for each job. folder: of their jobs and their output."""
+    folder = folder or _new_folder()
+    for rank, job in enumerate(jobs):
+        (folder / f"job-{rank}.pickle").write_bytes(pickle.dumps(job))
+    return Running([ForkedChild(folder, rank) for rank in range(len(jobs))], folder)
+
+
+def _new_folder() -> Path:
+    _folders.append(Path(tempfile.mkdtemp(prefix="ranks-")))
+    return _folders[-1]
+
+
+def _text_of(path: Path) -> str:
+    """Return what is in a file; nothing if it is not there."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def _environment_of_program(folder: Path, extra: Mapping[str, str] | None) -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    # WHY TMPDIR: torchrun leaves folders of logs behind
+    return clean_environment({"PATH": path, "TMPDIR": str(folder), **(extra or {})})
 
 
 def _launch(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -118,7 +118,7 @@ def test_a_signal_to_the_python_launcher_saves_and_ends_all_ranks(tmp_path: Path
         command.wait_for(
             lambda: list(tmp_path.glob("*/metrics.jsonl")), timeout_s=90, what="a step"
         )
-        command.signal(signal.SIGTERM)
+        command.kill(0, signal.SIGTERM)
         command.wait(timeout_s=60).ok()
     assert read_summary(only_run(tmp_path))["status"] == "stopped"
     assert find_checkpoints(tmp_path)

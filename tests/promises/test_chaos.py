@@ -19,7 +19,7 @@ import pytest
 from hardened_ddp.checkpoint.folder import find_newest
 from hardened_ddp.reporting.summary import finished_at
 from tests.harness.processes import deadline, kill, read_process
-from tests.harness.ranks import POLL_S, start_program, start_training, train
+from tests.harness.ranks import start_program, start_training, train
 from tests.harness.run_folder import last_tensors, only_run, read_summary
 
 SMALL: list[str | Path] = ["--cpu_only", "--batch_size", "8", "--epochs", "2"]
@@ -183,7 +183,7 @@ def disturb_torchrun(argv: list[str | Path], world_size: int, fault: Fault, watc
     end = deadline(LEAVE_ALONE_S)
     while living := [pid for pid in pids if pid is not None and is_alive(pid)]:
         assert time.monotonic() < end, f"ranks {living} outlive their torchrun"
-        time.sleep(POLL_S)
+        time.sleep(0.02)
 
 
 def is_alive(pid: int) -> bool:

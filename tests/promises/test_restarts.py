@@ -13,7 +13,7 @@ from hardened_ddp.training.survivor_save import read_failures
 from tests.harness.marks import slow_after
 from tests.harness.processes import kill
 from tests.harness.ranks import (
-    Program,
+    Running,
     held_port,
     run_program,
     start_program,
@@ -257,7 +257,7 @@ def test_a_node_that_joins_or_dies_changes_nothing_but_the_speed(tmp_path: Path)
         first.wait_for(lambda: ranks_of_newest_start(output) == 1, timeout_s=90, what="one rank")
         begin = last_step(output)
         first.wait_for(lambda: is_past(output, begin + 5), timeout_s=60, what="steps of one")
-        first.signal(signal.SIGTERM)
+        first.kill(0, signal.SIGTERM)
         completed = first.wait(timeout_s=60)
     run = only_run(output)
     # WHY not always 2: on a busy machine the agents may need one round more to agree who is there
@@ -270,7 +270,7 @@ def test_a_node_that_joins_or_dies_changes_nothing_but_the_speed(tmp_path: Path)
     assert samples_by_step(run) == samples_by_step(tmp_path / "alone" / "run")
 
 
-def _kill_node(agent: Program) -> None:
+def _kill_node(agent: Running) -> None:
     """Kill an agent and its rank at once, as a node that loses power."""
     pids = [agent.pid_of_rank(rank) for rank in (0, 1)]
     kill(agent.pid)

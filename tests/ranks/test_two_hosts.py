@@ -15,9 +15,9 @@ import pytest
 from ddp_drills.two_hosts import ADDRESSES, TwoHosts, why_not
 from hardened_ddp.checkpoint.disk import LOCK_NAME
 from tests.harness.marks import slow_after
-from tests.harness.processes import find_marked, kill
+from tests.harness.processes import kill, list_pids, read_environment
 from tests.harness.ranks import (
-    Program,
+    Running,
     run_command,
     run_program,
     start_command,
@@ -113,7 +113,8 @@ def test_a_real_ssh_server_on_each_host_is_one_run_and_ends_with_it(
             )
             os.kill(launched.pid, signal.SIGINT)
             launched.wait(timeout_s=60)
-            assert not find_marked(MARK, "1"), "the launcher waits for the ranks of all hosts"
+            marked = [pid for pid in list_pids() if read_environment(pid).get(MARK)]
+            assert not marked, "the launcher waits for the ranks of all hosts"
     summary = read_summary(only_run(tmp_path / "runs"))
     assert (summary["status"], summary["world_size"]) == ("stopped", 2)
     assert step_of(find_checkpoints(tmp_path / "runs")[-1]) == summary["step"]
@@ -142,7 +143,7 @@ def test_a_killed_agent_of_an_elastic_run_changes_nothing_but_the_speed(
     # WHY: torch 2.13's agents wait for each other for ever when a node joins and they share it
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
-    def on(index: int) -> Program:
+    def on(index: int) -> Running:
         agent = [*argv, f"--local_addr={ADDRESSES[index]}"]
         command = [*agent, "ddp_training.py", *words, *paced]
         return start_program(command, host=hosts.host(index), env=env)
@@ -155,7 +156,7 @@ def test_a_killed_agent_of_an_elastic_run_changes_nothing_but_the_speed(
         first.wait_for(lambda: ranks_of_newest_start(output) == 1, timeout_s=90, what="one rank")
         begin = last_step(output)
         first.wait_for(lambda: is_past(output, begin + 5), timeout_s=60, what="steps of one")
-        first.signal(signal.SIGTERM)
+        first.kill(0, signal.SIGTERM)
         completed = first.wait(timeout_s=60)
     run = only_run(output)
     summary = read_summary(run)
@@ -188,7 +189,7 @@ def test_a_dead_host_with_rank_0_does_not_keep_the_run_from_a_restart_on_another
     ]
     env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see above
 
-    def on(index: int) -> Program:
+    def on(index: int) -> Running:
         agent = [*argv, f"--local_addr={ADDRESSES[index]}"]
         return start_program([*agent, "ddp_training.py", *words], host=hosts.host(index), env=env)
 
@@ -204,7 +205,7 @@ def test_a_dead_host_with_rank_0_does_not_keep_the_run_from_a_restart_on_another
         second.wait_for(lambda: ranks_of_newest_start(output) == 1, timeout_s=120, what="one rank")
         begin = last_step(output)
         second.wait_for(lambda: is_past(output, begin + 5), timeout_s=60, what="steps of one")
-        second.signal(signal.SIGTERM)
+        second.kill(0, signal.SIGTERM)
         completed = second.wait(timeout_s=60)
     assert "an earlier attempt of this job" in completed.output
     assert read_summary(only_run(output))["status"] == "stopped"
@@ -237,7 +238,7 @@ def test_a_lock_is_taken_over_from_a_dead_host_and_never_from_a_living_one(
         refused = run_program(second, host=host, timeout_s=60)
         assert refused.status == 1
         assert f"is in use by process {first.pid} on host node0" in refused.output
-        first.signal(signal.SIGKILL)
+        first.kill(0, signal.SIGKILL)
         first.wait(timeout_s=20)
     after = run_program(second, host=host, timeout_s=60)
     if job == "shared":
@@ -332,7 +333,7 @@ def test_a_head_node_that_cannot_be_reached_is_told_within_seconds(
             what="word of the wait",
         )
         lines = news_of(waiting.stderr)
-        waiting.signal(signal.SIGINT)
+        waiting.kill(0, signal.SIGINT)
         waiting.wait(timeout_s=20)
     assert "the name node7 can't be resolved here" in lines[-1]
     assert "10.77.0.2" in lines[-1]  # what this machine is called itself
@@ -354,7 +355,7 @@ def test_rank_0_tells_for_whom_it_waits(hosts: TwoHosts, tmp_path: Path) -> None
             what="word of the wait",
         )
         assert len(news_of(waiting.stderr)) == 1, "torch's warnings bury it"
-        waiting.signal(signal.SIGINT)
+        waiting.kill(0, signal.SIGINT)
         waiting.wait(timeout_s=20)
 
 

@@ -28,7 +28,7 @@ from hardened_ddp.settings.typed_command import (
     shell_command,
 )
 from tests.harness.processes import ROOT
-from tests.harness.ranks import Completed, held_port, run_command, start_command
+from tests.harness.ranks import Finished, held_port, run_command, start_command
 from tests.harness.run_folder import only_run, read_summary
 from tests.launcher_environments import AGENT, OPEN_MPI, SRUN, TORCHRUN
 
@@ -94,11 +94,11 @@ class Shell:
         path.write_text(LAUNCHER.format(python=PYTHON, variables=dict(variables)))
         path.chmod(0o755)
 
-    def run(self, *words: str | Path, **variables: str) -> Completed:
+    def run(self, *words: str | Path, **variables: str) -> Finished:
         env = self.env | variables
         return run_command(words, timeout_s=LIMIT_S, cwd=self.folder, env=env)
 
-    def paste(self, command: str, **variables: str) -> Completed:
+    def paste(self, command: str, **variables: str) -> Finished:
         return self.run("bash", "-c", command, **variables)
 
 

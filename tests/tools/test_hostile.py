@@ -120,7 +120,7 @@ def test_whatever_ends_it_ends_the_processes_beside_it(number: int) -> None:
             timeout_s=30,
             what="their start",
         )
-        command.signal(number)
+        command.kill(0, number)
         command.wait(timeout_s=30)
     end = deadline(30)
     while any((found := read_process(pid)) and found.is_alive for pid in pids):

@@ -1,0 +1,354 @@
+"""The process that ranks of tests are forked from: torch is imported once, and not per rank.
+
+    python -m tests.harness.fork_server DESCRIPTOR FOLDER    a listening socket; where its log is
+
+One server is for all processes of pytest. It forks a keeper for each connection. The keeper has the
+rank as its child, tells its process id and its end, and owns all that the rank leaves behind: when
+the connection closes, because a test or pytest ended in whatever way, it kills that. A rank is a
+child of multiprocessing: it ends as such, without the 0.4 s of CPU time that taking 3000 modules
+down would cost, and its atexit handlers do not run.
+
+A rank may be a program, a command line of python or torchrun. torchrun's agent is torch's own, with
+its rendezvous, restarts and signals; its ranks are forked from it instead of started. All other
+programs that a program starts are real ones.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import json
+import linecache
+import multiprocessing
+import os
+import pickle
+import pkgutil
+import platform
+import random
+import resource
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+from unittest import mock
+
+from tests.harness.processes import ROOT, adopt_orphans, kill_descendants
+
+ERRORS_NAME = "errors.txt"
+"""In the folder of a program: its stderr."""
+
+PIDS_NAME = "pids.txt"
+"""There too: a line for each rank that it forked, with RANK and process id."""
+
+STACK_SIGNAL = signal.SIGRTMIN + 7  # used by no library that we know
+MAX_MESSAGE_BYTES = 64 * 1024
+_PR_SET_PDEATHSIG = 1
+_STARTS_WITHIN_S = 10.0
+_HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+# Beside all modules of hardened_ddp: what a run imports when it needs it, and what tests need.
+_IMPORTED_LATE = (
+    "torch.distributed.run",
+    "torch.distributed.elastic.rendezvous.static_tcp_rendezvous",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend",
+    "torch._dynamo",  # DDP and the optimizers import it at their first use
+    "torch.profiler._cupti_monitor",
+    "torch.utils.tensorboard",
+    "multiprocessing.sharedctypes",
+    "encodings.idna",
+    "safetensors.torch",
+    "psutil",
+    "tqdm",
+    "pytest",
+    "tests.harness.ranks",
+    "ddp_training",
+    "ddp_drills.wrappers",
+    "tests.plugins",
+)
+# What torch.manual_seed keeps the stack of, which each rank calls.
+_IN_STACKS = ("torch.random", "torch.cuda.random", "torch.cuda", "torch.xpu.random", "torch.xpu")
+_IN_STACKS += ("torch.mtia", "torch._compile", "torch._dynamo.eval_frame")
+_IN_STACKS += ("ddp_training", "hardened_ddp.ranks.seeding", "tests.harness.fork_server")
+_FORK = multiprocessing.get_context("fork")
+# WHY: without a script's globals, DDP's destructor would hold the GIL and wait for a thread of gloo
+# that may need it; in a process of its own that happens while the process ends.
+_kept: list[object] = []
+
+
+def main() -> None:
+    """Import, then fork a keeper for each connection, until stdin closes."""
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    preload()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the keepers
+    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+        channel, _ = listener.accept()
+        request = json.loads(channel.recv(MAX_MESSAGE_BYTES))
+        if name := request.get("import"):
+            importlib.import_module(name)
+        elif os.fork() == 0:
+            listener.close()
+            keep(channel, Path(request["folder"]), request["rank"])
+        channel.close()
+    shutil.rmtree(sys.argv[2], ignore_errors=True)
+
+
+def preload() -> None:
+    """Import what ranks need. What can't be imported here fails in the test that needs it."""
+    gc.disable()  # WHY: a quarter of the time of these imports goes into it
+    package = importlib.import_module("hardened_ddp")
+    modules = pkgutil.walk_packages(package.__path__, "hardened_ddp.", onerror=lambda _: None)
+    for name in (*_IMPORTED_LATE, *(module.name for module in modules)):
+        # WHY broad: a module that is broken must not take the tests of the others with it
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    with contextlib.suppress(Exception):
+        read_files()
+    gc.collect()
+    gc.freeze()  # WHY: a collection in a child would write to, and so copy, all those pages
+    gc.enable()
+
+
+def read_files() -> None:
+    """Read what each rank would read: digits, sources for their hash and for a stack, uname."""
+    from hardened_ddp.data.sources import digits
+    from hardened_ddp.training.building import code_hash
+
+    code_hash()
+    digits.read_table(digits.find_file())
+    platform.platform()  # it asks the command uname
+    for name in _IN_STACKS:
+        linecache.getlines(str(importlib.import_module(name).__file__))
+
+
+def keep(channel: socket.socket, folder: Path, rank: int) -> NoReturn:
+    """Fork a rank, tell of its end, and kill what is left of it when the connection closes."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    adopt_orphans()
+    process = _FORK.Process(target=be_rank, args=(channel, folder, rank))
+    process.start()
+    assert process.pid is not None
+    with contextlib.suppress(OSError):
+        channel.send(json.dumps({"keeper": os.getpid(), "pid": process.pid}).encode())
+        # WHY not its sentinel: what the rank has forked holds that open, too
+        if channel not in select.select([os.pidfd_open(process.pid), channel], [], [])[0]:
+            process.join()
+            used = resource.getrusage(resource.RUSAGE_CHILDREN)
+            told = {"status": process.exitcode, "cpu_s": used.ru_utime + used.ru_stime}
+            channel.send(json.dumps(told).encode())
+            channel.recv(1)
+    kill_descendants(os.getpid())
+    os._exit(0)
+
+
+def be_rank(channel: socket.socket, folder: Path, rank: int) -> None:
+    """Become the rank that the job describes, do it, and end."""
+    channel.close()
+    os.setsid()
+    job = pickle.loads((folder / f"job-{rank}.pickle").read_bytes())
+    if host := job.get("host"):
+        importlib.import_module("ddp_drills.two_hosts").enter(**host)
+    # WHY: a rank must not outlive its keeper, however that ends
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    output = folder / f"output-{rank}.txt"
+    _redirect(output, folder / ERRORS_NAME if job["kind"] == "program" else output)
+    stack = (folder / f"stack-{rank}.txt").open("w", encoding="utf-8")
+    faulthandler.register(STACK_SIGNAL, file=stack)
+    faulthandler.enable()
+    _change_place(job["cwd"], job["env"])
+    sys.path[:] = job["sys_path"]
+    match job["kind"]:
+        case "script":
+            sys.argv = ["ddp_training.py", *job["argv"]]
+            sys.exit(importlib.import_module("ddp_training").main(job["argv"]))
+        case "program":
+            run_program(job["argv"], folder)
+        case _:
+            run_target(job, folder / f"result-{rank}.pickle")
+
+
+def run_target(job: Mapping[str, Any], result: Path) -> None:
+    """Call a test's function, and leave its result in a file."""
+    target: Any = importlib.import_module(job["module"])
+    for name in job["name"].split("."):
+        target = getattr(target, name)
+    result.write_bytes(pickle.dumps(target(*pickle.loads(job["arguments"]))))
+
+
+def run_program(argv: Sequence[str], folder: Path) -> None:
+    """Be the program of a command line of python or torchrun. folder: of its pids."""
+    program, *words = argv
+    if Path(program).name == "torchrun":
+        words = ["-m", "torch.distributed.run", *words]
+    elif program != sys.executable and Path(program).name not in ("python", "python3"):
+        raise ValueError(f"not a command of python: {argv}")
+    if words[:2] == ["-m", "torch.distributed.run"]:
+        sys.argv = ["torchrun", *words[2:]]
+
+        def fork_rank(  # in the place of get_subprocess_handler
+            entrypoint: str,
+            args: Sequence[str],
+            env: Mapping[str, str],
+            stdout: str | None,
+            stderr: str | None,
+            *more: object,
+            **named: object,
+        ) -> ForkedRank:
+            return ForkedRank(args, env, (stdout, stderr), folder / PIDS_NAME)
+
+        starts = "torch.distributed.elastic.multiprocessing.api.get_subprocess_handler"
+        with mock.patch(starts, fork_rank):
+            importlib.import_module("torch.distributed.run").main()
+    else:
+        be_python(words)
+
+
+def be_python(words: Sequence[str]) -> None:
+    """Run what stands behind python in a command line."""
+    while words[0] == "-u":
+        words = words[1:]
+    first, *rest = words
+    libraries = [path for path in sys.path if _is_below(path, sys.prefix, sys.base_prefix)]
+    added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    start = os.getcwd() if first in ("-m", "-c") else str(Path(first).resolve().parent)
+    sys.path[:] = [start, *added, *libraries]
+    if start != str(ROOT):
+        _forget_this_checkout()
+    if first == "-m":
+        sys.argv = rest
+        _kept.append(runpy.run_module(rest[0], run_name="__main__", alter_sys=True))
+    elif first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.modules["__main__"] = module = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), vars(module))
+    else:
+        sys.argv = [first, *rest]
+        _kept.append(runpy.run_path(first, run_name="__main__"))
+
+
+class ForkedRank:
+    """A rank of a forked torchrun: what its agent has as a SubprocessHandler, and its Popen."""
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        env: Mapping[str, str],
+        streams: tuple[str | None, str | None],
+        pids: Path,
+    ) -> None:
+        self.proc = self
+        is_ready, ready = os.pipe()
+        work = (args, {**os.environ, **env}, streams, ready)
+        while True:
+            self._process = _FORK.Process(target=_be_rank_of_torchrun, args=work)
+            self._process.start()
+            # WHY wait: only then the agent can signal it as a group. It may never come: where a
+            # thread of the agent was resolving a name, the lock for that stays taken in the fork.
+            if select.select([is_ready], [], [], _STARTS_WITHIN_S)[0]:
+                break
+            self._process.kill()
+            self._process.join()
+        os.close(is_ready)
+        os.close(ready)
+        self.pid = self._process.pid
+        with pids.open("a", encoding="utf-8") as file:
+            file.write(f"{env['RANK']} {self.pid}\n")
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("a forked rank", timeout or 0.0)
+        return self._process.exitcode
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        if self.pid is not None and self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, death_sig or signal.SIGTERM)
+
+
+def _be_rank_of_torchrun(
+    words: Sequence[str],
+    env: Mapping[str, str],
+    streams: tuple[str | None, str | None],
+    ready: int,
+) -> None:
+    """Leave behind what is the agent's, and be the program."""
+    os.setsid()
+    with contextlib.suppress(OSError):
+        socket.getaddrinfo("localhost", 0)
+    for number in _HANDLED:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.unregister(STACK_SIGNAL)
+    os.write(ready, b"x")
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    for target, path in enumerate(streams, 1):
+        if path:
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), target)
+    # WHY anew: the agent's know of the agent's, such as whether one can seek in it
+    sys.stdout, sys.stderr = _text_file(1), _text_file(2)
+    _change_place(os.getcwd(), env)
+    be_python(words)
+
+
+def _change_place(folder: str, env: Mapping[str, str]) -> None:
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(env)
+    tempfile.tempdir = None  # it is TMPDIR's
+    random.seed()
+    sys.modules["numpy"].random.seed()
+
+
+def _redirect(output: Path, errors: Path) -> None:
+    """Send stdout and stderr to files, line by line as to a terminal; no input."""
+    for target, path in ((0, Path(os.devnull)), (1, output), (2, errors)):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND if target else os.O_RDONLY
+        descriptor = os.open(path, flags)
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    sys.stdout, sys.stderr = _text_file(1), _text_file(2)
+
+
+def _text_file(descriptor: int) -> TextIO:
+    return open(descriptor, "w", buffering=1, encoding="utf-8", closefd=False)
+
+
+def _forget_this_checkout() -> None:
+    """Have a program of another folder import its own modules, and not those of the server.
+
+    Those of benchmarks/ too: they run other checkouts.
+    """
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and name != "__main__" and is_of_checkout(file):
+            _kept.append(sys.modules.pop(name))
+    importlib.invalidate_caches()
+
+
+def is_of_checkout(file: str, prefix: str = sys.prefix) -> bool:
+    """Tell whether a file is of this checkout, and not of a virtual environment that lies in it."""
+    return _is_below(file, ROOT) and not _is_below(file, prefix)
+
+
+def _is_below(path: str, *folders: Path | str) -> bool:
+    return any(Path(path).is_relative_to(folder) for folder in folders)
+
+
+if __name__ == "__main__":
+    main()
