@@ -2,7 +2,6 @@
 
 Owns its start, its end and its processes. It ends when all ranks did enough steps, by itself, or
 because it hangs: all ranks make no progress, and one of them waits for others.
-Does not own: what the observer does (injected/), what it means (the judges).
 """
 
 import os

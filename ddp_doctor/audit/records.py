@@ -1,7 +1,6 @@
 """The records of an observed program, by rank: what injected/ wrote, read back.
 
 Owns reading: whole and while the program runs. A line that is not complete yet is left for later.
-Does not own: what the fields of a record mean to a verdict (the judges).
 """
 
 import json

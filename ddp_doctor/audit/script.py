@@ -1,7 +1,6 @@
 """A Python file as a tree, and what its names stand for: the questions that source rules ask.
 
 Owns: parents, imports, which names hold DDP models, conditions on the rank.
-Does not own: what is a mistake (source_rules.py).
 """
 
 import ast

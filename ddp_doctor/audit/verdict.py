@@ -1,7 +1,6 @@
 """What an audit finds: a code, how bad it is, a sentence, the user's line, evidence, the fix.
 
 Owns the form of a verdict, and both ways to print it: text for people, JSON for programs.
-Does not own: which verdicts there are (catalogue.py), what leads to them.
 """
 
 import json

@@ -3,7 +3,6 @@
 Owns the order in which a line is asked: launcher's block, tracebacks of its stream, collectives,
 phrases of the catalogue; and that memory stays bounded: of each message and rank the first is kept,
 the others are counted.
-Does not own: which event is the cause (verdict.py).
 """
 
 import re
@@ -388,6 +387,6 @@ class Collector:
 
 def _named(match: Match | None) -> tuple[int, ...]:
     """Give the ranks that the message accuses."""
-    if match is None or match.cause.blame == Blame.NOBODY or "ranks" not in match.fields:
+    if match is None or match.cause.accuses == Blame.NOBODY or "ranks" not in match.fields:
         return ()
     return tuple(int(number) for number in re.findall(r"\d{1,7}", match.fields["ranks"]))

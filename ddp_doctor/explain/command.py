@@ -1,7 +1,6 @@
 """The command explain: read logs, judge, print.
 
 Owns the order of the work.
-Does not own: what it looks for (catalogue/), what it prints (report.py).
 """
 
 import re

@@ -1,7 +1,6 @@
 """How each file ends, and which failures the program got over: a retry, a restart, a logged error.
 
 Owns the words of success, the signs that training went on or is all NaN, and making events weak.
-Does not own: what weak events mean for the verdict (verdict.py).
 """
 
 import re

@@ -58,7 +58,7 @@ class Cause:
 
     code: str
     title: str
-    phrases: tuple[str, ...]
+    phrases: tuple[str, ...] = ()
     """Regular expressions, made from format strings. A named group is a field of the sentence."""
 
     why: str
@@ -71,7 +71,9 @@ class Cause:
     """How to make sure that this is the cause."""
 
     tier: Tier = Tier.EXCEPTION
-    blame: Blame = Blame.SPEAKER
+    blame: Blame | None = None
+    """None: nobody, if the tier says that processes were ended, wait, or lost each other."""
+
     is_generic: bool = False
     """The message has many causes, so a specific one of the same tier comes first."""
 
@@ -83,6 +85,13 @@ class Cause:
     trainer: str = ""
     suite: str = ""
     """What to do there instead; empty: as in plain torch."""
+
+    @property
+    def accuses(self) -> Blame:
+        """Which rank its message accuses."""
+        if self.blame is not None:
+            return self.blame
+        return Blame.SPEAKER if self.tier in (Tier.HARDWARE, Tier.EXCEPTION) else Blame.NOBODY
 
 
 @dataclass(slots=True, kw_only=True)

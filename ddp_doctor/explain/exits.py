@@ -1,7 +1,6 @@
 """How processes ended, as launchers and schedulers tell it: rank, status, host, pid.
 
 Owns torchrun's last block, and single lines of torchrun, spawn, srun and mpirun.
-Does not own: what a status means (verdict.py).
 """
 
 import re

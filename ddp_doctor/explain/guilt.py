@@ -1,7 +1,6 @@
 """Which rank is guilty: only if the evidence names it, since a wrong rank is worse than none.
 
 Owns the rank of an event whose line does not say it, and the choice between several ranks.
-Does not own: which event is the cause (verdict.py).
 """
 
 from collections.abc import Sequence
@@ -71,7 +70,7 @@ def who(
 ) -> tuple[Guilty | None, tuple[int, ...]]:
     """Name the guilty rank of the cause, or none; and the ranks that failed in the same way."""
     cause = root.cause
-    is_named = cause is not None and cause.blame == Blame.NAMED
+    is_named = cause is not None and cause.accuses == Blame.NAMED
     # WHY all events: the line that names them may come after one of a rank that only noticed
     if is_named and (named := _all_named(root, events)):
         return _of_list(named, root), named if len(named) > 1 else ()
@@ -81,14 +80,14 @@ def who(
             confidence = LIKELY if finding.is_sure else GUESS
             return Guilty(finding.ranks[0], None, confidence, finding.text), ()
         return None, finding.ranks
-    if root.tier == Tier.TIMEOUT and cause is not None and cause.blame == Blame.NOBODY:
+    if root.tier == Tier.TIMEOUT and cause is not None and cause.accuses == Blame.NOBODY:
         return None, ()  # WHY not those that say it: they wait
     alike = _alike(root, events)
     if len(alike) > 1:
         return None, alike
     if root.tier in (Tier.MISMATCH, Tier.TIMEOUT, Tier.LOST):
         return None, ()
-    if cause is not None and cause.blame == Blame.NOBODY:
+    if cause is not None and cause.accuses == Blame.NOBODY:
         return _by_process(root, evidence), ()
     if root.rank is None and len(alike) == 1:
         return Guilty(alike[0], root.host, CERTAIN, "the message names the rank"), ()
@@ -158,7 +157,7 @@ def _by_process(root: Event, evidence: Evidence) -> Guilty | None:
     if is_killed and len(killed) == 1:
         [ended] = killed.values()
         return Guilty(ended.rank, ended.host, LIKELY, "only this rank was killed")
-    if root.cause is not None and root.cause.blame == Blame.NOBODY:
+    if root.cause is not None and root.cause.accuses == Blame.NOBODY:
         return Guilty(None, root.host, LIKELY, "its own line says the host") if root.host else None
     only = _only_failure(exits)
     if only is not None and root.count == 1 and root.tier == Tier.EXCEPTION:

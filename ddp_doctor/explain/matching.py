@@ -2,7 +2,6 @@
 
 Owns the index: each phrase has a piece of literal text that is looked for first, with `in`; the
 regular expression is compiled and tried only if that piece is there.
-Does not own: the phrases (catalogue/).
 """
 
 import re

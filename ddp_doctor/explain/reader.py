@@ -3,7 +3,6 @@
 Owns the bytes: blocks of bounded size, a search for words that every message of the catalogue
 has (so that training output costs next to nothing per line), lines of any length, broken bytes,
 UTF-16.
-Does not own: what a line means (collector.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence

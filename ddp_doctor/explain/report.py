@@ -1,7 +1,6 @@
 """What explain prints: one sentence, its evidence, the fix, how to confirm it; or the same as JSON.
 
 Owns the words around the catalogue's, and how commands of the trainer are typed.
-Does not own: the verdict (verdict.py).
 """
 
 import json

@@ -10,16 +10,14 @@ from dataclasses import dataclass
 
 _WATCHDOG = (
     "[rank{rank}]:[E1122 08:08:33.123456789 ProcessGroupNCCL.cpp:683] [Rank {rank}] Watchdog "
-    "caught "
-    "collective operation timeout: WorkNCCL(SeqNum={seq}, OpType=ALLREDUCE, NumelIn=9801523, "
-    "NumelOut=9801523, Timeout(ms)=600000) ran for 600020 milliseconds before timing out."
+    "caught collective operation timeout: WorkNCCL(SeqNum={seq}, OpType=ALLREDUCE, "
+    "NumelIn=9801523, NumelOut=9801523, Timeout(ms)=600000) ran for 600020 milliseconds before "
+    "timing out."
 )
 _PG = (
     "[rank{rank}]:[E1122 08:08:33.223456789 ProcessGroupNCCL.cpp:2241] [PG ID 0 PG GUID "
-    "0(default_pg) "
-    "Rank {rank}]  failure detected by watchdog at work sequence id: {seq} PG status: last "
-    "enqueued "
-    "work: {seq}, last completed work: {before}"
+    "0(default_pg) Rank {rank}]  failure detected by watchdog at work sequence id: {seq} PG "
+    "status: last enqueued work: {seq}, last completed work: {before}"
 )
 _DOWN = (
     "[rank{rank}]:[E1122 08:08:34.023456789 ProcessGroupNCCL.cpp:743] [Rank {rank}] To avoid data "
@@ -71,8 +69,8 @@ LOGS = (
     ),
     _raised(
         "accelerator-collectives",
-        "RuntimeError: oneCCL: atl_ofi_comm.cpp:232 init_transport: EXCEPTION: failed to initialize "
-        "ATL",
+        "RuntimeError: oneCCL: atl_ofi_comm.cpp:232 init_transport: EXCEPTION: failed to "
+        "initialize ATL",
     ),
     _raised(
         "accelerator-gaudi",
@@ -114,8 +112,8 @@ LOGS = (
     ),
     _raised(
         "nccl-remote-error",
-        _DIST + "ncclRemoteError: A call failed possibly due to a network error or a remote process "
-        "exiting prematurely.",
+        _DIST + "ncclRemoteError: A call failed possibly due to a network error or a remote "
+        "process exiting prematurely.",
         rank=False,
     ),
     _line(
@@ -131,8 +129,8 @@ LOGS = (
     _line("nccl-interface", _NCCL + "bootstrap.cc:45 NCCL WARN Bootstrap : no socket interface found"),
     _line(
         "nccl-connect",
-        _NCCL + "misc/socket.cc:441 NCCL WARN socketStartConnect: Connect to 172.17.0.{other}<43211> "
-        "failed : Software caused connection abort",
+        _NCCL + "misc/socket.cc:441 NCCL WARN socketStartConnect: Connect to "
+        "172.17.0.{other}<43211> failed : Software caused connection abort",
     ),
     _line("nccl-version", "RuntimeError: NCCL version mismatch: rank 0 has 2.21.5, rank 1 has 2.26.2"),
     _line(
@@ -143,20 +141,17 @@ LOGS = (
     _raised(
         "nccl-store-get",
         "torch.distributed.DistBackendError: [{rank}] is setting up NCCL communicator and "
-        "retrieving "
-        "ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: "
-        "Connection reset by peer",
+        "retrieving ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') "
+        "got error: Connection reset by peer",
         rank=False,
     ),
     _line(
         "nccl-heartbeat",
-        "[rank{rank}]:[F1122 08:18:33.1 ProcessGroupNCCL.cpp:1557] [PG ID 0 PG GUID "
-        "0(default_pg) Rank "
-        "{rank}] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] Terminating the process after "
-        "attempting "
-        "to dump debug info, due to ProcessGroupNCCL watchdog hang. ProcessGroupNCCL's watchdog "
-        "got "
-        "stuck for 480 seconds without making progress in monitoring enqueued collectives.",
+        "[rank{rank}]:[F1122 08:18:33.1 ProcessGroupNCCL.cpp:1557] [PG ID 0 PG GUID 0(default_pg) "
+        "Rank {rank}] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] Terminating the process after "
+        "attempting to dump debug info, due to ProcessGroupNCCL watchdog hang. ProcessGroupNCCL's "
+        "watchdog got stuck for 480 seconds without making progress in monitoring enqueued "
+        "collectives.",
     ),
     _raised(
         "nccl-cuda-error",
@@ -196,9 +191,8 @@ LOGS = (
     _raised("gpu-assert", "RuntimeError: CUDA error: device-side assert triggered"),
     _line(
         "gpu-assert",
-        "/pytorch/aten/src/ATen/native/cuda/Loss.cu:245: "
-        "nll_loss_forward_reduce_cuda_kernel_2d: block: "
-        "[0,0,0], thread: [{other},0,0] Assertion `t >= 0 && t < n_classes` failed.",
+        "/pytorch/aten/src/ATen/native/cuda/Loss.cu:245: nll_loss_forward_reduce_cuda_kernel_2d: "
+        "block: [0,0,0], thread: [{other},0,0] Assertion `t >= 0 && t < n_classes` failed.",
     ),
     _raised("gpu-illegal-access", "RuntimeError: CUDA error: an illegal memory access was encountered"),
     _raised(
@@ -218,9 +212,8 @@ LOGS = (
     _raised("gpu-busy", "RuntimeError: CUDA error: all CUDA-capable devices are busy or unavailable"),
     _raised(
         "gpu-visible-changed",
-        "RuntimeError: CUDA unknown error - this may be due to an incorrectly set up "
-        "environment, e.g. "
-        "changing env variable CUDA_VISIBLE_DEVICES after program start.",
+        "RuntimeError: CUDA unknown error - this may be due to an incorrectly set up environment, "
+        "e.g. changing env variable CUDA_VISIBLE_DEVICES after program start.",
     ),
     _line("gpu-power", "kernel: mce: [Hardware Error]: CPU {other}: Machine Check: 0 Bank 7: ea00"),
     _raised("gpu-cuda-error", "RuntimeError: CUDA error: the launch timed out and was terminated"),
@@ -233,16 +226,14 @@ LOGS = (
     _line(
         "memory-slurm-oom",
         "slurmstepd: error: Detected 1 oom_kill event in StepId={other}123.0. Some of the step "
-        "tasks "
-        "have been OOM Killed.",
+        "tasks have been OOM Killed.",
     ),
     _line("memory-pod-oom", "    Reason:       OOMKilled"),
     _raised("memory-pinned", "RuntimeError: Pin memory thread exited unexpectedly"),
     _line(
         "stop-time-limit",
-        "slurmstepd: error: *** STEP {other}123.0 ON node7 CANCELLED AT 2026-11-22T08:08:08 DUE "
-        "TO TIME "
-        "LIMIT ***",
+        "slurmstepd: error: *** STEP {other}123.0 ON node7 CANCELLED AT 2026-11-22T08:08:08 DUE TO "
+        "TIME LIMIT ***",
     ),
     _line(
         "stop-preempted",
@@ -252,8 +243,7 @@ LOGS = (
     _line(
         "stop-node-failed",
         "slurmstepd: error: *** JOB {other}123 ON node7 CANCELLED AT 2026-11-22T08:08:08 DUE TO "
-        "NODE "
-        "FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***",
+        "NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***",
     ),
     _line(
         "stop-cancelled",
@@ -269,14 +259,13 @@ LOGS = (
     _raised(
         "gloo-connect",
         "RuntimeError: Gloo connectFullMesh failed with "
-        "[/pytorch/third_party/gloo/gloo/transport/tcp/"
-        "pair.cc:144] no error",
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:144] no error",
         rank=False,
     ),
     _raised(
         "gloo-barrier-rank0",
-        "RuntimeError: Rank {rank} successfully reached monitoredBarrier, but received errors while "
-        "waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank.",
+        "RuntimeError: Rank {rank} successfully reached monitoredBarrier, but received errors "
+        "while waiting for send/recv from rank 0. Please check rank 0 logs for faulty rank.",
         rank=False,
     ),
     _raised(
@@ -286,9 +275,8 @@ LOGS = (
     ),
     _raised(
         "windows-libuv",
-        "torch.distributed.DistStoreError: use_libuv was requested but PyTorch was built "
-        "without libuv "
-        "support",
+        "torch.distributed.DistStoreError: use_libuv was requested but PyTorch was built without "
+        "libuv support",
         rank=False,
     ),
     _raised("windows-paging-file", "OSError: [WinError 1455] The paging file is too small"),
@@ -304,14 +292,14 @@ LOGS = (
     _raised("macos-mps", "RuntimeError: MPS backend out of memory (MPS allocated: 5.05 GB)"),
     _raised(
         "launch-devices",
-        "RuntimeError: You set `devices=4` in Lightning, but the number of tasks per node configured "
-        "in SLURM `--ntasks-per-node=1` does not match. HINT: Set `devices=1`.",
+        "RuntimeError: You set `devices=4` in Lightning, but the number of tasks per node "
+        "configured in SLURM `--ntasks-per-node=1` does not match. HINT: Set `devices=1`.",
         rank=False,
     ),
     _raised(
         "launch-notebook",
-        "ValueError: To launch a multi-GPU training from your notebook, the `Accelerator` should only "
-        "be initialized inside your training function.",
+        "ValueError: To launch a multi-GPU training from your notebook, the `Accelerator` should "
+        "only be initialized inside your training function.",
         rank=False,
     ),
     _raised(
@@ -326,14 +314,14 @@ LOGS = (
     ),
     _line(
         "launch-pod-pending",
-        "  Warning  FailedScheduling  4m  default-scheduler  0/12 nodes are available: 9 Insufficient "
-        "nvidia.com/gpu, {other} node(s) had untolerated taint.",
+        "  Warning  FailedScheduling  4m  default-scheduler  0/12 nodes are available: 9 "
+        "Insufficient nvidia.com/gpu, {other} node(s) had untolerated taint.",
     ),
     _line("launch-pod-crash", "job-worker-0   0/1   CrashLoopBackOff   5 (21s ago)   4m"),
     _raised(
         "data-lock",
-        "OSError: Unable to synchronously open file (unable to lock file, errno = 11, error message "
-        "= 'Resource temporarily unavailable')",
+        "OSError: Unable to synchronously open file (unable to lock file, errno = 11, error "
+        "message = 'Resource temporarily unavailable')",
     ),
     _line("killed-sigill", "train.sh: line 9: {other}4 Illegal instruction     (core dumped) python x"),
     _line(
@@ -397,9 +385,8 @@ def timeouts(seqs: dict[int, int], *, world_size: int) -> str:
 
 
 PEER = (
-    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed "
-    "by peer "
-    "[10.0.0.7]:31245. This is typically caused by a remote worker crashing."
+    "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by "
+    "peer [10.0.0.7]:31245. This is typically caused by a remote worker crashing."
 )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tests.explain.reproducers import reproduces
+from tests.explain.reproducers import reproduce, reproduces
 
 
 class Settings:
@@ -32,16 +32,6 @@ def checkpoint_module_missing(rank: int, folder: Path) -> None:
 def checkpoint_compile_prefix(rank: int, folder: Path) -> None:
     state = nn.Linear(2, 2).state_dict()
     nn.Linear(2, 2).load_state_dict({f"_orig_mod.{name}": value for name, value in state.items()})
-
-
-@reproduces("checkpoint-size")
-def checkpoint_size(rank: int, folder: Path) -> None:
-    nn.Linear(2, 5).load_state_dict(nn.Linear(2, 2).state_dict())
-
-
-@reproduces("checkpoint-keys")
-def checkpoint_keys(rank: int, folder: Path) -> None:
-    nn.Linear(2, 2).load_state_dict({"head.weight": torch.ones(2, 2)})
 
 
 @reproduces("checkpoint-weights-only")
@@ -83,11 +73,6 @@ def checkpoint_disk_full(rank: int, folder: Path) -> None:
 
 
 @reproduces("checkpoint-permission")
-def checkpoint_permission(rank: int, folder: Path) -> None:
-    torch.save({}, folder / "no" / "such" / "a.pt")
-
-
-@reproduces("checkpoint-permission")
 def checkpoint_read_only(rank: int, folder: Path) -> None:
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/scratch/runs/a.pt")
 
@@ -98,13 +83,19 @@ def checkpoint_optimizer(rank: int, folder: Path) -> None:
     torch.optim.SGD([torch.ones(1, requires_grad=True)]).load_state_dict(state)
 
 
-@reproduces("checkpoint-rng")
-def checkpoint_rng(rank: int, folder: Path) -> None:
-    torch.set_rng_state(torch.ones(3))
-
-
 @reproduces("checkpoint-sharded")
 def checkpoint_sharded(rank: int, folder: Path) -> None:
     from torch.distributed import checkpoint
 
     checkpoint.load({"weight": torch.ones(2)}, checkpoint_id=folder / "none", no_dist=True)
+
+
+reproduce(
+    "checkpoint-size", lambda folder: nn.Linear(2, 5).load_state_dict(nn.Linear(2, 2).state_dict())
+)
+reproduce(
+    "checkpoint-keys",
+    lambda folder: nn.Linear(2, 2).load_state_dict({"head.weight": torch.ones(2, 2)}),
+)
+reproduce("checkpoint-permission", lambda folder: torch.save({}, folder / "no" / "such" / "a.pt"))
+reproduce("checkpoint-rng", lambda folder: torch.set_rng_state(torch.ones(3)))

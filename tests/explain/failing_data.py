@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from tests.explain.reproducers import reproduces
+from tests.explain.reproducers import reproduce, reproduces
 
 
 class Calling(Dataset[Any]):
@@ -38,57 +38,12 @@ def _die(number: int) -> Callable[[int], Any]:
     return lambda index: os.kill(os.getpid(), number)
 
 
-@reproduces("data-worker-exited")
-def data_worker_exited(rank: int, folder: Path) -> None:
-    read(lambda index: os._exit(3), num_workers=1)
-
-
-@reproduces("memory-worker-killed")
-def memory_worker_killed(rank: int, folder: Path) -> None:
-    read(_die(signal.SIGKILL), num_workers=1)
-
-
-@reproduces("memory-shm")
-def memory_shm(rank: int, folder: Path) -> None:
-    read(_die(signal.SIGBUS), num_workers=1)
-
-
-@reproduces("killed-segfault")
-def data_worker_segfault(rank: int, folder: Path) -> None:
-    read(_die(signal.SIGSEGV), num_workers=1)
-
-
-@reproduces("data-worker-timeout")
-def data_worker_timeout(rank: int, folder: Path) -> None:
-    read(lambda index: time.sleep(30), num_workers=1, timeout=0.2)
-
-
 @reproduces("data-open-files")
 def data_open_files(rank: int, folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
     files = []
     while True:
         files.append(open(os.devnull))  # noqa: SIM115
-
-
-@reproduces("data-collate")
-def data_collate(rank: int, folder: Path) -> None:
-    read(lambda index: torch.zeros(index + 1))
-
-
-@reproduces("data-collate")
-def data_collate_worker(rank: int, folder: Path) -> None:
-    read(lambda index: torch.zeros(index + 1), num_workers=1)
-
-
-@reproduces("data-collate")
-def data_collate_type(rank: int, folder: Path) -> None:
-    read(lambda index: object())
-
-
-@reproduces("python-keyerror")
-def data_key_in_worker(rank: int, folder: Path) -> None:
-    read(lambda index: {}[f"image_{index}"], num_workers=1)
 
 
 @reproduces("data-missing-file")
@@ -104,31 +59,6 @@ def data_bad_image(rank: int, folder: Path) -> None:
     Image.open(folder / "cat.jpg")
 
 
-@reproduces("data-target-range")
-def data_target_range(rank: int, folder: Path) -> None:
-    F.cross_entropy(torch.zeros(2, 3), torch.tensor([1, 7]))
-
-
-@reproduces("data-target-range")
-def data_token_range(rank: int, folder: Path) -> None:
-    torch.nn.Embedding(10, 2)(torch.tensor([3, 10]))
-
-
-@reproduces("data-label-type")
-def data_label_type(rank: int, folder: Path) -> None:
-    F.cross_entropy(torch.zeros(2, 3), torch.tensor([1, 2], dtype=torch.int32))
-
-
-@reproduces("data-target-shape")
-def data_target_shape(rank: int, folder: Path) -> None:
-    F.cross_entropy(torch.zeros(2, 3), torch.zeros(3, dtype=torch.long))
-
-
-@reproduces("data-target-shape")
-def data_target_shape_bce(rank: int, folder: Path) -> None:
-    F.binary_cross_entropy_with_logits(torch.zeros(2, 1), torch.zeros(2))
-
-
 @reproduces("data-sampler")
 def data_sampler(rank: int, folder: Path) -> None:
     sampler = torch.utils.data.DistributedSampler(range(4), 2, 0)  # type: ignore[arg-type]
@@ -138,11 +68,6 @@ def data_sampler(rank: int, folder: Path) -> None:
 @reproduces("data-storage")
 def data_storage(rank: int, folder: Path) -> None:
     raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/mnt/nfs/train/00017.tar")
-
-
-@reproduces("data-empty")
-def data_empty(rank: int, folder: Path) -> None:
-    torch.utils.data.RandomSampler([])
 
 
 @reproduces("data-uneven", num_ranks=2, guilty=0)
@@ -167,6 +92,33 @@ def gpu_fork(rank: int, folder: Path) -> None:
     torch.cuda._lazy_init()
 
 
-@reproduces("gpu-none")
-def gpu_none(rank: int, folder: Path) -> None:
-    torch.ones(2).cuda()
+reproduce("data-worker-exited", lambda folder: read(lambda index: os._exit(3), num_workers=1))
+reproduce("memory-worker-killed", lambda folder: read(_die(signal.SIGKILL), num_workers=1))
+reproduce("memory-shm", lambda folder: read(_die(signal.SIGBUS), num_workers=1))
+reproduce("killed-segfault", lambda folder: read(_die(signal.SIGSEGV), num_workers=1))
+reproduce(
+    "data-worker-timeout",
+    lambda folder: read(lambda index: time.sleep(30), num_workers=1, timeout=0.2),
+)
+reproduce("data-collate", lambda folder: read(lambda index: torch.zeros(index + 1)))
+reproduce("data-collate", lambda folder: read(lambda index: torch.zeros(index + 1), num_workers=1))
+reproduce("data-collate", lambda folder: read(lambda index: object()))
+reproduce("python-keyerror", lambda folder: read(lambda index: {}[f"image_{index}"], num_workers=1))
+reproduce(
+    "data-target-range", lambda folder: F.cross_entropy(torch.zeros(2, 3), torch.tensor([1, 7]))
+)
+reproduce("data-target-range", lambda folder: torch.nn.Embedding(10, 2)(torch.tensor([3, 10])))
+reproduce(
+    "data-label-type",
+    lambda folder: F.cross_entropy(torch.zeros(2, 3), torch.tensor([1, 2], dtype=torch.int32)),
+)
+reproduce(
+    "data-target-shape",
+    lambda folder: F.cross_entropy(torch.zeros(2, 3), torch.zeros(3, dtype=torch.long)),
+)
+reproduce(
+    "data-target-shape",
+    lambda folder: F.binary_cross_entropy_with_logits(torch.zeros(2, 1), torch.zeros(2)),
+)
+reproduce("data-empty", lambda folder: torch.utils.data.RandomSampler([]))
+reproduce("gpu-none", lambda folder: torch.ones(2).cuda())

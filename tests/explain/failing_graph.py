@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tests.explain.reproducers import reproduces
+from tests.explain.reproducers import reproduce, reproduces
 
 
 class TwoLayers(nn.Module):
@@ -100,11 +100,6 @@ def graph_backward_twice(rank: int, folder: Path) -> None:
     loss.backward()
 
 
-@reproduces("graph-no-grad")
-def graph_no_grad(rank: int, folder: Path) -> None:
-    torch.ones(2).sum().backward()
-
-
 @reproduces("graph-inference-mode")
 def graph_inference_mode(rank: int, folder: Path) -> None:
     with torch.inference_mode():
@@ -149,11 +144,6 @@ def graph_checkpoint_differs(rank: int, folder: Path) -> None:
     checkpoint(block, x, use_reentrant=False).sum().backward()
 
 
-@reproduces("graph-batchnorm-single")
-def graph_batchnorm_single(rank: int, folder: Path) -> None:
-    nn.BatchNorm1d(4)(torch.ones(1, 4))
-
-
 @reproduces("graph-syncbn", num_ranks=2)
 def graph_syncbn(rank: int, folder: Path) -> None:
     layer = nn.SyncBatchNorm(4)
@@ -163,3 +153,7 @@ def graph_syncbn(rank: int, folder: Path) -> None:
 @reproduces("graph-shapes", guilty=None)
 def graph_shapes(rank: int, folder: Path) -> None:
     nn.Linear(784, 10)(torch.ones(8, 3, 28))
+
+
+reproduce("graph-no-grad", lambda folder: torch.ones(2).sum().backward())
+reproduce("graph-batchnorm-single", lambda folder: nn.BatchNorm1d(4)(torch.ones(1, 4)))

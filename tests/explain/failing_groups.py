@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.explain.reproducers import reproduces
+from tests.explain.reproducers import reproduce, reproduces
 
 
 @reproduces("lost-peer", num_ranks=2)
@@ -93,11 +93,6 @@ def group_rank(rank: int, folder: Path) -> None:
     dist.broadcast(torch.ones(4), src=5)
 
 
-@reproduces("nccl-missing")
-def nccl_missing(rank: int, folder: Path) -> None:
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-
-
 @reproduces("nccl-wrong-device-tensor")
 def nccl_wrong_device_tensor(rank: int, folder: Path) -> None:
     dist.init_process_group("cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -107,3 +102,9 @@ def nccl_wrong_device_tensor(rank: int, folder: Path) -> None:
 @reproduces("launch-route")
 def launch_route(rank: int, folder: Path) -> None:
     raise OSError(113, os.strerror(113))
+
+
+reproduce(
+    "nccl-missing",
+    lambda folder: dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1),
+)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.explain.reproducers import reproduces
+from tests.explain.reproducers import reproduce, reproduces
 
 SECOND = timedelta(seconds=1)
 
@@ -45,21 +45,11 @@ def launch_client_timeout(rank: int, folder: Path) -> None:
         dist.TCPStore("127.0.0.1", closed.getsockname()[1], 2, is_master=False, timeout=SECOND)
 
 
-@reproduces("launch-ranks-missing")
-def launch_ranks_missing(rank: int, folder: Path) -> None:
-    dist.TCPStore("127.0.0.1", 0, 3, is_master=True, timeout=SECOND)
-
-
 @reproduces("launch-rendezvous")
 def launch_rendezvous(rank: int, folder: Path) -> None:
     from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
 
     raise RendezvousTimeoutError("")
-
-
-@reproduces("launch-name")
-def launch_name(rank: int, folder: Path) -> None:
-    socket.getaddrinfo("no-such-node.invalid", 29500)
 
 
 @reproduces("launch-local-rank-flag")
@@ -69,19 +59,9 @@ def launch_local_rank_flag(rank: int, folder: Path) -> None:
     parser.parse_args(["--local-rank=1"])
 
 
-@reproduces("launch-arguments")
-def launch_arguments(rank: int, folder: Path) -> None:
-    argparse.ArgumentParser(prog="train.py").parse_args(["--nproc_per_node=2"])
-
-
 @reproduces("launch-no-group")
 def launch_no_group(rank: int, folder: Path) -> None:
     torch.utils.data.DistributedSampler(range(10))  # type: ignore[arg-type]
-
-
-@reproduces("launch-no-group")
-def launch_no_group_barrier(rank: int, folder: Path) -> None:
-    dist.barrier()
 
 
 @reproduces("launch-group-twice", group=True)
@@ -109,16 +89,6 @@ def launch_rank_range(rank: int, folder: Path) -> None:
     torch.utils.data.DistributedSampler(range(10), num_replicas=2, rank=2)  # type: ignore[arg-type]
 
 
-@reproduces("launch-command")
-def launch_command(rank: int, folder: Path) -> None:
-    subprocess.run(["bash", "-c", "no-such-torchrun train.py"], check=False)
-
-
-@reproduces("launch-command")
-def launch_command_file(rank: int, folder: Path) -> None:
-    subprocess.run([sys.executable, "-S", "no_such_train.py"], check=False)
-
-
 @reproduces("stop-sighup")
 def stop_sighup(rank: int, folder: Path) -> None:
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -140,26 +110,11 @@ def stop_interrupt(rank: int, folder: Path) -> None:
     signal.pause()
 
 
-@reproduces("stop-aborted")
-def stop_aborted(rank: int, folder: Path) -> None:
-    os.abort()
-
-
-@reproduces("killed-sigkill")
-def killed_sigkill(rank: int, folder: Path) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @reproduces("killed-sigkill", num_ranks=2, guilty=1)
 def killed_sigkill_peer(rank: int, folder: Path) -> None:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.ones(4))
-
-
-@reproduces("killed-segfault")
-def killed_segfault(rank: int, folder: Path) -> None:
-    os.kill(os.getpid(), signal.SIGSEGV)
 
 
 @reproduces("killed-segfault")
@@ -178,11 +133,6 @@ def killed_sigfpe(rank: int, folder: Path) -> None:
     dist.all_reduce(torch.ones(4))
 
 
-@reproduces("killed-bus")
-def killed_bus(rank: int, folder: Path) -> None:
-    os.kill(os.getpid(), signal.SIGBUS)
-
-
 def _fail_with_key(index: int) -> None:
     raise KeyError(f"shard {index}")
 
@@ -197,6 +147,29 @@ def openmp_threads(rank: int, folder: Path) -> None:
     raise RuntimeError("can't start new thread")
 
 
-@reproduces("data-pickle")
-def data_pickle(rank: int, folder: Path) -> None:
-    multiprocessing.get_context("spawn").Process(target=lambda: None).start()
+reproduce(
+    "launch-ranks-missing",
+    lambda folder: dist.TCPStore("127.0.0.1", 0, 3, is_master=True, timeout=SECOND),
+)
+reproduce("launch-name", lambda folder: socket.getaddrinfo("no-such-node.invalid", 29500))
+reproduce(
+    "launch-arguments",
+    lambda folder: argparse.ArgumentParser(prog="train.py").parse_args(["--nproc_per_node=2"]),
+)
+reproduce("launch-no-group", lambda folder: dist.barrier())
+reproduce(
+    "launch-command",
+    lambda folder: subprocess.run(["bash", "-c", "no-such-torchrun train.py"], check=False),
+)
+reproduce(
+    "launch-command",
+    lambda folder: subprocess.run([sys.executable, "-S", "no_such_train.py"], check=False),
+)
+reproduce("stop-aborted", lambda folder: os.abort())
+reproduce("killed-sigkill", lambda folder: os.kill(os.getpid(), signal.SIGKILL))
+reproduce("killed-segfault", lambda folder: os.kill(os.getpid(), signal.SIGSEGV))
+reproduce("killed-bus", lambda folder: os.kill(os.getpid(), signal.SIGBUS))
+reproduce(
+    "data-pickle",
+    lambda folder: multiprocessing.get_context("spawn").Process(target=lambda: None).start(),
+)

@@ -7,12 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.explain.reproducers import reproduces
-
-
-@reproduces("memory-host")
-def memory_host(rank: int, folder: Path) -> None:
-    torch.empty(2**60, dtype=torch.uint8)
+from tests.explain.reproducers import reproduce, reproduces
 
 
 @reproduces("memory-host")
@@ -74,11 +69,6 @@ def python_chained(rank: int, folder: Path) -> None:
     dist.barrier()
 
 
-@reproduces("python-jsondecodeerror")
-def python_json(rank: int, folder: Path) -> None:
-    json.loads("{")
-
-
 @reproduces("python-recursionerror")
 def python_recursion(rank: int, folder: Path) -> None:
     def deeper() -> None:
@@ -102,11 +92,6 @@ def python_type(rank: int, folder: Path) -> None:
     torch.nn.Linear(4)  # type: ignore[call-arg]
 
 
-@reproduces("python-stopiteration")
-def python_stop_iteration(rank: int, folder: Path) -> None:
-    next(iter([]))
-
-
 @reproduces("DDP-S02")
 def own_codes(rank: int, folder: Path) -> None:
     from hardened_ddp.errors import OutOfMemoryError
@@ -114,3 +99,8 @@ def own_codes(rank: int, folder: Path) -> None:
     error = OutOfMemoryError("rank 1, step 412, backward, samples [3, 4]", fix="lower --batch_size")
     print(f"08:00:00 [rank 1] ERROR {error}")
     raise SystemExit(1)
+
+
+reproduce("memory-host", lambda folder: torch.empty(2**60, dtype=torch.uint8))
+reproduce("python-jsondecodeerror", lambda folder: json.loads("{"))
+reproduce("python-stopiteration", lambda folder: next(iter([])))

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tests.explain.reproducers import reproduces
+from tests.explain.reproducers import reproduce, reproduces
 
 
 def _parts(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.SGD]:
@@ -36,11 +36,6 @@ def amp_fp16_weights(rank: int, folder: Path) -> None:
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(model(torch.ones(1, 2, dtype=torch.float16)).sum()).backward()
     scaler.unscale_(optimizer)
-
-
-@reproduces("amp-dtype")
-def amp_dtype(rank: int, folder: Path) -> None:
-    nn.Linear(2, 2)(torch.ones(1, 2, dtype=torch.bfloat16))
 
 
 @reproduces("amp-nan")
@@ -79,3 +74,6 @@ def compile_compiler(rank: int, folder: Path) -> None:
     from torch._inductor.exc import InvalidCxxCompiler
 
     raise InvalidCxxCompiler
+
+
+reproduce("amp-dtype", lambda folder: nn.Linear(2, 2)(torch.ones(1, 2, dtype=torch.bfloat16)))

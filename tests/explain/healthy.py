@@ -24,11 +24,9 @@ Epoch 9: 100%|##########| 100/100 [00:03<00:00, v_num=0]
 """
 _UNUSED = (
     "[rank0]:[W1122 reducer.cpp:1400] Warning: find_unused_parameters=True was specified in DDP "
-    "constructor, but did not find any unused parameters in the forward pass. This flag results "
-    "in an "
-    "extra traversal of the autograd graph every iteration, which can adversely affect "
-    "performance. "
-    "(function operator())"
+    "constructor, but did not find any unused parameters in the forward pass. This flag results in "
+    "an extra traversal of the autograd graph every iteration, which can adversely affect "
+    "performance. (function operator())"
 )
 _SLURM = """srun: job 4711 queued and waiting for resources
 srun: job 4711 has been allocated resources

@@ -55,6 +55,14 @@ def reproduces(
     return register
 
 
+def reproduce(code: str, fail: Callable[[Path], Any]) -> None:
+    """Register what fails in one expression, on one rank, under the name of its cause."""
+    name = code.replace("-", "_")
+    while name in ALL:
+        name += "_too"
+    ALL[name] = Reproducer(name, code, lambda rank, folder: fail(folder))
+
+
 def load() -> dict[str, Reproducer]:
     """Import all modules of failures."""
     for name in MODULES:

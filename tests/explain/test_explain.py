@@ -58,7 +58,10 @@ class TestCatalogue:
 
     def test_a_cause_has_a_program_that_fails_a_composed_log_or_the_reason_why_not(self) -> None:
         programs = "".join(path.read_text() for path in Path(__file__).parent.glob("failing_*.py"))
-        shown = {*re.findall(r'@reproduces\("([\w-]+)"', programs), *(case.code for case in LOGS)}
+        shown = {
+            *re.findall(r'reproduces?\(\s*"([\w-]+)"', programs),
+            *(case.code for case in LOGS),
+        }
         codes = {cause.code for cause in CAUSES if not cause.code.startswith(("DDP-", "python-"))}
         assert codes - shown == WITHOUT_LOG.keys()
 

@@ -203,7 +203,6 @@ CAUSES = (
         title="tokenizers were used before the fork",
         phrases=(r"The current process just got forked, after parallelism has already been used",),
         tier=Tier.ADVICE,
-        blame=Blame.NOBODY,
         why="A warning: it switches its threads off to avoid a deadlock",
         fix="export TOKENIZERS_PARALLELISM=false.",
         confirm="It is printed by runs that work, too.",

@@ -21,7 +21,6 @@ CAUSES = (
             r"DDP-G04\]",
         ),
         tier=Tier.LOST,
-        blame=Blame.NOBODY,
         why="The rank at the other end ended, so this message is a consequence: the cause is in "
         "that rank's log",
         fix="Find the rank that ended first: torchrun --log-dir logs --tee 3 keeps one log per "
@@ -39,7 +38,6 @@ CAUSES = (
             r"Socket Timeout",
         ),
         tier=Tier.TIMEOUT,
-        blame=Blame.NOBODY,
         why="The ranks that print this wait for one that did not come: it hangs, is slow, took "
         "another branch, or has fewer batches",
         fix="py-spy dump each rank while it hangs. Equal numbers of batches per rank, no "
@@ -75,7 +73,6 @@ CAUSES = (
             r"(?:send/)?recv from rank (?P<ranks>\d+)",
         ),
         tier=Tier.LOST,
-        blame=Blame.NOBODY,
         why="Rank 0 collects the barrier. It may have failed because another rank did not come: "
         "its own log says which",
         fix="Read rank 0's log: it names the ranks that failed to pass the barrier.",
@@ -93,7 +90,6 @@ CAUSES = (
             r"timed out)",
         ),
         tier=Tier.TIMEOUT,
-        blame=Blame.NOBODY,
         why="gloo announces the address of the host's own name. If /etc/hosts maps it to "
         "127.0.1.1, or it belongs to another network, the others can't connect; or a rank ended",
         fix="GLOO_SOCKET_IFNAME=eth0 (the cluster's interface) on all nodes; one line for the node "
@@ -138,7 +134,6 @@ CAUSES = (
         title="the process group was not destroyed at the end",
         phrases=(r"destroy_process_group\(\) was not called before program exit",),
         tier=Tier.ADVICE,
-        blame=Blame.NOBODY,
         why="A warning at exit: the program ended without dist.destroy_process_group()",
         fix="Call torch.distributed.destroy_process_group() at the end of main().",
         accelerate="accelerator.end_training()",
@@ -177,7 +172,6 @@ CAUSES = (
         title="DDP was the last to hold the process group, and its end waits for ever",
         phrases=(r"c10d::Reducer::~Reducer",),
         tier=Tier.TIMEOUT,
-        blame=Blame.NOBODY,
         why="The program has finished: the DDP model is freed after destroy_process_group(). Its "
         "destructor waits for a thread of gloo and keeps the GIL, which that thread needs in order "
         "to free a tensor of its last collective",
@@ -197,7 +191,6 @@ CAUSES = (
             r"gloo::transport::tcp::Device::~Device",
         ),
         tier=Tier.TEARDOWN,
-        blame=Blame.NOBODY,
         why="The stack of a process that has finished its work: it closes its connections and "
         "waits for a rank that has stopped, or still trains",
         fix="dist.barrier() before dist.destroy_process_group(), so that all ranks leave together; "

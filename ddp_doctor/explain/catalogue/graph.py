@@ -131,7 +131,6 @@ CAUSES = (
             r"\[(?P<one>\d+)\]: params\[\d+\] in this process with sizes",
         ),
         tier=Tier.MISMATCH,
-        blame=Blame.NOBODY,
         why="The ranks built models with another number or another shape of parameters: other "
         "arguments, other data (number of classes, vocabulary), or another checkout",
         fix="Build the model from what all ranks share: compute vocabulary and number of classes "

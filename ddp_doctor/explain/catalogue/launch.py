@@ -51,7 +51,6 @@ CAUSES = (
             r"failed to connect to (?P<host>[\w.-]+):(?P<port>\d+)",
         ),
         tier=Tier.TIMEOUT,
-        blame=Blame.NOBODY,
         why="The first node did not start, its name resolves to another address, or a firewall "
         "drops the packets; or rank 0 ended already",
         fix="On the node: getent hosts NAME and nc -zv NAME PORT; use the address of the cluster's "
@@ -73,7 +72,6 @@ CAUSES = (
             r"RuntimeError: Wait timeout",
         ),
         tier=Tier.TIMEOUT,
-        blame=Blame.NOBODY,
         why="Some ranks ended before, were started late, or never; or world_size is larger than "
         "the number of processes",
         fix="Look for the ranks without this message: their logs have the cause. Check --nnodes "
@@ -95,7 +93,6 @@ CAUSES = (
             r"The connection to the C10d store has failed",
         ),
         tier=Tier.TIMEOUT,
-        blame=Blame.NOBODY,
         why="Fewer nodes than --nnodes came within the timeout, the endpoint is wrong, or another "
         "job with the same --rdzv_id is over already",
         fix="The same --rdzv_endpoint HOST:PORT and a fresh --rdzv_id on all nodes; HOST is one of "
@@ -128,7 +125,6 @@ CAUSES = (
             r"errno: 113\b",
         ),
         tier=Tier.TIMEOUT,
-        blame=Blame.NOBODY,
         why="A firewall that rejects, or the wrong network interface or address",
         fix="ping and nc -zv between the nodes; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME; open "
         "the ports.",
@@ -326,7 +322,6 @@ SETUP = (
             r"FailedScheduling",
         ),
         tier=Tier.TIMEOUT,
-        blame=Blame.NOBODY,
         why="{what}",
         fix="Ask for what the nodes have (GPUs, memory, taints, selectors), use gang scheduling "
         "(Kueue, Volcano), so that all pods of a job start or none; a longer rendezvous timeout if "
@@ -341,7 +336,6 @@ SETUP = (
             r"Back-off restarting failed container",
         ),
         tier=Tier.TEARDOWN,
-        blame=Blame.NOBODY,
         is_generic=True,
         why="Its container exits with an error, and Kubernetes starts it anew",
         fix="kubectl logs POD --previous, and explain that.",
@@ -356,7 +350,6 @@ SETUP = (
             r"Worker unexpectedly exits with a connection error code \d+",
         ),
         tier=Tier.LOST,
-        blame=Blame.NOBODY,
         why="Ray lists its guesses with each such message: memory, ray stop, a crash in native "
         "code. What the worker itself wrote is in its own log",
         fix="Read worker-*-PID.err of that pid in /tmp/ray/session_latest/logs on its node, with "

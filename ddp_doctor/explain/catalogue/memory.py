@@ -43,7 +43,6 @@ CAUSES = (
             r"oom_reaper: reaped process (?P<pid>\d+)",
         ),
         tier=Tier.KILLED,
-        blame=Blame.NOBODY,
         why="Host memory was full; the kernel chose the largest process and sent SIGKILL, so it "
         "could not log anything",
         fix=_HOST,
@@ -60,7 +59,6 @@ CAUSES = (
             r"task (?P<task>[\d,-]+): Out Of Memory",
         ),
         tier=Tier.KILLED,
-        blame=Blame.NOBODY,
         why="The processes of this node used more memory than --mem or --mem-per-cpu allowed",
         fix="sbatch --mem=0 (all of the node) or a larger --mem. " + _HOST,
         confirm="sacct -j JOB --format=JobID,State,MaxRSS,ReqMem; state is OUT_OF_MEMORY.",
@@ -74,7 +72,6 @@ CAUSES = (
             r"The node was low on resource: memory",
         ),
         tier=Tier.KILLED,
-        blame=Blame.NOBODY,
         why="All processes of the pod together used more than resources.limits.memory",
         fix="Raise resources.limits.memory; an emptyDir of medium Memory (/dev/shm) counts, "
         "too. " + _HOST,
@@ -227,7 +224,6 @@ CAUSES = (
             r"Task was killed due to the node running low on memory",
         ),
         tier=Tier.KILLED,
-        blame=Blame.NOBODY,
         why="All processes of the node together crossed Ray's memory threshold",
         fix="RAY_memory_usage_threshold=0.98 only if it is close. " + _HOST,
         confirm="ray logs raylet.out -ip HOST | grep -i memory.",

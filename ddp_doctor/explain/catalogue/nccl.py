@@ -15,7 +15,6 @@ CAUSES = (
             r"Received a dump signal due to a collective timeout from +(?:this local )?rank",
         ),
         tier=Tier.TIMEOUT,
-        blame=Blame.NOBODY,
         why="The ranks that print this wait; the cause is on a rank that did not reach the "
         "collective: it crashed, it hangs, it is slow (data, evaluation, a checkpoint on rank 0 "
         "alone), it took another branch, or it has fewer batches",
@@ -67,7 +66,6 @@ CAUSES = (
             r"Some ranks called different collectives",
         ),
         tier=Tier.MISMATCH,
-        blame=Blame.NOBODY,
         why="At one point one rank ran another operation, or the same one with another size or "
         "type: a collective under a condition that differs, unequal batches, or tensors of unequal "
         "length in all_gather",
@@ -109,7 +107,6 @@ CAUSES = (
             r"Call to recv from .* failed : Connection (?:reset|timed out)",
         ),
         tier=Tier.LOST,
-        blame=Blame.NOBODY,
         why="A rank that this one talks to ended, or the network between them failed",
         fix="Look at the log of the other ranks: the first that ended is the cause. If none ended: "
         "the network (NCCL_DEBUG=INFO, NCCL_SOCKET_IFNAME, cables, switch).",
@@ -127,7 +124,6 @@ CAUSES = (
             r"ncclInvalidUsage.*[Vv]ersion",
         ),
         tier=Tier.MISMATCH,
-        blame=Blame.NOBODY,
         why="Nodes have other wheels of torch, or LD_LIBRARY_PATH or LD_PRELOAD puts another "
         "libnccl first on one of them",
         fix="Same image or environment on all nodes; unset LD_LIBRARY_PATH; compare python -c "
@@ -210,7 +206,6 @@ CAUSES = (
             r"ProcessGroupNCCL's watchdog got stuck for (?P<seconds>\d+) seconds",
         ),
         tier=Tier.TIMEOUT,
-        blame=Blame.NOBODY,
         why="A call into CUDA or NCCL does not return, or the GIL is held: a hung GPU, a deadlock "
         "in the driver, or a communicator being aborted",
         fix="Look for an Xid in dmesg and for an earlier timeout in the log; "
@@ -282,7 +277,6 @@ NETWORK = (
             r"connect to (?P<peer>[\d.]+<\d+>) returned",
         ),
         tier=Tier.LOST,
-        blame=Blame.NOBODY,
         why="The address that the other rank announced can't be reached: a firewall between the "
         "nodes, an interface of docker or of another network, or the other rank ended",
         fix="NCCL_SOCKET_IFNAME=the interface of the cluster's network; open all ports between the "
@@ -378,7 +372,6 @@ SETUP = (
             r"Process group watchdog thread terminated with exception",
         ),
         tier=Tier.TEARDOWN,
-        blame=Blame.NOBODY,
         why="An earlier error or timeout ended the communicator; this only follows from it",
         fix="Look further up, and in the logs of the other ranks, for the first error.",
         confirm="The first error of all ranks is earlier than this line.",
@@ -437,7 +430,6 @@ SETUP = (
             r"Your application may be hanging.*NCCL",
         ),
         tier=Tier.MISMATCH,
-        blame=Blame.NOBODY,
         why="Two communicators on one GPU were used in another order on another rank",
         fix="Use the groups in one order on all ranks; or CUDA_DEVICE_MAX_CONNECTIONS=1.",
         confirm="py-spy dump of two ranks shows two different groups.",
@@ -452,7 +444,6 @@ SETUP = (
             r"No device id is provided via `init_process_group` or `barrier",
         ),
         tier=Tier.ADVICE,
-        blame=Blame.NOBODY,
         why="init_process_group was not given device_id; harmless if rank and GPU match",
         fix="init_process_group('nccl', device_id=torch.device('cuda', local_rank)).",
         confirm="It is printed by runs that work, too.",

@@ -118,7 +118,6 @@ KILLED_OUTSIDE = Cause(
     code="killed-outside",
     title="it ended without a word, so it was likely killed from outside (kernel OOM killer, "
     "scheduler, kill -9)",
-    phrases=(),
     tier=Tier.LOST,
     blame=Blame.NAMED,
     why="Its status still says that it runs, while {others}. Its last one: {last}; pid {pid}. No "

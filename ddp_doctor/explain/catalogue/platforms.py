@@ -81,7 +81,6 @@ CAUSES = (
         title="torchrun set OMP_NUM_THREADS",
         phrases=(r"Setting OMP_NUM_THREADS environment variable for each process",),
         tier=Tier.ADVICE,
-        blame=Blame.NOBODY,
         why="Advice of torchrun",
         fix="Set OMP_NUM_THREADS to cores / ranks.",
         confirm="It is printed by runs that work, too.",

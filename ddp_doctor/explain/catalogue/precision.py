@@ -1,6 +1,6 @@
 """Causes in mixed precision, in numbers that are not finite, and in torch.compile."""
 
-from ddp_doctor.explain.events import Blame, Cause, Tier
+from ddp_doctor.explain.events import Cause, Tier
 
 CAUSES = (
     Cause(
@@ -112,7 +112,6 @@ CAUSES = (
             r"optimizer\.step\(\)` before `lr_scheduler\.step\(\)",
         ),
         tier=Tier.ADVICE,
-        blame=Blame.NOBODY,
         why="Normal in float16: the scale is halved and training goes on",
         fix="Nothing, unless it is printed at every step.",
         confirm="It stops after some steps.",
@@ -170,7 +169,6 @@ CAUSES = (
         title="torch.compile recompiles too often",
         phrases=(r"torch\._dynamo hit config\.(?:recompile_limit|cache_size_limit)",),
         tier=Tier.ADVICE,
-        blame=Blame.NOBODY,
         why="Shapes or values change from step to step, so it falls back to eager",
         fix="torch.compile(dynamic=True), padded batches; mark_dynamic.",
         confirm="TORCH_LOGS=recompiles.",

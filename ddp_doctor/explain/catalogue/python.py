@@ -10,7 +10,6 @@ def _cause(name: str, title: str, why: str) -> Cause:
     return Cause(
         code=f"python-{name.lower()}",
         title=title,
-        phrases=(),
         is_generic=True,
         why=why,
         fix="Read the line that is named, with the values of this rank's batch.",

@@ -6,7 +6,6 @@ from ddp_doctor.explain.events import Blame, Cause, Tier
 SILENT = Cause(
     code="stop-silent",
     title="a rank ended without an exception, and the others lost it",
-    phrases=(),
     why="The launcher says that it ended with an error, and it printed none: sys.exit() or "
     "os._exit(), an exception that was caught and not printed, or its output went elsewhere",
     fix="Read what it printed last; search the program for sys.exit, os._exit and broad except "
@@ -16,9 +15,7 @@ SILENT = Cause(
 FINISHED = Cause(
     code="lost-finished-rank",
     title="a rank had finished while others still waited for it",
-    phrases=(),
     tier=Tier.MISMATCH,
-    blame=Blame.NOBODY,
     is_generic=True,
     why="The launcher lists no other failure than those that lost a connection: the rank at the "
     "other end had ended with status 0. It had fewer batches, or left its loop early",
@@ -42,7 +39,6 @@ CAUSES = (
             r"was active on the node longer than the specified deadline",
         ),
         tier=Tier.KILLED,
-        blame=Blame.NOBODY,
         why="The job ran longer than it asked for",
         fix="Save checkpoints and resume: sbatch --time=..., --signal=B:USR1@300 with a handler "
         "that saves, --requeue.",
@@ -60,7 +56,6 @@ CAUSES = (
             r"reempted by (?:a )?pod",
         ),
         tier=Tier.KILLED,
-        blame=Blame.NOBODY,
         why="A job of higher priority, or the cloud, took the machine",
         fix="Handle SIGTERM: save, exit 0; sbatch --requeue; restartPolicy: OnFailure.",
         lightning="SLURMEnvironment(auto_requeue=True)",
@@ -91,7 +86,6 @@ CAUSES = (
             r"(?:JOB|STEP) \S+ ON \S+ CANCELLED AT [\dT:-]+ (?:\*\*\*|DUE TO (?:SIGNAL|TASK))",
         ),
         tier=Tier.TEARDOWN,
-        blame=Blame.NOBODY,
         why="Somebody ran scancel, or one task failed and srun ended the others",
         fix="Look for the first failed task; srun --kill-on-bad-exit=1 prints it first.",
         confirm="sacct -j JOB --format=JobID,State,ExitCode: CANCELLED by UID is a person.",
@@ -105,7 +99,6 @@ CAUSES = (
             r"memory usage exceeded request_memory",
         ),
         tier=Tier.KILLED,
-        blame=Blame.NOBODY,
         why="The job used more memory than it asked for",
         fix="Ask for more: bsub -M and -R 'rusage[mem=...]', qsub -l mem=...; or fewer DataLoader "
         "workers.",
@@ -121,7 +114,6 @@ CAUSES = (
             r"TaintManagerEviction",
         ),
         tier=Tier.KILLED,
-        blame=Blame.NOBODY,
         why="The node ran out of memory, disk or was drained",
         fix="Set resources.requests to what is used (ephemeral-storage, too); write checkpoints to "
         "a volume, not to the container's disk.",
@@ -136,7 +128,6 @@ CAUSES = (
             r"Received 1 death signal",
         ),
         tier=Tier.KILLED,
-        blame=Blame.NOBODY,
         why="The ssh session or terminal that torchrun was started in ended; nohup does not help, "
         "because torchrun handles SIGHUP itself",
         fix="Start it in tmux or screen, or with setsid, or as a job of a scheduler.",
@@ -156,7 +147,6 @@ CAUSES = (
             r"Closing process \d+ via signal SIGTERM",
         ),
         tier=Tier.TEARDOWN,
-        blame=Blame.NOBODY,
         why="The launcher ends the other ranks like this after one failed; without any failure "
         "before it, the scheduler or a person ended the job",
         fix="Look for the first failure before it. If there is none: sacct, kubectl describe pod, "
@@ -176,7 +166,6 @@ CAUSES = (
             r"Detected KeyboardInterrupt",
         ),
         tier=Tier.TEARDOWN,
-        blame=Blame.NOBODY,
         why="SIGINT was sent: Ctrl-C in the terminal, or the scheduler",
         fix="Start it again.",
         confirm="Nothing else failed before it.",
@@ -196,6 +185,7 @@ CAUSES = (
             r"Aborted +\(core dumped\)",
         ),
         tier=Tier.TEARDOWN,
+        blame=Blame.SPEAKER,
         is_generic=True,
         why="C++ code ended the process: NCCL's watchdog after a timeout, or an exception that "
         "nothing caught. Its message stands before",
