@@ -261,39 +261,38 @@ def _scaling_line(file: str, words: Collection[str]) -> str:
 
     Without words: by anything but a plain number. Only a factor that was measured is looked for.
     """
-    try:
-        tree = ast.parse(Path(file).read_text(encoding="utf-8", errors="replace"))
-    except (OSError, SyntaxError, ValueError):
-        return ""
+    nodes = _nodes_of(file)
     aliases = {
         name
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Assign) and _has(node.value, words)
         for target in node.targets
         for name in names_in(target)
     }
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.BinOp | ast.AugAssign) or not isinstance(
-            node.op, ast.Mult | ast.Div
-        ):
-            continue
-        sides = [node.right, node.left] if isinstance(node, ast.BinOp) else [node.value]
-        is_loss = any(
-            word in ast.unparse(node).lower() for word in ("loss", "grad", "criterion", "entropy")
-        )
-        for side in sides:
-            is_it = _has(side, words) or bool(names_in(side) & aliases) if words else True
-            if is_it and is_loss and not isinstance(side, ast.Constant):
+
+    def is_it(factor: ast.expr) -> bool:
+        return not words or _has(factor, words) or bool(names_in(factor) & aliases)
+
+    for node in nodes:
+        if isinstance(node, ast.BinOp | ast.AugAssign) and isinstance(node.op, ast.Mult | ast.Div):
+            sides = [node.right, node.left] if isinstance(node, ast.BinOp) else [node.value]
+            text = ast.unparse(node).lower()
+            is_loss = any(word in text for word in ("loss", "grad", "criterion", "entropy"))
+            if is_loss and any(is_it(s) and not isinstance(s, ast.Constant) for s in sides):
                 return f"{file}:{node.lineno}"
-    calls = ("div_", "mul_", "div", "mul")
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            continue
-        if node.func.attr in calls and node.args:
-            given = node.args[0]
-            if not words or _has(given, words) or names_in(given) & aliases:
-                return f"{file}:{node.lineno}"
+    for node in nodes:
+        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args
+        if is_call and node.func.attr in ("div_", "mul_", "div", "mul") and is_it(node.args[0]):
+            return f"{file}:{node.lineno}"
     return ""
+
+
+def _nodes_of(file: str) -> list[ast.AST]:
+    """Parse a file; empty if it is no Python."""
+    try:
+        return list(ast.walk(ast.parse(Path(file).read_text("utf-8", "replace"))))
+    except (OSError, SyntaxError, ValueError):
+        return []
 
 
 def _has(node: ast.AST, words: Collection[str]) -> bool:
@@ -305,16 +304,12 @@ def are_alternatives(lines: Sequence[str]) -> bool:
     if len(lines) < 2:
         return True
     files, numbers = zip(*(line.rsplit(":", 1) for line in lines), strict=True)
-    try:
-        tree = ast.parse(Path(files[0]).read_text(encoding="utf-8", errors="replace"))
-    except (OSError, SyntaxError, ValueError):
-        return False
     if len(lines) > 2 or files[0] != files[1]:
         return False
-    wanted = sorted(map(int, numbers))
+    first, second = sorted(map(int, numbers))
     return any(
-        _has_line(node.body, wanted[0]) and _has_line(node.orelse, wanted[1])
-        for node in ast.walk(tree)
+        _has_line(node.body, first) and _has_line(node.orelse, second)
+        for node in _nodes_of(files[0])
         if isinstance(node, ast.If)
     )
 
@@ -332,7 +327,9 @@ def judge_by_hand(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
         return
     found = []
     for step in rank.all("step"):
-        same = [s for r in others for s in r.all("step") if (s["o"], s["n"]) == _key(step)]
+        same = [
+            s for r in others for s in r.all("step") if (s["o"], s["n"]) == (step["o"], step["n"])
+        ]
         reading = _reading(rank, {**step, "ratio": None}) if "g" in step else None
         if reading is None or step["n"] < 2 or len(same) != len(others):
             continue
@@ -360,10 +357,6 @@ def judge_by_hand(rank: Rank, ranks: Ranks) -> Iterator[Verdict]:
             place=_scaling_line(file, _WORLD) or line,
             evidence=(seen,),
         )
-
-
-def _key(step: Record) -> tuple[int, int]:
-    return step["o"], step["n"]
 
 
 def _share_of_sum(step: Record, others: Sequence[Record]) -> float | None:

@@ -273,7 +273,7 @@ class Training:
     def _look(self, tensors: Foreign) -> None:
         loss = tensors if hasattr(tensors, "grad_fn") else tensors[0] if len(tensors) == 1 else None
         if loss is not None and len(self._factors) < MAX_FACTORS:
-            self._factors.append(loss_factor(loss))
+            self._factors.append(_factor_of(getattr(loss, "grad_fn", None), MAX_NODES))
         for optimizer, known in list(self._optimizers.items()):
             known.num_backwards += 1
             probes = probes_of(parameters_of(optimizer))
@@ -313,12 +313,12 @@ class Training:
         self._optimizers.clear()
 
 
-def loss_factor(loss: Foreign) -> tuple[float, str]:
-    """Give the factor of a loss, and what it scales: MEAN, SUM or UNKNOWN."""
-    return _read(getattr(loss, "grad_fn", None), MAX_NODES)
+def _factor_of(node: Foreign, left: int) -> tuple[float, str]:
+    """Give the factor of a loss, and what it scales: MEAN, SUM or UNKNOWN.
 
-
-def _read(node: Foreign, left: int) -> tuple[float, str]:
+    The nodes between the loss and its reduction are multiplications and divisions by plain numbers;
+    their product is the factor. Whatever else stands there makes the answer unknown.
+    """
     if node is None or left <= 0:
         return 1.0, UNKNOWN
     name = node.name().split("::")[-1]
@@ -332,15 +332,17 @@ def _read(node: Foreign, left: int) -> tuple[float, str]:
         return 1.0, SUM
     if name.startswith("AddBackward") and parents:
         # Of a sum of losses the part with the largest factor is the main one.
-        return max((_read(parent, left - 1) for parent in parents), key=lambda read: abs(read[0]))
+        return max(
+            (_factor_of(parent, left - 1) for parent in parents), key=lambda read: abs(read[0])
+        )
     if len(parents) != 1:
         return 1.0, UNKNOWN
     if name.startswith(_PASSES_ON):
-        return _read(parents[0], left - 1)
+        return _factor_of(parents[0], left - 1)
     if name.startswith(("MulBackward", "DivBackward")):
         number = _number_of(getattr(node, "_saved_other", None))
         if number:
-            factor, kind = _read(parents[0], left - 1)
+            factor, kind = _factor_of(parents[0], left - 1)
             return factor * (number if name.startswith("Mul") else 1 / number), kind
     return 1.0, UNKNOWN
 
