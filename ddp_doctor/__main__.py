@@ -6,8 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO, cast
 
-from ddp_doctor.errors import DoctorError
-from ddp_doctor.terminal import PrintableOutput, printable
+from ddp_doctor.terminal import DoctorError, PrintableOutput, printable
 
 NAME = "python -m ddp_doctor"
 

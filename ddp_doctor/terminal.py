@@ -1,4 +1,4 @@
-"""Text of files, names and exceptions, so that it can't steer the terminal that shows it."""
+"""What the commands say: text that can't steer a terminal, and what is wrong with what they got."""
 
 import re
 from typing import Any, TextIO
@@ -29,3 +29,22 @@ class PrintableOutput:
 
     def __getattr__(self, name: str) -> Any:  # Any: whatever else a stream has
         return getattr(self._stream, name)
+
+
+class DoctorError(Exception):
+    """What was given can't be used: what was found, and the next step."""
+
+    def __init__(self, message: str, *, fix: str) -> None:
+        super().__init__(message)
+        self.message, self.fix = message, fix
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  next: {self.fix}"
+
+
+class UsageError(DoctorError):
+    """An option is wrong, or the program or file that it names can't be used."""
+
+
+class UnreadableLogError(DoctorError):
+    """A log can't be read."""

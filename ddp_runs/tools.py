@@ -8,8 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from ddp_doctor.errors import UnreadableLogError as UnreadableInput
-from ddp_doctor.errors import UsageError
+from ddp_doctor.terminal import UnreadableLogError as UnreadableInput
+from ddp_doctor.terminal import UsageError
 from hardened_ddp.errors import ConfigError, UnreadableLogError
 from hardened_ddp.ranks.launch import environment
 from hardened_ddp.reporting.sinks import printed

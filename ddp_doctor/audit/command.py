@@ -17,14 +17,12 @@ from ddp_doctor.audit.modes import judge_modes
 from ddp_doctor.audit.program import Ending, run_program
 from ddp_doctor.audit.records import Ranks, read_ranks
 from ddp_doctor.audit.samples import judge_samples
-from ddp_doctor.audit.script import Script
-from ddp_doctor.audit.source_rules import read_script
+from ddp_doctor.audit.source_rules import Script, read_script
 from ddp_doctor.audit.speed import judge_speed, time_lines
 from ddp_doctor.audit.updates import judge_updates
 from ddp_doctor.audit.verdict import Verdict, as_json, as_text
 from ddp_doctor.audit.weights import judge_weights
-from ddp_doctor.errors import UsageError
-from ddp_doctor.terminal import PrintableOutput
+from ddp_doctor.terminal import PrintableOutput, UsageError
 
 HEALTHY, MISTAKES, UNSEEN = 0, 1, 2
 
@@ -83,7 +81,7 @@ def run_audit(request: Request, *, output: TextIO, env: Mapping[str, str]) -> in
 
 
 def _report_program(ranks: Ranks, ending: Ending, request: Request, output: TextIO) -> int:
-    steps = {rank.number: _work_of(ranks, rank.number) for rank in ranks}
+    steps = {rank.number: rank.work_count for rank in ranks}
     verdicts = judge(ranks, hung=ending.hung) if len(ranks) else []
     has_mistakes = any(verdict.is_mistake for verdict in verdicts)
     if not has_mistakes and not any(steps.values()):
@@ -101,11 +99,6 @@ def _report_program(ranks: Ranks, ending: Ending, request: Request, output: Text
         how += f" with status {ending.status}"
     seen = f"the program {how}; steps seen: {told}"
     return _report(verdicts, request, output, seen=seen, num_ranks=len(ranks))
-
-
-def _work_of(ranks: Ranks, number: int) -> int:
-    rank = ranks.by_number[number]
-    return max([rank.step_count, *(int(r["n"]) for r in rank.all("by_hand"))])
 
 
 def _why_unseen(ranks: Ranks, ending: Ending) -> str:

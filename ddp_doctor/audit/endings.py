@@ -73,17 +73,12 @@ def _collectives(ranks: Ranks, *, hung: bool, failed: bool) -> Iterator[Verdict]
             kinds = {(c["op"], c["what"]) for c in at_place.values() if c}
             missing = [number for number, call in at_place.items() if call is None]
             if len(kinds) > 1 or (missing and (hung or failed or everybody_ended)):
-                if missing and not hung and not _stays_away(ranks, missing):
+                if missing and not hung and not all(ranks.by_number[n].ended_well for n in missing):
                     break
                 yield _differing(ranks, place, at_place)
                 return
             if missing:
                 break
-
-
-def _stays_away(ranks: Ranks, missing: list[int]) -> bool:
-    """Whether ranks without a call came to their end, rather than being ended before it."""
-    return all(ranks.by_number[number].ended_well for number in missing)
 
 
 def _differing(ranks: Ranks, place: int, calls: dict[int, Record | None]) -> Verdict:

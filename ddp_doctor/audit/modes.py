@@ -125,9 +125,10 @@ def _evaluation(ranks: Ranks) -> Iterator[Verdict]:
     if not any(p.trains for p in mine.values()):
         return
     starts = sorted(p.about["t"] for p in mine.values())
+    begin = min(p.about["t"] for p in mine.values() if p.trains)  # before it, data is looked at
     for key, one in mine.items():
         parts = [passes.get(key) for passes in by_rank.values()]
-        if one.trains or one.num_batches is None or key[2] > 1 or _is_before_training(one, mine):
+        if one.trains or one.num_batches is None or key[2] > 1 or one.about["t"] < begin:
             continue
         others = [p for p in parts if p is not None and p.num_batches is not None]
         if len(others) < len(ranks):
@@ -137,11 +138,6 @@ def _evaluation(ranks: Ranks) -> Iterator[Verdict]:
             first, one.about["t"], one.ended_at
         )
         yield from _judge_pass(key, others, joining, ranks, is_over=first.ended_well)
-
-
-def _is_before_training(one: Pass, passes: dict[Key, Pass]) -> bool:
-    """Whether a pass came before the first one that trains: statistics, a look at the data."""
-    return all(p.about["t"] > one.about["t"] for p in passes.values() if p.trains)
 
 
 def _joining(rank: Rank, begin: float, end: float) -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from ddp_doctor.audit.records import Follower
-from ddp_doctor.errors import UsageError
+from ddp_doctor.terminal import UsageError
 
 FOLDER_VARIABLE = "HARDENED_DDP_AUDIT_FOLDER"
 PATIENCE_VARIABLE = "HARDENED_DDP_AUDIT_PATIENCE"

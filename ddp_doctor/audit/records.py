@@ -69,6 +69,11 @@ class Rank:
         return end is not None and not end["error"] and not end["code"]
 
     @property
+    def work_count(self) -> int:
+        """Steps, or backwards of a program that has no optimizer of torch."""
+        return max([self.step_count, *(int(r["n"]) for r in self.all("by_hand"))])
+
+    @property
     def step_count(self) -> int:
         """Steps of the optimizer that did most."""
         return max((step["n"] for step in self.all("step")), default=0)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from ddp_doctor.audit.records import Rank, Ranks, Record
-from ddp_doctor.audit.script import names_in
+from ddp_doctor.audit.source_rules import names_in
 from ddp_doctor.audit.verdict import Verdict
 from ddp_doctor.audit.weights import MAX_NAMED, name_of
 
@@ -281,8 +281,13 @@ def _scaling_line(file: str, words: Collection[str]) -> str:
             if is_loss and any(is_it(s) and not isinstance(s, ast.Constant) for s in sides):
                 return f"{file}:{node.lineno}"
     for node in nodes:
-        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args
-        if is_call and node.func.attr in ("div_", "mul_", "div", "mul") and is_it(node.args[0]):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ("div_", "mul_", "div", "mul")
+            and node.args
+            and is_it(node.args[0])
+        ):
             return f"{file}:{node.lineno}"
     return ""
 

@@ -60,10 +60,11 @@ def _first_difference(first: Rank, other: Rank) -> Iterator[Verdict]:
             yield _unequal_start(first, other, optimizer, f"{who}, before step 1: {seen}", late)
             return
         if a["lr"] != b["lr"]:
+            schedulers = [r["line"] for rank in (first, other) for r in rank.all("schedule")]
             yield Verdict(
                 code="learning-rates-differ",
                 sentence=f"the learning rate differs between ranks at step {step}",
-                place=_scheduler_line(first, other) or a["line"],
+                place=next(filter(None, schedulers), a["line"]),
                 evidence=(f"rank {first.number}: {a['lr']}, rank {other.number}: {b['lr']}",),
             )
             return
@@ -243,11 +244,6 @@ def _only_on_one(first: Rank, other: Rank, kind: str) -> str:
     """Give the line of a kind of record that one of two ranks has, and the other has not."""
     mine, yours = ({r["line"] for r in rank.all(kind)} for rank in (first, other))
     return next(iter(sorted(mine ^ yours)), "")
-
-
-def _scheduler_line(first: Rank, other: Rank) -> str:
-    lines = [r["line"] for rank in (first, other) for r in rank.all("schedule")]
-    return lines[0] if lines else ""
 
 
 def _told(counts: dict[str, int]) -> str:

@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import TextIO
 
-from ddp_doctor.errors import UnreadableLogError, UsageError
 from ddp_doctor.explain.catalogue import BY_CODE, CAUSES
 from ddp_doctor.explain.collectives import MAX_BYTES, PICKLE
 from ddp_doctor.explain.collector import Collector, Evidence
@@ -40,6 +39,7 @@ from ddp_doctor.explain.sources import (
     jobs_of,
 )
 from ddp_doctor.explain.verdict import Verdict, judge
+from ddp_doctor.terminal import UnreadableLogError, UsageError
 
 # Words of lines that match no phrase: the job's size, how processes ended, what watchdogs say.
 _FACTS = (

@@ -15,9 +15,8 @@ from typing import Any
 from ddp_doctor.explain.catalogue.own import GUIDE, STEPS
 from ddp_doctor.explain.collector import Evidence
 from ddp_doctor.explain.events import Cause, Event, Tier
-from ddp_doctor.explain.guilt import CERTAIN, GUESS, LIKELY
 from ddp_doctor.explain.run_story import ENDED_WELL, Story, lines_of
-from ddp_doctor.explain.verdict import Verdict
+from ddp_doctor.explain.verdict import CERTAIN, GUESS, LIKELY, Verdict
 
 EXIT_KNOWN, EXIT_UNKNOWN = 0, 1
 _WIDTH = 100

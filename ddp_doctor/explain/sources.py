@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from ddp_doctor.errors import UnreadableLogError
 from ddp_doctor.explain.collectives import PICKLE
+from ddp_doctor.terminal import UnreadableLogError
 
 STDIN = "-"
 _LOG_NAMES = re.compile(

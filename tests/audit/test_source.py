@@ -13,8 +13,7 @@ import pytest
 
 import ddp_training
 from ddp_doctor.audit.catalogue import SOURCE
-from ddp_doctor.audit.script import Script
-from ddp_doctor.audit.source_rules import read_script
+from ddp_doctor.audit.source_rules import Script, read_script
 from ddp_doctor.audit.verdict import Verdict, as_json
 from tests.harness.ranks import run_command
 

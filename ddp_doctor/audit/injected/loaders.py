@@ -90,7 +90,7 @@ class Loaders:
             "pass",
             loader=number,
             number=self._passes[number],
-            size=_length(dataset),
+            size=len(dataset) if hasattr(type(dataset), "__len__") else None,
             dataset=type(dataset).__name__,
             base=_base_of(dataset),
             sampler=type(inner).__name__,
@@ -166,10 +166,6 @@ def _hashes(parts: list[Foreign], size: int) -> list[str]:
         elif len(part) == size:
             found.append(text_hashes(part))
     return found
-
-
-def _length(dataset: Foreign) -> int | None:
-    return len(dataset) if hasattr(type(dataset), "__len__") else None
 
 
 def _base_of(dataset: Foreign) -> str:
