@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -143,7 +144,8 @@ def _end(process: "subprocess.Popen[bytes]", folder: Path) -> None:
     pids = [pid for pid in _observed_pids(folder) if pid != os.getpid()]
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in pids:
-            _send(pid, number)
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
         end = time.monotonic() + LEAVE_S
         while (pids := [pid for pid in pids if _is_alive(pid)]) and time.monotonic() < end:
             time.sleep(POLL_S / 4)
@@ -170,10 +172,3 @@ def _is_alive(pid: int) -> bool:
         return not state.exists() or state.read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (OSError, IndexError):
         return False
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return

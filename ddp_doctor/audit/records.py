@@ -103,10 +103,6 @@ class Ranks:
         """Whether each rank holds another part of the model, so that weights differ rightly."""
         return any(record["is_sharded"] for rank in self for record in rank.all("optimizer"))
 
-    @property
-    def train_together(self) -> bool:
-        return any(rank.all("init") for rank in self)
-
 
 def read_ranks(folder: Path) -> Ranks:
     """Read the records of all processes. A process that is no rank belongs to its parent's rank."""

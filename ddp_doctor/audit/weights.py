@@ -13,7 +13,7 @@ MAX_NAMED = 3
 
 def judge_weights(ranks: Ranks) -> Iterator[Verdict]:
     """Yield what makes the ranks' models differ: the first cause for each pair of ranks."""
-    if len(ranks) > 1 and not ranks.train_together:
+    if len(ranks) > 1 and not any(rank.all("init") for rank in ranks):
         yield _no_group(ranks)
         return
     if ranks.are_sharded:

@@ -12,7 +12,7 @@ import math
 import pickle
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,14 +113,33 @@ class Collectives:
         """Note the collective that a rank did not complete."""
         self._works.setdefault((work.rank, work.seq, work.op), work)
 
-    def note_newest(self, rank: int, seq: int) -> None:
-        """Note a rank that completed all that it started."""
-        self._enqueued.setdefault(rank, seq)
-
-    def note_history(self, works: Iterable[Work]) -> None:
-        """Note all collectives of a rank, also those that it completed."""
-        for work in works:
-            self._history.setdefault(work.rank, {}).setdefault(work.seq, work)
+    def take_dump(self, dump: Mapping[str, Any], name: str) -> Line | None:
+        """Add one rank's collectives of the default group; return a line for the dump."""
+        rank = rank_of(dump, name)
+        entries = [
+            entry for entry in dump["entries"] if isinstance(entry, dict) and _is_default(entry)
+        ]
+        entries = [entry for entry in entries if isinstance(entry.get("collective_seq_id"), int)]
+        if rank is None or not entries:
+            return None
+        newest = max(entry["collective_seq_id"] for entry in entries)
+        waiting = [entry for entry in entries if not _is_done(entry, dump)]
+        text = f"flight recorder of rank {rank}: collective {newest} is the newest"
+        if waiting:
+            first = min(waiting, key=lambda entry: int(entry["collective_seq_id"]))
+            op, seq = _op(first), int(first["collective_seq_id"])
+            text += f", number {seq} ({op}) is not complete"
+        line = Line(file=name, number=1, text=text, raw=text, rank=rank)
+        for entry in entries:
+            if not entry.get("is_p2p"):  # WHY: these have numbers of their own
+                number = entry["collective_seq_id"]
+                work = Work(rank, number, _op(entry), _numel(entry), line)
+                self._history.setdefault(rank, {}).setdefault(number, work)
+        if waiting:
+            self.add(Work(rank, seq, op, _numel(first), line, enqueued=newest))
+        else:
+            self._enqueued.setdefault(rank, newest)
+        return line
 
     def _first_difference(self, world_size: int | None) -> Finding | None:
         """Find the first number at which the ranks called different collectives."""
@@ -313,33 +332,6 @@ def read_dump(data: bytes) -> Mapping[str, Any] | None:
     except Exception:  # WHY broad: a broken pickle raises nearly anything
         return None
     return dump if isinstance(dump, dict) and isinstance(dump.get("entries"), list) else None
-
-
-def take_dump(dump: Mapping[str, Any], name: str, collectives: Collectives) -> Line | None:
-    """Add one rank's collectives of the default group; return a line that stands for the dump."""
-    rank = rank_of(dump, name)
-    entries = [entry for entry in dump["entries"] if isinstance(entry, dict) and _is_default(entry)]
-    entries = [entry for entry in entries if isinstance(entry.get("collective_seq_id"), int)]
-    if rank is None or not entries:
-        return None
-    newest = max(entry["collective_seq_id"] for entry in entries)
-    waiting = [entry for entry in entries if not _is_done(entry, dump)]
-    text = f"flight recorder of rank {rank}: collective {newest} is the newest"
-    if waiting:
-        first = min(waiting, key=lambda entry: int(entry["collective_seq_id"]))
-        op, seq = _op(first), int(first["collective_seq_id"])
-        text += f", number {seq} ({op}) is not complete"
-    line = Line(file=name, number=1, text=text, raw=text, rank=rank)
-    collectives.note_history(
-        Work(rank, int(e["collective_seq_id"]), _op(e), _numel(e), line)
-        for e in entries
-        if not e.get("is_p2p")  # WHY: these have numbers of their own
-    )
-    if waiting:
-        collectives.add(Work(rank, seq, op, _numel(first), line, enqueued=newest))
-    else:
-        collectives.note_newest(rank, newest)
-    return line
 
 
 def _is_done(entry: Mapping[str, Any], dump: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from datetime import datetime
 
 from ddp_doctor.explain.catalogue import BY_CODE
 from ddp_doctor.explain.catalogue.python import cause_of_type
-from ddp_doctor.explain.collectives import Collectives, read_dump, take_dump
+from ddp_doctor.explain.collectives import Collectives, read_dump
 from ddp_doctor.explain.endings import Ending
 from ddp_doctor.explain.events import Blame, Event, Line, Raised, Tier
 from ddp_doctor.explain.exits import ExitReader
@@ -378,7 +378,7 @@ class Collector:
         dump = read_dump(data)
         if dump is None:
             return False
-        line = take_dump(dump, self._source.name, self.evidence.collectives)
+        line = self.evidence.collectives.take_dump(dump, self._source.name)
         if line is not None:
             cause = BY_CODE["nccl-timeout"]
             self._keep(Event(kind="collective", tier=cause.tier, line=line, cause=cause), ())

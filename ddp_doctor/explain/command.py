@@ -15,7 +15,7 @@ from typing import TextIO
 from ddp_doctor.explain.catalogue import BY_CODE, CAUSES
 from ddp_doctor.explain.collectives import MAX_BYTES, PICKLE
 from ddp_doctor.explain.collector import Collector, Evidence
-from ddp_doctor.explain.endings import Tail, ending_of
+from ddp_doctor.explain.endings import ending_of
 from ddp_doctor.explain.events import Tier
 from ddp_doctor.explain.lines import habits_of, stack_of_error_file
 from ddp_doctor.explain.matching import Matcher
@@ -26,7 +26,6 @@ from ddp_doctor.explain.report import (
     as_json,
     as_text,
     describe,
-    exit_status,
     list_of,
 )
 from ddp_doctor.explain.run_folder import read_stack, read_status
@@ -71,7 +70,7 @@ def run_explain(
         answers = _answers_of_files(jobs[0], commands) or [_answer(jobs[0], commands)]
     write = as_json if wants_json else as_text
     output.write(write(answers[0]) if len(answers) == 1 else list_of(answers, as_json=wants_json))
-    return max(exit_status(answer.verdict) for answer in answers)
+    return int(any(answer.verdict.kind == "unknown" for answer in answers))
 
 
 def run_cause(code: str, *, output: TextIO, commands: Commands | None = None) -> int:
@@ -189,10 +188,7 @@ def _read(source: Source, collector: Collector, search: Search) -> bool:
             for number, line in enumerate(stack_text.splitlines(), start=1):
                 collector.take(line, number)
         else:
-            tail = Tail()
-            evidence.num_lines = read_lines(
-                file, collector, search, first=sample, on_block=tail.take
-            )
-            evidence.endings[source.name] = ending_of(tail.text, evidence.num_lines)
+            evidence.num_lines, end = read_lines(file, collector, search, first=sample)
+            evidence.endings[source.name] = ending_of(end, evidence.num_lines)
         collector.end_file()
         return has_text

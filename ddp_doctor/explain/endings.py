@@ -39,7 +39,6 @@ _IS_SEVERE = re.compile(r"\[[EF]\d{0,4} ")
 _UNCAUGHT = re.compile(r"\[rank\d+\]: ")
 """torch's except hook: it runs for what nobody caught."""
 
-_TAIL_CHARS = 4096
 _ENOUGH_NAN = 3
 
 
@@ -63,17 +62,6 @@ class Ending:
     def goes_on_after(self, number: int) -> bool:
         """Whether training made progress after this line."""
         return any(self.first_of_progress[later] > number for later in self.progress)
-
-
-class Tail:
-    """Keeps the end of a file."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def take(self, block: bytes) -> None:
-        """Take the file's newest block."""
-        self.text = (self.text + block[-_TAIL_CHARS:].decode("utf-8", "replace"))[-_TAIL_CHARS:]
 
 
 def ending_of(tail: str, num_lines: int) -> Ending:

@@ -5,8 +5,10 @@ has (so that training output costs next to nothing per line), lines of any lengt
 UTF-16.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import BinaryIO, Protocol
+from collections.abc import Iterator, Sequence
+from typing import BinaryIO
+
+from ddp_doctor.explain.collector import Collector
 
 _BLOCK_BYTES = 4 * 1024 * 1024
 MAX_LINE_BYTES = 64 * 1024
@@ -16,17 +18,7 @@ _SAMPLE_BYTES = 64 * 1024
 _SAME_DIGITS = bytes.maketrans(b"0123456789", b"0" * 10)
 _MAX_FORMS = 200_000
 _MAX_FORM_BYTES = 16 * 1024 * 1024
-
-
-class LineTaker(Protocol):
-    """Gets the lines that may matter."""
-
-    @property
-    def wants_more(self) -> bool:
-        """The lines behind the last one are part of what it told of."""
-
-    def take(self, raw: str, number: int) -> None:
-        """Take a line, without its end."""
+_END_BYTES = 4096
 
 
 class Search:
@@ -86,20 +78,22 @@ def decoder_of(sample: bytes) -> str:
 
 def read_lines(
     file: BinaryIO,
-    taker: LineTaker,
+    collector: Collector,
     search: Search,
     *,
     first: bytes,
-    on_block: Callable[[bytes], None],
-) -> int:
-    """Give taker the lines that search finds, and those that it wants. Count all lines."""
-    number = 0
+) -> tuple[int, str]:
+    """Give collector the lines that search finds, and those that it wants.
+
+    Return the number of all lines, and the end of the text.
+    """
+    number, end = 0, b""
     for block in _whole_lines(file, first):
         if decoder_of(first) != "utf-8":
             block = _to_utf8(block)
-        number = _read_block(block, taker, search, number)
-        on_block(block)
-    return number
+        number = _read_block(block, collector, search, number)
+        end = (end + block[-_END_BYTES:])[-_END_BYTES:]
+    return number, end.decode("utf-8", "replace")
 
 
 def _whole_lines(file: BinaryIO, first: bytes) -> Iterator[bytes]:
@@ -129,12 +123,12 @@ def _to_utf8(block: bytes) -> bytes:
     return block.removeprefix(b"\xff\xfe").decode("utf-16-le", "replace").encode()
 
 
-def _read_block(block: bytes, taker: LineTaker, search: Search, number: int) -> int:
+def _read_block(block: bytes, collector: Collector, search: Search, number: int) -> int:
     """Read one block of whole lines; number is that of the last line before it."""
     hits = search.line_starts(block)
     hit_index, position = 0, 0
     while position < len(block):
-        if not taker.wants_more:
+        if not collector.wants_more:
             while hit_index < len(hits) and hits[hit_index] < position:
                 hit_index += 1
             if hit_index == len(hits):
@@ -149,7 +143,7 @@ def _read_block(block: bytes, taker: LineTaker, search: Search, number: int) -> 
             line = line[:MAX_LINE_BYTES] + b" " + line[-MAX_LINE_BYTES:]
         for part in line.decode("utf-8", "replace").rstrip("\r").split("\r"):
             if part:
-                taker.take(part, number)
+                collector.take(part, number)
         position = end + 1
     if position < len(block):
         number += block.count(b"\n", position)

@@ -7,7 +7,7 @@ import json
 import shlex
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from ddp_doctor.explain.events import Cause, Event, Tier
 from ddp_doctor.explain.run_story import ENDED_WELL, Story, lines_of
 from ddp_doctor.explain.verdict import CERTAIN, GUESS, LIKELY, Verdict
 
-EXIT_KNOWN, EXIT_UNKNOWN = 0, 1
 _WIDTH = 100
 _MAX_TEXT = 240
 # How the catalogue writes a command of ours: at the end of its text.
@@ -91,11 +90,6 @@ class Answer:
         return " ".join(map(shlex.quote, self.names))
 
 
-def exit_status(verdict: Verdict) -> int:
-    """Give 0 for explained or healthy, 1 for a failure that is not known."""
-    return EXIT_UNKNOWN if verdict.kind == "unknown" else EXIT_KNOWN
-
-
 def sentence_of(verdict: Verdict) -> str:
     """Say who failed, where and why, in one sentence or two."""
     root = verdict.root
@@ -107,8 +101,13 @@ def sentence_of(verdict: Verdict) -> str:
         parts.append(f" ({_raised(root)})")
     elif verdict.finding is not None and verdict.finding.text:
         parts.append(f" ({verdict.finding.text})")
-    why = _why(cause, root)
-    return "".join(parts) + f". {why[:1].upper()}{why[1:]}" + ("" if why.endswith(".") else ".")
+    return "".join(parts) + ". " + _as_sentence(cause.why, defaultdict(lambda: "?", root.fields))
+
+
+def _as_sentence(why: str, fields: Mapping[str, str]) -> str:
+    """Fill in a cause's own words; the mapping has a default."""
+    text = why.format_map(fields).strip().removesuffix(".")
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _subject(verdict: Verdict) -> str:
@@ -132,11 +131,6 @@ def _raised(event: Event) -> str:
     place = f" at {raised.where}" if raised.where else ""
     inside = f" in {frame.function}" if frame and frame.function else ""
     return text + place + inside
-
-
-def _why(cause: Cause, root: Event) -> str:
-    fields: defaultdict[str, str] = defaultdict(lambda: "?", root.fields)
-    return cause.why.format_map(fields).strip()
 
 
 def _unknown_sentence(verdict: Verdict) -> str:
@@ -278,15 +272,15 @@ def as_text(answer: Answer) -> str:
 
 def describe(cause: Cause, commands: Commands) -> str:
     """Write all that the catalogue has of one cause, without a log."""
-    why = cause.why.format_map(defaultdict(lambda: "...")).strip().rstrip(".")
-    why = f" {why[:1].upper()}{why[1:]}." if why else ""
-    lines = [*_wrap(f"{cause.code}: {cause.title}.{why}", ""), ""]
+    why = _as_sentence(cause.why, defaultdict(lambda: "..."))
+    # WHY: of some causes the log alone says why
+    lines = [*_wrap(f"{cause.code}: {cause.title}. {why}".removesuffix(" ..."), ""), ""]
     if cause.phrases:
         lines += ["In the log, as regular expressions"]
         lines += [f"  {phrase}" for phrase in cause.phrases] + [""]
     lines += ["Fix"]
     for name, text, command in _fixes(cause, commands):
-        lines += [*_wrap(f"{_NAMES[name]}: {text}", "  "), *[f"    {command}"] * bool(command)]
+        lines += _remedy(f"{_NAMES[name]}: {text}", command)
     for text, _ in STEPS.get(cause.code, ()):
         lines += _wrap(text.removesuffix(":") + ".", "  ")  # its command needs a run
     return "\n".join([*lines, *_confirm_lines(cause), ""])
@@ -304,14 +298,18 @@ def _evidence_lines(verdict: Verdict) -> list[str]:
 def _fix_lines(cause: Cause, answer: Answer) -> list[str]:
     lines = ["Fix"]
     for name, text, command in _fixes(cause, answer.commands):
-        lines += [*_wrap(f"{_NAMES[name]}: {text}", "  "), *[f"    {command}"] * bool(command)]
+        lines += _remedy(f"{_NAMES[name]}: {text}", command)
     for text, command in _steps(answer):
-        lines += _wrap(text, "  ") + [f"    {command}"] * bool(command)
+        lines += _remedy(text, command)
     lines += _confirm_lines(cause)
     if answer.verdict.next_step:
         # WHY whole: a command is pasted
         lines.insert(-1, f"The run itself says: {answer.verdict.next_step}")
     return [*lines, ""]
+
+
+def _remedy(text: str, command: str) -> list[str]:
+    return _wrap(text, "  ") + [f"    {command}"] * bool(command)
 
 
 def _confirm_lines(cause: Cause) -> list[str]:

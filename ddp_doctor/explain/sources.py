@@ -175,16 +175,14 @@ def _is_dump(path: Path) -> bool:
 
 def _source(path: Path) -> Source:
     text = path.as_posix().removesuffix(".gz")
-    elastic = _ELASTIC.search(text)
-    if elastic:
-        return Source(name=str(path), path=path, local=int(elastic["local"]))
-    named = _RANK_NAME.search(path.name)
-    if named:
-        is_rank = named[0].startswith("rank")
-        number = int(named["rank"])
-        return Source(name=str(path), path=path, rank=number if is_rank else None)
-    task = _SLURM_TASK.search(text)
-    return Source(name=str(path), path=path, task=int(task["task"]) if task else None)
+    rank = local = task = None
+    if elastic := _ELASTIC.search(text):
+        local = int(elastic["local"])
+    elif named := _RANK_NAME.search(path.name):
+        rank = int(named["rank"]) if named[0].startswith("rank") else None
+    elif slurm := _SLURM_TASK.search(text):
+        task = int(slurm["task"])
+    return Source(name=str(path), path=path, rank=rank, local=local, task=task)
 
 
 def _without_lone_task(sources: list[Source]) -> list[Source]:

@@ -110,8 +110,8 @@ class Assembler:
             return None
         frame = _FRAME.match(text)
         rich = _RICH_FRAME.match(text) if self.num_open and not frame else None
-        if frame or rich:
-            self._add_frame(frame or rich)
+        if found := frame or rich:
+            self._add_frame(found)
             self.last_line = line
             return None
         if self.num_open:
@@ -145,9 +145,7 @@ class Assembler:
         self.num_open = min(self.num_open + 1, 64)
         self.in_message, self.message_lines, self.idle_lines = None, 0, 0
 
-    def _add_frame(self, match: re.Match[str] | None) -> None:
-        if match is None:
-            return
+    def _add_frame(self, match: re.Match[str]) -> None:
         if self.num_open == 0:
             if not match["function"]:
                 return
@@ -168,7 +166,9 @@ class Assembler:
             self.source = text.strip()
         if self.idle_lines > _MAX_LINES:
             return self.cut_off()
-        match = _LAST.match(text.removeprefix("  ") if self.is_in_block(text) else text)
+        # WHY: torchrun's last block indents a quoted traceback by two blanks
+        is_in_block = text.startswith("  ") and text[2:3].isalpha()
+        match = _LAST.match(text.removeprefix("  ") if is_in_block else text)
         if not match or not self._is_type(match["type"], match["message"]):
             return None
         raised = Raised(
@@ -187,11 +187,6 @@ class Assembler:
             self._close()
         self.in_message, self.message_lines = found, 0
         return found
-
-    @staticmethod
-    def is_in_block(text: str) -> bool:
-        """torchrun's last block indents a quoted traceback by two blanks."""
-        return text.startswith("  ") and text[2:3].isalpha()
 
     def _is_type(self, name: str, message: str | None) -> bool:
         last = name.rpartition(".")[2]
