@@ -38,16 +38,35 @@ class ConfusionMatrix:
         self.sums += torch.bincount(places, minlength=self.sums.numel()).view_as(self.sums)
 
     def report(self) -> dict[str, Any]:  # Any: JSON
-        """Return the matrix and the figures of each class."""
+        """Return the matrix and the figures of each class; None where the divisor is 0."""
+        counts = self.sums.tolist()
+        classes = []
+        for index, row in enumerate(counts):
+            num_samples, num_predicted = sum(row), sum(other[index] for other in counts)
+            classes.append(
+                {
+                    "name": name_of(index, self.names),
+                    "samples": num_samples,
+                    "predicted": num_predicted,
+                    **shares_of(row[index], predicted=num_predicted, labelled=num_samples),
+                }
+            )
         return {
-            "classes": class_figures(self.sums.tolist(), names=self.names),
+            "classes": classes,
             "confusion": self.sums[:, :-1].tolist(),
             "predicted_no_class": int(self.sums[:, -1].sum()),
         }
 
     def lines(self, report: Mapping[str, Any]) -> list[str]:
-        """Format the result of report as lines of text."""
-        return confusion_lines(report)
+        """Format a table of the classes, and the matrix if it is small enough to be read."""
+        lines = []
+        if report["predicted_no_class"]:
+            count = report["predicted_no_class"]
+            lines.append(f"predicted as no class of the data: {count} samples")
+        lines += ["", *_class_table(report["classes"])]
+        if len(report["classes"]) <= MAX_COLUMNS:
+            lines += ["", *_matrix(report["classes"], report["confusion"])]
+        return lines
 
 
 class SumsTable:
@@ -173,37 +192,6 @@ class FirstMistakes:
         # WHY stable: it keeps the order of the samples
         order = columns[0].argsort(descending=True, stable=True)[: self._most]
         return [column.index_select(0, order) for column in columns]
-
-
-def class_figures(counts: Sequence[Sequence[int]], *, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return samples, precision, recall and F1 of each class; None where the divisor is 0.
-
-    counts: a row for each class; columns beyond the classes count outputs that are no class.
-    """
-    figures = []
-    for index, row in enumerate(counts):
-        correct, num_samples = row[index], sum(row)
-        num_predicted = sum(other[index] for other in counts)
-        figures.append(
-            {
-                "name": name_of(index, names),
-                "samples": num_samples,
-                "predicted": num_predicted,
-                **shares_of(correct, predicted=num_predicted, labelled=num_samples),
-            }
-        )
-    return figures
-
-
-def confusion_lines(report: Mapping[str, Any]) -> list[str]:
-    """Format a table of the classes, and the matrix if it is small enough to be read."""
-    lines = []
-    if report["predicted_no_class"]:
-        lines.append(f"predicted as no class of the data: {report['predicted_no_class']} samples")
-    lines += ["", *_class_table(report["classes"])]
-    if len(report["classes"]) <= MAX_COLUMNS:
-        lines += ["", *_matrix(report["classes"], report["confusion"])]
-    return lines
 
 
 def shares_of(hit: float, *, predicted: float, labelled: float) -> dict[str, float | None]:

@@ -56,7 +56,7 @@ BUDGETS = {
     "hardened_ddp/*": 34_000,
     "hardened_ddp/settings/*": 2_600,
     "hardened_ddp/reporting/*": 1_995,
-    "hardened_ddp/task/*": 2_300,
+    "hardened_ddp/task/*": 2_290,
     "ddp_drills/*": 2_640,
     "launchers/*": 750,
     "tests/*": 37_900,

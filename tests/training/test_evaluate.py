@@ -12,7 +12,7 @@ from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.data.sources.digits import open_digits
 from hardened_ddp.errors import CheckpointMismatchError, ModelError
 from hardened_ddp.reporting.summary import print_report
-from hardened_ddp.task.details import class_figures, confusion_lines
+from hardened_ddp.task.details import ConfusionMatrix
 from hardened_ddp.training.weights import example_inputs, model_tensors, rebuild_model
 from tests.harness.ranks import train
 from tests.harness.run_folder import only_run
@@ -25,7 +25,7 @@ def digits_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on the digits that is good, but not so good that there are no mistakes to count."""
     folder = tmp_path_factory.mktemp("evaluate") / "runs"
     argv = ["--cpu_only", "--model", "mlp", "--epochs", "1", "--output_dir", str(folder)]
-    train(argv).ok()
+    train([*argv, "--checkpoint_every_steps", "0"]).ok()  # one at the end, however slow it is
     return only_run(folder)
 
 
@@ -108,7 +108,9 @@ def test_a_model_that_has_changed_since_is_refused_with_what_differs(digits_run:
 
 
 def test_figures_of_a_class_are_those_of_the_textbook() -> None:
-    first, second, third = class_figures([[3, 1, 0], [2, 4, 1], [0, 0, 0]], names=["a", "b"])
+    matrix = ConfusionMatrix(3, names=["a", "b"], device=torch.device("cpu"))
+    matrix.sums[:, :3] = torch.tensor([[3, 1, 0], [2, 4, 1], [0, 0, 0]])
+    first, second, third = matrix.report()["classes"]
     assert first == {
         "name": "a",
         "samples": 4,
@@ -124,21 +126,18 @@ def test_figures_of_a_class_are_those_of_the_textbook() -> None:
 def test_many_classes_are_printed_short(capsys: pytest.CaptureFixture[str]) -> None:
     import sys
 
-    size = 200
-    counts = [[int(row == column) for column in range(size)] for row in range(size)]
+    matrix = ConfusionMatrix(200, device=torch.device("cpu"))
+    matrix.sums[:, :200] = torch.eye(200)
     report = {
         "checkpoint": "x",
         "step": 1,
         "dataset": "\N{SNOWMAN}",
-        "num_samples": size,
-        "loss": 0.0,
+        "num_samples": 200,
         "is_data_of_training": True,
         "left_out": [],
-        "predicted_no_class": 0,
-        "classes": class_figures(counts, names=[]),
-        "confusion": counts,
+        **matrix.report(),
     }
-    table = confusion_lines(report)
+    table = matrix.lines(report)
     assert print_report(report, metrics="", table=table, place=Path("x"), output=sys.stdout)
     reading, writing = os.pipe()
     os.close(reading)
