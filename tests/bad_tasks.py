@@ -18,13 +18,11 @@ LABELS: dict[str, Callable[[int], Any]] = {
     "binary": lambda i: torch.tensor([float(i % 2)]),
     "too large": lambda i: 5 if i == 9 else i % 2,
     "at the start": lambda i: 5 if i == 1 else i % 2,
-    "negative": lambda i: -1 if i == 9 else i % 2,
     "half": lambda i: i % 2 / 2,
     "NaN": lambda i: math.nan if i < 2 else 1.0 + i,
     "later NaN": lambda i: math.nan if i == 5 else 1.0 + i,
     "pair": lambda i: torch.tensor([i % 2, 1]),
     "two": lambda i: torch.tensor([2, i % 2]),
-    "tokens": lambda i: torch.tensor([0, 1, 2]),
     "token 9": lambda i: torch.tensor([0, 1, 9]),
     "token -1": lambda i: torch.tensor([0, 1, -1]),
     "map": lambda i: torch.zeros(4, 4, dtype=torch.int64),
@@ -165,7 +163,6 @@ class Model(nn.Module):
             "losses": {"loss": logits.sum(1)},
             "detached": {"loss": value.detach()},
             "two losses": {"loss_g": value, "loss_d": -value},
-            "NaN loss": {"loss": value * math.nan},
         }
         return found[self.kind]
 
