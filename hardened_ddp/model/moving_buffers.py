@@ -179,19 +179,13 @@ class MovingBuffers:
             parts.append(_to_pieces(counts, is_main=is_main))
         if parts:
             flat = sum_(torch.cat(parts))  # collective
-            sums = list(torch.split(flat, [part.numel() for part in parts]))
+            num_singles = sum(buffer.numel() for buffer in singles)
             if counters:
-                copy_each(counters, _from_pieces(sums.pop(), counters))
-            if singles:
-                # the pieces of counters were taken: so one kernel divides everything
-                flat.mul_(1 / world_size)
-                copy_each(singles, [s.view(b.shape) for s, b in zip(sums, singles, strict=True)])
+                copy_each(counters, _from_pieces(flat[num_singles:], counters))
+            _spread(flat[:num_singles].mul_(1 / world_size), singles)
         if doubles:
-            flat = sum_(
-                torch.cat([buffer.reshape(-1).to(device) for buffer in doubles])
-            )  # collective
-            means = torch.split(flat.mul_(1 / world_size), [buffer.numel() for buffer in doubles])
-            copy_each(doubles, [m.view(b.shape) for m, b in zip(means, doubles, strict=True)])
+            flat = torch.cat([buffer.reshape(-1).to(device) for buffer in doubles])
+            _spread(sum_(flat).mul_(1 / world_size), doubles)  # collective
 
     def _place(self, name: str) -> Place | None:
         """Return the place of a tensor; None: forward has not made it yet."""
@@ -231,8 +225,7 @@ class MovingBuffers:
             flat = torch.cat([part.reshape(-1) for part in parts])
             wide = flat if flat.dtype == torch.float64 else flat.float()
             sums = sum_(wide if is_main else torch.zeros_like(wide))  # collective
-            values = torch.split(sums, [part.numel() for part in parts])
-            copy_each(parts, [v.view(p.shape) for v, p in zip(values, parts, strict=True)])
+            _spread(sums, parts)
 
 
 def _set(place: Place, copy: torch.Tensor | None) -> None:
@@ -260,6 +253,12 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
         return
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
+
+
+def _spread(flat: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    """Copy the values of flat to targets, one after the other."""
+    parts = torch.split(flat, [target.numel() for target in targets])
+    copy_each(targets, [p.view(t.shape) for p, t in zip(parts, targets, strict=True)])
 
 
 def _to_pieces(counters: Sequence[torch.Tensor], *, is_main: bool) -> torch.Tensor:

@@ -19,6 +19,7 @@ from hardened_ddp.data.foreign_code import describe, import_callable, line_of_us
 from hardened_ddp.errors import ANY_FAILURE, OptimizerError
 from hardened_ddp.model.optimizer_state import KNOWN, is_known
 from hardened_ddp.model.parameter_groups import Group, check_options
+from hardened_ddp.model.schedule import needed_arguments
 from hardened_ddp.settings.config import OptimizerConfig
 from hardened_ddp.settings.declare import ImportPath
 
@@ -180,13 +181,7 @@ def _call(
 
 def _check_step(optimizer: Optimizer, name: str) -> None:
     """Refuse an optimizer whose step needs the loss to be computed again, as LBFGS."""
-    needed = [
-        parameter.name
-        for parameter in inspect.signature(optimizer.step).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
-    if needed:
+    if needed := needed_arguments(optimizer.step):
         raise OptimizerError(
             f"{name} can't be used: its step() needs {', '.join(needed)}. Such an optimizer "
             "computes the loss several times in one step; here all ranks compute one gradient, "

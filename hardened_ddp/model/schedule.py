@@ -201,13 +201,7 @@ class Schedule:
                     "resumed run could not continue it",
                     fix=_FORMS,
                 )
-        needed = [
-            parameter.name
-            for parameter in inspect.signature(made.step).parameters.values()
-            if parameter.default is parameter.empty
-            and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        ]
-        if needed:
+        if needed := needed_arguments(made.step):
             raise OptimizerError(
                 f"--lr_schedule {path} can't be used: its step() needs {', '.join(needed)}. A "
                 "schedule here is stepped after each optimizer step, when there is no such value",
@@ -217,6 +211,16 @@ class Schedule:
         words = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
         self.described = f"lr_schedule: {path}({words}), stepped after each optimizer step"
         return made
+
+
+def needed_arguments(call: Callable[..., Any]) -> list[str]:
+    """Name the parameters of a user's function that have no default value."""
+    return [
+        parameter.name
+        for parameter in inspect.signature(call).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
 
 
 def learning_rate(

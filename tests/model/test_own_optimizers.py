@@ -380,6 +380,7 @@ def learn(output: Path, *words: str, ok: bool = True) -> dict[str, torch.Tensor]
         (["--collate", f"{OWN}:missing"], "can't be imported", False),
         (["--model", "no.such:Net"], "can't be imported", False),
         (["--dataset", "no.such:data"], "can't be imported", False),
+        (["--dataset", "digitz"], "did you mean digits?", False),
         (["--dataset", "image_folder:/x"], "--dataset_args '{root: /x}'", False),
         (["--task", f"{OWN}:Missing"], "can't be imported", False),
         (["--metrics", "{own: no.such:Metric}"], "can't be imported", False),

@@ -15,9 +15,7 @@ from hardened_ddp.gradients.buckets import Buckets
 from hardened_ddp.gradients.choose import sum_gradients_of
 from hardened_ddp.gradients.local import LocalGradients
 from hardened_ddp.gradients.sums import GradientSum, Marks
-from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.precision import Precision
-from hardened_ddp.model.replica import Replica
 from hardened_ddp.preflight.probe import Findings, choose_find_unused, probe
 from hardened_ddp.preflight.trial import Trial
 from hardened_ddp.ranks.group import Group, open_group
@@ -162,29 +160,6 @@ def test_a_model_that_fails_on_one_rank_fails_on_all_with_one_message() -> None:
         assert "(2, 2)" in message
 
 
-class Failing(nn.Module):
-    """Raises what it is given."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        raise self.error
-
-
-FIXES = {ModelError: "", ValueError: "the whole traceback is in this rank's log"}
-
-
-@pytest.mark.parametrize("kind", FIXES)
-def test_a_message_with_a_bar_arrives_whole(kind: type[Exception]) -> None:
-    group = Group(read_launch({}), CPU)
-    with pytest.raises(ModelError) as caught:
-        look_at(Failing(kind("int | None is no dtype")), group)
-    assert "int | None is no dtype" in caught.value.message
-    assert caught.value.fix.endswith(FIXES[kind])
-
-
 def test_probe_leaves_weights_buffers_and_gradients_as_they_were() -> None:
     group = Group(read_launch({}), CPU)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
@@ -240,30 +215,6 @@ def test_large_gradients_whose_sum_is_too_large_are_numbers(value: float, is_fin
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, value)
     assert LocalGradients(model).are_finite() is is_finite
-
-
-def average_buffers() -> dict[str, list[float]]:
-    group = rendezvous()
-    model = nn.BatchNorm1d(2)
-    names = ("running_mean", "running_var", "num_batches_tracked")
-    replica = Replica(model, MovingBuffers(model, names))
-    model(torch.full((4, 2), float(group.launch.rank)) + torch.arange(8.0).view(4, 2))
-    if group.launch.rank == 0:
-        model(torch.ones(4, 2))
-    own = model.running_mean.tolist()
-    replica.sync_buffers(group)
-    group.close()
-    return {"own": own, **{name: getattr(model, name).flatten().tolist() for name in names}}
-
-
-def test_moving_buffers_become_the_mean_over_ranks() -> None:
-    first, second, third = run_ranks(average_buffers, 3)
-    assert first["own"] != second["own"]
-    for name in ("running_mean", "running_var", "num_batches_tracked"):
-        assert first[name] == second[name] == third[name]
-    expected = sum(rank["own"][0] for rank in (first, second, third)) / 3
-    assert first["running_mean"][0] == pytest.approx(expected, rel=1e-6)
-    assert first["num_batches_tracked"] == [2.0]
 
 
 def sum_without_samples() -> list[float]:

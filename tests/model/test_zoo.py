@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hardened_ddp.errors import ModelError
-from hardened_ddp.model.zoo import build_model
+from hardened_ddp.model.zoo import build_model, check_model
 from hardened_ddp.settings.config import ModelConfig
 
 
@@ -25,3 +25,10 @@ def test_the_default_model_says_that_it_needs_images(shape: tuple[int, ...]) -> 
     with pytest.raises(ModelError, match="simple_cnn needs images") as caught:
         build_model(ModelConfig(), num_classes=2, input_shape=shape, task="classification")
     assert "--model mlp" in caught.value.fix
+
+
+def test_a_misspelled_name_is_answered_with_the_nearest_ones() -> None:
+    with pytest.raises(ModelError, match=r"'simple_cn' \(did you mean simple_cnn"):
+        check_model("simple_cn")
+    with pytest.raises(ModelError, match="no model is called 'nonet'"):
+        check_model("nonet")

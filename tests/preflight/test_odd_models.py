@@ -11,14 +11,12 @@ import torch
 from torch import nn
 
 from hardened_ddp.data.sources.datasets import build_data
-from hardened_ddp.errors import DataError, HardenedError, ModelError, OptimizerError
-from hardened_ddp.model.optimizer import build_optimizer
+from hardened_ddp.errors import DataError, HardenedError, ModelError
 from hardened_ddp.model.replica import check_same_model
 from hardened_ddp.model.zoo import place_model
 from hardened_ddp.ranks.group import open_group
 from hardened_ddp.ranks.launch import read_launch
-from hardened_ddp.settings.config import DataConfig, ModelConfig, OptimizerConfig
-from hardened_ddp.settings.declare import ImportPath
+from hardened_ddp.settings.config import DataConfig, ModelConfig
 from hardened_ddp.streams import stream_views
 from tests.harness.ranks import run_ranks, train
 
@@ -196,16 +194,6 @@ def no_classes(train: bool) -> Any:
 def test_a_dataset_of_no_classes_is_refused() -> None:
     with pytest.raises(DataError, match="its num_classes is 0"):
         build_data(DataConfig(dataset="tests.preflight.test_odd_models:no_classes"))
-
-
-def no_optimizer(parameters: Any, lr: float) -> None:
-    """Return none, as a function without a return does."""
-
-
-def test_an_optimizer_that_is_none_is_refused() -> None:
-    config = OptimizerConfig(optimizer=ImportPath("tests.preflight.test_odd_models:no_optimizer"))
-    with pytest.raises(OptimizerError, match="returned a NoneType"):
-        build_optimizer(nn.Linear(2, 2).parameters(), config)
 
 
 def test_a_drop_last_that_would_leave_no_step_is_told(tmp_path: Path) -> None:
