@@ -7,7 +7,7 @@ attributes a forward changes, whether logits and labels fit.
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 import torch
@@ -17,7 +17,6 @@ from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.fetch import preserved_rng
 from hardened_ddp.errors import ModelError, UnusedParameterError
 from hardened_ddp.model.effects import Effects, InputEffects
-from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.replica import NO_COLLECTIVES, ForwardCollectives
 from hardened_ddp.preflight.forward_collectives import calls_of, find_collectives, watching
 from hardened_ddp.preflight.trial import Refusal, Trial, fix_by, try_on_all_ranks
@@ -62,11 +61,8 @@ class Findings:
     changes_inputs: bool = False
     """Forward or loss change a batch in place."""
 
-    attributes: MovingAttributes = field(default_factory=MovingAttributes)
-    """The plain attributes of model and task, such as a counter of the model's calls."""
-
     moves_attributes: bool = False
-    """Some of them changed."""
+    """It changes plain attributes of model or task, such as a counter of its calls."""
 
 
 def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
@@ -75,7 +71,7 @@ def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
     Raises ModelError on every rank if the model failed on any.
     """
     module, task, group = trial.model, trial.task, trial.group
-    attributes = MovingAttributes(module, task)
+    attributes = trial.attributes
     shapes = saved_shapes(module)
     collectives = NO_COLLECTIVES
 
@@ -121,7 +117,7 @@ def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
     task.take_over(learned)
     warn_of_unsaved(findings.own_tensors)
     moves = attributes.agree([found[-1] for found in everyone if found is not None])
-    return replace(findings, collectives=collectives, attributes=attributes, moves_attributes=moves)
+    return replace(findings, collectives=collectives, moves_attributes=moves)
 
 
 def _look_closer(trial: Trial, effects: Effects, inputs: InputEffects) -> None:
@@ -129,12 +125,18 @@ def _look_closer(trial: Trial, effects: Effects, inputs: InputEffects) -> None:
 
     Finds more, as a rule: WHY not instead, some models can't run so.
     """
-    batch, again = inputs.original.copied(), replace(trial, task=copy.copy(trial.task))
+    batch, task = inputs.original.copied(), copy.copy(trial.task)
+
+    def train() -> None:
+        with trial.precision.autocast():
+            score = task.score(task.forward(trial.model, batch), batch)
+        score.loss_sum.backward()  # type: ignore[no-untyped-call]  # torch
+
     if any(getattr(part, "_compiled_call_impl", None) for part in trial.model.modules()):
         return
     try:
         with preserved_rng():
-            effects.run(lambda: again.train(batch), inputs, batch)
+            effects.run(train, inputs, batch)
     except Exception:  # WHY broad: torch and the user's model, under a mode; it ran without
         log.debug("the trial operator by operator failed", exc_info=True)
 

@@ -9,7 +9,6 @@ Does not own: BatchNorm, which is as in its evaluation here; what differs by pad
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -31,19 +30,20 @@ def warn_of_shared_loss(trial: Trial, samples: Sequence[Batch]) -> None:
     Without gradients, and as in an evaluation: dropout would differ too.
     """
     # WHY a copy: a task learns from what it scores, and each rank sees something else.
-    trial = replace(trial, task=copy.copy(trial.task))
+    model, task = trial.model, copy.copy(trial.task)
+
+    def loss_of(batch: Batch) -> float:
+        batch = batch.copied()
+        return task.score(task.forward(model, batch), batch).loss_sum.item()
 
     def compare(batch: Batch, effects: Effects) -> list[float]:
         alone = [take(batch, [place]) for place in range(batch.num_samples)]
         if len(alone) < 2 or not _has_same_values(batch, alone):
             return []
-        with torch.no_grad(), watching(trial.model, trial.group, refuses=True):
-            together, apart, again = (
-                sum(trial.score(part.copied()).loss_sum.item() for part in parts)
-                for parts in ([batch], alone, [batch])
-            )
-        # WHY once more: a model that draws random numbers gives another loss each time
-        is_shared = not _is_near(together, apart) and _is_near(together, again)
+        with torch.no_grad(), watching(model, trial.group, refuses=True):
+            together, apart = loss_of(batch), sum(map(loss_of, alone))
+            # WHY once more: a model that draws random numbers gives another loss each time
+            is_shared = not _is_near(together, apart) and _is_near(together, loss_of(batch))
         return [together, apart] if is_shared else []
 
     everyone = try_on_all_ranks(trial, samples, compare, evaluates=True)  # collective

@@ -1,13 +1,14 @@
 """One way to try something before the first step: it changes nothing, and all ranks learn of it.
 
 The model runs without DDP, so what fails on one rank ends in one message on all, not in a hang.
-Afterwards mode, random numbers, gradients, and whatever forward moves are as before.
+Afterwards mode, random numbers, gradients, and whatever forward moves are as before: attributes as
+they were when the Trial was made.
 Does not own: what is tried (the other files here).
 """
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -37,6 +38,11 @@ class Trial:
     task: Task
     precision: Precision
     group: Group
+    attributes: MovingAttributes = field(init=False)
+    """Those of model and task that are no tensors, such as a counter of the model's calls."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "attributes", MovingAttributes(self.model, self.task))
 
     def score(self, batch: Batch) -> Score:
         """Run the forward of a batch. Rank-local."""
@@ -85,7 +91,6 @@ def try_on_all_ranks(
     """
     mine: dict[str, Any] = {"found": []}
     modes = [(module, module.training) for module in trial.model.modules()]
-    attributes = MovingAttributes(trial.model, trial.task)
     try:
         if evaluates:
             trial.model.eval()
@@ -102,7 +107,7 @@ def try_on_all_ranks(
         mine = {"error": f"{describe(error)}{line_of_user(error)}", "fix": fix}
     finally:
         trial.model.zero_grad(set_to_none=True)
-        attributes.reset()
+        trial.attributes.reset()
         for module, was_training in modes:
             module.training = was_training
     everyone = trial.group.gather_json(mine)  # collective

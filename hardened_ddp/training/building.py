@@ -235,7 +235,7 @@ def build_replica(
     replica = Replica(
         model,
         buffers,
-        attributes=findings.attributes,
+        attributes=trial.attributes,
         channels_last=channels_last,
         copies_inputs=findings.changes_inputs,
         collectives=findings.collectives,
