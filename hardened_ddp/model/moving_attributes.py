@@ -97,6 +97,10 @@ class MovingAttributes:
         """Restore all attributes as they were built: after the trials."""
         self._put({n: self._first.get(n, ABSENT) for n in _changed(self._first, self._copy_all())})
 
+    def note_built(self) -> None:
+        """Take what is there now for what was built: with what the task has learned."""
+        self._first = self._last = self._copy_all()
+
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Restore what changes in training's forward: after an evaluation."""

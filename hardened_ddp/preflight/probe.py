@@ -71,14 +71,13 @@ def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
     Raises ModelError on every rank if the model failed on any.
     """
     module, task, group = trial.model, trial.task, trial.group
-    attributes = trial.attributes
     shapes = saved_shapes(module)
     collectives = NO_COLLECTIVES
 
     def run(batch: Batch | None, effects: Effects) -> Any:  # Any: JSON
         nonlocal collectives
         if batch is None:
-            return attributes.changes()
+            return trial.attributes.changes()
         refuse_nan(module)
         inputs = InputEffects(batch.copied())
         with trial.precision.autocast(), watching(module, group) as watch:
@@ -116,7 +115,8 @@ def probe(trial: Trial, samples: Sequence[Batch]) -> Findings:
         learned |= found[-1]["learned"]
     task.take_over(learned)
     warn_of_unsaved(findings.own_tensors)
-    moves = attributes.agree([found[-1] for found in everyone if found is not None])
+    trial.attributes.note_built()
+    moves = trial.attributes.agree([found[-1] for found in everyone if found is not None])
     return replace(findings, collectives=collectives, moves_attributes=moves)
 
 

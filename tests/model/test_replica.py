@@ -22,6 +22,7 @@ from hardened_ddp.ranks.group import Group, open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.settings.config import Config
 from hardened_ddp.task.classification import Classification
+from hardened_ddp.task.regression import Regression
 from tests.harness.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -197,6 +198,18 @@ def test_a_tensor_that_forward_makes_and_reads_again_is_told(
     assert "that it reads in the next one: before." in caplog.text
     assert model.before is None
     assert model.last is None
+
+
+class OfUser(Regression):
+    """A task of the user's own: what is put back after a trial are its attributes, too."""
+
+
+def test_what_a_task_of_the_user_learned_is_kept_when_trials_are_undone() -> None:
+    group, task = Group(read_launch({}), CPU), OfUser()
+    trial = Trial(nn.Linear(4, 1), task, Precision("off", CPU), group)
+    probe(trial, [Batch(torch.randn(2, 4), torch.tensor([1.0, 4.0]), torch.arange(2))])
+    trial.attributes.reset()
+    assert task.learned() == {"origin": [2.5]}
 
 
 def test_labels_beyond_the_classes_are_named() -> None:

@@ -57,6 +57,8 @@ BUDGETS = {
     "hardened_ddp/settings/*": 2_600,
     "hardened_ddp/reporting/*": 1_995,
     "hardened_ddp/task/*": 2_290,
+    "hardened_ddp/model/*": 3_280,
+    "hardened_ddp/preflight/*": 1_380,
     "ddp_drills/*": 2_640,
     "launchers/*": 750,
     "tests/*": 37_900,
