@@ -65,7 +65,7 @@ DOCTOR, FORMATS = "tests/runs/test_doctor.py", "tests/export/test_export_formats
 PROBLEMS, SETTINGS, FORMAT = (
     "tests/settings/test_settings_problems.py",
     "tests/settings/test_settings.py",
-    "tests/model/test_memory_format.py",
+    "tests/preflight/test_memory_format.py",
 )
 
 MUTATIONS = [

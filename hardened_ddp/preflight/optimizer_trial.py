@@ -11,6 +11,7 @@ Does not own: saving (model/optimizer_state.py). torch's adamw, adam and sgd are
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.nn import Parameter
@@ -45,7 +46,9 @@ def build_schedule(trial: Trial, config: OptimizerConfig, *, total_steps: int) -
         def run(groups: Sequence[Group], effects: Effects) -> None:
             _try([_stand_ins(group) for group in groups], config, total_steps)
 
-        try_on_all_ranks(trial, [groups], run, _FAILS)  # collective
+        name = f"--optimizer {config.optimizer} with --lr_schedule {config.lr_schedule}"
+        refusal = replace(_FAILS, what=f"the trial of {name} failed")
+        try_on_all_ranks(trial, [groups], run, refusal)  # collective
     for line in (described(optimizer, config), schedule.described):
         if line:
             log.info("%s", line)
@@ -53,7 +56,7 @@ def build_schedule(trial: Trial, config: OptimizerConfig, *, total_steps: int) -
 
 
 _FAILS = Refusal(
-    what="the trial of the optimizer and its schedule failed",
+    what="the trial of the optimizer failed",
     fix=lambda _: (
         "they must work with a plain step(), and give their state by state_dict(); an "
         "optimizer that needs the loss again, in a closure, can't be used"

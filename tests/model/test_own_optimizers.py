@@ -58,20 +58,13 @@ def rates(schedule: Schedule, num_steps: int, group: int = 0) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(f"torch.optim:{name}" for name in ("RAdam", "NAdam", "Adagrad", "Rprop", "RMSprop")),
-        *(
-            "torch.optim:Adadelta",
-            "torch.optim:Adamax",
-            "torch.optim:ASGD",
-            "torch.optim:Adafactor",
-        ),
-        *(f"{OWN}:{name}" for name in ("Lion", "Adaptive", "Noisy", "OwnFormat")),
-        "torch.optim:AdamW",
-    ],
-)
+OF_TORCH = ["RAdam", "NAdam", "Adagrad", "Rprop", "RMSprop", "Adadelta", "Adamax", "ASGD"]
+OF_TORCH += ["Adafactor", "AdamW"]
+BY_PATH = [f"torch.optim:{name}" for name in OF_TORCH]
+BY_PATH += [f"{OWN}:{name}" for name in ("Lion", "Adaptive", "Noisy", "OwnFormat")]
+
+
+@pytest.mark.parametrize("name", BY_PATH)
 def test_an_optimizer_by_its_path_can_be_used(name: str) -> None:
     schedule = build(optimizer=name, learning_rate=0.01)
     assert type(schedule.optimizer).__name__ == name.partition(":")[2]
