@@ -36,17 +36,8 @@ class Divergence:
 
 def compare_replicas(group: Group, tensors: Mapping[str, torch.Tensor]) -> Divergence | None:
     """Compare tensors over the ranks; None: they are equal, bit for bit. Collective: all ranks."""
-    if group.world_size == 1:
-        return None
-    pairs = checksums(tensors)
-    # WHY an all-reduce: the fastest collective of a group. Each rank fills its own row.
-    table = torch.zeros(group.world_size, 2, dtype=torch.int64, device=pairs.device)
-    table[group.launch.rank] = combine(pairs)
-    rows = group.sum_(table).tolist()  # collective
-    if all(row == rows[0] for row in rows):
-        return None
-    mine = {name: str(pair) for name, pair in zip(tensors, pairs.tolist(), strict=True)}
-    return judge(group.gather_json(mine))  # collective
+    everyone = _gather_if_different(group, tensors)  # collective
+    return judge(everyone) if everyone else None
 
 
 def differing_on_many(group: Group, tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -55,23 +46,29 @@ def differing_on_many(group: Group, tensors: Mapping[str, torch.Tensor]) -> list
     If one of at least three ranks differs, and all others are equal, that is a case for
     compare_replicas: a tensor that is meant to change does so on more than one rank.
     """
+    everyone = _gather_if_different(group, tensors)  # collective
+    found = []
+    for name in tensors if everyone else ():
+        counts = Counter(own[name] for own in everyone)
+        is_one_odd = len(everyone) >= 3 and sorted(counts.values()) == [1, len(everyone) - 1]
+        if len(counts) > 1 and not is_one_odd:
+            found.append(name)
+    return found
+
+
+def _gather_if_different(group: Group, tensors: Mapping[str, torch.Tensor]) -> list[dict[str, str]]:
+    """Return each rank's checksums of its tensors; nothing if all ranks are equal. Collective."""
     if group.world_size == 1 or not tensors:
         return []
     pairs = checksums(tensors)
+    # WHY an all-reduce: the fastest collective of a group. Each rank fills its own row.
     table = torch.zeros(group.world_size, 2, dtype=torch.int64, device=pairs.device)
     table[group.launch.rank] = combine(pairs)
     rows = group.sum_(table).tolist()  # collective
     if all(row == rows[0] for row in rows):
         return []
     mine = {name: str(pair) for name, pair in zip(tensors, pairs.tolist(), strict=True)}
-    everyone = group.gather_json(mine)  # collective
-    found = []
-    for name in tensors:
-        counts = Counter(own[name] for own in everyone)
-        is_one_odd = len(everyone) >= 3 and sorted(counts.values()) == [1, len(everyone) - 1]
-        if len(counts) > 1 and not is_one_odd:
-            found.append(name)
-    return found
+    return group.gather_json(mine)  # collective
 
 
 def judge(everyone: list[dict[str, str]]) -> Divergence:

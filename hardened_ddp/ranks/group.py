@@ -211,10 +211,6 @@ class Group:
             defer_s=DEFER_S if is_everywhere else 0.0,
         )
 
-    def published_failures(self) -> dict[int, str]:
-        """Return the reason of each other rank that failed, as far as known. Rank-local."""
-        return read_failures(self.store, reader=self.launch.rank)
-
     def leave(self) -> None:
         """Tell the others at once that this rank joins no further collective. Rank-local.
 
@@ -352,7 +348,7 @@ def _await_failures(group: Group) -> dict[int, str]:
     while True:
         # WHY before reading: a process that has ended has already written its reason
         has_dead_peer = group.shared is not None and group.shared.has_dead_peer()
-        found = group.published_failures()
+        found = read_failures(group.store, reader=group.launch.rank)
         if found or has_dead_peer or time.monotonic() > end:
             return found
         time.sleep(poll_s(group.world_size))

@@ -25,7 +25,6 @@ from pathlib import Path
 
 from hardened_ddp.ranks.launchers_env import (
     TORCHRUN,
-    Launch,
     is_of_operator,
     is_step,
     names_of_mpi,
@@ -37,22 +36,10 @@ from hardened_ddp.ranks.launchers_env import (
     refuse_missing_torchrun,
     whole_number,
 )
+from hardened_ddp.ranks.launchers_env import Launch as Launch  # for those who are launched
 from hardened_ddp.ranks.process import START_FIELD, ancestors, stat_fields
 from hardened_ddp.ranks.start_command import COMMAND, command_words, srun_words
 from hardened_ddp.settings.typed_command import StartCommand, working_folder
-
-__all__ = [
-    "SAVE_REQUESTS",
-    "Launch",
-    "end_with_launcher",
-    "end_with_parent",
-    "environment",
-    "keep_nccl_from_exiting",
-    "prepare_environment",
-    "prepare_signals",
-    "read_launch",
-    "stop_launcher",
-]
 
 MODELS_FOLDER = Path("models")  # made by setup.sh
 SAVE_REQUESTS = (signal.SIGUSR1, signal.SIGUSR2)

@@ -28,8 +28,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from hardened_ddp.ranks.network import hold_port, port_of
 from tests.harness.fork_server import ERRORS_NAME, MAX_MESSAGE_BYTES, PIDS_NAME, STACK_SIGNAL
@@ -50,14 +49,6 @@ STACK_LIMIT_S = 2.0
 TAIL_CHARACTERS = 12_000
 ANSWER_LIMIT_S = 120.0  # imports of torch and the package, on a machine that does other things too
 CLOSE_LIMIT_S = 10.0
-
-
-class Child(Protocol):
-    """A process that was started: a Popen, or a forked one."""
-
-    @property
-    def pid(self) -> int: ...
-    def poll(self) -> int | None: ...
 
 
 class RankFailure(AssertionError):
@@ -121,7 +112,9 @@ class Finished:
 class Running:
     """Ranks or a program under way. Use it in a with statement: leaving that kills what is left."""
 
-    def __init__(self, children: Sequence[Child], folder: Path) -> None:
+    def __init__(
+        self, children: "Sequence[ForkedChild | subprocess.Popen[bytes]]", folder: Path
+    ) -> None:
         """folder: of their output, until the test ends."""
         self.pids = tuple(child.pid for child in children)
         self._children = children
@@ -130,12 +123,7 @@ class Running:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.kill_all()
 
     @property
@@ -534,7 +522,7 @@ def use_server(address: bytes, log: str) -> None:
 
 
 def server_pids() -> set[int]:
-    """Return the process id of the fork server, if it is this process's own."""
+    """Return the process id of the fork server, if this process started it."""
     return {_server.pid} if _server else set()
 
 
@@ -599,9 +587,6 @@ def _launch(rank: int, world_size: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world_size),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
-        "ROLE_NAME": "default",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": "0",

@@ -36,7 +36,14 @@ from hardened_ddp.ranks.launch import (
 )
 from hardened_ddp.ranks.rendezvous import _listen
 from tests.harness.marks import slow_after
-from tests.harness.processes import HOUR_S, ROOT, deadline, limit_of
+from tests.harness.processes import (
+    HOUR_S,
+    ROOT,
+    clean_environment,
+    deadline,
+    limit_of,
+    read_process,
+)
 from tests.harness.ranks import held_port, run_ranks, start_training
 from tests.launcher_environments import TORCHRUN
 
@@ -90,27 +97,21 @@ def test_a_watched_run_keeps_nccl_from_ending_ranks_that_have_not_saved() -> Non
     assert not alone
 
 
-def test_deterministic_runs_configure_cublas_unless_the_user_did() -> None:
-    env: dict[str, str] = {}
-    prepare_environment(Launch(), env, deterministic=True)
-    assert env == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    env = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
-    prepare_environment(Launch(), env, deterministic=True)
-    assert env == {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
-
-
-@pytest.mark.parametrize("flags", [[], ["--deterministic"]])
-def test_the_run_itself_configures_cublas_if_it_is_to_be_deterministic(
-    flags: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("flags", "given", "value"),
+    [([], None, None), (["--deterministic"], None, ":4096:8"), (["--deterministic"], "x", "x")],
+)
+def test_deterministic_runs_configure_cublas_unless_the_user_did(
+    flags: list[str], given: str | None, value: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop_here(launch: Launch) -> None:
         raise KeyboardInterrupt
 
-    env: dict[str, str] = {}
+    env = {} if given is None else {"CUBLAS_WORKSPACE_CONFIG": given}
     monkeypatch.setattr(ddp_training, "environment", lambda: env)
     monkeypatch.setattr(ddp_training, "prepare_signals", stop_here)
     assert ddp_training.main(["--cpu_only", *flags]) == 130
-    assert ("CUBLAS_WORKSPACE_CONFIG" in env) == bool(flags)
+    assert env.get("CUBLAS_WORKSPACE_CONFIG") == value
 
 
 def test_without_a_gpu_every_rank_gets_the_cpu() -> None:
@@ -368,3 +369,67 @@ def tell_notice() -> str:
 def test_what_rank_0_could_not_write_is_told_once_on_all_other_ranks() -> None:
     told = run_ranks(tell_notice, 3)
     assert told == ["", *["rank 0: no new checkpoint: the disk is full"] * 2]
+
+
+ENDS_WITH_ITS_PARENT = """
+import signal, sys
+from hardened_ddp.ranks.launch import end_with_parent
+end_with_parent()
+print("ready", flush=True)
+if "pause" in sys.argv:
+    signal.pause()
+for line in sys.stdin:
+    print(line.strip(), flush=True)
+"""
+
+
+def start_rank(*words: str) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, "-c", ENDS_WITH_ITS_PARENT, *words],
+        cwd=ROOT,
+        env=clean_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_a_rank_outlives_the_thread_that_started_it() -> None:
+    """A thread pool, Ray or a notebook starts ranks from threads that end at once."""
+    started: list[subprocess.Popen[str]] = []
+    ids: list[int] = []
+
+    def launch() -> None:
+        ids.append(threading.get_native_id())
+        started.append(start_rank())
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+    end = deadline(10)
+    while Path(f"/proc/self/task/{ids[0]}").exists() and time.monotonic() < end:
+        time.sleep(0.001)
+    with started[0] as rank:
+        answer, _ = rank.communicate("still here\n", timeout=60)
+        assert answer == "still here\n"
+    assert rank.returncode == 0
+
+
+def test_a_rank_ends_with_the_process_that_started_it() -> None:
+    reader, writer = os.pipe()
+    launcher = os.fork()
+    if launcher == 0:
+        rank = start_rank("pause")
+        os.write(writer, f"{rank.pid}\n".encode())
+        os._exit(0)
+    os.waitpid(launcher, 0)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        pid = int(told.readline())
+    end = deadline(10)
+    while (process := read_process(pid)) and process.is_alive:
+        assert time.monotonic() < end, "the rank lives on"
+        time.sleep(0.01)
