@@ -62,14 +62,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if shared := getattr(config, "workerinput", {}).get("rank_server"):
+    if shared := getattr(config, "workerinput", {}).get("fork_server"):
         ranks.use_server(*shared)
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's: in the process that shares the tests out
 def pytest_configure_node(node: "WorkerController") -> None:
     # WHY: four imports of torch and its friends are 15 s of CPU time
-    node.workerinput["rank_server"] = ranks.share_server()
+    node.workerinput["fork_server"] = ranks.share_server()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -97,14 +97,14 @@ OWNERS = {
     "signal.signal": "guard/stop.py data/batches/worker_signals.py ddp_training.py",
     "signal.set_wakeup_fd signal.siginterrupt": "guard/stop.py",
     "threading.Thread threading.Timer _thread.* concurrent.futures.Thread*": (
-        "guard/watchdog.py guard/hang.py checkpoint/store.py reporting/* "
-        "data/batches/worker_pool.py ranks/patience.py ranks/parent.py ranks/process.py "
+        "guard/stop.py guard/hang.py checkpoint/store.py reporting/* "
+        "data/batches/worker_pool.py ranks/call_timeout.py ranks/launch.py ranks/process.py "
         "ddp_doctor/audit/injected/*"
     ),
     "print": "reporting/* ddp_runs/* ddp_doctor/* ddp_drills/* ddp_training.py",
     "sys.exit exit quit": "ddp_training.py ddp_doctor/__main__.py",
     "SystemExit": "ddp_training.py errors.py data/foreign_code.py step/failure.py",  # a user's
-    "os._exit": "guard/watchdog.py ddp_drills/injectors.py",
+    "os._exit": "guard/stop.py ddp_drills/injectors.py",
 }
 
 
