@@ -144,10 +144,15 @@ def _new_segments(before: Snapshot) -> list[str]:
 
 
 def _unused_new_segments(before: Snapshot) -> list[str]:
-    """List new segments of torch, but not those that another process works with."""
+    """List new segments of torch by a process of ours, which no other process works with.
+
+    torch names a segment by the process that made it; those of other test sessions come and go.
+    """
     new = {name for name in _list_segments() - before.segments if name.startswith("torch_")}
     if not new:  # WHY first: looking into all processes is slow
         return []
+    ours = {os.getpid(), *ranks.rank_pids(), *descendants_of(os.getpid(), *ranks.keepers())}
+    new = {name for name in new if any(name.startswith(f"torch_{pid}_") for pid in ours)}
     others = list_pids() - {os.getpid()}
     for pid in others:
         with contextlib.suppress(OSError):  # the process is gone by now, or another user's

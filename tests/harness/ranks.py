@@ -500,6 +500,11 @@ def keepers() -> list[int]:
     return [child.keeper for child in _children]
 
 
+def rank_pids() -> list[int]:
+    """Return the process ids of this test's ranks, also of those that ended."""
+    return [child.pid for child in _children]
+
+
 def import_in_server(name: str) -> None:
     """Import a module once for the ranks to come, and not in each of them.
 
