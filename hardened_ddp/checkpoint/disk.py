@@ -70,7 +70,7 @@ class Disk:
     """The calls of the operating system that change the disk."""
 
     # WHY not 0o777 and 0o666: under an umask of 0, as some containers have, every user could write,
-    # and a checkpoint that every user could have changed is not trusted (verify.py)
+    # and a checkpoint that every user could have changed is not trusted (folder.py)
     def make_folder(self, path: Path) -> None:
         os.mkdir(path, 0o775)
 

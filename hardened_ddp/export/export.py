@@ -2,7 +2,7 @@
 
 Owns: export_model and the content of that folder: the model in one format, config.json, a model
 card.
-Does not own: the checkpoint it is made from (verify.py), the formats that hold more
+Does not own: the checkpoint it is made from (checkpoint/), the formats that hold more
 than the weights (formats.py).
 What goes wrong here: an export that is incomplete, or that differs from the checkpoint. So it is
 written under a temporary name, read back, compared, and renamed into place.
