@@ -225,9 +225,9 @@ def find_place(config: Config, earlier: Path | None) -> tuple[Path, Found | None
                 f"there is no run with a checkpoint in {output}",
                 fix="name its folder with --resume, or start one without --resume",
             )
-        return _place_at(newest, config)
+        return _place_at(newest, output)
     if wanted not in ("auto", "never"):
-        return _place_at(Path(wanted), config)
+        return _place_at(Path(wanted), output)
     named = output / config.run.run_name if config.run.run_name else None
     if wanted == "never" and named is not None and (named / CHECKPOINTS_NAME).exists():
         raise RunFolderError(
@@ -245,7 +245,7 @@ def find_place(config: Config, earlier: Path | None) -> tuple[Path, Found | None
     return folder, None
 
 
-def _place_at(path: Path, config: Config) -> tuple[Path, Found | None]:
+def _place_at(path: Path, output: Path) -> tuple[Path, Found | None]:
     """Take a run folder, or one checkpoint inside of it, that the user named."""
     run = run_of_checkpoint(path)
     if run is not None:
@@ -253,7 +253,7 @@ def _place_at(path: Path, config: Config) -> tuple[Path, Found | None]:
     if not path.is_dir():
         raise CheckpointError(
             f"--resume {path}: there is no such folder",
-            fix=f"name a folder that is in {config.run.output_dir}, or --resume newest",
+            fix=f"name a folder that is in {output}, or --resume newest",
         )
     found = _newest_valid(path)
     if found is None:
