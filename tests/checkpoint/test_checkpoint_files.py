@@ -21,14 +21,6 @@ from hardened_ddp.ranks.process import this_process
 from tests.checkpoint_states import found_in, small_state
 
 
-def test_meta_that_is_no_json_is_refused_and_leaves_nothing(store: CheckpointStore) -> None:
-    store.write(1, tensors=small_state(1), meta={})
-    odd: Any = {"path": Path("x")}
-    with pytest.raises(CheckpointError, match="PosixPath"):
-        store.write(2, tensors=small_state(2), meta=odd)
-    assert os.listdir(store.root) == ["step-000000001"]
-
-
 def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
     for step in range(1, 8):
         store.write(

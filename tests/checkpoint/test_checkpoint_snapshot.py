@@ -136,20 +136,6 @@ def test_the_state_written_is_that_of_submit_however_far_the_writer_was(
     assert_same(bench.loaded(5), expected)
 
 
-def test_without_before_update_the_change_would_be_in_the_file(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Show that the test above sees what it is for: the writer does read live tensors."""
-    monkeypatch.setattr(tensors_module, "CHUNK_BYTES", 100)
-    state = some_state()
-    bench.writer.submit(5, tensors=state, meta={})
-    bench.disk.wait_for_write()
-    change(state)
-    bench.disk.open()
-    bench.writer.close(timeout_s=LIMIT_S)
-    assert not bench.loaded(5)["optimizer.exp_avg"].any()
-
-
 def test_an_undisturbed_write_copies_nothing(bench: Bench) -> None:
     bench.disk.open()
     bench.writer.submit(5, tensors=some_state(), meta={})

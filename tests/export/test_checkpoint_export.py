@@ -12,7 +12,7 @@ from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.checkpoint.folder import Rejected, open_checkpoint, verify_checkpoint
 from hardened_ddp.checkpoint.store import CheckpointStore
 from hardened_ddp.errors import CheckpointError
-from hardened_ddp.export.export import _compare, export_model
+from hardened_ddp.export.export import export_model
 from tests.checkpoint_states import assert_same, every_kind, small_state
 
 
@@ -47,22 +47,6 @@ def test_an_export_holds_the_model_without_prefix_and_how_to_load_it(
     assert config["step"] == 2
     assert "load_file" in (output / "README.md").read_text()
     assert os.listdir(output.parent) == ["mine"]
-
-
-@pytest.mark.parametrize(
-    "written",
-    [
-        {"a": torch.zeros(4, dtype=torch.int32)},
-        {"a": torch.zeros(2, 2)},
-        {"a": torch.ones(4)},
-        {"a": torch.zeros(4), "b": torch.zeros(4)},
-    ],
-    ids=["dtype", "shape", "value", "too many"],
-)
-def test_an_export_that_reads_back_otherwise_is_refused(written: dict[str, torch.Tensor]) -> None:
-    _compare({"a": torch.full((4,), torch.nan)}, {"a": torch.full((4,), torch.nan)})
-    with pytest.raises(CheckpointError, match="read back, differ"):
-        _compare(written, {"a": torch.zeros(4)})
 
 
 def test_an_export_prefers_the_best_checkpoint_and_passes_over_a_broken_one(
