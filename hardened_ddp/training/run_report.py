@@ -41,6 +41,8 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _MAX_LOGGED = 8  # test samples that are named one by one in the log
+# Steps of a profile. WHY not the first ones: they allocate memory and choose kernels.
+NUM_SKIPPED, NUM_STEPS = 5, 5
 
 
 class RunReport:
@@ -327,10 +329,6 @@ def _make(name: str, config: Config, folder: Path) -> Tracker:
     make = import_callable(name, setting="tracker", error=ConfigError)
     tracker: Tracker = make(folder=folder, settings=settings)
     return tracker
-
-
-NUM_SKIPPED = 5
-NUM_STEPS = 5
 
 
 def start_profile(folder: Path, *, rank: int, device: torch.device) -> Callable[[], None]:

@@ -40,6 +40,8 @@ from hardened_ddp.step.memory import fit_into_memory
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 
+log = logging.getLogger(__name__)
+
 Tensors = dict[str, torch.Tensor]
 Read = Callable[[Sequence[str]], Tensors]
 """Gives the tensors of these names."""
@@ -48,6 +50,9 @@ MOVING = "moving."
 """Begins the names of tensors that a forward changes, and that only an attribute holds."""
 
 _CHUNK_BYTES = 16 * 2**20
+
+OTHER_THREAD_S = 600.0
+"""How long a thread that must save waits for another one that does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +241,6 @@ def restore(parts: Parts, saved: Saved) -> Progress:
         num_errors=int(meta["num_errors"]),
         most_samples=int(meta["most_samples"]),
     )
-
-
-log = logging.getLogger(__name__)
-
-OTHER_THREAD_S = 600.0
-"""How long a thread that must save waits for another one that does."""
 
 
 class Pace:

@@ -32,6 +32,7 @@ from hardened_ddp.settings.typed_command import python_command
 
 log = logging.getLogger(__name__)
 
+MODEL_PREFIX = "model."
 _MOST_NAMED = 40  # tensors of each kind that the log names
 _FEW = 4
 _PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".tar")
@@ -256,9 +257,6 @@ def _some(names: Iterable[str], most: int) -> str:
     every = list(names)
     rest = f" and {len(every) - most} more" if len(every) > most else ""
     return ", ".join(every[:most]) + rest
-
-
-MODEL_PREFIX = "model."
 
 
 def model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
