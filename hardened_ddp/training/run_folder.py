@@ -11,7 +11,7 @@ second, a link where a folder is expected, a full or read-only disk.
 import hashlib
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, partial
@@ -164,19 +164,38 @@ def read_checkpoint(run: RunFolder, group: Group) -> Saved | None:
 
     Returns None to start from the beginning.
     """
+    return _share_chosen(run.folder, lambda: run.checkpoint, group)  # collective
 
-    def choose() -> bool:
-        if run.checkpoint is None:
+
+def read_newest(run: RunFolder, group: Group, *, at_most: int) -> Saved | None:
+    """Tell all ranks of the newest valid checkpoint, of step at_most or before. Collective.
+
+    Returns None if there is none.
+    """
+
+    def choose() -> Found | None:
+        return find_newest(run.folder / CHECKPOINTS_NAME, at_most=at_most)[0]
+
+    return _share_chosen(run.folder, choose, group)  # collective
+
+
+def _share_chosen(folder: Path, choose: Callable[[], Found | None], group: Group) -> Saved | None:
+    """Tell all ranks of the checkpoint that rank 0 chooses. Collective: all ranks."""
+    chosen: list[Found] = []  # on rank 0
+
+    def take() -> bool:
+        found = choose()
+        if found is None:
             return False
-        root = run.folder / CHECKPOINTS_NAME
         # WHY: newer ones, passed over or not wanted, would be taken by the next start.
-        for path in discard_newer(root, run.checkpoint.step):
+        for path in discard_newer(folder / CHECKPOINTS_NAME, found.step):
             log.warning("set aside %s, which is newer than the checkpoint resumed from", path)
+        chosen.append(found)
         return True
 
-    if not group.run_on_main(choose, what="looking at the checkpoint"):  # collective
+    if not group.run_on_main(take, what="looking at the checkpoint"):  # collective
         return None
-    return share_checkpoint(group, run.checkpoint)  # collective
+    return share_checkpoint(group, chosen[0] if chosen else None)  # collective
 
 
 def share_checkpoint(group: Group, found: Found | None) -> Saved:
@@ -190,21 +209,6 @@ def share_checkpoint(group: Group, found: Found | None) -> Saved:
 
 def _read_tensors(found: Found, names: Sequence[str]) -> Tensors:
     return load_checkpoint(found, names=names)[0]
-
-
-def read_newest(run: RunFolder, group: Group, *, at_most: int) -> Saved | None:
-    """Read the newest valid checkpoint, of step at_most or before, on all ranks. Collective.
-
-    Returns None if there is none.
-    """
-
-    def choose() -> bool:
-        run.checkpoint = find_newest(run.folder / CHECKPOINTS_NAME, at_most=at_most)[0]
-        return run.checkpoint is not None
-
-    if not group.run_on_main(choose, what="looking for a checkpoint"):  # collective
-        return None
-    return read_checkpoint(run, group)  # collective
 
 
 def find_place(config: Config, earlier: Path | None) -> tuple[Path, Found | None]:
