@@ -326,14 +326,14 @@ def fit(run: Run) -> Ending:
             finish_epoch(run)  # collective
             continue
         if stop.poll():  # collective: all ranks stop here, or none
-            run.stepper.settle()  # collective
+            run.stepper.confirm_last_step()  # collective
             log.warning("%s: stopping at step %d, saving first", stop.reason, progress.step)
             break
         if stop.has_looked:  # some times a second
             run.do_periodic_work()  # progress bar, checkpoints by time
         try:
             # Forward, backward, all-reduce, update: see step/step.py.
-            outcome = run.stepper.do(window, batches)  # collective
+            outcome = run.stepper.train_step(window, batches)  # collective
         except (NonFiniteError, StepError) as error:
             course = run.rollback.repair_or_raise(error)  # collective
         else:

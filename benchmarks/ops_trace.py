@@ -218,7 +218,7 @@ def _as_on_gpu() -> None:
     - Sums of losses are copied on the device, and not read (Totals.mark asks is_cpu).
     - torch takes one operation for all tensors of a list, where it has one.
     """
-    parts.LATE_DEVICES = (*parts.LATE_DEVICES, "cpu")
+    parts.ASYNC_DEVICES = (*parts.ASYNC_DEVICES, "cpu")
     async_device.Flag = HostFlag  # type: ignore[misc]
     torch.Tensor.is_cpu = property(lambda self: False)  # type: ignore[assignment]
     devices = _foreach_utils._get_foreach_kernels_supported_devices()
@@ -233,7 +233,7 @@ def _count_run(steps: StepTrace, model: nn.Module) -> None:
         lambda self, callback, *, then: then(self, _trace.of_other_threads(callback)),
         then=torch._C.Future.then,
     )
-    _around(step.Stepper, "do", lambda stepper, window, batches: _begin(steps, batches))
+    _around(step.Stepper, "train_step", lambda stepper, window, batches: _begin(steps, batches))
     _around(run.Run, "report_losses", lambda *_: steps.report())
     _around(evaluation, "evaluate", lambda *_, **__: steps.begin(EVALUATION))
     _around(Batch, "to", lambda batch, *_, **__: _trace.add((batch.inputs, batch.targets)))

@@ -109,7 +109,7 @@ def measure(options: argparse.Namespace) -> int:
         started_at = time.perf_counter()
         for number in range(block):
             window, batches = windows[number % len(windows)]
-            steppers[step_retry].do(window, batches)  # collective
+            steppers[step_retry].train_step(window, batches)  # collective
         return (time.perf_counter() - started_at) / block
 
     blocks_s: dict[str, list[float]] = {"on": [], "off": []}

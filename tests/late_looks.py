@@ -24,7 +24,7 @@ class ToldFlag(Flag):
         return is_up
 
 
-parts.LATE_DEVICES = (*parts.LATE_DEVICES, "cpu")
+parts.ASYNC_DEVICES = (*parts.ASYNC_DEVICES, "cpu")
 async_device.Flag = ToldFlag  # type: ignore[misc]
 
 __all__ = ["FailingOnce", "mlp"]

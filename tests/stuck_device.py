@@ -216,7 +216,7 @@ def _leave_in(phase: str) -> None:
         os.kill(os.getpid(), getattr(signal, PLAN["signal"]))
 
 
-parts.LATE_DEVICES = (*parts.LATE_DEVICES, "cpu")
+parts.ASYNC_DEVICES = (*parts.ASYNC_DEVICES, "cpu")
 async_device.new_event = events.new_event = QueuedEvent  # type: ignore[assignment, attr-defined]
 async_device.Flag = QueuedFlag  # type: ignore[misc]
 Buckets._send = send  # type: ignore[method-assign]

@@ -48,7 +48,7 @@ class AfterBackward:
             return []
         return self.local.missing()
 
-    def stand_in(self) -> bool:
+    def send_nan_for_rest(self) -> bool:
         return True  # its mark is enough
 
     def finish(self, mine: Marks, *, window: Window, is_late: bool) -> Sums | None:

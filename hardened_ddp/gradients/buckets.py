@@ -69,7 +69,7 @@ class Buckets:
         # that waits for a backward that never came has to be reset, and has to rebuild its buckets
         # before a rank can fail again; torch has no public function for either.
         has_functions = all(hasattr(ddp.reducer, n) for n in ("_reset_state", "_rebuild_buckets"))
-        self.can_stand_in = not calls_collectives and has_functions
+        self.can_send_nan = not calls_collectives and has_functions
         """A rank that failed can take part in the all-reduces of the others."""
 
     def begin(self) -> None:
@@ -77,13 +77,13 @@ class Buckets:
         self._under_way, self._buffers, self._futures = [], [], []
         self.are_finite = False
 
-    def stand_in(self) -> bool:
+    def send_nan_for_rest(self) -> bool:
         """Send NaN in all remaining all-reduces of a backward that failed, or never began.
 
         Returns False if that is impossible or none remained: then the other ranks don't know that
         this one failed. Collective: the others are in that backward.
         """
-        if not self.can_stand_in:
+        if not self.can_send_nan:
             return False
         self._group.tracker.enter(Phase.ALL_REDUCE)
         remaining = self._layout[len(self._under_way) :]
@@ -115,7 +115,7 @@ class Buckets:
             # NaN and inf persist in a sum: one sum per bucket is usually enough
             self.are_finite = math.isfinite(sum(buffer.sum().item() for buffer in self._buffers))
             return not self.are_finite and any(math.isnan(buffer[0]) for buffer in self._buffers)
-        if not self.can_stand_in:  # then a rank that fails ends the attempt
+        if not self.can_send_nan:  # then a rank that fails ends the attempt
             return False
         flag = torch.tensor([float(failed_here)])
         if (work := self._group.start_max(flag)) is not None:  # collective
@@ -136,7 +136,7 @@ class Buckets:
         the other ranks do the same.
         """
         self.begin()
-        if hasattr(self._ddp.reducer, "_reset_state"):  # see can_stand_in
+        if hasattr(self._ddp.reducer, "_reset_state"):  # see can_send_nan
             self._ddp.reducer._reset_state()
 
     def reset(self) -> None:
@@ -151,7 +151,7 @@ class Buckets:
         """
         if self.are_old:
             self.are_old = False
-            if hasattr(self._ddp.reducer, "_rebuild_buckets"):  # else see can_stand_in
+            if hasattr(self._ddp.reducer, "_rebuild_buckets"):  # else see can_send_nan
                 self._ddp.reducer._rebuild_buckets()  # collective
 
     @torch.no_grad()

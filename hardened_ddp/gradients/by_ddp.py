@@ -53,7 +53,7 @@ class ByDdp:
     def tells_of_failures(self) -> bool:
         if self.allows_unused and not self._finds_unused:
             return True  # nothing is sent within backward any more
-        return self._buckets is not None and self._buckets.can_stand_in
+        return self._buckets is not None and self._buckets.can_send_nan
 
     def sends_within(self, window: Window) -> bool:
         # WHY: DDP takes find_unused_parameters only when it is built; else it waits for every one
@@ -84,10 +84,10 @@ class ByDdp:
             return []
         return self.local.missing()
 
-    def stand_in(self) -> bool:
+    def send_nan_for_rest(self) -> bool:
         if not self._is_within:
             return True  # its mark is enough
-        return self._buckets is not None and self._buckets.stand_in()  # collective
+        return self._buckets is not None and self._buckets.send_nan_for_rest()  # collective
 
     def finish(self, mine: Marks, *, window: Window, is_late: bool) -> Sums | None:
         if not self._is_within:

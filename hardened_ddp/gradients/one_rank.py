@@ -40,7 +40,7 @@ class OneRank:
     def missing(self, window: Window) -> list[str]:
         return []
 
-    def stand_in(self) -> bool:
+    def send_nan_for_rest(self) -> bool:
         return True
 
     def finish(self, mine: Marks, *, window: Window, is_late: bool) -> Sums | None:

@@ -84,7 +84,7 @@ class GradientSum(Protocol):
     def missing(self, window: Window) -> list[str]:
         """Name the parameters that must have a gradient after this backward, and have none."""
 
-    def stand_in(self) -> bool:
+    def send_nan_for_rest(self) -> bool:
         """For a rank that failed: take part in what the others still send. Collective.
 
         Returns False if that is impossible: then the others don't know that this rank failed.

@@ -85,7 +85,7 @@ class AsyncDevice:
         self.unconfirmed: Attempt | None = None
         """The last step, as long as its flag has not been read."""
 
-        self.checks_one_step_late = parts.looks_late
+        self.checks_one_step_late = parts.checks_one_step_late
         """The flag is read one step later; else each step waits for its gradient."""
 
         self._parts = parts

@@ -146,11 +146,13 @@ class Gradient:
         rank, batches = parts.group.launch.rank, attempt.batches
         # WHY local too if samples may be left out: the sum after backward counts those that are not
         parts.gradients.begin(attempt.window, keeps_local=is_retry or self._leaves_out)
-        if (bad := [sample for batch in batches for sample in batch.bad]) or progress.most_samples:
+        if (
+            bad := [sample for batch in batches for sample in batch.bad]
+        ) or progress.max_micro_batch:
             if bad and not self._leaves_out:
                 text = f"rank {rank} can't read sample {bad[0].name}: {bad[0].error}"
                 return Failure("sample", text)
-            batches = split(batches, progress.most_samples)
+            batches = split(batches, progress.max_micro_batch)
         if not parts.schedule.is_constant:
             parts.schedule.begin_step(progress.step)
         seed = parts.config.device.seed
@@ -176,7 +178,7 @@ class Gradient:
         """
         parts, window, failure = self.parts, attempt.window, attempt.failure
         gradients = parts.gradients
-        if failure is not None and not gradients.stand_in():  # collective
+        if failure is not None and not gradients.send_nan_for_rest():  # collective
             raise error_of(failure.kind, failure.text)
         mine = Marks(
             has_failed=failure is not None,
@@ -224,7 +226,7 @@ class Gradient:
         """
         if is_under_way:
             self.writes.note(reads_bits=reads_bits)
-        return self.writes.unsafe(num_forwards=is_under_way + self.parts.runs_behind)
+        return self.writes.unsafe(num_forwards=is_under_way + self.parts.is_async_device)
 
     def where(self) -> str:
         """Name this rank and the step."""

@@ -25,7 +25,7 @@ from hardened_ddp.settings.config import Config
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.task.task import Task
 
-LATE_DEVICES = ("cuda",)
+ASYNC_DEVICES = ("cuda",)
 """Device types where reading a number waits for all work before it."""
 
 
@@ -60,7 +60,7 @@ class Parts:
     def checks_loss(self) -> bool:
         """Check that each step is finite. WHY not on a GPU: that would wait for the device."""
         loop = self.config.loop
-        is_cheap = not self.runs_behind
+        is_cheap = not self.is_async_device
         return is_cheap and (loop.step_retry == "on" or loop.continue_on_error)
 
     @property
@@ -69,17 +69,17 @@ class Parts:
         return self.checks_loss and not self.replica.collectives
 
     @property
-    def looks_late(self) -> bool:
+    def checks_one_step_late(self) -> bool:
         """Read a step later whether a gradient was good: async_device.py. The same on all ranks."""
         if self.config.loop.step_retry == "off":
             return False
         can_skip = skips_by_flag(self.optimizer)
-        return self.runs_behind and can_skip and self.gradients.tells_of_failures
+        return self.is_async_device and can_skip and self.gradients.tells_of_failures
 
     @property
-    def runs_behind(self) -> bool:
+    def is_async_device(self) -> bool:
         """The host only queues the work of a step, and goes on: see async_device.py."""
-        return self.device.type in LATE_DEVICES
+        return self.device.type in ASYNC_DEVICES
 
     @property
     def compares_every(self) -> int:

@@ -55,7 +55,7 @@ class Progress:
     num_errors: int = 0
     """Samples and steps left out so far."""
 
-    most_samples: int = 0
+    max_micro_batch: int = 0
     """The limit of samples in a micro-batch, found when memory ran out. 0: no limit."""
 
     def commit(self, window: Window) -> None:
@@ -67,15 +67,15 @@ class Progress:
         self.step, self.cursor = self.step - 1, window.start
 
     def go_back_to(self, earlier: "Progress") -> None:
-        """Take the values of an earlier state of the run. The limit most_samples stays."""
-        most_samples = self.most_samples
+        """Take the values of an earlier state of the run. The limit max_micro_batch stays."""
+        max_micro_batch = self.max_micro_batch
         for field in fields(self):
             setattr(self, field.name, getattr(earlier, field.name))
-        self.most_samples = most_samples
+        self.max_micro_batch = max_micro_batch
 
-    def limit_micro_batches(self, most_samples: int) -> None:
-        """Limit micro-batches to most_samples from now on."""
-        self.most_samples = most_samples
+    def limit_micro_batches(self, max_micro_batch: int) -> None:
+        """Limit micro-batches to max_micro_batch from now on."""
+        self.max_micro_batch = max_micro_batch
 
     def count_errors(self, count: int) -> None:
         """Count samples or steps that were left out."""

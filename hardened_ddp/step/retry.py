@@ -157,7 +157,7 @@ class StepRetry:
             log.warning(
                 "micro-batches have %d samples at most from now on; retrying step %d, for the same "
                 "gradient: %s",
-                self.progress.most_samples,
+                self.progress.max_micro_batch,
                 step,
                 join_causes(causes),
                 extra=ON_EVERY_RANK,

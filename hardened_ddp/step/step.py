@@ -1,4 +1,4 @@
-"""One optimizer step: forward, backward, sum over the ranks, update. Read from do() down.
+"""One optimizer step: forward, backward, sum over the ranks, update. Read from train_step down.
 
 Forward, backward and the sum are in gradient.py; the sum itself, which sends gradients while
 backward runs or after it, in gradients/. What happens when a rank fails is in retry.py; what a GPU
@@ -52,7 +52,7 @@ class Live:
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while weights and progress change: a thread that holds it sees a whole step."""
 
-    is_whole: bool = True
+    is_at_boundary: bool = True
     """Weights and optimizer state are not half updated."""
 
     buffers_before: Sequence[torch.Tensor | None] | None = None
@@ -63,9 +63,9 @@ class Live:
     def changing(self) -> Iterator[None]:
         """Keep other threads out while a state is loaded; if that fails, no state is saved."""
         with self.lock:
-            self.is_whole = False
+            self.is_at_boundary = False
             yield
-            self.is_whole = True
+            self.is_at_boundary = True
 
 
 class Stepper:
@@ -82,7 +82,7 @@ class Stepper:
         self.parts = parts
         self.progress = progress
         totals = Totals(parts.task, parts.device)
-        self.device = AsyncDevice(parts, progress, totals) if parts.runs_behind else None
+        self.device = AsyncDevice(parts, progress, totals) if parts.is_async_device else None
         """What only a device that runs behind the host needs; None: the host does the work."""
 
         self.gradient = Gradient(parts, progress, totals, left_out=left_out, device=self.device)
@@ -96,27 +96,27 @@ class Stepper:
         self._seeds_update = not is_known(parts.optimizer)
         parts.replica.buffers.note_bits()
 
-    def do(self, window: Window, batches: Sequence[Batch]) -> Outcome:
+    def train_step(self, window: Window, batches: Sequence[Batch]) -> Outcome:
         """Train on this rank's batches of window, and commit it. Collective: all ranks.
 
-        On a GPU the step may still be taken back by the next one or by settle. Raises SampleError,
-        OutOfMemoryError, NonFiniteError, StepError or PeerLostError, each naming rank, step, phase
-        and samples; then nothing of the step is committed.
+        On a GPU the next step, or confirm_last_step, may find that it has to be done again. Raises
+        SampleError, OutOfMemoryError, NonFiniteError, StepError or PeerLostError, each naming rank,
+        step, phase and samples; then nothing of the step is committed.
         """
         progress = self.progress
         if self._ledger is not None:
             ids = [batch.indices.numpy() for batch in batches]
             self._ledger.bring(progress.step, progress.epoch, ids)
         if self.device is not None and not self.device.can_wait(window):
-            self.settle()  # collective
+            self.confirm_last_step()  # collective
         attempt = self._compute_gradient(window, batches)  # collective
         if self.device is not None and self.device.has_bad_step():
-            self.settle()  # collective
+            self.confirm_last_step()  # collective
             attempt = self._compute_gradient(window, batches)  # collective
         self.commit(attempt)
         self.parts.group.tracker.end_step(progress.step)
         if self.device is not None and self._is_read_next(window):
-            self.settle()  # collective
+            self.confirm_last_step()  # collective
         return attempt.outcome
 
     def _compute_gradient(self, window: Window, batches: Sequence[Batch]) -> Attempt:
@@ -177,7 +177,7 @@ class Stepper:
             self.gradient.totals.grad_norm = norm
         if self._saver.reads_weights:
             self._saver.before_update()
-        self.live.is_whole = False
+        self.live.is_at_boundary = False
         if self._seeds_update:
             seed, step = parts.config.device.seed, self.progress.step
             seed_update(seed, step=step, device_type=parts.device.type)
@@ -186,16 +186,16 @@ class Stepper:
         else:  # skips it on all ranks alike if the gradient overflowed
             scaler.step(parts.optimizer)
             scaler.update()
-        self.live.is_whole = True
+        self.live.is_at_boundary = True
 
     def _end_schedule_step(self) -> None:
         """Step the scheduler object, also after a step that was left out: it counts steps."""
         if self._saver.reads_weights:
             self._saver.before_update()
-        self.live.is_whole = False
+        self.live.is_at_boundary = False
         if self.progress.step + 1 < self.parts.length.total:  # WHY: torch's may end with the run
             self.parts.schedule.end_step()
-        self.live.is_whole = True
+        self.live.is_at_boundary = True
 
     def _is_read_next(self, window: Window) -> bool:
         """Return whether the loss or the weights of this step are read before the next one."""
@@ -204,7 +204,7 @@ class Stepper:
         is_compared = is_due(step, parts.compares_every)
         return is_last or is_compared or is_due(step, parts.config.loop.log_interval)
 
-    def settle(self) -> None:
+    def confirm_last_step(self) -> None:
         """Read the flag of the last step; do the step again if it was bad. Collective: all ranks.
 
         Call it before weights, losses or progress are used for anything but the next step.
@@ -239,7 +239,7 @@ class Stepper:
         try:
             yield
         except ANY_FAILURE as error:
-            if self.live.is_whole:
+            if self.live.is_at_boundary:
                 self.gradient.writes.note()
                 self.parts.replica.buffers.put_back(attempt.buffers)
                 self.parts.replica.attributes.put_back(attempt.attributes)
@@ -258,7 +258,7 @@ class Stepper:
 
     def read_totals(self) -> dict[str, float]:
         """Return mean loss and metrics since the last reading, and reset them. Collective."""
-        self.settle()  # collective
+        self.confirm_last_step()  # collective
         sums = self.gradient.totals.read(self.parts.group)  # collective
         self.gradient.totals.reset()
         return sums

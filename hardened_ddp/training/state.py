@@ -176,7 +176,7 @@ def begin(parts: Parts, saved: Saved | None) -> Progress:
     parts.group.tracker.begin("loading the checkpoint" if saved else "allocating optimizer state")
     if saved is None:
         check_forwards(parts, Progress())
-        progress = Progress(most_samples=fit_into_memory(parts))  # collective
+        progress = Progress(max_micro_batch=fit_into_memory(parts))  # collective
         parts.replica.attributes.reset()  # the trials are over
     else:
         progress = restore(parts, saved)  # collective
@@ -239,7 +239,8 @@ def restore(parts: Parts, saved: Saved) -> Progress:
         stop_value=float(meta.get("stop_value", 0.0)),
         num_worse=int(meta.get("num_worse", 0)),
         num_errors=int(meta["num_errors"]),
-        most_samples=int(meta["most_samples"]),
+        # called most_samples in checkpoints of earlier versions
+        max_micro_batch=int(meta.get("max_micro_batch", meta.get("most_samples", 0))),
     )
 
 

@@ -70,7 +70,7 @@ def save_as_survivor(error: Exception, stepper: Stepper, saver: Saver, folder: P
     """
     is_seen_early = isinstance(error, NonFiniteError) and not error.reached_weights
     is_wanted = is_seen_early or not isinstance(error, _NOT_SAVED)
-    if not is_wanted or not stepper.live.is_whole:
+    if not is_wanted or not stepper.live.is_at_boundary:
         return
     group, progress = stepper.parts.group, stepper.progress
     try:
@@ -106,11 +106,11 @@ def save_while_stuck(
         return
     try:
         if stepper.device is not None:
-            if stepper.live.is_whole:
+            if stepper.live.is_at_boundary:
                 _save_boundary(stepper, saver, folder, error=error, limit_s=LOCK_LIMIT_S)
             return
         is_good = progress.step == 0 or stepper.is_finite()
-        is_good = is_good and stepper.live.is_whole and not _warn_if_lost(stepper)
+        is_good = is_good and stepper.live.is_at_boundary and not _warn_if_lost(stepper)
         if not (is_good and _claim_save(stepper.parts.group, progress.step)):
             return
         if error is not None:

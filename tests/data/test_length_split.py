@@ -162,7 +162,7 @@ def gradients(argv: list[str], is_uniform: bool) -> list[tuple[int, torch.Tensor
     numbers = []
     for (window, batches), _ in zip(parts.train_loader.windows(0, 0), range(2), strict=False):
         numbers.append(len(batches))
-        stepper.do(window, batches)
+        stepper.train_step(window, batches)
     tokens = stepper.read_totals()
     parts.group.close()
     assert tokens["loss"] > 0

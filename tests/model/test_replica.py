@@ -248,14 +248,14 @@ def test_a_rank_without_samples_takes_part_with_zeros() -> None:
         assert gradient == [1.0] * 12
 
 
-@pytest.mark.parametrize("can_stand_in", [True, False])
-def test_ranks_with_gpus_ask_each_other_only_if_a_failed_one_could_tell(can_stand_in: bool) -> None:
+@pytest.mark.parametrize("can_send_nan", [True, False])
+def test_ranks_with_gpus_ask_each_other_only_if_a_failed_one_could_tell(can_send_nan: bool) -> None:
     asked = []
     gpus = SimpleNamespace(device=torch.device("cuda"), start_max=asked.append)
     buckets = Buckets.__new__(Buckets)
-    buckets._group, buckets.can_stand_in = gpus, can_stand_in  # type: ignore[assignment]
+    buckets._group, buckets.can_send_nan = gpus, can_send_nan  # type: ignore[assignment]
     assert not buckets.some_rank_failed(False)
-    assert len(asked) == can_stand_in
+    assert len(asked) == can_send_nan
 
 
 @pytest.mark.parametrize("missing", ["_reset_state", "_rebuild_buckets"])
@@ -267,8 +267,8 @@ def test_without_a_private_name_of_the_reducer_an_error_ends_the_attempt(missing
         reducer=reducer, module=nn.Linear(2, 2), register_comm_hook=lambda state, hook: None
     )
     buckets = Buckets(ddp, Group(read_launch({}), CPU))
-    assert not buckets.can_stand_in
-    assert not buckets.stand_in()
+    assert not buckets.can_send_nan
+    assert not buckets.send_nan_for_rest()
     buckets.reset()
     buckets.renew()
     assert called == [*names]

@@ -93,7 +93,7 @@ def trained(
     for window, batches in windows:
         if gpu is not None:
             gpu.waits.clear()
-        stepper.do(window, batches)
+        stepper.train_step(window, batches)
         waits.append([] if gpu is None else list(gpu.waits))
     figures: dict[str, Any] = {
         f"train {name}": value for name, value in stepper.read_totals().items()

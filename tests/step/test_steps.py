@@ -76,7 +76,7 @@ def step_gradients(argv: list[str], which: list[int]) -> list[torch.Tensor]:
     for number in which:
         window, batches = windows[number]
         progress.step = 0
-        stepper.do(window, batches)
+        stepper.train_step(window, batches)
     parts.group.close()
     return found
 
@@ -101,7 +101,7 @@ def _hooks_called(parts: Parts) -> list[str]:
     )
     saver = SimpleNamespace(reads_weights=False, before_update=lambda: None)
     stepper = Stepper(parts, Progress(), left_out=LeftOut(parts), saver=saver)
-    stepper.do(*next(iter(parts.train_loader.windows(0, 0))))
+    stepper.train_step(*next(iter(parts.train_loader.windows(0, 0))))
     return called
 
 

@@ -143,7 +143,7 @@ def test_a_state_holds_until_the_device_begins_the_next_update(
     optimizer = torch.optim.AdamW([weights], fused=True)
     group = Group(Launch(), torch.device("cpu"))
     parts: Any = SimpleNamespace(
-        device=group.device, optimizer=optimizer, group=group, looks_late=False
+        device=group.device, optimizer=optimizer, group=group, checks_one_step_late=False
     )
     progress, totals = Progress(step=4), SimpleNamespace(loss_sum=0.5)
     attempt: Any = SimpleNamespace(flag=None, buffers=(), totals_before=(0.25,))

@@ -116,13 +116,13 @@ def weights_after(argv: list[str], number: int) -> tuple[bool, str, float]:
     windows = list(parts.train_loader.windows(0, 0))
     for group in parts.optimizer.param_groups:
         group["weight_decay"] = 0.1
-    stepper.do(*windows[0])
-    stepper.settle()
+    stepper.train_step(*windows[0])
+    stepper.confirm_last_step()
     before = {name: tensor.clone() for name, tensor in parts.replica.module.state_dict().items()}
     for batch in windows[number][1]:
         batch.targets.fill_(-100)
-    outcome = stepper.do(*windows[number])
-    stepper.settle()
+    outcome = stepper.train_step(*windows[number])
+    stepper.confirm_last_step()
     now = parts.replica.module.state_dict()
     loss = stepper.read_totals()["loss"]
     parts.group.close()

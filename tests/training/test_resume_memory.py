@@ -74,7 +74,7 @@ def test_a_state_goes_over_nccl_where_there_is_one(
     )
     shapes = {"model.weight": (3,), "optimizer.weight.exp_avg": (3,), "optimizer.weight.step": ()}
     specs = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
-    meta = {"step": 7, "epoch": 1, "cursor": 8, "num_errors": 0, "most_samples": 8}
+    meta = {"step": 7, "epoch": 1, "cursor": 8, "num_errors": 0, "max_micro_batch": 8}
     saved: Any = SimpleNamespace(specs=specs, meta=meta)
     assert state.restore(parts, saved).step == 7
     large = gpu if backend == "nccl" else cpu

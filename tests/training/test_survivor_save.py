@@ -200,9 +200,11 @@ class FakeSaver:
 class FakeStepper:
     """A stepper at a step boundary or within an update, whose losses were numbers or not."""
 
-    def __init__(self, *, is_whole: bool = True, is_finite: bool = True, step: int = 5) -> None:
+    def __init__(
+        self, *, is_at_boundary: bool = True, is_finite: bool = True, step: int = 5
+    ) -> None:
         self.parts = SimpleNamespace(group=Group(Launch(), torch.device("cpu")))
-        self.live = SimpleNamespace(is_whole=is_whole)
+        self.live = SimpleNamespace(is_at_boundary=is_at_boundary)
         self.is_finite = lambda: is_finite
         self.device = None
         self.progress = Progress(step=step)
@@ -223,7 +225,7 @@ def save_after(
         (NonFiniteError("nan"), FakeStepper()),
         (CheckpointError("disk"), FakeStepper()),
         (CrashLoopError("again"), FakeStepper()),
-        (StepError("torn"), FakeStepper(is_whole=False)),
+        (StepError("torn"), FakeStepper(is_at_boundary=False)),
         (PeerLostError("after a nan"), FakeStepper(is_finite=False)),
     ],
     ids=lambda value: type(value).__name__,

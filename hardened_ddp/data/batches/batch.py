@@ -119,12 +119,15 @@ def move(value: Any, device: torch.device) -> Any:  # Any: a dataset's data
     return map_parts(value, lambda part: move(part, device))
 
 
-def split(batches: Sequence[Batch], most_samples: int) -> list[Batch]:
-    """Split batches into micro-batches of at most most_samples, or not if 0. Drops empty ones."""
+def split(batches: Sequence[Batch], max_micro_batch: int) -> list[Batch]:
+    """Split batches into micro-batches of at most max_micro_batch samples; 0: no limit.
+
+    Empty ones are dropped.
+    """
     found = []
     for batch in batches:
         size = batch.num_samples
-        step = most_samples if 0 < most_samples < size else max(1, size)
+        step = max_micro_batch if 0 < max_micro_batch < size else max(1, size)
         if step == size:
             found.append(batch)
         else:
