@@ -123,6 +123,8 @@ class ByDdp:
         our hook records them.
         """
         for _ in range(3 if self._ddp is not None and self._ddp.static_graph else 2):
+            if self._buckets is not None:
+                self._buckets.begin()
             run(self.call)  # collective
 
     def release(self) -> None:

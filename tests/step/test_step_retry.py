@@ -83,6 +83,22 @@ def test_faults_of_ranks_inside_of_steps_leave_no_trace_in_the_weights(
     assert not (only_run(tmp_path / "faulty") / "skipped_samples.jsonl").exists()
 
 
+FIRST_FORWARDS = [([], 5), (["--static_graph"], 6)]  # of the first step, after DDP's warm-up
+
+
+@pytest.mark.parametrize("form", slow_after(1, FIRST_FORWARDS), ids=str)
+def test_a_rank_that_fails_in_the_first_step_keeps_no_other_waiting(
+    form: tuple[list[str], int], tmp_path: Path
+) -> None:
+    flags, first = form
+    model = [HOOKS, *flags, "--max_steps", "2", "--model", "tests.plugins:FailingOnce"]
+    run(tmp_path / "undisturbed", 3, *model).ok()
+    faults = str({"faults": {1: {first: "forward"}}})
+    faulty = run(tmp_path / "faulty", 3, *model, "--model_args", faults).ok()
+    assert "retrying step 0: rank 1" in faulty.outputs[0]
+    assert last_tensors(tmp_path / "faulty") == last_tensors(tmp_path / "undisturbed")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_with_fp16_a_fault_that_is_learned_of_late_leaves_no_trace_in_its_scale(

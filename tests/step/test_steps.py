@@ -54,7 +54,8 @@ def test_dropout_differs_by_rank_and_step_and_is_the_same_when_a_step_is_retried
 def parts_of(argv: list[str]) -> Parts:
     launch = read_launch(os.environ)
     settings = resolve(parse(["--cpu_only", *argv]), world_size=launch.world_size)
-    group = open_group(launch, device=CPU, backend="gloo", timeout_s=30)
+    shares = settings.config.ddp.shared_memory
+    group = open_group(launch, device=CPU, backend="gloo", timeout_s=30, shared_memory=shares)
     torch.manual_seed(settings.config.device.seed)
     return ddp_training.build(settings, group, None)
 
@@ -131,6 +132,7 @@ def test_with_debug_ranks_on_one_cpu_train_through_ddp_too(
             (2, ["--batch_size", "2", "--accumulation_steps", "3"]),
             (3, ["--batch_size", "2", "--accumulation_steps", "2"]),
             (2, ["--batch_size", "6", "--continue_on_error"]),
+            (3, ["--batch_size", "4", "--continue_on_error", "--no_shared_memory"]),
             (1, ["--batch_size", "4", "--accumulation_steps", "3"]),
         ],
     ),
