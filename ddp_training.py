@@ -311,7 +311,7 @@ def build(settings: Resolved, group: Group, saved: Saved | None) -> Parts:
 
 def fit(run: Run) -> Ending:
     """Train from where the run stands to its end, or to an agreed stop; say which. Collective."""
-    from hardened_ddp.step.attempt import Outcome
+    from hardened_ddp.step.gradient import Outcome
     from hardened_ddp.step.step import is_due
     from hardened_ddp.training.rollback import Course
     from hardened_ddp.training.run import Ending

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.ops_models import MODELS, bare_loss, sample_inputs
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.step import async_device, events, parts, step
+from hardened_ddp.step import async_device, parts, step
 from hardened_ddp.training import evaluation, run, run_report
 
 ROOT = str(Path(__file__).resolve().parents[1])
@@ -162,7 +162,7 @@ class StepTrace:
         Path(self._file).write_text(json.dumps(seen), encoding="utf-8")
 
 
-class HostFlag(events.Flag):
+class HostFlag(async_device.Flag):
     """The flag with its copy for the host as on a GPU, where reading it is a wait."""
 
     def __init__(self, is_bad: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ import logging
 from torch import nn
 
 from hardened_ddp.step import async_device, parts
-from hardened_ddp.step.events import Flag
+from hardened_ddp.step.async_device import Flag
 from tests.plugins import FailingOnce
 
 log = logging.getLogger("hardened_ddp.late_looks")

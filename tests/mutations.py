@@ -355,7 +355,7 @@ MUTATIONS = [
         OPTIMIZER,
     ),
     Mutation(
-        "gradients/local.py",
+        "gradients/sums.py",
         "return math.isfinite(sum(sums)) or all(bool(g.isfinite().all()) for g in gradients)",
         "return math.isfinite(sum(sums))",
         f"{NUMBERS} {REPLICA}",

@@ -5,9 +5,8 @@ The reference for runs in which it did: the same parts of the same batches, so t
 
 from torch import nn
 
-from hardened_ddp.step.attempt import Attempt
 from hardened_ddp.step.failure import Failure
-from hardened_ddp.step.gradient import Gradient
+from hardened_ddp.step.gradient import Attempt, Gradient
 from tests import late_looks, plugins
 from tests.token_data import TightLM
 

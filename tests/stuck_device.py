@@ -25,8 +25,8 @@ from torch.utils.data import Dataset
 from hardened_ddp.checkpoint.store import CheckpointStore, CheckpointWriter
 from hardened_ddp.gradients.buckets import Buckets
 from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.step import async_device, events, parts
-from hardened_ddp.step.attempt import Attempt
+from hardened_ddp.step import async_device, parts
+from hardened_ddp.step.gradient import Attempt
 from hardened_ddp.step.step import Stepper
 from tests import plugins
 
@@ -89,7 +89,7 @@ class QueuedEvent:
         self._is_set.wait()
 
 
-class QueuedFlag(events.Flag):
+class QueuedFlag(async_device.Flag):
     def is_up(self) -> bool:
         is_up = super().is_up()
         _device().settle()  # the host's next read of the weights comes behind the update
@@ -217,7 +217,7 @@ def _leave_in(phase: str) -> None:
 
 
 parts.ASYNC_DEVICES = (*parts.ASYNC_DEVICES, "cpu")
-async_device.new_event = events.new_event = QueuedEvent  # type: ignore[assignment, attr-defined]
+async_device.new_event = QueuedEvent  # type: ignore[assignment]
 async_device.Flag = QueuedFlag  # type: ignore[misc]
 Buckets._send = send  # type: ignore[method-assign]
 Stepper._compute_gradient = compute_gradient  # type: ignore[method-assign]

@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.gradients.buckets import flag_of
+from hardened_ddp.gradients.sums import flag_of
 from hardened_ddp.model.checksum import checksums
 from hardened_ddp.model.optimizer import allocate_state, build_optimizer, skips_by_flag
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.settings.config import OptimizerConfig
-from hardened_ddp.step.events import Flag
+from hardened_ddp.step.async_device import Flag
 from hardened_ddp.step.progress import Totals
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.details import FirstMistakes

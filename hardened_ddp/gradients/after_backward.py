@@ -1,8 +1,9 @@
-"""CPU ranks of one machine: gradients are added up once backward is over, through shared memory.
+"""Gradients that are added up once backward is over: of one rank, or of CPU ranks of one machine.
 
-WHY not by DDP's hooks: these overlap sending with backward, which gains nothing where every core
-computes, and shared memory (ranks/shared_sum.py) is many times as fast. A mark of each rank that
-failed is added up with the gradients, so one that has no sample, or failed, takes part with zeros.
+WHY not by DDP's hooks there: these overlap sending with backward, which gains nothing where every
+core computes, and shared memory (ranks/shared_sum.py) is many times as fast. A mark of each rank
+that failed is added up with the gradients, so one that has no sample, or failed, takes part with
+zeros. The documented methods are in sums.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,17 +13,71 @@ import torch
 from torch import nn
 
 from hardened_ddp.data.batches.sampler import Window
-from hardened_ddp.gradients.local import LocalGradients, real
-from hardened_ddp.gradients.sums import Marks, Sums
+from hardened_ddp.gradients.sums import LocalGradients, Marks, Sums, count_on, flag_of, real
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
+
+
+class OneRank:
+    """The GradientSum of a run on one rank: its gradients are the sums."""
+
+    how = "of one rank"
+    tells_of_failures = True
+    allows_unused = True  # no other rank waits for a gradient
+    factor = 1.0
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self.local = LocalGradients(module)
+        self.call = module
+        self._device = device
+        self._nothing = nullcontext()
+
+    def sends_within(self, window: Window) -> bool:
+        return True  # nothing is to be sent after it
+
+    def begin(self, window: Window, *, keeps_local: bool) -> None:
+        """Nothing is left of an earlier try."""
+
+    def around(self, *, is_last: bool) -> AbstractContextManager[object]:
+        return self._nothing
+
+    def note_count(self, count: float | torch.Tensor) -> None:
+        """Its mark has it."""
+
+    def send_nan_for_rest(self) -> bool:
+        return True  # nobody waits
+
+    def finish(self, mine: Marks, *, window: Window, on_device: bool) -> Sums | None:
+        if not on_device:
+            if mine.has_failed:
+                return None
+            return Sums(num_samples=mine.num_samples, count=float(mine.count))
+        if mine.has_failed:
+            is_bad = torch.ones((), device=self._device)
+        else:
+            is_bad = flag_of(self.local.real()).to(self._device)
+        count = count_on(self._device, mine.count)
+        return Sums(num_samples=window.size, count=count, is_bad=is_bad)
+
+    def allow_unused(self) -> None:
+        """It is always allowed."""
+
+    def start_over(self) -> None:
+        """Nothing is left of a try."""
+
+    def warm_up(self, run: Callable[[nn.Module], None]) -> None:
+        """Nothing changes with the first backward."""
+
+    def release(self) -> None:
+        """There is no process group."""
 
 
 class AfterBackward:
     """The GradientSum of CPU ranks that share memory."""
 
-    how = "summed through shared memory after backward"
+    how = "summed through shared memory after backward (--no_shared_memory: by DDP)"
     tells_of_failures = True
+    factor = 1.0
 
     def __init__(self, module: nn.Module, group: Group, *, allows_unused: bool) -> None:
         self.local = LocalGradients(module)
@@ -40,18 +95,13 @@ class AfterBackward:
     def around(self, *, is_last: bool) -> AbstractContextManager[object]:
         return self._nothing
 
-    def before_backward(self, count: float | torch.Tensor, *, is_last: bool) -> float:
-        return 1.0
-
-    def missing(self, window: Window) -> list[str]:
-        if self.allows_unused or not window.is_for_all(self._group.world_size):
-            return []
-        return self.local.missing()
+    def note_count(self, count: float | torch.Tensor) -> None:
+        """Its mark has it."""
 
     def send_nan_for_rest(self) -> bool:
         return True  # its mark is enough
 
-    def finish(self, mine: Marks, *, window: Window, is_late: bool) -> Sums | None:
+    def finish(self, mine: Marks, *, window: Window, on_device: bool) -> Sums | None:
         parameters = self.local.parameters
         if self.allows_unused:
             parameters = used_anywhere(parameters, self._group)  # collective

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hardened_ddp.gradients.sums import count_on
+from hardened_ddp.gradients.sums import count_on, flag_of
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.phase import Phase
 
@@ -41,20 +41,19 @@ class Buckets:
     ) -> None:
         """Register the hook of ddp. sent_as: the dtype for sending; None: that of the gradients.
 
-        counts: add up over the ranks, with the gradients, what count is set to. calls_collectives:
+        counts: add up over the ranks, with the gradients, what note_count noted. calls_collectives:
         the model does so in its forward.
         """
         self._ddp = ddp
         self._group = group
+        self._device = group.device
         self._sent_as = sent_as
         self._layout: list[list[torch.Tensor]] = []
         self._under_way: list[list[torch.Tensor]] = []
         self._buffers: list[torch.Tensor] = []
         self._futures: list[Work] = []
-        self.count: float | torch.Tensor = 0.0
-        """What counts in this rank's samples, such as valid tokens; set before backward."""
-
         self._counts = counts
+        self._count: float | torch.Tensor = 0.0
         self._total = torch.zeros((), dtype=torch.float64, device=group.device)
         self._total_work: dist.Work | None = None
         self.are_finite = False
@@ -76,6 +75,10 @@ class Buckets:
         """Forget what was sent in the last backward. Rank-local."""
         self._under_way, self._buffers, self._futures = [], [], []
         self.are_finite = False
+
+    def note_count(self, count: float | torch.Tensor) -> None:
+        """Note what counts in this rank's samples, such as valid tokens, before a backward."""
+        self._count = count
 
     def send_nan_for_rest(self) -> bool:
         """Send NaN in all remaining all-reduces of a backward that failed, or never began.
@@ -149,10 +152,9 @@ class Buckets:
 
         WHY not in its next forward, as DDP does: a rank may fail before it. Collective.
         """
-        if self.are_old:
-            self.are_old = False
-            if hasattr(self._ddp.reducer, "_rebuild_buckets"):  # else see can_send_nan
-                self._ddp.reducer._rebuild_buckets()  # collective
+        self.are_old = False
+        if hasattr(self._ddp.reducer, "_rebuild_buckets"):  # else see can_send_nan
+            self._ddp.reducer._rebuild_buckets()  # collective
 
     @torch.no_grad()
     def sum_local(self, used: Iterable[torch.Tensor]) -> None:
@@ -185,10 +187,6 @@ class Buckets:
             self._total_work.wait()
             self._total_work = None
         return self._total
-
-    @property
-    def _device(self) -> torch.device:
-        return self._group.device
 
     def _size(self, number: int, parameters: Sequence[torch.Tensor]) -> int:
         """Return how many values are sent for a bucket: the count goes behind the first one's."""
@@ -227,10 +225,10 @@ class Buckets:
         """Start the all-reduce of the first bucket, and that of the count: within it, or beside."""
         rides = self._rides(buffer.dtype)
         if rides:
-            count = count_on(sent.device, self.count).to(sent.dtype)
+            count = count_on(sent.device, self._count).to(sent.dtype)
             sent = torch.cat([sent, count.view(1)])
         else:
-            self._total = count_on(sent.device, self.count).clone()
+            self._total = count_on(sent.device, self._count).clone()
             self._total_work = dist.all_reduce(self._total, async_op=True)  # collective
         future = dist.all_reduce(sent, async_op=True).get_future()  # collective
 
@@ -243,17 +241,6 @@ class Buckets:
         done: Work = future.then(received)
         self._futures.append(done)
         return done
-
-
-def flag_of(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return 1.0 if an element is NaN or inf, else 0.0: float32, of shape (), on their device.
-
-    The host does not wait. WHY the largest element: on a GPU that is one operation for all tensors,
-    and other than a sum it can't overflow in 16 bits.
-    """
-    filled = [tensor for tensor in tensors if tensor.numel()]  # none has no largest element
-    largest = torch.nn.utils.get_total_norm(filled, norm_type=math.inf)
-    return largest.lt(math.inf).logical_not().float()
 
 
 def forget_used(ddp: DistributedDataParallel) -> None:

@@ -4,6 +4,7 @@ A step in which some rank has no sample, and each retry, keep their gradients on
 them up once backward is over, in the order of the buckets: so the weights are bitwise the same.
 
 Read next: buckets.py, the communication hook, and how a rank that failed takes part in the sums.
+The documented methods are in sums.py.
 """
 
 from collections.abc import Callable
@@ -16,15 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.gradients.after_backward import sum_with_marks, used_anywhere
 from hardened_ddp.gradients.buckets import Buckets, forget_used
-from hardened_ddp.gradients.local import LocalGradients
-from hardened_ddp.gradients.sums import Marks, Sums
+from hardened_ddp.gradients.sums import LocalGradients, Marks, Sums
 from hardened_ddp.ranks.group import Group
 
 
 class ByDdp:
     """The GradientSum of ranks whose gradients DDP sends."""
 
-    how = "summed by DDP's hooks during backward"
+    how = "summed by DDP during backward"
 
     def __init__(
         self,
@@ -42,6 +42,7 @@ class ByDdp:
         self.local = LocalGradients(ddp.module)
         self.call: nn.Module = ddp
         self.allows_unused = allows_unused
+        self.factor = 1.0
         self._ddp: DistributedDataParallel | None = ddp
         self._group = group
         self._buckets = buckets
@@ -62,6 +63,9 @@ class ByDdp:
 
     def begin(self, window: Window, *, keeps_local: bool) -> None:
         self._is_within = not keeps_local and self.sends_within(window)
+        # WHY: without our hook, DDP's own all-reduce divides by the ranks
+        divides = self._is_within and self._buckets is None
+        self.factor = float(self._group.world_size) if divides else 1.0
         if self._is_within and self._buckets is not None:
             self._buckets.begin()
 
@@ -71,37 +75,29 @@ class ByDdp:
             return nullcontext()
         return self._ddp.no_sync()
 
-    def before_backward(self, count: float | torch.Tensor, *, is_last: bool) -> float:
-        if self._buckets is None:
-            # DDP's own all-reduce divides by world_size
-            return float(self._group.world_size if self._is_within else 1)
-        if is_last:
-            self._buckets.count = count
-        return 1.0
-
-    def missing(self, window: Window) -> list[str]:
-        if self.allows_unused or not window.is_for_all(self._group.world_size):
-            return []
-        return self.local.missing()
+    def note_count(self, count: float | torch.Tensor) -> None:
+        if self._buckets is not None:
+            self._buckets.note_count(count)
 
     def send_nan_for_rest(self) -> bool:
         if not self._is_within:
             return True  # its mark is enough
         return self._buckets is not None and self._buckets.send_nan_for_rest()  # collective
 
-    def finish(self, mine: Marks, *, window: Window, is_late: bool) -> Sums | None:
+    def finish(self, mine: Marks, *, window: Window, on_device: bool) -> Sums | None:
         if not self._is_within:
             return self._sum_local(mine)  # collective
         buckets = self._buckets
         if buckets is None:
             count = self._sum_count(mine.count) if self._counts else 0.0  # collective
             return Sums(num_samples=window.size, count=count)
-        if is_late and not buckets.are_old:
+        if on_device and not buckets.are_old:
             return self._sums_on_device(buckets, mine, window)
         if buckets.some_rank_failed(mine.has_failed):  # collective
             buckets.reset()
             return None
-        buckets.renew()  # collective
+        if buckets.are_old:
+            buckets.renew()  # collective
         count = float(buckets.total()) if self._counts else 0.0
         return Sums(num_samples=window.size, count=count, are_finite=buckets.are_finite)
 

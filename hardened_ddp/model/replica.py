@@ -10,7 +10,8 @@ Read next: probe.py (what is learned about the model), step/step.py (the caller)
 """
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -41,6 +42,20 @@ class ForwardCollectives:
 NO_COLLECTIVES = ForwardCollectives()
 
 
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """How the model gets its batches."""
+
+    channels_last: bool = False
+    """Images are stored with channels last."""
+
+    are_copied: bool = False
+    """Forward or loss change a batch in place: they get a copy, so that a retry has it."""
+
+
+DEFAULT_INPUTS = Inputs()
+
+
 class Replica:
     """A module, and what of it changes in a forward."""
 
@@ -50,47 +65,28 @@ class Replica:
         buffers: MovingBuffers,
         *,
         attributes: MovingAttributes | None = None,
-        channels_last: bool = False,
-        copies_inputs: bool = False,
+        inputs: Inputs = DEFAULT_INPUTS,
         collectives: ForwardCollectives = NO_COLLECTIVES,
     ) -> None:
         self.module = module
-        self.trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         self.buffers = buffers
         self.attributes = MovingAttributes() if attributes is None else attributes
         """What forward changes besides tensors."""
 
-        self.channels_last = channels_last
-        """Whether images are stored with channels last."""
-
-        self.copies_inputs = copies_inputs
-        """Forward or loss change a batch in place: they get a copy, so that a retry has it."""
-
+        self.inputs = inputs
         self.collectives = collectives
         """Those that the model calls in its forward, such as those of SyncBatchNorm."""
 
         self.compilations: Compilations | None = None
         """What torch has compiled; None: the model is not compiled."""
 
+    def copy_inputs(self) -> None:
+        """Give forward and loss a copy of each batch from now on. Rank-local."""
+        self.inputs = replace(self.inputs, are_copied=True)
+
     def compile(self) -> None:
         """Compile the model from its next forward on. Rank-local."""
         self.compilations = compile_model(self.module)
-
-    def refuse_new_parameters(self) -> None:
-        """Raise ModelError if one became trainable, or was made anew, since. Rank-local.
-
-        WHY refused: neither the optimizer nor the sums over the ranks would know of it.
-        """
-        known = self.trainable
-        named = self.module.named_parameters()
-        if new := [n for n, p in named if p.requires_grad and known.get(n) is not p]:
-            raise ModelError(
-                f"after the first step parameters became trainable, or were made anew: "
-                f"{', '.join(new[:8])}. They would never be trained",
-                fix="let them be trainable from the start, with a learning rate of their own "
-                "(parameter_groups of the model), which is 0 at first; or begin a new run with "
-                "them, from this one's weights: --init_from CHECKPOINT",
-            )
 
     def sync_buffers(self, group: Group) -> None:
         """Make the moving buffers equal on all ranks. Collective: all ranks."""
@@ -98,6 +94,23 @@ class Replica:
             self.buffers.equalize(  # collective
                 group.sum_, world_size=group.world_size, is_main=group.launch.is_main
             )
+
+
+def refuse_new_parameters(module: nn.Module, known: Mapping[str, nn.Parameter]) -> None:
+    """Raise ModelError if a parameter became trainable, or was made anew. Rank-local.
+
+    known: those that are trained. WHY refused: neither the optimizer nor the sums over the ranks
+    would know of another one.
+    """
+    named = module.named_parameters()
+    if new := [n for n, p in named if p.requires_grad and known.get(n) is not p]:
+        raise ModelError(
+            f"after the first step parameters became trainable, or were made anew: "
+            f"{', '.join(new[:8])}. They would never be trained",
+            fix="let them be trainable from the start, with a learning rate of their own "
+            "(parameter_groups of the model), which is 0 at first; or begin a new run with "
+            "them, from this one's weights: --init_from CHECKPOINT",
+        )
 
 
 def check_same_model(module: nn.Module, group: Group) -> None:

@@ -51,7 +51,7 @@ def check_evaluation(parts: Parts) -> None:
             )
         if not batch.num_samples:
             return ""
-        batch = batch.to(parts.group.device, channels_last=replica.channels_last)
+        batch = batch.to(parts.group.device, channels_last=replica.inputs.channels_last)
         # WHY refuse: a rank without such a sample would leave the others waiting.
         with (
             watching(trial.model, trial.group, calls_forward=True, refuses=True) as watch,
@@ -74,7 +74,7 @@ def check_evaluation(parts: Parts) -> None:
         check_equal_evaluation(  # collective
             trial,
             loader,
-            channels_last=replica.channels_last,
+            channels_last=replica.inputs.channels_last,
             leaves_out=leaves_out,
             instead="--eval_every 0",
         )

@@ -1,31 +1,27 @@
-"""What only a device needs that runs behind the host, such as a GPU.
+"""What only a device needs that runs behind the host, such as a GPU: the host queues work, goes on.
 
-The host queues work and goes on. Two things follow from that:
-
-- Whether the gradient of a step was good is read one step later, without a wait. Reading a number
-  on a GPU waits for all work before it, and asking the other ranks would cost a message per step.
-  Instead, a rank that failed has sent NaN (gradients/buckets.py), and that, or a gradient that is
-  not finite by itself, sets a flag on the device. The flag makes the optimizer skip the update: it
-  is found_inf of torch's fused optimizers, with which GradScaler skips a step. It is the same on
-  all ranks, because the sums are. It is copied to the host while the next step already runs, and
-  read only then; if it is up, the host takes back both steps and does them again. So the host is at
-  most one step ahead of the GPU. With fp16 a gradient that is not finite is normal: GradScaler
-  skips such a step and lowers the scale. That is taken back too; the retry shows which it was.
+- Whether the gradient of a step was good is read one step later, without a wait: reading a number
+  waits for all work before it. A rank that failed has sent NaN (gradients/buckets.py). That, or a
+  gradient that is not finite by itself, sets a flag on the device, which is the same on all ranks,
+  because the sums are. It makes the optimizer skip the update: it is found_inf of torch's fused
+  optimizers, with which GradScaler skips a step. The host reads its copy while the next step
+  already runs; if it is up, both steps are taken back and done again. With fp16 a gradient that is
+  not finite is normal: that step is taken back too, and its retry shows which of the two it was.
 - If another rank dies or is stopped, NCCL's all-reduce never ends, and nothing that was queued
-  behind it runs: the update, the copy of the flag, each read on the same stream. But the weights in
-  the device's memory are those of the last finished update, and a second stream can still copy
-  them. They are those of a step boundary if the event after that update is reached before the copy,
-  and the one before the next update is still not reached after it.
+  behind it runs. But the weights in the device's memory are those of the last finished update, and
+  a second stream can copy them. They are those of a step boundary if the event after that update is
+  reached before the copy, and the one before the next update is not reached after it. The host is
+  at most one update ahead, so there is only one next update.
 
-The host is at most one update ahead of the device, so there is only one next update.
 What goes wrong here: a kernel on the second stream. To load one may wait for the whole device, so
-there are only copies.
-Read next: training/survivor_save.py, which saves what find() returns.
+there are only copies. Read next: training/survivor_save.py, which saves what find() returns.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -33,20 +29,104 @@ from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.gradients.sums import Sums
 from hardened_ddp.model.optimizer import skips_by_flag
 from hardened_ddp.ranks.phase import Phase
-from hardened_ddp.step import token_mean
-from hardened_ddp.step.attempt import Attempt
-from hardened_ddp.step.events import Event, Flag, new_event
+from hardened_ddp.step.gradient import Attempt, divide_on_device
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress, Totals
 
 _LOOK_EVERY_S = 0.01
 
 
+class Event(Protocol):
+    """A point in the work that was queued on a device."""
+
+    def is_reached(self) -> bool:
+        """Return whether the device is past it. Does not wait."""
+
+    def wait(self) -> None:
+        """Wait until the device is past it."""
+
+
+class DeviceEvent:
+    """An event on this thread's current stream of a GPU."""
+
+    def __init__(self) -> None:
+        # WHY blocking: else the wait for it spins, and takes a core of the loader's workers
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch's
+        self._event.record()
+
+    def is_reached(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]  # torch's
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class HostEvent:
+    """An event on the CPU, which runs its work at once."""
+
+    def is_reached(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
+def new_event(device: torch.device) -> Event:
+    """Return an event that comes after the work queued on device so far."""
+    return DeviceEvent() if device.type == "cuda" else HostEvent()
+
+
+class Flag:
+    """A number on the device, and its asynchronous copy to the host."""
+
+    def __init__(self, is_bad: torch.Tensor) -> None:
+        """is_bad: of shape (), 1.0 if the gradient was bad, else 0.0."""
+        self.on_device = self._on_host = is_bad
+        self._arrived: Event | None = None
+
+    def send(self) -> Event:
+        """Queue the copy to the host; return the event after it. All that counts is queued."""
+        if self.on_device.is_cuda:
+            self._on_host = torch.empty((), dtype=self.on_device.dtype, pin_memory=True)
+            self._on_host.copy_(self.on_device, non_blocking=True)
+        self._arrived = new_event(self.on_device.device)
+        return self._arrived
+
+    def is_up(self) -> bool:
+        """Return whether the gradient was bad. Waits until the device has computed it."""
+        if self._arrived is not None:
+            self._arrived.wait()
+        return bool(self._on_host)
+
+
+@dataclass(slots=True)
+class QueuedStep:
+    """A step whose work the host has queued."""
+
+    attempt: Attempt
+    begun: Event
+    """When the buffers and sums before it have been copied."""
+
+    flag: Flag | None = None
+    """Up: some rank failed in it, or its gradient is not finite. None: known not to be so."""
+
+    loss_after: torch.Tensor | float = 0.0
+    """The sum of the losses after it, on the device."""
+
+    def loss(self) -> float:
+        """Return this rank's loss in it. Waits for the device."""
+        return float(self.loss_after) - float(self.attempt.totals_before[0])
+
+    def is_bad(self) -> bool:
+        """Return whether its flag is up. Waits for the device."""
+        return self.flag is not None and self.flag.is_up()
+
+
 @dataclass(frozen=True, slots=True)
 class Update:
     """A committed step, and events around its update."""
 
-    attempt: Attempt
+    step: QueuedStep
     progress: Progress
     """Before it."""
 
@@ -55,7 +135,7 @@ class Update:
 
     def is_skipped(self) -> bool:
         """Return whether the device is past it and changed nothing: the gradient was bad."""
-        return self.before.is_reached() and self.attempt.is_bad()
+        return self.before.is_reached() and self.step.is_bad()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +162,7 @@ class AsyncDevice:
     """Follows the steps of a run on a device that runs behind the host."""
 
     def __init__(self, parts: Parts, progress: Progress, totals: Totals) -> None:
-        self.unconfirmed: Attempt | None = None
+        self.unconfirmed: QueuedStep | None = None
         """The last step, as long as its flag has not been read."""
 
         self.checks_one_step_late = parts.checks_one_step_late
@@ -91,34 +171,33 @@ class AsyncDevice:
         self._parts = parts
         self._progress = progress
         self._totals = totals
-        self._current: Attempt | None = None
+        self._current: QueuedStep | None = None
         self._before: Event | None = None
         self._progress_before = progress
         self._last: Update | None = None
         # WHY: such an optimizer keeps numbers on the host, which would be ahead of the weights.
         self._waits_for_gradient = not skips_by_flag(parts.optimizer)
 
+    def can_run_ahead(self, window: Window) -> bool:
+        """Return whether the step over window may be queued before the last flag is read."""
+        return self.checks_one_step_late and self._parts.gradients.sends_within(window)
+
     def begin(self, attempt: Attempt) -> None:
         """Note that a step begins; its buffers and sums are copied. Main thread."""
-        attempt.begun = new_event(self._parts.device)
-        self._current = attempt
+        self._current = QueuedStep(attempt, new_event(self._parts.device))
 
-    def note(self, attempt: Attempt, sums: Sums) -> None:
-        """Take up the sums of a step that only the device knows to be good. Main thread."""
-        assert sums.is_bad is not None
-        is_bad = sums.is_bad
+    def note(self, sums: Sums) -> None:
+        """Take up the sums of the current step, if only the device knows whether they are good."""
+        if (is_bad := sums.is_bad) is None:
+            return
+        assert self._current is not None  # begin came first
+        attempt = self._current.attempt
         if attempt.failure is None and not self._parts.task.counts_samples:
-            is_bad = token_mean.divide_on_device(
+            is_bad = divide_on_device(
                 self._parts.gradients.local, sums.count, is_bad, num_samples=attempt.window.size
             )
-        attempt.flag = Flag(is_bad)
-        attempt.loss_after = self._totals.loss_sum.clone()
-
-    def can_wait(self, window: Window) -> bool:
-        """Return whether the flag of the last step may be read after the step over window."""
-        sends_within = not self._parts.config.loop.continue_on_error
-        sends_within &= self._parts.gradients.sends_within(window)
-        return self.checks_one_step_late and sends_within
+        self._current.flag = Flag(is_bad)
+        self._current.loss_after = self._totals.loss_sum.clone()
 
     def has_bad_step(self) -> bool:
         """Return whether the last step must be done again. Waits for the device."""
@@ -128,25 +207,23 @@ class AsyncDevice:
         with self._parts.group.tracker.within(Phase.ALL_REDUCE):
             return self.unconfirmed.is_bad()
 
-    def take_bad(self) -> Attempt | None:
+    def take_bad(self) -> QueuedStep | None:
         """Return the last step if it must be done again; it is confirmed now. Waits."""
-        is_bad, attempt = self.has_bad_step(), self.unconfirmed
+        is_bad, last = self.has_bad_step(), self.unconfirmed
         self.unconfirmed = None
-        return attempt if is_bad else None
+        return last if is_bad else None
 
-    def leave_out(self, attempt: Attempt) -> None:
-        """Let the optimizer skip the update if the flag of a step is up. Main thread."""
-        if self.checks_one_step_late:
-            flag = None if attempt.flag is None else attempt.flag.on_device
-            self._parts.precision.leave_out(self._parts.optimizer, flag)
+    def before_update(self) -> None:
+        """Note that the update of the current step comes next. Main thread, before the commit.
 
-    def before_update(self, attempt: Attempt) -> None:
-        """Note that the update of a step comes next. Main thread, before the commit.
-
-        Waits for the update before it, so that the host is not further ahead. WHY not with a flag:
-        reading the flag of the step before has waited.
+        The optimizer skips it if the flag is up. Waits for the update before it, so that the host
+        is not further ahead. WHY not with a flag: reading the flag of the step before has waited.
         """
-        flag = attempt.flag
+        assert self._current is not None
+        flag = self._current.flag
+        if self.checks_one_step_late:
+            on_device = None if flag is None else flag.on_device
+            self._parts.precision.leave_out(self._parts.optimizer, on_device)
         self._before = before = new_event(self._parts.device) if flag is None else flag.send()
         self._progress_before = replace(self._progress)
         if flag is not None:
@@ -159,20 +236,22 @@ class AsyncDevice:
             with self._parts.group.tracker.within(Phase.ALL_REDUCE):
                 limit.wait()
 
-    def after_update(self, attempt: Attempt) -> None:
+    def after_update(self) -> None:
         """Note that the update is queued. Main thread, within the commit."""
+        assert self._current is not None
         assert self._before is not None  # before_update came first
         after = new_event(self._parts.device)
-        self._last = Update(attempt, self._progress_before, self._before, after)
+        self._last = Update(self._current, self._progress_before, self._before, after)
+        self.unconfirmed = self._current if self._current.flag is not None else None
         self._current = None
-        self.unconfirmed = attempt if attempt.flag is not None else None
 
-    def take_back(self, attempt: Attempt) -> None:
+    def take_back(self, step: QueuedStep) -> None:
         """Note that a step is done again, since the device skipped its update. Main thread.
 
-        WHY not as the last update: a step that is done again gets another flag, or none.
+        WHY not as the last update: a step that is done again has no flag any more.
         """
-        self._current, self._last = attempt, None
+        step.flag = None
+        self._current, self._last = step, None
 
     def forget(self) -> None:
         """Drop what is known: another state was loaded. Main thread."""
@@ -184,11 +263,11 @@ class AsyncDevice:
         Rank-local, while no other thread commits a step. Does not wait for work that is stuck.
         """
         end = time.monotonic() + limit_s
-        while (found := self._look()) is None and time.monotonic() < end:
+        while (found := self._find_now()) is None and time.monotonic() < end:
             time.sleep(_LOOK_EVERY_S)
         return found
 
-    def _look(self) -> Boundary | None:
+    def _find_now(self) -> Boundary | None:
         last, current = self._last, self._current
         if last is not None and not last.after.is_reached():
             # Between the two events the weights are half updated.
@@ -198,13 +277,39 @@ class AsyncDevice:
         progress = replace(self._progress)
         if current is None:
             return Boundary(progress, (), self._totals.loss_sum)
-        is_begun = current.begun is not None and current.begun.is_reached()
-        return Boundary(progress, current.buffers, current.totals_before[0]) if is_begun else None
+        if not current.begun.is_reached():
+            return None
+        return Boundary(progress, current.attempt.buffers, current.attempt.totals_before[0])
 
 
 def _before(update: Update) -> Boundary | None:
     """Return the boundary before an update; None: the device has not reached it."""
-    attempt = update.attempt
-    if attempt.begun is None or not attempt.begun.is_reached():
+    attempt = update.step.attempt
+    if not update.step.begun.is_reached():
         return None
     return Boundary(update.progress, attempt.buffers, attempt.totals_before[0], update)
+
+
+def beside(device: torch.device) -> AbstractContextManager[Any]:  # Any: nothing of use
+    """Queue the work inside on a stream of its own, which waits for no other."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # torch's
+
+
+def copy_beside(
+    tensors: Mapping[str, torch.Tensor], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Copy tensors to the host, without waiting for the work that is queued on device."""
+    with beside(device):
+        # WHY empty_like: with the same memory layout the copy needs no kernel
+        return {
+            name: torch.empty_like(tensor, device="cpu").copy_(tensor)
+            for name, tensor in tensors.items()
+        }
+
+
+def read_beside(number: torch.Tensor | float, device: torch.device) -> float:
+    """Read a number on device without waiting for the work that is queued there."""
+    with beside(device):
+        return float(number)

@@ -1,7 +1,11 @@
 """The gradient of one step: this rank's forward and backward, then the sum over the ranks.
 
 Losses are sums, divided by the samples of the whole step: so accumulation, a short last step and
-uneven shares all give the gradient of one big batch.
+uneven shares all give the gradient of one big batch. A loss may also be a mean over something else,
+such as tokens. How many of them a step has over all ranks is known only after backward: until then
+losses are divided by a power of two near the samples, which keeps numbers in range and costs no
+precision.
+
 Owns one try at that, and what a failure in it is called. Does not own: what follows from a failure
 (retry.py), the update (step.py), how gradients get to the other ranks (gradients/).
 """
@@ -11,6 +15,9 @@ import math
 import operator
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
 
 import torch
 
@@ -19,14 +26,13 @@ from hardened_ddp.data.batches.nesting import tensors_of
 from hardened_ddp.data.batches.sampler import Window, WindowSampler
 from hardened_ddp.data.foreign_code import describe
 from hardened_ddp.errors import ANY_FAILURE
-from hardened_ddp.gradients.sums import Marks
+from hardened_ddp.gradients.sums import LocalGradients, Marks, Sums
+from hardened_ddp.model.moving_attributes import Copies
 from hardened_ddp.model.replica import Replica
 from hardened_ddp.ranks.group import lost_peer
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.seeding import seed_step
-from hardened_ddp.step import token_mean
-from hardened_ddp.step.async_device import AsyncDevice
-from hardened_ddp.step.attempt import Attempt, Outcome
+from hardened_ddp.reporting.log import ON_EVERY_RANK
 from hardened_ddp.step.failure import (
     BAD_SUM,
     NUM_SHOWN,
@@ -41,13 +47,52 @@ from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.memory import is_out_of_memory
 from hardened_ddp.step.nonfinite import watch
 from hardened_ddp.step.parts import Parts
-from hardened_ddp.step.progress import Progress, Totals
+from hardened_ddp.step.progress import Mark, Progress, Totals
 
 log = logging.getLogger(__name__)
 
-
 INPUTS = "the batch"
+"""In the list of what a forward has written: the samples themselves."""
+
 _VERSION = operator.attrgetter("_version")  # of a tensor: it grows with each write in place
+
+
+class Outcome(Enum):
+    """The outcome of a step. The same on all ranks."""
+
+    DONE = "done"
+    LEFT_OUT = "left out"
+    """Given up under --continue_on_error: its samples are skipped, the weights don't change."""
+
+    EMPTY = "empty"
+    """Nothing in it counts, such as no valid token: the weights don't change."""
+
+
+@dataclass(slots=True)
+class Attempt:
+    """The current step, and what a retry needs."""
+
+    window: Window
+    batches: Sequence[Batch]
+    buffers: Sequence[torch.Tensor | None]
+    """The moving buffers before it."""
+
+    totals_before: Mark
+    attributes: Copies = field(default_factory=dict)
+    """The plain attributes that may move, before it."""
+
+    scale_before: Sequence[torch.Tensor] = ()
+    """Scale and growth tracker of fp16's scaler before it."""
+
+    schedule_before: Any = None
+    """The state of the schedule before it, if it has one. Any: from Schedule.mark."""
+
+    outcome: Outcome = Outcome.DONE
+    failure: Failure | None = None
+    """How this rank failed in it."""
+
+    count: float | torch.Tensor = 0.0
+    """What counts in this rank's samples, such as valid tokens. On the device."""
 
 
 class Writes:
@@ -65,7 +110,7 @@ class Writes:
         inputs = [part for batch in batches for part in (batch.inputs, batch.targets)]
         if not all([isinstance(part, torch.Tensor) for part in inputs]):
             inputs = list(tensors_of(inputs))
-        if self._replica.copies_inputs:
+        if self._replica.inputs.are_copied:
             inputs = []
         still = self._replica.buffers.watched
         self._watched = [*still, *[part for part in inputs if not part.is_inference()]]
@@ -84,7 +129,7 @@ class Writes:
             written = [tensor for tensor, new, old in pairs if new != old]
             in_model = {id(tensor) for tensor in self._replica.buffers.watched}
             if not all(id(tensor) in in_model for tensor in written):
-                self._replica.copies_inputs = True
+                self._replica.copy_inputs()
                 self._unsafe[-1].append(INPUTS)
             self._unsafe[-1] += self._replica.buffers.take_up_written(written)
             self._watched, self._versions = (), []
@@ -107,21 +152,16 @@ class Gradient:
         totals: Totals,
         *,
         left_out: LeftOut,
-        device: AsyncDevice | None,
     ) -> None:
-        """device: of a run whose host only queues the work of a step."""
         self.parts = parts
         self.progress = progress
         self.totals = totals
         self.left_out = left_out
-        self.device = device
         self.batch: Batch | None = None
         """The current micro-batch, for a message about a hang in it."""
 
         self.writes = Writes(parts.replica)
-        self.searches_for_nan = False
-        """NaN or inf came up in this step: each rank searches the module that gives it first."""
-
+        self._searches_for_nan = False
         config = parts.config.loop
         # WHY: a rank that fails in forward leaves the others in its collectives.
         self.retries = config.step_retry == "on" and not parts.replica.collectives
@@ -130,12 +170,9 @@ class Gradient:
         self._leaves_out = config.continue_on_error
         self._counts_samples = parts.task.counts_samples
         self._watches_loss = parts.watches_loss
-        is_late = device is not None and device.checks_one_step_late
-        self._is_late = is_late and not self._leaves_out
-        """The device may be the first to know whether a step is good."""
-
-        self._checks_sums = parts.checks_loss or self._leaves_out or is_late
-        self._moves_batches = parts.device.type != "cpu" or parts.replica.channels_last
+        checks_late = parts.checks_one_step_late
+        self._checks_sums = parts.checks_loss or self._leaves_out or checks_late
+        self._moves_batches = parts.device.type != "cpu" or parts.replica.inputs.channels_last
 
     def run(self, attempt: Attempt, *, is_retry: bool) -> Failure | None:
         """Run forward and backward on this rank's samples; return how that failed, or None.
@@ -158,23 +195,27 @@ class Gradient:
         seed = parts.config.device.seed
         seed_step(seed, step=progress.step, rank=rank, device_type=parts.device.type)
         try:
-            if self.searches_for_nan:
-                self._search_for_nan(attempt, batches)
+            if self._searches_for_nan:
+                self._find_nan(attempt, batches)
             else:
                 self._forward_backward(attempt, batches)
         except ANY_FAILURE as error:  # WHY broad: whatever it is, the other ranks must learn of it
             return self._failure_of(error, batches)
         self.writes.note()
-        has_all = all(p.grad is not None for p in parts.gradients.local.parameters)
-        if not has_all and (names := parts.gradients.missing(attempt.window)):
+        gradients = parts.gradients
+        has_all = all(p.grad is not None for p in gradients.local.parameters)
+        may_miss = has_all or gradients.allows_unused
+        if not may_miss and attempt.window.is_for_all(parts.group.world_size):
+            names = gradients.local.missing()
             some = f"{', '.join(names[:NUM_SHOWN])} ({len(names)} in all)"
             return Failure("unused", f"rank {rank}: no gradient came for {some}")
         return None
 
-    def reduce(self, attempt: Attempt, *, is_retry: bool) -> bool:
+    def reduce(self, attempt: Attempt, *, on_device: bool) -> Sums | None:
         """Sum a gradient over the ranks, and make it that of a mean. Collective: all ranks.
 
-        False: some rank failed, or the gradient is not finite. The same on all ranks.
+        None: some rank failed, or the gradient is not finite. The same on all ranks. on_device: the
+        device may be the first to know that, see Sums.is_bad.
         """
         parts, window, failure = self.parts, attempt.window, attempt.failure
         gradients = parts.gradients
@@ -185,31 +226,33 @@ class Gradient:
             num_samples=sum([len(batch.indices) for batch in attempt.batches]),
             count=attempt.count,
         )
-        is_late = self._is_late and not is_retry
-        sums = gradients.finish(mine, window=window, is_late=is_late)  # collective
+        sums = gradients.finish(mine, window=window, on_device=on_device)  # collective
         if sums is None:
-            return False
-        if sums.is_bad is not None and self.device is not None:
-            self.device.note(attempt, sums)
-        elif not (sums.are_finite or self._may_be_infinite() or gradients.local.are_finite()):
+            return None
+        are_finite = sums.are_finite or sums.is_bad is not None or self._may_be_infinite()
+        if not are_finite and not gradients.local.are_finite():
             attempt.failure = Failure("not finite", BAD_SUM)
-            return False
+            return None
         if sums.num_samples < window.size:
             self.left_out.add(attempt.batches, "", self.progress)  # collective
             if not sums.num_samples:
                 self.undo(attempt)
                 attempt.outcome = Outcome.LEFT_OUT
-                return True
+                return sums
             if self._counts_samples:
                 gradients.local.scale(window.size / sums.num_samples)
-        if attempt.flag is None and not self._counts_samples:  # with a flag: done on the device
-            token_mean.divide(parts, attempt, float(sums.count), step=self.progress.step)
+        if sums.is_bad is None and not self._counts_samples:  # else it is done on the device
+            self._divide_by_count(attempt, float(sums.count))
         if parts.replica.attributes.shared and parts.group.world_size > 1:
             is_even = self._is_even(window) and sums.num_samples == window.size
             parts.replica.attributes.equalize(parts.group, is_even=is_even)  # collective
         if attempt.outcome is Outcome.DONE and parts.replica.buffers.names:
             parts.replica.sync_buffers(parts.group)  # collective
-        return True
+        return sums
+
+    def search_for_nan(self, *, is_on: bool) -> None:
+        """In the next tries, search the module that gives NaN or inf first. Rank-local."""
+        self._searches_for_nan = is_on
 
     def undo(self, attempt: Attempt) -> None:
         """Undo what forward and backward have changed. Rank-local."""
@@ -237,16 +280,16 @@ class Gradient:
         parts, replica, gradients = self.parts, self.parts.replica, self.parts.gradients
         tracker = parts.group.tracker
         size = attempt.window.size
-        # If the loss is a mean over something else, such as tokens, reduce divides by that.
-        scale = 1 / (size if self._counts_samples else token_mean.divisor(size))
+        # If the loss is a mean over something else, reduce divides by that.
+        scale = 1 / (size if self._counts_samples else _divisor(size))
         scaler = parts.precision.scaler  # fp16's; else None
         attempt.count = 0.0
         for index, batch in enumerate(batches):
             is_last = index == len(batches) - 1
-            if replica.copies_inputs:
+            if replica.inputs.are_copied:
                 batch = batch.copied()
             if self._moves_batches:
-                batch = batch.to(parts.device, channels_last=replica.channels_last)
+                batch = batch.to(parts.device, channels_last=replica.inputs.channels_last)
             self.batch = batch
             tracker.enter(Phase.FORWARD)
             with gradients.around(is_last=is_last):  # DDP's no_sync, but for the last one
@@ -259,13 +302,31 @@ class Gradient:
                     raise LossNotFinite(f"the loss is {value}")
                 tracker.enter(Phase.BACKWARD)
                 loss = score.loss_sum if scaler is None else scaler.scale(score.loss_sum)
-                factor = scale * gradients.before_backward(attempt.count, is_last=is_last)
+                if not self._counts_samples:
+                    gradients.note_count(attempt.count)
                 # WHY not loss * factor: where backward starts, a factor needs no operation.
-                start = torch.full_like(loss, factor)
+                start = torch.full_like(loss, scale * gradients.factor)
                 loss.backward(start)  # type: ignore[no-untyped-call]  # collective if is_last
             self.totals.add(score, len(batch.indices))
         self.batch = None
         tracker.enter(Phase.OPTIMIZER)
+
+    def _divide_by_count(self, attempt: Attempt, count: float) -> None:
+        """Make the gradient the mean over count, what counts in the step over all ranks.
+
+        With a count of 0 there is nothing to learn, and no weight may change: weight decay and
+        momentum would move the weights with a gradient of zeros too.
+        """
+        if count > 0:
+            self.parts.gradients.local.scale(_divisor(attempt.window.size) / count)
+            return
+        log.warning(
+            "step %d: no label of its samples counts, so no weight changes",
+            self.progress.step,
+            extra=ON_EVERY_RANK,
+        )
+        self.parts.replica.buffers.put_back(attempt.buffers)
+        attempt.outcome = Outcome.EMPTY
 
     def _is_even(self, window: Window) -> bool:
         """Return whether each rank has as many samples of it. The same on all ranks."""
@@ -275,7 +336,7 @@ class Gradient:
     def _may_be_infinite(self) -> bool:
         """Return whether a gradient that is not finite is no failure of a step."""
         # WHY not with a scaler: it handles an overflow of fp16 itself.
-        is_checked = self._checks_sums or self.searches_for_nan
+        is_checked = self._checks_sums or self._searches_for_nan
         return not is_checked or self.parts.precision.scaler is not None
 
     def _failure_of(self, error: BaseException, batches: Sequence[Batch]) -> Failure:
@@ -297,7 +358,7 @@ class Gradient:
         text += f"{describe(error)} ({where_of(error)})"
         return Failure(kind, text, max(len(batch.indices) for batch in batches))
 
-    def _search_for_nan(self, attempt: Attempt, batches: Sequence[Batch]) -> None:
+    def _find_nan(self, attempt: Attempt, batches: Sequence[Batch]) -> None:
         """Run forward and backward, searching the module that gives the first NaN or inf.
 
         Rank-local. Raises LossNotFinite with what was found.
@@ -319,3 +380,25 @@ class Gradient:
         if self.parts.precision.scaler is None and not self.parts.gradients.local.are_finite():
             return "the gradient is not finite"
         return ""
+
+
+def divide_on_device(
+    gradients: LocalGradients,
+    count: float | torch.Tensor,
+    is_bad: torch.Tensor,
+    *,
+    num_samples: int,
+) -> torch.Tensor:
+    """Make gradients the mean over count, without a wait; return is_bad, or 1.0 if nothing counts.
+
+    count and is_bad: over all ranks, of shape (), on the device.
+    """
+    total = torch.as_tensor(count)
+    is_empty = total <= 0
+    gradients.scale(_divisor(num_samples) / torch.where(is_empty, 1.0, total))
+    return torch.where(is_empty, torch.ones_like(is_bad), is_bad)
+
+
+def _divisor(num_samples: int) -> float:
+    """Return what the losses of a step are divided by before it is known how much counts."""
+    return 2.0 ** round(math.log2(num_samples))

@@ -85,7 +85,7 @@ def _fits(parts: Parts, sample: Batch, num_samples: int) -> bool:
     """Try forward and backward of num_samples, without other ranks; discard the gradients."""
     try:
         batch = take(sample, [i % sample.num_samples for i in range(num_samples)])
-        batch = batch.to(parts.device, channels_last=parts.replica.channels_last)
+        batch = batch.to(parts.device, channels_last=parts.replica.inputs.channels_last)
         with (
             untouched(parts.replica.module),
             parts.gradients.around(is_last=False),

@@ -71,10 +71,10 @@ class Parts:
     @property
     def checks_one_step_late(self) -> bool:
         """Read a step later whether a gradient was good: async_device.py. The same on all ranks."""
-        if self.config.loop.step_retry == "off":
+        loop = self.config.loop
+        if not self.is_async_device or loop.step_retry == "off" or loop.continue_on_error:
             return False
-        can_skip = skips_by_flag(self.optimizer)
-        return self.is_async_device and can_skip and self.gradients.tells_of_failures
+        return skips_by_flag(self.optimizer) and self.gradients.tells_of_failures
 
     @property
     def is_async_device(self) -> bool:

@@ -18,13 +18,14 @@ take part in the sums: an exception there ends the attempt.
 import logging
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, replace
+from enum import Enum
 from typing import NoReturn
 
 from hardened_ddp.data.batches.batch import BadSample, Batch, take
 from hardened_ddp.errors import StepError
 from hardened_ddp.reporting.log import ON_EVERY_RANK
-from hardened_ddp.step.attempt import Attempt, Outcome
 from hardened_ddp.step.failure import (
     BAD_SUM,
     NUM_SHOWN,
@@ -33,9 +34,22 @@ from hardened_ddp.step.failure import (
     format_samples,
     join_causes,
 )
-from hardened_ddp.step.gradient import INPUTS, Gradient
+from hardened_ddp.step.gradient import INPUTS, Attempt, Gradient, Outcome
 
 log = logging.getLogger(__name__)
+
+
+class Decision(Enum):
+    """What all ranks do about a step in which some rank failed."""
+
+    AGAIN = "again"
+    """Try it again, with no change."""
+
+    ALLOW_UNUSED = "allow unused"
+    SMALLER = "smaller micro-batches"
+    WITHOUT_BAD = "without the samples that fail alone"
+    GIVE_UP = "give up"
+    STOP = "stop"
 
 
 class StepRetry:
@@ -47,7 +61,6 @@ class StepRetry:
         self.given_up: list[str] = []
         """Steps given up for NaN or inf since the last completed one. The same on all ranks."""
 
-        self._retries = gradient.retries
         self._known_unused: set[str] = set()
 
     def until_done(self, attempt: Attempt) -> None:
@@ -57,19 +70,28 @@ class StepRetry:
         """
         num_failures = Counter[int]()  # by rank
         try:
-            while not self._is_given_up(attempt, num_failures):  # collective
-                attempt.failure = self.gradient.run(attempt, is_retry=True)
-                if self.gradient.reduce(attempt, is_retry=True):  # collective
+            while True:
+                causes = self._undo(attempt)  # collective
+                decision = self._decide(causes, num_failures)
+                if decision is Decision.GIVE_UP:
+                    self._give_up(attempt, causes)  # collective
                     return
-            attempt.outcome = Outcome.LEFT_OUT
+                self._prepare(decision, attempt, causes)
+                if decision in (Decision.AGAIN, Decision.WITHOUT_BAD):
+                    num_failures.update(causes.keys())
+                attempt.failure = self.gradient.run(attempt, is_retry=True)
+                if self.gradient.reduce(attempt, on_device=False) is not None:  # collective
+                    return
         finally:
-            self.gradient.searches_for_nan = False
+            self.gradient.search_for_nan(is_on=False)
 
-    def do_again(self, attempt: Attempt) -> None:
-        """Retry a step whose flag is up; its outcome is then final. Collective: all ranks."""
-        attempt.flag = None
+    def do_again(self, attempt: Attempt, *, loss: float) -> None:
+        """Retry a step that the device found to be bad; its outcome is then final. Collective.
+
+        loss: this rank's in it.
+        """
         self.parts.gradients.start_over()
-        if attempt.failure is None and not math.isfinite(loss := attempt.loss()):
+        if attempt.failure is None and not math.isfinite(loss):
             text = f"{self.gradient.where()}, samples {format_samples(attempt.batches)}: "
             attempt.failure = Failure("not finite", f"{text}the loss is {loss}")
         self.until_done(attempt)  # collective
@@ -81,50 +103,76 @@ class StepRetry:
             self._known_unused |= new
             log.warning("no gradient comes any more for: %s", ", ".join(sorted(new)))
 
-    def _is_given_up(self, attempt: Attempt, num_failures: Counter[int]) -> bool:
-        """Undo a failed try, and decide with all ranks what follows. Collective: all ranks.
+    def _undo(self, attempt: Attempt) -> dict[int, Failure]:
+        """Undo a failed try; return how ranks failed in it, by rank. The same on all. Collective.
 
-        True: the step is given up. Raises one error, the same on all ranks, if nothing helps.
-        num_failures: by rank, so far; this call adds to it.
+        Empty if fp16's scaler may skip the step. Raises StepError if it can't be undone.
         """
-        group, step = self.parts.group, self.progress.step
-        failure = attempt.failure
         self.gradient.undo(attempt)
-        mine = [failure and asdict(failure), self.gradient.lost()]
-        everyone = group.gather_json(mine)  # collective
+        mine = [attempt.failure and asdict(attempt.failure), self.gradient.lost()]
+        everyone = self.parts.group.gather_json(mine)  # collective
         causes = {rank: Failure(**cause) for rank, (cause, _) in enumerate(everyone) if cause}
         if lost := sorted({name for _, names in everyone for name in names}):
             self._stop_undone(causes, lost)
-        if not causes and self.parts.precision.scaler is not None:
-            return False  # an overflow of fp16: now its scaler may skip the step for good
-        if not causes:  # no rank failed, so the sum that DDP made is not finite
-            causes = {0: Failure("not finite", BAD_SUM)}
-        is_not_finite = any(cause.kind == "not finite" for cause in causes.values())
-        self.gradient.searches_for_nan = is_not_finite
-        if self._adapt(causes):
-            return False
-        num_failures.update(causes.keys())
+        if not causes and self.parts.precision.scaler is None:
+            causes = {0: Failure("not finite", BAD_SUM)}  # no rank failed, so it is their sum
+        return causes
+
+    def _decide(self, causes: Mapping[int, Failure], num_failures: Counter[int]) -> Decision:
+        """Decide what follows from the failures of a try. The same on all ranks.
+
+        num_failures: by rank, in the earlier tries of this step with the same settings.
+        """
+        if not causes:
+            return Decision.AGAIN
+        kinds, retries = {cause.kind for cause in causes.values()}, self.gradient.retries
+        may_allow = self.parts.config.ddp.find_unused_parameters != "off"
+        if retries and kinds == {"unused"} and may_allow:
+            return Decision.ALLOW_UNUSED
+        if retries and _max_without_memory(causes) > 1:
+            return Decision.SMALLER
         # WHY per rank: the first failure of another rank gets a second try of its own
-        num_tries = max(num_failures[rank] for rank in causes)
-        self._stop_unless_useful(causes, num_tries)
-        if num_tries == 1 and self._retries:
-            log.warning("retrying step %d: %s", step, join_causes(causes), extra=ON_EVERY_RANK)
-            return False
-        if num_tries == 2 and self._retries:
-            log.warning(
-                "step %d: looking for the samples that fail alone: %s",
-                step,
-                join_causes(causes),
-                extra=ON_EVERY_RANK,
-            )
-            if failure is not None:
-                attempt.batches = self._without_bad(attempt)
-            return False
-        if is_not_finite:
-            self.given_up.append(f"step {step}: {join_causes(causes)}")
-        text = failure.text if failure else ""
+        num_tries = 1 + max(num_failures[rank] for rank in causes) if retries else math.inf
+        if not self.parts.config.loop.continue_on_error:
+            may_pass = num_tries == 1 and not kinds & {"sample", "unused"}
+            return Decision.AGAIN if may_pass else Decision.STOP
+        if num_tries == 1:
+            return Decision.AGAIN
+        return Decision.WITHOUT_BAD if num_tries == 2 else Decision.GIVE_UP
+
+    def _prepare(self, decision: Decision, attempt: Attempt, causes: dict[int, Failure]) -> None:
+        """Log a decision, and change for the next try what it says. Raises the error of STOP."""
+        told = (self.progress.step, join_causes(causes))
+        if causes:
+            self.gradient.search_for_nan(is_on=_has_nan(causes))
+        match decision:
+            case Decision.STOP:
+                raise error_of(next(iter(causes.values())).kind, join_causes(causes))
+            case Decision.AGAIN if causes:
+                log.warning("retrying step %d: %s", *told, extra=ON_EVERY_RANK)
+            case Decision.ALLOW_UNUSED:
+                self.parts.gradients.allow_unused()
+                text = "find_unused_parameters is on from now; retrying step %d: %s"
+                log.warning(text, *told, extra=ON_EVERY_RANK)
+            case Decision.SMALLER:
+                limit = _max_without_memory(causes) // 2
+                self.progress.limit_micro_batches(limit)
+                text = "micro-batches have %d samples at most from now on; retrying step %d, for "
+                text += "the same gradient: %s"
+                log.warning(text, limit, *told, extra=ON_EVERY_RANK)
+            case Decision.WITHOUT_BAD:
+                text = "step %d: looking for the samples that fail alone: %s"
+                log.warning(text, *told, extra=ON_EVERY_RANK)
+                if attempt.failure is not None:
+                    attempt.batches = self._without_bad(attempt)
+
+    def _give_up(self, attempt: Attempt, causes: dict[int, Failure]) -> None:
+        """Leave a step out, and record it. Collective: all ranks."""
+        if _has_nan(causes):
+            self.given_up.append(f"step {self.progress.step}: {join_causes(causes)}")
+        text = attempt.failure.text if attempt.failure else ""
         self.gradient.left_out.add(attempt.batches, text, self.progress)  # collective
-        return True
+        attempt.outcome = Outcome.LEFT_OUT
 
     def _stop_undone(self, causes: dict[int, Failure], lost: list[str]) -> NoReturn:
         """Raise one error, the same on all ranks: what forward changed can't be put back."""
@@ -136,43 +184,6 @@ class StepRetry:
             fix="start the same command again: it continues at the last checkpoint",
             is_undone=False,
         )
-
-    def _adapt(self, causes: dict[int, Failure]) -> bool:
-        """Adapt all ranks to the cause; return whether that may help."""
-        if not self._retries:
-            return False
-        step, kinds = self.progress.step, {cause.kind for cause in causes.values()}
-        if kinds == {"unused"} and self.parts.config.ddp.find_unused_parameters != "off":
-            self.parts.gradients.allow_unused()
-            log.warning(
-                "find_unused_parameters is on from now; retrying step %d: %s",
-                step,
-                join_causes(causes),
-                extra=ON_EVERY_RANK,
-            )
-            return True
-        sizes = [c.num_samples for c in causes.values() if c.kind == "out of memory"]
-        if sizes and max(sizes) > 1:
-            self.progress.limit_micro_batches(max(sizes) // 2)
-            log.warning(
-                "micro-batches have %d samples at most from now on; retrying step %d, for the same "
-                "gradient: %s",
-                self.progress.max_micro_batch,
-                step,
-                join_causes(causes),
-                extra=ON_EVERY_RANK,
-            )
-            return True
-        return False
-
-    def _stop_unless_useful(self, causes: dict[int, Failure], num_tries: int) -> None:
-        """Raise one error, the same on all ranks, if another try can't help."""
-        if self.parts.config.loop.continue_on_error:
-            return
-        kinds = [cause.kind for cause in causes.values()]
-        if self._retries and num_tries == 1 and not {"sample", "unused"} & set(kinds):
-            return
-        raise error_of(kinds[0], join_causes(causes))
 
     def _without_bad(self, attempt: Attempt) -> list[Batch]:
         """Run each sample alone; return the batches without those that fail. Rank-local.
@@ -194,3 +205,13 @@ class StepRetry:
             num_good += len(good)
             found.append(replace(take(batch, good), bad=tuple(bad)))
         return found if num_good else list(attempt.batches)
+
+
+def _has_nan(causes: Mapping[int, Failure]) -> bool:
+    return any(cause.kind == "not finite" for cause in causes.values())
+
+
+def _max_without_memory(causes: Mapping[int, Failure]) -> int:
+    """Return the largest micro-batch for which a rank had no memory; 0: all had."""
+    sizes = [c.num_samples for c in causes.values() if c.kind == "out of memory"]
+    return max(sizes, default=0)

@@ -1,8 +1,8 @@
 """One optimizer step: forward, backward, sum over the ranks, update. Read from train_step down.
 
-Forward, backward and the sum are in gradient.py; the sum itself, which sends gradients while
-backward runs or after it, in gradients/. What happens when a rank fails is in retry.py; what a GPU
-needs, which runs behind the host, in async_device.py.
+Forward, backward and the sum are in gradient.py; how gradients get to the other ranks, in
+gradients/. What happens when a rank fails is in retry.py. A GPU runs behind the host: what follows
+from that is in async_device.py, and marked "device" here; on the CPU there is none.
 """
 
 import contextlib
@@ -25,9 +25,8 @@ from hardened_ddp.model.optimizer_state import is_known
 from hardened_ddp.model.precision import clip
 from hardened_ddp.ranks.seeding import seed_update
 from hardened_ddp.step.async_device import AsyncDevice
-from hardened_ddp.step.attempt import Attempt, Outcome
 from hardened_ddp.step.failure import explain_failure
-from hardened_ddp.step.gradient import Gradient
+from hardened_ddp.step.gradient import Attempt, Gradient, Outcome
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress, Totals
@@ -85,7 +84,7 @@ class Stepper:
         self.device = AsyncDevice(parts, progress, totals) if parts.is_async_device else None
         """What only a device that runs behind the host needs; None: the host does the work."""
 
-        self.gradient = Gradient(parts, progress, totals, left_out=left_out, device=self.device)
+        self.gradient = Gradient(parts, progress, totals, left_out=left_out)
         self.retry = StepRetry(self.gradient)
         self.live = Live()
         self.last_good = -1
@@ -107,7 +106,7 @@ class Stepper:
         if self._ledger is not None:
             ids = [batch.indices.numpy() for batch in batches]
             self._ledger.bring(progress.step, progress.epoch, ids)
-        if self.device is not None and not self.device.can_wait(window):
+        if self.device is not None and not self.device.can_run_ahead(window):
             self.confirm_last_step()  # collective
         attempt = self._compute_gradient(window, batches)  # collective
         if self.device is not None and self.device.has_bad_step():
@@ -136,16 +135,20 @@ class Stepper:
         if self.device is not None:
             self.device.begin(attempt)
         with self._explained(attempt):
+            on_device = self.device is not None and self.device.checks_one_step_late
             attempt.failure = self.gradient.run(attempt, is_retry=False)  # collective
-            if not self.gradient.reduce(attempt, is_retry=False):  # collective
+            sums = self.gradient.reduce(attempt, on_device=on_device)  # collective
+            if sums is None:
                 self.retry.until_done(attempt)  # collective
+            elif self.device is not None:
+                self.device.note(sums)
         return attempt
 
     def commit(self, attempt: Attempt) -> None:
         """Update weights and progress. Rank-local: every rank has the same gradient."""
         if self.device is not None:
             with self._explained(attempt):
-                self.device.before_update(attempt)
+                self.device.before_update()
         with self._explained(attempt), self.live.lock:
             if attempt.outcome is Outcome.DONE:
                 self._update(attempt)
@@ -158,7 +161,7 @@ class Stepper:
             if attempt.attributes:
                 self.parts.replica.attributes.end_step()
             if self.device is not None:
-                self.device.after_update(attempt)
+                self.device.after_update()
         self.parts.optimizer.zero_grad(set_to_none=True)
         self.gradient.totals.num_steps += 1
 
@@ -169,11 +172,9 @@ class Stepper:
         is_reported = is_due(self.progress.step + 1, parts.config.loop.log_interval)
         if is_reported and attempt.failure is None:
             self.retry.name_unused()
-        if self.device is not None:
-            self.device.leave_out(attempt)
         if max_norm > 0 or is_reported:
             parts.precision.unscale(parts.optimizer)
-            norm = clip(parts.replica.trainable.values(), max_norm=max_norm)
+            norm = clip(parts.gradients.local.by_name.values(), max_norm=max_norm)
             self.gradient.totals.grad_norm = norm
         if self._saver.reads_weights:
             self._saver.before_update()
@@ -209,17 +210,18 @@ class Stepper:
 
         Call it before weights, losses or progress are used for anything but the next step.
         """
-        attempt = None if self.device is None else self.device.take_bad()
-        if attempt is None or self.device is None:
+        step = None if self.device is None else self.device.take_bad()
+        if step is None or self.device is None:
             return
+        attempt = step.attempt
         with self.live.lock:
             self.gradient.undo(attempt)
             self.take_back_on_host(attempt)
             self.live.buffers_before = attempt.buffers
             self.progress.take_back(attempt.window)
-            self.device.take_back(attempt)
+            self.device.take_back(step)
         with self._explained(attempt):
-            self.retry.do_again(attempt)  # collective
+            self.retry.do_again(attempt, loss=step.loss())  # collective
         self.commit(attempt)
 
     def lost(self, *, reads_bits: bool) -> list[str]:

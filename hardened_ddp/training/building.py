@@ -31,7 +31,7 @@ from hardened_ddp.model.effects import untouched
 from hardened_ddp.model.moving_attributes import MovingAttributes
 from hardened_ddp.model.moving_buffers import MovingBuffers
 from hardened_ddp.model.optimizer import find_optimizer
-from hardened_ddp.model.replica import Replica, check_same_model
+from hardened_ddp.model.replica import Inputs, Replica, check_same_model
 from hardened_ddp.model.zoo import build_model, check_model, place_model
 from hardened_ddp.preflight.lazy import shape_by_forward
 from hardened_ddp.preflight.memory_format import choose_channels_last
@@ -236,8 +236,7 @@ def build_replica(
         model,
         buffers,
         attributes=trial.attributes,
-        channels_last=channels_last,
-        copies_inputs=findings.changes_inputs,
+        inputs=Inputs(channels_last, are_copied=findings.changes_inputs),
         collectives=findings.collectives,
     )
     # DDP sends gradients while backward runs; CPU ranks of one machine add them up after it.

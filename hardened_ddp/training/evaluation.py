@@ -153,8 +153,8 @@ def loop_of(parts: Parts, loader: EvalLoader) -> EvaluationLoop:
         precision=parts.precision,
         group=parts.group,
         leaves_out=parts.config.loop.continue_on_error,
-        channels_last=parts.replica.channels_last,
-        copies_inputs=parts.replica.copies_inputs,
+        channels_last=parts.replica.inputs.channels_last,
+        copies_inputs=parts.replica.inputs.are_copied,
     )
 
 

@@ -15,6 +15,7 @@ from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.errors import HangError, NonFiniteError
 from hardened_ddp.guard.hang import HangWatch, Subject
 from hardened_ddp.guard.stop import StopRequest
+from hardened_ddp.model.replica import refuse_new_parameters
 from hardened_ddp.ranks.phase import SAMPLE, Phase
 from hardened_ddp.ranks.resources import collect_as_usual
 from hardened_ddp.reporting.rank_status import Work
@@ -127,7 +128,7 @@ class Run:
     def report_losses(self) -> None:
         """Sum the losses over the ranks since the last report, and report them. Collective."""
         sums = self.stepper.read_totals()  # collective
-        self.parts.replica.refuse_new_parameters()
+        refuse_new_parameters(self.parts.replica.module, self.parts.gradients.local.by_name)
         # WHY before saving: a checkpoint of poisoned weights would push out the good ones.
         if not math.isfinite(sums["loss"]):
             raise NonFiniteError(

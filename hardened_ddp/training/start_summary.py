@@ -108,7 +108,7 @@ def _sums(parts: Parts) -> str:
 def _work_line(parts: Parts, progress: Progress) -> str:
     config, world_size = parts.config, parts.group.world_size
     numbers = [p.numel() for p in parts.replica.module.parameters()]
-    trained = sum(p.numel() for p in parts.replica.trainable.values())
+    trained = sum(p.numel() for p in parts.gradients.local.by_name.values())
     frozen = f", {trained:,} of them trained" if trained != sum(numbers) else ""
     test = 0 if parts.data.test is None else len(parts.data.test)  # type: ignore[arg-type]  # map-style
     samples = getattr(parts.sampler, "num_total", None)
@@ -139,7 +139,7 @@ def _auto_line(parts: Parts) -> str:
         "backend": parts.group.backend,
         "batch_size": str(parts.sampler.batch_size),
         "num_workers": str(stream.num_workers) + (" (in memory)" if parts.data.in_memory else ""),
-        "channels_last": "on" if parts.replica.channels_last else "off",
+        "channels_last": "on" if parts.replica.inputs.channels_last else "off",
         "split_by_length": "on" if parts.train_loader.split is not None else "",
         "lr_schedule": _lr_schedule(parts),
         "checkpoint_every_steps": "measured",

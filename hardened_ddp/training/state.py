@@ -142,7 +142,7 @@ def check_fits(parts: Parts, saved: Saved) -> None:
         )
     else:
         rest = meta.get("optimizer_state", {})
-        problems += state_problems(parts.schedule, parts.replica.trainable, rest)
+        problems += state_problems(parts.schedule, parts.gradients.local.by_name, rest)
     if parts.schedule.is_bound and parts.length.total > meta["total_steps"]:
         problems.append(
             f"lr_schedule: its scheduler was made for {meta['total_steps']} steps, and the run now "
@@ -221,7 +221,9 @@ def restore(parts: Parts, saved: Saved) -> Progress:
     small = [name for name in rest if name not in set(large)]  # such as step counts on the host
     state = receive(group, saved, large, device)  # collective
     state |= receive(group, saved, small, cpu)  # collective
-    restore_state(parts.schedule, parts.replica.trainable, state, meta.get("optimizer_state", {}))
+    restore_state(
+        parts.schedule, parts.gradients.local.by_name, state, meta.get("optimizer_state", {})
+    )
     parts.replica.attributes.load(meta.get("attributes", {}))
     if parts.precision.scaler is not None:
         parts.precision.restore(dict(meta["precision"]))
@@ -421,9 +423,10 @@ def collect_tensors(parts: Parts, *, buffers: Sequence[torch.Tensor | None] = ()
     for name, buffer in moving.to_save(buffers).items() if moving.known else ():
         in_model = f"model.{name}"
         tensors[in_model if in_model in tensors else f"{MOVING}{name}"] = buffer
+    state = save_state(parts.schedule, parts.gradients.local.by_name)[0]
     # WHY sorted: an optimizer that was restored may list its state in another order, and equal
     # states should be equal files.
-    return tensors | dict(sorted(save_state(parts.schedule, parts.replica.trainable)[0].items()))
+    return tensors | dict(sorted(state.items()))
 
 
 def replicated_tensors(parts: Parts) -> Tensors:
@@ -443,12 +446,12 @@ def collect_meta(parts: Parts, progress: Progress) -> dict[str, Any]:
         "accumulation_steps": parts.config.optimizer.accumulation_steps,
         "total_steps": parts.length.total,
         "lr_schedule": str(parts.schedule.config.lr_schedule),
-        "channels_last": parts.replica.channels_last,
+        "channels_last": parts.replica.inputs.channels_last,
         "split_by_length": split and split.least_values,
         "world_size": parts.group.world_size,
         "seed": parts.config.device.seed,
         "optimizer": type(parts.optimizer).__name__,
-        "optimizer_state": save_state(parts.schedule, parts.replica.trainable)[1],
+        "optimizer_state": save_state(parts.schedule, parts.gradients.local.by_name)[1],
         "attributes": parts.replica.attributes.state(),
         "precision": {} if scaler is None else dict(scaler.state_dict()),
         "dataset": parts.config.data.dataset,
@@ -476,5 +479,5 @@ def volatile_names(parts: Parts) -> set[str]:
     names |= {f"{MOVING}{name}" for name in buffers.known}
     if is_known(parts.optimizer) and not parts.schedule.has_state:
         return names
-    state = save_state(parts.schedule, parts.replica.trainable)[0]
+    state = save_state(parts.schedule, parts.gradients.local.by_name)[0]
     return names | {name for name in state if name.startswith(f"{PREFIX}groups.")}

@@ -33,8 +33,7 @@ from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.store import poll_s
 from hardened_ddp.reporting.sinks import write_text
-from hardened_ddp.step.async_device import Boundary
-from hardened_ddp.step.events import beside, copy_beside, read_beside
+from hardened_ddp.step.async_device import Boundary, beside, copy_beside, read_beside
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.step import Stepper
@@ -182,7 +181,7 @@ def _save_boundary(
         error = None  # noted already
     with beside(device):
         if boundary.next is not None:
-            stepper.take_back_on_host(boundary.next.attempt)
+            stepper.take_back_on_host(boundary.next.step.attempt)
         saver.save_in_need(progress, tensors=state)
     _say_saved(progress, parts.group.launch, folder)
 

@@ -150,7 +150,7 @@ def gradients(argv: list[str], is_uniform: bool) -> list[tuple[int, torch.Tensor
     found: list[torch.Tensor] = []
 
     def keep() -> None:
-        values = [p.grad for p in parts.replica.trainable.values() if p.grad is not None]
+        values = [p.grad for p in parts.gradients.local.by_name.values() if p.grad is not None]
         found.append(torch.cat([gradient.flatten() for gradient in values]).clone())
 
     saver = SimpleNamespace(reads_weights=True, before_update=keep)

@@ -194,7 +194,7 @@ def test_a_batch_and_a_weight_that_a_forward_writes_late_are_told() -> None:
         model.bias.add_(1)
     writes.note(reads_bits=True)
     assert writes.unsafe(num_forwards=1) == ["the batch", "bias"]
-    assert replica.copies_inputs
+    assert replica.inputs.are_copied
     writes.begin([batch])
     assert len(replica.buffers.copies()) == 1
     assert writes.unsafe(num_forwards=1) == []

@@ -13,8 +13,7 @@ from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.errors import HardenedError, ModelError, UnusedParameterError
 from hardened_ddp.gradients.buckets import Buckets
 from hardened_ddp.gradients.choose import sum_gradients_of
-from hardened_ddp.gradients.local import LocalGradients
-from hardened_ddp.gradients.sums import GradientSum, Marks
+from hardened_ddp.gradients.sums import GradientSum, LocalGradients, Marks
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.preflight.probe import Findings, choose_find_unused, probe
 from hardened_ddp.preflight.trial import Trial
@@ -69,9 +68,9 @@ def do_backward(
     if inputs is not None:
         with sums.around(is_last=True):
             loss = sums.call(inputs).sum()
-            loss.backward(torch.full_like(loss, sums.before_backward(0.0, is_last=True)))
+            loss.backward(torch.full_like(loss, sums.factor))
     mine = Marks(has_failed=False, num_samples=1, count=0.0)
-    assert sums.finish(mine, window=window, is_late=False) is not None  # collective
+    assert sums.finish(mine, window=window, on_device=False) is not None  # collective
 
 
 def use_a_part_only_without_ddp() -> bool:
@@ -254,6 +253,7 @@ def test_ranks_with_gpus_ask_each_other_only_if_a_failed_one_could_tell(can_send
     gpus = SimpleNamespace(device=torch.device("cuda"), start_max=asked.append)
     buckets = Buckets.__new__(Buckets)
     buckets._group, buckets.can_send_nan = gpus, can_send_nan  # type: ignore[assignment]
+    buckets._device = gpus.device
     assert not buckets.some_rank_failed(False)
     assert len(asked) == can_send_nan
 

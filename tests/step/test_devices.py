@@ -16,8 +16,7 @@ from torch import nn
 
 import ddp_training
 from hardened_ddp.errors import HardenedError
-from hardened_ddp.gradients.local import LocalGradients
-from hardened_ddp.gradients.sums import count_on
+from hardened_ddp.gradients.sums import LocalGradients, count_on
 from hardened_ddp.ranks.group import open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.settings.cli import parse
@@ -98,7 +97,7 @@ def trained(
     figures: dict[str, Any] = {
         f"train {name}": value for name, value in stepper.read_totals().items()
     }
-    figures["weights"] = {name: p.tolist() for name, p in parts.replica.trainable.items()}
+    figures["weights"] = {name: p.tolist() for name, p in parts.gradients.local.by_name.items()}
     if gpu is not None:
         gpu.waits.clear()
     assert parts.eval_loader is not None
@@ -127,7 +126,7 @@ def check_waits(waits: list[list[str]], *, in_evaluation: int = 1) -> None:
     *steps, evaluation = waits
     for step in steps:
         assert len(step) <= 1, step
-        assert all(wait.startswith("event at hardened_ddp/step/events.py") for wait in step)
+        assert all(wait.startswith("event at hardened_ddp/step/async_device.py") for wait in step)
     assert len(evaluation) == in_evaluation, evaluation
 
 

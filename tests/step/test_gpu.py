@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.checks import CHECKS
-from hardened_ddp.step.events import DeviceEvent, copy_beside
+from hardened_ddp.step.async_device import DeviceEvent, copy_beside
 from tests.harness.ranks import train
 from tests.harness.run_folder import last_tensors, only_run
 

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks import step_ops
 from benchmarks.ops_trace import Trace
-from hardened_ddp.gradients.buckets import flag_of
+from hardened_ddp.gradients.sums import flag_of
 from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.details import FirstMistakes
 from hardened_ddp.task.segmentation import Segmentation

@@ -66,7 +66,7 @@ def step_gradients(argv: list[str], which: list[int]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
 
     def keep() -> None:
-        gradients = [p.grad for p in parts.replica.trainable.values() if p.grad is not None]
+        gradients = [p.grad for p in parts.gradients.local.by_name.values() if p.grad is not None]
         found.append(torch.cat([gradient.flatten() for gradient in gradients]).clone())
 
     progress = Progress()
@@ -109,8 +109,8 @@ def _hooks_called(parts: Parts) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "how", "called"),
     [
-        ([], "summed through shared memory after backward", "MLP"),
-        (["--debug"], "summed by DDP's hooks during backward", "DistributedDataParallel"),
+        ([], "summed through shared memory after backward (--no_shared_memory: by DDP)", "MLP"),
+        (["--debug"], "summed by DDP during backward", "DistributedDataParallel"),
     ],
     ids=["default", "debug"],
 )

@@ -16,8 +16,7 @@ import torch
 
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.step.async_device import AsyncDevice
-from hardened_ddp.step.events import DeviceEvent
+from hardened_ddp.step.async_device import AsyncDevice, DeviceEvent
 from hardened_ddp.step.progress import Progress
 from tests.harness.ranks import start_training, train
 from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, step_of
@@ -146,18 +145,18 @@ def test_a_state_holds_until_the_device_begins_the_next_update(
         device=group.device, optimizer=optimizer, group=group, checks_one_step_late=False
     )
     progress, totals = Progress(step=4), SimpleNamespace(loss_sum=0.5)
-    attempt: Any = SimpleNamespace(flag=None, buffers=(), totals_before=(0.25,))
-    attempt.is_bad = lambda: False
+    attempt: Any = SimpleNamespace(buffers=(), totals_before=(0.25,))
     device = AsyncDevice(parts, progress, cast(Any, totals))
     device.begin(attempt)
     assert device.find(0) is None  # nothing is known to be done
-    attempt.begun.is_set = True
+    begun: Any = device._current.begun  # type: ignore[union-attr]
+    begun.is_set = True
     found = device.find(0)
     assert found is not None
     assert (found.progress.step, found.loss) == (4, 0.25)
-    device.before_update(attempt)
+    device.before_update()
     progress.step = 5
-    device.after_update(attempt)
+    device.after_update()
     before = device.find(0)
     assert before is not None
     assert (before.progress.step, before.loss) == (4, 0.25)

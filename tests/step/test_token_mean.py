@@ -13,7 +13,7 @@ from hardened_ddp.gradients.buckets import Buckets
 from hardened_ddp.gradients.by_ddp import ByDdp
 from hardened_ddp.ranks.group import open_group
 from hardened_ddp.ranks.launch import read_launch
-from hardened_ddp.step.attempt import Outcome
+from hardened_ddp.step.gradient import Outcome
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.progress import Progress
 from hardened_ddp.step.step import Stepper
@@ -172,7 +172,7 @@ def total_of_counts(dtype: torch.dtype, sent_as: torch.dtype | None) -> float:
     ddp = DistributedDataParallel(torch.nn.Linear(4, 3).to(dtype))
     buckets = Buckets(ddp, group, sent_as=sent_as, counts=True)
     buckets.begin()
-    buckets.count = 5003.0 + group.launch.rank
+    buckets.note_count(5003.0 + group.launch.rank)
     ddp(torch.ones(2, 4, dtype=dtype)).sum().backward()
     found = float(buckets.total())
     group.close()
