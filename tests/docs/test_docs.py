@@ -324,6 +324,8 @@ class TestCommands:
         for other in losses[1:]:
             assert other == pytest.approx(losses[0], rel=1e-5)
         assert len({line.split()[0] for line in sums.splitlines()}) == 1
+        for real_ddp in (outputs[3], auto):
+            assert "gradients summed by DDP during backward" in real_ddp
         assert "spare.weight" in auto
         assert "find_unused_parameters: on" in auto
         assert "DDP-M02" in off
