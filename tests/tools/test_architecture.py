@@ -54,7 +54,9 @@ BUDGETS = {
     "ddp_doctor/*": 13_000,
     "ddp_runs/*": 2_960,
     "hardened_ddp/*": 34_000,
+    "hardened_ddp/gradients/*": 900,
     "hardened_ddp/settings/*": 2_600,
+    "hardened_ddp/step/*": 2_240,
     "hardened_ddp/reporting/*": 1_995,
     "hardened_ddp/task/*": 2_290,
     "hardened_ddp/checkpoint/*": 1_890,
@@ -68,6 +70,8 @@ BUDGETS = {
     "launchers/*": 700,
     "tests/*": 37_900,
 }
+# What everything passes through holds few things: class, its file, how many attributes at most.
+MAX_ATTRIBUTES = [("Stepper", "step/step.py", 10), ("Replica", "model/replica.py", 6)]
 # Functions that take one value, by its name, for each thing that they make or pass on.
 ONE_FOR_EACH_FIELD = {
     "data/batches/sampler.py": {"__init__"},
@@ -304,6 +308,23 @@ def test_each_package_keeps_its_budget_of_lines() -> None:
 def test_functions_of_the_launchers_are_short() -> None:
     found = [f"{name_of(p)}: {problem}" for p in LAUNCHERS for problem in find_long(*parts_of(p))]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(("name", "file", "most"), MAX_ATTRIBUTES)
+def test_what_everything_passes_through_holds_few_things(name: str, file: str, most: int) -> None:
+    _, tree, _ = parts_of(ROOT / "hardened_ddp" / file)
+    [found] = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == name]
+    stored = {n for n in ast.walk(found) if isinstance(n, ast.Attribute)}
+    names = {n.attr for n in stored if isinstance(n.ctx, ast.Store) and dotted(n.value) == "self"}
+    assert 0 < len(names) <= most, sorted(names)
+
+
+def test_a_retry_and_what_only_a_gpu_needs_import_neither_each_other_nor_the_step() -> None:
+    apart = {f"hardened_ddp.step.{name}" for name in ("step", "retry", "async_device")}
+    for name in ("retry", "async_device", "gradient"):
+        _, _, full = parts_of(ROOT / "hardened_ddp" / "step" / f"{name}.py")
+        imported = {*full.values(), *(each.rpartition(".")[0] for each in full.values())}
+        assert not imported & apart, name
 
 
 def test_modules_are_named_for_what_they_own() -> None:
