@@ -180,6 +180,17 @@ class HostFlag(async_device.Flag):
             return super().is_up()
 
 
+class HostEvent:
+    """An event on the CPU, which runs its work at once."""
+
+    def is_reached(self) -> bool:
+        """Return that the device is past it."""
+        return True
+
+    def wait(self) -> None:
+        """Do not wait."""
+
+
 def build(work: str, num_classes: int) -> nn.Module:
     """Count the bare loop with a model of this name, begin to count the run, return its model."""
     _as_on_gpu()
@@ -219,7 +230,7 @@ def _as_on_gpu() -> None:
     - torch takes one operation for all tensors of a list, where it has one.
     """
     parts.ASYNC_DEVICES = (*parts.ASYNC_DEVICES, "cpu")
-    async_device.Flag = HostFlag  # type: ignore[misc]
+    async_device.Flag, async_device.Event = HostFlag, HostEvent  # type: ignore[misc, assignment]
     torch.Tensor.is_cpu = property(lambda self: False)  # type: ignore[assignment]
     devices = _foreach_utils._get_foreach_kernels_supported_devices()
     _foreach_utils._get_foreach_kernels_supported_devices = lambda: [*devices, "cpu"]

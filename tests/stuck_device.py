@@ -78,7 +78,7 @@ class Device:
 class QueuedEvent:
     """An event on the device's queue."""
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self) -> None:
         self._is_set = threading.Event()
         _device().submit(self._is_set.set)
 
@@ -217,7 +217,7 @@ def _leave_in(phase: str) -> None:
 
 
 parts.ASYNC_DEVICES = (*parts.ASYNC_DEVICES, "cpu")
-async_device.new_event = QueuedEvent  # type: ignore[assignment]
+async_device.Event = QueuedEvent  # type: ignore[assignment, misc]
 async_device.Flag = QueuedFlag  # type: ignore[misc]
 Buckets._send = send  # type: ignore[method-assign]
 Stepper._compute_gradient = compute_gradient  # type: ignore[method-assign]

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -36,18 +36,8 @@ from hardened_ddp.step.progress import Progress, Totals
 _LOOK_EVERY_S = 0.01
 
 
-class Event(Protocol):
-    """A point in the work that was queued on a device."""
-
-    def is_reached(self) -> bool:
-        """Return whether the device is past it. Does not wait."""
-
-    def wait(self) -> None:
-        """Wait until the device is past it."""
-
-
-class DeviceEvent:
-    """An event on this thread's current stream of a GPU."""
+class Event:
+    """A point in the work that was queued on this thread's current stream of the device."""
 
     def __init__(self) -> None:
         # WHY blocking: else the wait for it spins, and takes a core of the loader's workers
@@ -55,25 +45,12 @@ class DeviceEvent:
         self._event.record()
 
     def is_reached(self) -> bool:
+        """Return whether the device is past it. Does not wait."""
         return bool(self._event.query())  # type: ignore[no-untyped-call]  # torch's
 
     def wait(self) -> None:
+        """Wait until the device is past it."""
         self._event.synchronize()
-
-
-class HostEvent:
-    """An event on the CPU, which runs its work at once."""
-
-    def is_reached(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return
-
-
-def new_event(device: torch.device) -> Event:
-    """Return an event that comes after the work queued on device so far."""
-    return DeviceEvent() if device.type == "cuda" else HostEvent()
 
 
 class Flag:
@@ -89,7 +66,7 @@ class Flag:
         if self.on_device.is_cuda:
             self._on_host = torch.empty((), dtype=self.on_device.dtype, pin_memory=True)
             self._on_host.copy_(self.on_device, non_blocking=True)
-        self._arrived = new_event(self.on_device.device)
+        self._arrived = Event()
         return self._arrived
 
     def is_up(self) -> bool:
@@ -184,7 +161,7 @@ class AsyncDevice:
 
     def begin(self, attempt: Attempt) -> None:
         """Note that a step begins; its buffers and sums are copied. Main thread."""
-        self._current = QueuedStep(attempt, new_event(self._parts.device))
+        self._current = QueuedStep(attempt, Event())
 
     def note(self, sums: Sums) -> None:
         """Take up the sums of the current step, if only the device knows whether they are good."""
@@ -224,7 +201,7 @@ class AsyncDevice:
         if self.checks_one_step_late:
             on_device = None if flag is None else flag.on_device
             self._parts.precision.leave_out(self._parts.optimizer, on_device)
-        self._before = before = new_event(self._parts.device) if flag is None else flag.send()
+        self._before = before = Event() if flag is None else flag.send()
         self._progress_before = replace(self._progress)
         if flag is not None:
             return
@@ -240,7 +217,7 @@ class AsyncDevice:
         """Note that the update is queued. Main thread, within the commit."""
         assert self._current is not None
         assert self._before is not None  # before_update came first
-        after = new_event(self._parts.device)
+        after = Event()
         self._last = Update(self._current, self._progress_before, self._before, after)
         self.unconfirmed = self._current if self._current.flag is not None else None
         self._current = None
@@ -290,7 +267,7 @@ def _before(update: Update) -> Boundary | None:
     return Boundary(update.progress, attempt.buffers, attempt.totals_before[0], update)
 
 
-def beside(device: torch.device) -> AbstractContextManager[Any]:  # Any: nothing of use
+def beside(device: torch.device) -> AbstractContextManager[Any]:  # Any: not used
     """Queue the work inside on a stream of its own, which waits for no other."""
     if device.type != "cuda":
         return nullcontext()

@@ -105,17 +105,24 @@ def explain_failure(
     error: BaseException, group: Group, *, step: int, phase: str, samples: Sequence[int]
 ) -> HardenedError:
     """Return our error for an exception in a step: with rank, step, phase and samples."""
+    fix = "halve --batch_size and double --accumulation_steps: the same gradient"
+    where = f"step {step}, {phase}, samples {_first_of(samples)}"
+    return _explain(error, group, where, memory_fix=fix)
+
+
+def explain_evaluation(error: BaseException, group: Group) -> HardenedError:
+    """Return our error for an exception in an evaluation: with the rank."""
+    fix = "lower --eval_batch_size, then --resume the run"
+    return _explain(error, group, "evaluation failed", memory_fix=fix)
+
+
+def _explain(error: BaseException, group: Group, where: str, *, memory_fix: str) -> HardenedError:
     if (lost := lost_peer(error, group)) is not None:
         return lost
-    text = (
-        f"rank {group.launch.rank}, step {step}, {phase}, samples {_first_of(samples)}: "
-        f"{type(error).__name__}: {error} ({where_of(error)})"
-    )
-    log.debug("the step failed", exc_info=error)
+    log.debug("%s", where, exc_info=error)
+    text = f"rank {group.launch.rank}, {where}: {describe(error)} ({where_of(error)})"
     if is_out_of_memory(error):
-        return OutOfMemoryError(
-            text, fix="halve --batch_size and double --accumulation_steps: the same gradient"
-        )
+        return OutOfMemoryError(text, fix=memory_fix)
     return StepError(text, fix="the traceback is in this rank's log file")
 
 
@@ -182,17 +189,6 @@ def _tell(error: Exception, group: Group) -> None:
     text = f"{type(error).__name__}: {error}"
     if not group.tell_once(text, partial(log_failure, error), is_everywhere=is_users):
         log.debug("another rank tells why this one ends: %s", error)
-
-
-def explain_evaluation(error: BaseException, group: Group) -> HardenedError:
-    """Return our error for an exception in an evaluation: with the rank."""
-    if (lost := lost_peer(error, group)) is not None:
-        return lost
-    log.debug("the evaluation failed", exc_info=error)
-    text = f"rank {group.launch.rank}, evaluation failed: {describe(error)} ({where_of(error)})"
-    if is_out_of_memory(error):
-        return OutOfMemoryError(text, fix="lower --eval_batch_size, then --resume the run")
-    return StepError(text, fix="the traceback is in this rank's log file")
 
 
 def where_of(error: BaseException) -> str:

@@ -204,8 +204,8 @@ class Gradient:
         self.writes.note()
         gradients = parts.gradients
         has_all = all(p.grad is not None for p in gradients.local.parameters)
-        may_miss = has_all or gradients.allows_unused
-        if not may_miss and attempt.window.is_for_all(parts.group.world_size):
+        is_enough = has_all or gradients.allows_unused
+        if not is_enough and attempt.window.is_for_all(parts.group.world_size):
             names = gradients.local.missing()
             some = f"{', '.join(names[:NUM_SHOWN])} ({len(names)} in all)"
             return Failure("unused", f"rank {rank}: no gradient came for {some}")

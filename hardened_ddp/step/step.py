@@ -108,20 +108,20 @@ class Stepper:
             self._ledger.bring(progress.step, progress.epoch, ids)
         if self.device is not None and not self.device.can_run_ahead(window):
             self.confirm_last_step()  # collective
-        attempt = self._compute_gradient(window, batches)  # collective
+        attempt = self._compute_gradient(window, batches)  # collective: forward, backward, sum
         if self.device is not None and self.device.has_bad_step():
             self.confirm_last_step()  # collective
-            attempt = self._compute_gradient(window, batches)  # collective
-        self.commit(attempt)
+            attempt = self._compute_gradient(window, batches)  # collective: at the right weights
+        self.commit(attempt)  # the update
         self.parts.group.tracker.end_step(progress.step)
         if self.device is not None and self._is_read_next(window):
             self.confirm_last_step()  # collective
         return attempt.outcome
 
     def _compute_gradient(self, window: Window, batches: Sequence[Batch]) -> Attempt:
-        """Compute the gradient of a step, and retry until it is good. Collective: all ranks."""
+        """Forward, backward and sum; again, until the gradient is good. Collective: all ranks."""
         parts = self.parts
-        # What a retry restores: forward changes the buffers, and adds to the losses.
+        # For a retry: forward changes the buffers, and adds to the losses.
         moving = parts.replica.buffers
         self.gradient.writes.begin(batches)
         self.live.buffers_before = buffers = moving.copies() if moving.known else ()

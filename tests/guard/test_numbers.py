@@ -218,14 +218,6 @@ def test_every_bit_counts_in_a_checksum() -> None:
     assert all(torch.equal(tensors[name], before[name]) for name in tensors)
 
 
-def test_values_that_changed_places_are_seen() -> None:
-    values = torch.randn(70_000)
-    swapped = values.clone()
-    swapped[[5, 60_000]] = values[[60_000, 5]]
-    pairs = [combine(checksums({"values": tensor})).tolist() for tensor in (values, swapped)]
-    assert pairs[0] != pairs[1]
-
-
 @pytest.mark.parametrize("start", [0, 1, 7, 32_770])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
 def test_changes_that_cancel_in_a_linear_sum_are_seen(dtype: torch.dtype, start: int) -> None:

@@ -4,9 +4,7 @@ Each is done on the CPU, too, and must give the same numbers. See tests/pretende
 found so, and docs/GPU.md for what is not.
 """
 
-import os
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,23 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-import ddp_training
 from hardened_ddp.errors import HardenedError
 from hardened_ddp.gradients.sums import LocalGradients, count_on
-from hardened_ddp.ranks.group import open_group
-from hardened_ddp.ranks.launch import read_launch
-from hardened_ddp.settings.cli import parse
-from hardened_ddp.settings.layers import resolve
-from hardened_ddp.step.left_out import LeftOut
-from hardened_ddp.step.parts import Parts
-from hardened_ddp.step.progress import Progress
-from hardened_ddp.step.step import Stepper
 from hardened_ddp.training.evaluation import evaluate
 from tests.harness.marks import slow_after
 from tests.pretended_gpu import CPU, GPU, Mix, PretendedGpu
+from tests.step.test_steps import parts_of, stepper_of
 
 NUM_STEPS = 4
-COMMON = ["--cpu_only", "--num_workers", "0", "--batch_size", "4", "--eval_batch_size", "5"]
+COMMON = ["--no_shared_memory", "--num_workers", "0", "--batch_size", "4", "--eval_batch_size", "5"]
 COMMON += ["--log_interval", "1000", "--amp", "off", "--channels_last", "off"]
 POINTS = ["--dataset", "tests.plugins:points"]
 SLOPES = ["--dataset", "tests.token_data:slopes", "--model", "mlp"]
@@ -72,21 +62,12 @@ WAYS = {
 }
 
 
-def parts_on(device: torch.device, argv: list[str]) -> Parts:
-    launch = read_launch(os.environ)
-    settings = resolve(parse([*COMMON, *argv]), world_size=launch.world_size)
-    group = open_group(launch, device=device, backend="gloo", timeout_s=30, shared_memory=False)
-    torch.manual_seed(settings.config.device.seed)
-    return ddp_training.build(settings, group, None)
-
-
 def trained(
     device: torch.device, argv: list[str], gpu: PretendedGpu | None = None
 ) -> tuple[dict[str, Any], list[list[str]]]:
     """Train some steps and evaluate; return all figures, and the waits of each step."""
-    parts = parts_on(device, argv)
-    saver = SimpleNamespace(reads_weights=False, before_update=lambda: None)
-    stepper = Stepper(parts, Progress(), left_out=LeftOut(parts), saver=saver)
+    parts = parts_of([*COMMON, *argv], device=device)
+    stepper = stepper_of(parts)
     windows = list(parts.train_loader.windows(0, 0))[:NUM_STEPS]
     waits = []
     for window, batches in windows:
@@ -94,9 +75,8 @@ def trained(
             gpu.waits.clear()
         stepper.train_step(window, batches)
         waits.append([] if gpu is None else list(gpu.waits))
-    figures: dict[str, Any] = {
-        f"train {name}": value for name, value in stepper.read_totals().items()
-    }
+    totals = stepper.read_totals()
+    figures: dict[str, Any] = {f"train {name}": value for name, value in totals.items()}
     figures["weights"] = {name: p.tolist() for name, p in parts.gradients.local.by_name.items()}
     if gpu is not None:
         gpu.waits.clear()

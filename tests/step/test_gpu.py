@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.checks import CHECKS
-from hardened_ddp.step.async_device import DeviceEvent, copy_beside
+from hardened_ddp.step.async_device import Event, copy_beside
 from tests.harness.ranks import train
 from tests.harness.run_folder import last_tensors, only_run
 
@@ -78,7 +78,7 @@ def test_a_state_is_copied_while_the_gpu_is_stuck() -> None:
         tensor.add_(0)
     torch.cuda.synchronize()
     torch.cuda._sleep(1 << 33)  # type: ignore[no-untyped-call]  # cycles: seconds, as an all-reduce
-    before = DeviceEvent()
+    before = Event()
     for tensor in state.values():
         tensor.add_(1)
     copied = copy_beside(state, device)

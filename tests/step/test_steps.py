@@ -3,12 +3,13 @@
 import json
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import ddp_training
 from hardened_ddp.ranks.group import open_group
@@ -23,20 +24,12 @@ from hardened_ddp.step.step import Stepper
 from hardened_ddp.training.evaluation import evaluate
 from tests.harness.marks import slow_after
 from tests.harness.ranks import run_ranks, train
-from tests.harness.run_folder import find_checkpoints
 
 CPU = torch.device("cpu")
 # Sums over samples in another order: relative to the largest entry of a gradient.
 TOLERANCE = 2e-6
-POINTS = (
-    "--dataset",
-    "tests.plugins:points",
-    "--model",
-    "mlp",
-    "--cpu_only",
-    "--log_interval",
-    "1",
-)
+POINTS = ["--dataset", "tests.plugins:points", "--model", "mlp", "--cpu_only"]
+POINTS += ["--log_interval", "1"]
 
 
 def dropout_of(step: int, rank: int) -> list[bool]:
@@ -51,13 +44,19 @@ def test_dropout_differs_by_rank_and_step_and_is_the_same_when_a_step_is_retried
     assert [dropout_of(step, rank) for step in (3, 4) for rank in (0, 1)] == drawn
 
 
-def parts_of(argv: list[str]) -> Parts:
+def parts_of(argv: list[str], *, device: torch.device = CPU) -> Parts:
     launch = read_launch(os.environ)
     settings = resolve(parse(["--cpu_only", *argv]), world_size=launch.world_size)
     shares = settings.config.ddp.shared_memory
-    group = open_group(launch, device=CPU, backend="gloo", timeout_s=30, shared_memory=shares)
+    group = open_group(launch, device=device, backend="gloo", timeout_s=30, shared_memory=shares)
     torch.manual_seed(settings.config.device.seed)
     return ddp_training.build(settings, group, None)
+
+
+def stepper_of(parts: Parts, before_update: Callable[[], None] | None = None) -> Stepper:
+    """Make the object that does steps; before_update is called before the weights change."""
+    saver = SimpleNamespace(reads_weights=before_update is not None, before_update=before_update)
+    return Stepper(parts, Progress(), left_out=LeftOut(parts), saver=cast(Any, saver))
 
 
 def step_gradients(argv: list[str], which: list[int]) -> list[torch.Tensor]:
@@ -69,14 +68,12 @@ def step_gradients(argv: list[str], which: list[int]) -> list[torch.Tensor]:
         gradients = [p.grad for p in parts.gradients.local.by_name.values() if p.grad is not None]
         found.append(torch.cat([gradient.flatten() for gradient in gradients]).clone())
 
-    progress = Progress()
-    saver = SimpleNamespace(reads_weights=True, before_update=keep)
-    stepper = Stepper(parts, progress, left_out=LeftOut(parts), saver=saver)
+    stepper = stepper_of(parts, keep)
     parts.optimizer.step = lambda: None  # type: ignore[assignment]  # the weights stay
     windows = list(parts.train_loader.windows(0, 0))
     for number in which:
         window, batches = windows[number]
-        progress.step = 0
+        stepper.progress.step = 0
         stepper.train_step(window, batches)
     parts.group.close()
     return found
@@ -100,9 +97,7 @@ def _hooks_called(parts: Parts) -> list[str]:
     parts.gradients.call.register_forward_hook(
         lambda module, *_: called.append(type(module).__name__)
     )
-    saver = SimpleNamespace(reads_weights=False, before_update=lambda: None)
-    stepper = Stepper(parts, Progress(), left_out=LeftOut(parts), saver=saver)
-    stepper.train_step(*next(iter(parts.train_loader.windows(0, 0))))
+    stepper_of(parts).train_step(*next(iter(parts.train_loader.windows(0, 0))))
     return called
 
 
@@ -241,52 +236,11 @@ def test_more_errors_than_allowed_stop_all_ranks_with_the_reason(tmp_path: Path)
     assert "Traceback" not in finished.output
 
 
-@pytest.mark.slow
-def test_a_broken_sample_without_the_flag_stops_all_ranks_with_that_cause(tmp_path: Path) -> None:
-    argv = [*POINTS, "--dataset_args", "{size: 40, broken: [17]}", "--output_dir", str(tmp_path)]
-    finished = train([*argv, "--batch_size", "4"], 2)
-    assert all(finished.statuses)
-    assert "sample 17" in finished.output
-    assert "Traceback" not in finished.output
-
-
-@pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, world_size: int) -> None:
-    argv = [*POINTS, "--model", "tests.plugins:Poisoned", "--model_args", "{nan_from: 8}"]
-    finished = train([*argv, "--batch_size", "4", "--output_dir", str(tmp_path)], world_size)
-    assert finished.statuses == (1,) * world_size
-    assert "the loss is nan" in finished.output
-
-
 def test_a_step_with_nan_is_left_out_under_continue_on_error(tmp_path: Path) -> None:
     argv = [*POINTS, "--model", "tests.plugins:Poisoned", "--model_args", "{nan_from: 8}"]
     argv += ["--continue_on_error", "--batch_size", "4", "--epochs", "2", "--rollback_after", "0"]
     finished = train([*argv, "--eval_every", "0", "--output_dir", str(tmp_path)], 2).ok()
     assert "left out the whole step" in finished.output
-
-
-@pytest.mark.parametrize("world_size", slow_after(1, [2, 1]))
-def test_a_gradient_that_is_not_finite_never_reaches_the_weights(
-    tmp_path: Path, world_size: int
-) -> None:
-    argv = [*POINTS, "--model", "tests.plugins:PoisonedBackward", "--continue_on_error"]
-    argv += ["--batch_size", "4", "--epochs", "2", "--output_dir", str(tmp_path)]
-    finished = train(argv, world_size).ok()
-    assert "the gradient over all ranks is not finite" in finished.output
-    assert not list(tmp_path.glob("*/skipped_samples.jsonl"))  # it was so once: done again
-    state = load_file(find_checkpoints(tmp_path)[-1] / "state.safetensors")
-    assert all(tensor.isfinite().all() for tensor in state.values())
-
-
-@pytest.mark.slow
-def test_parameters_that_lose_their_gradient_on_one_rank_are_named(tmp_path: Path) -> None:
-    argv = [*POINTS, "--model", "tests.plugins:Fading", "--batch_size", "4"]
-    argv += ["--find_unused_parameters", "off"]
-    finished = train([*argv, "--epochs", "3", "--output_dir", str(tmp_path)], 2, timeout_s=60)
-    assert all(finished.statuses)
-    [line] = [line for line in finished.output.splitlines() if "DDP-M02" in line]
-    assert "rank 1" in line
-    assert "second.weight" in line
 
 
 def test_ranks_with_different_data_are_refused_by_name(tmp_path: Path) -> None:
@@ -307,33 +261,24 @@ def test_a_profile_of_some_steps_is_written(tmp_path: Path) -> None:
 
 
 VARIANTS = [
-    ["--amp", "bf16"],
-    ["--comm_hook", "fp16"],
-    ["--comm_hook", "powersgd"],
-    ["--static_graph"],
-    ["--no_gradient_as_bucket_view", "--bucket_cap_mb", "0.01"],
-    ["--gradient_checkpointing"],
-    ["--channels_last"],
-    [
-        "--optimizer",
-        "sgd",
-        "--learning_rate",
-        "0.05",
-        "--lr_schedule",
-        "linear",
-        "--warmup_steps",
-        "2",
-    ],
-    ["--optimizer", "adam", "--lr_schedule", "step", "--clip_grad_norm", "0.5"],
-    ["--augment", "--label_smoothing", "0.1"],
-    ["--num_workers", "1", "--prefetch_factor", "1"],
-    ["--drop_last", "--deterministic"],
+    "--amp bf16",
+    "--comm_hook fp16",
+    "--comm_hook powersgd",
+    "--static_graph",
+    "--no_gradient_as_bucket_view --bucket_cap_mb 0.01",
+    "--gradient_checkpointing",
+    "--channels_last",
+    "--optimizer sgd --learning_rate 0.05 --lr_schedule linear --warmup_steps 2",
+    "--optimizer adam --lr_schedule step --clip_grad_norm 0.5",
+    "--augment --label_smoothing 0.1",
+    "--num_workers 1 --prefetch_factor 1",
+    "--drop_last --deterministic",
 ]
 
 
-@pytest.mark.parametrize("variant", slow_after(1, VARIANTS), ids=" ".join)
-def test_each_way_of_training_learns(tmp_path: Path, variant: list[str]) -> None:
-    argv = ["--cpu_only", "--epochs", "2", "--batch_size", "16", *variant]
+@pytest.mark.parametrize("variant", slow_after(1, VARIANTS))
+def test_each_way_of_training_learns(tmp_path: Path, variant: str) -> None:
+    argv = ["--cpu_only", "--epochs", "2", "--batch_size", "16", *variant.split()]
     train([*argv, "--output_dir", str(tmp_path)], 2).ok()
     [folder] = [path for path in tmp_path.iterdir() if path.is_dir() and path.name[0] != "."]
     assert json.loads((folder / "summary.json").read_text())["test_accuracy"] > 0.5

@@ -16,22 +16,18 @@ import torch
 
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
-from hardened_ddp.step.async_device import AsyncDevice, DeviceEvent
+from hardened_ddp.step.async_device import AsyncDevice, Event
 from hardened_ddp.step.progress import Progress
+from tests.harness.marks import slow_after
 from tests.harness.ranks import start_training, train
 from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, step_of
 
 NUM_WARM_UPS = 2
 """All-reduces of DDP's warm-up, before the first step."""
 
-FLAGS: list[str | Path] = [
-    "--cpu_only",
-    "--dataset",
-    "tests.stuck_device:Points",
-    "--batch_size",
-    "4",
-]
-FLAGS += ["--epochs", "3", "--num_workers", "0", "--log_interval", "1000", "--no_shared_memory"]
+FLAGS: list[str | Path] = ["--cpu_only", "--dataset", "tests.stuck_device:Points"]
+FLAGS += ["--batch_size", "4", "--epochs", "3", "--num_workers", "0", "--log_interval", "1000"]
+FLAGS += ["--no_shared_memory"]
 FLAGS += ["--model", "tests.stuck_device:Net", "--model_args", "{}", "--gradient_as_bucket_view"]
 FLAGS += ["--checkpoint_every_steps", "0", "--checkpoint_every_epochs", "0"]
 FLAGS += ["--stop_grace_s", "1.5", "--hang_after_s", "1.5"]
@@ -60,29 +56,29 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return final_tensors
 
 
-@pytest.mark.parametrize(
-    ("world_size", "how", "phase", "call"),
-    [
-        (2, "SIGKILL", "backward", 13),
-        pytest.param(2, "SIGKILL", "forward", 11, marks=pytest.mark.slow),
-        pytest.param(2, "SIGKILL", "update", 7, marks=pytest.mark.slow),
-        pytest.param(2, "SIGKILL", "evaluation", 2, marks=pytest.mark.slow),
-        pytest.param(3, "SIGKILL", "backward", 10, marks=pytest.mark.slow),
-        pytest.param(2, "SIGSTOP", "update", 7, marks=pytest.mark.slow),
-        pytest.param(2, "SIGSTOP", "forward", 11, marks=pytest.mark.slow),
-        pytest.param(2, "SIGSTOP", "backward", 11, marks=pytest.mark.slow),
-        pytest.param(3, "SIGSTOP", "update", 6, marks=pytest.mark.slow),
-        pytest.param(3, "SIGSTOP", "forward", 10, marks=pytest.mark.slow),
-        pytest.param(2, "SIGKILL", "data", 40, marks=pytest.mark.slow),
-        pytest.param(3, "SIGSTOP", "data", 31, marks=pytest.mark.slow),
-        pytest.param(2, "SIGKILL", "checkpoint", 2, marks=pytest.mark.slow),
-        pytest.param(3, "SIGSTOP", "checkpoint", 1, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+LEAVING = [
+    (2, "SIGKILL", "backward", 13),
+    (2, "SIGKILL", "forward", 11),
+    (2, "SIGKILL", "update", 7),
+    (2, "SIGKILL", "evaluation", 2),
+    (3, "SIGKILL", "backward", 10),
+    (2, "SIGSTOP", "update", 7),
+    (2, "SIGSTOP", "forward", 11),
+    (2, "SIGSTOP", "backward", 11),
+    (3, "SIGSTOP", "update", 6),
+    (3, "SIGSTOP", "forward", 10),
+    (2, "SIGKILL", "data", 40),
+    (3, "SIGSTOP", "data", 31),
+    (2, "SIGKILL", "checkpoint", 2),
+    (3, "SIGSTOP", "checkpoint", 1),
+]
+
+
+@pytest.mark.parametrize("leaving", slow_after(1, LEAVING), ids=str)
 def test_at_most_the_step_under_way_is_lost(
-    world_size: int, how: str, phase: str, call: int, tmp_path: Path, undisturbed: Undisturbed
+    leaving: tuple[int, str, str, int], tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
+    world_size, how, phase, call = leaving
     # Rank 0 writes the checkpoints.
     victim = 0 if phase == "checkpoint" else world_size - 1
     others, notes = [r for r in range(world_size) if r != victim], tmp_path / "notes"
@@ -117,14 +113,14 @@ def test_a_wait_for_the_device_blocks_and_does_not_spin(monkeypatch: pytest.Monk
         return SimpleNamespace(record=lambda: None)
 
     monkeypatch.setattr(torch.cuda, "Event", event)
-    DeviceEvent()
+    Event()
     assert made == [{"blocking": True}], "else each rank takes a core of the loader's workers"
 
 
 class Switch:
     """A device event that the test sets."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         self.is_set = False
 
     def is_reached(self) -> bool:
@@ -137,7 +133,7 @@ class Switch:
 def test_a_state_holds_until_the_device_begins_the_next_update(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hardened_ddp.step.async_device.new_event", Switch)
+    monkeypatch.setattr("hardened_ddp.step.async_device.Event", Switch)
     weights = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.AdamW([weights], fused=True)
     group = Group(Launch(), torch.device("cpu"))

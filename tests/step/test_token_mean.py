@@ -2,7 +2,6 @@
 
 import importlib
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,12 +13,9 @@ from hardened_ddp.gradients.by_ddp import ByDdp
 from hardened_ddp.ranks.group import open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.step.gradient import Outcome
-from hardened_ddp.step.left_out import LeftOut
-from hardened_ddp.step.progress import Progress
-from hardened_ddp.step.step import Stepper
 from tests.harness.marks import slow_after
 from tests.harness.ranks import run_ranks
-from tests.step.test_steps import parts_of, step_gradients
+from tests.step.test_steps import parts_of, step_gradients, stepper_of
 
 DATA = ["--dataset", "tests.token_data:sequences", "--model", "tests.token_data:TinyLM"]
 TOLERANCES = {False: 1e-6, True: 1e-12}
@@ -111,8 +107,7 @@ def weights_after(argv: list[str], number: int) -> tuple[bool, str, float]:
     if "late" in argv:
         importlib.import_module("tests.late_looks")
     parts = parts_of([word for word in argv if word != "late"])
-    saver = SimpleNamespace(reads_weights=False, before_update=lambda: None)
-    stepper = Stepper(parts, Progress(), left_out=LeftOut(parts), saver=saver)
+    stepper = stepper_of(parts)
     windows = list(parts.train_loader.windows(0, 0))
     for group in parts.optimizer.param_groups:
         group["weight_decay"] = 0.1
