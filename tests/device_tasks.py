@@ -1,4 +1,4 @@
-"""Datasets, models and tasks for test_devices.py; two tasks have a planted mistake."""
+"""Datasets, models and tasks for test_devices.py."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.task.classification import Classification
 from hardened_ddp.task.task import Metric, Score, Task
 
 
@@ -97,20 +96,3 @@ class Distance(Task):
         error = (output - batch.targets).abs().sum()
         size = batch.num_samples
         return Score(error, size, {"mae": error.detach(), "share": (1, size)})
-
-
-class Reading(Classification):
-    """A planted mistake: it reads its loss in each step."""
-
-    def score(self, output: torch.Tensor, batch: Batch) -> Score:
-        score = super().score(output, batch)
-        assert score.loss_sum.item() > 0
-        return score
-
-
-class Mixing(Classification):
-    """A planted mistake: weights of classes that stay on the host."""
-
-    def score(self, output: torch.Tensor, batch: Batch) -> Score:
-        weights = torch.ones(self.num_classes)
-        return super().score(output * weights, batch)

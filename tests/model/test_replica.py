@@ -229,24 +229,6 @@ def test_large_gradients_whose_sum_is_too_large_are_numbers(value: float, is_fin
     assert LocalGradients(model).are_finite() is is_finite
 
 
-def sum_without_samples() -> list[float]:
-    """Only rank 1 has a gradient; the safe form must average it with zeros."""
-    group = rendezvous()
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    sums = sum_gradients_of(model, group, Config(), finds_unused=False)
-    inputs = torch.ones(1, 4) if group.launch.rank == 1 else None
-    do_backward(sums, inputs, keeps_local=True)  # collective
-    group.close()
-    assert model.weight.grad is not None
-    return model.weight.grad.flatten().tolist()
-
-
-def test_a_rank_without_samples_takes_part_with_zeros() -> None:
-    for gradient in run_ranks(sum_without_samples, 2):
-        assert gradient == [1.0] * 12
-
-
 @pytest.mark.parametrize("can_send_nan", [True, False])
 def test_ranks_with_gpus_ask_each_other_only_if_a_failed_one_could_tell(can_send_nan: bool) -> None:
     asked = []

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from hardened_ddp.errors import HardenedError
 from hardened_ddp.gradients.sums import LocalGradients, count_on
 from hardened_ddp.training.evaluation import evaluate
 from tests.harness.marks import slow_after
@@ -28,22 +27,13 @@ PICTURES = ["--dataset", "tests.device_tasks:pictures"]
 SEQUENCES = ["--dataset", "tests.token_data:sequences"]
 OWN_LM = [*SEQUENCES, "--model", "tests.token_data:OwnLM", "--model_args", "{shift: 1}"]
 COUNTING = [*POINTS, "--task", "own", "--model", "tests.device_tasks:Counting", "--model_args"]
+MAPS = ["--dataset", "tests.device_tasks:maps"]
+SUM = ["--metrics", "{total: tests.task.test_tasks:Sum}"]
 TASKS = {
-    "classification": [
-        *POINTS,
-        "--model",
-        "mlp",
-        "--metrics",
-        "{total: tests.task.test_tasks:Sum}",
-    ],
+    "classification": [*POINTS, *SUM, "--model", "mlp"],
     "pictures and top 5": [*PICTURES, "--model", "tests.device_tasks:Net"],
     "multilabel": ["--dataset", "tests.device_tasks:tagged", "--model", "mlp"],
-    "segmentation": [
-        "--dataset",
-        "tests.device_tasks:maps",
-        "--model",
-        "tests.device_tasks:Pixels",
-    ],
+    "segmentation": [*MAPS, "--model", "tests.device_tasks:Pixels"],
     "regression": SLOPES,
     "tokens": [*SEQUENCES, "--task", "tokens", "--model", "tests.token_data:TinyLM"],
     "tokens, shifted by the model": [*OWN_LM, "--task", "tokens"],
@@ -138,17 +128,6 @@ def test_a_count_that_is_a_number_of_the_host_is_sent_without_a_wait(count: Any)
             assert (found.device, found.dtype, found.shape) == (GPU, torch.float64, ())
         assert not gpu.waits
         assert found.item() == 3.0
-
-
-def test_a_planted_wait_is_found_with_its_line() -> None:
-    _, waits = on_gpu([*POINTS, "--model", "mlp", "--task", "tests.device_tasks:Reading"])
-    for step in waits[:NUM_STEPS]:
-        assert step[0].startswith("_local_scalar_dense at tests/device_tasks.py:")
-
-
-def test_a_planted_mix_of_devices_is_found() -> None:
-    with pytest.raises(HardenedError, match="all tensors to be on the same device"):
-        on_gpu([*POINTS, "--model", "mlp", "--task", "tests.device_tasks:Mixing"])
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,6 @@ import torch
 
 from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
 from hardened_ddp.errors import OutOfMemoryError, PeerLostError
-from hardened_ddp.model.optimizer import allocate_state, build_optimizer
-from hardened_ddp.settings.config import OptimizerConfig
 from hardened_ddp.step.memory import is_out_of_memory
 from tests.harness.marks import slow_after
 from tests.harness.ranks import train
@@ -298,31 +296,3 @@ def test_batch_size_auto_without_memory_for_one_sample_says_so(tmp_path: Path) -
     finished = run(tmp_path, 2, *model, "--batch_size", "auto")
     assert finished.statuses == (1, 1)
     assert finished.output.count("on some rank not even one sample fits") == 1
-
-
-def test_the_state_of_the_optimizer_is_there_before_the_first_step() -> None:
-    for name in ("adamw", "adam", "sgd"):
-        weights = [torch.nn.Parameter(torch.randn(3, 4)) for _ in range(2)]
-        before = [weight.detach().clone() for weight in weights]
-        config = OptimizerConfig(optimizer=name, learning_rate=0.1, weight_decay=0.3)
-        optimizers = [build_optimizer(weights, config) for _ in range(2)]
-        allocate_state(optimizers[0])
-        assert all(map(torch.equal, weights, before))
-        made = _specs(optimizers[0])
-        assert len(made) == 2
-        after = []
-        for optimizer in optimizers:  # the first step is the one that it is without
-            for weight, value in zip(weights, before, strict=True):
-                weight.data.copy_(value)
-                weight.grad = value.sin()
-            optimizer.step()
-            after.append([weight.detach().clone() for weight in weights])
-        assert all(map(torch.equal, *after))
-        assert made == _specs(optimizers[0]) == _specs(optimizers[1])
-
-
-def _specs(optimizer: torch.optim.Optimizer) -> list[dict[str, tuple[object, ...]]]:
-    return [
-        {name: (value.shape, value.dtype, value.device) for name, value in state.items()}
-        for state in optimizer.state.values()
-    ]

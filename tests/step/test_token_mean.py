@@ -157,13 +157,8 @@ def test_where_each_sample_counts_once_no_count_is_sent() -> None:
 
 def total_of_counts(dtype: torch.dtype, sent_as: torch.dtype | None) -> float:
     """Send 5003 and 5004 with the gradients of two ranks; return what each rank reads."""
-    group = open_group(
-        read_launch(os.environ),
-        device=torch.device("cpu"),
-        backend="gloo",
-        timeout_s=30,
-        shared_memory=False,
-    )
+    launch, cpu = read_launch(os.environ), torch.device("cpu")
+    group = open_group(launch, device=cpu, backend="gloo", timeout_s=30, shared_memory=False)
     ddp = DistributedDataParallel(torch.nn.Linear(4, 3).to(dtype))
     buckets = Buckets(ddp, group, sent_as=sent_as, counts=True)
     buckets.begin()
