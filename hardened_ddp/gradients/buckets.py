@@ -56,9 +56,6 @@ class Buckets:
         self._count: float | torch.Tensor = 0.0
         self._total = torch.zeros((), dtype=torch.float64, device=group.device)
         self._total_work: dist.Work | None = None
-        self.are_finite = False
-        """The sums of the last backward are known to be finite; False: not known."""
-
         self.are_old = False
         """DDP has to rebuild its buckets. The same on all ranks."""
 
@@ -74,7 +71,6 @@ class Buckets:
     def begin(self) -> None:
         """Forget what was sent in the last backward. Rank-local."""
         self._under_way, self._buffers, self._futures = [], [], []
-        self.are_finite = False
 
     def note_count(self, count: float | torch.Tensor) -> None:
         """Note what counts in this rank's samples, such as valid tokens, before a backward."""
@@ -106,24 +102,26 @@ class Buckets:
             future.wait()
         return bool(remaining)
 
-    def some_rank_failed(self, failed_here: bool) -> bool:
-        """Return whether any rank sent NaN in the last backward; the same on all ranks.
+    def read(self, failed_here: bool) -> tuple[bool, bool]:
+        """Return whether any rank sent NaN in the last backward, the same on all ranks.
 
-        On the CPU the sums show it. WHY not on a GPU: reading a sum waits for the device. There
-        the ranks exchange a flag over the CPU while the GPU still computes. Collective there.
+        And whether the sums are known to be finite. On the CPU they show both. WHY not on a GPU:
+        reading a sum waits for the device. There the ranks exchange a flag over the CPU while the
+        GPU still computes. Collective there.
         """
         if self._device.type == "cpu":
             if failed_here:
-                return True
+                return True, False
             # NaN and inf persist in a sum: one sum per bucket is usually enough
-            self.are_finite = math.isfinite(sum(buffer.sum().item() for buffer in self._buffers))
-            return not self.are_finite and any(math.isnan(buffer[0]) for buffer in self._buffers)
+            are_finite = math.isfinite(sum(buffer.sum().item() for buffer in self._buffers))
+            has_nan = not are_finite and any(math.isnan(buffer[0]) for buffer in self._buffers)
+            return has_nan, are_finite
         if not self.can_send_nan:  # then a rank that fails ends the attempt
-            return False
+            return False, False
         flag = torch.tensor([float(failed_here)])
         if (work := self._group.start_max(flag)) is not None:  # collective
             self._group.finish(work)  # collective
-        return bool(flag)
+        return bool(flag), False
 
     def are_bad(self) -> torch.Tensor:
         """Return 1.0 if a sum of the last backward is not finite, else 0.0. On the device, ().
@@ -163,7 +161,6 @@ class Buckets:
         used: the parameters that have a gradient on some rank; the others keep none.
         """
         before = self._group.tracker.enter(Phase.ALL_REDUCE)
-        self.are_finite = False
         used_ids = {id(parameter) for parameter in used}
         for number, parameters in enumerate(self._layout):
             size = self._size(number, parameters)

@@ -93,13 +93,14 @@ class ByDdp:
             return Sums(num_samples=window.size, count=count)
         if on_device and not buckets.are_old:
             return self._sums_on_device(buckets, mine, window)
-        if buckets.some_rank_failed(mine.has_failed):  # collective
+        some_failed, are_finite = buckets.read(mine.has_failed)  # collective
+        if some_failed:
             buckets.reset()
             return None
         if buckets.are_old:
             buckets.renew()  # collective
         count = float(buckets.total()) if self._counts else 0.0
-        return Sums(num_samples=window.size, count=count, are_finite=buckets.are_finite)
+        return Sums(num_samples=window.size, count=count, are_finite=are_finite)
 
     def allow_unused(self) -> None:
         self.allows_unused = True
