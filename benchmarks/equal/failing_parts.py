@@ -57,7 +57,6 @@ class Net(nn.Module):
         self.head = nn.Linear(32, num_classes)
         self.spare = nn.Linear(32, num_classes) if spare else None
         self.num_forwards = 0
-        self.was_loaded = False
         self.register_load_state_dict_post_hook(_note_load)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -99,7 +98,7 @@ class Net(nn.Module):
         return logits
 
     def _poisoned(self, logits: torch.Tensor) -> torch.Tensor:
-        if self.num_forwards >= _POISONED_FROM and not self.was_loaded:
+        if self.num_forwards >= _POISONED_FROM and not _loaded:
             Path(DONE).touch()
             logits.register_hook(_nan_like)
         return logits
@@ -139,8 +138,11 @@ def _is_in_fit() -> bool:
     return False
 
 
+_loaded: list[bool] = []  # WHY not in the module: going back puts back its attributes
+
+
 def _note_load(module: nn.Module, _: object) -> None:
-    module.was_loaded = True
+    _loaded.append(True)
 
 
 def _nan_like(gradient: torch.Tensor) -> torch.Tensor:
