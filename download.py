@@ -40,10 +40,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    from hardened_ddp.data.sources.published import (  # WHY: --help is instant
-        fetch_dataset,
-        fetch_weights,
-    )
+    from hardened_ddp.data.sources.downloads import fetch_dataset, fetch_weights
 
     def say(text: str) -> None:
         print(text, flush=True)

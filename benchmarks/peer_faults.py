@@ -91,7 +91,7 @@ def _lay_out_digits(path: Path) -> None:
     sys.path.append(str(ROOT))
     import numpy as np
 
-    from hardened_ddp.data.sources.digits import open_digits
+    from hardened_ddp.data.sources.built_in import open_digits
 
     digits = open_digits(train=True)
     chosen = [digits[index] for index in range(NUM_SAMPLES)]

@@ -25,10 +25,10 @@ from torch.utils.data import Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import describe
+from hardened_ddp.data.batches.batch_reader import BatchReader
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.loader import TrainLoader
 from hardened_ddp.data.batches.sampler import WindowSampler
-from hardened_ddp.data.batches.stream import BatchStream
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.model.zoo import SimpleCNN
 from hardened_ddp.ranks.group import Group
@@ -107,10 +107,10 @@ def stream_loader(rows: Rows, num_shards: int, *, says: bool) -> ShardLoader:
     )
 
 
-def batch_stream(fetcher: Any) -> BatchStream:
+def batch_stream(fetcher: Any) -> BatchReader:
     """Read in this process."""
     plan = WorkerPlan(num_workers=0, prefetch_factor=2, start_method="fork")
-    return BatchStream(fetcher, plan, DataConfig(), pin_memory=False)
+    return BatchReader(fetcher, plan, DataConfig(), pin_memory=False)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -30,8 +30,8 @@ from hardened_ddp.data.sources.datasets import build_data, prepare_data
 from hardened_ddp.model.zoo import build_model
 from hardened_ddp.ranks.launch import environment, read_launch
 from hardened_ddp.settings.config import DataConfig, ModelConfig
-from hardened_ddp.streams.shards import id_of
-from hardened_ddp.streams.stream_views import StreamView
+from hardened_ddp.streams.planner import id_of
+from hardened_ddp.streams.views import StreamView
 
 BUFFER = "drill_average"
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from hardened_ddp.data.batches.batch_reader import BatchReader
 from hardened_ddp.data.batches.checks import Checks
 from hardened_ddp.data.batches.collate import find_collate
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.loader import EvalLoader, TrainLoader
 from hardened_ddp.data.batches.run_length import RunLength
 from hardened_ddp.data.batches.sampler import WindowSampler
-from hardened_ddp.data.batches.stream import BatchStream
 from hardened_ddp.data.batches.workers import WorkerPlan, plan_workers
 from hardened_ddp.data.sources.datasets import AnyDataset, TaskData
 from hardened_ddp.errors import CheckpointMismatchError, DataError
@@ -24,7 +24,7 @@ from hardened_ddp.streams.block_reader import BlockReader
 from hardened_ddp.streams.shard_loader import ShardLoader
 from hardened_ddp.streams.shard_sampler import ShardSampler
 from hardened_ddp.streams.stream_batches import HeldSamples
-from hardened_ddp.streams.stream_views import StreamInOrder, StreamView
+from hardened_ddp.streams.views import StreamInOrder, StreamView
 
 log = logging.getLogger(__name__)
 
@@ -109,10 +109,10 @@ def build_train_loader(
     checks = _checks_of(data.train, data, config.data)
     collate = find_collate(data.train, config.data.collate)
     fetcher = Fetcher(data.train, seed=sampler.seed, checks=checks, collate=collate)
-    stream = _build_stream(
+    reader = _build_reader(
         fetcher, data, config.data, launch=launch, device=device, batch_size=sampler.batch_size
     )
-    return TrainLoader(sampler, stream)
+    return TrainLoader(sampler, reader)
 
 
 def build_eval_loader(
@@ -122,7 +122,7 @@ def build_eval_loader(
     if data.test is None:
         return None
     collate = find_collate(data.test, config.collate)
-    stream = _build_stream(
+    reader = _build_reader(
         Fetcher(data.test, seed=0, checks=_checks_of(data.test, data, config), collate=collate),
         data,
         config,
@@ -132,7 +132,7 @@ def build_eval_loader(
     )
     return EvalLoader(
         len(data.test),  # type: ignore[arg-type]  # map-style: it has a length
-        stream,
+        reader,
         batch_size=config.eval_batch_size,
         rank=launch.rank,
         world_size=launch.world_size,
@@ -159,7 +159,7 @@ def _build_shard_loader(
     plan = replace(plan, num_workers=min(plan.num_workers, num_mine))
     return ShardLoader(
         sampler,
-        BatchStream(
+        BatchReader(
             BlockReader(sampler.stream, seed=sampler.seed), plan, config.data, pin_memory=False
         ),
         fetcher,
@@ -175,7 +175,7 @@ def _checks_of(dataset: AnyDataset, data: TaskData, config: DataConfig) -> Check
     return Checks.of(dataset, num_classes=num_classes, inputs=config.check_inputs)
 
 
-def _build_stream(
+def _build_reader(
     fetcher: Fetcher,
     data: TaskData,
     config: DataConfig,
@@ -183,12 +183,12 @@ def _build_stream(
     launch: Launch,
     device: torch.device,
     batch_size: int,
-) -> BatchStream:
+) -> BatchReader:
     plan = _plan(fetcher, data, config, launch=launch, device=device, batch_size=batch_size)
     if isinstance(fetcher.dataset, StreamInOrder):
         # WHY one at most: it reads in order; several would each read all of it.
         plan = replace(plan, num_workers=min(1, plan.num_workers))
-    return BatchStream(fetcher, plan, config, pin_memory=_pins_memory(config, device))
+    return BatchReader(fetcher, plan, config, pin_memory=_pins_memory(config, device))
 
 
 def _plan(

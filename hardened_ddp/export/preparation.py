@@ -92,7 +92,7 @@ def _write_processor(source: Path, folder: Path, meta: Mapping[str, Any]) -> boo
         log.debug("%s has no image processor: %s", source, error)
         return False
     if str(meta.get("dataset")).startswith(PREFIX):
-        # WHY not as it was: these sets are scaled to [-1, 1] (data/sources/huggingface.py)
+        # WHY not as it was: these sets are scaled to [-1, 1] (data/sources/hub_sets.py)
         half = [0.5] * len(settings.get("image_mean") or (1, 1, 1))
         settings |= {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
         settings |= {"image_mean": half, "image_std": half}

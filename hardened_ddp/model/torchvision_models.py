@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from hardened_ddp.data.foreign_code import import_torchvision
-from hardened_ddp.data.sources.published import weights_of
-from hardened_ddp.data.sources.transfer import fetch
+from hardened_ddp.data.sources.downloads import fetch, weights_of
 from hardened_ddp.errors import DataError, ModelError
 from hardened_ddp.settings.config import ModelConfig
 from hardened_ddp.settings.typed_command import ROOT, python_command

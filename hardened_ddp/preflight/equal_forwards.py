@@ -129,7 +129,7 @@ def _try_a_sample(trial: Trial, loader: EvalLoader, *, channels_last: bool) -> F
     found = NO_COLLECTIVES
 
     def read(loader: EvalLoader, effects: Effects) -> bool:
-        batches.extend(loader.stream.batches(lambda: iter([(0, indices)])))
+        batches.extend(loader.reader.batches(lambda: iter([(0, indices)])))
         return batches[0].num_samples > 0
 
     def run(batch: Batch, effects: Effects) -> None:

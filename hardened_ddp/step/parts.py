@@ -115,6 +115,6 @@ class Parts:
             tracker.enter(tracker.words[PHASE])
             call()
 
-        self.train_loader.stream.call_after_start(has_started)
+        self.train_loader.reader.call_after_start(has_started)
         if self.eval_loader is not None:
-            self.eval_loader.stream.call_after_start(has_started)
+            self.eval_loader.reader.call_after_start(has_started)

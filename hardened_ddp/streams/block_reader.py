@@ -1,11 +1,14 @@
-"""Blocks of a stream's shards, as a BatchStream requests them.
+"""Blocks of a stream's shards, as a BatchReader requests them.
 
 Owns the answer to a request: the samples of a block, those that are bad, the end of the shard if it
 was met, and the reader's state. A block is read in one run as long as nothing happens; then sample
-by sample, which finds the bad one.
-Does not own: the readers (shard_reader.py), the order of the samples in a block (shelves.py).
+by sample, which finds the bad one. On the way from a worker to its rank samples are packed into few
+tensors: to send one costs as much as to send a thousand numbers, and a block of 64 samples would be
+128 tensors. They come out as they went in, as views of the packed tensors.
+Does not own: the readers (shard_reader.py), the order of the samples in a block (read_ahead.py).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,28 +18,18 @@ from hardened_ddp.data.batches.batch import BadSample, Batch, Request
 from hardened_ddp.data.batches.read_errors import is_transient
 from hardened_ddp.data.foreign_code import describe
 from hardened_ddp.errors import LoaderError
-from hardened_ddp.streams.open_shard import EndOfShard, Given
-from hardened_ddp.streams.packing import pack
-from hardened_ddp.streams.shard_reader import ShardReader
-from hardened_ddp.streams.shards import UNKNOWN, shard_of
-from hardened_ddp.streams.stream_types import Stream, name_of
+from hardened_ddp.streams.contract import Stream, name_of
+from hardened_ddp.streams.planner import UNKNOWN, shard_of
+from hardened_ddp.streams.shard_reader import EndOfShard, SampleIsError, ShardReader
 
 MOST_UNREACHABLE = 3
 """Samples of one block. If more can't be reached, the cause is the storage, not the samples."""
 
-_NOTHING = {
-    "samples": ("list", []),
-    "shard": -1,
-    "start": 0,
-    "end": UNKNOWN,
-    "is_blocked": False,
-    "state": None,
-}
 _NO_TARGETS = torch.empty(0, dtype=torch.int64)  # of a block: its samples hold their labels
 
 
 class BlockReader:
-    """Reads blocks of a stream's shards: what a BatchStream of a stream calls its fetcher.
+    """Reads blocks of a stream's shards: what a BatchReader of a stream calls its fetcher.
 
     A request is (epoch, numbers of consecutive samples of one shard); the batch that answers holds
     the samples packed, and beside them the end of the shard if it was met, whether an error keeps
@@ -57,7 +50,7 @@ class BlockReader:
         epoch, ids = request
         numbers: list[int] = ids.tolist()
         if not numbers:  # nothing is asked of this worker at the moment
-            return Batch(_NOTHING, _NO_TARGETS, ids)
+            return Batch({"shard": -1}, _NO_TARGETS, ids)
         shard, start = shard_of(numbers[0], self.dataset.num_shards)
         troubles: list[str] = []
         run = self._run(epoch, numbers, troubles)
@@ -101,7 +94,7 @@ class BlockReader:
             # WHY broad: the user's code; reported with its shard. WHY SystemExit too: a sample must
             # not end the rank.
             except BaseException as error:
-                cause = error.error if isinstance(error, Given) else error
+                cause = error.error if isinstance(error, SampleIsError) else error
                 bad.append(BadSample(number, describe(cause), name_of(self.dataset, number)))
                 num_unreachable += is_transient(cause)
             if num_unreachable > MOST_UNREACHABLE:
@@ -120,15 +113,13 @@ class BlockReader:
     def _content(self, shard: int, start: int, samples: list[Any], end: int) -> dict[str, Any]:
         """Return what an answer holds. Any: whatever the stream gives."""
         is_worker = torch.utils.data.get_worker_info() is not None
-        packed = pack(samples) if is_worker else ("list", samples)
-        state = self.reader.state_of(shard) if end < 0 else None
         return {
-            "samples": packed,
+            "samples": pack(samples) if is_worker else ("list", samples),
             "shard": shard,
             "start": start,
             "end": end,
             "is_blocked": False,
-            "state": state,
+            "state": self.reader.state_of(shard) if end < 0 else None,
         }
 
     def _run(self, epoch: int, numbers: list[int], troubles: list[str]) -> list[Any]:
@@ -160,5 +151,56 @@ class BlockReader:
         numbers = sorted([*batch.indices.tolist(), *(bad.index for bad in batch.bad)])
         asked = request[1].tolist()
         return numbers == asked[: len(numbers)] and (
-            len(numbers) == len(asked) or batch.inputs["end"] >= 0
+            len(numbers) == len(asked) or batch.inputs.get("end", UNKNOWN) >= 0
         )
+
+
+Packed = tuple[Any, ...]
+"""What pack made: a tag, then what the tag says."""
+
+
+def pack(samples: Sequence[Any]) -> Packed:  # Any: samples of a foreign dataset
+    """Pack samples; what is no tensor, is empty or differs between samples stays a list."""
+    if not samples:
+        return ("list", [])
+    first = samples[0]
+    kind = type(first)
+    if any(type(sample) is not kind for sample in samples):
+        return ("list", list(samples))
+    if kind is torch.Tensor:
+        return _pack_tensors(samples)
+    if kind is dict and all(sample.keys() == first.keys() for sample in samples):
+        return ("dict", {key: pack([sample[key] for sample in samples]) for key in first})
+    if kind in (tuple, list) and first and all(len(s) == len(first) for s in samples):
+        tag = "tuple" if kind is tuple else "columns"
+        return (tag, [pack(column) for column in zip(*samples, strict=True)])
+    return ("list", list(samples))
+
+
+def unpack(packed: Packed, count: int) -> list[Any]:  # Any: as above
+    """Return the count samples that were packed."""
+    tag, content = packed[0], packed[1]
+    match tag:
+        case "list":
+            return list(content)
+        case "equal":
+            return list(content.unbind(0))
+        case "ragged":
+            parts = content.split([torch.Size(shape).numel() for shape in packed[2]])
+            return [part.view(shape) for part, shape in zip(parts, packed[2], strict=True)]
+        case "dict":
+            columns = {key: unpack(column, count) for key, column in content.items()}
+            return [{key: columns[key][i] for key in columns} for i in range(count)]
+        case _:
+            rows = zip(*(unpack(column, count) for column in content), strict=True)
+            return list(rows) if tag == "tuple" else [list(row) for row in rows]
+
+
+def _pack_tensors(tensors: Sequence[torch.Tensor]) -> Packed:
+    first = tensors[0]
+    if any(tensor.dtype != first.dtype or tensor.requires_grad for tensor in tensors):
+        return ("list", list(tensors))
+    if all(tensor.shape == first.shape for tensor in tensors):
+        return ("equal", torch.stack(list(tensors)))
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    return ("ragged", torch.cat([tensor.reshape(-1) for tensor in tensors]), shapes)

@@ -4,8 +4,8 @@ Owns which shards this rank reads, and which of their samples a step takes. A ra
 world_size-th shard of the epoch's order; with fewer shards than ranks, each rank reads all of them
 and keeps its part. Where ends of shards are not known, the ranks tell each other which were met in
 a step before it begins: one small all-reduce that runs beside the step before.
-Does not own: the plan (shards.py), reading ahead (shelves.py), making batches (stream_batches.py),
-the facts of a checkpoint (shard_sampler.py).
+Does not own: the plan (planner.py), reading ahead (read_ahead.py), making batches
+(stream_batches.py), the positions of a checkpoint (shard_sampler.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,27 +17,27 @@ import numpy as np
 import torch
 
 from hardened_ddp.data.batches.batch import BadSample, Batch
+from hardened_ddp.data.batches.batch_reader import BatchReader
 from hardened_ddp.data.batches.checks import fix_for_all
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.length_split import LengthSplit
 from hardened_ddp.data.batches.sampler import Window, share_of
-from hardened_ddp.data.batches.stream import BatchStream
 from hardened_ddp.errors import SampleError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.streams.block_reader import BlockReader
-from hardened_ddp.streams.shard_sampler import ShardSampler
-from hardened_ddp.streams.shard_states import ShardStates
-from hardened_ddp.streams.shards import (
+from hardened_ddp.streams.planner import (
     UNKNOWN,
-    Dealer,
-    Facts,
     Share,
+    StreamPlanner,
+    StreamPosition,
     advance,
     id_of,
     settle,
     shard_order,
 )
-from hardened_ddp.streams.shelves import Items, Shelves, items_of
+from hardened_ddp.streams.read_ahead import Items, ReadAhead, items_of
+from hardened_ddp.streams.reader_states import ShardStates
+from hardened_ddp.streams.shard_sampler import ShardSampler
 from hardened_ddp.streams.stream_batches import BatchMaker, TakenStep
 
 _MOST_BAD = 16  # of the first samples: then the others will hardly be better
@@ -47,7 +47,7 @@ _MOST_BAD = 16  # of the first samples: then the others will hardly be better
 class _Read:
     """The turns of a step, and this rank's samples of them."""
 
-    facts: Facts
+    position: StreamPosition
     share: Share
     items: Items
     ends: torch.Tensor | None
@@ -62,28 +62,27 @@ class ShardLoader:
     def __init__(
         self,
         sampler: ShardSampler,
-        stream: BatchStream,
+        reader: BatchReader,
         fetcher: Fetcher,
         group: Group,
         *,
         epochs: int,
         pin_memory: bool,
     ) -> None:
-        """stream: reads blocks. fetcher: of HeldSamples. epochs: of the run."""
+        """reader: reads blocks. fetcher: of HeldSamples. epochs: of the run."""
         self.sampler = sampler
-        self.stream = stream
+        self.reader = reader
         self._maker = BatchMaker(fetcher, batch_size=sampler.batch_size, pin_memory=pin_memory)
         self._group = group
         self._epochs = epochs
         self._states: ShardStates | None = None
-        self._shelves = Shelves(sampler, stream)
+        self._read_ahead = ReadAhead(sampler, reader)
         self._unmet = torch.full((sampler.num_shards,), UNKNOWN, dtype=torch.int64)
         self._num_owners = 1 if sampler.is_shared else sampler.num_replicas
         """Ranks among which the shards are shared out."""
 
-        self._dealer = Dealer(np.arange(sampler.num_shards), sampler.global_batch)
-        self._epoch = 0
-        self._over: Facts | None = None
+        self._planner = StreamPlanner(np.arange(sampler.num_shards), sampler.global_batch)
+        self._over: StreamPosition | None = None
         """The end of the epoch, once it was met."""
 
         self.split: LengthSplit | None = None
@@ -101,13 +100,13 @@ class ShardLoader:
         step: the steps done before. Collective: all ranks iterate alike.
         """
         sampler = self.sampler
-        facts = sampler.facts_at(epoch, start)
-        sampler.begin_at(facts)
-        self._begin(facts)
-        made = self._maker.batches_of(self._take(facts))
+        position = sampler.position_at(epoch, start)
+        sampler.begin_at(position)
+        self._begin(position)
+        made = self._maker.batches_of(self._take(position))
         current = next(made, None) if start < sampler.end else None
         if current is None:
-            sampler.end_at(self._over or facts, last_step=step, epochs=self._epochs)
+            sampler.end_at(self._over or position, last_step=step, epochs=self._epochs)
         while current is not None:
             taken, batches = current
             step, after = step + 1, taken.after
@@ -119,16 +118,16 @@ class ShardLoader:
                 sampler.end_at(self._over or after, last_step=step, epochs=self._epochs)
             yield taken.window, batches
             if self._states is not None:
-                self._states.note(after, self._shelves.shortcuts)
+                self._states.note(after, self._read_ahead.states)
             current = None if is_last else following or next(made, None)
-        self._shelves.read_to_the_end()
+        self._read_ahead.read_to_the_end()
 
     def sample_batches(self, device: torch.device) -> list[Batch]:
         """Read two batches of two samples, different ones on each rank if possible.
 
         Raises SampleError if none of the first samples can be read.
         """
-        sampler, blocks = self.sampler, self.stream.fetcher
+        sampler, blocks = self.sampler, self.reader.fetcher
         assert isinstance(blocks, BlockReader)
         own = range(sampler.rank, sampler.rank + 8 * sampler.num_replicas, sampler.num_replicas)
         found, bad = self._first_batches(own, blocks)
@@ -173,63 +172,65 @@ class ShardLoader:
         """End the workers, and write the readers' states."""
         if self._states is not None:
             self._states.close()
-        self.stream.close()
+        self.reader.close()
 
-    def _begin(self, facts: Facts) -> None:
+    def _begin(self, position: StreamPosition) -> None:
         """Choose this rank's shards of an epoch, and start to read them."""
-        sampler, self._epoch = self.sampler, facts.epoch
-        order = shard_order(sampler.seed, facts.epoch, sampler.num_shards)
+        sampler = self.sampler
+        order = shard_order(sampler.seed, position.epoch, sampler.num_shards)
         first = sampler.rank % self._num_owners
-        self._dealer = Dealer(order, sampler.global_batch, rank=first, num_owners=self._num_owners)
+        self._planner = StreamPlanner(
+            order, sampler.global_batch, rank=first, num_owners=self._num_owners
+        )
         mine = order[first :: self._num_owners]
-        saved = {} if self._states is None else self._states.read(facts)
-        self._shelves.begin(facts, mine.tolist(), saved)
+        saved = {} if self._states is None else self._states.read(position)
+        self._read_ahead.begin(position, mine.tolist(), saved)
 
-    def _take(self, facts: Facts) -> Iterator[TakenStep]:
+    def _take(self, position: StreamPosition) -> Iterator[TakenStep]:
         """Yield the windows that have samples, each as soon as its size is known. Collective."""
         read, self._over = None, None
-        while not facts.is_over:
-            taken = self._finish(read or self._read(facts))
-            facts = taken.after
-            # WHY read on: the ends that are met travel while the step before is trained.
-            read = self._read(facts) if self._tells_ends(facts) else None
+        while not position.is_over:
+            taken = self._finish(read or self._read(position))
+            position = taken.after
+            # WHY here: the next step's all-reduce of ends runs while this step is trained.
+            read = self._read(position) if self._tells_ends(position) else None
             if taken.window.size:
                 yield taken
-        self._over = facts
+        self._over = position
 
-    def _read(self, facts: Facts) -> _Read:
+    def _read(self, position: StreamPosition) -> _Read:
         """Take this rank's samples of the next window; start to tell which shards end in it."""
-        share = self._dealer.next(facts)
-        items, met = self._shelves.take(share.shards, share.turns.taken)
+        share = self._planner.next(position)
+        items, met = self._read_ahead.take(share.shards, share.turns.taken)
         ends, work = None, None
-        if met or self._tells_ends(facts):
+        if met or self._tells_ends(position):
             ends = self._unmet.clone()
             for shard, end in met.items():
                 ends[shard] = end
             if self._num_owners > 1:
                 work = self._group.start_max(ends)  # collective
-        return _Read(facts, share, items, ends, work)
+        return _Read(position, share, items, ends, work)
 
-    def _tells_ends(self, facts: Facts) -> bool:
+    def _tells_ends(self, position: StreamPosition) -> bool:
         """Return whether the ranks tell each other the ends that they meet in the next step."""
-        return self._num_owners > 1 and not facts.knows_ends
+        return self._num_owners > 1 and not position.knows_ends
 
     def _finish(self, read: _Read) -> TakenStep:
         """Learn which of a window's turns have a sample. Collective."""
-        sampler, facts, items = self.sampler, read.facts, read.items
+        sampler, position, items = self.sampler, read.position, read.items
         turns, is_idle = read.share.turns, read.share.has_idle_rank
         if read.work is not None:
             self._group.finish(read.work)  # collective
         if read.ends is None:
-            after, size = advance(facts, turns), len(turns)
+            after, size = advance(position, turns), len(turns)
         else:
-            after, is_real = settle(facts, turns, read.ends.numpy())
-            size, is_idle = int(is_real.sum()), self._dealer.has_idle_rank(turns.shards[is_real])
+            after, is_real = settle(position, turns, read.ends.numpy())
+            size, is_idle = int(is_real.sum()), self._planner.has_idle_rank(turns.shards[is_real])
         if sampler.is_shared:
             start, stop = share_of(size, rank=sampler.rank, world_size=sampler.num_replicas)
             items, is_idle = items.part(start, stop), False
-        window = Window(facts.epoch, facts.cursor, size, has_idle_rank=is_idle)
+        window = Window(position.epoch, position.cursor, size, has_idle_rank=is_idle)
         # WHY not if ranks tell each other ends: a collective has its turn among those of training.
         can_go_on = not (after.is_over or self._tells_ends(after))
-        is_next_here = can_go_on and self._shelves.holds(self._dealer.peek(after).turns.taken)
+        is_next_here = can_go_on and self._read_ahead.holds(self._planner.peek(after).turns.taken)
         return TakenStep(window, items, after, is_next_here)

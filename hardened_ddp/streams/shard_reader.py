@@ -1,10 +1,11 @@
 """Reading the shards of a stream, in this process or in a worker.
 
 Owns the open readers and their positions. The samples of a shard come in their order, so the same
-reader goes on; one for another position is opened anew, from the state nearest before it.
-What goes wrong here: a reader raises. It is opened anew and tried again: a generator that raised is
-over, and looks as at its end. A sample that fails twice is reported by shard and position. What is
-behind it can be read if the reader has skip(), if it goes on after an error, or if its state did.
+reader goes on; for another position it is opened anew, from the nearest state before it.
+What goes wrong here: a reader raises. It is opened anew and tried again, because a generator that
+raised is over and looks as if its shard had ended. A sample that fails twice is reported by shard
+and position. The samples behind it can be read if the reader has skip(), if it goes on after an
+error, or if its state has moved on.
 """
 
 import contextlib
@@ -13,26 +14,92 @@ import inspect
 import itertools
 import logging
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+import torch.utils.data
 
 from hardened_ddp.data.batches.read_errors import is_permanent, is_transient, retry_read
 from hardened_ddp.data.foreign_code import describe
 from hardened_ddp.errors import ANY_FAILURE, SampleError
 from hardened_ddp.ranks.seeding import seed_sample
-from hardened_ddp.streams.open_shard import (
-    EndOfShard,
-    Given,
-    OpenShard,
-    Shortcut,
-    behind,
-    open_at_state,
-    open_shard,
-)
-from hardened_ddp.streams.shards import UNKNOWN, id_of
-from hardened_ddp.streams.stream_types import Stream
-from hardened_ddp.streams.worker_info import seen_by_user
+from hardened_ddp.streams.contract import Stream
+from hardened_ddp.streams.planner import UNKNOWN, id_of
 
 log = logging.getLogger(__name__)
+
+ReaderState = tuple[int, int, Any]
+"""(epoch, position, state): a reader opened with this state gives sample number position first."""
+
+
+class EndOfShard(Exception):
+    """The shard has no such sample: it ends before."""
+
+    def __init__(self, end: int) -> None:
+        super().__init__(f"the shard has {end} samples")
+        self.end = end
+
+
+class SampleIsError(Exception):
+    """A reader gave an exception as its sample: that one is bad, and the reader goes on."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(describe(error))
+        self.error = error
+
+
+def behind(place: int, error: str) -> SampleError:
+    """Return the error of a sample that can't be read because of one before it in its shard."""
+    return SampleError(f"sample {place} of its shard ended the reader: {error}")
+
+
+@dataclass(slots=True)
+class OpenShard:
+    """A reader, and the index of the sample that it gives next."""
+
+    epoch: int
+    position: int
+    samples: Iterator[Any]
+    after_error: str = ""
+    """It raised, and was asked to go on: its end may be no end of the shard."""
+
+    state_after_error: Any = None
+    """Its state then, if it has one."""
+
+
+_NOTHING_TO_HIDE = contextlib.nullcontext()
+
+
+def seen_by_user(stream: Stream, shard: int) -> AbstractContextManager[None]:
+    """Hide from the stream's code that it runs in a DataLoader worker: it would split once more.
+
+    A stream that splits by worker sees its shard as the worker. Where this version of torch has no
+    such variable, nothing is changed.
+    """
+    splits = bool(getattr(stream, "splits_by_worker", False))
+    if not splits and torch.utils.data.get_worker_info() is None:
+        return _NOTHING_TO_HIDE
+    return _shown(stream, shard, splits=splits)
+
+
+@contextlib.contextmanager
+def _shown(stream: Stream, shard: int, *, splits: bool) -> Iterator[None]:
+    worker: Any = getattr(getattr(torch.utils.data, "_utils", None), "worker", None)
+    if not hasattr(worker, "_worker_info"):
+        yield
+        return
+    before = worker._worker_info
+    shown = None
+    if splits and hasattr(worker, "WorkerInfo"):
+        shown = worker.WorkerInfo(id=shard, num_workers=stream.num_shards, seed=0, dataset=None)
+    worker._worker_info = shown
+    try:
+        yield
+    finally:
+        worker._worker_info = before
+
 
 _END = object()
 
@@ -43,7 +110,7 @@ class ShardReader:
     def __init__(self, stream: Stream, *, seed: int) -> None:
         self.stream = stream
         self.seed = seed
-        self.shortcuts: dict[int, Shortcut] = {}
+        self.states: dict[int, ReaderState] = {}
         """By shard: what is known from the last worker, or the run before."""
 
         self._uses_randomness = getattr(stream, "uses_randomness", True)
@@ -119,7 +186,7 @@ class ShardReader:
                 raise SampleError(text)
             try:
                 return self._read_with_retries(epoch, shard, index, troubles)
-            except (MemoryError, EndOfShard, Given):
+            except (MemoryError, EndOfShard, SampleIsError):
                 raise
             except ANY_FAILURE as error:  # WHY broad: the user's code
                 if self._go_beyond(epoch, shard, index, error) == index:
@@ -129,7 +196,7 @@ class ShardReader:
         try:
             return self._read_once(epoch, shard, index)
         except ANY_FAILURE as error:  # WHY broad: as above
-            if isinstance(error, MemoryError | EndOfShard | Given) or is_permanent(error):
+            if isinstance(error, MemoryError | EndOfShard | SampleIsError) or is_permanent(error):
                 raise
             first: BaseException = error
 
@@ -189,7 +256,7 @@ class ShardReader:
                 self._skip(reader, shard, deadly[place])
                 continue
             try:
-                with contextlib.suppress(Given):
+                with contextlib.suppress(SampleIsError):
                     self._next(reader, shard)
             except ANY_FAILURE as error:  # WHY broad: the user's code
                 if place not in passed or self._failed is not reader:
@@ -209,14 +276,33 @@ class ShardReader:
         reader.position += 1
 
     def _open_at(self, epoch: int, shard: int, index: int) -> OpenShard:
-        """Open a shard anew, at the start or at a state at or before index."""
-        seed = self.seed if self._uses_randomness else None
-        found, reader = self.shortcuts.get(shard), None
+        """Open a shard anew, at its start or at a state at or before index.
+
+        A state that open() does not take costs time, never a sample: it may be older than the
+        user's code, or hold what JSON changes, such as tuples.
+        """
+        found = self.states.get(shard)
         if found is not None and found[0] == epoch and found[1] <= index:
-            reader = open_at_state(self.stream, shard, found, seed=seed)
-            if reader is None:
-                del self.shortcuts[shard]
-        self._open[shard] = reader or open_shard(self.stream, shard, epoch=epoch, seed=seed)
+            try:
+                return self._open_reader(epoch, shard, found[1], found[2])
+            except ANY_FAILURE as error:  # WHY broad: the user's code
+                if is_transient(error):
+                    raise
+                log.warning(
+                    "shard %d is read from its start: it can't be opened at the state of its "
+                    "sample %d: %s",
+                    *(shard, found[1], describe(error)),
+                )
+                del self.states[shard]
+        return self._open_reader(epoch, shard, 0, None)
+
+    def _open_reader(self, epoch: int, shard: int, position: int, state: Any) -> OpenShard:
+        """Open a shard where its sample number position comes next. Any: the stream's own."""
+        if self._uses_randomness:
+            seed_sample(self.seed, epoch, -1 - shard)
+        with seen_by_user(self.stream, shard):
+            samples = iter(self.stream.open(shard, epoch=epoch, state=state))
+        self._open[shard] = OpenShard(epoch, position, samples)
         return self._open[shard]
 
     def _next(self, reader: OpenShard, shard: int) -> Any:
@@ -240,7 +326,7 @@ class ShardReader:
         reader.position += 1
         reader.after_error = ""
         if isinstance(sample, Exception):
-            raise Given(sample)
+            raise SampleIsError(sample)
         return sample
 
     def _go_beyond(self, epoch: int, shard: int, index: int, error: BaseException) -> int:
@@ -263,15 +349,16 @@ class ShardReader:
         self._open[shard] = failed
 
     def _read_behind(self, over: OpenShard, shard: int) -> Any:
-        """Read the sample behind a bad one from a state, as the reader ended. Any: as above.
+        """Read the sample behind a bad one, at which the reader ended, from a state. Any: as above.
 
-        WHY compare: a state that is still that of the bad sample would give it once more.
+        That works if the reader's state after the error was not the one before the bad sample:
+        opened there, it would give the bad sample once more.
         """
         place, after = over.position - 1, over.state_after_error
         if after is not None:
             reader = self._advance(self._open_at(over.epoch, shard, place), shard, place)
             if self._copy_state(reader, shard) != after:
-                self.shortcuts[shard] = (over.epoch, place + 1, after)
+                self.states[shard] = (over.epoch, place + 1, after)
                 reader = self._open_at(over.epoch, shard, place + 1)
                 if reader.position == place + 1:
                     return self._next(reader, shard)

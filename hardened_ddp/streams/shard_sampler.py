@@ -1,7 +1,7 @@
-"""What of a stream each step takes, seen from the outside as a WindowSampler is.
+"""Which samples of a stream each step takes, with the interface of a WindowSampler.
 
-Owns where the epoch's end is, as soon as that is known, and the facts of the last positions: what a
-checkpoint needs. Does not own: the plan (shards.py), reading it (shard_loader.py).
+Owns where the epoch ends, as soon as that is known, and the last positions: what a checkpoint
+needs. Does not own: the plan (planner.py), reading it (shard_loader.py).
 """
 
 import logging
@@ -13,13 +13,13 @@ import numpy as np
 
 from hardened_ddp.data.batches.run_length import RunLength
 from hardened_ddp.errors import CheckpointMismatchError
-from hardened_ddp.streams.shards import Facts, deal, id_of, shard_order
-from hardened_ddp.streams.stream_types import Stream, changes, sizes_of
+from hardened_ddp.streams.contract import Stream, changes, says_sizes, sizes_of
+from hardened_ddp.streams.planner import StreamPosition, deal, id_of, shard_order
 
 log = logging.getLogger(__name__)
 
 _KEPT = 32
-"""Positions whose facts are kept: those read ahead, and the last step, which may be taken back."""
+"""Positions that are kept: those read ahead, and the last step, which may be taken back."""
 
 
 class ShardSampler:
@@ -54,14 +54,16 @@ class ShardSampler:
         self.is_shared = self.num_shards < num_replicas
         """There are fewer shards than ranks: each rank reads all of them, and keeps its part."""
 
-        self._facts: dict[tuple[int, int], Facts] = {}
-        self._end = sys.maxsize
-        self.begin_at(Facts.at_start(0, self.sizes))
+        self._positions: dict[tuple[int, int], StreamPosition] = {}
+        self.end = sys.maxsize
+        """Cursor at which this epoch is done; more than any cursor if it is not known."""
+
+        self.begin_at(StreamPosition.at_start(0, self.sizes))
 
     @property
     def declares_length(self) -> bool:
         """Whether the stream itself says how many samples it has."""
-        return getattr(self.stream, "sizes", None) is not None
+        return says_sizes(self.stream)
 
     @property
     def knows_sizes(self) -> bool:
@@ -74,11 +76,6 @@ class ShardSampler:
         return int(self.sizes.sum()) if self.knows_sizes else 0
 
     @property
-    def end(self) -> int:
-        """Cursor at which this epoch is done; more than any cursor if it is not known."""
-        return self._end
-
-    @property
     def num_windows(self) -> int:
         """Optimizer steps per epoch, if the sizes are known."""
         full, rest = divmod(self.size, self.global_batch)
@@ -86,7 +83,7 @@ class ShardSampler:
 
     def steps_left(self, epoch: int, cursor: int, *, epochs: int) -> int | None:
         """Return the steps from a position to the end of so many epochs; None: not known."""
-        if not (self.knows_sizes and self.facts_at(epoch, cursor).knows_ends):
+        if not (self.knows_sizes and self.position_at(epoch, cursor).knows_ends):
             return None
         full, rest = divmod(max(0, self.size - cursor), self.global_batch)
         here = full + (rest > 0 and not (self.drop_last and (full > 0 or cursor > 0)))
@@ -94,8 +91,8 @@ class ShardSampler:
 
     def next_ids(self, epoch: int, cursor: int) -> list[int]:
         """Return the samples of the step at a position, over all ranks, as far as is known."""
-        facts = self.facts_at(epoch, cursor)
-        turns = deal(facts, shard_order(self.seed, epoch, self.num_shards), self.global_batch)
+        position = self.position_at(epoch, cursor)
+        turns = deal(position, shard_order(self.seed, epoch, self.num_shards), self.global_batch)
         pairs = zip(turns.shards.tolist(), turns.indices.tolist(), strict=True)
         return [id_of(shard, index, self.num_shards) for shard, index in pairs]
 
@@ -103,44 +100,44 @@ class ShardSampler:
         """Return what a ledger has to know about the order."""
         return {"num_shards": self.num_shards}
 
-    def facts_at(self, epoch: int, cursor: int) -> Facts:
-        """Return the facts at a position that was just reached, or that begins an epoch."""
-        found = self._facts.get((epoch, cursor))
+    def position_at(self, epoch: int, cursor: int) -> StreamPosition:
+        """Return the position at a cursor that was just reached, or that begins an epoch."""
+        found = self._positions.get((epoch, cursor))
         if found is None and cursor == 0:
-            return Facts.at_start(epoch, self.sizes)
+            return StreamPosition.at_start(epoch, self.sizes)
         if found is None:
             raise KeyError(f"epoch {epoch}, sample {cursor} of a stream was never reached")
         return found
 
-    def reach(self, facts: Facts) -> None:
-        """Note facts that a step leads to. The same on all ranks."""
-        self._facts[facts.epoch, facts.cursor] = facts
-        if self._end == sys.maxsize and facts.knows_ends:
-            self._end = int(facts.ends.sum())
-        while len(self._facts) > _KEPT:
-            del self._facts[next(iter(self._facts))]
+    def reach(self, position: StreamPosition) -> None:
+        """Note the position that a step leads to. The same on all ranks."""
+        self._positions[position.epoch, position.cursor] = position
+        if self.end == sys.maxsize and position.knows_ends:
+            self.end = int(position.ends.sum())
+        while len(self._positions) > _KEPT:
+            del self._positions[next(iter(self._positions))]
 
-    def begin_at(self, facts: Facts) -> None:
-        """Go to a position: the epoch's end is what these facts say of it."""
-        self._end = sys.maxsize
-        if facts.knows_ends:
-            total = int(facts.ends.sum())
-            rest = (total - facts.cursor) % self.global_batch if self.drop_last else 0
-            self._end = total - (rest if total - rest > 0 else 0)
-        self.reach(facts)
+    def begin_at(self, position: StreamPosition) -> None:
+        """Go to a position: the epoch ends where it says."""
+        self.end = sys.maxsize
+        if position.knows_ends:
+            total = int(position.ends.sum())
+            rest = (total - position.cursor) % self.global_batch if self.drop_last else 0
+            self.end = total - (rest if total - rest > 0 else 0)
+        self.reach(position)
 
-    def end_at(self, facts: Facts, *, last_step: int, epochs: int) -> None:
-        """Note that an epoch ends at facts: what was met is now known. last_step counts it too."""
-        self._end = facts.cursor
-        if facts.is_over:
-            self.sizes = facts.ends.copy()
+    def end_at(self, position: StreamPosition, *, last_step: int, epochs: int) -> None:
+        """Note that an epoch ends here: its length is now known. last_step: the steps with it."""
+        self.end = position.cursor
+        if position.is_over:
+            self.sizes = position.ends.copy()
         if self.length is not None and self.knows_sizes:
-            self.length.learn(last_step + max(0, epochs - facts.epoch - 1) * self.num_windows)
+            self.length.learn(last_step + max(0, epochs - position.epoch - 1) * self.num_windows)
 
     def as_json(self, epoch: int, cursor: int) -> dict[str, Any]:  # Any: JSON
         """Return what a checkpoint at this position holds."""
         return {
-            "facts": self.facts_at(epoch, cursor).as_json(),
+            "facts": self.position_at(epoch, cursor).as_json(),
             "sizes": self.sizes.tolist(),
             "identity": self._identity(),
             "digests": self.digests,
@@ -167,20 +164,17 @@ class ShardSampler:
 
     def restore(self, saved: Any, *, epoch: int, cursor: int) -> None:  # Any: JSON
         """Go to the position of a checkpoint. Raises CheckpointMismatchError if it is none."""
-        facts = Facts.from_json(saved["facts"])
-        if (facts.epoch, facts.cursor) != (epoch, cursor) or len(facts.ends) != self.num_shards:
+        position = StreamPosition.from_json(saved["facts"])
+        is_here = (position.epoch, position.cursor) == (epoch, cursor)
+        if not is_here or len(position.ends) != self.num_shards:
             raise CheckpointMismatchError(
-                f"the checkpoint says epoch {epoch}, sample {cursor}, and its facts of the stream "
-                f"say epoch {facts.epoch}, sample {facts.cursor}",
+                f"the checkpoint says epoch {epoch}, sample {cursor}, and its position in the "
+                f"stream epoch {position.epoch}, sample {position.cursor}",
                 fix="resume from another checkpoint: --resume PATH",
             )
         self.sizes = np.array(saved["sizes"], dtype=np.int64)
-        self._facts.clear()
-        self.begin_at(facts)
+        self._positions.clear()
+        self.begin_at(position)
 
     def _identity(self) -> dict[str, int]:
-        return {
-            "num_shards": self.num_shards,
-            "seed": self.seed,
-            "shuffle_block": self.shuffle_block,
-        }
+        return {name: getattr(self, name) for name in ("num_shards", "seed", "shuffle_block")}

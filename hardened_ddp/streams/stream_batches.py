@@ -1,6 +1,6 @@
-"""Batches of a stream's samples that are at hand.
+"""Batches made of a stream's samples, once these have been read.
 
-Owns how they are made: in micro-batches, for one step or for several at once, and the samples that
+Owns how they are made: as micro-batches, for one step or for several at once, and the samples that
 are held because parts of a batch may be made again.
 Does not own: which samples a step takes (shard_loader.py), what a batch consists of (fetch.py).
 """
@@ -17,13 +17,13 @@ from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.nesting import map_tensors
 from hardened_ddp.data.batches.sampler import Window, split_micro_batches
 from hardened_ddp.errors import ANY_FAILURE
-from hardened_ddp.streams.shards import Facts
-from hardened_ddp.streams.shelves import Items, split_bad
-from hardened_ddp.streams.stream_types import Stream, name_of
+from hardened_ddp.streams.contract import Stream, name_of
+from hardened_ddp.streams.planner import StreamPosition
+from hardened_ddp.streams.read_ahead import Items, split_bad
 
 _AT_ONCE = 16
-"""Steps whose batches are made together if their samples are at hand. WHY: a step of a model leaves
-neither the samples nor this code in the CPU's caches; so they are loaded once for 16 batches."""
+"""Steps whose batches are made together if their samples have been read. WHY: a training step
+replaces what is in the CPU's caches; so samples and code are loaded into them once in 16 steps."""
 
 _MOST_BYTES = 1 << 23
 """Of such batches. Larger ones gain nothing, and memory would be held for them."""
@@ -35,9 +35,9 @@ class TakenStep:
 
     window: Window
     items: Items
-    after: Facts
+    after: StreamPosition
     is_next_here: bool
-    """The samples of the next step are at hand: it can be taken without reading."""
+    """The samples of the next step have been read."""
 
 
 class HeldSamples:

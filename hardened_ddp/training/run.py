@@ -176,7 +176,7 @@ def hang_subject(run: Run) -> Subject:
     parts, progress, stepper = run.parts, run.progress, run.stepper
     tracker = parts.group.tracker
     tracker.start_at(progress.step)
-    parts.train_loader.stream.show_reading(tracker.words[SAMPLE : SAMPLE + 1])
+    parts.train_loader.reader.show_reading(tracker.words[SAMPLE : SAMPLE + 1])
 
     def save(error: HangError | None = None) -> None:
         save_while_stuck(stepper, run.saver, run.folder, error=error)
@@ -185,17 +185,17 @@ def hang_subject(run: Run) -> Subject:
     def samples(phase: int) -> Sequence[int]:
         batch = stepper.gradient.batch
         if phase == Phase.DATA:
-            return parts.train_loader.stream.being_read()
+            return parts.train_loader.reader.being_read()
         if phase == Phase.EVALUATION and parts.eval_loader is not None:
-            return parts.eval_loader.stream.being_read()
+            return parts.eval_loader.reader.being_read()
         if phase in (Phase.FORWARD, Phase.BACKWARD) and batch is not None:
             return [int(index) for index in batch.indices]
         return ()
 
     def worker_stacks() -> dict[int, str]:
-        found = parts.train_loader.stream.stacks()
+        found = parts.train_loader.reader.stacks()
         if parts.eval_loader is not None:
-            found |= parts.eval_loader.stream.stacks()
+            found |= parts.eval_loader.reader.stacks()
         return found
 
     return Subject(
@@ -210,11 +210,11 @@ def hang_subject(run: Run) -> Subject:
 def _least_s(parts: Parts) -> dict[int, float]:
     """Return the phases of this run that may take longer than usual, with their limits."""
     found: dict[int, float] = {}
-    stream, config = parts.train_loader.stream, parts.config
+    reader, config = parts.train_loader.reader, parts.config
     limit_s = config.data.loader_timeout_s
     if not limit_s:  # to wait for ever was asked for
         found[Phase.DATA] = found[Phase.EVALUATION] = NO_LIMIT_S
-    elif stream.num_workers == 0:
+    elif reader.num_workers == 0:
         found[Phase.DATA] = limit_s
     else:
         # WHY: workers that hang are replaced, and their sample is named, without any restart

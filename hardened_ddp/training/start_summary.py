@@ -132,13 +132,13 @@ def _auto_line(parts: Parts) -> str:
     """Say what became of the settings that are auto."""
     config = parts.config
     values = flatten(config)
-    stream = parts.train_loader.stream
+    reader = parts.train_loader.reader
     found = {
         "task": parts.task.name,
         "amp": parts.precision.name,
         "backend": parts.group.backend,
         "batch_size": str(parts.sampler.batch_size),
-        "num_workers": str(stream.num_workers) + (" (in memory)" if parts.data.in_memory else ""),
+        "num_workers": str(reader.num_workers) + (" (in memory)" if parts.data.in_memory else ""),
         "channels_last": "on" if parts.replica.inputs.channels_last else "off",
         "split_by_length": "on" if parts.train_loader.split is not None else "",
         "lr_schedule": _lr_schedule(parts),
@@ -163,12 +163,12 @@ def _lr_schedule(parts: Parts) -> str:
 def _rank_lines(parts: Parts) -> list[str]:
     """Say what is particular to this rank."""
     group, launch = parts.group, parts.group.launch
-    stream = parts.train_loader.stream
+    reader = parts.train_loader.reader
     share = parts.sampler.batch_size
     return [
         f"process {os.getpid()} on {socket.gethostname()}, local rank "
         f"{launch.local_rank} of {launch.local_world_size}, device {group.device}, "
         f"{torch.get_num_threads()} threads, torch {torch.__version__}",
-        f"at most {share} samples per forward, {stream.num_workers} loader "
+        f"at most {share} samples per forward, {reader.num_workers} loader "
         f"workers, dataset fingerprint {parts.data.fingerprint[:16]}",
     ]

@@ -158,7 +158,7 @@ def test_samples_of_different_lengths_are_padded_by_the_collate(num_workers: int
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_packed_sequences_come_through_the_loader(num_workers: int) -> None:
     loader = make_loader(pack, num_workers)
-    loader.stream.fetcher.checks = Checks(inputs=True)
+    loader.reader.fetcher.checks = Checks(inputs=True)
     batches = read(loader)
     loader.close()
     for batch in batches:

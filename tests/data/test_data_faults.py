@@ -26,12 +26,12 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from hardened_ddp.data.batches import read_errors, worker_pool
 from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.batch_reader import WorkerFallback, WorkerLevel
 from hardened_ddp.data.batches.checks import Checks
 from hardened_ddp.data.batches.fetch import Fetcher
+from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.batches.loader import TrainLoader
-from hardened_ddp.data.batches.memory import MemoryImages
 from hardened_ddp.data.batches.read_errors import RetryReport, file_of, is_transient
-from hardened_ddp.data.batches.worker_fallback import WorkerFallback, WorkerLevel
 from hardened_ddp.errors import LoaderError
 from tests.harness.marks import slow_after
 from tests.harness.processes import HOUR_S
@@ -144,7 +144,7 @@ def test_after_a_bus_error_batches_come_through_pipes(
 ) -> None:
     loader = make_loader(Scripted(partial(strike_once, "bus"), tmp_path / "flag"), num_workers)
     batches = read(loader)
-    assert loader.stream.fallback.level == WorkerLevel(num_workers, shares_memory=False)
+    assert loader.reader.fallback.level == WorkerLevel(num_workers, shares_memory=False)
     loader.close()
     assert content(batches) == undisturbed()
     assert bad_numbers(batches) == []
@@ -191,7 +191,7 @@ def check_many(limit: str) -> str:
             subprocess.run(command, check=True)
     loader = make_loader(Many(), 1)
     batches = read(loader)
-    level = loader.stream.fallback.level
+    level = loader.reader.fallback.level
     loader.close()
     seen = []
     for batch in batches:
@@ -217,15 +217,15 @@ def test_too_little_shared_memory_or_too_many_open_files_cost_no_sample(limit: s
 
 def test_what_comes_through_pipes_is_the_same() -> None:
     loader = make_loader(Scripted(), 2)
-    loader.stream.fallback.go_down(WorkerLevel(2, shares_memory=False))
+    loader.reader.fallback.go_down(WorkerLevel(2, shares_memory=False))
     assert content(read(loader)) == undisturbed()
     loader.close()
 
 
 def give_dead_pinning_thread(loader: TrainLoader) -> Any:
     """Return torch's iterator; without a GPU it has no such thread, else in this place."""
-    assert loader.stream._pool is not None
-    iterator: Any = loader.stream._pool._iterator
+    assert loader.reader._pool is not None
+    iterator: Any = loader.reader._pool._iterator
     iterator._pin_memory_thread = threading.Thread()
     iterator._pin_memory_thread.start()
     iterator._pin_memory_thread.join()
@@ -318,21 +318,21 @@ def test_going_up_keeps_every_sample_in_its_place(
 ) -> None:
     loader = make_loader(Scripted(), 2, loader_quiet_s=100.0)
     clock = Clock()
-    loader.stream.fallback = WorkerFallback(WorkerLevel(2), quiet_s=100, clock=clock)
-    loader.stream.fallback.go_down(low)
+    loader.reader.fallback = WorkerFallback(WorkerLevel(2), quiet_s=100, clock=clock)
+    loader.reader.fallback.go_down(low)
     batches = []
     for number, (_, share) in enumerate(loader.windows(0, 0)):
         batches += share
         if number == 1:
-            assert loader.stream.fallback.level == low
+            assert loader.reader.fallback.level == low
             clock.now += 101
-    assert loader.stream.fallback.level == WorkerLevel(2)
+    assert loader.reader.fallback.level == WorkerLevel(2)
     assert content(batches) == undisturbed()
     assert caplog.text.count("Continuing at the same sample with 2 workers instead of") == 1
-    loader.stream.fallback.go_down(low)
+    loader.reader.fallback.go_down(low)
     clock.now += 201  # this fault came soon, so the calm has to last twice as long
     assert content(read(loader, 1)) == undisturbed(1)
-    assert loader.stream.fallback.level == WorkerLevel(2)
+    assert loader.reader.fallback.level == WorkerLevel(2)
     loader.close()
 
 
@@ -342,7 +342,7 @@ def test_a_killed_worker_is_missed_for_a_while_only(
     loader = make_loader(Scripted(abort_once, tmp_path / "flag"), 2, loader_quiet_s=0.01)
     assert content(read(loader, 0)) == undisturbed(0)
     assert content(read(loader, 1)) == undisturbed(1)
-    assert loader.stream.num_workers == 2
+    assert loader.reader.num_workers == 2
     loader.close()
     down = caplog.text.index("with 1 instead of 2 workers")
     assert "with 2 workers instead of 1" in caplog.text[down:]

@@ -19,7 +19,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from hardened_ddp.data import foreign_code
 from hardened_ddp.data.batches.fetch import Fetcher
-from hardened_ddp.data.batches.memory import MemoryImages
+from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.batches.workers import plan_workers, read_cpu_quota
 from hardened_ddp.data.sources import vision
 from hardened_ddp.data.sources.datasets import build_data, prepare_data

@@ -16,10 +16,16 @@ import torch
 
 import download
 from hardened_ddp.data.foreign_code import import_torchvision
-from hardened_ddp.data.sources import transfer
+from hardened_ddp.data.sources import downloads
 from hardened_ddp.data.sources.datasets import prepare_data
-from hardened_ddp.data.sources.published import fetch_dataset, fetch_weights, files_of, weights_of
-from hardened_ddp.data.sources.transfer import Wanted, fetch
+from hardened_ddp.data.sources.downloads import (
+    Wanted,
+    fetch,
+    fetch_dataset,
+    fetch_weights,
+    files_of,
+    weights_of,
+)
 from hardened_ddp.errors import DataError, ModelError
 from hardened_ddp.model import torchvision_models
 from hardened_ddp.model.zoo import build_model
@@ -76,7 +82,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "WAIT_S", 0.0)
+    monkeypatch.setattr(downloads, "WAIT_S", 0.0)
 
 
 @pytest.fixture

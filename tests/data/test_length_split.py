@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from hardened_ddp.data.batches.batch import Batch, apart, take
+from hardened_ddp.data.batches.batch_reader import WorkerLevel
 from hardened_ddp.data.batches.checks import Checks
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.length_split import LengthSplit
 from hardened_ddp.data.batches.loader import TrainLoader
 from hardened_ddp.data.batches.sampler import WindowSampler
-from hardened_ddp.data.batches.worker_fallback import WorkerLevel
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import ForwardCollectives
 from hardened_ddp.preflight.padding import choose_split
@@ -104,12 +104,12 @@ def described(batches: list[Batch]) -> list[tuple[Any, ...]]:
 def test_workers_cut_as_the_rank_itself_does(shares: bool) -> None:
     here = read(loader_of(Faulty(40)))
     loader = loader_of(Faulty(40), 2)
-    fetcher = pickle.loads(pickle.dumps(loader.stream.fetcher))  # as spawned workers get it
+    fetcher = pickle.loads(pickle.dumps(loader.reader.fetcher))  # as spawned workers get it
     assert fetcher.split == ALWAYS
-    loader.stream.plan = replace(loader.stream.plan, shares_memory=shares)
-    loader.stream.fallback.level = WorkerLevel(2, shares)
+    loader.reader.plan = replace(loader.reader.plan, shares_memory=shares)
+    loader.reader.fallback.level = WorkerLevel(2, shares)
     found = read(loader)
-    assert loader.stream.num_workers == 2  # no answer was refused
+    assert loader.reader.num_workers == 2  # no answer was refused
     loader.close()
     assert described(found) == described(here)
     assert [len(batch.indices) for batch in here] != [16, 16, 8]

@@ -21,11 +21,11 @@ from torch.utils.data import Dataset
 
 from hardened_ddp.data.batches import read_errors, worker_pool
 from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.batch_reader import BatchReader
 from hardened_ddp.data.batches.fetch import Fetcher
+from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.batches.loader import EvalLoader, TrainLoader
-from hardened_ddp.data.batches.memory import MemoryImages
 from hardened_ddp.data.batches.sampler import WindowSampler
-from hardened_ddp.data.batches.stream import BatchStream
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError, SampleError
 from hardened_ddp.settings.config import DataConfig
@@ -223,7 +223,7 @@ def test_samples_are_tried_one_at_a_time_to_find_the_one(monkeypatch: pytest.Mon
             started.append((plan.num_workers, plan.prefetch_factor))
             super().__init__(fetcher, plan, **how)
 
-    monkeypatch.setattr("hardened_ddp.data.batches.stream.WorkerPool", Watched)
+    monkeypatch.setattr("hardened_ddp.data.batches.batch_reader.WorkerPool", Watched)
     loader = make_loader(Scripted(crash_always), 2)
     assert bad_numbers(read(loader)) == [MARKED]
     loader.close()
@@ -342,7 +342,7 @@ def test_a_slow_batch_is_waited_for() -> None:
     dataset = Scripted(lambda flag: time.sleep(0.7))  # several turns of POLL_S
     loader = make_loader(dataset, 1, loader_timeout_s=30.0)
     assert numbers(read(loader)) == loader.sampler.order(0).take(0, SIZE).tolist()
-    assert loader.stream.num_workers == 1
+    assert loader.reader.num_workers == 1
     loader.close()
 
 
@@ -373,7 +373,7 @@ def test_the_fork_server_leaves_them_alone_while_it_imports_torch() -> None:
 
 TRACKER = """
 import os
-from hardened_ddp.data.batches.worker_signals import signals_of_rank_blocked
+from hardened_ddp.data.batches.worker_pool import signals_of_rank_blocked
 with signals_of_rank_blocked():
     pass
 [tracker] = open(f"/proc/self/task/{os.getpid()}/children").read().split()
@@ -532,5 +532,5 @@ def test_what_was_asked_and_what_runs_is_said(caplog: pytest.LogCaptureFixture) 
     )
     with caplog.at_level(logging.WARNING):
         for _ in ("training", "test"):
-            BatchStream(Fetcher(Scripted(), seed=0), plan, DataConfig(), pin_memory=False)
+            BatchReader(Fetcher(Scripted(), seed=0), plan, DataConfig(), pin_memory=False)
     assert caplog.text.count("asked 4, running 0") == 1

@@ -78,7 +78,7 @@ def check_batch(inputs: Any, numbers: list[int]) -> None:
 @pytest.mark.parametrize("num_bytes", [2**30, 0], ids=["shared memory", "pipes"])
 def test_any_nesting_comes_through_the_loader(num_workers: int, num_bytes: int) -> None:
     loader = make_loader(Nested(), num_workers)
-    loader.stream.fallback.level = type(loader.stream.fallback.level)(num_workers, bool(num_bytes))
+    loader.reader.fallback.level = type(loader.reader.fallback.level)(num_workers, bool(num_bytes))
     batches = read(loader)
     loader.close()
     for batch in batches:

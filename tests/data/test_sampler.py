@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from hardened_ddp.data.batches.hashing import Words, hash_word, hash_words
 from hardened_ddp.data.batches.own_order import MAX_KEPT_ORDER
-from hardened_ddp.data.batches.permutation import permute
+from hardened_ddp.data.batches.permutation import Words, hash_word, hash_words, permute
 from hardened_ddp.data.batches.sampler import (
     EpochOrder,
     Window,

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from hardened_ddp.data.batches import sending
+from hardened_ddp.data.batches import worker_memory
+from hardened_ddp.data.batches.batch_reader import BatchReader
 from hardened_ddp.data.batches.fetch import Fetcher
-from hardened_ddp.data.batches.sending import measure_sending
-from hardened_ddp.data.batches.stream import BatchStream
+from hardened_ddp.data.batches.worker_memory import measure_sending
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.block_reader import BlockReader
@@ -53,7 +53,7 @@ class Held:
 
 def are_shared_in_a_worker() -> bool:
     plan = WorkerPlan(num_workers=1, prefetch_factor=2, start_method="forkserver")
-    stream = BatchStream(Fetcher(InMemory(), seed=0), plan, DataConfig(), pin_memory=False)
+    stream = BatchReader(Fetcher(InMemory(), seed=0), plan, DataConfig(), pin_memory=False)
     [batch] = list(stream.batches(lambda: iter([(0, torch.arange(10))])))
     stream.close()
     assert stream.num_workers == 1
@@ -87,7 +87,7 @@ def test_a_dataset_of_as_many_tensors_as_a_process_can_be_sent_files_has_a_worke
 ) -> None:
     dataset = InMemory([torch.zeros(1) for _ in range(number)])
     plan = WorkerPlan(num_workers=1, prefetch_factor=2, start_method="forkserver")
-    stream = BatchStream(Fetcher(dataset, seed=0), plan, DataConfig(), pin_memory=False)
+    stream = BatchReader(Fetcher(dataset, seed=0), plan, DataConfig(), pin_memory=False)
     [batch] = list(stream.batches(lambda: iter([(0, torch.arange(10))])))
     stream.close()
     assert stream.num_workers == 1
@@ -98,7 +98,7 @@ def test_a_dataset_of_as_many_tensors_as_a_process_can_be_sent_files_has_a_worke
 def test_a_stream_that_holds_many_tensors_has_a_worker(caplog: pytest.LogCaptureFixture) -> None:
     plan = WorkerPlan(num_workers=1, prefetch_factor=2, start_method="forkserver")
     reader = BlockReader(Held(), seed=0)
-    stream = BatchStream(reader, plan, DataConfig(), pin_memory=False)
+    stream = BatchReader(reader, plan, DataConfig(), pin_memory=False)
     [batch] = list(stream.batches(lambda: iter([(0, torch.arange(10))])))
     stream.close()
     assert stream.num_workers == 1
@@ -109,7 +109,7 @@ def test_a_stream_that_holds_many_tensors_has_a_worker(caplog: pytest.LogCapture
 def test_tensors_are_copied_where_shared_memory_is_too_small(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sending, "_SHM_MARGIN", 1e12)
+    monkeypatch.setattr(worker_memory, "_SHM_MARGIN", 1e12)
     assert not are_shared_in_a_worker()
 
 
@@ -129,21 +129,21 @@ def test_many_small_tensors_are_copied_because_each_would_be_an_open_file() -> N
 
 
 def test_many_tensors_that_are_copied_are_named_as_the_reason() -> None:
-    cost = sending.SendingCost(tensor_bytes=200 * MIB, num_tensors=5000, private_bytes=0)
+    cost = worker_memory.SendingCost(tensor_bytes=200 * MIB, num_tensors=5000, private_bytes=0)
     assert "it is copied (it holds 5000 tensors)" in cost.warning(num_workers=2, shares=False)
 
 
 def test_workers_that_each_copy_much_are_told_with_the_size(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sending, "MOST_PRIVATE_BYTES", 2 * MIB)
+    monkeypatch.setattr(worker_memory, "MOST_PRIVATE_BYTES", 2 * MIB)
     plan = WorkerPlan(num_workers=4, prefetch_factor=2, start_method="forkserver")
     with caplog.at_level(logging.WARNING):
         fetcher = Fetcher(InMemory(np.zeros(30 * MIB, np.uint8)), seed=0)
-        BatchStream(fetcher, plan, DataConfig(), pin_memory=False).close()
+        BatchReader(fetcher, plan, DataConfig(), pin_memory=False).close()
         assert "each of 4 workers takes about 30 MiB of memory" in caplog.text
         caplog.clear()
-        BatchStream(Fetcher(InMemory(), seed=0), plan, DataConfig(), pin_memory=False).close()
+        BatchReader(Fetcher(InMemory(), seed=0), plan, DataConfig(), pin_memory=False).close()
         assert not caplog.text
 
 

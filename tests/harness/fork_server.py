@@ -118,11 +118,11 @@ def preload() -> None:
 
 def read_files() -> None:
     """Read what each rank would read: digits, sources for their hash and for a stack, uname."""
-    from hardened_ddp.data.sources import digits
+    from hardened_ddp.data.sources import built_in
     from hardened_ddp.training.building import code_hash
 
     code_hash()
-    digits.read_table(digits.find_file())
+    built_in.read_table(built_in.find_file())
     platform.platform()  # it asks the command uname
     for name in _IN_STACKS:
         linecache.getlines(str(importlib.import_module(name).__file__))

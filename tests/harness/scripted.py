@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import Dataset
 
 from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.batch_reader import BatchReader
 from hardened_ddp.data.batches.checks import Checks
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.loader import TrainLoader
 from hardened_ddp.data.batches.sampler import WindowSampler
-from hardened_ddp.data.batches.stream import BatchStream
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.settings.config import DataConfig
 
@@ -78,10 +78,10 @@ def make_stream(
     start_method: str = "fork",
     checks: Checks | None = None,
     **settings: Any,
-) -> BatchStream:
+) -> BatchReader:
     plan = WorkerPlan(num_workers=num_workers, prefetch_factor=2, start_method=start_method)
     fetcher = Fetcher(dataset, seed=1, checks=checks)
-    stream = BatchStream(fetcher, plan, DataConfig(**settings), pin_memory=False)
+    stream = BatchReader(fetcher, plan, DataConfig(**settings), pin_memory=False)
     stream.call_after_start(give_back_sigchld)
     return stream
 

@@ -17,7 +17,7 @@ from hardened_ddp.model.zoo import place_model
 from hardened_ddp.ranks.group import open_group
 from hardened_ddp.ranks.launch import read_launch
 from hardened_ddp.settings.config import DataConfig, ModelConfig
-from hardened_ddp.streams import stream_views
+from hardened_ddp.streams import views
 from tests.harness.ranks import run_ranks, train
 
 CPU = torch.device("cpu")
@@ -177,7 +177,7 @@ class Endless:
 def test_an_endless_test_stream_is_refused_and_not_counted_without_an_evaluation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stream_views, "MOST_COUNTED", 100)
+    monkeypatch.setattr(views, "MOST_COUNTED", 100)
     config = DataConfig(dataset="tests.preflight.test_odd_models:Endless")
     with pytest.raises(DataError, match="has given 100 samples, and goes on") as caught:
         build_data(config)

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 
 from hardened_ddp.data.batches.batch import Batch
+from hardened_ddp.data.batches.batch_reader import BatchReader
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS, RunLength
 from hardened_ddp.data.batches.sampler import Window
-from hardened_ddp.data.batches.stream import BatchStream
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.block_reader import BlockReader
+from hardened_ddp.streams.planner import StreamPosition
 from hardened_ddp.streams.shard_loader import ShardLoader
 from hardened_ddp.streams.shard_sampler import ShardSampler
-from hardened_ddp.streams.shards import Facts
 from hardened_ddp.streams.stream_batches import HeldSamples
 from tests.harness.scripted import give_back_sigchld
 
@@ -106,9 +106,9 @@ class _Member:
         tensor.copy_(most)
 
 
-def block_stream(stream: Any, num_workers: int = 0, **settings: Any) -> BatchStream:
+def block_stream(stream: Any, num_workers: int = 0, **settings: Any) -> BatchReader:
     plan = WorkerPlan(num_workers=num_workers, prefetch_factor=2, start_method="fork")
-    made = BatchStream(BlockReader(stream, seed=1), plan, DataConfig(**settings), pin_memory=False)
+    made = BatchReader(BlockReader(stream, seed=1), plan, DataConfig(**settings), pin_memory=False)
     made.call_after_start(give_back_sigchld)
     return made
 
@@ -159,7 +159,7 @@ def read_epoch(
         start = 0
         try:
             if facts is not None:
-                start = Facts.from_json(facts["facts"]).cursor
+                start = StreamPosition.from_json(facts["facts"]).cursor
                 loader.sampler.restore(facts, epoch=epoch, cursor=start)
             for window, batches in loader.windows(epoch, start):
                 saved = loader.sampler.as_json(epoch, window.stop)

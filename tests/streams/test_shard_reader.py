@@ -21,11 +21,10 @@ from hardened_ddp.data.batches import read_errors
 from hardened_ddp.data.batches.batch import BadSample, Batch
 from hardened_ddp.errors import LoaderError
 from hardened_ddp.streams.block_reader import BlockReader
-from hardened_ddp.streams.open_shard import EndOfShard
-from hardened_ddp.streams.shard_files import FileStream
-from hardened_ddp.streams.shard_reader import ShardReader
-from hardened_ddp.streams.shelves import items_of
-from hardened_ddp.streams.text_shards import TextFormat
+from hardened_ddp.streams.files import FileStream
+from hardened_ddp.streams.formats import TextFormat
+from hardened_ddp.streams.read_ahead import items_of
+from hardened_ddp.streams.shard_reader import EndOfShard, ShardReader
 from tests.streams.stream_programs import Rows, StatefulRows, shard_loader
 
 
@@ -235,10 +234,10 @@ def test_a_reader_begins_at_its_state_and_not_at_the_start() -> None:
     state = block(stream, 1, range(4), reader).inputs["state"]
     assert state == 4
     other = pickle.loads(pickle.dumps(reader))
-    other.reader.shortcuts[1] = (0, 4, state)
+    other.reader.states[1] = (0, 4, state)
     assert positions(block(stream, 1, range(8, 10), other)) == [8, 9]
     assert other.dataset.opened[-1] == (1, 0, 4)
-    other.reader.shortcuts[1] = (0, 50, 50)  # beyond what is asked for: no help
+    other.reader.states[1] = (0, 50, 50)  # beyond what is asked for: no help
     other.reader.close()
     assert positions(block(stream, 1, range(8, 10), other)) == [8, 9]
     assert other.dataset.opened[-1] == (1, 0, None)
@@ -255,7 +254,7 @@ class RefusesState(StatefulRows):
 
 def test_a_state_that_open_refuses_costs_no_sample(caplog: pytest.LogCaptureFixture) -> None:
     reader = BlockReader(RefusesState([6, 6]), seed=1)
-    reader.reader.shortcuts[1] = (0, 2, 2)
+    reader.reader.states[1] = (0, 2, 2)
     found = block(reader.dataset, 1, range(3, 5), reader)
     assert not found.bad
     assert positions(found) == [3, 4]

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.errors import DataError, SampleError
-from hardened_ddp.streams.packing import pack, unpack
-from hardened_ddp.streams.shards import (
+from hardened_ddp.streams.block_reader import pack, unpack
+from hardened_ddp.streams.planner import (
     UNKNOWN,
-    Dealer,
-    Facts,
+    StreamPlanner,
+    StreamPosition,
     advance,
     block_order,
     deal,
@@ -44,9 +44,9 @@ def play(
 ) -> list[list[tuple[int, int]]]:
     """Deal an epoch by the plan alone; give the samples (shard, index) of each step."""
     real = np.array(lengths)
-    facts = Facts.at_start(epoch, real if knows else np.full(len(lengths), UNKNOWN))
+    facts = StreamPosition.at_start(epoch, real if knows else np.full(len(lengths), UNKNOWN))
     order, steps = shard_order(3, epoch, len(lengths)), []
-    ahead, dealer = facts, Dealer(order, size, at_once=5 * size)
+    ahead, dealer = facts, StreamPlanner(order, size, at_once=5 * size)
     while not facts.is_over:
         turns = deal(facts, order, size)
         for one, other in zip(astuple(turns), astuple(dealer.next(ahead).turns), strict=True):
@@ -56,7 +56,7 @@ def play(
         met[dry] = real[dry]
         ahead, _ = settle(ahead, turns, met)
         facts, is_real = settle(facts, turns, met)
-        facts = Facts.from_json(json.loads(json.dumps(facts.as_json())))
+        facts = StreamPosition.from_json(json.loads(json.dumps(facts.as_json())))
         pairs = zip(turns.shards[is_real].tolist(), turns.indices[is_real].tolist(), strict=True)
         steps.append(list(pairs))
     return steps
@@ -80,7 +80,7 @@ def test_the_plan_takes_each_sample_once(lengths: list[int], size: int, knows: b
 @settings(max_examples=100, deadline=None)
 @given(LENGTHS, st.integers(1, 40))
 def test_whole_rounds_are_the_same_as_turn_by_turn(lengths: list[int], size: int) -> None:
-    facts = Facts.at_start(0, np.array(lengths))
+    facts = StreamPosition.at_start(0, np.array(lengths))
     order = shard_order(3, 0, len(lengths))
     turns = deal(facts, order, size)
     at, place, slow = [0] * len(lengths), 0, []
@@ -220,9 +220,10 @@ def test_an_epoch_that_is_read_again_is_the_same() -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_rank_deals_its_own_turns(world_size: int) -> None:
     order, lengths = shard_order(3, 0, 7), np.array(RAGGED)
-    facts = Facts.at_start(0, lengths)
+    facts = StreamPosition.at_start(0, lengths)
     dealers = [
-        Dealer(order, 8, rank=rank, num_owners=world_size, at_once=16) for rank in range(world_size)
+        StreamPlanner(order, 8, rank=rank, num_owners=world_size, at_once=16)
+        for rank in range(world_size)
     ]
     while not facts.is_over:
         shares = [dealer.next(facts) for dealer in dealers]

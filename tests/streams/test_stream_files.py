@@ -20,10 +20,10 @@ from hardened_ddp.data import foreign_code
 from hardened_ddp.data.sources.datasets import build_data
 from hardened_ddp.errors import DataError, MissingPackageError
 from hardened_ddp.settings.config import DataConfig
-from hardened_ddp.streams.file_streams import open_parquet, open_tar, open_text
-from hardened_ddp.streams.iterable import HubStream, adapt
-from hardened_ddp.streams.stream_types import changes, digests_of
-from hardened_ddp.streams.stream_views import StreamInOrder, StreamView
+from hardened_ddp.streams.adapters import HubStream, adapt
+from hardened_ddp.streams.contract import changes, digests_of
+from hardened_ddp.streams.formats import open_parquet, open_tar, open_text
+from hardened_ddp.streams.views import StreamInOrder, StreamView
 from tests.streams.stream_programs import all_ids, merged, read_epoch
 
 

@@ -108,7 +108,7 @@ def test_a_stop_and_a_resume_with_the_same_ranks_change_no_bit(tmp_path: Path) -
     cut = [*STEADY, "--output_dir", tmp_path / "cut"]
     train([*cut, "--max_steps", "7"], 2).ok()
     run = only_run(tmp_path / "cut")
-    assert any((run / "readers").iterdir()), "the states of the readers are a shortcut to the place"
+    assert any((run / "readers").iterdir()), "the states of the readers are a state to the place"
     train([*cut, "--resume", run, "--max_steps", "0"], 2).ok()
     assert last_tensors(tmp_path / "cut") == last_tensors(tmp_path / "whole")
     assert ledger_of(run).count("232 samples, each exactly once") == 3

@@ -77,11 +77,11 @@ ONE_FOR_EACH_FIELD = {
     "data/batches/sampler.py": {"__init__"},
     "streams/shard_sampler.py": {"__init__"},
     # their parameters are the keys of --dataset_args
-    "data/sources/synthetic.py": {"__init__"},
-    "data/sources/huggingface.py": {"open_hub_set"},
+    "data/sources/built_in.py": {"__init__"},
+    "data/sources/hub_sets.py": {"open_hub_set"},
     "data/sources/hub_stream.py": {"open_hub_stream"},
-    "streams/file_streams.py": {"open_text", "open_parquet", "open_tar"},
-    "streams/shard_files.py": {"open_files"},
+    "streams/formats.py": {"open_text", "open_parquet", "open_tar"},
+    "streams/files.py": {"open_files"},
 }
 
 # What is done, by its full name -> the files that may do it. What stands first counts.
@@ -101,7 +101,7 @@ OWNERS = {
     "torch.manual_seed torch.seed torch.*.manual_seed* torch.*.set_rng_state*": "ranks/seeding.py",
     "torch.set_rng_state torch.use_deterministic_algorithms random.seed": "ranks/seeding.py",
     "numpy.random.seed": "ranks/seeding.py",
-    "signal.signal": "guard/stop.py data/batches/worker_signals.py ddp_training.py",
+    "signal.signal": "guard/stop.py data/batches/worker_pool.py ddp_training.py",
     "signal.set_wakeup_fd signal.siginterrupt": "guard/stop.py",
     "threading.Thread threading.Timer _thread.* concurrent.futures.Thread*": (
         "guard/stop.py guard/hang.py checkpoint/store.py reporting/* "

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hardened_ddp.checkpoint.folder import load_checkpoint, open_checkpoint
-from hardened_ddp.data.sources.digits import open_digits
+from hardened_ddp.data.sources.built_in import open_digits
 from hardened_ddp.errors import CheckpointMismatchError, ModelError
 from hardened_ddp.reporting.summary import print_report
 from hardened_ddp.task.details import ConfusionMatrix

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.batches.memory import MemoryImages
+from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.batches.nesting import tensors_of
 
 _NOT_FINITE = "values of its input are"

@@ -22,8 +22,8 @@ from torch.utils.data import Subset, TensorDataset
 from hardened_ddp.data.batches.batch import BadSample, Batch, Request, take
 from hardened_ddp.data.batches.checks import Checks
 from hardened_ddp.data.batches.collate import Collate, collate_by, collate_plainly, split_targets
+from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.batches.length_split import LengthSplit
-from hardened_ddp.data.batches.memory import MemoryImages
 from hardened_ddp.data.batches.nesting import stack
 from hardened_ddp.data.batches.read_errors import file_of, is_permanent, is_transient, retry_read
 from hardened_ddp.data.foreign_code import describe, import_torchvision

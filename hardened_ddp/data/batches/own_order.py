@@ -1,7 +1,7 @@
 """One rank's samples of the coming steps, computed without those of the other ranks.
 
-With thousands of ranks an epoch has few steps, so that what is computed once per epoch is felt in
-each of them. The samples are those of EpochOrder (sampler.py), which has the whole order.
+With thousands of ranks an epoch has few steps, so that each step feels what is computed once per
+epoch. The samples are those of EpochOrder (sampler.py), which computes the whole order.
 Does not own: which positions a rank takes (sampler.py).
 """
 
@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hardened_ddp.data.batches.hashing import Words, hash_words
-from hardened_ddp.data.batches.permutation import permute
+from hardened_ddp.data.batches.permutation import Words, hash_words, permute
 from hardened_ddp.ranks.seeding import mix
 
 # Up to this size an order is the samples sorted by a hash, and the whole of it is kept (2 MiB);
@@ -21,11 +20,12 @@ from hardened_ddp.ranks.seeding import mix
 MAX_KEPT_ORDER = 1 << 18
 BLOCK = 1 << 15  # positions computed at once: large enough that numpy's call overhead vanishes
 
-_STEPS_OF_A_BLOCK = 20  # with fewer steps in a block, the other ranks' part of it costs too much
-_MOST_STEPS = 1 << 11  # with more steps per epoch, the sort of a kept order costs each nothing
-_MIN_RANKS = 8  # with fewer, most of a kept order has to be sorted anyhow
+# When one rank's samples alone are cheaper (see pays_off; measured by benchmarks/control_plane.py):
+_STEPS_OF_A_BLOCK = 20  # a block that serves more steps than this is cheap enough as a whole
+_MOST_STEPS = 1 << 11  # an epoch of more steps than this can afford to sort the whole order
+_MIN_RANKS = 8  # with fewer ranks, most of a kept order has to be sorted anyhow
 _AHEAD = 1 << 11  # positions of a keyed permutation that are computed at once, over all epochs
-_LOG_OF_BUCKET = 6  # 64 samples in a bucket: with fewer, many buckets cost more than the sort
+_LOG_OF_BUCKET = 6  # 64 samples in a bucket; with fewer, handling the buckets costs more
 _AT_ONCE = 1 << 13  # words that stay in a core's cache over all operations of the hash
 
 Samples = npt.NDArray[np.int64]

@@ -19,9 +19,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset, DistributedSampler
 
-from hardened_ddp.data.batches.hashing import hash_words
 from hardened_ddp.data.batches.own_order import BLOCK, MAX_KEPT_ORDER, OwnOrder, Share, pays_off
-from hardened_ddp.data.batches.permutation import permute
+from hardened_ddp.data.batches.permutation import hash_words, permute
 from hardened_ddp.ranks.seeding import mix
 
 

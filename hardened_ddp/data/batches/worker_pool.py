@@ -1,7 +1,9 @@
 """Worker processes that read micro-batches for one rank, through torch's DataLoader.
 
-Owns their start, the wait for a batch, and their end; WorkersLost says what happened to them.
-Does not own: what is done about it (stream.py), how many there are (workers.py).
+Owns their start, the wait for a batch, and their end; WorkersLost says what happened to them. Also
+the signals that are for a rank and not for its workers: a scheduler and torchrun send SIGTERM, and
+Ctrl-C reaches every process of a terminal, but until it stops, a rank needs batches.
+Does not own: what is done about lost workers (batch_reader.py), how many there are (workers.py).
 
 What goes wrong here: a worker runs out of memory, crashes in a decoder, hangs on a disk. torch
 notices a dead worker only when a wait for data has timed out, so we wait with short timeouts.
@@ -17,21 +19,20 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from multiprocessing import util
+from multiprocessing import resource_tracker, util
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from hardened_ddp.data.batches import worker_signals
 from hardened_ddp.data.batches.batch import Batch, BatchSource, Request
 from hardened_ddp.data.batches.nesting import map_tensors
-from hardened_ddp.data.batches.payload import Payload, share
-from hardened_ddp.data.batches.sending import Copied
+from hardened_ddp.data.batches.worker_memory import Copied
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.ranks.call_timeout import AwakeTime
 from hardened_ddp.ranks.stacks import ask_for_stacks, offer_stacks
@@ -84,7 +85,7 @@ class WorkerPool:
         self.timeout_s = timeout_s
         self._requests = _Requests()
         self._workers: list[BaseProcess] = []
-        worker_signals.kill_at_exit(self, self._workers)
+        kill_at_exit(self, self._workers)
         self._iterator: Iterator[Any] | None = None  # Any: what _Reader sends
         _make_folder_of_sockets()
         context = multiprocessing.get_context(plan.start_method)
@@ -113,7 +114,7 @@ class WorkerPool:
         self._requests.source = requests
         before = set(multiprocessing.active_children())
         try:
-            with worker_signals.signals_of_rank_blocked():
+            with signals_of_rank_blocked():
                 self._iterator = iter(self._loader)
         except Exception as error:  # WHY broad: processes, pipes, and pickling the user's dataset
             error.__traceback__ = None  # see receive
@@ -305,7 +306,7 @@ def _prepare_worker(worker_id: int) -> None:
     info = get_worker_info()
     if info is not None and isinstance(info.dataset, _Reader):
         info.dataset.begin(worker_id)
-    worker_signals.leave_signals_to_rank()
+    leave_signals_to_rank()
     torch.set_num_threads(1)
 
 
@@ -321,3 +322,76 @@ def _summary(error: BaseException) -> str:
     # After a traceback, the error is the first line that is not indented.
     after = [line for line in lines[1:] if not line.startswith((" ", "Original", "Traceback"))]
     return (after or lines)[0].rstrip(".")
+
+
+class Payload:
+    """The pickled parts of a batch: bytes that name shared memory, or contain the data.
+
+    WHY not the parts themselves: torch would pickle and unpickle them in its own threads. A failure
+    there (not picklable, too many open files) ends the thread, and the rank waits forever.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def open(self) -> Any:  # Any: inputs as the dataset nests them, and the other parts
+        return pickle.loads(self.content)
+
+    def pin_memory(self) -> Any:  # Any: as above
+        """Unpickle and pin the tensors. torch calls this in its pinning thread."""
+        return map_tensors(self.open(), torch.Tensor.pin_memory)
+
+
+def share(tensor: torch.Tensor) -> torch.Tensor:
+    """Move to shared memory. WHY here: running out of it then raises in the worker's own thread."""
+    tensor = tensor.detach()
+    if tensor.untyped_storage().nbytes() > tensor.nbytes:
+        tensor = tensor.clone()  # WHY: of a view, torch would send the whole tensor behind it
+    tensor.share_memory_()  # type: ignore[no-untyped-call]  # torch left it untyped
+    return tensor
+
+
+SIGNALS_OF_THE_RANK = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM}
+
+
+@contextlib.contextmanager
+def signals_of_rank_blocked() -> Iterator[None]:
+    """Block them in the processes that this one starts inside; it gets its own after that.
+
+    WHY: the fork server and spawned workers import torch for seconds before they could do so.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_THE_RANK)
+    try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_THE_RANK)  # its start unblocks SIGINT
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_signals_to_rank() -> None:
+    """Let them do nothing in this process, a worker.
+
+    WHY a handler for SIGTERM: programs that the dataset starts would inherit a mask, and could not
+    be ended by it.
+    """
+    signal.signal(signal.SIGTERM, _do_nothing)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS_OF_THE_RANK - {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def kill_at_exit(pool: object, workers: Sequence[BaseProcess]) -> None:
+    """Kill what is in workers when pool is gone, or when this process ends.
+
+    WHY: at the end of a process that left them, multiprocessing sends SIGTERM, and waits for them.
+    """
+    util.Finalize(pool, _kill, (workers,), exitpriority=0)
+
+
+def _kill(workers: Sequence[BaseProcess]) -> None:
+    for worker in workers:
+        worker.kill()
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Take a signal."""

@@ -23,9 +23,10 @@ import torch
 from torch.utils.data import Dataset
 
 from hardened_ddp.data.batches.collate import find_collate
-from hardened_ddp.data.batches.memory import MemoryImages
+from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.foreign_code import describe, import_callable, meant_path
-from hardened_ddp.data.sources.digits import open_digits
+from hardened_ddp.data.sources.built_in import SyntheticImages, open_digits
+from hardened_ddp.data.sources.downloads import TIMEOUT_S, fetch_dataset, is_here, locked
 from hardened_ddp.data.sources.facts import (
     check_classes,
     check_labels,
@@ -37,18 +38,15 @@ from hardened_ddp.data.sources.facts import (
     read_example,
 )
 from hardened_ddp.data.sources.hub_place import PREFIX
+from hardened_ddp.data.sources.hub_sets import open_hub_set
 from hardened_ddp.data.sources.hub_stream import open_hub_stream
-from hardened_ddp.data.sources.huggingface import open_hub_set
-from hardened_ddp.data.sources.published import fetch_dataset, is_here
-from hardened_ddp.data.sources.synthetic import SyntheticImages
-from hardened_ddp.data.sources.transfer import TIMEOUT_S, locked
 from hardened_ddp.data.sources.vision import DOWNLOADABLE, by_hand, open_downloadable, open_folder
 from hardened_ddp.errors import ANY_FAILURE, DataError, HardenedError
 from hardened_ddp.settings.config import DataConfig
-from hardened_ddp.streams.file_streams import FILE_STREAMS
-from hardened_ddp.streams.iterable import adapt
-from hardened_ddp.streams.stream_types import says_sizes
-from hardened_ddp.streams.stream_views import StreamInOrder, StreamView
+from hardened_ddp.streams.adapters import adapt
+from hardened_ddp.streams.contract import says_sizes
+from hardened_ddp.streams.formats import FILE_STREAMS
+from hardened_ddp.streams.views import StreamInOrder, StreamView
 
 log = logging.getLogger(__name__)
 

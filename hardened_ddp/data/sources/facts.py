@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from hardened_ddp.data.batches.batch import Batch
 from hardened_ddp.data.batches.collate import Collate
 from hardened_ddp.data.batches.fetch import Fetcher, preserved_rng
-from hardened_ddp.data.batches.memory import MemoryImages
+from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.batches.nesting import dense_parts, leaves
 from hardened_ddp.data.foreign_code import describe, line_of_user
 from hardened_ddp.errors import ANY_FAILURE, DataError, SampleError
-from hardened_ddp.streams.stream_types import is_stream
-from hardened_ddp.streams.stream_views import StreamView
+from hardened_ddp.streams.contract import is_stream
+from hardened_ddp.streams.views import StreamView
 
 _MOST_TRIES = 8  # how many samples are tried to find a readable one
 _PLACES = ("root", "data_dir", "cache_dir")  # in dataset_args: where the data lies

@@ -2,7 +2,7 @@
 
 WHY before the libraries look: a folder that was mistyped looks like a name to them, and a Hub that
 does not answer is asked again for half a minute.
-Does not own: loading (huggingface.py, hub_stream.py, model/huggingface.py).
+Does not own: loading (hub_sets.py, hub_stream.py, model/huggingface.py).
 """
 
 import http.client

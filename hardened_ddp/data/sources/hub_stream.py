@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from hardened_ddp.data.batches.memory import pixels_of
+from hardened_ddp.data.batches.images import pixels_of
 from hardened_ddp.data.foreign_code import import_callable, import_extra
 from hardened_ddp.data.sources.hub_place import find_place
-from hardened_ddp.data.sources.huggingface import (
+from hardened_ddp.data.sources.hub_sets import (
     IMAGE_COLUMNS,
     LABEL_COLUMNS,
     choose_part,
@@ -19,8 +19,8 @@ from hardened_ddp.data.sources.huggingface import (
     load_saved,
 )
 from hardened_ddp.errors import DataError
-from hardened_ddp.streams.iterable import HubStream
-from hardened_ddp.streams.shard_files import NUM_SHARDS, Change, as_sample
+from hardened_ddp.streams.adapters import HubStream
+from hardened_ddp.streams.files import NUM_SHARDS, Change, as_sample
 
 
 def open_hub_stream(

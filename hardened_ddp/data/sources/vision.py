@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from hardened_ddp.data.batches.memory import MemoryImages
+from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.foreign_code import import_torchvision
 from hardened_ddp.errors import DataError
 from hardened_ddp.settings.config import DataConfig

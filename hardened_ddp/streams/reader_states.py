@@ -1,4 +1,4 @@
-"""The states of a stream's readers in the run folder: shortcuts for a resume in mid-epoch.
+"""The states of a stream's readers in the run folder, for a resume in the middle of an epoch.
 
 Owns the files readers/epoch-E-*.jsonl, a line for each shard every few seconds: its position and
 the reader's state there. Each rank writes its own, so that no rank has to wait for another one.
@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from hardened_ddp.reporting.sinks import write_text
-from hardened_ddp.streams.open_shard import Shortcut
-from hardened_ddp.streams.shards import Facts
+from hardened_ddp.streams.planner import StreamPosition
+from hardened_ddp.streams.shard_reader import ReaderState
 
 log = logging.getLogger(__name__)
 
@@ -36,19 +36,25 @@ class ShardStates:
         self._rank = rank
         self._clock = clock
         self._next_at = clock() + EVERY_S
-        self._last: tuple[Facts, Callable[[Facts], Mapping[int, Shortcut]]] | None = None
+        self._last: (
+            tuple[StreamPosition, Callable[[StreamPosition], Mapping[int, ReaderState]]] | None
+        ) = None
         self._is_on = True
 
-    def note(self, facts: Facts, shortcuts: Callable[[Facts], Mapping[int, Shortcut]]) -> None:
-        """Write the states at or before facts, if it is time. Disk errors never stop training."""
-        self._last = (facts, shortcuts)
+    def note(
+        self,
+        position: StreamPosition,
+        states: Callable[[StreamPosition], Mapping[int, ReaderState]],
+    ) -> None:
+        """Write the states up to position, if it is time. Disk errors never stop training."""
+        self._last = (position, states)
         if self._is_on and self._clock() >= self._next_at:
             self._write()
 
-    def read(self, facts: Facts) -> dict[int, Shortcut]:
-        """Return for each shard the state nearest before facts, of whatever rank wrote it."""
-        found: dict[int, Shortcut] = {}
-        for path in sorted(self._folder.glob(f"epoch-{facts.epoch}-*.jsonl")):
+    def read(self, position: StreamPosition) -> dict[int, ReaderState]:
+        """Return for each shard the state nearest before position, of whatever rank wrote it."""
+        found: dict[int, ReaderState] = {}
+        for path in sorted(self._folder.glob(f"epoch-{position.epoch}-*.jsonl")):
             try:
                 lines = path.read_text(encoding="utf-8").splitlines()
             except (OSError, UnicodeDecodeError) as error:
@@ -56,12 +62,12 @@ class ShardStates:
                 continue
             for line in lines:
                 try:
-                    shard, position, state = json.loads(line)
-                    is_useful = position <= facts.taken[shard]
+                    shard, index, state = json.loads(line)
+                    is_useful = index <= position.taken[shard]
                 except (ValueError, TypeError, IndexError):  # a line that was cut off
                     continue
-                if is_useful and position >= found.get(shard, (0, 0, None))[1]:
-                    found[shard] = (facts.epoch, position, state)
+                if is_useful and index >= found.get(shard, (0, 0, None))[1]:
+                    found[shard] = (position.epoch, index, state)
         return found
 
     def close(self) -> None:
@@ -72,12 +78,12 @@ class ShardStates:
 
     def _write(self) -> None:
         assert self._last is not None
-        facts, shortcuts = self._last
+        position, states = self._last
         try:
             lines = [
-                json.dumps([shard, position, state]) + "\n"
-                for shard, (epoch, position, state) in shortcuts(facts).items()
-                if epoch == facts.epoch
+                json.dumps([shard, index, state]) + "\n"
+                for shard, (epoch, index, state) in states(position).items()
+                if epoch == position.epoch
             ]
         except (TypeError, ValueError) as error:
             self._is_on = False
@@ -94,10 +100,10 @@ class ShardStates:
         try:
             self._folder.mkdir(exist_ok=True)
             # WHY the pid: each start has its own file; a line can't be added to one cut off.
-            name = f"epoch-{facts.epoch}-rank-{self._rank}-{os.getpid()}.jsonl"
+            name = f"epoch-{position.epoch}-rank-{self._rank}-{os.getpid()}.jsonl"
             write_text(self._folder / name, text, mode="a")
             # WHY the last epoch stays: the newest checkpoint may be from its end.
-            for path in self._folder.glob(f"epoch-{facts.epoch - 2}-*.jsonl"):
+            for path in self._folder.glob(f"epoch-{position.epoch - 2}-*.jsonl"):
                 path.unlink(missing_ok=True)
         except OSError as error:
             self._is_on = False

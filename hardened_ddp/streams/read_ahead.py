@@ -4,7 +4,7 @@ Owns what is asked for, in which order, and the samples that have come but were 
 shard is read in blocks, by the same worker as long as it lives; whichever worker answers, the block
 is the same. Samples are shuffled within blocks: a run that resumes reads the block again, so no
 buffer has to be saved.
-Does not own: reading a block (shard_reader.py), the plan (shards.py), workers (stream.py).
+Does not own: reading a block (block_reader.py), the plan (planner.py), workers (batch_reader.py).
 What goes wrong here: a shard has another length than before. That is an error: what is behind the
 end would never be read.
 """
@@ -19,13 +19,12 @@ import numpy as np
 import torch
 
 from hardened_ddp.data.batches.batch import BadSample, Batch, Request
-from hardened_ddp.data.batches.stream import BatchStream
+from hardened_ddp.data.batches.batch_reader import BatchReader
 from hardened_ddp.errors import DataError
-from hardened_ddp.streams.block_reader import BlockReader
-from hardened_ddp.streams.open_shard import Shortcut
-from hardened_ddp.streams.packing import unpack
+from hardened_ddp.streams.block_reader import BlockReader, unpack
+from hardened_ddp.streams.planner import UNKNOWN, Numbers, StreamPosition, block_order, id_of
+from hardened_ddp.streams.shard_reader import ReaderState
 from hardened_ddp.streams.shard_sampler import ShardSampler
-from hardened_ddp.streams.shards import UNKNOWN, Facts, Numbers, block_order, id_of
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +52,7 @@ class Items:
 
 
 @dataclass(slots=True)
-class _Shelf:
+class _Shard:
     """What this rank holds of one of its shards, in the order of the plan."""
 
     asked: int
@@ -67,17 +66,17 @@ class _Shelf:
     """As in Items."""
 
     end: int = UNKNOWN
-    shortcuts: deque[Shortcut] = field(default_factory=deque)
+    states: deque[ReaderState] = field(default_factory=deque)
 
 
-class Shelves:
+class ReadAhead:
     """The samples of this rank's shards of one epoch, and what is under way."""
 
-    def __init__(self, sampler: ShardSampler, stream: BatchStream) -> None:
-        """stream: one whose fetcher is a BlockReader."""
-        assert isinstance(stream.fetcher, BlockReader)
-        self._sampler, self._stream = sampler, stream
-        self._reader = stream.fetcher.reader
+    def __init__(self, sampler: ShardSampler, reader: BatchReader) -> None:
+        """reader: one whose fetcher is a BlockReader."""
+        assert isinstance(reader.fetcher, BlockReader)
+        self._sampler, self._batches = sampler, reader
+        self._reader = reader.fetcher.reader
         self._block = sampler.shuffle_block
         self._epoch = -1
         self._wanted = -1
@@ -87,41 +86,43 @@ class Shelves:
         """(num_shards,): the samples of each shard below this index are wanted."""
 
         self._stored: Numbers = np.empty(0, dtype=np.int64)
-        """(num_shards,): index of the sample behind the last one held; of other ranks' shards a
-        number above all."""
+        """(num_shards,): how many samples of each shard have come; those of other ranks' shards
+        count as all there, because nobody here waits for them."""
 
-        self._shelves: dict[int, _Shelf] = {}
-        self._unfinished: dict[int, _Shelf] = {}
+        self._shards: dict[int, _Shard] = {}
+        self._unfinished: dict[int, _Shard] = {}
         """Those whose end was not met yet."""
 
         self._answers: Iterator[Batch] = iter(())
 
-    def begin(self, facts: Facts, shards: Sequence[int], saved: Mapping[int, Shortcut]) -> None:
-        """Start to read these shards from facts on. saved: states of their readers, by shard."""
-        self._epoch, self._wanted, self._shelves, num_again = facts.epoch, -1, {}, 0
-        self._needed = facts.taken
-        self._stored = np.full(len(facts.taken), np.iinfo(np.int64).max)
+    def begin(
+        self, position: StreamPosition, shards: Sequence[int], saved: Mapping[int, ReaderState]
+    ) -> None:
+        """Start to read these shards from position on. saved: their readers' states, by shard."""
+        self._epoch, self._wanted, self._shards, num_again = position.epoch, -1, {}, 0
+        self._needed = position.taken
+        self._stored = np.full(len(position.taken), np.iinfo(np.int64).max)
         for number, shard in enumerate(shards):
-            at = int(facts.taken[shard])
-            if 0 <= facts.ends[shard] <= at:
+            at = int(position.taken[shard])
+            if 0 <= position.ends[shard] <= at:
                 continue
-            shelf = _Shelf(at // self._block * self._block, number)
+            held = _Shard(at // self._block * self._block, number)
             self._stored[shard] = at
-            self._shelves[shard] = shelf
+            self._shards[shard] = held
             if shard in saved:
-                shelf.shortcuts.append(saved[shard])
+                held.states.append(saved[shard])
             num_again += at - (saved[shard][1] if shard in saved else 0)
-        self._unfinished = dict(self._shelves)
+        self._unfinished = dict(self._shards)
         self._reader.close()
-        self._reader.shortcuts = dict(saved)
+        self._reader.states = dict(saved)
         if num_again > _MANY_SAMPLES:
             log.warning(
                 "epoch %d continues in its middle: %d samples are read again to get there, which "
                 "state_dict() of the stream's iterators would avoid",
-                facts.epoch,
+                position.epoch,
                 num_again,
             )
-        self._answers = self._stream.batches(self._requests)
+        self._answers = self._batches.batches(self._requests)
 
     def take(self, shards: Sequence[int], after: Numbers) -> tuple[Items, dict[int, int]]:
         """Return the next sample of a shard for each turn, and the ends of shards met in them.
@@ -130,20 +131,19 @@ class Shelves:
         a shard has another length than before.
         """
         self._needed = after
-        shelves = self._shelves
         numbers: list[int] = []
         samples: list[Any] = []
         ends: dict[int, int] = {}
         for shard in shards:
-            shelf = shelves[shard]
-            while not shelf.samples and shelf.end < 0:
+            held = self._shards[shard]
+            while not held.samples and held.end < 0:
                 self._wanted = shard
                 self._store(next(self._answers))
-            if shelf.samples:
-                numbers.append(shelf.numbers.popleft())
-                samples.append(shelf.samples.popleft())
-            else:  # WHY only here: an end that was met ahead of its turn is not yet a fact
-                ends[shard] = shelf.end
+            if held.samples:
+                numbers.append(held.numbers.popleft())
+                samples.append(held.samples.popleft())
+            else:  # WHY not when it was met: the plan goes by what its turns have found so far
+                ends[shard] = held.end
         return Items(numbers, samples), ends
 
     def holds(self, after: Numbers) -> bool:
@@ -151,16 +151,16 @@ class Shelves:
         return bool((after <= self._stored).all())
 
     def read_to_the_end(self) -> None:
-        """Read what is left of each shard: nothing, if it has as many samples as it said."""
+        """Read each shard to its end: a shard that is longer than it said is found here."""
         self._needed = np.maximum(self._needed, self._sampler.sizes)
-        for answer in self._answers:  # WHY all: idle workers are then kept for the next epoch
+        for answer in self._answers:  # WHY all: the workers then wait for the next epoch
             self._store(answer)
 
-    def shortcuts(self, facts: Facts) -> dict[int, Shortcut]:
-        """Return of each shard the newest state at or before facts; forget those before it."""
+    def states(self, position: StreamPosition) -> dict[int, ReaderState]:
+        """Return the newest state of each shard up to position; forget those before it."""
         found = {}
-        for shard, shelf in self._shelves.items():
-            taken, states = facts.taken[shard], shelf.shortcuts
+        for shard, held in self._shards.items():
+            taken, states = position.taken[shard], held.states
             while len(states) > 1 and states[1][1] <= taken:
                 states.popleft()
             if states and states[0][1] <= taken:
@@ -176,10 +176,10 @@ class Shelves:
             if shard < 0:  # nothing to do for this worker at the moment
                 yield self._epoch, empty
                 continue
-            shelf = self._unfinished[shard]
-            first, count = shelf.asked, block
-            shelf.asked += block
-            if first <= (size := int(self._sampler.sizes[shard])) <= shelf.asked:
+            held = self._unfinished[shard]
+            first, count = held.asked, block
+            held.asked += block
+            if first <= (size := int(self._sampler.sizes[shard])) <= held.asked:
                 count = size - first + 1  # WHY one more: so the end is met, too
             numbers = id_of(shard, first, num_shards), id_of(shard, first + count, num_shards)
             # WHY numpy: torch's arange takes twice as long, and this is for each block
@@ -187,61 +187,63 @@ class Shelves:
 
     def _choose(self) -> int:
         """Return the shard of which the next worker is to read a block; -1: of none."""
-        count, wanted = self._stream.num_workers, self._unfinished.get(self._wanted)
+        count, wanted = self._batches.num_workers, self._unfinished.get(self._wanted)
         if not count and wanted is not None and not wanted.samples:
             return self._wanted
-        worker, limit = self._stream.next_worker, BLOCKS_AHEAD * self._block
+        worker, limit = self._batches.next_worker, BLOCKS_AHEAD * self._block
         needed: list[int] = self._needed.tolist()
         ahead, shard = min(
             (
-                (shelf.asked - needed[shard], shard)
-                for shard, shelf in self._unfinished.items()
-                if shelf.number % max(1, count) == worker
+                (held.asked - needed[shard], shard)
+                for shard, held in self._unfinished.items()
+                if held.number % max(1, count) == worker
             ),
             default=(limit, -1),
         )
         return shard if ahead < limit else -1
 
     def _store(self, answer: Batch) -> None:
-        """Put the samples of a block on their shelf, in the order of the plan."""
-        shard, start = answer.inputs["shard"], answer.inputs["start"]
-        shelf = self._shelves.get(shard)
-        if shelf is None:  # nothing was asked of the worker
+        """Add the samples of a block to those of its shard, in the order of the plan."""
+        shard = answer.inputs["shard"]
+        held = self._shards.get(shard)
+        if held is None:  # nothing was asked of the worker
             return
+        start = answer.inputs["start"]
         items = items_of(answer)
         numbers, samples = items.numbers, items.samples
-        position, state = start + len(numbers), answer.inputs["state"]
+        stop, state = start + len(numbers), answer.inputs["state"]
         end, size = answer.inputs["end"], int(self._sampler.sizes[shard])
-        if answer.inputs["is_blocked"] and 0 <= size < position:
+        if answer.inputs["is_blocked"] and 0 <= size < stop:
             # No reader gets there, so only the size says where the bad samples end.
             numbers, samples = numbers[: size - start], samples[: size - start]
-            position = end = size
+            stop = end = size
         if self._block > 1:
             order = block_order(self._sampler.seed, self._epoch, shard, start, len(numbers))
             numbers = list(map(numbers.__getitem__, order))
             samples = list(map(samples.__getitem__, order))
-        # It may go on within a block; what is behind stored was taken from it before.
+        # An epoch may be continued within a block: its first samples were taken before.
         if (first := int(self._stored[shard]) - start) > 0:
             numbers, samples = numbers[first:], samples[first:]
-        shelf.numbers.extend(numbers)
-        shelf.samples.extend(samples)
-        self._stored[shard] = max(int(self._stored[shard]), position)
+        held.numbers.extend(numbers)
+        held.samples.extend(samples)
+        self._stored[shard] = max(int(self._stored[shard]), stop)
         if end >= 0:
-            shelf.end = end
+            held.end = end
             self._unfinished.pop(shard, None)
         if state is not None:
-            shelf.shortcuts.append((self._epoch, position, state))
-            self._reader.shortcuts[shard] = shelf.shortcuts[-1]
-        found = shelf.end if shelf.end >= 0 else position
-        if 0 <= size != found and (found > size or shelf.end >= 0):
-            self._refuse(shard, size, found, is_end=shelf.end >= 0)
+            held.states.append((self._epoch, stop, state))
+            self._reader.states[shard] = held.states[-1]
+        found = held.end if held.end >= 0 else stop
+        if 0 <= size != found and (found > size or held.end >= 0):
+            self._refuse(shard, size, found, is_end=held.end >= 0)
 
     def _refuse(self, shard: int, size: int, found: int, *, is_end: bool) -> NoReturn:
-        is_said = getattr(self._sampler.stream, "sizes", None) is not None
         raise DataError(
             f"shard {shard} of the stream has {'' if is_end else 'at least '}{found} samples in "
             f"epoch {self._epoch}, and not {size} as "
-            + ("the stream's sizes say" if is_said else "in the epoch before"),
+            + (
+                "the stream's sizes say" if self._sampler.declares_length else "in the epoch before"
+            ),
             fix="make open() give the same number of samples in every epoch, and correct sizes",
         )
 

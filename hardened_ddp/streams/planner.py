@@ -6,7 +6,7 @@ depends on (seed, epoch); a shard that is known to be over is passed over. A ste
 global_batch turns. So the plan is a function of the data alone: ranks, workers and prefetching are
 not in it. A turn whose shard turns out to be over stays empty: that step is smaller.
 
-Owns the plan, and Facts: the position in it, equal on all ranks, JSON in a checkpoint.
+Owns the plan, and StreamPosition: equal on all ranks, JSON in a checkpoint.
 Does not own: reading (shard_reader.py), which rank reads what (shard_loader.py).
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hardened_ddp.data.batches.hashing import hash_words
+from hardened_ddp.data.batches.permutation import hash_words
 from hardened_ddp.ranks.seeding import mix
 
 Numbers = npt.NDArray[np.int64]
@@ -34,8 +34,8 @@ _SHARDS, _BLOCKS = 1, 2  # what a permutation is of: each has its own key
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """A position in a stream. Two runs with equal facts take the same samples from there on."""
+class StreamPosition:
+    """A position in a stream. Two runs at equal positions take the same samples from there on."""
 
     epoch: int
     place: int
@@ -54,24 +54,24 @@ class Facts:
     """Samples of the epoch; UNKNOWN unless the length of every shard is known."""
 
     @classmethod
-    def at(cls, epoch: int, place: int, taken: Numbers, ends: Numbers) -> "Facts":
-        """Return the facts of a position."""
+    def at(cls, epoch: int, place: int, taken: Numbers, ends: Numbers) -> "StreamPosition":
+        """Return a position, with what follows from its numbers."""
         size = int(ends.sum()) if (ends >= 0).all() else UNKNOWN
         return cls(epoch, place, taken, ends, int(taken.sum()), size)
 
     @classmethod
-    def at_start(cls, epoch: int, ends: Numbers) -> "Facts":
+    def at_start(cls, epoch: int, ends: Numbers) -> "StreamPosition":
         """Return the start of an epoch."""
         return cls.at(epoch, 0, np.zeros_like(ends), ends.copy())
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> "Facts":  # Any: JSON
+    def from_json(cls, saved: Mapping[str, Any]) -> "StreamPosition":  # Any: JSON
         """Read what as_json gave."""
         taken, ends = (np.array(saved[name], dtype=np.int64) for name in ("taken", "ends"))
         return cls.at(int(saved["epoch"]), int(saved["place"]), taken, ends)
 
     def as_json(self) -> dict[str, Any]:  # Any: JSON
-        """Return the facts as JSON."""
+        """Return the position as JSON."""
         return {
             "epoch": self.epoch,
             "place": self.place,
@@ -97,10 +97,10 @@ class Turns:
     shards: Numbers
     indices: Numbers
     place: int
-    """As in Facts, after these turns."""
+    """As in StreamPosition, after these turns."""
 
     taken: Numbers
-    """As in Facts, after these turns if each of them has a sample."""
+    """As in StreamPosition, after these turns if each of them has a sample."""
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -140,14 +140,14 @@ def _some_order(size: int, choice: int) -> list[int]:
     return order
 
 
-def deal(facts: Facts, order: Numbers, size: int) -> Turns:
+def deal(position: StreamPosition, order: Numbers, size: int) -> Turns:
     """Deal the next size turns, or fewer if the epoch is known to be over before. Pure.
 
     order: of shard_order. Whole rounds at once: the cost does not grow with the turns of a shard.
     """
-    at = facts.taken.copy()
-    room = np.where(facts.ends < 0, _ENDLESS, facts.ends - facts.taken)
-    place, left = facts.place, size
+    at = position.taken.copy()
+    room = np.where(position.ends < 0, _ENDLESS, position.ends - position.taken)
+    place, left = position.place, size
     shards, indices = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
     while left:
         turns = np.concatenate((order[place:], order[:place]))
@@ -167,7 +167,7 @@ def deal(facts: Facts, order: Numbers, size: int) -> Turns:
     return Turns(np.concatenate(shards), np.concatenate(indices), place, at)
 
 
-class Dealer:
+class StreamPlanner:
     """Deals the turns of one step after the other, as deal() does, and says which are a rank's.
 
     WHY many steps at once: to deal a thousand turns costs as much as to deal ten.
@@ -199,18 +199,18 @@ class Dealer:
         self._next = 0
         """Cursor of the step that dealt[0] is for."""
 
-    def next(self, facts: Facts) -> Share:
-        """Return deal(facts, order, size), and this rank's part of it."""
-        share = self.peek(facts)
+    def next(self, position: StreamPosition) -> Share:
+        """Return deal(position, order, size), and this rank's part of it."""
+        share = self.peek(position)
         self._dealt.popleft()
-        self._next = facts.cursor + len(share.turns)
+        self._next = position.cursor + len(share.turns)
         return share
 
-    def peek(self, facts: Facts) -> Share:
-        """Return what next(facts) will return."""
-        if not self._dealt or facts.ends is not self._ends or facts.cursor != self._next:
-            self._dealt = deque(self._deal(facts))
-            self._ends, self._next = facts.ends, facts.cursor
+    def peek(self, position: StreamPosition) -> Share:
+        """Return what next(position) will return."""
+        if not self._dealt or position.ends is not self._ends or position.cursor != self._next:
+            self._dealt = deque(self._deal(position))
+            self._ends, self._next = position.ends, position.cursor
         return self._dealt[0]
 
     def has_idle_rank(self, shards: Numbers) -> bool:
@@ -218,20 +218,22 @@ class Dealer:
         owners = self._place_of[shards] % self._num_owners
         return bool(np.bincount(owners, minlength=self._num_owners).min() == 0)
 
-    def _deal(self, facts: Facts) -> Iterator[Share]:
+    def _deal(self, position: StreamPosition) -> Iterator[Share]:
         """Yield the turns of the next steps, at least of one."""
-        dealt = deal(facts, self._order, self._ahead)
+        dealt = deal(position, self._order, self._ahead)
         firsts = range(0, max(1, len(dealt)), self._size)
         steps, places = np.arange(len(dealt)) // self._size, self._place_of[dealt.shards]
         owners = places % self._num_owners
         taken = _count_in_steps(steps, dealt.shards, len(firsts), len(self._order)).cumsum(axis=0)
-        taken += facts.taken
+        taken += position.taken
         is_idle = _count_in_steps(steps, owners, len(firsts), self._num_owners).min(axis=1) == 0
         is_mine = owners == self._rank
         for step, first in enumerate(firsts):
             part = slice(first, first + self._size)
             shards = dealt.shards[part]
-            place = (int(places[part][-1]) + 1) % len(self._order) if len(shards) else facts.place
+            place = (
+                (int(places[part][-1]) + 1) % len(self._order) if len(shards) else position.place
+            )
             turns = Turns(shards, dealt.indices[part], place, taken[step])
             yield Share(turns, shards[is_mine[part]].tolist(), bool(is_idle[step]))
 
@@ -242,25 +244,29 @@ def _count_in_steps(steps: Numbers, values: Numbers, num_steps: int, num_values:
     return counts.reshape(num_steps, num_values)
 
 
-def advance(facts: Facts, turns: Turns) -> Facts:
-    """Return the facts after turns that all have a sample. Pure."""
-    # WHY the same ends: so Dealer sees that nothing new is known.
-    cursor = facts.cursor + len(turns)
-    return Facts(facts.epoch, turns.place, turns.taken, facts.ends, cursor, facts.size)
+def advance(position: StreamPosition, turns: Turns) -> StreamPosition:
+    """Return the position after turns that all have a sample. Pure."""
+    # WHY the same ends: so StreamPlanner sees that nothing new is known.
+    cursor = position.cursor + len(turns)
+    return StreamPosition(
+        position.epoch, turns.place, turns.taken, position.ends, cursor, position.size
+    )
 
 
-def settle(facts: Facts, turns: Turns, ends: Numbers) -> tuple[Facts, npt.NDArray[np.bool_]]:
-    """Return the facts after turns, and which of the turns have a sample. Pure.
+def settle(
+    position: StreamPosition, turns: Turns, ends: Numbers
+) -> tuple[StreamPosition, npt.NDArray[np.bool_]]:
+    """Return the position after turns, and which of the turns have a sample. Pure.
 
     ends: what was met in these turns, over all ranks; UNKNOWN where no end was met.
     """
     if (ends < 0).all():
-        return advance(facts, turns), np.ones(len(turns), dtype=np.bool_)
-    known = np.where(ends >= 0, ends, facts.ends)
+        return advance(position, turns), np.ones(len(turns), dtype=np.bool_)
+    known = np.where(ends >= 0, ends, position.ends)
     limits = known[turns.shards]
     is_real = (limits < 0) | (turns.indices < limits)
-    taken = facts.taken + np.bincount(turns.shards[is_real], minlength=len(known))
-    return Facts.at(facts.epoch, turns.place, taken, known), is_real
+    taken = position.taken + np.bincount(turns.shards[is_real], minlength=len(known))
+    return StreamPosition.at(position.epoch, turns.place, taken, known), is_real
 
 
 def id_of(shard: int, index: int, num_shards: int) -> int:

@@ -3,7 +3,7 @@
 Owns the pieces of a set of files, how they make shards, and the reader that goes through the pieces
 of one shard. With fewer files than shards a file is cut into several pieces; with more, a shard has
 several files. The number of shards does not depend on the ranks, so neither does the order.
-Does not own: reading one piece (text_shards.py, parquet_shards.py, tar_shards.py).
+Does not own: reading one piece (formats.py, parquet_shards.py, tar_shards.py).
 """
 
 import glob
@@ -66,7 +66,7 @@ class Format(Protocol):
 
 
 class FileStream:
-    """Files as a stream (stream_types.py)."""
+    """Files as a stream (contract.py)."""
 
     def __init__(
         self, files: Sequence[str], form: Format, *, num_shards: int, change: Change | None
@@ -139,8 +139,8 @@ class PieceReader:
 
 
 def open_files(
-    name: str,
     make: Callable[[int], Format],
+    name: str,
     *,
     train: bool,
     test: str = "",
@@ -158,7 +158,7 @@ def open_files(
         if not test:
             return None
         pattern = test
-    files = sorted(path for path in glob.glob(pattern, recursive=True))
+    files = sorted(glob.glob(pattern, recursive=True))
     if not files:
         raise DataError(
             f"--dataset {kind}:{pattern}: no file matches",
@@ -178,12 +178,11 @@ def open_files(
     return stream
 
 
-def as_sample(row: dict[str, Any], kinds: Mapping[str, str] | None = None) -> Any:  # Any: as below
+def as_sample(row: dict[str, Any], kinds: Mapping[str, str]) -> Any:  # Any: as below
     """Make tensors of the numbers of a row; two columns, one of them the label, become a pair.
 
     kinds: of columns that hold lists, the type of what is in them, such as int64.
     """
-    kinds = kinds or {}
     made = {name: _tensor(value, kinds.get(name, "")) for name, value in row.items()}
     for label in ("label", "labels", "target", "targets"):
         if label in made and len(made) == 2:

@@ -1,4 +1,4 @@
-"""Iterable datasets of other libraries, adapted to the contract of a stream (stream_types.py).
+"""Iterable datasets of other libraries, adapted to the contract of a stream (contract.py).
 
 Owns the adapters for torch's IterableDataset and for Hugging Face's, and what is refused: a shuffle
 buffer, whose samples would be lost or repeated when a run resumes.
@@ -15,11 +15,10 @@ from torch.utils.data import IterableDataset
 
 from hardened_ddp.data.foreign_code import describe
 from hardened_ddp.errors import DataError
-from hardened_ddp.streams.stream_types import Stream, check_stream, is_stream
+from hardened_ddp.streams.contract import Stream, check_stream, forward, is_stream
 
 log = logging.getLogger(__name__)
 
-_FORWARDED = ("num_classes", "classes", "collate_fn", "in_memory", "uses_randomness", "files")
 _COUNTING = {"TakeExamplesIterable", "SkipExamplesIterable"}
 _MOST_WRAPPERS = 100  # of a Hugging Face dataset: each map, filter or rename is one
 
@@ -53,7 +52,7 @@ def adapt(
     stream = IterableStream(dataset)
     check_stream(stream, name)
     if stream.splits_by_worker:
-        _copy(dataset, may_share=False)  # WHY here: an error of open() would be that of a sample
+        _copy(dataset, may_share=False)  # WHY here: in open() its error would be told as a sample's
     if is_resumed and not stream.has_state:
         log.warning(
             "dataset %s has no state_dict() and load_state_dict(): a resume in mid-epoch reads "
@@ -76,7 +75,7 @@ class IterableStream:
             self.sizes = [size]
         elif getattr(dataset, "sizes", None) is not None:
             self.sizes = list(dataset.sizes)
-        _forward(dataset, self)
+        forward(dataset, self)
 
     def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
         """Iterate over a copy, which has a state of its own."""
@@ -116,7 +115,7 @@ class HubStream:
         for label in ("label", "labels"):
             if names := getattr(features.get(label), "names", None):
                 self.classes = list(names)
-        _forward(dataset, self)
+        forward(dataset, self)
 
     def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
         """Read one of num_shards parts of the dataset's own shards."""
@@ -126,8 +125,7 @@ class HubStream:
         if state is not None:
             part.load_state_dict(state)
         rows = iter(part)
-        change = self.change
-        return _Reader(rows if change is None else map(change, rows), part.state_dict)
+        return _Reader(rows if self.change is None else map(self.change, rows), part.state_dict)
 
 
 class _Reader:
@@ -215,12 +213,3 @@ def _length_of(dataset: Any) -> int | None:
         return len(dataset)
     except (TypeError, NotImplementedError):  # torch's own way to have none
         return None
-
-
-def _forward(dataset: Any, stream: Any) -> None:
-    for name in _FORWARDED:
-        if (
-            getattr(stream, name, None) is None
-            and (value := getattr(dataset, name, None)) is not None
-        ):
-            setattr(stream, name, value)

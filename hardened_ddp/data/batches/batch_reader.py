@@ -3,7 +3,7 @@
 Owns the stream of micro-batches: read in this process, or by worker processes (worker_pool.py).
 Unanswered requests are kept, so no sample is lost when a worker dies: new workers start at the
 first unanswered request. Depending on the fault there are then half as many workers, or batches
-come through pipes; after a time without faults it goes back up (worker_fallback.py).
+come through pipes; after a time without faults it goes back up (batch_reader.py).
 
 WHY no DataLoader without workers: it would cost a tiny model 8 % of each step.
 What goes wrong here: workers killed for memory, hung, or out of shared memory: see _recover.
@@ -11,16 +11,16 @@ What goes wrong here: workers killed for memory, hung, or out of shared memory: 
 
 import functools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from hardened_ddp.data.batches.batch import BadSample, Batch, BatchSource, Request
 from hardened_ddp.data.batches.read_errors import RetryReport
-from hardened_ddp.data.batches.sending import measure_sending
-from hardened_ddp.data.batches.worker_fallback import WorkerFallback, WorkerLevel
+from hardened_ddp.data.batches.worker_memory import measure_sending
 from hardened_ddp.data.batches.worker_pool import WorkerPool, WorkersLost
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.errors import LoaderError
@@ -35,7 +35,7 @@ MAX_LOST_PER_BATCH = 3  # with more, the cause is the storage, not the samples
 _LOST = "its worker was lost"
 
 
-class BatchStream:
+class BatchReader:
     """Reads the batches of requests, with the workers of one rank."""
 
     def __init__(
@@ -323,3 +323,65 @@ class _PendingRequests:
             self.num_read += 1
             self.unanswered.append(request)
             yield request
+
+
+MOST_DOUBLINGS = 6
+"""How often the required time without faults doubles: from 5 minutes to 5 hours."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLevel:
+    """A number of workers, and how their batches come back."""
+
+    num_workers: int
+    shares_memory: bool = True
+
+    def __str__(self) -> str:
+        workers = f"{self.num_workers or 'no'} worker{'' if self.num_workers == 1 else 's'}"
+        return workers if self.shares_memory or not self.num_workers else f"{workers} through pipes"
+
+
+class WorkerFallback:
+    """The current level, and the levels above it that were left."""
+
+    def __init__(
+        self, top: WorkerLevel, *, quiet_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """quiet_s: seconds without a fault before going up one level; 0: never."""
+        self.level = top
+        self._quiet_s = quiet_s
+        self._clock = clock
+        self._above: list[WorkerLevel] = []
+        self._num_doublings = 0
+        self._moved_at = clock()
+        self._went_up = False
+        self.is_low = False
+        """Whether a level above was left."""
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds without a fault that are required now."""
+        return self._quiet_s * 2.0**self._num_doublings
+
+    def go_down(self, level: WorkerLevel) -> None:
+        """Leave the level for one below, because of a fault."""
+        if self._went_up:  # else this is the first fault, or it follows another one
+            is_soon = self._clock() - self._moved_at < 2 * self.wait_s
+            self._num_doublings = min(self._num_doublings + 1, MOST_DOUBLINGS) if is_soon else 0
+        self._above.append(self.level)
+        self.level, self.is_low = level, True
+        self._moved_at, self._went_up = self._clock(), False
+
+    def stay(self) -> None:
+        """Note a fault that does not change the level."""
+        self._moved_at = self._clock()
+
+    def is_quiet(self) -> bool:
+        """Return whether there was no fault for long enough to go up."""
+        return self.is_low and 0 < self.wait_s <= self._clock() - self._moved_at
+
+    def go_up(self) -> None:
+        """Go back to the level that was left last."""
+        self.level = self._above.pop()
+        self.is_low = bool(self._above)
+        self._moved_at, self._went_up = self._clock(), True

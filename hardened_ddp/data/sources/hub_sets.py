@@ -1,10 +1,11 @@
 """Sets of the datasets library, by folder or by name: --dataset hf:PATH_OR_NAME.
 
-Owns opening one, and its rows as (image, label): float tensors with channels first, in [-1, 1], as
-most image models expect. PATH is what save_to_disk() wrote, or a folder that load_dataset() can
-read; a NAME is looked up on the hub when the data is prepared, once per node, and read from the
-library's cache after that.
-Does not own: the rows of a tokenised set (hub_tokens.py).
+Owns opening one, and its rows: of images as (image, label), float tensors with channels first, in
+[-1, 1], as most image models expect; of tokenised texts as a mapping, padded at their end, so that
+no position of padding counts in the loss or is attended to. PATH is what save_to_disk() wrote, or a
+folder that load_dataset() can read; a NAME is looked up on the hub when the data is prepared, once
+per node, and read from the library's cache after that.
+Does not own: sets that are read as a stream (hub_stream.py).
 What goes wrong here: a missing column or part, images of several sizes, no network.
 """
 
@@ -14,17 +15,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from hardened_ddp.data.batches.memory import pixels_of
+from hardened_ddp.data.batches.images import pixels_of
 from hardened_ddp.data.foreign_code import import_extra
 from hardened_ddp.data.sources.hub_place import find_place, hub_answers, is_on_disk, no_answer
-from hardened_ddp.data.sources.hub_tokens import IDS, HubTokens
 from hardened_ddp.errors import DataError
 
 IMAGE_COLUMNS = ("image", "img", "pixel_values", "images")
 LABEL_COLUMNS = ("label", "labels", "fine_label", "target")
 _TEST_PARTS = ("validation", "valid", "val", "test")
+IDS, MASK, LABELS = "input_ids", "attention_mask", "labels"
+NO_LABEL = -100  # as in torch's cross-entropy
+_USUAL = (IDS, MASK, "token_type_ids")
+
+Sample = dict[str, torch.Tensor]
 
 
 class HubImages(Dataset[tuple[torch.Tensor, int]]):
@@ -44,6 +50,72 @@ class HubImages(Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         pixels = pixels_of(self.rows[int(index)][self.image], self.image_size)
         return pixels, int(self.targets[index])
+
+
+class HubTokens(Dataset[Sample]):
+    """One part of a tokenised set. Any: rows of the datasets library."""
+
+    uses_randomness = False
+    in_memory = False
+
+    def __init__(
+        self, rows: Any, *, label: str, columns: Sequence[str], pad: int | None, num_classes: int
+    ) -> None:
+        """columns: of the inputs; none: the usual ones. pad: the token at the end of short rows."""
+        self.label = label
+        inputs = [name for name in columns or _USUAL if name in rows.features]
+        self.rows = rows.with_format("torch", columns=list(dict.fromkeys([*inputs, label])))
+        self.inputs = inputs
+        pc = import_extra("pyarrow.compute", what="a tokenised set")
+        lengths = pc.min_max(pc.list_value_length(rows.data.column(IDS))).as_py()
+        differ = lengths["min"] != lengths["max"]
+        self.makes_mask = differ and MASK not in inputs and MASK in (columns or _USUAL)
+        feature = rows.features[label]
+        values = getattr(feature, "feature", None)  # of a list
+        if values is None:
+            self.targets = torch.as_tensor(rows.with_format("torch")[label][:])
+            if differ and pad is None:
+                raise DataError(
+                    f"texts of {lengths['min']} to {lengths['max']} tokens have one label each "
+                    f"(column {label}): some models look for the padding, to find the last token",
+                    fix="--dataset_args '{pad: NUMBER}': pad_token_id of the model's tokenizer",
+                )
+        self.pad = pad or 0
+        if names := getattr(values or feature, "names", None):
+            self.classes = list(names)
+        elif num_classes:
+            self.num_classes = num_classes
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._sample_of(self.rows[int(index)])
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
+        return [self._sample_of(row) for row in self.rows.__getitems__([int(i) for i in indices])]
+
+    def collate_fn(self, samples: Sequence[Sample]) -> Sample:
+        """Pad the rows to the longest of them."""
+        fills = {IDS: self.pad, LABELS: NO_LABEL}
+        batch = {}
+        for name, first in samples[0].items():
+            parts = [sample[name] for sample in samples]
+            batch[name] = (
+                pad_sequence(parts, batch_first=True, padding_value=fills.get(name, 0))
+                if first.dim()
+                else torch.stack(parts)
+            )
+        return batch
+
+    def _sample_of(self, row: Mapping[str, torch.Tensor]) -> Sample:
+        sample = {name: row[name] for name in self.inputs}
+        labels = row[self.label]
+        if self.makes_mask:
+            sample[MASK] = torch.ones_like(row[IDS])
+        if self.label == IDS and MASK in sample:  # WHY: the set may have padding of its own
+            labels = labels.masked_fill(sample[MASK] == 0, NO_LABEL)
+        return {**sample, LABELS: labels}
 
 
 def open_hub_set(

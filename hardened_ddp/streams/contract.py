@@ -1,25 +1,28 @@
 """What a stream is: an iterable dataset in shards, each of which gives its samples in order.
 
 Owns the contract that users write to, and what is derived from it. Does not own: other kinds of
-iterable datasets, which are adapted to it (iterable.py), and reading (shard_reader.py).
+iterable datasets, which are adapted to it (adapters.py), and reading (shard_reader.py).
 """
 
 import hashlib
 import operator
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from hardened_ddp.errors import DataError
-from hardened_ddp.streams.shards import UNKNOWN, Numbers, shard_of
+from hardened_ddp.streams.planner import UNKNOWN, Numbers, shard_of
 
 _WHOLE_BYTES = 16 << 20
 """Files up to this size are hashed as a whole; of larger ones, parts that are spread over it."""
 
 _NUM_PARTS, _PART_BYTES = 17, 1 << 16
+
+_FORWARDED = ("num_classes", "classes", "collate_fn", "in_memory", "uses_randomness", "files")
+"""What a dataset may say of itself."""
 
 
 class Stream(Protocol):
@@ -84,6 +87,16 @@ def sizes_of(stream: Stream) -> Numbers:
     return np.array([int(size) for size in sizes], dtype=np.int64)
 
 
+def forward(source: Any, target: Any) -> None:
+    """Let target say of itself what source says, where it says nothing yet. Any: datasets."""
+    for name in _FORWARDED:
+        if (
+            getattr(target, name, None) is None
+            and (value := getattr(source, name, None)) is not None
+        ):
+            setattr(target, name, value)
+
+
 def name_of(stream: Stream, number: int) -> str:
     """Name a sample by its shard and its position there; the shard's file if there is one each."""
     shard, index = shard_of(number, stream.num_shards)
@@ -134,8 +147,3 @@ def _digest(path: Path) -> str:
             f"{path} can't be read: {error}", fix="check the path and its permissions"
         ) from error
     return f"{size}:{digest.hexdigest()[:16]}"
-
-
-def cut(files: Sequence[str], num_shards: int) -> list[list[str]]:
-    """Share files out to num_shards shards, in turn; a shard may have several."""
-    return [list(files[shard::num_shards]) for shard in range(num_shards)]

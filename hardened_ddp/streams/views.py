@@ -12,18 +12,14 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from hardened_ddp.errors import ANY_FAILURE, DataError
-from hardened_ddp.streams.open_shard import EndOfShard, Given
-from hardened_ddp.streams.shard_reader import ShardReader
-from hardened_ddp.streams.shards import shard_of
-from hardened_ddp.streams.stream_types import Stream, digests_of, name_of, sizes_of
+from hardened_ddp.streams.contract import Stream, digests_of, forward, name_of, sizes_of
+from hardened_ddp.streams.planner import shard_of
+from hardened_ddp.streams.shard_reader import EndOfShard, SampleIsError, ShardReader
 
 log = logging.getLogger(__name__)
 
 MOST_COUNTED = 2**20
 """Samples of a shard of a test part that are counted: larger ones say their length."""
-
-FORWARDED = ("num_classes", "classes", "collate_fn", "in_memory", "uses_randomness")
-"""What a dataset may say of itself."""
 
 
 class StreamView(Dataset[Any]):  # Any: whatever the stream gives
@@ -35,19 +31,14 @@ class StreamView(Dataset[Any]):  # Any: whatever the stream gives
         """Size and hash of each file by its name."""
 
         self._reader = ShardReader(stream, seed=0)
-        _forward(stream, self)
+        forward(stream, self)
 
     def __len__(self) -> int:
         return self.stream.num_shards
 
     def __getitem__(self, number: int) -> Any:  # Any: as above
-        shard, index = shard_of(number, self.stream.num_shards)
         try:
-            return self._reader.read(0, shard, index, [])
-        except EndOfShard as over:
-            raise IndexError(f"shard {shard} of the stream has {over.end} samples") from None
-        except Given as given:
-            raise given.error from None
+            return _read(self._reader, *shard_of(number, self.stream.num_shards))
         finally:
             self._reader.close()
 
@@ -84,21 +75,13 @@ class StreamInOrder(Dataset[Any]):  # Any: as above
         self._stops = np.cumsum(sizes)
         self._reader = ShardReader(stream, seed=0)
         self.digests = digests_of(stream)
-        _forward(stream, self)
+        forward(stream, self)
 
     def __len__(self) -> int:
         return int(self._stops[-1])
 
     def __getitem__(self, place: int) -> Any:  # Any: as above
-        shard, index = self._find(place)
-        try:
-            return self._reader.read(0, shard, index, [])
-        except EndOfShard as over:
-            raise IndexError(
-                f"shard {shard} of the test part has {over.end} samples now, and fewer than before"
-            ) from None
-        except Given as given:
-            raise given.error from None
+        return _read(self._reader, *self._find(place))
 
     def name_of_sample(self, place: int) -> str:
         """Name a sample by shard and position, for messages."""
@@ -133,7 +116,10 @@ class StreamInOrder(Dataset[Any]):  # Any: as above
             count += 1
 
 
-def _forward(stream: Stream, view: Dataset[Any]) -> None:
-    for name in FORWARDED:
-        if (value := getattr(stream, name, None)) is not None:
-            setattr(view, name, value)
+def _read(reader: ShardReader, shard: int, index: int) -> Any:  # Any: as above
+    try:
+        return reader.read(0, shard, index, [])
+    except EndOfShard as over:
+        raise IndexError(f"shard {shard} has {over.end} samples now") from None
+    except SampleIsError as sample:
+        raise sample.error from None
