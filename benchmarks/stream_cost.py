@@ -25,9 +25,8 @@ from torch.utils.data import Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.machine import describe
-from hardened_ddp.data.batches.batch_reader import BatchReader
 from hardened_ddp.data.batches.fetch import Fetcher
-from hardened_ddp.data.batches.loader import TrainLoader
+from hardened_ddp.data.batches.loader import BatchReader, TrainLoader
 from hardened_ddp.data.batches.sampler import WindowSampler
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.model.zoo import SimpleCNN

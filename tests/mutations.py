@@ -73,7 +73,7 @@ MUTATIONS = [
     Mutation("data/batches/sampler.py", "(rank < num_longer)", "(rank <= num_longer)", SAMPLER),
     Mutation(
         "data/batches/sampler.py",
-        "drop_last and self.num_total >= global_batch",
+        "drop_last and self.size >= global_batch",
         "drop_last",
         SAMPLER,
     ),

@@ -3,33 +3,32 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from hardened_ddp.data.batches.batch_reader import BatchReader
 from hardened_ddp.data.batches.checks import Checks
 from hardened_ddp.data.batches.collate import find_collate
 from hardened_ddp.data.batches.fetch import Fetcher
-from hardened_ddp.data.batches.loader import EvalLoader, TrainLoader
+from hardened_ddp.data.batches.loader import BatchReader, EvalLoader, TrainLoader
 from hardened_ddp.data.batches.run_length import RunLength
 from hardened_ddp.data.batches.sampler import WindowSampler
 from hardened_ddp.data.batches.workers import WorkerPlan, plan_workers
 from hardened_ddp.data.sources.datasets import AnyDataset, TaskData
+from hardened_ddp.data.sources.facts import is_view_of_stream
 from hardened_ddp.errors import CheckpointMismatchError, DataError
 from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.settings.config import Config, DataConfig
-from hardened_ddp.streams.block_reader import BlockReader
-from hardened_ddp.streams.shard_loader import ShardLoader
-from hardened_ddp.streams.shard_sampler import ShardSampler
-from hardened_ddp.streams.stream_batches import HeldSamples
-from hardened_ddp.streams.views import StreamInOrder, StreamView
+
+if TYPE_CHECKING:  # WHY: streams are loaded only where the dataset is one
+    from hardened_ddp.streams.shard_loader import ShardLoader
+    from hardened_ddp.streams.shard_sampler import ShardSampler
 
 log = logging.getLogger(__name__)
 
-AnySampler = WindowSampler | ShardSampler
-AnyLoader = TrainLoader | ShardLoader
+AnySampler: TypeAlias = "WindowSampler | ShardSampler"
+AnyLoader: TypeAlias = "TrainLoader | ShardLoader"
 
 _WINDOWS_HELD = 4  # of a stream, if parts of a batch may be collated again: step/async_device.py
 
@@ -57,18 +56,32 @@ def build_sampler(
         "batch_size": config.data.batch_size or -(-global_batch // launch.world_size),
         "drop_last": config.data.drop_last,
     }
-    if not isinstance(data.train, StreamView):
+    if not is_view_of_stream(data.train):
         found = WindowSampler(data.train, **how)
         if config.data.drop_last and not found.drop_last and launch.is_main:
             log.warning(
                 "drop_last: off, because all %d samples are fewer than the %d of a step: each "
                 "epoch is this one short step. A smaller --batch_size makes full ones",
-                found.num_total,
+                found.size,
                 global_batch,
             )
         return found
-    block, digests = config.data.shuffle_block, data.train.digests
-    sampler = ShardSampler(data.train.stream, **how, shuffle_block=block, digests=digests)
+    view: Any = data.train  # a StreamView
+    how |= {"shuffle_block": config.data.shuffle_block, "digests": view.digests}
+    return _build_shard_sampler(view.stream, config, launch=launch, saved=saved, how=how)
+
+
+def _build_shard_sampler(
+    stream: Any,
+    config: Config,
+    *,
+    launch: Launch,
+    saved: Mapping[str, Any] | None,
+    how: Mapping[str, Any],
+) -> "ShardSampler":
+    from hardened_ddp.streams.shard_sampler import ShardSampler
+
+    sampler = ShardSampler(stream, **how)
     if config.data.drop_last and not sampler.declares_length:
         raise DataError(
             "drop_last: which samples of this stream are the last ones is known only after it was "
@@ -103,7 +116,7 @@ def build_train_loader(
     length: of the run; with a stream it learns the number of steps as soon as that is known.
     """
     launch, device = group.launch, group.device
-    if isinstance(sampler, ShardSampler):
+    if not isinstance(sampler, WindowSampler):
         sampler.length = length
         return _build_shard_loader(data, sampler, config, group=group)
     checks = _checks_of(data.train, data, config.data)
@@ -140,8 +153,12 @@ def build_eval_loader(
 
 
 def _build_shard_loader(
-    data: TaskData, sampler: ShardSampler, config: Config, *, group: Group
-) -> ShardLoader:
+    data: TaskData, sampler: "ShardSampler", config: Config, *, group: Group
+) -> "ShardLoader":
+    from hardened_ddp.streams.block_reader import BlockReader
+    from hardened_ddp.streams.shard_loader import ShardLoader
+    from hardened_ddp.streams.stream_batches import HeldSamples
+
     checks = _checks_of(data.train, data, config.data)
     collate = find_collate(data.train, config.data.collate)
     held = HeldSamples(sampler.stream, num_windows=_WINDOWS_HELD if collate is not None else 1)
@@ -185,7 +202,7 @@ def _build_reader(
     batch_size: int,
 ) -> BatchReader:
     plan = _plan(fetcher, data, config, launch=launch, device=device, batch_size=batch_size)
-    if isinstance(fetcher.dataset, StreamInOrder):
+    if getattr(fetcher.dataset, "is_read_in_order", False):
         # WHY one at most: it reads in order; several would each read all of it.
         plan = replace(plan, num_workers=min(1, plan.num_workers))
     return BatchReader(fetcher, plan, config, pin_memory=_pins_memory(config, device))

@@ -82,7 +82,7 @@ _LEAVE_OUT = "leave out --continue_on_error, and remove samples that can't be re
 def _fix_of(sampler: WindowSampler, when: str, world_size: int) -> str:
     if when == "each step":
         return f"--global_batch_size with a multiple of {world_size}, the number of ranks"
-    if sampler.num_total < sampler.global_batch:
+    if sampler.size < sampler.global_batch:
         return "a smaller --batch_size, and --drop_last"
     return "--drop_last"
 

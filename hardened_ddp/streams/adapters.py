@@ -28,8 +28,8 @@ def adapt(
     name: str,
     *,
     is_resumed: bool = True,
-) -> Stream | None:
-    """Return dataset as a stream; None if it is no iterable dataset. Raises DataError.
+) -> Stream:
+    """Return a dataset that is no map-style one as a stream. Raises DataError.
 
     name: of the dataset, for messages. is_resumed: in mid-epoch, as a training set is.
     """
@@ -38,13 +38,7 @@ def adapt(
         return dataset  # type: ignore[no-any-return]  # is_stream has looked
     if _is_hub_stream(dataset):
         return HubStream(dataset, name=name)
-    # WHY not by __getitem__ alone: torch's IterableDataset inherits one, which raises.
-    is_iterable = isinstance(dataset, IterableDataset)
-    if not is_iterable and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        return None
-    if not hasattr(dataset, "__iter__"):
-        return None
-    if not is_iterable and iter(dataset) is dataset:
+    if not isinstance(dataset, IterableDataset) and iter(dataset) is dataset:
         raise DataError(
             f"dataset {name} is an iterator, which can be read only once, and not from its middle",
             fix="return an object whose __iter__ starts again, or one with num_shards and open()",

@@ -4,7 +4,7 @@ Owns what is asked for, in which order, and the samples that have come but were 
 shard is read in blocks, by the same worker as long as it lives; whichever worker answers, the block
 is the same. Samples are shuffled within blocks: a run that resumes reads the block again, so no
 buffer has to be saved.
-Does not own: reading a block (block_reader.py), the plan (planner.py), workers (batch_reader.py).
+Does not own: reading a block (block_reader.py), the plan (planner.py), workers (loader.py).
 What goes wrong here: a shard has another length than before. That is an error: what is behind the
 end would never be read.
 """
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from hardened_ddp.data.batches.batch import BadSample, Batch, Request
-from hardened_ddp.data.batches.batch_reader import BatchReader
+from hardened_ddp.data.batches.loader import BatchReader
 from hardened_ddp.errors import DataError
 from hardened_ddp.streams.block_reader import BlockReader, unpack
 from hardened_ddp.streams.planner import UNKNOWN, Numbers, StreamPosition, block_order, id_of

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from hardened_ddp.data.batches.batch import BadSample, Batch
-from hardened_ddp.data.batches.batch_reader import BatchReader
 from hardened_ddp.data.batches.checks import fix_for_all
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.length_split import LengthSplit
+from hardened_ddp.data.batches.loader import BatchReader
 from hardened_ddp.data.batches.sampler import Window, share_of
 from hardened_ddp.errors import SampleError
 from hardened_ddp.ranks.group import Group

@@ -12,7 +12,15 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from hardened_ddp.errors import ANY_FAILURE, DataError
-from hardened_ddp.streams.contract import Stream, digests_of, forward, name_of, sizes_of
+from hardened_ddp.streams.adapters import adapt
+from hardened_ddp.streams.contract import (
+    Stream,
+    digests_of,
+    forward,
+    name_of,
+    says_sizes,
+    sizes_of,
+)
 from hardened_ddp.streams.planner import shard_of
 from hardened_ddp.streams.shard_reader import EndOfShard, SampleIsError, ShardReader
 
@@ -22,8 +30,27 @@ MOST_COUNTED = 2**20
 """Samples of a shard of a test part that are counted: larger ones say their length."""
 
 
+def view_to_train(dataset: Any, name: str) -> "StreamView":  # Any: what a user's callable returned
+    """Return a dataset that is no map-style one as a view of its stream. Raises DataError."""
+    return StreamView(adapt(dataset, name))
+
+
+def view_to_test(
+    dataset: Any, name: str, *, evaluates: bool
+) -> tuple["StreamInOrder | None", bool]:
+    """Return the same to test on, and whether its samples have to be counted for that.
+
+    evaluates: else those are not counted, because there may be no end, and there is no view.
+    """
+    stream = adapt(dataset, name, is_resumed=False)
+    is_counted = not says_sizes(stream)
+    return (StreamInOrder(stream, name) if evaluates or not is_counted else None), is_counted
+
+
 class StreamView(Dataset[Any]):  # Any: whatever the stream gives
     """A stream by the numbers of its samples. Its length is that of the first round: num_shards."""
+
+    is_view_of_stream = True
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream

@@ -11,6 +11,7 @@ import socket
 import torch
 
 from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS
+from hardened_ddp.data.batches.sampler import WindowSampler
 from hardened_ddp.settings.layers import RUN, Resolved
 from hardened_ddp.settings.record import yaml_word
 from hardened_ddp.settings.rules import DEFAULT
@@ -111,8 +112,8 @@ def _work_line(parts: Parts, progress: Progress) -> str:
     trained = sum(p.numel() for p in parts.gradients.local.by_name.values())
     frozen = f", {trained:,} of them trained" if trained != sum(numbers) else ""
     test = 0 if parts.data.test is None else len(parts.data.test)  # type: ignore[arg-type]  # map-style
-    samples = getattr(parts.sampler, "num_total", None)
-    size = "a stream" if samples is None else f"{samples:,} samples"
+    has_size = isinstance(parts.sampler, WindowSampler)
+    size = f"{parts.sampler.size:,} samples" if has_size else "a stream"
     each = -(-parts.global_batch // world_size)
     micro = -(-each // max(1, parts.sampler.batch_size))
     cut = f"{world_size} x {each}" + (f" in {micro} micro-batches" if micro > 1 else "")

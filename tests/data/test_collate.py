@@ -169,13 +169,6 @@ def test_packed_sequences_come_through_the_loader(num_workers: int) -> None:
     assert len(batches) == 3
 
 
-def test_without_a_collate_what_makes_no_batch_is_told_how_to_make_one() -> None:
-    fetcher = Fetcher([(torch.zeros(2), object())] * 4, seed=0)
-    with pytest.raises(SampleError, match="can't be made into a batch") as caught:
-        fetcher[(0, torch.arange(4))]
-    assert "--collate" in caught.value.fix
-
-
 def test_samples_that_all_differ_are_not_bad_but_need_a_collate() -> None:
     fetcher = Fetcher(Rows(), seed=0)
     with pytest.raises(SampleError, match="of 4 shapes") as caught:
@@ -277,9 +270,6 @@ def test_a_collate_that_cannot_be_used_is_told(setting: str, told: str) -> None:
         find_collate(Rows(), setting)
     assert told in caught.value.message
     assert caught.value.fix
-
-
-def test_a_collate_fn_that_is_no_function_is_told() -> None:
     with pytest.raises(DataError, match="collate_fn is a str, not a function"):
         find_collate(NoCollate(), "auto")
 

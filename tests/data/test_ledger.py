@@ -18,7 +18,6 @@ from hardened_ddp.checkpoint import store
 from hardened_ddp.checkpoint.disk import Disk
 from hardened_ddp.data.batches.ledger import Done, LedgerWriter, next_start, verify_ledger
 from hardened_ddp.errors import RunFolderError
-from hardened_ddp.step import parts
 from tests.harness.marks import slow_after
 from tests.harness.ranks import run_program, run_ranks, start_training, train
 from tests.harness.run_folder import find_checkpoints, only_run, read_summary
@@ -49,11 +48,7 @@ def test_a_whole_epoch_is_exact(tmp_path: Path) -> None:
     write(tmp_path, {0: [5, 1], 1: [2, 0], 2: [3, 4]})
     assert verify_ledger(tmp_path, WHOLE) == (["epoch 0: 6 samples, each exactly once"], True)
     assert verify_ledger(tmp_path, PART) == (["epoch 0: 4 samples, each exactly once"], True)
-
-
-def test_work_that_was_lost_and_done_again_counts_once(tmp_path: Path) -> None:
-    write(tmp_path, {0: [5, 1], 1: [2, 0], 2: [3, 4]})
-    write(tmp_path, {1: [2, 0], 2: [3, 4]}, begin=1)
+    write(tmp_path, {1: [2, 0], 2: [3, 4]}, begin=1)  # work that was lost, and done again
     assert verify_ledger(tmp_path, WHOLE)[1]
 
 
@@ -194,24 +189,6 @@ def test_a_ledger_that_could_not_be_written_to_the_end_says_so(
     writer.close()
     assert caplog.text.count("can't be written") == 1
     assert "3 records of the ledger could not be written" in caplog.text  # its head, too
-
-
-def train_with_ledger(output: Path) -> tuple[int, int]:
-    num_closed = 0
-
-    class Writer(LedgerWriter):
-        def close(self) -> None:
-            nonlocal num_closed
-            num_closed += 1
-            super().close()
-
-    parts.LedgerWriter = Writer  # type: ignore[misc,attr-defined]  # in this process, which ends
-    status = main([*map(str, STEADY), "--max_steps", "2", "--output_dir", str(output)])
-    return status, num_closed
-
-
-def test_a_run_closes_its_ledger(tmp_path: Path) -> None:
-    assert run_ranks(train_with_ledger, 1, tmp_path) == [(0, 1)]
 
 
 def test_each_sample_once_over_a_kill_and_other_numbers_of_ranks(tmp_path: Path) -> None:

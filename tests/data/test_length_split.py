@@ -12,11 +12,10 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from hardened_ddp.data.batches.batch import Batch, apart, take
-from hardened_ddp.data.batches.batch_reader import WorkerLevel
 from hardened_ddp.data.batches.checks import Checks
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.length_split import LengthSplit
-from hardened_ddp.data.batches.loader import TrainLoader
+from hardened_ddp.data.batches.loader import TrainLoader, WorkerLevel
 from hardened_ddp.data.batches.sampler import WindowSampler
 from hardened_ddp.model.precision import Precision
 from hardened_ddp.model.replica import ForwardCollectives

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import Dataset
 
 from hardened_ddp.data.batches import worker_memory
-from hardened_ddp.data.batches.batch_reader import BatchReader
 from hardened_ddp.data.batches.fetch import Fetcher
+from hardened_ddp.data.batches.loader import BatchReader
 from hardened_ddp.data.batches.worker_memory import measure_sending
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.settings.config import DataConfig

@@ -14,10 +14,9 @@ import torch
 from torch.utils.data import Dataset
 
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.batches.batch_reader import BatchReader
 from hardened_ddp.data.batches.checks import Checks
 from hardened_ddp.data.batches.fetch import Fetcher
-from hardened_ddp.data.batches.loader import TrainLoader
+from hardened_ddp.data.batches.loader import BatchReader, TrainLoader
 from hardened_ddp.data.batches.sampler import WindowSampler
 from hardened_ddp.data.batches.workers import WorkerPlan
 from hardened_ddp.settings.config import DataConfig

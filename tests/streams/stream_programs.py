@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.data.batches.batch_reader import BatchReader
 from hardened_ddp.data.batches.fetch import Fetcher
+from hardened_ddp.data.batches.loader import BatchReader
 from hardened_ddp.data.batches.run_length import UNKNOWN_STEPS, RunLength
 from hardened_ddp.data.batches.sampler import Window
 from hardened_ddp.data.batches.workers import WorkerPlan

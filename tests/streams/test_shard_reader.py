@@ -24,7 +24,6 @@ from hardened_ddp.streams.block_reader import BlockReader
 from hardened_ddp.streams.files import FileStream
 from hardened_ddp.streams.formats import TextFormat
 from hardened_ddp.streams.read_ahead import items_of
-from hardened_ddp.streams.shard_reader import EndOfShard, ShardReader
 from tests.streams.stream_programs import Rows, StatefulRows, shard_loader
 
 
@@ -42,10 +41,6 @@ class Faulty(Rows):
             if tries < self.times:
                 raise self.error
         return super().row(shard, index)
-
-
-class FaultyCursor(Faulty, StatefulRows):
-    """The same as an object whose next() goes on after an error."""
 
 
 def block(stream: Any, shard: int, indices: range, reader: BlockReader | None = None) -> Batch:
@@ -69,19 +64,19 @@ def test_a_block_ends_where_its_shard_does() -> None:
     assert block(Rows([6, 6]), 1, range(8, 12)).inputs["end"] == 6
 
 
-def test_a_generator_that_raised_once_is_opened_anew(tmp_path: Path) -> None:
-    stream = Faulty(tmp_path / "flag", 1, ValueError("a bad row"))
+@pytest.mark.parametrize(
+    ("times", "error", "num_told"),
+    [(1, ValueError("a bad row"), 0), (3, OSError(errno.EIO, "the disk is busy"), 3)],
+)
+def test_a_generator_that_raised_is_opened_anew_and_a_busy_disk_tried_again(
+    times: int, error: Exception, num_told: int, tmp_path: Path
+) -> None:
+    stream = Faulty(tmp_path / "flag", times, error)
     batch = block(stream, 1, range(6))
     assert positions(batch) == list(range(6))
     assert not batch.bad
-    assert len(stream.opened) == 2
-
-
-def test_a_disk_that_is_busy_is_tried_again(tmp_path: Path) -> None:
-    stream = Faulty(tmp_path / "flag", 3, OSError(errno.EIO, "the disk is busy"))
-    batch = block(stream, 1, range(6))
-    assert positions(batch) == list(range(6))
-    assert len(batch.troubles) == 3
+    assert len(batch.troubles) == num_told
+    assert len(stream.opened) == times + 1
 
 
 def test_what_is_behind_an_error_of_a_generator_is_named_with_it(tmp_path: Path) -> None:
@@ -95,15 +90,6 @@ def test_what_is_behind_an_error_of_a_generator_is_named_with_it(tmp_path: Path)
     later = block(reader.dataset, 1, range(4, 8), reader)
     assert [bad.index // 2 for bad in later.bad] == [4, 5, 6, 7]
     assert later.inputs["end"] == -1, "an error must not look like the end of the shard"
-
-
-def test_a_reader_that_goes_on_loses_only_the_bad_sample(tmp_path: Path) -> None:
-    stream = FaultyCursor(tmp_path / "flag", 99, ValueError("a bad row"))
-    reader = BlockReader(stream, seed=1)
-    batch = block(stream, 1, range(4), reader)
-    assert positions(batch) == [0, 1, 3]
-    assert [bad.index // 2 for bad in batch.bad] == [2]
-    assert positions(block(stream, 1, range(4, 8), reader)) == [4, 5]
 
 
 class SomeFaulty(Rows):
@@ -149,7 +135,7 @@ class SomeFragile(SomeFaulty):
 
     def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
         rows = super().open(shard, epoch=epoch, state=state)
-        return FragileReader(self, rows, state or 0)  # type: ignore[arg-type]  # it has moves
+        return FragileReader(self, rows, state or 0)
 
 
 @pytest.mark.parametrize("kind", [SomeFaultyCursor, WithoutState, SomeFragile])
@@ -384,17 +370,21 @@ def test_what_is_behind_a_sample_that_kills_can_not_be_read_without_skip(tmp_pat
     assert all(index < 35 for index in good if index % 2)
 
 
-class Fragile(Faulty):
-    """Objects around a generator that is over after an error; moves: their state goes on then."""
-
-    moves = True
-
-    def open(self, shard: int, *, epoch: int, state: Any) -> Iterator[Any]:
-        return FragileReader(self, super().open(shard, epoch=epoch, state=state), state or 0)
+def test_behind_an_error_a_reader_whose_state_stayed_there_is_not_believed() -> None:
+    stream = SomeFragile((2,))
+    stream.moves = False
+    reader = BlockReader(stream, seed=1)
+    batches = [block(stream, 1, range(at, at + 4), reader) for at in (0, 4)]
+    assert [place for batch in batches for place in positions(batch)] == [0, 1]
+    assert batches[0].bad[0].error == "ValueError: a bad row"
+    assert sum(len(batch.bad) for batch in batches) == 6
+    assert batches[1].inputs["end"] == -1
 
 
 class FragileReader:
-    def __init__(self, stream: Fragile, rows: Iterator[Any], index: int) -> None:
+    """An object around a generator that is over after an error; its state may move on then."""
+
+    def __init__(self, stream: SomeFragile, rows: Iterator[Any], index: int) -> None:
         self.stream, self.rows, self.index = stream, rows, index
 
     def __iter__(self) -> "FragileReader":
@@ -410,22 +400,6 @@ class FragileReader:
         return self.index
 
 
-@pytest.mark.parametrize("moves", [True, False])
-def test_behind_an_error_a_reader_is_opened_from_its_state_if_that_went_on(
-    moves: bool, tmp_path: Path
-) -> None:
-    stream = Fragile(tmp_path / "flag", 99, ValueError("a bad row"))
-    stream.moves = moves
-    reader = BlockReader(stream, seed=1)
-    batch = block(stream, 1, range(4), reader)
-    later = block(stream, 1, range(4, 8), reader)
-    found = [*positions(batch), *positions(later)]
-    assert found == ([0, 1, 3, 4, 5] if moves else [0, 1])
-    assert later.inputs["end"] == (6 if moves else -1)
-    assert batch.bad[0].error == "ValueError: a bad row"
-    assert len(batch.bad) + len(later.bad) == (1 if moves else 6)
-
-
 def test_lines_that_kill_are_passed_over_by_the_files_own_readers(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(f"{number}\n" for number in range(6)))
     stream = FileStream([str(tmp_path / "a.txt")], TextFormat(0), num_shards=1, change=int)
@@ -437,10 +411,3 @@ def test_lines_that_kill_are_passed_over_by_the_files_own_readers(tmp_path: Path
     ]
     assert [bad.error for bad in batch.bad] == ["SampleError: [DDP-D02] its worker was lost"]
     assert batch.inputs["end"] == 6
-
-
-def test_the_end_is_an_exception_of_its_own() -> None:
-    reader = ShardReader(Rows([3]), seed=1)
-    assert float(reader.read(0, 0, 2, [])[0]) == 2.0
-    with pytest.raises(EndOfShard, match="has 3 samples"):
-        reader.read(0, 0, 7, [])

@@ -169,7 +169,7 @@ def test_workers_change_nothing(num_workers: int) -> None:
                 for one, other in zip(here[1], there[1], strict=True):
                     assert torch.equal(one.indices, other.indices)
                     assert torch.equal(one.inputs, other.inputs)
-            assert loaders[1].stream.num_workers == num_workers
+            assert loaders[1].reader.num_workers == num_workers
         finally:
             for loader in loaders:
                 loader.close()

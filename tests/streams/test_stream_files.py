@@ -17,12 +17,13 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from hardened_ddp.data import foreign_code
-from hardened_ddp.data.sources.datasets import build_data
+from hardened_ddp.data.sources.datasets import STREAM_FORMATS, build_data
+from hardened_ddp.data.sources.facts import is_map_style
 from hardened_ddp.errors import DataError, MissingPackageError
 from hardened_ddp.settings.config import DataConfig
 from hardened_ddp.streams.adapters import HubStream, adapt
 from hardened_ddp.streams.contract import changes, digests_of
-from hardened_ddp.streams.formats import open_parquet, open_tar, open_text
+from hardened_ddp.streams.formats import FILE_STREAMS, open_parquet, open_tar, open_text
 from hardened_ddp.streams.views import StreamInOrder, StreamView
 from tests.streams.stream_programs import all_ids, merged, read_epoch
 
@@ -158,19 +159,16 @@ def test_members_of_a_tar_are_one_sample_and_a_broken_one_is_bad(tmp_path: Path)
         assert repr(again) == repr(found)
 
 
-def test_no_file_and_a_wrong_number_of_shards_are_clear_errors(texts: Path) -> None:
+def test_no_file_a_packed_one_and_a_wrong_number_of_shards_are_told(texts: Path) -> None:
+    assert set(FILE_STREAMS) == set(STREAM_FORMATS)
     with pytest.raises(DataError, match="no file matches"):
         open_text(f"text:{texts}/*.md", train=True)
     with pytest.raises(DataError, match="num_shards is 0"):
         open_text(f"text:{texts}/*.txt", train=True, num_shards=0)
-
-
-def test_a_compressed_file_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("plain\n")
-    with gzip.open(tmp_path / "b.txt.gz", "wt") as file:
+    with gzip.open(texts / "b.txt.gz", "wt") as file:
         file.write("packed\n" * 9)
     with pytest.raises(DataError, match=r"b\.txt\.gz is compressed \(gzip\)"):
-        open_text(f"text:{tmp_path}/*", train=True)
+        open_text(f"text:{texts}/*", train=True)
 
 
 def test_steps_of_text_files_are_the_same_on_any_ranks_and_after_a_resume(texts: Path) -> None:
@@ -238,14 +236,12 @@ class Sized(Plain):
 
 def test_a_torch_dataset_that_says_its_length_is_a_stream_of_that_length() -> None:
     stream = adapt(Sized(), "sized")  # it inherits a __getitem__ that raises
-    assert stream is not None
     assert list(getattr(stream, "sizes", ())) == [40]
 
 
 @pytest.mark.parametrize("num_shards", [None, 5])
 def test_a_torch_dataset_is_split_as_it_splits_itself(num_shards: int | None) -> None:
     stream = adapt(Numbers(40, num_shards), "numbers")
-    assert stream is not None
     assert stream.num_shards == (num_shards or 1)
     found = read_all(stream)
     if num_shards is None:
@@ -279,7 +275,6 @@ class Locked(Numbers):
 
 def test_a_dataset_that_can_not_be_copied_is_read_if_it_is_one_shard() -> None:
     stream = adapt(Locked(40, None), "locked")
-    assert stream is not None
     for _ in range(2):
         rows = stream.open(0, epoch=0, state=None)
         assert sorted(float(x) for x, _ in rows) == list(range(40))
@@ -290,7 +285,8 @@ def test_a_dataset_that_can_not_be_copied_is_read_if_it_is_one_shard() -> None:
 def test_what_can_be_read_only_once_is_refused() -> None:
     with pytest.raises(DataError, match="is an iterator, which can be read only once"):
         adapt((i for i in range(3)), "numbers")
-    assert adapt([1, 2], "numbers") is None
+    assert is_map_style([1, 2])
+    assert not is_map_style(Sized())
     bad = Numbers(3, 0)
     with pytest.raises(DataError, match="num_shards is 0"):
         adapt(bad, "numbers")
@@ -298,7 +294,6 @@ def test_what_can_be_read_only_once_is_refused() -> None:
 
 def test_a_test_set_counts_what_it_does_not_say() -> None:
     stream = adapt(Numbers(40, 3), "numbers")
-    assert stream is not None
     data = StreamInOrder(stream, "numbers")
     assert len(data) == 40
     assert sorted(float(data[i][0]) for i in range(40)) == list(range(40))
@@ -326,7 +321,6 @@ class GivesError(Plain):
 
 def test_an_error_that_is_given_is_the_error_of_its_sample() -> None:
     stream = adapt(GivesError(), "broken")
-    assert stream is not None
     for view in (StreamView(stream), StreamInOrder(stream, "broken")):
         with pytest.raises(ValueError, match="broken"):
             view[0]
@@ -342,6 +336,12 @@ class TestHuggingFace:
             (tmp_path / "rows").mkdir(exist_ok=True)
             (tmp_path / "rows" / f"train-{number}.jsonl").write_text(text)
         return tmp_path / "rows"
+
+    def rows(self, folder: Path) -> Any:
+        import datasets
+
+        cache = str(folder.parent / "cache")
+        return datasets.load_dataset(str(folder), split="train", streaming=True, cache_dir=cache)
 
     def config(self, folder: Path, **more: Any) -> DataConfig:
         return DataConfig(
@@ -368,9 +368,7 @@ class TestHuggingFace:
         import datasets
         from datasets.distributed import split_dataset_by_node
 
-        rows = datasets.load_dataset(
-            str(folder), split="train", streaming=True, cache_dir=str(folder.parent / "cache")
-        )
+        rows = self.rows(folder)
         mapped = rows.shuffle(seed=1, buffer_size=8).map(lambda row: row)
         joined = datasets.interleave_datasets([rows, mapped])
         for shuffled in (rows.shuffle(seed=1, buffer_size=8), mapped, joined):
@@ -383,9 +381,7 @@ class TestHuggingFace:
     def test_random_interleaving_gives_the_same_rows_in_each_epoch(self, folder: Path) -> None:
         import datasets
 
-        rows = datasets.load_dataset(
-            str(folder), split="train", streaming=True, cache_dir=str(folder.parent / "cache")
-        )
+        rows = self.rows(folder)
         few = rows.filter(lambda row: row["x"][1] < 9)
         how = {"seed": 3, "stopping_strategy": "all_exhausted"}
         stream = HubStream(
@@ -398,11 +394,8 @@ class TestHuggingFace:
     def test_what_the_library_takes_of_each_shard_is_told(
         self, folder: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        import datasets
 
-        rows = datasets.load_dataset(
-            str(folder), split="train", streaming=True, cache_dir=str(folder.parent / "cache")
-        )
+        rows = self.rows(folder)
         stream = HubStream(rows.take(45).map(lambda row: row), name="rows")
         assert sorted(map(len, read_all(stream))) == [11, 15, 15]
         assert ".take() or .skip(): the library divides their number by the 3 sh" in caplog.text

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from hardened_ddp.data.batches.batch import Batch
-from hardened_ddp.task.task import Metric, Score
+from hardened_ddp.task.task import Metric, Score, Task
 from tests.harness.ranks import run_program, start_training, train
 from tests.harness.run_folder import find_checkpoints, last_tensors, only_run, samples_by_step
 
@@ -54,7 +54,7 @@ def test_the_weights_are_the_same_on_any_number_of_ranks(tmp_path: Path, says: b
         assert_close(weights, found[0][1])
 
 
-class Powered:
+class Powered(Task):
     """A task of a user's: the distance of the first output, to some power."""
 
     metrics = (Metric("distance", is_higher_better=False),)
@@ -152,16 +152,6 @@ def test_auto_keeps_the_schedule_that_it_chose(tmp_path: Path) -> None:
     done = train([*argv, tmp_path / "cosine", *again])
     assert done.statuses == (2,)
     assert "lr_schedule cosine needs the number of steps" in done.output
-
-
-def test_a_number_of_steps_makes_auto_the_cosine(tmp_path: Path) -> None:
-    declared: list[str | Path] = [*arguments(says=True), "--epochs", "1"]
-    for name, length in {"declared": declared, "given": ["--max_steps", "5"]}.items():
-        for schedule in ("auto", "cosine"):
-            argv = [*STREAM, *length, "--lr_schedule", schedule]
-            train([*argv, "--output_dir", tmp_path / name / schedule]).ok()
-        found = [last_tensors(tmp_path / name / schedule) for schedule in ("auto", "cosine")]
-        assert found[0] == found[1]
 
 
 @pytest.mark.slow

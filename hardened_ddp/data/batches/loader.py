@@ -1,20 +1,30 @@
-"""The loaders of a rank: its share of each training window, and of the test set.
+"""Batches in order, each exactly once, whatever happens to a worker: of training and of the test.
 
-Owns which batches are requested, and in which order. Whatever happens to a worker, they arrive in
-this order, each exactly once.
-Does not own: reading them (batch_reader.py), which rank gets which samples (sampler.py).
+Owns which batches are requested, and their reading: in this process, or by worker processes
+(worker_pool.py). Unanswered requests are kept, so no sample is lost when a worker dies: new workers
+start at the first unanswered request. Depending on the fault there are then half as many workers,
+or batches come through pipes; after a time without faults it goes back up (WorkerFallback).
+
+WHY no DataLoader without workers: it would cost a tiny model 8 % of each step.
+What goes wrong here: workers killed for memory, hung, or out of shared memory: see _recover.
+Does not own: which rank gets which samples (sampler.py), making a batch of them (fetch.py).
 """
 
-from collections.abc import Iterator
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from hardened_ddp.data.batches.batch import Batch, Request, apart
-from hardened_ddp.data.batches.batch_reader import BatchReader
+from hardened_ddp.data.batches.batch import BadSample, Batch, BatchSource, Request, apart
 from hardened_ddp.data.batches.checks import fix_for_all
 from hardened_ddp.data.batches.fetch import Fetcher
 from hardened_ddp.data.batches.length_split import LengthSplit
+from hardened_ddp.data.batches.read_errors import RetryReport
 from hardened_ddp.data.batches.sampler import (
     Window,
     WindowSampler,
@@ -22,7 +32,376 @@ from hardened_ddp.data.batches.sampler import (
     share_of,
     split_evenly,
 )
-from hardened_ddp.errors import SampleError
+from hardened_ddp.data.batches.worker_memory import measure_sending
+from hardened_ddp.data.batches.worker_pool import WorkerPool, WorkersLost
+from hardened_ddp.data.batches.workers import WorkerPlan
+from hardened_ddp.errors import LoaderError, SampleError
+from hardened_ddp.ranks.resources import raise_open_file_limit
+from hardened_ddp.reporting.log import ON_EVERY_RANK
+from hardened_ddp.settings.config import DataConfig
+
+log = logging.getLogger(__name__)
+
+Requests = Callable[[], Iterator[Request]]
+MAX_LOST_PER_BATCH = 3  # with more, the cause is the storage, not the samples
+_LOST = "its worker was lost"
+
+
+MOST_DOUBLINGS = 6
+"""How often the required time without faults doubles: from 5 minutes to 5 hours."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLevel:
+    """A number of workers, and how their batches come back."""
+
+    num_workers: int
+    shares_memory: bool = True
+
+    def __str__(self) -> str:
+        workers = f"{self.num_workers or 'no'} worker{'' if self.num_workers == 1 else 's'}"
+        return workers if self.shares_memory or not self.num_workers else f"{workers} through pipes"
+
+
+class WorkerFallback:
+    """The current level, and the levels above it that were left.
+
+    WHY the required time doubles: a fault that returns whenever there are more workers must not
+    cause a restart of them every few minutes.
+    """
+
+    def __init__(
+        self, top: WorkerLevel, *, quiet_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """quiet_s: seconds without a fault before going up one level; 0: never."""
+        self.level = top
+        self._quiet_s = quiet_s
+        self._clock = clock
+        self._above: list[WorkerLevel] = []
+        self._num_doublings = 0
+        self._moved_at = clock()
+        self._went_up = False
+        self.is_low = False
+        """Whether a level above was left."""
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds without a fault that are required now."""
+        return self._quiet_s * 2.0**self._num_doublings
+
+    def go_down(self, level: WorkerLevel) -> None:
+        """Leave the level for one below, because of a fault."""
+        if self._went_up:  # else this is the first fault, or it follows another one
+            is_soon = self._clock() - self._moved_at < 2 * self.wait_s
+            self._num_doublings = min(self._num_doublings + 1, MOST_DOUBLINGS) if is_soon else 0
+        self._above.append(self.level)
+        self.level, self.is_low = level, True
+        self._moved_at, self._went_up = self._clock(), False
+
+    def stay(self) -> None:
+        """Note a fault that does not change the level."""
+        self._moved_at = self._clock()
+
+    def is_quiet(self) -> bool:
+        """Return whether there was no fault for long enough to go up."""
+        return self.is_low and 0 < self.wait_s <= self._clock() - self._moved_at
+
+    def go_up(self) -> None:
+        """Go back to the level that was left last."""
+        self.level = self._above.pop()
+        self.is_low = bool(self._above)
+        self._moved_at, self._went_up = self._clock(), True
+
+
+class BatchReader:
+    """Reads the batches of requests, with the workers of one rank."""
+
+    def __init__(
+        self,
+        fetcher: BatchSource,
+        plan: WorkerPlan,
+        config: DataConfig,
+        *,
+        pin_memory: bool,
+    ) -> None:
+        self.fetcher = fetcher
+        self.plan = plan
+        self.config = config
+        self.pin_memory = pin_memory
+        self.fallback = WorkerFallback(
+            WorkerLevel(plan.num_workers, plan.shares_memory), quiet_s=config.loader_quiet_s
+        )
+        self.retries = RetryReport()
+        self._after_start: Callable[[], None] = lambda: None
+        self._pool: WorkerPool | None = None
+        self._pending: _PendingRequests | None = None
+        self._is_idle = True  # the worker pool has answered all requests of the last epoch
+        self._waited_for: Request | None = None
+        self._copies_data = False
+        self._suspect: Request | None = None  # the one we waited for when workers were lost
+        for reason in plan.reasons:
+            _tell_once(reason)
+        if plan.num_workers > 0:
+            raise_open_file_limit()
+            if why_not := self._why_not_sendable():
+                log.warning("num_workers %d requested, using 0: %s", plan.num_workers, why_not)
+                self.fallback = WorkerFallback(WorkerLevel(0), quiet_s=0)
+
+    @property
+    def num_workers(self) -> int:
+        """The current number of workers."""
+        return self.fallback.level.num_workers
+
+    @property
+    def next_worker(self) -> int:
+        """The worker that will get the next request: they get them in turn."""
+        num_read = 0 if self._pending is None else self._pending.num_read
+        return num_read % max(1, self.num_workers)
+
+    def batches(self, requests: Requests) -> Iterator[Batch]:
+        """Yield the batch of each request, in order, each exactly once.
+
+        Raises LoaderError if several samples in a row kill or hang their reader.
+        """
+        pending = self._pending = _PendingRequests(requests())
+        is_done = False
+        while not is_done:
+            self._go_up_if_quiet()
+            try:
+                read = self._read_by_workers if self.num_workers else self._read_here
+                is_done = yield from read(pending)
+            except WorkersLost as lost:
+                yield from self._recover(lost, pending.unanswered)
+
+    def _read_by_workers(self, pending: "_PendingRequests") -> Generator[Batch, None, bool]:
+        """Yield batches that workers read; False: not at the end, to continue with more workers."""
+        pool = self._start(pending.read())
+        while (batch := self._receive(pool, pending)) is not None:
+            if not (pending.unanswered and self.fetcher.answers(batch, pending.unanswered[0])):
+                raise WorkersLost("a batch came that was not requested")
+            pending.unanswered.popleft()
+            if batch.troubles:
+                self.retries.note(batch.troubles)
+            yield batch
+            if self.fallback.is_low and self.fallback.is_quiet():
+                return False
+        if pending.unanswered:
+            raise WorkersLost("workers ended before they had answered all requests")
+        self._is_idle = True
+        if not self.config.persistent_workers:
+            self.close()
+        return True
+
+    def _read_here(self, pending: "_PendingRequests") -> Generator[Batch, None, bool]:
+        """Yield batches that this process reads; False: not at the end, workers continue."""
+        for request in pending.read():
+            self._waited_for = request
+            try:
+                batch = self.fetcher[request]
+            except MemoryError as error:
+                raise LoaderError(
+                    f"out of memory while reading samples {request[1][:4].tolist()} ...: {error}",
+                    fix="lower --batch_size or --prefetch_factor, then --resume the run",
+                ) from error
+            pending.unanswered.popleft()
+            if batch.troubles:
+                self.retries.note(batch.troubles)
+            yield batch
+            if self.fallback.is_low and self.fallback.is_quiet():
+                return False
+        return True
+
+    def call_after_start(self, call: Callable[[], None]) -> None:
+        """Register a function to call when workers have started: torch then replaced SIGCHLD."""
+        self._after_start = call
+
+    def show_reading(self, word: "memoryview[int]") -> None:
+        """Use word for the sample that is being read, so that other processes can read it."""
+        self.fetcher.reading = word
+
+    def being_read(self) -> list[int]:
+        """Return the sample that this rank waits for, else all of its batch. For any thread."""
+        request, pool = self._waited_for, self._pool
+        if request is None:
+            return []
+        found = pool.being_read() if pool is not None else [self.fetcher.reading[0]]
+        awaited: list[int] = request[1].tolist()
+        return [index for index in found if index in awaited] or awaited
+
+    def stacks(self) -> dict[int, str]:
+        """Return the Python stacks of the workers by pid. For any thread."""
+        pool = self._pool
+        return pool.stacks() if pool is not None else {}
+
+    def close(self) -> None:
+        """End the workers, and log what was not logged yet."""
+        self._end_pool()
+        self.retries.flush()
+
+    def _end_pool(self) -> None:
+        if self._pool is not None:
+            self._pool.close(is_broken=not self._is_idle)
+            self._pool = None
+
+    def _start(self, requests: Iterator[Request], *, num_workers: int = 0) -> WorkerPool:
+        """Start the workers on requests: those of the last epoch if they are idle, or new ones."""
+        if self._pool is None or not self._is_idle:
+            self._end_pool()
+            is_single = num_workers > 0
+            plan = replace(
+                self.plan,
+                num_workers=num_workers or self.num_workers,
+                # WHY: a worker that dies in the next request would take shared memory with it.
+                shares_memory=self.fallback.level.shares_memory and not is_single,
+                copies_data=self._copies_data,
+                # WHY: with one request in flight, it is known which request killed the worker.
+                prefetch_factor=1 if is_single else self.plan.prefetch_factor,
+            )
+            self._pool = WorkerPool(
+                self.fetcher,
+                plan,
+                pin_memory=self.pin_memory,
+                timeout_s=self.config.loader_timeout_s,
+                is_lasting=self.config.persistent_workers and not is_single,
+            )
+        self._is_idle = False
+        self._pool.start(requests)
+        self._after_start()
+        return self._pool
+
+    def _receive(self, pool: WorkerPool, pending: "_PendingRequests") -> Batch | None:
+        self._waited_for = pending.unanswered[0] if pending.unanswered else None
+        return pool.receive()
+
+    def _recover(self, lost: WorkersLost, unanswered: deque[Request]) -> Iterator[Batch]:
+        """Go one level down, depending on the fault; yield the batches that were read one by one.
+
+        WHY one by one, before reading in this process: a sample that crashes its reader would crash
+        the rank too; one that hangs would cost a timeout at each halving.
+        """
+        self._end_pool()
+        before = self.fallback.level
+        after = WorkerLevel(before.num_workers // 2, before.shares_memory)
+        is_again = bool(unanswered) and unanswered[0] is self._suspect
+        self._suspect = unanswered[0] if unanswered else None
+        batches: list[Batch] = []
+        if lost.is_about_sharing and before.shares_memory:
+            after = WorkerLevel(before.num_workers, shares_memory=False)
+            self._copies_data = True
+        elif is_again and not lost.is_dangerous:
+            after = WorkerLevel(0)  # fewer workers did not help; without any, the error has a name
+        elif unanswered and lost.is_dangerous and (before.num_workers == 1 or is_again):
+            log.warning("DataLoader: %s. Reading samples one by one to find the cause", lost)
+            batches = [self._read_singly(request) for request in unanswered]
+            if any(bad.error.startswith(_LOST) for batch in batches for bad in batch.bad):
+                after = before  # the number of workers was not the cause
+            unanswered.clear()
+        if after == before:
+            self.fallback.stay()
+        else:
+            self.fallback.go_down(after)
+            log.warning(
+                "DataLoader: %s. No sample is lost: continuing at the same sample with %s",
+                lost,
+                f"{after.num_workers or 'no'} instead of {before.num_workers} workers"
+                if after.num_workers < before.num_workers
+                else "pipes instead of shared memory",
+            )
+        yield from batches
+
+    def _go_up_if_quiet(self) -> None:
+        """Go one level up if there was no fault for long enough; prefetched ones are read again."""
+        if not self.fallback.is_quiet():
+            return
+        self._end_pool()
+        before, calm_s = self.fallback.level, self.fallback.wait_s
+        self.fallback.go_up()
+        log.warning(
+            "DataLoader: no fault for %.0f s. Continuing at the same sample with %s instead of %s",
+            calm_s,
+            self.fallback.level,
+            before,
+        )
+
+    def _read_singly(self, request: Request) -> Batch:
+        """Read one sample after the other in a worker; a sample that kills two workers is bad.
+
+        WHY two: the first time may be a coincidence. A sample that hangs is not retried.
+        """
+        epoch, indices = request
+        left, good, bad = indices.tolist(), [], []
+        doubted = -1
+        while left:
+            singles = [(epoch, torch.tensor([index])) for index in left]
+            try:
+                pool = self._start(iter(singles), num_workers=1)
+                while left and pool.receive() is not None:
+                    good.append(left.pop(0))
+            except WorkersLost as lost:
+                if lost.is_dangerous and not lost.is_hang and doubted != left[0]:
+                    doubted = left[0]
+                    log.warning("DataLoader: %s; sample %d is retried once", lost, doubted)
+                    continue
+                index = left.pop(0)
+                if lost.is_dangerous:
+                    place = self.fetcher.name_of(index)
+                    bad.append(BadSample(index, f"{_LOST} ({lost})", place))
+                    self.fetcher.pass_over(epoch, index, bad[-1].error)
+                else:
+                    good.append(index)
+            finally:
+                self._end_pool()
+            if len(bad) > MAX_LOST_PER_BATCH:
+                raise LoaderError(
+                    f"reading samples {', '.join(b.name for b in bad)} ended or hung the "
+                    f"worker each time: {bad[-1].error}",
+                    fix="check the storage and the memory of this node; --num_workers 0 reads "
+                    "in the training process, and shows where it crashes",
+                )
+        batch = self.fetcher[(epoch, torch.tensor(good, dtype=torch.int64))]
+        return replace(batch, bad=batch.bad + tuple(bad))
+
+    def _why_not_sendable(self) -> str:
+        """Return why the dataset can't be sent to a worker; empty if it can."""
+        if self.plan.start_method == "fork":
+            return ""
+        try:
+            cost = measure_sending(self.fetcher)
+        except Exception as error:  # WHY broad: pickling runs the user's own code
+            return f"the dataset or its collate can't be sent to a worker ({error})"
+        shares = cost.fits(local_world_size=self.plan.local_world_size)
+        self._copies_data = not shares
+        if warning := cost.warning(num_workers=self.plan.num_workers, shares=shares):
+            log.warning("%s", warning)
+        return ""
+
+
+@functools.cache
+def _tell_once(reason: str) -> None:
+    """Say what differs from the settings: once, though the test set is read in the same way."""
+    log.warning("%s", reason, extra=ON_EVERY_RANK)
+
+
+class _PendingRequests:
+    """Requests, and which of them are not answered yet."""
+
+    def __init__(self, source: Iterator[Request]) -> None:
+        self.unanswered: deque[Request] = deque()
+        self._source = source
+        self.num_read = 0
+        """Requests since the current workers started."""
+
+    def read(self) -> Iterator[Request]:
+        """Yield the unanswered requests again, and then new ones."""
+        self.num_read = 0
+        for request in tuple(self.unanswered):
+            self.num_read += 1
+            yield request
+        for request in self._source:
+            self.num_read += 1
+            self.unanswered.append(request)
+            yield request
+
 
 _FIRST_SAMPLES = 8  # of the test set: a wrong form shows in the first ones
 
@@ -75,7 +454,7 @@ class TrainLoader:
         Raises SampleError if none of the first samples can be read.
         """
         sampler, found = self.sampler, []
-        size = sampler.num_total
+        size = sampler.size
         for number in range(8):
             first = (sampler.rank * 2 + number * 2 * sampler.num_replicas) % size
             indices = sampler.order(0).take(first, first + min(2, size - first))

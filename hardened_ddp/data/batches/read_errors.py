@@ -2,7 +2,7 @@
 
 Owns which errors are transient (a network disk that is busy, a connection that broke), the waits
 between retries, and the log: reads that succeeded after a retry are summed up in one line a minute.
-Does not own: reading (fetch.py), workers that die (batch_reader.py).
+Does not own: reading (fetch.py), workers that die (loader.py).
 """
 
 import errno

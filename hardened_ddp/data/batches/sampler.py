@@ -143,23 +143,18 @@ class WindowSampler(DistributedSampler[Any]):
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, seed=seed)
         self.global_batch = global_batch
         self.batch_size = batch_size
-        self.num_total = len(dataset)  # type: ignore[arg-type]  # map-style: it has a length
+        self.size = len(dataset)  # type: ignore[arg-type]  # map-style: it has a length
         # WHY the comparison: if there is only one short window, it is kept: an epoch needs a step.
-        self.drop_last = drop_last and self.num_total >= global_batch
-        self.end = self.num_total - (self.num_total % global_batch if self.drop_last else 0)
+        self.drop_last = drop_last and self.size >= global_batch
+        self.end = self.size - (self.size % global_batch if self.drop_last else 0)
         """Cursor at which an epoch is done. With drop_last the short last window is behind it."""
 
         # The public attributes of DistributedSampler: this rank's samples, and those of all ranks.
         self.num_samples, self.total_size = len(self), self.end
         self._orders: dict[int, EpochOrder] = {}
         self._alone: OwnOrder | None = None
-        if pays_off(self.num_total, world_size=num_replicas, global_batch=global_batch):
-            self._alone = OwnOrder(self.num_total, seed=seed)
-
-    @property
-    def size(self) -> int:
-        """Samples of the dataset."""
-        return self.num_total
+        if pays_off(self.size, world_size=num_replicas, global_batch=global_batch):
+            self._alone = OwnOrder(self.size, seed=seed)
 
     @property
     def num_windows(self) -> int:
@@ -196,7 +191,7 @@ class WindowSampler(DistributedSampler[Any]):
 
     def ledger_facts(self) -> dict[str, int]:
         """Return what a ledger has to know about the order."""
-        return {"num_samples": self.num_total, "epoch_end": self.end}
+        return {"num_samples": self.size, "epoch_end": self.end}
 
     def windows(self, start: int = 0) -> Iterator[Window]:
         """Yield the windows of the current epoch (set_epoch) from cursor start on."""
@@ -251,7 +246,7 @@ class WindowSampler(DistributedSampler[Any]):
         """Return the order of an epoch."""
         order = self._orders.get(epoch)
         if order is None:
-            order = EpochOrder(self.num_total, seed=self.seed, epoch=epoch)
+            order = EpochOrder(self.size, seed=self.seed, epoch=epoch)
             # WHY two: workers prefetch from the next epoch while this one still ends.
             latest = list(self._orders.items())[-1:]
             self._orders = dict([*latest, (epoch, order)])

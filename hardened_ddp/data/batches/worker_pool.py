@@ -3,7 +3,7 @@
 Owns their start, the wait for a batch, and their end; WorkersLost says what happened to them. Also
 the signals that are for a rank and not for its workers: a scheduler and torchrun send SIGTERM, and
 Ctrl-C reaches every process of a terminal, but until it stops, a rank needs batches.
-Does not own: what is done about lost workers (batch_reader.py), how many there are (workers.py).
+Does not own: what is done about lost workers (loader.py), how many there are (workers.py).
 
 What goes wrong here: a worker runs out of memory, crashes in a decoder, hangs on a disk. torch
 notices a dead worker only when a wait for data has timed out, so we wait with short timeouts.

@@ -34,19 +34,15 @@ from hardened_ddp.data.sources.facts import (
     count_outputs,
     fingerprint,
     is_in_memory,
+    is_map_style,
     label_size,
     read_example,
 )
 from hardened_ddp.data.sources.hub_place import PREFIX
 from hardened_ddp.data.sources.hub_sets import open_hub_set
-from hardened_ddp.data.sources.hub_stream import open_hub_stream
 from hardened_ddp.data.sources.vision import DOWNLOADABLE, by_hand, open_downloadable, open_folder
 from hardened_ddp.errors import ANY_FAILURE, DataError, HardenedError
 from hardened_ddp.settings.config import DataConfig
-from hardened_ddp.streams.adapters import adapt
-from hardened_ddp.streams.contract import says_sizes
-from hardened_ddp.streams.formats import FILE_STREAMS
-from hardened_ddp.streams.views import StreamInOrder, StreamView
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +50,7 @@ BUILT_IN: Mapping[str, Callable[..., Dataset[Any]]] = {
     "digits": open_digits,
     "synthetic": SyntheticImages,
 }
+STREAM_FORMATS = ("text", "parquet", "tar")  # of streams/formats.py
 NAMES = (*BUILT_IN, *DOWNLOADABLE, "image_folder")
 
 AnyDataset = Dataset[Any]
@@ -115,18 +112,7 @@ def build_data(
     task: as --task names it. evaluates: else a test stream is not counted, which may have no end.
     """
     name = _known_name(config.dataset)
-    train, test = (_open(name, config, train=train) for train in (True, False))
-    test_stream = None if test is None else adapt(test, config.dataset, is_resumed=False)
-    # WHY not in the fingerprint: a run may be resumed with an evaluation, or without one
-    is_counted = test_stream is not None and not says_sizes(test_stream)
-    if test_stream is not None:
-        test = StreamInOrder(test_stream, config.dataset) if evaluates or not is_counted else None
-    if train is not None and (stream := adapt(train, config.dataset)) is not None:
-        train = StreamView(stream)
-    if train is None or len(train) == 0:  # type: ignore[arg-type]  # map-style: it has a length
-        raise DataError(f"dataset {config.dataset} has no training sample", fix="check its folder")
-    if test is not None and len(test) == 0:  # type: ignore[arg-type]  # as above
-        test = None
+    train, test, is_counted = _open_both(name, config, evaluates=evaluates)
     check_classes(train, test, config.dataset)
     if config.augment and isinstance(train, MemoryImages):
         train = train.augmented()
@@ -149,6 +135,7 @@ def build_data(
         check_labels(test, num_classes, f"{config.dataset} (test)", leaves_out=leaves_out)
     names = getattr(train, "classes", None) or [str(index) for index in range(num_classes)]
     digest, told = fingerprint(
+        # WHY without what was counted: a run may be resumed with an evaluation, or without one
         (train, None if is_counted else test),
         name=config.dataset,
         arguments=config.dataset_args,
@@ -166,6 +153,27 @@ def build_data(
         told=f"{told}, with fingerprint {digest[:16]}",
         in_memory=is_in_memory(train),
     )
+
+
+def _open_both(
+    name: str, config: DataConfig, *, evaluates: bool
+) -> tuple[AnyDataset, AnyDataset | None, bool]:
+    """Open both parts, streams as views; say whether the samples of the test part are counted."""
+    train, test = (_open(name, config, train=train) for train in (True, False))
+    is_counted = False
+    if test is not None and not is_map_style(test):
+        from hardened_ddp.streams.views import view_to_test  # WHY here: only for a stream
+
+        test, is_counted = view_to_test(test, config.dataset, evaluates=evaluates)
+    if train is not None and not is_map_style(train):
+        from hardened_ddp.streams.views import view_to_train
+
+        train = view_to_train(train, config.dataset)
+    if train is None or len(train) == 0:  # type: ignore[arg-type]  # map-style: it has a length
+        raise DataError(f"dataset {config.dataset} has no training sample", fix="check its folder")
+    if test is not None and len(test) == 0:  # type: ignore[arg-type]  # as above
+        test = None
+    return train, test, is_counted
 
 
 def _known_name(name: str) -> str:
@@ -222,9 +230,14 @@ def find_source(name: str, config: DataConfig) -> Callable[..., Any]:
     """Find what to call with train=True or train=False to get a dataset. Raises DataError."""
     name = _known_name(name)
     if name.startswith(PREFIX):
-        opens = open_hub_stream if config.streaming else open_hub_set
-        return functools.partial(opens, name)
-    if (kind := name.partition(":")[0]) in FILE_STREAMS:
+        if not config.streaming:
+            return functools.partial(open_hub_set, name)
+        from hardened_ddp.data.sources.hub_stream import open_hub_stream  # WHY here: as above
+
+        return functools.partial(open_hub_stream, name)
+    if (kind := name.partition(":")[0]) in STREAM_FORMATS:
+        from hardened_ddp.streams.formats import FILE_STREAMS
+
         return functools.partial(FILE_STREAMS[kind], name)
     if kind == "image_folder" and ":" in name and importlib.util.find_spec(kind) is None:
         raise DataError(

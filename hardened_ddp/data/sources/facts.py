@@ -23,8 +23,6 @@ from hardened_ddp.data.batches.images import MemoryImages
 from hardened_ddp.data.batches.nesting import dense_parts, leaves
 from hardened_ddp.data.foreign_code import describe, line_of_user
 from hardened_ddp.errors import ANY_FAILURE, DataError, SampleError
-from hardened_ddp.streams.contract import is_stream
-from hardened_ddp.streams.views import StreamView
 
 _MOST_TRIES = 8  # how many samples are tried to find a readable one
 _PLACES = ("root", "data_dir", "cache_dir")  # in dataset_args: where the data lies
@@ -32,6 +30,22 @@ _PLACES = ("root", "data_dir", "cache_dir")  # in dataset_args: where the data l
 log = logging.getLogger(__name__)
 
 AnyDataset = Dataset[Any]  # Any: whatever a sample is
+
+
+def is_map_style(dataset: Any) -> bool:
+    """Return whether samples are read by their index; else it is a stream, or iterable."""
+    # WHY not by __getitem__ alone: torch's IterableDataset inherits one, which raises.
+    has_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return has_index and not isinstance(dataset, IterableDataset) and not _is_stream(dataset)
+
+
+def is_view_of_stream(dataset: Any) -> bool:
+    """Return whether dataset is a StreamView. WHY by name: streams are loaded only if needed."""
+    return getattr(dataset, "is_view_of_stream", False) is True
+
+
+def _is_stream(dataset: Any) -> bool:  # as streams/contract.py says
+    return hasattr(dataset, "num_shards") and callable(getattr(dataset, "open", None))
 
 
 def check_opened(dataset: Any, name: str) -> None:  # Any: what a user's callable returned
@@ -46,14 +60,14 @@ def check_opened(dataset: Any, name: str) -> None:  # Any: what a user's callabl
             f"--dataset {name} returned a DataLoader, whose samples are batches",
             fix="return its dataset: the run makes the batches itself (--batch_size, --collate)",
         )
-    is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if not (is_map or is_stream(dataset) or hasattr(dataset, "__iter__")):
+    is_map = is_map_style(dataset)
+    if not (is_map or _is_stream(dataset) or hasattr(dataset, "__iter__")):
         raise DataError(
             f"--dataset {name} returned a {type(dataset).__name__} without __getitem__ and __len__",
             fix="return a map-style torch.utils.data.Dataset, an iterable one, a class with "
             "num_shards and open(), or None for no test set",
         )
-    if is_map and not isinstance(dataset, IterableDataset):
+    if is_map:
         try:
             len(dataset)
         except ANY_FAILURE as error:  # WHY broad: the user's code
@@ -94,7 +108,7 @@ def read_example(dataset: AnyDataset, name: str, collate: Collate | None = None)
         raise DataError(
             f"dataset {name}: the first {len(numbers)} samples can't be read: {first.bad[0].error}",
             fix="make "
-            + ("open()" if is_stream(getattr(dataset, "stream", None)) else "dataset[0]")
+            + ("open()" if is_view_of_stream(dataset) else "dataset[0]")
             + " give (input tensor, label), or a mapping with 'labels'",
         )
     return batch
@@ -102,12 +116,13 @@ def read_example(dataset: AnyDataset, name: str, collate: Collate | None = None)
 
 def _first_samples(dataset: AnyDataset, name: str) -> list[int]:
     """Return the numbers of a few samples. Raises DataError if a stream has none."""
-    if not isinstance(dataset, StreamView):
-        return list(range(min(_MOST_TRIES, len(dataset))))  # type: ignore[arg-type]  # it has a length
-    numbers = list(itertools.islice(dataset.first_samples(), _MOST_TRIES))
+    size = len(dataset)  # type: ignore[arg-type]  # it has a length
+    if not is_view_of_stream(dataset):
+        return list(range(min(_MOST_TRIES, size)))
+    numbers = list(itertools.islice(dataset.first_samples(), _MOST_TRIES))  # type: ignore[attr-defined]
     if not numbers:
         raise DataError(
-            f"dataset {name} has no training sample: each of its {len(dataset)} shards is empty",
+            f"dataset {name} has no training sample: each of its {size} shards is empty",
             fix="check its files, and what open() gives",
         )
     return numbers
@@ -224,7 +239,7 @@ def fingerprint(
             bad += [problem] if problem else []
             # WHY read twice: if a dataset's samples are random, only its length is compared.
             digest.update(first if first == second else b"random")
-    kind = "shards" if isinstance(parts[0], StreamView) else "samples"
+    kind = "shards" if is_view_of_stream(parts[0]) else "samples"
     return digest.hexdigest(), "; ".join(
         [f"{sizes[0]} {kind} and {sum(sizes[1:])} to test", *bad[:2]]
     )
