@@ -194,7 +194,7 @@ def train(settings: Resolved, group: Group) -> int:
     from hardened_ddp.guard.stop import StopRequest
     from hardened_ddp.preflight.evaluation_trial import check_evaluation
     from hardened_ddp.reporting.log import add_log_file
-    from hardened_ddp.reporting.rank_status import RankStatus
+    from hardened_ddp.reporting.status_writer import StatusWriter
     from hardened_ddp.training.evaluation import check_stop_when, stops_early
     from hardened_ddp.training.run import Ending, Run
     from hardened_ddp.training.run_folder import open_run, read_checkpoint
@@ -209,7 +209,7 @@ def train(settings: Resolved, group: Group) -> int:
         StopRequest(group, time_limit=loop.time_limit) as stop,
         open_run(settings.config, group) as folder,  # collective
         HangWatch(group, folder.folder, hang_after_s=loop.hang_after_s) as watch,  # collective
-        RankStatus(folder.folder, group) as rank_status,  # for the commands watch and report
+        StatusWriter(folder.folder, group) as rank_status,  # for the commands watch and report
     ):
         add_log_file(folder.folder / "logs", rank=group.launch.rank)
         saved = read_checkpoint(folder, group)  # collective: rank 0 reads, all get it

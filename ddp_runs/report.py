@@ -1,20 +1,85 @@
-"""The command report: one HTML file of a run, or of several side by side.
+"""The command report: one HTML file of a run, or of several side by side, which needs no network.
 
-Owns reading the runs and writing the file. Does not own: the page (report_page.py).
+Owns its text, its tables and how Plotly gets into it: compressed, which the browser unpacks, so
+that the page has 2 MB and not 5. All text from the run folder is escaped.
+Does not own: what is plotted (report_plots.py), the first words (report_verdict.py).
 """
 
+import base64
+import gzip
+import html
+import json
+import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from ddp_runs.report_page import page_of
+from ddp_runs import report_plots
+from ddp_runs.report_plots import Figure
+from ddp_runs.report_verdict import sentences_of
 from ddp_runs.run_files import RunView, find_run_folder, read_run
+from ddp_runs.watch_view import first_of
 from hardened_ddp.errors import MissingPackageError, RunFolderError
+from hardened_ddp.reporting.goodput import num_attempts
+from hardened_ddp.reporting.run_json import number_of
+from hardened_ddp.settings.config import Config
+from hardened_ddp.settings.record import yaml_word
+from hardened_ddp.settings.schema import flatten
 from hardened_ddp.settings.typed_command import pip_command
-from hardened_ddp.settings.wording import as_typed
+from hardened_ddp.settings.wording import as_typed, printable
 
 FILE_NAME = "report.html"
+_MOST_ROWS = 300
+_MOST_SIZES = 6
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5em auto; max-width: 1180px;
+  padding: 0 1em; color: #222; }
+h1 { font-size: 1.5em; } h2 { border-bottom: 1px solid #ddd; margin-top: 2em; }
+h3 { margin: 1.2em 0 0.3em; }
+table { border-collapse: collapse; margin: 0.6em 0; font-size: 0.92em; display: block;
+  overflow-x: auto; }
+th, td { border: 1px solid #ddd; padding: 0.25em 0.6em; text-align: left; vertical-align: top; }
+th { background: #f5f5f5; } tr.other td { background: #fff6e5; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(520px, 1fr)); gap: 0.8em; }
+.plot { min-height: 200px; } .wide { grid-column: 1 / -1; }
+.bad { color: #b00020; } .quiet { color: #666; } .quiet:empty, .bad:empty { display: none; }
+.verdict { font-size: 1.07em; padding: 0.7em 1em; background: #f4f6f8; border-left: 5px solid #888;
+  border-radius: 3px; }
+.verdict.finished { border-color: #2ca02c; background: #f1f8f1; }
+.verdict.failed, .verdict.dead { border-color: #d62728; background: #fcf1f1; }
+.verdict.stopped, .verdict.running { border-color: #1f77b4; background: #f0f5fa; }
+"""
+_SCRIPT = """
+async function unpacked(text) {
+  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return await new Response(stream).text();
+}
+async function drawAll() {
+  const library = document.createElement("script");
+  library.textContent = await unpacked(document.getElementById("plotly").textContent.trim());
+  document.head.append(library);
+  const figures = JSON.parse(document.getElementById("figures").textContent);
+  for (const figure of figures) {
+    const layout = Object.assign({
+      title: {text: figure.title, font: {size: 15}, x: 0.02},
+      margin: {l: 60, r: 15, t: 45, b: 80}, height: 360, hoverlabel: {align: "left"},
+      font: {family: "system-ui, sans-serif", color: "#333"},
+      legend: {font: {size: 11}, orientation: "h", y: -0.24, yanchor: "top"},
+    }, figure.layout);
+    layout.yaxis = Object.assign({automargin: true, exponentformat: "power"}, layout.yaxis);
+    const options = {responsive: true, displayModeBar: false};
+    await Plotly.newPlot(figure.id, figure.data, layout, options);
+  }
+  document.body.dataset.drawn = figures.length;
+}
+drawAll().catch((error) => {
+  document.getElementById("trouble").textContent = "The plots can't be drawn: " + error;
+});
+"""
 
 
 def run_report(options: Mapping[str, str], *, output: TextIO) -> int:
@@ -81,3 +146,231 @@ def read_plotly() -> str:
             fix=pip_command("requirements.txt", "plotly"),
         ) from error
     return str(get_plotlyjs())
+
+
+def page_of(runs: Mapping[str, RunView], plotly: str) -> str:
+    """Write the page of one run, or of several side by side.
+
+    runs: by the name that the page shows; plotly: the library's JavaScript.
+    """
+    figures: list[Figure] = []
+    title = f"Training report: {', '.join(runs)}"
+    body = [
+        f"<h1>{_text(title)}</h1>",
+        f'<p class="quiet">made {_clock(time.time())} by the command report'
+        '</p><p id="trouble" class="bad"></p>',
+        *(_verdict(name if len(runs) > 1 else "", run) for name, run in runs.items()),
+        '<div class="plots">',
+        _place(report_plots.goodput_plot(runs), figures, is_wide=True),
+        *(_place(figure, figures) for figure in report_plots.curve_plots(runs)),
+        "</div>",
+        _overview(runs),
+    ]
+    for name, run in runs.items():
+        body.append(_one_run(name, run, figures))
+    body.append(_settings(runs))
+    packed = base64.b64encode(gzip.compress(plotly.encode(), 9, mtime=0)).decode()
+    drawable = [figure for figure in figures if figure["data"]]
+    return "\n".join(
+        [
+            '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">',
+            f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>",
+            *body,
+            f'<script type="text/plain" id="plotly">{packed}</script>',
+            f'<script type="application/json" id="figures">{_json(drawable)}</script>',
+            f"<script>{_SCRIPT}</script></body></html>\n",
+        ]
+    )
+
+
+def _place(figure: Figure, figures: list[Figure], *, is_wide: bool = False) -> str:
+    """Keep a figure for the script, and return its place in the page; none without data."""
+    if not figure["data"]:
+        return ""
+    figure["id"] = f"plot-{len(figures)}"
+    figures.append(figure)
+    return f'<div class="plot{" wide" if is_wide else ""}" id="{figure["id"]}"></div>'
+
+
+def _verdict(name: str, run: RunView) -> str:
+    """Write how a run went, above everything else."""
+    head, *others = sentences_of(run)
+    name = f"{_text(name)}: " if name else ""
+    lines = "".join(f"<br>{_text(sentence)}." for sentence in others)
+    return f'<p class="verdict {_text(run.state)}"><b>{name}{_text(head)}.</b>{lines}</p>'
+
+
+def _overview(runs: Mapping[str, RunView]) -> str:
+    """Write a column for each run."""
+    rows = {
+        "folder": [str(run.folder) for run in runs.values()],
+        "state": [run.state for run in runs.values()],
+        "step": [_steps(run) for run in runs.values()],
+        "result": [_result(run) for run in runs.values()],
+        "ranks": [_ranks(run) for run in runs.values()],
+        "wall time": [_seconds(run.account.get("wall")) for run in runs.values()],
+        "goodput": [_share(run.account.get("goodput")) for run in runs.values()],
+        "attempts": [str(num_attempts(run.attempts)) for run in runs.values()],
+        "faults": [", ".join(run.faults) or "none" for run in runs.values()],
+        "samples left out": [str(len(run.left_out)) for run in runs.values()],
+        "checkpoints": [_checkpoints(run) for run in runs.values()],
+        "data": [_setting(run, "dataset") for run in runs.values()],
+        "model": [_setting(run, "model") for run in runs.values()],
+    }
+    head = ["", *runs]
+    return _table(head, [[name, *cells] for name, cells in rows.items()])
+
+
+def _one_run(name: str, run: RunView, figures: list[Figure]) -> str:
+    parts = [f"<h2>{_text(name)}</h2>", '<div class="plots">']
+    if run.attempts or run.events or run.checkpoints:
+        parts.append(_place(report_plots.attempts_plot(run), figures, is_wide=True))
+    for figure in (
+        report_plots.step_time_plot(run),
+        report_plots.rank_plot(run),
+        report_plots.rank_memory_plot(run),
+    ):
+        parts.append(_place(figure, figures))
+    parts.append("</div>")
+    if run.problems:
+        parts.append("<h3>Files that can't be read or believed</h3>")
+        parts.append(_table(["file"], [[problem] for problem in run.problems]))
+    events = [
+        [
+            _clock(e.time),
+            "" if e.step is None else str(e.step),
+            e.kind,
+            first_of(e.ranks, 16),
+            e.text,
+        ]
+        for e in run.events
+    ]
+    parts.append("<h3>Events</h3>" + _table(["time", "step", "kind", "ranks", "what"], events))
+    failures = [[f"{number_of(f, 'step'):.0f}", str(f.get("error", f))[:500]] for f in run.failures]
+    if failures:
+        parts.append("<h3>Attempts that failed</h3>" + _table(["step", "why"], failures))
+    if run.left_out:
+        keys = list(dict.fromkeys(key for entry in run.left_out for key in entry))[:8]
+        rows = [[str(entry.get(key, ""))[:300] for key in keys] for entry in run.left_out]
+        parts.append("<h3>Samples left out</h3>" + _table(keys, rows))
+    parts.append("<h3>Ranks, machines and versions</h3>" + _machines(run))
+    return "\n".join(parts)
+
+
+def _machines(run: RunView) -> str:
+    head = ["rank", "host", "process", "device", "backend", "torch", "Python", "CUDA", "system"]
+    rows = [
+        [
+            str(rank.rank),
+            *(str(rank.process.get(name, "")) for name in ("host", "pid")),
+            f"{rank.device} {rank.device_name}",
+            rank.backend,
+            *(str(rank.versions.get(name, "")) for name in ("torch", "python", "cuda", "system")),
+        ]
+        for rank in run.ranks
+    ]
+    return _table(head, rows)
+
+
+def _settings(runs: Mapping[str, RunView]) -> str:
+    """Write what is not at its default first; what differs between the runs is marked."""
+    values = {name: {n: (v, s) for n, v, s in run.settings} for name, run in runs.items()}
+    names = list(dict.fromkeys(n for of_run in values.values() for n in of_run))
+    defaults = {name: yaml_word(value) for name, value in flatten(Config()).items()}
+    changed: list[tuple[bool, list[str]]] = []
+    others: list[tuple[bool, list[str]]] = []
+    for name in names:
+        cells = [values[run].get(name, ("", "")) for run in runs]
+        is_other = len({value for value, _ in cells}) > 1
+        row = [name, *(f"{v}   ({s})" if s and s != "default" else v for v, s in cells)]
+        # WHY the value too: after a resume, all values come from the run
+        is_set = (s not in ("default", "run", "") or v != defaults.get(name) for v, s in cells)
+        is_changed = is_other or any(is_set)
+        (changed if is_changed else others).append((is_other, row))
+    parts = ["<h2>Settings</h2>"]
+    head = ["setting", *runs]
+    parts.append(_table(head, [row for _, row in changed], marked=[is_it for is_it, _ in changed]))
+    if others:
+        table = _table(head, [row for _, row in others])
+        parts.append(f"<details><summary>{len(others)} at their default</summary>{table}</details>")
+    return "\n".join(parts)
+
+
+def _table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], *, marked: Sequence[bool] = ()
+) -> str:
+    if not rows:
+        return '<p class="quiet">none</p>'
+    lines = ["<table><tr>" + "".join(f"<th>{_text(cell)}</th>" for cell in head) + "</tr>"]
+    for number, row in enumerate(rows[:_MOST_ROWS]):
+        kind = ' class="other"' if number < len(marked) and marked[number] else ""
+        lines.append(f"<tr{kind}>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>")
+    lines.append("</table>")
+    if len(rows) > _MOST_ROWS:
+        lines.append(f'<p class="quiet">and {len(rows) - _MOST_ROWS} more</p>')
+    return "\n".join(lines)
+
+
+def _steps(run: RunView) -> str:
+    total = run.main.total_steps
+    return f"{run.step} of {total}" if total else str(run.step)
+
+
+def _result(run: RunView) -> str:
+    words = [f"{name} {values[-1]:.5g}" for name, (_, values) in run.tested.items()]
+    return ", ".join(words) or "no evaluation"
+
+
+def _ranks(run: RunView) -> str:
+    sizes = [f"{number_of(a, 'world_size'):.0f}" for a in run.attempts if a.get("world_size")]
+    each = [size for n, size in enumerate(sizes) if n == 0 or size != sizes[n - 1]]
+    device = run.main.device_name
+    if len(each) > _MOST_SIZES:
+        sizes.sort(key=int)
+        return f"{sizes[0]} to {sizes[-1]}, {len(each) - 1} changes, x {device}"
+    return f"{', then '.join(each) or len(run.ranks)} x {device}"
+
+
+def _checkpoints(run: RunView) -> str:
+    steps = first_of([step for step, _ in run.checkpoints], 16) or "none"
+    return f"{steps}; best: {run.best['step']}" if "step" in run.best else steps
+
+
+def _setting(run: RunView, name: str) -> str:
+    return next((value.strip("'\"") for n, value, _ in run.settings if n == name), "")
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.1f} s" if value < 3600 else f"{timedelta(seconds=round(value))} h"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _clock(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds)) + " UTC"
+    except (ValueError, OverflowError, OSError):
+        return ""
+
+
+def _text(value: str) -> str:
+    return html.escape(printable(value))
+
+
+def _json(value: Any) -> str:  # Any: JSON
+    """Write JSON inside of a script element, where "</" would end it; NaN becomes null."""
+    return json.dumps(_finite(value), allow_nan=False).replace("</", "<\\/").replace("<!", "<\\!")
+
+
+def _finite(value: Any) -> Any:  # Any: JSON
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

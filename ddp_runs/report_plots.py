@@ -6,13 +6,13 @@ Owns what is plotted, and how many points at most. Does not own: the page (repor
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
-from ddp_runs.run_events import FAULTS
 from ddp_runs.run_files import RunView
-from ddp_runs.run_json import number_of
-from ddp_runs.watch_view import spans_decades
-from hardened_ddp.guard.slow import BACKWARD_AND_WAIT
+from ddp_runs.watch_view import ranks_of, spans_decades
+from hardened_ddp.reporting.rank_status import WAITS, RankStatus
+from hardened_ddp.reporting.run_json import number_of
 from hardened_ddp.settings.wording import counted
 
 Figure = dict[str, Any]  # Any: JSON
@@ -26,7 +26,7 @@ _PARTS = {
     "forward": "#1f77b4",
     "backward": "#2ca02c",
     "optimizer": "#9467bd",
-    "all-reduce": "#7f7f7f",
+    WAITS[0]: "#7f7f7f",
     "other waits": "#c7c7c7",
 }
 _ACCOUNT = {
@@ -54,19 +54,12 @@ SYMBOLS = {
 }
 """What happened to a run, with its mark and its color."""
 
-_ON_CURVES = (
-    "failure",
-    "hang",
-    "rollback",
-    "retry",
-    "left out",
-    "data",
-    "survivor save",
-    "restart",
-)
-_MOST_MARKS = 300
+_ON_CURVES: tuple[str, ...] = ("failure", "hang", "rollback", "retry", "left out", "data")
+_ON_CURVES += ("survivor save", "restart")
+"""What has a step, the gravest first."""
+
+_MOST_MARKS, _MOST_MARKS_IN_TIME = 300, 500
 _SCALED = ("loss", "perplexity", "learning rate", "gradient norm")
-_WAITS = ("broadcast", "gather", "agreement on a stop")
 
 
 def curve_plots(runs: Mapping[str, RunView]) -> list[Figure]:
@@ -239,54 +232,45 @@ def step_time_plot(run: RunView) -> Figure:
 
 def rank_plot(run: RunView) -> Figure:
     """Plot the parts of the step time of each rank: a mean over the newest start."""
-    ranks = [rank for rank in run.ranks if number_of(rank, "steps_here") > 0]
-    times = {rank["rank"]: _split_of(rank) for rank in ranks}
+    times = {rank.rank: _parts_of(rank) for rank in run.ranks if rank.steps_here > 0}
     traces = [
         {
             "type": "bar",
             "name": name,
             "x": [f"rank {rank}" for rank in times],
-            "y": [round(1000 * split.get(name, 0.0), 4) for split in times.values()],
+            "y": [round(1000 * parts.get(name, 0.0), 4) for parts in times.values()],
             "marker": {"color": color},
         }
         for name, color in _PARTS.items()
-        if any(split.get(name) for split in times.values())
+        if any(parts.get(name) for parts in times.values())
     ]
     layout = {"barmode": "stack", "yaxis": titled("ms per step")}
     return {"title": "step time by rank, newest start", "data": traces, "layout": layout}
 
 
+def _parts_of(rank: RankStatus) -> dict[str, float]:
+    """Return the seconds of each part per step of a rank."""
+    spent = rank.at_work_s()
+    num_steps = 1 if rank.split_s else rank.steps_here
+    waits = {"other waits": sum(spent.get(name, 0.0) for name in WAITS[1:])}
+    return {name: seconds / num_steps for name, seconds in (spent | waits).items()}
+
+
 def rank_memory_plot(run: RunView) -> Figure:
     """Plot the memory of each rank when it last gave a sign of life."""
-    names = {"rss_mib": "process", "gpu_peak_mib": "GPU, at most", "gpu_mib": "GPU, reserved"}
-    labels = [f"rank {rank['rank']}" for rank in run.ranks]
+    sizes = {
+        "process": [rank.rss_mib for rank in run.ranks],
+        "GPU, at most": [rank.gpu_peak_mib for rank in run.ranks],
+        "GPU, reserved": [rank.gpu_mib for rank in run.ranks],
+    }
+    labels = [f"rank {rank.rank}" for rank in run.ranks]
     traces = [
-        {
-            "type": "bar",
-            "name": label,
-            "x": labels,
-            "y": [round(number_of(rank, name), 1) for rank in run.ranks],
-        }
-        for name, label in names.items()
-        if any(number_of(rank, name) for rank in run.ranks)
+        {"type": "bar", "name": name, "x": labels, "y": [round(size, 1) for size in of_ranks]}
+        for name, of_ranks in sizes.items()
+        if any(of_ranks)
     ]
     layout = {"barmode": "group", "yaxis": titled("MiB")}
     return {"title": "memory by rank", "data": traces, "layout": layout}
-
-
-def _split_of(rank: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds of each part per step of a rank."""
-    split = rank.get("split_s")
-    if isinstance(split, dict) and split:  # of a GPU: it measures its own work
-        found = {("backward" if n == BACKWARD_AND_WAIT else n): v for n, v in split.items()}
-        return {name: number_of(found, name) for name in _PARTS}
-    spent = rank.get("spent_s")
-    steps = number_of(rank, "steps_here")
-    if not isinstance(spent, dict) or not steps:
-        return {}
-    found = {name: number_of(spent, name) / steps for name in _PARTS}
-    found["other waits"] = sum(number_of(spent, name) for name in _WAITS) / steps
-    return found
 
 
 def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
@@ -305,11 +289,88 @@ def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], l
     return [steps[i] for i in chosen], [values[i] for i in chosen]
 
 
-def worst_kinds(run: RunView) -> list[str]:
-    """Return how often each kind of fault happened, the gravest first."""
-    kinds = [event.kind for event in run.events]
-    return [f"{kinds.count(kind)} x {kind}" for kind in FAULTS if kind in kinds]
-
-
 def titled(text: str) -> dict[str, Any]:  # Any: JSON
     return {"title": {"text": text}}
+
+
+def attempts_plot(run: RunView) -> Figure:
+    """Plot the attempts of a run on a time axis, with everything that happened to it."""
+    texts = _attempt_texts(run)
+    bars = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": "attempt",
+            "showlegend": False,
+            "y": ["attempts"] * len(run.attempts),
+            "base": [_moment(a["began_at"]) for a in run.attempts],
+            "x": [1000 * max(0.5, a["now"] - a["began_at"])
+                  for a in run.attempts],
+            "text": texts,
+            "hovertext": texts,
+            "hoverinfo": "text",
+            "textposition": "inside",
+            "insidetextanchor": "start",
+            "marker": {
+                "color": ["#9ecae1" if n % 2 else "#c6dbef" for n in range(len(run.attempts))],
+                "line": {"color": "#3182bd", "width": 1},
+            },
+        }
+    ]  # fmt: skip
+    marks = [
+        _marks(
+            "checkpoint", "line-ns-open", "#8c564b",
+            [(moment, f"checkpoint of step {step}") for step, moment in run.checkpoints],
+        )
+    ]  # fmt: skip
+    for kind, (symbol, color) in SYMBOLS.items():
+        found = [
+            (e.time, f"{kind}: {ranks_of(e.ranks)}: {e.text}") for e in run.events if e.kind == kind
+        ]
+        marks.append(_marks(kind, symbol, color, found))
+    data = [*bars, *(mark for mark in marks if mark["x"])]
+    layout = {
+        "xaxis": {"type": "date"},
+        "barmode": "overlay",
+        "height": 320,
+        "hovermode": "closest",
+    }
+    return {"title": "attempts, and what happened (times in UTC)", "data": data, "layout": layout}
+
+
+def _marks(
+    name: str, symbol: str, color: str, found: Sequence[tuple[float, str]]
+) -> dict[str, Any]:  # Any: JSON
+    found = found[-_MOST_MARKS_IN_TIME:]
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "x": [_moment(moment) for moment, _ in found],
+        "y": [name] * len(found),
+        "text": [shortened(text) for _, text in found],
+        "hoverinfo": "text+x",
+        "marker": {"symbol": symbol, "color": color, "size": 11, "line": {"width": 1}},
+    }
+
+
+def _attempt_texts(run: RunView) -> list[str]:
+    """Say of each attempt which steps it did, and how it ended."""
+    found = []
+    for number, attempt in enumerate(run.attempts, start=1):
+        # WHY: an attempt that wrote no end has failed or was killed, unless it is the newest start
+        is_newest = number == len(run.attempts) and attempt["now"] >= run.main.began_at
+        ended = attempt.get("ended") or (run.state if is_newest else "failed or killed")
+        ranks = int(number_of(attempt, "world_size"))
+        size = f", {counted(ranks, 'rank')}" if ranks else ""
+        steps = f"{attempt['first_step']:.0f} to {attempt['step']:.0f}"
+        found.append(f"{number}: steps {steps}{size}, {ended}")
+    return found
+
+
+def _moment(seconds: float) -> str:
+    """Write a time as Plotly reads it."""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")
+    except (ValueError, OverflowError, OSError):
+        return "1970-01-01 00:00:00"

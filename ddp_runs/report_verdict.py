@@ -4,8 +4,8 @@ Does not own: the page (report_page.py), the state of a run (run_files.py).
 """
 
 from ddp_runs.run_files import RunView
-from ddp_runs.run_json import number_of
 from ddp_runs.watch_view import duration
+from hardened_ddp.reporting.run_json import number_of
 from hardened_ddp.settings.wording import counted
 
 _GOOD_SHARE = 0.7
@@ -29,13 +29,9 @@ _STATES = {
 
 def sentences_of(run: RunView) -> list[str]:
     """Say whether it finished, how it went, what it survived and lost, and what is unusual."""
-    main = run.ranks[0] if run.ranks else {}
-    steps = [number_of(entry, "step") for entry in (main, run.summary, *run.attempts[-1:])]
-    total = number_of(main, "total_steps")
-    account = run.account
-    steps.append(run.newest_step if run.state == "dead" else 0)
-    head = f"{_STATES[run.state]} at step {max(steps):,.0f}"
-    head += f" of {total:,.0f}" if total else ""
+    account, total = run.account, run.main.total_steps
+    head = f"{_STATES[run.state]} at step {run.step:,}"
+    head += f" of {total:,}" if total else ""
     head += f" after {duration(account['wall'])}" if account else ""
     return [part for part in (head, _went(run), _survived(run), _unusual(run)) if part]
 

@@ -1,16 +1,17 @@
-"""What happened to a run: the warnings and errors in the logs of its ranks.
+"""What happened to a run: the warnings and errors in RUN/logs/rank-N.log.
 
-Owns reading RUN/logs/rank-N.log, and what kind of event a line is: a retry, a rollback, a hang, a
-stop. The kind follows from the module that logged it, so a new message needs no change here.
-Does not own: why a run failed (explain/).
+Owns what kind of event a line is: a retry, a rollback, a hang, a stop. The kind follows from the
+module that logged it, so a new message needs no change here. Why a run failed is explain's.
 """
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+
+from hardened_ddp.reporting.run_json import files_in, read_text
 
 _LINE = re.compile(
     r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) (DEBUG|INFO|WARNING|ERROR|CRITICAL) ([\w.]+): (.*)"
@@ -59,27 +60,26 @@ class Event:
     step: int | None
 
 
-def read_events(folder: Path, problems: list[str], *, began_at: float = 0.0) -> list[Event]:
+def read_events(folder: Path, problems: list[str], *, began_at: float) -> tuple[Event, ...]:
     """Read the events of all ranks of a run, oldest first. What can't be read goes to problems.
 
-    began_at: when the run began. Logs have the local time of their host; if their beginning is some
-    quarters of an hour off, this machine is in another time zone.
+    began_at: when the run began. Logs have the local time of their host: where their beginning is
+    quarters of an hour away from it, this machine is in another time zone.
     """
     found: list[Event] = []
-    try:
-        paths = sorted((folder / "logs").iterdir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        problems.append(f"logs: can't be read: {error.strerror}")
-        return []
-    for path in paths:
-        if match := _FILE.fullmatch(path.name):
-            text = _tail(path, problems)
-            found += events_of(text, rank=int(match[1]))
-            if text and not any(map(_LINE.match, text.splitlines())):
-                problems.append(f"{path.name}: has no line of a log")
-    return shifted(merged(found), _zone_shift_s(folder / "logs" / "rank-0.log", began_at))
+    shift_s: float | None = None
+    for path in files_in(folder / "logs", problems):
+        rank = _FILE.fullmatch(path.name)
+        text = read_text(path, problems, most_bytes=_MAX_BYTES) if rank else ""
+        if rank is None or not text:
+            continue
+        first = next(filter(None, map(_LINE.match, text.splitlines())), None)
+        if first is None:
+            problems.append(f"{path.name}: has no line of a log")
+        elif shift_s is None:
+            shift_s = _zone_shift_s(began_at - _seconds(first[1])) if began_at else 0.0
+        found += events_of(text, rank=int(rank[1]))
+    return tuple(replace(event, time=event.time + (shift_s or 0.0)) for event in merged(found))
 
 
 def events_of(text: str, *, rank: int) -> list[Event]:
@@ -118,21 +118,8 @@ def merged(events: Iterable[Event]) -> list[Event]:
     return found
 
 
-def shifted(events: Sequence[Event], seconds: float) -> list[Event]:
-    """Move all events by so many seconds."""
-    return [replace(event, time=event.time + seconds) for event in events]
-
-
-def _zone_shift_s(path: Path, began_at: float) -> float:
-    """Return what to add to the times of a log that was written in another time zone."""
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            match = _LINE.match(file.readline(1000))
-    except OSError:
-        return 0.0
-    if match is None or not began_at:
-        return 0.0
-    off_s = began_at - _seconds(match[1])
+def _zone_shift_s(off_s: float) -> float:
+    """Return what a time zone explains of so many seconds."""
     shift_s = _ZONE_STEP_S * round(off_s / _ZONE_STEP_S)
     return shift_s if abs(off_s - shift_s) < _START_TAKES_S and abs(off_s) < 86400 else 0.0
 
@@ -156,18 +143,3 @@ def _seconds(text: str) -> float:
         return time.mktime(moment.timetuple()) + moment.microsecond / 1e6
     except (ValueError, OverflowError):
         return 0.0
-
-
-def _tail(path: Path, problems: list[str]) -> str:
-    """Read the end of a log, which may be large; empty if it can't be read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - _MAX_BYTES))
-            text = file.read(_MAX_BYTES).decode("utf-8", "replace")
-        if not text:
-            problems.append(f"{path.name}: is empty")
-        return text
-    except OSError as error:
-        problems.append(f"{path.name}: can't be read: {error.strerror}")
-        return ""

@@ -1,7 +1,7 @@
 """A run folder as the commands watch and report see it, from any host, without torch.
 
-Owns reading its files, and the state of the run: running, finished, stopped, failed or dead. The
-files may be written at this moment, come from an earlier version, be cut off or be no files at
+Owns finding and reading it, and the state of the run: running, finished, stopped, failed or dead.
+The files may be written at this moment, come from an earlier version, be cut off or be no files at
 all: what can't be read is left out, and named in problems.
 """
 
@@ -12,9 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast, get_args
 
-from ddp_runs.run_clocks import clock_problems
-from ddp_runs.run_events import Event, read_events
-from ddp_runs.run_json import (
+from ddp_runs.run_events import FAULTS, Event, read_events
+from hardened_ddp.errors import RunFolderError
+from hardened_ddp.ranks.start_command import LauncherName, command_words
+from hardened_ddp.reporting.goodput import NAME as ATTEMPTS_NAME
+from hardened_ddp.reporting.goodput import account_of, read_attempts
+from hardened_ddp.reporting.rank_status import FOLDER as STATUS_FOLDER
+from hardened_ddp.reporting.rank_status import SILENT_AFTER_S, RankStatus
+from hardened_ddp.reporting.run_json import (
     Json,
     files_in,
     folders_in,
@@ -24,11 +29,6 @@ from ddp_runs.run_json import (
     read_lines,
     read_text,
 )
-from hardened_ddp.errors import RunFolderError
-from hardened_ddp.ranks.process import ProcessMark, is_gone
-from hardened_ddp.ranks.start_command import LauncherName, command_words
-from hardened_ddp.reporting.goodput import NAME as ATTEMPTS_NAME
-from hardened_ddp.reporting.goodput import account_of, has_all_numbers
 from hardened_ddp.settings.earlier_run import CHECKPOINTS_NAME, SAVED_SETTINGS, STEP_FOLDER
 from hardened_ddp.settings.typed_command import (
     StartCommand,
@@ -36,14 +36,12 @@ from hardened_ddp.settings.typed_command import (
     shell_command,
     working_folder,
 )
-from hardened_ddp.settings.wording import counted
 
-STATUS_FOLDER = "status"
 MANIFEST_NAME = "manifest.json"  # WHY not from checkpoint/: that needs torch
-_SILENT_AFTER_S = 10.0
-_SILENT_PERIODS = 5
+_METRICS_NAME = "metrics.jsonl"
 _WRITE_TAKES_S = 0.05
 _MOST_SETTINGS = 1000
+_ENDS = ("failed", "stopped", "finished")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +59,8 @@ class RunView:
 
     folder: Path
     now: float
-    ranks: tuple[Json, ...] = ()
-    """The status of each rank of the newest start, by rank."""
+    ranks: tuple[RankStatus, ...] = ()
+    """Of the newest start, by rank."""
 
     points: tuple[Point, ...] = ()
     """By step; of a step that was repeated, the last line of each kind counts."""
@@ -83,6 +81,11 @@ class RunView:
     """Files that can't be read or believed."""
 
     @property
+    def main(self) -> RankStatus:
+        """The status of the lowest rank that has one; a blank one if nobody has."""
+        return self.ranks[0] if self.ranks else RankStatus(rank=0, state="unknown")
+
+    @property
     def account(self) -> Mapping[str, float]:
         """Seconds of each part of the wall time, over all attempts; empty if nothing is known."""
         return account_of(self.attempts) if self.attempts else {}
@@ -90,38 +93,43 @@ class RunView:
     @property
     def newest_sign(self) -> float:
         """When a rank last gave a sign of life, in seconds since the epoch; 0: never."""
-        signs = [number_of(entry, "now") for entry in (*self.ranks, *self.attempts[-1:])]
-        return max(signs, default=0.0)
+        signs = [rank.now for rank in self.ranks]
+        return max([*signs, *(number_of(last, "now") for last in self.attempts[-1:])], default=0.0)
 
     @property
     def state(self) -> str:
         """running, finished, stopped, failed, dead, or unknown if nothing was written yet."""
-        own = {str(rank.get("state")) for rank in self.ranks}
-        if any(str(rank.get("state")) == "running" for rank in self.ranks):
-            if any(not self.is_silent(rank) for rank in self.ranks if rank["state"] == "running"):
-                return "running"
-            return "dead"
-        status = self.summary.get("status")
-        if own == {"finished"} and status in ("finished", "stopped", "failed"):
-            return str(status)
-        for state in ("failed", "stopped", "finished"):
-            if state in own:
-                return state
-        if status in ("finished", "stopped", "failed"):
-            return str(status)
-        return "dead" if self.newest_sign else "unknown"
+        running = [rank for rank in self.ranks if rank.state == "running"]
+        if running:
+            return "dead" if all(rank.is_silent(self.now) for rank in running) else "running"
+        own = {rank.state for rank in self.ranks}
+        told = self.summary.get("status")
+        if told in _ENDS and (own == {"finished"} or not own & set(_ENDS)):
+            return str(told)
+        otherwise = "dead" if self.newest_sign else "unknown"
+        return next((state for state in _ENDS if state in own), otherwise)
 
     @property
-    def newest_step(self) -> int:
-        """The newest step of a checkpoint or a report; the last status of a rank may be older."""
-        return max([s for s, _ in self.checkpoints] + [p.step for p in self.points], default=0)
+    def step(self) -> int:
+        """The newest step that is known to be done."""
+        if self.state == "running":
+            return self.main.step
+        steps = [number_of(entry, "step") for entry in (self.summary, *self.attempts[-1:])]
+        if self.state == "dead":  # the last status of a rank may be older
+            steps += [*(s for s, _ in self.checkpoints), *(p.step for p in self.points)]
+        return int(max([self.main.step, *steps]))
 
-    def is_silent(self, rank: Json) -> bool:
-        """Whether a rank has given no sign of life for long, or is known to have ended."""
-        if _has_ended(rank):
-            return True
-        limit_s = max(_SILENT_AFTER_S, _SILENT_PERIODS * number_of(rank, "every_s"))
-        return self.now - number_of(rank, "now") > limit_s
+    @property
+    def tested(self) -> dict[str, tuple[list[int], list[float]]]:
+        """The curves of the test set, by metric."""
+        names = dict.fromkeys(n for p in self.points for n in p.values if n.endswith("/test"))
+        return {name.removesuffix("/test"): self.curve(name) for name in names}
+
+    @property
+    def faults(self) -> list[str]:
+        """How often each kind of fault happened, the gravest first."""
+        kinds = [event.kind for event in self.events]
+        return [f"{kinds.count(kind)} x {kind}" for kind in FAULTS if kind in kinds]
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
         """Return steps and values of a metric, such as loss/train."""
@@ -161,39 +169,39 @@ def find_run_folder(name: str, output_dir: str) -> Path:
     )
 
 
-def resume_command(ranks: Sequence[Json], folder: Path) -> str:
+def resume_command(run: RunView) -> str:
     """Write the command that continues a run on as many ranks, as their status tells it."""
-    told = ranks[0] if ranks else {}
-    num_ranks, num_nodes = int(number_of(told, "world_size")), int(number_of(told, "num_nodes"))
-    is_known = told.get("launcher") in get_args(LauncherName)  # WHY: anybody may have written it
+    told = run.main
+    is_known = told.launcher in get_args(LauncherName)  # WHY: anybody may have written it
     launcher = cast(
-        LauncherName, told["launcher"] if is_known else "torchrun" if num_ranks > 1 else "none"
+        LauncherName, told.launcher if is_known else "torchrun" if told.world_size > 1 else "none"
     )
-    if num_nodes > 1 and launcher != "slurm":
-        return f"as before on all {num_nodes} nodes, with --resume {shell_command(folder)}"
-    words = command_words(launcher, max(1, num_ranks), num_nodes=max(1, num_nodes), env={})
-    where = str(told.get("working_folder") or "")
-    start = StartCommand(words, where if os.path.isdir(where) else working_folder())
-    return start.typed("--resume", folder)
+    if told.num_nodes > 1 and launcher != "slurm":
+        where = shell_command(run.folder)
+        return f"as before on all {told.num_nodes} nodes, with --resume {where}"
+    num_ranks, num_nodes = max(1, told.world_size), max(1, told.num_nodes)
+    words = command_words(launcher, num_ranks, num_nodes=num_nodes, env={})
+    is_there = os.path.isdir(told.working_folder)
+    start = StartCommand(words, told.working_folder if is_there else working_folder())
+    return start.typed("--resume", run.folder)
 
 
 def read_run(folder: Path) -> RunView:
     """Read a run folder. Never raises: what can't be read is named in problems."""
     problems: list[str] = []
-    attempts = tuple(_read_attempts(folder / ATTEMPTS_NAME, problems))
-    began_at = number_of(attempts[0], "began_at") if attempts else 0.0
+    attempts = tuple(read_attempts(folder, problems))
     ranks = _read_ranks(folder, problems)
     now = time.time()
-    problems += clock_problems(ranks, attempts, now=now)
+    problems += _clock_problems(ranks, attempts, now=now)
     return RunView(
         folder=folder,
         now=now,
         ranks=ranks,
-        points=_read_points(folder / "metrics.jsonl", problems),
+        points=_read_points(folder / _METRICS_NAME, problems),
         attempts=attempts,
         checkpoints=_read_checkpoints(folder / CHECKPOINTS_NAME, problems),
         best=read_json(folder / CHECKPOINTS_NAME / "best.json", problems),
-        events=tuple(read_events(folder, problems, began_at=began_at)),
+        events=read_events(folder, problems, began_at=attempts[0]["began_at"] if attempts else 0.0),
         summary=read_json(folder / "summary.json", problems),
         failures=tuple(read_lines(folder / "failures.jsonl", problems)),
         left_out=tuple(read_lines(folder / "skipped_samples.jsonl", problems)),
@@ -214,30 +222,39 @@ def _check_access(folder: Path) -> None:
         return
 
 
-def _has_ended(rank: Json) -> bool:
-    """Whether a process is known to have ended: only for those of this machine."""
-    try:
-        return bool(is_gone(ProcessMark(**rank["process"])))
-    except (KeyError, TypeError, ValueError, OSError, AttributeError):
-        return False
-
-
-def _read_ranks(folder: Path, problems: list[str]) -> tuple[Json, ...]:
+def _read_ranks(folder: Path, problems: list[str]) -> tuple[RankStatus, ...]:
     """Read the status of each rank, without those that are left of an earlier start."""
-    found = []
+    found: list[RankStatus] = []
     for path in files_in(folder / STATUS_FOLDER, problems):
         if not path.name.startswith("rank-") or path.suffix != ".json":
             continue
-        status = read_json(path, [])
-        if not status:  # WHY again: it may have been half written
+        entry = read_json(path, [])
+        if not entry:  # WHY again: it may have been half written
             time.sleep(_WRITE_TAKES_S)
-            status = read_json(path, problems)
-        if isinstance(status.get("rank"), int) and isinstance(status.get("state"), str):
+            entry = read_json(path, problems)
+        if (status := RankStatus.read(entry)) is not None:
             found.append(status)
-    newest = max(found, key=lambda status: number_of(status, "now"), default={})
-    world_size = number_of(newest, "world_size")
-    found = [status for status in found if status["rank"] < world_size]
-    return tuple(sorted(found, key=lambda status: int(status["rank"])))
+    world_size = max(found, key=lambda status: status.now).world_size if found else 0
+    of_this_start = (status for status in found if status.rank < world_size)
+    return tuple(sorted(of_this_start, key=lambda status: status.rank))
+
+
+def _clock_problems(
+    ranks: Sequence[RankStatus], attempts: Sequence[Json], *, now: float
+) -> list[str]:
+    """Say where times can't be, so that a state or a duration may be wrong."""
+    found = [
+        f"rank-{rank.rank}.json: is {rank.now - now:.0f} s in the future: the clocks of its "
+        "host and of this machine differ, so whether the rank is alive can't be told here"
+        for rank in ranks
+        if rank.now - now > SILENT_AFTER_S
+    ]
+    if any(attempt["now"] < attempt["began_at"] for attempt in attempts):
+        found.append(
+            "attempts.jsonl: an attempt ends before it begins: a clock was set back, so the times "
+            "of this run are not exact"
+        )
+    return found
 
 
 def _read_points(path: Path, problems: list[str]) -> tuple[Point, ...]:
@@ -256,16 +273,6 @@ def _read_points(path: Path, problems: list[str]) -> tuple[Point, ...]:
         kind = "test" if "loss/test" in values else "train" if "loss/train" in values else "end"
         found[step, kind] = Point(step=step, time=number_of(entry, "time"), values=values)
     return tuple(sorted(found.values(), key=lambda point: (point.step, point.time)))
-
-
-def _read_attempts(path: Path, problems: list[str]) -> list[Json]:
-    """Read the last line of each attempt, oldest first, of those that have all their numbers."""
-    lines = read_lines(path, problems)
-    whole = [entry for entry in lines if has_all_numbers(entry)]
-    if num_lost := len(lines) - len(whole):
-        problems.append(f"{path.name}: {counted(num_lost, 'line')} without all numbers")
-    newest = {number_of(entry, "began_at"): entry for entry in whole}
-    return [newest[began_at] for began_at in sorted(newest)]
 
 
 def _read_checkpoints(folder: Path, problems: list[str]) -> tuple[tuple[int, float], ...]:
@@ -296,7 +303,7 @@ def _read_settings(path: Path, problems: list[str]) -> tuple[tuple[str, str, str
 
 
 def _is_run(folder: Path) -> bool:
-    parts = (CHECKPOINTS_NAME, STATUS_FOLDER, "metrics.jsonl", ATTEMPTS_NAME, "logs")
+    parts = (CHECKPOINTS_NAME, STATUS_FOLDER, _METRICS_NAME, ATTEMPTS_NAME, "logs")
     return any(os.path.exists(folder / name) for name in parts)
 
 

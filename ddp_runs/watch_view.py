@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 from ddp_runs.run_events import FAULTS
 from ddp_runs.run_files import RunView, resume_command
-from ddp_runs.run_json import Json, number_of
-from hardened_ddp.guard.slow import BACKWARD_AND_WAIT
 from hardened_ddp.reporting.goodput import num_attempts
+from hardened_ddp.reporting.rank_status import WAITS, RankStatus
+from hardened_ddp.reporting.run_json import number_of
 from hardened_ddp.settings.typed_command import own_command
 from hardened_ddp.settings.wording import as_typed, printable
 
-_WAITS = ("all-reduce", "broadcast", "gather", "agreement on a stop")
 _SHARES = ("data", "forward", "backward", "optimizer")
 _BARS, _PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 _CURVE_WIDTH, _SHORTEST_CURVE = 60, 8
@@ -74,9 +73,9 @@ def view_of(
         others = sum(-(-len(line) // width) for line in head) + len(lines) + _TABLE_LINES
         most_rows = max(_FEWEST_ROWS, height - others)
     if len(ranks) > most_rows:
-        ranks = sorted(ranks, key=lambda rank: (-_worry(run, rank), rank["rank"]))[: most_rows - 1]
-    earlier = {rank["rank"]: rank for rank in (before.ranks if before else ())}
-    rows = [tuple(_row(run, rank, earlier.get(rank["rank"]))) for rank in ranks]
+        ranks = sorted(ranks, key=lambda rank: (-_worry(run, rank), rank.rank))[: most_rows - 1]
+    earlier = {rank.rank: rank for rank in (before.ranks if before else ())}
+    rows = [tuple(_row(run, rank, earlier.get(rank.rank))) for rank in ranks]
     worries = [_worry(run, rank) for rank in ranks]
     if len(ranks) < len(run.ranks):
         more = {"rank": "...", "doing": f"{len(run.ranks) - len(ranks)} more ranks"}
@@ -111,113 +110,83 @@ def _head(run: RunView) -> list[str]:
     name = as_typed(run.folder)
     lines = [", ".join([f"{name}: {run.state}", *_progress_words(run)])]
     if run.state == "dead":
-        lines.append(_last_sign(run))
+        clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.newest_sign))
+        lines.append(f"no heartbeat since {clock}, {duration(run.now - run.newest_sign)} ago")
     if run.state in ("dead", "failed"):
         lines.append(f"why: {own_command('explain', run.folder)}")
-        lines.append(f"continue: {resume_command(run.ranks, run.folder)}")
+        lines.append(f"continue: {resume_command(run)}")
     elif run.state == "unknown":
         lines.append("no rank has written anything yet")
     return lines
 
 
-def _last_sign(run: RunView) -> str:
-    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.newest_sign))
-    return f"no heartbeat since {clock}, {duration(run.now - run.newest_sign)} ago"
-
-
 def _progress_words(run: RunView) -> list[str]:
     """Say how far the run is, and how long it still takes."""
-    main = run.ranks[0] if run.ranks else {}
-    step = number_of(main, "step") or number_of(run.summary, "step")
-    if not main and run.attempts:
-        step = step or number_of(run.attempts[-1], "step")
-    told = step
-    if run.state == "dead":
-        step = max(step, run.newest_step)
-    total = number_of(main, "total_steps")
-    words = [f"step {step:.0f}" + (f" of {total:.0f}" if total else "")]
-    if (epochs := number_of(main, "epochs")) and step == told:
-        words.append(f"epoch {min(number_of(main, 'epoch') + 1, epochs):.0f} of {epochs:.0f}")
+    main, step = run.main, run.step
+    words = [f"step {step}" + (f" of {main.total_steps}" if main.total_steps else "")]
+    if main.epochs and step == main.step:
+        words.append(f"epoch {min(main.epoch + 1, main.epochs)} of {main.epochs}")
     if (count := num_attempts(run.attempts)) > 1:
         words.append(f"{count} attempts")
     if run.account:
         words.append(f"goodput {run.account['goodput']:.0%}")
-    spent = main.get("spent_s")
-    steps_here = number_of(main, "steps_here")
-    if run.state == "running" and isinstance(spent, dict) and steps_here and total > step:
-        seconds = sum(number_of(spent, name) for name in spent if name != "start-up")
-        words.append(f"about {duration((total - step) * seconds / steps_here)} left")
+    if run.state == "running" and main.steps_here and main.total_steps > step:
+        left_s = (main.total_steps - step) * sum(main.at_work_s().values()) / main.steps_here
+        words += [f"about {duration(left_s)} left"] if left_s else []
     return words
 
 
-def _worry(run: RunView, rank: Json) -> int:
+def _worry(run: RunView, rank: RankStatus) -> int:
     """Return 2 for a rank that is lost, 1 for one that takes longer than others, else 0."""
-    if rank["state"] == "failed" or (rank["state"] == "running" and run.is_silent(rank)):
+    if rank.state == "failed" or (rank.state == "running" and rank.is_silent(run.now)):
         return 2
-    return int(rank["state"] == "running" and number_of(rank, "phase_s") > 10)
+    return int(rank.state == "running" and rank.phase_s > 10)
 
 
-def _row(run: RunView, rank: Json, before: Json | None) -> list[str]:
-    process = rank.get("process")
-    host = str(process.get("host", "?")) if isinstance(process, dict) else "?"
-    age_s = number_of(rank, "phase_s")
-    doing = str(rank.get("phase", "?"))
-    if rank["state"] != "running":
-        doing, age_s = rank["state"], run.now - number_of(rank, "now")
-    elif run.is_silent(rank):
-        doing, age_s = f"silent, was in {doing}", run.now - number_of(rank, "now")
-    device = str(rank.get("device", "?"))
-    name = str(rank.get("device_name", ""))
+def _row(run: RunView, rank: RankStatus, before: RankStatus | None) -> list[str]:
+    doing, age_s = rank.phase, rank.phase_s
+    if rank.state != "running":
+        doing, age_s = rank.state, run.now - rank.now
+    elif rank.is_silent(run.now):
+        doing, age_s = f"silent, was in {doing}", run.now - rank.now
+    has_name = rank.device != "cpu" and rank.device_name
     return [
-        str(rank["rank"]),
-        host,
-        device if device == "cpu" or not name else f"{device} {name}",
-        f"{number_of(rank, 'step'):.0f}",
+        str(rank.rank),
+        str(rank.process.get("host", "?")),
+        f"{rank.device} {rank.device_name}" if has_name else rank.device,
+        str(rank.step),
         doing,
         duration(age_s),
-        f"{number_of(rank, 'samples_per_s') / max(1.0, number_of(rank, 'world_size')):.0f}",
+        f"{rank.samples_per_s / max(1, rank.world_size):.0f}",
         *_shares(rank, before),
-        _memory(rank),
+        f"{rank.rss_mib / 1024:.1f} GiB"
+        + (f", GPU {rank.gpu_mib / 1024:.1f}" if rank.gpu_mib else ""),
     ]
 
 
-def _shares(rank: Json, before: Json | None) -> list[str]:
+def _shares(rank: RankStatus, before: RankStatus | None) -> list[str]:
     """Return the share of each part of the time since the earlier look, and that of waiting."""
-    split = rank.get("split_s")
-    if isinstance(split, dict) and split:  # of a GPU: it measures its own work
-        spent = {("backward" if n == BACKWARD_AND_WAIT else n): v for n, v in split.items()}
-    else:
-        spent = _times(rank)
-        old = _times(before) if before and before.get("process") == rank.get("process") else {}
+    spent = rank.at_work_s()
+    if not rank.split_s and before is not None and before.process == rank.process:
+        old = before.at_work_s()
         newer = {name: seconds - old.get(name, 0.0) for name, seconds in spent.items()}
         spent = newer if sum(newer.values()) > 0.2 else spent
-    total = sum(number_of(spent, name) for name in spent if name != "start-up")
+    total = sum(spent.values())
     if total <= 0:
         return ["-"] * (len(_SHARES) + 1)
-    waits = sum(number_of(spent, name) for name in _WAITS)
-    return [f"{number_of(spent, n) / total:.0%}" for n in _SHARES] + [f"{waits / total:.0%}"]
-
-
-def _times(rank: Json) -> dict[str, float]:
-    spent = rank.get("spent_s")
-    return {n: number_of(spent, n) for n in spent} if isinstance(spent, dict) else {}
-
-
-def _memory(rank: Json) -> str:
-    text = f"{number_of(rank, 'rss_mib') / 1024:.1f} GiB"
-    gpu = number_of(rank, "gpu_mib")
-    return f"{text}, GPU {gpu / 1024:.1f}" if gpu else text
+    waits = sum(spent.get(name, 0.0) for name in WAITS)
+    return [f"{spent.get(name, 0.0) / total:.0%}" for name in _SHARES] + [f"{waits / total:.0%}"]
 
 
 def _lines(run: RunView, is_plain: bool, width: int) -> list[str]:
     """Write what is below the table."""
     lines = []
-    known = {int(rank["rank"]) for rank in run.ranks}
-    world_size = max((number_of(rank, "world_size") for rank in run.ranks), default=0.0)
-    silent = [n for n in range(int(min(world_size, _MOST_RANKS))) if n not in known]
-    if silent:
+    known = {rank.rank for rank in run.ranks}
+    world_size = max((rank.world_size for rank in run.ranks), default=0)
+    missing = [n for n in range(min(world_size, _MOST_RANKS)) if n not in known]
+    if missing:
         yet = " yet" if run.state == "running" else ""
-        lines.append(f"missing     no status{yet} of {_ranks_of(silent)}")
+        lines.append(f"missing     no status{yet} of {ranks_of(missing)}")
     steps, losses = run.curve("loss/train")
     if losses:
         # WHY the newest value first: a narrow terminal cuts the end of a line
@@ -228,32 +197,30 @@ def _lines(run: RunView, is_plain: bool, width: int) -> list[str]:
             bars = _PLAIN_BARS if is_plain else _BARS
             line += f"  {sparkline(losses, bars, width=room)}{first}"
         lines.append(line)
-    tested = {name: run.curve(name) for p in run.points for name in p.values if _is_test(name)}
-    if tested:
-        words = [f"{n.removesuffix('/test')} {v[-1]:.4g}" for n, (_, v) in tested.items()]
-        at = next(iter(tested.values()))[0][-1]
+    if run.tested:
+        words = [f"{name} {values[-1]:.4g}" for name, (_, values) in run.tested.items()]
+        at = next(iter(run.tested.values()))[0][-1]
         lines.append(f"test set    {', '.join(words)} at step {at}")
     lines.append(f"checkpoints {_checkpoints(run)}")
     # WHY not in the table: a long message would take the width of every other column
     for event in run.events[-_NEWEST_EVENTS:]:
-        lines.append(f"{event.level.lower():<11} {_ranks_of(event.ranks)}: {event.text}")
+        lines.append(f"{event.level.lower():<11} {ranks_of(event.ranks)}: {event.text}")
     counts = Counter(event.kind for event in run.events)
-    faults = [f"{counts[kind]} x {kind}" for kind in FAULTS if counts[kind]]
     others = [f"{n} x {kind}" for kind, n in counts.items() if kind not in FAULTS]
-    lines.append(f"faults      {', '.join(faults) or 'none'}")
+    lines.append(f"faults      {', '.join(run.faults) or 'none'}")
     if others:
         lines.append(f"also        {', '.join(others)}")
     return lines
 
 
-def _ranks_of(numbers: Sequence[int]) -> str:
+def ranks_of(numbers: Sequence[int]) -> str:
     """Name some ranks: rank 3, ranks 0, 1, ranks 0, 1, 2, 3 ..."""
-    who = "rank" if len(numbers) == 1 else "ranks"
-    return f"{who} {', '.join(map(str, numbers[:4]))}{' ...' * (len(numbers) > 4)}"
+    return f"rank{'s' * (len(numbers) != 1)} {first_of(numbers, 4)}"
 
 
-def _is_test(name: str) -> bool:
-    return name.endswith("/test")
+def first_of(numbers: Sequence[int], most: int) -> str:
+    """List some numbers: 0, 1, 2, 3 ..."""
+    return ", ".join(map(str, numbers[:most])) + " ..." * (len(numbers) > most)
 
 
 def _checkpoints(run: RunView) -> str:

@@ -14,7 +14,6 @@ Does not own: the split of a step into forward and backward (step_clock.py).
 
 import json
 import logging
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.phase import Phase
 from hardened_ddp.ranks.tracker import Tracker
+from hardened_ddp.reporting.run_json import Json, is_number, read_lines
 from hardened_ddp.reporting.sinks import write_text
 from hardened_ddp.settings.wording import counted
 
@@ -104,7 +104,7 @@ class Goodput:
         count = num_attempts([*self._earlier, self._line()])
         return f"{account['wall']:.1f} s in {counted(count, 'attempt')}: {shares}"
 
-    def _line(self) -> dict[str, Any]:  # Any: JSON
+    def _line(self) -> Json:
         spent = [
             now - then for now, then in zip(self._tracker.wall_s(), self._before_s, strict=True)
         ]
@@ -122,21 +122,15 @@ class Goodput:
         }
 
 
-def read_attempts(folder: Path) -> list[dict[str, Any]]:
-    """Read the last line of each attempt, oldest first; unreadable lines are skipped."""
-    try:
-        text = (folder / NAME).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    found: dict[float, dict[str, Any]] = {}
-    for line in text.splitlines():
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):  # a line that was cut off
-            continue
-        if has_all_numbers(entry):
-            found[entry["began_at"]] = entry
-    return [found[began_at] for began_at in sorted(found)]
+def read_attempts(folder: Path, problems: list[str] | None = None) -> list[Json]:
+    """Read the last line of each attempt, oldest first; what is left out goes to problems."""
+    problems = [] if problems is None else problems
+    lines = read_lines(folder / NAME, problems)
+    whole = [entry for entry in lines if _has_all_numbers(entry)]
+    if num_lost := len(lines) - len(whole):
+        problems.append(f"{NAME}: {counted(num_lost, 'line')} without all numbers")
+    newest = {entry["began_at"]: entry for entry in whole}
+    return [newest[began_at] for began_at in sorted(newest)]
 
 
 def num_attempts(attempts: Sequence[Mapping[str, Any]]) -> int:
@@ -154,15 +148,10 @@ def num_attempts(attempts: Sequence[Mapping[str, Any]]) -> int:
     return count
 
 
-def has_all_numbers(entry: object) -> bool:
+def _has_all_numbers(entry: Json) -> bool:
     """Say whether a line of attempts.jsonl has what the account is computed from."""
-    if not isinstance(entry, dict):
-        return False
-    values: list[Any] = [
-        entry.get(name) for name in ("began_at", "now", "first_step", "step", *PHASES)
-    ]
-    # WHY a bound: a damaged file may have NaN, or a whole number larger than any float
-    return all(type(v) in (int, float) and abs(v) <= sys.float_info.max for v in values)
+    names = ("began_at", "now", "first_step", "step", *PHASES)
+    return all(is_number(entry.get(name)) for name in names)
 
 
 def account_of(attempts: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -1,209 +1,105 @@
-"""What each rank is doing, in a small file of the run folder: for the commands watch and report.
+"""The format of RUN/status/rank-N.json: what a rank does. No torch: watch answers at once.
 
-Owns RUN/status/rank-N.json, about 1 KB of JSON, which a thread writes anew every few seconds. The
-training thread does nothing for it: the thread reads the tracker. All ranks together write at most
-MOST_WRITES_PER_S, and one rank spends at most 1 % of the time on it, however slow the disk is.
-
-What goes wrong here: a reader may see half of a file that is just written (it reads again); a disk
-is full or hangs (then the file is old, and training goes on).
+Owns RankStatus, its reading, and when a rank counts as silent. Does not own: writing it every few
+seconds (status_writer.py).
 """
 
 import contextlib
-import json
-import logging
-import os
-import platform
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from types import TracebackType
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
-import torch
-
-from hardened_ddp.ranks.group import Group
-from hardened_ddp.ranks.phase import PHASE, SINCE, STEP, Phase
-from hardened_ddp.ranks.process import this_process
-from hardened_ddp.reporting.resources import read_rss_mib
-from hardened_ddp.reporting.sinks import open_no_link
-from hardened_ddp.settings.typed_command import working_folder
-
-log = logging.getLogger(__name__)
+from hardened_ddp.ranks.phase import FIRST_WAIT, Phase
+from hardened_ddp.ranks.process import ProcessMark, is_gone
+from hardened_ddp.reporting.run_json import Json, is_number, number_of
 
 FOLDER = "status"
-EVERY_S = 2.0
-"""The least time between two writes."""
+WAITS = tuple(phase.label for phase in Phase if phase >= FIRST_WAIT)
+"""The phases in which a rank only waits for others."""
 
-MOST_WRITES_PER_S = 64
-_SHARE_OF_TIME = 0.01
-_RATE_OVER_S = 15.0
-_END_LIMIT_S = 2.0
+SILENT_AFTER_S = 30.0
+"""At least. WHY not less: the clocks of two hosts may differ, and a shared disk may lag behind."""
+
+_SILENT_PERIODS = 5
+
+
+def silent_after_s(every_s: float) -> float:
+    """Return how old the status of a living rank is at most that writes it every so often."""
+    return max(SILENT_AFTER_S, _SILENT_PERIODS * every_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """What is trained, once it is known."""
-
-    global_batch: int = 0
-    """Samples of one step, over all ranks."""
-
-    epochs: int = 0
-    split: Callable[[], tuple[int, Mapping[str, float]]] = lambda: (0, {})
-    """On a GPU: the seconds of each part of a step. The CPU's clock would see only the queueing."""
-
-    epoch: Callable[[], int] = lambda: 0
-    """The epochs done. From any thread."""
-
-    steps: Callable[[], int | None] = lambda: None
-    """The steps of the whole run; None: not known yet. From any thread."""
-
-
 class RankStatus:
-    """Writes the status of this rank. Use it in a with statement."""
+    """What a rank does, and where it runs, at one moment."""
 
-    def __init__(self, folder: Path, group: Group) -> None:
-        self._path = folder / FOLDER / f"rank-{group.launch.rank}.json"
-        self._group = group
-        self._every_s = max(EVERY_S, group.world_size / MOST_WRITES_PER_S)
-        self._work = Work()
-        self._state = "running"
-        self._rates: deque[tuple[float, int]] = deque()
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rank-status", daemon=True)
-        self._facts = self._read_facts()
+    rank: int
+    state: str
+    """running, finished, stopped or failed."""
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
+    now: float = 0.0
+    """When this was written, in seconds since the epoch."""
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Write the last status. Takes two seconds at most, even if the disk hangs."""
-        if self._state == "running":
-            self._state = "finished" if error is None else "failed"
-        self._end.set()
-        self._thread.join(_END_LIMIT_S)
+    began_at: float = 0.0
+    silent_after_s: float = SILENT_AFTER_S
+    world_size: int = 0
+    num_nodes: int = 0
+    launcher: str = ""
+    working_folder: str = ""
+    step: int = 0
+    total_steps: int = 0
+    """0: not known yet."""
 
-    def attach(self, work: Work) -> None:
-        """Say what is trained, once it is known. Main thread."""
-        self._work = work
+    epoch: int = 0
+    epochs: int = 0
+    phase: str = "?"
+    phase_s: float = 0.0
+    steps_here: int = 0
+    """Steps since this start."""
 
-    def close_as(self, state: str) -> None:
-        """Note how the run ended: finished, stopped or failed. Main thread."""
-        self._state = state
+    spent_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each phase since this start."""
 
-    def read(self) -> dict[str, Any]:  # Any: JSON
-        """Return the status of this moment. Any thread."""
-        tracker = self._group.tracker
-        words, spent = tracker.words, tracker.spent_s()
-        step, phase = words[STEP], Phase(words[PHASE])
-        part, part_s = tracker.part_of_start()
-        is_starting = tracker.phase == Phase.START_UP
-        work = self._work
-        return {
-            **self._facts,
-            "now": round(time.time(), 3),
-            "state": self._state,
-            "step": step,
-            "total_steps": work.steps(),
-            "epoch": work.epoch(),
-            "epochs": work.epochs,
-            "phase": part if is_starting else phase.label,
-            "phase_s": part_s if is_starting else (time.monotonic_ns() - words[SINCE]) / 1e9,
-            "is_starting": is_starting,
-            "steps_here": tracker.num_steps,
-            "spent_s": {label: round(seconds, 3) for label, seconds in spent.items()},
-            "split_s": dict(work.split()[1]) if self._group.device.type == "cuda" else {},
-            "samples_per_s": round(self._rate(step, tracker.wall_s()) * work.global_batch, 1),
-            **self._memory(),
-        }
+    split_s: Mapping[str, float] = field(default_factory=dict)
+    """On a GPU: seconds of each part of a step. The CPU's clock would see only the queueing."""
 
-    def _run(self) -> None:
-        failed, wait_s = "", 0.0
-        while not self._end.wait(wait_s):
-            began = time.monotonic()
-            try:
-                self._write()
-                failed = ""
-            except Exception as error:  # WHY broad: the run must not lose its status over one error
-                if str(error) != failed:
-                    log.debug("%s can't be written: %s", self._path, error)
-                failed = str(error)
-            wait_s = max(self._every_s, (time.monotonic() - began) / _SHARE_OF_TIME)
-        with contextlib.suppress(Exception):  # WHY broad: as above, and the run is over
-            self._write()
+    samples_per_s: float = 0.0
+    """Of all ranks."""
 
-    def _write(self) -> None:
-        """Write in place. WHY not aside and rename: on a shared disk that is three times as much.
+    rss_mib: float = 0.0
+    gpu_mib: float = 0.0
+    gpu_peak_mib: float = 0.0
+    process: Mapping[str, Any] = field(default_factory=dict)  # Any: a ProcessMark as JSON
+    device: str = "?"
+    device_name: str = ""
+    backend: str = ""
+    versions: Mapping[str, Any] = field(default_factory=dict)  # Any: JSON of somebody
 
-        The file ends with a line break, which a reader looks for.
-        """
-        text = json.dumps(self.read()) + "\n"
-        flags = os.O_WRONLY | os.O_CREAT
-        try:
-            descriptor = open_no_link(self._path, flags)
-        except FileNotFoundError:
-            self._path.parent.mkdir(exist_ok=True)
-            descriptor = open_no_link(self._path, flags)
-        try:
-            data = text.encode()
-            os.pwrite(descriptor, data, 0)
-            os.ftruncate(descriptor, len(data))
-        finally:
-            os.close(descriptor)
+    @classmethod
+    def read(cls, entry: Json) -> Self | None:
+        """Take what is usable of a file that anybody may have written; None: it is no status."""
+        if not isinstance(entry.get("rank"), int) or not isinstance(entry.get("state"), str):
+            return None
+        status = cls(rank=entry["rank"], state=entry["state"])
+        found: dict[str, Any] = {}  # Any: by field
+        for name in (each.name for each in fields(cls)):
+            value: Any = entry.get(name)  # Any: JSON
+            default = getattr(status, name)
+            if isinstance(default, int | float):
+                found |= {name: type(default)(value)} if is_number(value) else {}
+            elif isinstance(value, type(default)):
+                found[name] = value
+        return replace(status, **found)
 
-    def _rate(self, step: int, wall_s: list[float]) -> float:
-        """Return the steps per second of the last seconds, without evaluation and checkpoints."""
-        aside = wall_s[Phase.EVALUATION] + wall_s[Phase.CHECKPOINT] + wall_s[Phase.START_UP]
-        now = sum(wall_s) - aside
-        rates = self._rates
-        if rates and step < rates[-1][1]:  # rolled back
-            rates.clear()
-        rates.append((now, step))
-        while len(rates) > 2 and now - rates[1][0] > _RATE_OVER_S:
-            rates.popleft()
-        passed = now - rates[0][0]
-        return (step - rates[0][1]) / passed if passed > 0 else 0.0
+    def at_work_s(self) -> dict[str, float]:
+        """Seconds of each part of the work, without the start; on a GPU of one step."""
+        if self.split_s:  # a GPU's backward is "backward with all-reduce"
+            return {n.partition(" with ")[0]: number_of(self.split_s, n) for n in self.split_s}
+        return {n: number_of(self.spent_s, n) for n in self.spent_s if n != Phase.START_UP.label}
 
-    def _read_facts(self) -> dict[str, Any]:  # Any: JSON
-        """Return what stays the same during this start."""
-        group, launch = self._group, self._group.launch
-        is_gpu = group.device.type == "cuda"
-        return {
-            "rank": launch.rank,
-            "world_size": launch.world_size,
-            "local_rank": launch.local_rank,
-            "launcher": launch.launcher,
-            "num_nodes": launch.num_nodes,
-            "working_folder": working_folder(),
-            "attempt": launch.attempt,
-            "began_at": round(launch.started_at, 3),
-            "every_s": self._every_s,
-            "process": asdict(this_process()),
-            "device": str(group.device),
-            "device_name": torch.cuda.get_device_name(group.device) if is_gpu else "CPU",
-            "backend": group.backend,
-            "versions": {
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "system": platform.platform(),
-                "cuda": torch.version.cuda or "none",
-            },
-            "cpus": os.cpu_count(),
-        }
-
-    def _memory(self) -> dict[str, float]:
-        found = {"rss_mib": round(read_rss_mib(), 1)}
-        if self._group.device.type == "cuda":
-            with contextlib.suppress(RuntimeError):  # the device failed, which others will report
-                reserved = torch.cuda.memory_reserved(self._group.device)
-                peak = torch.cuda.max_memory_allocated(self._group.device)
-                found |= {"gpu_mib": reserved / 2**20, "gpu_peak_mib": peak / 2**20}
-        return found
+    def is_silent(self, now: float) -> bool:
+        """Whether it has given no sign of life for long, or is known to have ended."""
+        # WHY suppressed: it may be no mark of a process. Only one of this machine can be asked.
+        with contextlib.suppress(TypeError, ValueError, OSError, AttributeError, OverflowError):
+            if is_gone(ProcessMark(**self.process)):
+                return True
+        return now - self.now > self.silent_after_s

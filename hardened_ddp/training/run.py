@@ -18,7 +18,7 @@ from hardened_ddp.guard.stop import StopRequest
 from hardened_ddp.model.replica import refuse_new_parameters
 from hardened_ddp.ranks.phase import SAMPLE, Phase
 from hardened_ddp.ranks.resources import collect_as_usual
-from hardened_ddp.reporting.rank_status import Work
+from hardened_ddp.reporting.status_writer import Work
 from hardened_ddp.step.left_out import LeftOut
 from hardened_ddp.step.parts import Parts
 from hardened_ddp.step.progress import Progress

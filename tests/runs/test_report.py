@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from ddp_runs.report import run_report
-from ddp_runs.report_page import page_of
+from ddp_runs.report import page_of, run_report
 from ddp_runs.report_plots import MOST_POINTS, thinned
 from ddp_runs.report_verdict import sentences_of
 from ddp_runs.run_files import read_run
@@ -157,7 +156,7 @@ def test_the_first_words_say_how_the_run_went(tmp_path: Path) -> None:
     assert "1 warning of a slow rank" in unusual
     page = page_of({"first": run}, "")
     assert page.index('<p class="verdict finished"><b>Finished at step 200') < page.index("<table")
-    ranks = tuple({**rank, "state": "running", "now": 1.0} for rank in run.ranks)
+    ranks = tuple(replace(rank, state="running", now=1.0) for rank in run.ranks)
     dead = replace(run, ranks=ranks, best={"step": 80, "metric": "accuracy/test", "value": 0.9})
     assert sentences_of(dead)[0].startswith("Ended without a word at step 200")
     assert "best accuracy 0.9 at step 80" in sentences_of(dead)[1]
@@ -230,7 +229,7 @@ def test_a_long_curve_keeps_its_extremes(tmp_path: Path) -> None:
 
 def test_of_a_dead_run_the_newest_step_that_is_known_counts(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "first"))
-    ranks = tuple({**rank, "state": "running", "step": 150} for rank in run.ranks)
+    ranks = tuple(replace(rank, state="running", step=150) for rank in run.ranks)
     dead = replace(run, ranks=ranks, checkpoints=((240, BEGAN),))
     assert dead.state == "dead"
     assert "<tr><td>step</td><td>240</td></tr>" in page_of({"r": dead}, "")

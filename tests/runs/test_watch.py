@@ -19,7 +19,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from ddp_runs.report_page import page_of
+from ddp_runs.report import page_of
 from ddp_runs.report_plots import rank_plot
 from ddp_runs.run_events import events_of, merged
 from ddp_runs.run_files import RunView, find_run_folder, read_run
@@ -73,7 +73,7 @@ def test_a_run_is_shown_while_it_runs_when_it_died_and_when_it_finished(
     argv = [*ENDLESS, "--output_dir", tmp_path]
 
     def is_at_work(run: RunView) -> bool:
-        steps = [rank["step"] for rank in run.ranks]
+        steps = [rank.step for rank in run.ranks]
         return len(steps) == world_size and min(steps) > 5 and bool(run.curve("loss/train")[0])
 
     with start_training(argv, world_size) as running:

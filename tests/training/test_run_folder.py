@@ -16,7 +16,7 @@ from hardened_ddp.ranks.group import Group
 from hardened_ddp.ranks.launch import Launch
 from hardened_ddp.ranks.tracker import Tracker
 from hardened_ddp.reporting.goodput import Goodput
-from hardened_ddp.reporting.rank_status import RankStatus
+from hardened_ddp.reporting.status_writer import StatusWriter
 from hardened_ddp.reporting.sinks import FileSink, write_text
 from hardened_ddp.settings.earlier_run import newest_run, refuse_links
 from hardened_ddp.training.run_folder import RunFolder, create_run_folder, find_place
@@ -325,6 +325,6 @@ def test_a_link_that_is_put_there_during_the_run_is_not_followed(tmp_path: Path)
         with pytest.raises(OSError, match="symbolic link"):
             write_text(tmp_path / "a", "mine", mode=mode)
     Goodput(tmp_path, Tracker(), Launch(), step=0).leave()
-    with RankStatus(tmp_path, Group(Launch(), torch.device("cpu"))):
+    with StatusWriter(tmp_path, Group(Launch(), torch.device("cpu"))):
         pass
     assert victim.read_text() == "years of work"

@@ -1,4 +1,4 @@
-"""JSON files and folders of a run, which may be half written, cut off, or not readable at all.
+"""The JSON files of a run folder, which may be half written, cut off, or not readable at all.
 
 Owns listing and reading them without ever raising: what can't be read is named in problems, and
 left out.
@@ -31,6 +31,7 @@ def number_of(entry: Mapping[str, Any], name: str) -> float:
 
 
 def read_json(path: Path, problems: list[str]) -> Json:
+    """Read a file that has one object; empty if there is none."""
     text = read_text(path, problems)
     if not text:
         return {}
@@ -62,13 +63,13 @@ def read_lines(path: Path, problems: list[str]) -> list[Json]:
     return found
 
 
-def read_text(path: Path, problems: list[str]) -> str:
+def read_text(path: Path, problems: list[str], *, most_bytes: int = _MOST_BYTES) -> str:
     """Read a text; empty if there is no such file. Of a very large one, the end."""
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
-            file.seek(max(0, file.tell() - _MOST_BYTES))
-            text = file.read(_MOST_BYTES).decode("utf-8", "replace")
+            file.seek(max(0, file.tell() - most_bytes))
+            text = file.read(most_bytes).decode("utf-8", "replace")
         if not text:
             problems.append(f"{path.name}: is empty")
         return text

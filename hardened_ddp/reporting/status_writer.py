@@ -1,0 +1,204 @@
+"""Writes what this rank does into the run folder: for the commands watch and report.
+
+A thread writes RUN/status/rank-N.json (rank_status.py), about 1 KB, anew every few seconds. The
+training thread does nothing for it: the thread reads the tracker. All ranks together write at most
+MOST_WRITES_PER_S, and one rank spends at most 1 % of the time on it, however slow the disk is.
+
+What goes wrong here: a reader may see half of a file that is just written (it reads again); a disk
+is full or hangs (then the file is old, and training goes on).
+"""
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from hardened_ddp.ranks.group import Group
+from hardened_ddp.ranks.phase import PHASE, SINCE, STEP, Phase
+from hardened_ddp.ranks.process import this_process
+from hardened_ddp.reporting.rank_status import FOLDER, RankStatus, silent_after_s
+from hardened_ddp.reporting.resources import read_rss_mib
+from hardened_ddp.reporting.sinks import open_no_link
+from hardened_ddp.settings.typed_command import working_folder
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 2.0
+"""The least time between two writes."""
+
+MOST_WRITES_PER_S = 64
+_SHARE_OF_TIME = 0.01
+_RATE_OVER_S = 15.0
+_END_LIMIT_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """What is trained, once it is known."""
+
+    global_batch: int = 0
+    """Samples of one step, over all ranks."""
+
+    epochs: int = 0
+    split: Callable[[], tuple[int, Mapping[str, float]]] = lambda: (0, {})
+    """On a GPU: the seconds of each part of a step. The CPU's clock would see only the queueing."""
+
+    epoch: Callable[[], int] = lambda: 0
+    """The epochs done. From any thread."""
+
+    steps: Callable[[], int | None] = lambda: None
+    """The steps of the whole run; None: not known yet. From any thread."""
+
+
+class StatusWriter:
+    """Writes the status of this rank. Use it in a with statement."""
+
+    def __init__(self, folder: Path, group: Group) -> None:
+        self._path = folder / FOLDER / f"rank-{group.launch.rank}.json"
+        self._group = group
+        self._every_s = max(EVERY_S, group.world_size / MOST_WRITES_PER_S)
+        self._work = Work()
+        self._state = "running"
+        self._rates: deque[tuple[float, int]] = deque()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rank-status", daemon=True)
+        self._facts = self._read_facts()
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Write the last status. Takes two seconds at most, even if the disk hangs."""
+        if self._state == "running":
+            self._state = "finished" if error is None else "failed"
+        self._end.set()
+        self._thread.join(_END_LIMIT_S)
+
+    def attach(self, work: Work) -> None:
+        """Say what is trained, once it is known. Main thread."""
+        self._work = work
+
+    def close_as(self, state: str) -> None:
+        """Note how the run ended: finished, stopped or failed. Main thread."""
+        self._state = state
+
+    def read(self) -> RankStatus:
+        """Return the status of this moment. Any thread."""
+        tracker, work = self._group.tracker, self._work
+        words = tracker.words
+        step, phase = words[STEP], Phase(words[PHASE]).label
+        phase_s = (time.monotonic_ns() - words[SINCE]) / 1e9
+        if tracker.phase == Phase.START_UP:
+            phase, phase_s = tracker.part_of_start()
+        device, is_gpu = self._group.device, self._group.device.type == "cuda"
+        reserved = peak = 0
+        with contextlib.suppress(RuntimeError):  # the device failed, which others will report
+            reserved = torch.cuda.memory_reserved(device) if is_gpu else 0
+            peak = torch.cuda.max_memory_allocated(device) if is_gpu else 0
+        return replace(
+            self._facts,
+            now=round(time.time(), 3),
+            state=self._state,
+            step=step,
+            total_steps=work.steps() or 0,
+            epoch=work.epoch(),
+            epochs=work.epochs,
+            phase=phase,
+            phase_s=phase_s,
+            steps_here=tracker.num_steps,
+            spent_s={label: round(seconds, 3) for label, seconds in tracker.spent_s().items()},
+            split_s=dict(work.split()[1]) if is_gpu else {},
+            samples_per_s=round(self._rate(step, tracker.wall_s()) * work.global_batch, 1),
+            rss_mib=round(read_rss_mib(), 1),
+            gpu_mib=reserved / 2**20,
+            gpu_peak_mib=peak / 2**20,
+        )
+
+    def _run(self) -> None:
+        failed, wait_s = "", 0.0
+        while not self._end.wait(wait_s):
+            began = time.monotonic()
+            try:
+                self._write()
+                failed = ""
+            except Exception as error:  # WHY broad: the run must not lose its status over one error
+                if str(error) != failed:
+                    log.debug("%s can't be written: %s", self._path, error)
+                failed = str(error)
+            wait_s = max(self._every_s, (time.monotonic() - began) / _SHARE_OF_TIME)
+        with contextlib.suppress(Exception):  # WHY broad: as above, and the run is over
+            self._write()
+
+    def _write(self) -> None:
+        """Write in place. WHY not aside and rename: on a shared disk that is three times as much.
+
+        The file ends with a line break, which a reader looks for.
+        """
+        text = json.dumps(asdict(self.read())) + "\n"
+        flags = os.O_WRONLY | os.O_CREAT
+        try:
+            descriptor = open_no_link(self._path, flags)
+        except FileNotFoundError:
+            self._path.parent.mkdir(exist_ok=True)
+            descriptor = open_no_link(self._path, flags)
+        try:
+            data = text.encode()
+            os.pwrite(descriptor, data, 0)
+            os.ftruncate(descriptor, len(data))
+        finally:
+            os.close(descriptor)
+
+    def _rate(self, step: int, wall_s: list[float]) -> float:
+        """Return the steps per second of the last seconds, without evaluation and checkpoints."""
+        aside = wall_s[Phase.EVALUATION] + wall_s[Phase.CHECKPOINT] + wall_s[Phase.START_UP]
+        now = sum(wall_s) - aside
+        rates = self._rates
+        if rates and step < rates[-1][1]:  # rolled back
+            rates.clear()
+        rates.append((now, step))
+        while len(rates) > 2 and now - rates[1][0] > _RATE_OVER_S:
+            rates.popleft()
+        passed = now - rates[0][0]
+        return (step - rates[0][1]) / passed if passed > 0 else 0.0
+
+    def _read_facts(self) -> RankStatus:
+        """Return what stays the same during this start."""
+        group, launch = self._group, self._group.launch
+        is_gpu = group.device.type == "cuda"
+        return RankStatus(
+            rank=launch.rank,
+            state=self._state,
+            began_at=round(launch.started_at, 3),
+            silent_after_s=silent_after_s(self._every_s),
+            world_size=launch.world_size,
+            num_nodes=launch.num_nodes,
+            launcher=launch.launcher,
+            working_folder=working_folder(),
+            process=asdict(this_process()),
+            device=str(group.device),
+            device_name=torch.cuda.get_device_name(group.device) if is_gpu else "CPU",
+            backend=group.backend,
+            versions={
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "system": platform.platform(),
+                "cuda": torch.version.cuda or "none",
+            },
+        )
